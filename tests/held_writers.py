@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -14,10 +15,10 @@ def held_writers() -> Iterator[threading.Event]:
 
     write, gate = Snapshot.write, threading.Event()
 
-    def wait_and_write(self: Snapshot) -> None:
+    def wait_and_write(self: Snapshot, *args: Any) -> None:
         assert threading.current_thread() is not threading.main_thread()
         assert gate.wait(60)
-        write(self)
+        write(self, *args)
 
     Snapshot.write = wait_and_write  # type: ignore[method-assign]
     try:

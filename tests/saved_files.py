@@ -1,24 +1,39 @@
-"""What a save left behind: the files of a directory, and the log records of a process."""
+"""What a save left behind: the files of a directory, and what a process logs."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-
-class Kept(logging.Handler):
-    """The messages of a logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        logging.getLogger("zeroelastic").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
 
 
 def contents(directory: Path) -> dict[str, tuple[int, int]]:
     """Every file but DeepSpeed's scripts: its size and when it was written."""
     files = [path for path in directory.rglob("*") if path.is_file() and path.suffix != ".py"]
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+def file_bytes(directory: Path) -> dict[str, bytes]:
+    """The bytes of every file below a directory, by its path there."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def logged(of: str | logging.Logger, level: int = logging.INFO) -> list[str]:
+    """What a logger, given by its name below "zeroelastic" or itself, and those below it log from now on."""
+    said: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = of if isinstance(of, logging.Logger) else logging.getLogger(f"zeroelastic.{of}".rstrip("."))
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    return said
+
+
+def committed(directory: str | Path, tag: str) -> bool:
+    return (Path(directory) / tag / RECORD_NAME).exists()
+
+
+def latest(directory: str | Path) -> str | None:
+    path = Path(directory) / "latest"
+    return path.read_text() if path.exists() else None

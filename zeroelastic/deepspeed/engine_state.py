@@ -84,10 +84,8 @@ class EngineState:
     """Whether a caller loads with ``strict_batch``, whatever the options say (``install.wrappers``)."""
     module_paths: tuple[str, ...] | None = None
     """The model states file that DeepSpeed is to read, during a load (``load.module_states``)."""
-    saving: object = None
-    """The ``Saving`` of a save in progress (``save.mode``)."""
     pending: object = None
-    """The ``Pending`` save that is not finished yet (``save.pending``)."""
+    """The ``Pending`` save that is not finished yet (``save.save``)."""
     async_save: bool | None = None
     """Whether the next saves are asynchronous; None: as the options say (``save.background``)."""
     background: object = None

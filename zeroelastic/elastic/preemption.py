@@ -198,9 +198,9 @@ class Preemption:
 
     def _stop(self, step: int, left: float) -> None:
         """Finish the save that is being written, then save the last step, if it is not saved and there is time."""
-        from zeroelastic.deepspeed.save.pending import has_pending
+        from zeroelastic.deepspeed.save.pending import pending_of
 
-        if has_pending(self._engine):
+        if pending_of(self._engine) is not None:
             try:
                 self._finish("stopping")
             except SaveError as error:
@@ -223,7 +223,7 @@ class Preemption:
         ``background`` is that of ``every``. Waits for the previous save, and raises its error.
         """
         from zeroelastic.deepspeed.save.background import saving_in_background
-        from zeroelastic.deepspeed.save.pending import has_pending
+        from zeroelastic.deepspeed.save.pending import pending_of
 
         engine = self._engine
         chosen = normal(tag) if tag is not None else f"global_step{engine.global_steps}"
@@ -232,12 +232,12 @@ class Preemption:
         began = time.monotonic()
         with saving_in_background(engine, background):
             engine.save_checkpoint(str(self._directory), tag=chosen, client_state=client_state)
-        if not has_pending(engine):
+        if pending_of(engine) is None:
             self._note_seconds(time.monotonic() - began)
         self.saves.append(chosen)
         self._last_time, self._last_step = time.monotonic(), int(engine.global_steps)
         self._saved_step = self._last_step
-        if not has_pending(engine):
+        if pending_of(engine) is None:
             self._log_saved(chosen)
         return chosen
 

@@ -9,5 +9,5 @@
     accelerate_metrics, lightning_metrics
                    saves and loads in the trackers of each, over ``job_metrics``
 
-All but ``transformers`` are applied by ``deepspeed/install/frameworks`` where the framework is imported.
+All but ``transformers`` are applied by ``deepspeed/install/seams`` where the framework is imported.
 """

@@ -3,7 +3,7 @@
 Front ends on top of the Hugging Face Trainer (TRL, LLaMA-Factory, ms-swift, axolotl) are started with a batch per
 device, which at another number of ranks is another global batch: other samples, another schedule. With the option,
 ``Trainer.train`` first sets the micro batch and the accumulation with which this number of ranks has the saved global
-batch. Wrapped by ``deepspeed/install/frameworks`` where transformers is imported; written for transformers 5.23.
+batch. Wrapped by ``deepspeed/install/seams`` where transformers is imported; written for transformers 5.23.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from saved_files import logged
 
 from zeroelastic.testing import RankPool
 
@@ -28,8 +28,14 @@ def install_twice_and_uninstall() -> list[str]:
 
     classes = (DeepSpeedEngine, DeepSpeedZeroOptimizer_Stage3)
     before = [dict(vars(owner)) for owner in classes]
+
+    def signatures() -> list[inspect.Signature]:
+        return [inspect.signature(getattr(DeepSpeedEngine, name)) for name in ("save_checkpoint", "load_checkpoint")]
+
+    stock = signatures()
     zeroelastic.install()
     assert zeroelastic.is_installed()
+    assert signatures() == stock  # HF Trainer looks at the parameters before it passes exclude_frozen_parameters
     pairs = list(zip(classes, before, strict=True))
     changed = {name for owner, old in pairs for name in old if vars(owner)[name] is not old[name]}
     assert changed == {
@@ -61,57 +67,6 @@ def install_twice_and_uninstall() -> list[str]:
     ]
 
 
-def test_uninstall_leaves_what_another_library_wrapped_later(rank_pool: RankPool) -> None:
-    """Its wrapper is called as before; ours, below it, does nothing until the next install(), and then acts once."""
-    assert rank_pool.run(install_under_another_wrapper, 1)[0] == [
-        ["another", "stock"],
-        ["another", "ours", "stock"],
-        ["another", "stock"],
-        ["ours", "stock"],
-        ["stock"],
-    ]
-
-
-def install_under_another_wrapper() -> list[list[str]]:
-    """What a call of save_16bit_model comes through."""
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    import zeroelastic
-    from zeroelastic.deepspeed.install import wrappers
-
-    through: list[str] = []
-
-    def calls() -> list[str]:
-        through.clear()
-        DeepSpeedEngine.save_16bit_model(None, "somewhere")
-        return list(through)
-
-    DeepSpeedEngine.save_16bit_model = lambda self, save_dir: through.append("stock")
-    wrappers.finish_pending = lambda engine, before: through.append("ours")
-    zeroelastic.install()
-    below = DeepSpeedEngine.save_16bit_model
-
-    @functools.wraps(below)
-    def another(self: object, *args: object) -> object:
-        through.append("another")
-        return below(self, *args)
-
-    DeepSpeedEngine.save_16bit_model = another
-    zeroelastic.uninstall()
-    seen = [calls()]
-    assert not zeroelastic.is_installed() and DeepSpeedEngine.save_16bit_model is another
-    zeroelastic.install()
-    seen.append(calls())
-    zeroelastic.uninstall()
-    seen.append(calls())
-    zeroelastic.install()
-    DeepSpeedEngine.save_16bit_model = below  # the other library takes its wrapper off
-    seen.append(calls())
-    zeroelastic.uninstall()
-    seen.append(calls())
-    return seen
-
-
 def save_with_overrides(directory: str) -> list[bool]:
     """Whether what somebody has put on the engine and its optimizer is there after a save, and nothing else is."""
     from training import Job, build_engine
@@ -137,52 +92,30 @@ def test_a_save_leaves_the_engines_own_attributes_as_they_were(rank_pool: RankPo
     assert rank_pool.run(save_with_overrides, 1, str(tmp_path)) == [[True, True]]
 
 
+CHANGED_SEAMS = {
+    "missing": "DeepSpeedEngine._get_all_ckpt_names does not exist",
+    "parameter": "DeepSpeedEngine.load_checkpoint has no parameter load_module_strict",
+    "class": "TorchCheckpointEngine.save does not exist (there is no deepspeed.runtime.checkpoint_engine.torch_",
+    "module": "TorchCheckpointEngine.save does not exist (there is no deepspeed.runtime.checkpoint_engine.torch_",
+}
+
+
 @pytest.mark.core
-def test_signatures_are_kept(rank_pool: RankPool) -> None:
-    """HF Trainer looks at save_checkpoint's parameters before it passes exclude_frozen_parameters."""
-    assert rank_pool.run(signatures, 1)[0]
-
-
-def signatures() -> bool:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    import zeroelastic
-
-    names = ("save_checkpoint", "load_checkpoint")
-    before = {name: inspect.signature(getattr(DeepSpeedEngine, name)) for name in names}
-    zeroelastic.install()
-    return all(inspect.signature(getattr(DeepSpeedEngine, name)) == sig for name, sig in before.items())
-
-
 @pytest.mark.support("Using it", "DeepSpeed below 0.18", "refused", "by `install()`, which changes nothing")
-def test_a_deepspeed_that_is_too_old_is_refused(rank_pool: RankPool) -> None:
-    name, text, installed = rank_pool.run(install_on, 1, version="0.16.9")[0]
-    assert (name, installed) == ("IncompatibleDeepSpeedError", False)
-    assert "0.16.9" in text and "deepspeed>=0.18" in text
-
-
 @pytest.mark.support(
     "Using it", "a DeepSpeed whose seams have changed", "refused", "by `install()`, naming the seam; nothing is changed"
 )
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        pytest.param("missing", "DeepSpeedEngine._get_all_ckpt_names does not exist", marks=pytest.mark.core),
-        ("parameter", "DeepSpeedEngine.load_checkpoint has no parameter load_module_strict"),
-        ("class", "TorchCheckpointEngine.save does not exist (there is no deepspeed.runtime.checkpoint_engine.torch_"),
-        (
-            "module",
-            "TorchCheckpointEngine.save does not exist (there is no deepspeed.runtime.checkpoint_engine.torch_",
-        ),
-    ],
-)
-def test_a_changed_seam_is_refused_by_name_and_nothing_is_wrapped(rank_pool: RankPool, change: str, named: str) -> None:
-    name, text, installed = rank_pool.run(install_on, 1, change=change)[0]
-    assert (name, installed) == ("IncompatibleDeepSpeedError", False)
-    assert named in text and "Nothing was changed" in text
+def test_a_deepspeed_that_is_too_old_or_has_changed_is_refused_by_name_and_nothing_is_wrapped(
+    rank_pool: RankPool,
+) -> None:
+    (found,) = rank_pool.run(install_on_each, 1)
+    assert "0.16.9" in found["version"] and "deepspeed>=0.18" in found["version"]
+    for change, named in CHANGED_SEAMS.items():
+        assert named in found[change] and "Nothing was changed" in found[change]
 
 
-def install_on(version: str | None = None, change: str | None = None) -> tuple[str, str, bool]:
+def install_on_each() -> dict[str, str]:
+    """What install() says of each DeepSpeed."""
     from importlib import metadata
 
     from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine
@@ -190,23 +123,25 @@ def install_on(version: str | None = None, change: str | None = None) -> tuple[s
 
     import zeroelastic
 
-    if version is not None:
-        metadata.version = lambda name: version  # type: ignore[assignment]
-    if change == "missing":
-        del DeepSpeedEngine._get_all_ckpt_names
-    elif change == "parameter":
-        DeepSpeedEngine.load_checkpoint = lambda self, load_dir, tag=None: None
-    elif change == "class":
-        del torch_checkpoint_engine.TorchCheckpointEngine
-    elif change == "module":
-        sys.modules[torch_checkpoint_engine.__name__] = None  # as if it were not there
-    before = dict(vars(DeepSpeedEngine))
-    try:
-        zeroelastic.install()
-    except Exception as error:
-        unchanged = dict(vars(DeepSpeedEngine)) == before
-        return type(error).__name__, str(error), zeroelastic.is_installed() or not unchanged
-    return "", "", zeroelastic.is_installed()
+    found: dict[str, str] = {}
+    for change in ("version", *CHANGED_SEAMS):
+        with pytest.MonkeyPatch.context() as patch:
+            if change == "version":
+                patch.setattr(metadata, "version", lambda name: "0.16.9")
+            elif change == "missing":
+                patch.delattr(DeepSpeedEngine, "_get_all_ckpt_names")
+            elif change == "parameter":
+                patch.setattr(DeepSpeedEngine, "load_checkpoint", lambda self, load_dir, tag=None: None)
+            elif change == "class":
+                patch.delattr(torch_checkpoint_engine, "TorchCheckpointEngine")
+            else:
+                patch.setitem(sys.modules, torch_checkpoint_engine.__name__, None)  # as if it were not there
+            before = dict(vars(DeepSpeedEngine))
+            with pytest.raises(zeroelastic.IncompatibleDeepSpeedError) as caught:
+                zeroelastic.install()
+            assert dict(vars(DeepSpeedEngine)) == before and not zeroelastic.is_installed()
+            found[change] = str(caught.value)
+    return found
 
 
 def test_the_warning_that_the_flag_is_unsupported_is_not_shown(rank_pool: RankPool) -> None:
@@ -220,15 +155,11 @@ def warnings_shown() -> list[bool]:
 
     import zeroelastic
 
-    shown = []
+    shown, said = [], logged(logger)
     for prepare in (lambda: None, zeroelastic.install, zeroelastic.uninstall):
         prepare()
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[method-assign]
-        logger.addHandler(handler)
+        said.clear()
         DeepSpeedZeroConfig(stage=3, elastic_checkpoint=True)
-        logger.removeHandler(handler)
         shown.append(any("elastic checkpointing is deprecated" in text for text in said))
     return shown
 

@@ -114,17 +114,6 @@ def test_a_block_that_is_none_is_refused(block):
         parse_options({"zeroelastic": block})
 
 
-def test_a_config_error_is_a_value_error():
-    with pytest.raises(ValueError):
-        parse_options({"zeroelastic": 1})
-
-
-def test_options_do_not_change():
-    options = parse_options({})
-    with pytest.raises(ValueError, match="frozen"):
-        options.strict_batch = True
-
-
 @pytest.mark.parametrize(
     ("executor", "host"),
     [("auto", "auto"), ("numpy", "numpy"), ("native", "native"), ("torch", "auto"), ("cuda", "auto")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,6 +62,24 @@ def test_a_later_wrapper_that_hides_ours_stays_and_a_second_install_acts_once(mo
     Parent.act = below  # type: ignore[method-assign]
     assert Parent().act() == "parent"
     Parent.act = below.__wrapped__  # type: ignore[attr-defined, method-assign]
+
+
+def test_a_later_wrapper_that_says_what_it_wraps_is_called_as_before_and_ours_below_it_acts_once() -> None:
+    wrap(Parent, "act", around)
+    below = Parent.act
+
+    @functools.wraps(below)
+    def another(self: Parent) -> str:
+        return f"[{below(self)}]"
+
+    Parent.act = another  # type: ignore[method-assign]
+    for _ in range(2):
+        unwrap_all()
+        assert Parent.act is another and Parent().act() == "[parent]" and not is_wrapped(Parent, "act")
+        wrap(Parent, "act", around)
+        assert Parent().act() == "[<parent>]"
+    Parent.act = below  # type: ignore[method-assign]  # the other library takes its wrapper off
+    assert Parent().act() == "<parent>"
 
 
 def test_an_object_gets_back_its_own_attributes_and_no_others() -> None:

@@ -7,10 +7,6 @@ that DeepSpeed builds on a CPU are built; of the others an engine is given the a
 
 from __future__ import annotations
 
-import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import training
-from places import ROOT
+from commands import run_command
+from saved_files import logged
 from sliced_model import ByHand, HostQuantizer, SlicedModel, build_sliced, use_sliced
 from training import Job, attempt, look, raised, train_step
 
@@ -139,11 +136,7 @@ def save_and_load_alone(change: Change, job: Job, directory: str) -> tuple[list[
     change()
     engine = training.build_engine(job)
     train_step(engine, 0)
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeroelastic").addHandler(handler)
-    logging.getLogger("zeroelastic").setLevel(logging.INFO)
+    records = logged("")
     saved, _ = look(engine)
     engine.save_checkpoint(directory)
     said = list(records)
@@ -277,7 +270,6 @@ VERBS = (
 )
 
 
-@pytest.mark.starts_processes
 @pytest.mark.support(
     "Using it",
     "tensor parallel checkpoints on the command line",
@@ -294,14 +286,8 @@ def test_the_command_line_refuses_tensor_parallel_checkpoints(
     before = sorted(tmp_path.rglob("*"))
     paths = {"SRC": str(tmp_path / "run"), "OUT": str(tmp_path / "out")}
     for verb, *rest in VERBS if elastic else VERBS[-1:]:
-        done = subprocess.run(
-            [sys.executable, "-m", "zeroelastic", verb, paths["SRC"], *(paths.get(word, word) for word in rest)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "1000"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        words = (paths.get(word, word) for word in ("SRC", *rest))
+        done = run_command(verb, *words, env={"COLUMNS": "1000"})
         said = done.stdout + done.stderr
         judges = verb in ("verify", "latest")  # checksums need no layout
         assert (done.returncode == 0) is judges, (verb, said)

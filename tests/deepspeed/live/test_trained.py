@@ -24,7 +24,7 @@ from model_changes import (
     thaw,
     thaw_and_freeze,
 )
-from saved_files import Kept, contents
+from saved_files import contents, logged
 from training import Job, build_engine, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
@@ -148,14 +148,14 @@ def refuse_after(job: Job, directory: str, change: Change) -> tuple[str, str, li
     engine.save_checkpoint(directory, tag="tag")
     before = contents(Path(directory))
     change(engine)
-    kept = Kept()
+    said = logged("")
     try:
         engine.save_checkpoint(directory, tag="tag")
     except Exception as error:
         dist.barrier()
         assert contents(Path(directory)) == before
-        return type(error).__name__, str(error), kept.texts
-    return "", "", kept.texts
+        return type(error).__name__, str(error), said
+    return "", "", said
 
 
 @pytest.mark.support(

@@ -49,34 +49,24 @@ def seen_by_rank_9(monkeypatch: pytest.MonkeyPatch, record: CommitRecord) -> Loo
         saved = {name: size for rank in range(num_ranks) for name, size in files_of(rank).items()}
         whole = record.model_copy(update={"files": saved, "directories": {}, "world_size": num_ranks})
         own = {RECORD_NAME: 100} if with_record else {}
-        listings = [
-            {**own, **{name: size for other in range(rank, rank + NODE) for name, size in files_of(other).items()}}
-            if rank % NODE == 0
-            else None
-            for rank in range(num_ranks)
-        ]
-        save = visibility._save_of(whole) if with_record else None
-        stated = None if with_record else num_ranks
-        gathered = iter(
-            [
-                listings,
-                [visibility._LocalSave(save if rank % NODE == 0 else None, stated, {}) for rank in range(num_ranks)],
-                [whole if with_record and rank == 0 else None for rank in range(num_ranks)],
-            ]
-        )
+        facts: dict[str, Any] = {"save": "its id"} if with_record else {"world_size": num_ranks}
+        nodes: list[Any] = [None] * num_ranks
+        for rank in range(0, num_ranks, NODE):
+            files = {name: size for other in range(rank, rank + NODE) for name, size in files_of(other).items()}
+            nodes[rank] = visibility._Node(own | files, **facts)
+        gathered = iter([nodes, [whole if with_record and rank == 0 else None for rank in range(num_ranks)]])
         monkeypatch.setattr(dist, "get_rank", lambda group=None: 9)
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: num_ranks)
         replaced: dict[str, Any] = {
             "all_gather_alike": lambda value: [(rank // NODE, 0, 0) for rank in range(num_ranks)],
             "all_gather": lambda value: next(gathered),
             "all_or_raise": lambda action: action(),
-            "_stated_size": lambda *args: stated,
-            "read_record": lambda path: pytest.fail("the first rank of the node reads it"),
+            "_look": lambda *args: pytest.fail("the first rank of the node looks"),
         }
         for name, replacement in replaced.items():
             monkeypatch.setattr(visibility, name, replacement)
         began = time.thread_time()
-        found = gather_visibility(Path("tag"), 9, NO_TENSOR_PARALLEL)
+        found = gather_visibility(Path("tag"), NO_TENSOR_PARALLEL)
         assert isinstance(found, FileVisibility)
         return found, time.thread_time() - began
 
@@ -90,8 +80,8 @@ def test_each_file_is_read_by_the_ranks_of_its_node(seen_by_rank_9: Look, with_r
     for rank in range(24):
         node = tuple(range(rank // NODE * NODE, rank // NODE * NODE + NODE))
         assert [found.readers_of[name] for name in files_of(rank)] == [node, node]
-    assert found.world_size == 24 and found.partial_ranks == tuple(range(24))
-    assert {name for name in found.sizes if name not in found.remote_files} == {
+    assert found.listing.world_size == 24 and found.partial_ranks == tuple(range(24))
+    assert {name for name in found.sizes if name not in found.listing.remote_files} == {
         name for rank in range(8, 16) for name in files_of(rank)
     }
 

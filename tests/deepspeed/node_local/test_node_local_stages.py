@@ -136,6 +136,7 @@ def test_stage_3_goes_on_from_stage_2_and_back(run: NodeRun, rank_pool: RankPool
     assert resumed[0].report.root_matches
 
 
+@support(SECTION, '`use_node_local_storage` with `"async_save"`', "exact")
 @support(SECTION, '`use_node_local_storage` at stages 1 and 2 with `"async_save"`, `BF16_Optimizer`', "exact")
 def test_a_bf16_optimizer_is_saved_in_the_background(rank_pool: RankPool, tmp_path: Path) -> None:
     saved = NodeRun(tmp_path, rank_pool, BACKGROUND_BF16, (0, 1, 0), save_differing)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroelastic.deepspeed.node_local.peer_checkpoint import ReceivedFile, RecordedFile
+from zeroelastic.deepspeed.node_local.peer_checkpoint import ReceivedFile, joined, recording
 from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.torch_file.header import read_torch_file, walk_refs
 
@@ -15,20 +15,19 @@ from zeroelastic.torch_file.header import read_torch_file, walk_refs
 def test_a_header_is_parsed_alike_from_the_ranges_that_were_read(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save({"a": torch.arange(5000), "step": torch.tensor(7), "text": "x" * 300}, path)
-    recorded = RecordedFile(path)
-    here = read_torch_file(path, through=recorded)
-    step = here.read(here.root["step"]).tobytes()  # type: ignore[index]
-    for ref in walk_refs(here.root):
-        here.extent(ref)
-    recorded.close()
-    read = sum(len(data) for _, data in recorded.ranges)
-    assert here.header_bytes == recorded.bytes_read >= read and read < path.stat().st_size / 4
+    with recording(path) as (file, ranges):
+        here = read_torch_file(path, through=file)
+        step = here.read(here.root["step"]).tobytes()  # type: ignore[index]
+        for ref in walk_refs(here.root):
+            here.extent(ref)
+    read = sum(len(data) for _, data in joined(ranges))
+    assert here.header_bytes == file.bytes_read >= read and read < path.stat().st_size / 4
     path.unlink()
-    there = read_torch_file(path, through=ReceivedFile(path, recorded.size, recorded.ranges))
+    there = read_torch_file(path, through=ReceivedFile(path, file.size, joined(ranges)))
     assert there.root == here.root and there.header_bytes == 0
     assert [there.extent(ref) for ref in walk_refs(there.root)] == [here.extent(ref) for ref in walk_refs(here.root)]
     assert there.read(there.root["step"]).tobytes() == step  # type: ignore[index]
     with pytest.raises(CheckpointError, match="did not come from the rank that sees it"):
         there.read(there.root["a"])  # type: ignore[index]
-    with pytest.raises(MissingFileError):
-        RecordedFile(path)
+    with pytest.raises(MissingFileError), recording(path):
+        pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from fractions import Fraction
 from itertools import permutations
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from training import GLOBAL_BATCH, LOSS_RTOL, Job, build_engine, look, train_step
+from training import LOSS_RTOL, Job, build_engine, look, train_step
 
 from zeroelastic.core.layout import Layout
 from zeroelastic.core.movement import assign_ranks
@@ -127,7 +126,7 @@ def check(by_process: list[list[dict[str, Any]]], job: Job, losses: list[float])
                 assert one["begin"][0] == before["end"][0], "the whole state"
                 assert one["scale"] == before["end_scale"] and one["rates"] == before["end_rates"]
                 assert one["buffer"] == before["end_buffer"] and one["client_state"] == {"note": w - 1}
-                assert one["steps"] == w * STEPS and one["joined"].compared
+                assert one["steps"] == w * STEPS and one["joined"].root is not None
         if w:
             moved = sum(one["joined"].moved.received for one in mine)
             kept = sum(one["joined"].moved.kept for one in mine)
@@ -226,9 +225,3 @@ def test_a_bit_that_changes_on_its_way_is_noticed_on_every_rank(rank_pool):
     found = rank_pool.run(flipped, 3, Job())
     assert [name for name, _ in found[:2]] == ["DigestMismatchError"] * 2
     assert "the content root was" in found[0][1] and "do not train on it" in found[0][1]
-
-
-def test_sizes_of_the_test():
-    worlds = members_of(SIZES)
-    assert [len(members) for members in worlds] == list(SIZES) and GLOBAL_BATCH % 12 == 0
-    assert os.environ["DS_ACCELERATOR"] == "cpu"

@@ -45,7 +45,6 @@ def _bytes_read() -> int:
     ("elastic", "frozen", "executor"),
     [
         (True, False, "numpy"),
-        (True, False, "auto"),
         (True, True, "numpy"),
         (False, False, "numpy"),
         (False, True, "auto"),

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from checkpoint_writers import writer_job
 from held_writers import held_writers
+from saved_files import file_bytes
 from training import Job, build_engine, look, train_step
 
 import zeroelastic
@@ -58,11 +59,7 @@ def other_run(directory: Path) -> dict[str, bytes]:
     (directory / "ck" / "best").mkdir(parents=True)
     for name, data in {"latest": b"best", "best/zero_pp_rank_0_mp_rank_00_model_states.pt": b"of another run"}.items():
         (directory / "ck" / name).write_bytes(data)
-    return contents(directory)
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return file_bytes(directory)
 
 
 @pytest.mark.parametrize("job", [BACKGROUND, DECOUPLED], ids=["background", "decoupled"])
@@ -71,7 +68,7 @@ def test_a_save_that_goes_on_is_put_where_it_was_asked_for(rank_pool: RankPool, 
     here.mkdir()
     before = other_run(elsewhere)
     state = rank_pool.run(save_and_leave, 2, job, str(here), str(elsewhere))[0]
-    assert contents(elsewhere) == before, "a save reached into a directory that it was not asked for"
+    assert file_bytes(elsewhere) == before, "a save reached into a directory that it was not asked for"
     assert (here / "ck" / "latest").read_text() == "best" and sorted(os.listdir(here / "ck" / "best"))
     (loaded,) = rank_pool.run(load_relative, 1, str(here))
     compare_states(loaded, state)
@@ -93,7 +90,7 @@ def test_a_link_that_is_turned_during_a_save_leads_it_nowhere_else(rank_pool: Ra
     before = other_run(tmp_path / "second")
     (tmp_path / "link").symlink_to(tmp_path / "first")
     rank_pool.run(save_and_repoint, 2, str(tmp_path / "link"), str(tmp_path / "second" / "ck"))
-    assert contents(tmp_path / "second") == before
+    assert file_bytes(tmp_path / "second") == before
     assert (tmp_path / "first" / "latest").read_text() == "best" and (tmp_path / "first" / "best").is_dir()
     assert not [name for name in os.listdir(tmp_path / "first") if name.startswith(".")]
 

@@ -11,12 +11,11 @@ from saved_files import contents
 from training import Job, build_engine, train_step
 
 import zeroelastic
-from zeroelastic.deepspeed.install import wrappers
+from zeroelastic.deepspeed.save import shard_writer
 from zeroelastic.testing import RankPool
 
 KINDS: dict[str, dict[str, Any]] = {
     "waited for": {},
-    "in the background": {"options": {"async_save": True}},
     "decoupled": {"config": {"checkpoint": {"writer": {"type": "python", "decoupled": True}}}},
 }
 
@@ -51,7 +50,7 @@ def save_wrong(job: Job, directory: str) -> list[tuple[str, str]]:
     train_step(engine, 0)
     engine.save_checkpoint(directory, tag="tag")
     zeroelastic.wait_for_save(engine)
-    make, before, errors = wrappers.elastic_state_dict, contents(Path(directory)), []
+    make, before, errors = shard_writer.elastic_state_dict, contents(Path(directory)), []
     for damage in WRONG:
 
         def made(*args: Any, damage: Any = damage, **kwargs: Any) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def save_wrong(job: Job, directory: str) -> list[tuple[str, str]]:
                 damage(state)
             return state
 
-        wrappers.elastic_state_dict = made
+        shard_writer.elastic_state_dict = made
         try:
             engine.save_checkpoint(directory, tag="tag")
             zeroelastic.wait_for_save(engine)
@@ -69,7 +68,7 @@ def save_wrong(job: Job, directory: str) -> list[tuple[str, str]]:
         vars(engine.optimizer.loss_scaler).pop("path", None)
     dist.barrier()
     assert contents(Path(directory)) == before
-    wrappers.elastic_state_dict = make
+    shard_writer.elastic_state_dict = make
     engine.save_checkpoint(directory, tag="tag")
     zeroelastic.wait_for_save(engine)
     return errors

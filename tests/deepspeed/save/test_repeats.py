@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from training import Job, Outcome, build_engine, build_model, ds_config, look, r
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.testing import RankPool, compare_states
-from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 USING = "Using it"
 
@@ -78,43 +76,6 @@ def test_saves_and_loads_in_any_order_at_one_engine(rank_pool: RankPool, tmp_pat
     for tag in ("0", "3"):
         outcome: Outcome = rank_pool.run(resume, 3, job.other(), str(tmp_path), after=0, tag=tag)[0]
         assert compare_states(states[tag], outcome.state) == []
-
-
-def overwrite_and_fail(job: Job, directory: str) -> list[Any]:
-    from zeroelastic.deepspeed.save import shard_writer
-
-    engine = build_engine(job)
-    train_step(engine, 0)
-    engine.save_checkpoint(directory, tag="tag")
-    first = look(engine)[0]
-    train_step(engine, 1)
-    write = shard_writer.write_torch_file
-
-    def no_space(obj: object, path: Path, **options: Any) -> Any:
-        raise OSError(28, "No space left on device", str(path))
-
-    if dist.get_rank() == 1:
-        shard_writer.write_torch_file = no_space
-    try:
-        engine.save_checkpoint(directory, tag="tag")
-        raised = None
-    except OSError as error:
-        raised = (type(error).__name__, str(error))
-    shard_writer.write_torch_file = write
-    dist.barrier()
-    return [raised, first, sorted(os.listdir(directory))]
-
-
-def test_a_tag_whose_second_save_failed_halfway_is_still_the_first(rank_pool: RankPool, tmp_path: Path) -> None:
-    job = Job()
-    results = rank_pool.run(overwrite_and_fail, 2, job, str(tmp_path), timeout=60)
-    assert results[0] == results[1]
-    (kind, said), state, there = results[0]
-    assert kind == "SaveError" and "No space left on device" in said and "rank_1" in said
-    assert there == ["latest", "tag", "zero_to_fp32.py", "zero_to_torch.py"]
-    assert verify_checkpoint(tmp_path / "tag").valid
-    outcome: Outcome = rank_pool.run(resume, 3, job.other(), str(tmp_path), after=0)[0]
-    assert outcome.report.root_matches and compare_states(state, outcome.state) == []
 
 
 def actor_and_critic(directory: str) -> None:

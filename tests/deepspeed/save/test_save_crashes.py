@@ -218,7 +218,7 @@ def test_every_boundary_of_a_save_leaves_a_checkpoint_that_verifies_and_resumes(
 
 def test_everything_is_durable_before_it_gets_its_name(rank_pool: RankPool, tmp_path: Path) -> None:
     """In the order of calls: every file and its directory are synced before the rename, and that before `latest`."""
-    calls = rank_pool.run(order_of_calls, 2, str(tmp_path / "run"))
+    calls = rank_pool.run(order_of_calls, 2, str(tmp_path / "run"), True)
     for rank, mine in enumerate(calls):
         for kind in ("model", "optim"):
             assert any(call == "fsync" and f"rank_{rank}" in path and kind in path for call, path in mine)
@@ -234,20 +234,26 @@ def test_everything_is_durable_before_it_gets_its_name(rank_pool: RankPool, tmp_
     assert all(i < record for i, (call, path) in enumerate(first) if call == "fsync" and path.endswith(".pt"))
 
 
+def test_nothing_is_flushed_where_the_options_say_so(rank_pool: RankPool, tmp_path: Path) -> None:
+    for calls in rank_pool.run(order_of_calls, 2, str(tmp_path / "run"), False):
+        assert not any(call == "fsync" for call, _ in calls)
+    assert verify_checkpoint(tmp_path / "run" / "global_step1").valid
+
+
 def noted(calls: list[tuple[str, str]], name: str, call: Callable[..., None], src: Any, dst: Any) -> None:
     calls.append((name, os.fspath(src)))
     call(src, dst)
 
 
-def order_of_calls(directory: str) -> list[tuple[str, str]]:
-    engine = build_engine(JOB)
+def order_of_calls(directory: str, fsync: bool) -> list[tuple[str, str]]:
+    engine = build_engine(Job(options={"fsync": fsync}))
     train_step(engine, 0)
     calls: list[tuple[str, str]] = []
-    fsync = os.fsync
+    flush = os.fsync
 
     def told(fd: int) -> None:
         calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
-        fsync(fd)
+        flush(fd)
 
     os.fsync = told  # type: ignore[assignment]
     for name in ("rename", "replace"):

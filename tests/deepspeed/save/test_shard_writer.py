@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from saved_files import logged
 from training import Job, build_engine, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
@@ -71,7 +70,6 @@ def test_a_torch_that_lays_files_out_in_another_way_saves_them_itself(rank_pool:
 
 def save_with_other_layout(job: Job, directory: str) -> str:
     """The record is that of an ordinary save of the same state, and the checkpoint loads."""
-    from zeroelastic.deepspeed.save import shard_writer
     from zeroelastic.torch_file import skeleton
 
     engine = build_engine(job)
@@ -81,67 +79,16 @@ def save_with_other_layout(job: Job, directory: str) -> str:
     def refuse(obj: object, path: Path) -> Any:
         raise UnsupportedError(f"{path}: this torch is from the future")
 
-    said: list[str] = []
-    shard_writer.logger.addHandler(handler := _Listener(said))
+    said = logged("deepspeed.save.shard_writer")
     lay_out, skeleton._lay_out = skeleton._lay_out, refuse
     engine.save_checkpoint(directory, tag="unknown")
     skeleton._lay_out = lay_out
-    shard_writer.logger.removeHandler(handler)
     assert len(said) == 2 and all("from the future" in line for line in said)
     known, unknown = (read_record(Path(directory) / tag) for tag in ("known", "unknown"))
     assert known is not None and unknown is not None and known.content_root == unknown.content_root
     engine.load_checkpoint(directory, tag="unknown")
     assert engine.zeroelastic_report.root_matches
     return known.content_root
-
-
-class _Listener(logging.Handler):
-    def __init__(self, said: list[str]) -> None:
-        super().__init__()
-        self._said = said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._said.append(record.getMessage())
-
-
-def test_a_checkpoint_engine_of_the_users_gets_a_plain_state_dict(rank_pool: RankPool, tmp_path: Path) -> None:
-    """It is not torch's own, so nothing is written for it; without sharing of storages the alias is left out."""
-    job = Job()
-    roots = rank_pool.run(save_with_other_engine, 2, job, str(tmp_path))
-    assert len(set(roots)) == 1
-    assert rank_pool.run(load_root, 3, job.other(), str(tmp_path))[0] == roots[0]
-
-
-def save_with_other_engine(job: Job, directory: str) -> str:
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-    class Copying(TorchCheckpointEngine):
-        def save(self, state_dict: Any, path: str) -> None:
-            given.append(state_dict)
-            super().save(state_dict, path)
-
-        def preserves_storage_sharing(self) -> bool:
-            return False
-
-    given: list[Any] = []
-    engine = build_engine(job)
-    train_step(engine, 0)
-    engine.checkpoint_engine = Copying(engine._config)
-    engine.save_checkpoint(directory, tag="tag")
-    assert isinstance(engine.checkpoint_engine, Copying)
-    state = given[-1]["optimizer_state_dict"]
-    assert "optimizer_state_dict" not in state and "base_optimizer_state" in state
-    record = read_record(Path(directory) / "tag")
-    assert record is not None
-    return record.content_root
-
-
-def load_root(job: Job, directory: str) -> str:
-    engine = build_engine(job)
-    engine.load_checkpoint(directory)
-    assert engine.zeroelastic_report.root_matches
-    dist.barrier()
-    return str(engine.zeroelastic_report.loaded_root)
 
 
 def test_a_save_method_that_was_replaced_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,10 +317,10 @@ def saves_late(job: Job, directory: str, shared: Path, *, late: bool) -> tuple[i
     use_node(shared, dist.get_rank())
     may_write, write = threading.Event(), Snapshot.write
 
-    def write_late(self: Any) -> Any:
+    def write_late(self: Any, *args: Any) -> Any:
         if late and threading.current_thread().name == "zeroelastic-save":
             assert may_write.wait(100)
-        return write(self)
+        return write(self, *args)
 
     engine = build_engine(job)
     data = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4)

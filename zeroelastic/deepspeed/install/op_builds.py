@@ -11,7 +11,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,17 +115,13 @@ def _last_change(path: Path) -> float:
 
 def _is_open(status: os.stat_result) -> bool:
     """Whether a visible process of this machine has the file open: torch keeps it open during a build."""
-    wanted = (status.st_dev, status.st_ino)
-    return any((found.st_dev, found.st_ino) == wanted for found in _open_files())
-
-
-def _open_files() -> Iterator[os.stat_result]:
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal():
-            with suppress(OSError):
-                for link in (process / "fd").iterdir():
-                    with suppress(OSError):
-                        yield link.stat()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            for link in (process / "fd").iterdir():
+                with suppress(OSError):
+                    if os.path.samestat(link.stat(), status):
+                        return True
+    return False
 
 
 def _is_shared(path: Path) -> bool:

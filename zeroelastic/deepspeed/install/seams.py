@@ -17,10 +17,11 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module, metadata
+from types import ModuleType
 
 from packaging.version import InvalidVersion, Version
 
-from zeroelastic.deepspeed.install.frameworks import forget_frameworks, watch_frameworks
+from _zeroelastic_hook import forget, when_imported
 from zeroelastic.deepspeed.notices import hide_notices, show_notices
 from zeroelastic.deepspeed.patching import is_wrapped, unwrap_all, wrap
 from zeroelastic.errors import IncompatibleDeepSpeedError
@@ -139,6 +140,25 @@ USED = (
 """Methods that are called but not wrapped; checked in the same way."""
 
 
+_BEFORE_THE_ENGINE = {
+    "transformers.trainer": "zeroelastic.integrations.trainer_batch",
+    "swift.dataloader.shard": "zeroelastic.integrations.ms_swift",
+}
+"""Frameworks whose own state beside the engine is wrong at another world size.
+
+The module of a framework that is wrapped -> our module whose ``wrap_module`` does it. It is looked up by name, and only
+where the framework has been imported: zeroelastic imports none. These act before there is an engine, and are wrapped by
+``install()``, or when the framework is imported after it.
+"""
+
+_WITH_AN_ENGINE = {
+    "accelerate.accelerator": "zeroelastic.integrations.accelerate",
+    "lightning.pytorch.strategies.deepspeed": "zeroelastic.integrations.lightning",
+    "pytorch_lightning.strategies.deepspeed": "zeroelastic.integrations.lightning",
+}
+"""The same for those that are wrapped when a ZeRO engine is built: after the script's imports, and before any load."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedSeam:
     """A seam as the installed DeepSpeed has it; ``problem`` is empty if the method is as expected.
@@ -164,13 +184,17 @@ def install() -> None:
     if not is_installed():
         classes = _check()
         show_notices()
-        from zeroelastic.deepspeed.install.wrappers import REPLACEMENTS
+        from zeroelastic.deepspeed.install import wrappers
 
         for seam in SEAMS:
-            replacement = REPLACEMENTS[seam.method]
-            wrap(classes[seam.class_path], seam.method, partial(partial, replacement))
-        logging.getLogger("DeepSpeed").addFilter(_DROP_WARNING)
-    watch_frameworks()
+            wrap(classes[seam.class_path], seam.method, partial(partial, getattr(wrappers, seam.method)))
+        logging.getLogger("DeepSpeed").addFilter(_drop_warning)
+    for framework in _BEFORE_THE_ENGINE:
+        when_imported(framework, _wrap_framework)
+        module = sys.modules.get(framework)
+        # One that is being imported now is wrapped when its code has run.
+        if module is not None and not getattr(module.__spec__, "_initializing", False):
+            _wrap_framework(module)
     from zeroelastic.distributed.partners import announce
 
     announce()
@@ -178,9 +202,10 @@ def install() -> None:
 
 def uninstall() -> None:
     """Put the originals back; see ``zeroelastic.uninstall``."""
-    forget_frameworks()
+    for framework in _BEFORE_THE_ENGINE:
+        forget(framework, _wrap_framework)
     unwrap_all()
-    logging.getLogger("DeepSpeed").removeFilter(_DROP_WARNING)
+    logging.getLogger("DeepSpeed").removeFilter(_drop_warning)
     background = sys.modules.get("zeroelastic.deepspeed.save.background")
     try:
         if background is not None:
@@ -192,14 +217,20 @@ def uninstall() -> None:
         hide_notices()
 
 
-class _DropElasticWarning(logging.Filter):
+def wrap_frameworks() -> None:
+    """Wrap the frameworks that are imported, when a ZeRO engine is built; idempotent."""
+    for framework in _WITH_AN_ENGINE:
+        if (module := sys.modules.get(framework)) is not None:
+            _wrap_framework(module)
+
+
+def _wrap_framework(module: ModuleType) -> None:
+    import_module({**_WITH_AN_ENGINE, **_BEFORE_THE_ENGINE}[module.__name__]).wrap_module(module)
+
+
+def _drop_warning(record: logging.LogRecord) -> bool:
     """Drops DeepSpeed's statement that ZeRO-3 elastic checkpoints are unsupported: not true while we are here."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "ZeRO-3 elastic checkpointing is deprecated" not in record.getMessage()
-
-
-_DROP_WARNING = _DropElasticWarning()
+    return "ZeRO-3 elastic checkpointing is deprecated" not in record.getMessage()
 
 
 def _check() -> dict[str, type]:

@@ -1,4 +1,7 @@
-"""What the wrapped DeepSpeed methods do: each replacement takes the original method, then what that takes."""
+"""What the wrapped DeepSpeed methods do: each replacement takes the original method, then what that takes.
+
+The replacement of a method is the function of the same name.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from zeroelastic._version import __version__
 from zeroelastic.deepspeed.agreement import compare_module, compared
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, saves_elastic
 from zeroelastic.deepspeed.engine_state import engine_of, lineage_of, link, state_of
-from zeroelastic.deepspeed.install.frameworks import wrap_frameworks
+from zeroelastic.deepspeed.install.seams import wrap_frameworks
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names, read_live, why_left_to_deepspeed
 from zeroelastic.deepspeed.load import from_state_dicts
 from zeroelastic.deepspeed.load.load import load
@@ -27,9 +30,8 @@ from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import LoadRequest, warn_of_slow_verification
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.save.background import forget_background, refuse_background, wants_background
-from zeroelastic.deepspeed.save.mode import Saving
-from zeroelastic.deepspeed.save.pending import drop_pending, finish_pending, has_pending
-from zeroelastic.deepspeed.save.save import save_checkpoint
+from zeroelastic.deepspeed.save.pending import drop_pending, finish_pending, pending_of
+from zeroelastic.deepspeed.save.save import save_checkpoint as save_checkpoint
 from zeroelastic.deepspeed.save.shard_writer import elastic_state_dict
 from zeroelastic.deepspeed.storage_rules import refuse_unwritable
 from zeroelastic.distributed.collective import all_or_raise
@@ -63,21 +65,11 @@ def _post_init_method(original: Method, self: Any, module: Any) -> None:
 
 def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) -> Any:
     """Validate our options and refuse what elastic saving cannot cover, while the engine is being built."""
-    refuse_outside_of_worlds()
-    announce()
-    return _configured(self, original(self, optimizer))
-
-
-def _configure_bf16_optimizer(original: Method, self: Engine, optimizer: Any) -> Any:
-    """The same for a ``BF16_Optimizer`` of stage 1; without ZeRO (pipelines) it is DeepSpeed's own."""
-    if not self.zero_optimization():
+    if not self.zero_optimization():  # pipelines with a BF16_Optimizer
         return original(self, optimizer)
     refuse_outside_of_worlds()
     announce()
-    return _configured(self, original(self, optimizer))
-
-
-def _configured(self: Engine, made: Any) -> Any:
+    made = original(self, optimizer)
     link(made, self)
     if (kind := kind_of(made)) is not None:
         require_partners(wait=not kind.per_param)  # what makes the optimizer of stage 3 has a barrier of DeepSpeed's
@@ -87,13 +79,17 @@ def _configured(self: Engine, made: Any) -> Any:
             _say_active()
             warn_of_slow_verification(options_of(self))
             watch(self, options_of(self))
-        if wants_background(self, options_of(self).async_save):
+        if wants_background(self):
             all_or_raise(lambda: refuse_background(self))
         if saves_elastic(self):
             refuse_unwritable(self, all_or_raise(lambda: covered_live(self, made)))
     elif dist.get_rank() == 0 and (what := why_left_to_deepspeed(made)) is not None:
         notice(logger, f"saves and loads of this run are left to DeepSpeed, at this ZeRO stage: {what}")
     return made
+
+
+_configure_bf16_optimizer = _configure_zero_optimizer
+"""What makes the ``BF16_Optimizer`` of stage 1."""
 
 
 @functools.cache
@@ -109,19 +105,8 @@ def state_dict(original: Method, self: Any) -> Any:
     engine = engine_of(self)
     if engine is None or not saves_elastic(engine):
         return original(self)
-    saving = state_of(engine).saving
-    if saving is None:
-        live = read_live(self, param_names(engine))
-        return elastic_state_dict(live, save_id="", train_batch_size=engine.train_batch_size(), alias=False)
-    assert isinstance(saving, Saving)
-    return elastic_state_dict(
-        saving.live,
-        save_id=saving.save_id,
-        train_batch_size=engine.train_batch_size(),
-        alias=True,
-        share_storage=saving.shard.shares_storage,
-        digests=saving.shard.table,
-    )
+    live = read_live(self, param_names(engine))
+    return elastic_state_dict(live, save_id="", train_batch_size=engine.train_batch_size(), alias=False)
 
 
 @with_remedy()
@@ -145,7 +130,7 @@ def _get_all_ckpt_names(original: Method, self: Engine, checkpoints_path: Any, t
 
 def _commit_decoupled_checkpoint(original: Method, self: Engine) -> Any:
     """What DeepSpeed does before an optimizer step; for a save of ours, its record and ``latest`` too."""
-    return finish_pending(self) if has_pending(self) else original(self)
+    return finish_pending(self) if pending_of(self) is not None else original(self)
 
 
 def save_16bit_model(original: Method, self: Engine, *args: Any, **kwargs: Any) -> Any:
@@ -187,25 +172,3 @@ def load_checkpoint(original: Method, self: Engine, load_dir: Any, *args: Any, *
     """A load at any world size; what is not ours (stage 0, universal checkpoints) goes to the original."""
     finish_pending(self, before="load_checkpoint()")  # a decoupled engine may still be writing what a load fills
     return load(self, LoadRequest(load_dir, *args, **kwargs), partial(original, self), lineage_of(self).load)
-
-
-REPLACEMENTS: dict[str, Method] = {
-    replacement.__name__: replacement
-    for replacement in (
-        _configure_bf16_optimizer,
-        _commit_decoupled_checkpoint,
-        _configure_zero_optimizer,
-        _get_all_ckpt_names,
-        _post_init_method,
-        __del__,
-        __init__,
-        destroy,
-        init_process_group,
-        load_checkpoint,
-        load_state_dict,
-        save_16bit_model,
-        save_checkpoint,
-        state_dict,
-    )
-}
-"""The replacement of each method that is wrapped, by the method's name."""

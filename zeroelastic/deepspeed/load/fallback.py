@@ -100,7 +100,7 @@ def walk_back(
             return None, broadcast(tuple(passed))
         tag_dir = as_path(step.directory) / step.name
         if step.problem is not None:
-            problem = problem_over_nodes(tag_dir, step.problem, *rank_and_tp(engine))
+            problem = problem_over_nodes(tag_dir, step.problem, rank_and_tp(engine)[1])
             if problem is not None:
                 pass_over(step.name, tag_dir, CheckpointError(problem), damage=step.damage)
                 continue

@@ -120,7 +120,7 @@ def preflight(
     """
     options = request.options
     compare_directories = options.verify != "off"
-    found = gather_visibility(tag_dir, live.rank, live.tp)
+    found = gather_visibility(tag_dir, live.tp)
     visibility = found if isinstance(found, FileVisibility) else None
     if isinstance(found, FileVisibility):
         opened = open_with_peers(found, live, compare_directories=compare_directories)

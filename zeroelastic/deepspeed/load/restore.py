@@ -18,8 +18,8 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup
 from zeroelastic.deepspeed.live.replicated import restore_scales, set_groups
 from zeroelastic.deepspeed.load.preflight import LoadPlan, saved_groups
-from zeroelastic.deepspeed.node_local.module_file import module_file
 from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others
+from zeroelastic.deepspeed.node_local.peer_checkpoint import module_file
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.io.paths import RemotePath

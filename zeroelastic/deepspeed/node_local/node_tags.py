@@ -72,12 +72,11 @@ def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
         return None if record is None else (record.committed_at or 0.0, record.global_steps)
 
     _, ages = all_gather_or_raise(age)
-    stated: dict[str, list[tuple[float, int] | None]] = {name: [] for name in names}
+    newest: dict[str, tuple[float, int]] = {}  # of the tags that are there; _ABSENT where no rank can tell
     for name, found in zip(named, ages, strict=True):
         if name is not None and found != _ABSENT:
-            stated[name].append(found)
-    newest = {name: max((s for s in found if s is not None), default=None) for name, found in stated.items() if found}
-    known = {name: found for name, found in newest.items() if found is not None}
+            newest[name] = max(newest.get(name, _ABSENT), found or _ABSENT)
+    known = {name: found for name, found in newest.items() if found != _ABSENT}
     if not known or len(known) < len(newest) or len(set(known.values())) < len(known):
         raise CheckpointError(
             f"{load_dir}: the ranks do not see the same tag ({', '.join(map(printable, names))}), and no commit record "
@@ -100,14 +99,14 @@ def seen_alike(directory: FilePath) -> bool:
     """Whether all ranks see the same files, by name and size, in a directory. Collective."""
     if isinstance(directory, RemotePath):
         return True
-    return len(set(all_gather_alike(_fingerprint(directory)))) == 1
+    found: object = None
+    with suppress(CheckpointError, UnreadableError):
+        found = sorted(file_sizes(directory).items())
+    return len(set(all_gather_alike(_digest(found)))) == 1
 
 
-def _fingerprint(directory: Path) -> str:
-    try:
-        return hashlib.sha256(repr(sorted(file_sizes(directory).items())).encode()).hexdigest()
-    except (CheckpointError, UnreadableError):
-        return ""
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def tags_of_all_nodes(root: FilePath) -> list[Tag]:
@@ -116,24 +115,27 @@ def tags_of_all_nodes(root: FilePath) -> list[Tag]:
     Where several nodes have a tag, the node that knows most about it counts: a commit record before a header before a
     name.
     """
-
     if isinstance(root, RemotePath):
         return broadcast_or_raise(lambda: _tags(root))
 
+    rank = dist.get_rank()
+
     def look() -> str:
         with suppress(OSError):  # missing or read-only: opening it reports what is missing
-            if dist.get_rank() == 0:
-                _recover(root)
+            if rank == 0:  # finish replacements that were cut short, where `latest` may name a tag
+                recover_all(root)
+                if "/" in (named := named_latest(root)[0] or ""):
+                    recover_all((root / named).parent)
         try:
-            return hashlib.sha256(repr((folders(root), named_latest(root))).encode()).hexdigest()
+            return _digest((folders(root), named_latest(root)))
         except MissingFileError:
             return ""
 
     mark, marks = all_gather_or_raise(look)
-    rank = dist.get_rank()
-    asked = marks.index(mark) == rank if len(set(marks)) > 1 else rank == 0
+    differ = len(set(marks)) > 1
+    asked = marks.index(mark) == rank if differ else rank == 0
     own = all_or_raise(partial(_tags, root) if asked else list[Tag])
-    lists = all_gather(own) if len(set(marks)) > 1 else [own]
+    lists = all_gather(own) if differ else [own]
     best: dict[str, Tag] = {}
     for tag in (tag for one in lists for tag in one):
         if tag.name not in best or _knowledge(tag) > _knowledge(best[tag.name]):
@@ -167,14 +169,6 @@ def tags_of_this_run(engine: Engine, root: FilePath) -> list[Tag]:
     return all_or_raise(own)
 
 
-def _recover(root: Path) -> None:
-    """Finish replacements that were cut short, where ``latest`` may name a tag. Raises OSError."""
-    recover_all(root)
-    named, _ = named_latest(root)
-    if named is not None and "/" in named:
-        recover_all((root / named).parent)
-
-
 def _knowledge(tag: Tag) -> tuple[bool, int, int]:
     return tag.unfinished is None, _SOURCE_RANK[tag.step_from], tag.step or 0
 
@@ -187,15 +181,15 @@ def _tags(root: FilePath) -> list[Tag]:
         return []
 
 
-def problem_over_nodes(tag_dir: FilePath, problem: str, rank: int, tp: TensorParallel) -> str | None:
+def problem_over_nodes(tag_dir: FilePath, problem: str, tp: TensorParallel) -> str | None:
     """What is wrong with a tag, over all nodes, in which rank 0 alone saw a ``problem``; None where nothing is.
 
-    ``rank`` is that of the data parallel group, of tensor parallel rank ``tp``. Headers are not opened. Collective.
+    ``tp`` is this rank's place in tensor parallelism. Headers are not opened. Collective.
     """
     if isinstance(tag_dir, RemotePath):
         return problem
     try:
-        visibility = gather_visibility(tag_dir, rank, tp)
+        visibility = gather_visibility(tag_dir, tp)
         if isinstance(visibility, Listing):
             return problem
         all_or_raise(lambda: open_checkpoint(tag_dir, tp=tp, listing=visibility.listing))

@@ -6,7 +6,7 @@ one stream, row after row, in the rounds of ``exchange_rows``; its buffers are a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, RowStreams
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.distributed.collective import all_or_raise
-from zeroelastic.distributed.exchange import HOST, Arrived, RoundBuffer, device_of, exchange_rows
+from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
 from zeroelastic.executors.dispatch import (
     CopyTable,
     Executor,
@@ -42,42 +42,6 @@ class RelayCost:
     received: int = 0
 
 
-def fetch(
-    visibility: FileVisibility,
-    rows: Int64Array,
-    readers: Int64Array,
-    put: Callable[[Arrived, RoundBuffer], None],
-    *,
-    executor: Executor,
-    taken_on: torch.device = HOST,
-) -> RelayCost:
-    """Have others read ``rows``, and read what they want. Collective; errors of this rank are raised at its end.
-
-    ``rows``, shape ``(num_rows, 3)``, are ``[number of the file in visibility.names, offset, nbytes]``;
-    ``readers`` has the rank to ask for each. ``put`` takes the bytes that arrive, round by round, on the device
-    ``taken_on``. A range that several ranks ask for is read once.
-    """
-    paths = tuple(visibility.tag_dir / name for name in visibility.names)
-    files: dict[FilePath, None] = {}
-    bytes_read = 0
-
-    def read(asked: Int64Array, parts: Arrived, buffer: ByteArray) -> None:
-        nonlocal bytes_read
-        file, offset, nbytes, at = asked[:, 0], asked[:, 1] + parts.skip, parts.nbytes, parts.at
-        _, first, same = np.unique(np.stack((file, offset, nbytes), 1), axis=0, return_index=True, return_inverse=True)
-        same = same.reshape(-1)
-        table = ReadTable(paths, file[first], offset[first], np.zeros_like(first), at[first], nbytes[first])
-        result = read_segments(table, [buffer], executor=host_executor(executor))
-        for i in np.flatnonzero(first[same] != np.arange(len(same))).tolist():
-            source, count = int(at[first[same[i]]]), int(nbytes[i])
-            buffer[int(at[i]) : int(at[i]) + count] = buffer[source : source + count]
-        bytes_read += result.bytes_read
-        files.update(dict.fromkeys(result.files))
-
-    moved = exchange_rows(rows, readers, read, put, taken_on=taken_on)
-    return RelayCost(bytes_read, tuple(files), moved.sent, moved.received)
-
-
 def fill_from_others(
     visibility: FileVisibility,
     parts: Sequence[Part],
@@ -92,9 +56,10 @@ def fill_from_others(
 
     Returns the fills with the digests of those rows that were cast, and with ``digest`` of the others.
     """
-    numbers = {name: number for number, name in enumerate(visibility.names)}
-    tables: list[Int64Array] = [np.empty((0, 3), dtype=np.int64)]
-    readers: list[Int64Array] = [np.empty(0, dtype=np.int64)]
+    names = visibility.names
+    numbers = {name: number for number, name in enumerate(names)}
+    paths = tuple(visibility.tag_dir / name for name in names)
+    tables: list[Int64Array] = [np.empty((0, 4), dtype=np.int64)]  # number of the file, offset, nbytes, reader
     first_row = [0]
     for one in filled:
         unread = one.unread
@@ -102,11 +67,27 @@ def fill_from_others(
         if unread is not None and count:
             file = np.array([numbers[path.name] for path in unread.paths], dtype=np.int64)
             reader = np.array([visibility.reader(path.name, visibility.rank) for path in unread.paths], dtype=np.int64)
-            tables.append(np.stack((file[unread.file], unread.file_offset, unread.nbytes), axis=1))
-            readers.append(reader[unread.file])
+            columns = (file[unread.file], unread.file_offset, unread.nbytes, reader[unread.file])
+            tables.append(np.stack(columns, axis=1))
         first_row.append(first_row[-1] + count)
     cast_digests: list[Digests] = [dict(one.cast_digests) for one in filled]
     read_digests: list[ReadDigests] = [dict(one.read_digests) for one in filled]
+    files: dict[FilePath, None] = {}
+    bytes_read = 0
+
+    def read(asked: Int64Array, parts: Arrived, buffer: ByteArray) -> None:
+        """Read what other ranks want; a range that several ask for is read once."""
+        nonlocal bytes_read
+        file, offset, nbytes, at = asked[:, 0], asked[:, 1] + parts.skip, parts.nbytes, parts.at
+        _, first, same = np.unique(np.stack((file, offset, nbytes), 1), axis=0, return_index=True, return_inverse=True)
+        same = same.reshape(-1)
+        table = ReadTable(paths, file[first], offset[first], np.zeros_like(first), at[first], nbytes[first])
+        result = read_segments(table, [buffer], executor=host_executor(executor))
+        for i in np.flatnonzero(first[same] != np.arange(len(same))).tolist():
+            source, count = int(at[first[same[i]]]), int(nbytes[i])
+            buffer[int(at[i]) : int(at[i]) + count] = buffer[source : source + count]
+        bytes_read += result.bytes_read
+        files.update(dict.fromkeys(result.files))
 
     def put(arrived: Arrived, buffer: RoundBuffer) -> None:
         owner = np.searchsorted(first_row, arrived.row, side="right") - 1
@@ -128,15 +109,15 @@ def fill_from_others(
                 streams, totals = _digest(part, pieces.take(read), some.at[read], buffer)
                 streams.add_read(totals, read_digests[number])
 
-    rows, reader_of = np.concatenate(tables), np.concatenate(readers)
+    rows = np.concatenate(tables)
     # Where a host engine is named, it moves what arrives; nothing of ours moves a GPU's memory then.
     filled_there = () if executor in ("numpy", "native") else (t.tensor for part in parts for t in part.targets)
     taken_on = device_of(filled_there)
-    relay_cost = all_or_raise(lambda: fetch(visibility, rows, reader_of, put, executor=executor, taken_on=taken_on))
+    moved = all_or_raise(lambda: exchange_rows(rows[:, :3], rows[:, 3], read, put, taken_on=taken_on))
     return [
         replace(one, cast_digests=cast, read_digests=read)
         for one, cast, read in zip(filled, cast_digests, read_digests, strict=True)
-    ], relay_cost
+    ], RelayCost(bytes_read, tuple(files), moved.sent, moved.received)
 
 
 def _put(part: Part, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer, executor: Executor) -> None:

@@ -1,92 +1,82 @@
-"""A checkpoint whose files are not all seen here: headers that this rank needs come from ranks that see the files.
+"""A checkpoint whose files are not all seen here: headers and module states come from ranks that see the files.
 
 A rank that sees a file parses its header and records the ranges that parsing took; the rank that asked parses the same
-from these. Content that came from another rank is checked like the content of a local file.
+from these. Content that came from another rank is checked like the content of a local file. Of a module states file,
+another rank also reads and sends what DeepSpeed reads.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
+from zeroelastic.checkpoint.model_states import ModelStates, open_model_states
 from zeroelastic.checkpoint.open import Checkpoint, Listing, open_checkpoint
 from zeroelastic.checkpoint.tag_files import TensorParallel, parse_rank_file
-from zeroelastic.core.layout import Layout
+from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.node_local.payload import RelayCost
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
+from zeroelastic.deepspeed.patching import patched
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.multicast import Request, multicast
 from zeroelastic.errors import CheckpointError
+from zeroelastic.executors.dispatch import Executor, ReadTable, host_executor, read_segments
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import BlockFile, LocalFile
+from zeroelastic.torch_file.header import Blocks
 
 Ranges = Sequence[tuple[int, bytes]]
-"""(offset, bytes) of a file, ascending; they neither overlap nor touch."""
+"""(offset, bytes) of a file."""
 
 
-class RecordedFile:
-    """A file, on a disk or behind a URL, that remembers what was read of it; ``ranges`` stay when it is closed."""
+@contextmanager
+def recording(
+    path: FilePath, size: int | None = None
+) -> Iterator[tuple[LocalFile | BlockFile, list[tuple[int, bytes]]]]:
+    """A file that is open within this context, and the list of what is read of it then: (offset, bytes).
 
-    def __init__(self, path: FilePath, size: int | None = None) -> None:
-        """Open it; ``size``, if it is known, saves a question about a file behind a URL. Raises as the readers do."""
-        self._file = BlockFile(path, size) if isinstance(path, RemotePath) else LocalFile(path)
-        self._read: list[tuple[int, bytes]] = []
+    ``size``, if it is known, saves a question about a file behind a URL. Raises as the readers do.
+    """
+    file = BlockFile(path, size) if isinstance(path, RemotePath) else LocalFile(path)
+    original, ranges = file.read, list[tuple[int, bytes]]()
 
-    @property
-    def path(self) -> FilePath:
-        """Where it is."""
-        return self._file.path
-
-    @property
-    def size(self) -> int:
-        """Its size in bytes."""
-        return self._file.size
-
-    @property
-    def bytes_read(self) -> int:
-        """What was read of it so far, or requested."""
-        return self._file.bytes_read
-
-    @property
-    def capacity(self) -> int:
-        """As of the file."""
-        return self._file.capacity
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """As of the file."""
-        data = self._file.read(offset, nbytes)
+    def read(offset: int, nbytes: int) -> bytes:
+        data = original(offset, nbytes)
         if data:
-            self._read.append((offset, data))
+            ranges.append((offset, data))
         return data
 
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """As of the file."""
-        self._file.prefetch(ranges)
+    try:
+        with patched(file, read=read):
+            yield file, ranges
+    finally:
+        if isinstance(file, LocalFile):
+            file.close()
 
-    def close(self) -> None:
-        """Close it, if it is on a disk."""
-        if isinstance(self._file, LocalFile):
-            self._file.close()
 
-    @property
-    def ranges(self) -> Ranges:
-        """All that was read, each byte once."""
-        merged: list[tuple[int, bytearray]] = []
-        for offset, data in sorted(self._read, key=lambda one: one[0]):
-            end = merged[-1][0] + len(merged[-1][1]) if merged else -1
-            if offset > end:
-                merged.append((offset, bytearray(data)))
-            elif offset + len(data) > end:
-                merged[-1][1].extend(data[end - offset :])
-        return [(offset, bytes(data)) for offset, data in merged]
+def joined(ranges: Ranges) -> Ranges:
+    """The same bytes, each once, in ranges that neither overlap nor touch, ascending."""
+    merged: list[tuple[int, bytearray]] = []
+    for offset, data in sorted(ranges, key=lambda one: one[0]):
+        end = merged[-1][0] + len(merged[-1][1]) if merged else -1
+        if offset > end:
+            merged.append((offset, bytearray(data)))
+        elif offset + len(data) > end:
+            merged[-1][1].extend(data[end - offset :])
+    return [(offset, bytes(data)) for offset, data in merged]
 
 
 class ReceivedFile:
-    """A file of ``size`` bytes of which only some ranges are here; reading it costs no bytes of a disk."""
+    """A file of ``size`` bytes of which only some ranges are here, ``joined``; reading it costs no bytes of a disk."""
 
     def __init__(self, path: FilePath, size: int, ranges: Ranges) -> None:
         self.path, self.size, self.bytes_read, self.capacity = path, size, 0, LocalFile.capacity
@@ -149,13 +139,12 @@ class _Headers:
             if name in self.recorded:
                 continue
             path = self.visibility.tag_dir / name
-            file = RecordedFile(path, self.visibility.sizes.get(name))
-            try:
-                with self.visibility.named_in_errors(path):
-                    self.parse(name, file)
-            finally:
-                file.close()
-            self.recorded[name] = (file.size, file.ranges)
+            with (
+                self.visibility.named_in_errors(path),
+                recording(path, self.visibility.sizes.get(name)) as (file, ranges),
+            ):
+                self.parse(name, file)
+            self.recorded[name] = (file.size, joined(ranges))
 
     def take(self, answers: Mapping[str, bytes | bytearray]) -> None:
         """Parse headers that others have read."""
@@ -163,7 +152,7 @@ class _Headers:
             size, ranges = pickle.loads(content)
             self.parse(name, ReceivedFile(self.visibility.tag_dir / name, size, ranges))
 
-    def parse(self, name: str, through: RecordedFile | ReceivedFile) -> None:
+    def parse(self, name: str, through: Blocks) -> None:
         file = parse_rank_file(name)
         assert file is not None
         if file.tp_rank not in self.checkpoints:
@@ -231,3 +220,88 @@ def _holders(src: Layout, dst: Layout, rank: int) -> set[int]:
     shapes = {param.name: param.shape for param in src.params}
     both = dst.only({param.name for param in dst.params if shapes.get(param.name) == param.shape})
     return set(make_plan(src, both, rank).source_ranks) if both.numel.any() else set()
+
+
+@contextmanager
+def module_file(
+    visibility: FileVisibility | None, checkpoint: Checkpoint, model: ModelStates, *, executor: Executor
+) -> Iterator[tuple[str, RelayCost]]:
+    """Where a rank reads its module states file, ``model``, and what it cost to get it there. Collective.
+
+    That is the file itself for a rank that sees it on a disk. Others have the bytes that DeepSpeed reads in memory,
+    which is all but parameters, under a name that lasts as long as the context.
+    """
+    local = str(model.path)
+    if visibility is None:
+        yield local, RelayCost()
+        return
+    is_remote = visibility.in_store or model.path.name in visibility.listing.remote_files
+    held = os.memfd_create(model.path.name, os.MFD_CLOEXEC) if is_remote else None
+    try:
+        cost = _fetch(visibility, checkpoint, model, held, executor)
+        yield local if held is None else f"/proc/self/fd/{held}", cost
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _fetch(
+    visibility: FileVisibility, checkpoint: Checkpoint, model: ModelStates, held: int | None, executor: Executor
+) -> RelayCost:
+    """Read module states for others, and fill ``held`` with what another has read, if it is given. Collective."""
+    requests = [] if held is None else [Request(visibility.reader(model.path.name), model.path.name)]
+    read: dict[FilePath, int] = {}
+
+    def content(names: Sequence[str]) -> dict[str, bytes]:
+        found = {}
+        for name in names:
+            asked = _model_states(visibility, checkpoint, name)
+            found[name] = _read(asked, executor)
+            read[asked.path] = len(found[name])
+        return found
+
+    answers = multicast(requests, content)
+    all_or_raise(lambda: None if held is None else _write(held, model, answers.content[model.path.name]))
+    return RelayCost(sum(read.values()), tuple(read), answers.sent, answers.received)
+
+
+def _model_states(visibility: FileVisibility, checkpoint: Checkpoint, name: str) -> ModelStates:
+    """A module states file that this rank reads for others."""
+    file = parse_rank_file(name)
+    assert file is not None
+    if file.tp_rank == checkpoint.tp.rank:
+        return checkpoint.model_states(file.rank)
+    tp = TensorParallel(file.tp_rank, checkpoint.tp.size)
+    return open_model_states(visibility.tag_dir / name, file.rank, world_size=None, tp=tp)
+
+
+def _read(model: ModelStates, executor: Executor) -> bytes:
+    """The ranges of a file that are not payload of parameters alone, one after the other."""
+    offset, nbytes, place = _without_params(model)
+    buffer = np.empty(int(nbytes.sum()), dtype=np.uint8)
+    first = np.zeros_like(offset)
+    table = ReadTable((model.path,), first, offset, first, place, nbytes)
+    read_segments(table, [buffer], executor=host_executor(executor))
+    return buffer.tobytes()
+
+
+def _write(held: int, model: ModelStates, content: bytes | bytearray) -> None:
+    """Put the ranges where they are in the file; the rest are zeros, which take no memory."""
+    os.ftruncate(held, model.size)
+    view = memoryview(content)
+    for offset, nbytes, place in zip(*(column.tolist() for column in _without_params(model)), strict=True):
+        os.pwrite(held, view[place : place + nbytes], offset)
+
+
+def _without_params(model: ModelStates) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """The ranges that are not payload of parameters alone: their offsets, their bytes, and where they are together."""
+    ranges: list[tuple[int, int]] = []
+    at = 0
+    for begin, nbytes in model.params_alone.tolist():
+        if begin > at:
+            ranges.append((at, begin - at))
+        at = max(at, begin + nbytes)
+    if at < model.size:
+        ranges.append((at, model.size - at))
+    offset, nbytes = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+    return offset, nbytes, np.cumsum(nbytes) - nbytes

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,51 +47,26 @@ _ROWS_SENT = 4096
 class FileVisibility:
     """The files of a tag over all ranks: their ``sizes``, and the ranks that see each, ascending.
 
-    The same on every rank, but for ``rank``, for ``record_bytes``, which is what this rank read of a commit record, and
-    for what is said of files of the whole module: there ``sizes``, ``readers_of`` and ``record`` are of the file that
-    this rank takes. ``readers_of`` has the files of one save: those of ``record``, or all of them without a record.
-    ``world_size`` is the saved one. ``partial_ranks`` are the ranks that do not see all files. ``stored`` are the names
-    of all files where they are behind a URL, where every rank can read all of them; then ``readers_of`` says who reads
-    a header for all, and ``sizes`` of many files are read from the record as they are asked for.
+    The same on every rank, but for ``rank``, and for what is said of files of the whole module: there ``sizes``,
+    ``readers_of`` and the record are of the file that this rank takes. ``readers_of`` has the files of one save: those
+    of its record, or all of them without a record. ``listing`` is what ``open_checkpoint`` needs to know of files that
+    are not all seen here. ``partial_ranks`` are the ranks that do not see all files. ``in_store``: the files are behind
+    a URL, where every rank can read all of them; then ``readers_of`` says who reads a header for all, and ``sizes`` of
+    many files are read from the record as they are asked for.
     """
 
     tag_dir: FilePath
     rank: int
     sizes: Mapping[str, int]
     readers_of: Mapping[str, tuple[int, ...]]
-    record: CommitRecord | None
-    world_size: int
-    record_bytes: int
-    partial_ranks: tuple[int, ...]
-    stored: Collection[str] | None = None
-
-    @property
-    def in_store(self) -> bool:
-        """Whether the files are behind a URL."""
-        return self.stored is not None
+    listing: Listing
+    partial_ranks: tuple[int, ...] = ()
+    in_store: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """The files, sorted: a number for each that means the same on every rank."""
         return tuple(sorted(self.readers_of))
-
-    @property
-    def listing(self) -> Listing:
-        """What ``open_checkpoint`` needs to know of files that are not all seen here."""
-        return Listing(
-            names=self.sizes.keys() if self.stored is None else self.stored,
-            sizes={} if isinstance(self.sizes, FileSizes) else self.sizes,
-            record=self.record,
-            world_size=self.world_size,
-            remote_files=self.remote_files,
-            record_bytes=self.record_bytes,
-            over_nodes=not self.in_store,
-        )
-
-    @property
-    def remote_files(self) -> frozenset[str]:
-        """The files that others see and this rank does not, or whose headers others read for it."""
-        return frozenset(name for name, ranks in self.readers_of.items() if self.rank not in ranks)
 
     def reader(self, name: str, requester: int = 0) -> int:
         """The rank that reads a file for others; ``requester`` spreads requests over all ranks that see the file."""
@@ -125,38 +100,20 @@ class _Version(NamedTuple):
     directory: str | None
 
 
-class _LocalSave(NamedTuple):
-    """What one rank knows of the save: the world size that headers state, where there is no record.
-
-    The first rank of a node also says of which save the record is, and what it states of files of the whole module.
-    """
-
-    save: str | None
-    world_size: int | None
-    modules: Mapping[str, _Version]
-
-
-class _Stored(NamedTuple):
-    """What rank 0 found behind a URL; without ``sizes`` they are in the record, which has all files as they are."""
-
-    names: Collection[str]
-    sizes: Mapping[str, int] | None
-    record: CommitRecord | None
-    world_size: int
-    record_bytes: int
-
-
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Node:
-    """The ranks that see one directory, what it has of the files of ranks, and of which save its record says that.
+    """What the first of the ``ranks`` that see one directory found there: the files of ranks and the commit record.
 
-    ``modules`` is what the record states of files of the whole module.
+    ``save`` is the save of that record; ``world_size`` is what a header states where there is no record. ``modules``
+    are the files of the whole module that are as the record states; ``lacks_module``: it states others, too.
     """
 
-    ranks: tuple[int, ...]
-    files: Mapping[str, int]
+    files: dict[str, int]
     save: str | None = None
-    modules: Mapping[str, _Version] = field(default_factory=dict)
+    world_size: int | None = None
+    modules: dict[str, _Version] = field(default_factory=dict)
+    lacks_module: bool = False
+    ranks: tuple[int, ...] = ()
 
 
 class _Place(NamedTuple):
@@ -167,12 +124,12 @@ class _Place(NamedTuple):
     holders: tuple[int, ...]
 
 
-def gather_visibility(tag_dir: FilePath, dp_rank: int, tp: TensorParallel) -> Listing | FileVisibility:
+def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> Listing | FileVisibility:
     """What a tag directory has that all ranks see alike, or else which rank sees which file. Collective.
 
     Of the ranks that see one directory, the first lists it and sends the others what it found: on a file system that
     all ranks share, one rank lists the names and reads the record but for its rows of files; ``stat_assigned_files``
-    is for the rest. ``dp_rank`` is this rank in the data parallel group of tensor parallel rank ``tp``.
+    is for the rest. ``tp`` is this rank's place in tensor parallelism.
 
     Raises CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where no
     rank sees any. Files that no rank sees are left to ``open_checkpoint`` to name.
@@ -180,51 +137,66 @@ def gather_visibility(tag_dir: FilePath, dp_rank: int, tp: TensorParallel) -> Li
     if isinstance(tag_dir, RemotePath):
         return _of_store(tag_dir, tp)
     rank = dist.get_rank()
-    identities = all_gather_alike(_identity(tag_dir))
     firsts: dict[_Identity | None, int] = {}
-    listing_rank = [firsts.setdefault(identity, other) for other, identity in enumerate(identities)]
+    node_of = [firsts.setdefault(one, other) for other, one in enumerate(all_gather_alike(_identity(tag_dir)))]
     if len(firsts) == 1:
         return _list_together(tag_dir)
-    own = all_or_raise(lambda: _list(tag_dir) if listing_rank[rank] == rank else None)
-    listings = all_gather(own)
-    nodes = _nodes(listing_rank, listings)
-    here = nodes[listing_rank[rank]]
-    if all(node.files == here.files for node in nodes.values()):
-        sizes = listings[listing_rank[rank]] or {}
-        record = all_or_raise(lambda: read_record(tag_dir) if RECORD_NAME in sizes else None)
-        return Listing(sizes.keys(), sizes, record, record_bytes=sizes.get(RECORD_NAME, 0))
-    reads = RECORD_NAME in here.files and listing_rank[rank] == rank
-
-    def read() -> tuple[CommitRecord | None, _LocalSave]:
-        record = read_record(tag_dir) if reads else None
-        stated = _stated_size(tag_dir, here.files, dp_rank, tp)
-        return record, _LocalSave(_save_of(record), stated, _modules_of(record))
-
-    record, local = all_or_raise(read)
-    locals_ = all_gather(local)
+    record, own = all_or_raise(lambda: _look(tag_dir, tp) if node_of[rank] == rank else (None, None))
+    nodes = {first: node for first, node in enumerate(all_gather(own)) if node is not None}
+    members: dict[int, list[int]] = {}
+    for other, first in enumerate(node_of):
+        members.setdefault(first, []).append(other)
     for first, node in nodes.items():
-        node.save, node.modules = locals_[first].save, locals_[first].modules
+        node.ranks = tuple(members[first])
+    here = nodes[node_of[rank]]
+    if all(node.files == here.files for node in nodes.values()):
+
+        def read() -> tuple[dict[str, int], CommitRecord | None]:
+            return _list(tag_dir), read_record(tag_dir) if RECORD_NAME in here.files else None
+
+        sizes, record = all_or_raise(read)
+        return Listing(sizes.keys(), sizes, record, record_bytes=sizes.get(RECORD_NAME, 0))
     saves = {node.save for node in nodes.values() if node.save is not None}
-    leader_of_save = {save: _leader_of_save(save, nodes) for save in saves}
-    sent = all_gather(record if rank in leader_of_save.values() else None)
+    leaders = {save: _leader_of_save(save, nodes) for save in saves}
+    sent = all_gather(record if rank in leaders.values() else None)
     record_bytes = here.files[RECORD_NAME] if record is not None else 0
     found = [
-        (not _missing(visibility), record.global_steps, visibility)
-        for save, leader in sorted(leader_of_save.items())
-        if (record := sent[leader]) is not None
-        for visibility in [_visibility_of_record(tag_dir, record, save, nodes, leader, here, record_bytes)]
+        (led.global_steps, _visibility_of_record(tag_dir, led, save, nodes, nodes[leader], here, record_bytes))
+        for save, leader in sorted(leaders.items())
+        if (led := sent[leader]) is not None
     ]
-    if found:
-        return max(found, key=lambda one: one[:2])[2]
-    return _visibility_without_record(tag_dir, nodes, here, [known.world_size for known in locals_])
+    if not found:
+        return _visibility_without_record(tag_dir, nodes, here)
+
+    def order(one: tuple[int, FileVisibility]) -> tuple[bool, int]:
+        step, seen = one
+        assert seen.listing.record is not None
+        return dict(seen.listing.record.files) == dict(seen.sizes), step
+
+    return max(found, key=order)[1]  # the newest of the complete saves, or else of all
 
 
-def _nodes(listing_rank: Sequence[int], listings: Sequence[Mapping[str, int] | None]) -> dict[int, _Node]:
-    """The nodes by their first rank, ascending; ``listing_rank`` has for each rank the first one of its node."""
-    ranks: dict[int, list[int]] = {}
-    for rank, first in enumerate(listing_rank):
-        ranks.setdefault(first, []).append(rank)
-    return {first: _Node(tuple(members), _of_ranks(listings[first] or {})) for first, members in ranks.items()}
+def _look(tag_dir: Path, tp: TensorParallel) -> tuple[CommitRecord | None, _Node]:
+    """What this rank finds in a directory, for the ranks of its node."""
+    sizes = _list(tag_dir)
+    record = read_record(tag_dir) if RECORD_NAME in sizes else None
+    node = _Node({name: size for name, size in sizes.items() if is_rank_file(name) or name == RECORD_NAME})
+    if record is None:
+        models = [(file, name) for name in node.files if (file := parse_rank_file(name)) and file.kind != "optimizer"]
+        if models:
+            file, name = min(models)
+            place = TensorParallel(file.tp_rank, tp.size)
+            node.world_size = open_model_states(tag_dir / name, file.rank, world_size=None, tp=place).world_size
+        return None, node
+    node.save = record.save_id + record.content_root
+    stated = {name: size for name, size in record.files.items() if _is_whole_module(name)}
+    node.modules = {
+        name: _Version(size, record.directories.get(name))
+        for name, size in stated.items()
+        if node.files.get(name) == size
+    }
+    node.lacks_module = len(node.modules) < len(stated)
+    return record, node
 
 
 def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
@@ -235,7 +207,7 @@ def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
     these, and each rank reads those of the headers that it reads.
     """
 
-    def look() -> _Stored:
+    def look() -> Listing:
         sizes = file_sizes(tag_dir)
         record, nbytes = None, 0
         if RECORD_NAME in sizes and len(sizes) > _ROWS_SENT:
@@ -244,39 +216,32 @@ def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
             record, nbytes = read_record(tag_dir), sizes[RECORD_NAME]
         refuse_unfinished(tag_dir, sizes)
         if record is None:
-            return _Stored(sizes, sizes, None, _stored_size(tag_dir, sizes, tp), 0)
+            return Listing(sizes, sizes, None, _stored_size(tag_dir, sizes, tp))
         if not isinstance(record.files, FileSizes):
-            return _Stored(sizes, sizes, record, record.world_size, nbytes)
+            return Listing(sizes, sizes, record, record.world_size, record_bytes=nbytes)
         rows = record.files.rows
         rows.share(0, 1)
         check_sizes(tag_dir, sizes, sizes, record)
-        return _Stored(
-            FileNames.of(sizes), None, with_rows_at(record, None), record.world_size, nbytes + rows.bytes_read
-        )
+        nbytes += rows.bytes_read
+        return Listing(FileNames.of(sizes), {}, with_rows_at(record, None), record.world_size, record_bytes=nbytes)
 
-    found = broadcast_or_raise(look)
+    found, rank, num_ranks = broadcast_or_raise(look), dist.get_rank(), dist.get_world_size()
     record = None if found.record is None else with_rows_at(found.record, tag_dir)
     sizes = found.sizes
-    if sizes is None:
-        assert record is not None, "without a record all sizes are sent"
+    if record is not None and not sizes:  # the record has all files as they are
         sizes = record.files
-    num_ranks, readers = dist.get_world_size(), dict[str, tuple[int, ...]]()
-    for name in found.names:
-        file = parse_rank_file(name)
-        if file is not None:
-            readers[name] = ((file.rank * tp.size + file.tp_rank) % num_ranks,)
-    rank = dist.get_rank()
-    return FileVisibility(
-        tag_dir=tag_dir,
-        rank=rank,
-        sizes=sizes,
-        readers_of=readers,
+    readers = {
+        name: ((file.rank * tp.size + file.tp_rank) % num_ranks,)
+        for name in found.names
+        if (file := parse_rank_file(name)) is not None
+    }
+    listing = replace(
+        found,
         record=record,
-        world_size=found.world_size,
+        remote_files=frozenset(name for name, ranks in readers.items() if rank not in ranks),
         record_bytes=found.record_bytes if rank == 0 else 0,
-        partial_ranks=(),
-        stored=found.names,
     )
+    return FileVisibility(tag_dir, rank, sizes, readers, listing, in_store=True)
 
 
 def _stored_size(tag_dir: RemotePath, sizes: Mapping[str, int], tp: TensorParallel) -> int:
@@ -292,7 +257,10 @@ def _list_together(tag_dir: Path) -> Listing:
     """A directory that all ranks see: rank 0 lists it and reads the record. Collective."""
 
     def read() -> tuple[FileNames, CommitRecord | None, int]:
-        names = FileNames.of(_names(tag_dir))
+        try:
+            names = FileNames.of(file_names(tag_dir))
+        except MissingFileError:
+            names = FileNames.of(())
         record, nbytes = read_record_by_range(tag_dir) if RECORD_NAME in names else (None, 0)
         return names, None if record is None else with_rows_at(record, None), nbytes
 
@@ -324,33 +292,11 @@ def _identity(tag_dir: Path) -> _Identity | None:
     return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _names(tag_dir: Path) -> frozenset[str]:
-    try:
-        return file_names(tag_dir)
-    except MissingFileError:
-        return frozenset()
-
-
 def _list(tag_dir: Path) -> dict[str, int]:
     try:
         return file_sizes(tag_dir)
     except MissingFileError:
         return {}
-
-
-def _of_ranks(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The files of ranks and the commit record."""
-    return {name: size for name, size in sizes.items() if is_rank_file(name) or name == RECORD_NAME}
-
-
-def _save_of(record: CommitRecord | None) -> str | None:
-    return None if record is None else record.save_id + record.content_root
-
-
-def _modules_of(record: CommitRecord | None) -> dict[str, _Version]:
-    files = record.files if record is not None else {}
-    directories = record.directories if record is not None else {}
-    return {name: _Version(size, directories.get(name)) for name, size in files.items() if _is_whole_module(name)}
 
 
 def _is_whole_module(name: str) -> bool:
@@ -359,31 +305,24 @@ def _is_whole_module(name: str) -> bool:
 
 def _leader_of_save(save: str, nodes: Mapping[int, _Node]) -> int:
     """The rank whose record counts, and whose files of the whole module ranks take that see none."""
-    having = [first for first, node in nodes.items() if node.save == save]
-    if not nodes[having[0]].modules:
-        return having[0]
-    whole = [
-        first
-        for first in having
-        if all(nodes[first].files.get(name) == version.size for name, version in nodes[first].modules.items())
-    ]
-    return _first_with_rank_0(whole or having, nodes)
+    having = [node for node in nodes.values() if node.save == save]
+    return _first_with_rank_0([node for node in having if not node.lacks_module] or having).ranks[0]
 
 
-def _first_with_rank_0(firsts: Sequence[int], nodes: Mapping[int, _Node]) -> int:
+def _first_with_rank_0(nodes: Sequence[_Node]) -> _Node:
     """The first of some nodes that has the optimizer file of saved rank 0, or else the first of them."""
 
-    def has(first: int) -> bool:
-        parsed = map(parse_rank_file, nodes[first].files)
+    def has(node: _Node) -> bool:
+        parsed = map(parse_rank_file, node.files)
         return any(file is not None and file.kind == "optimizer" and file.rank == 0 for file in parsed)
 
-    return next((first for first in firsts if has(first)), firsts[0])
+    return next(filter(has, nodes), nodes[0])
 
 
-def _holders(nodes: Mapping[int, _Node]) -> dict[str, list[_Node]]:
+def _holders(nodes: Iterable[_Node]) -> dict[str, list[_Node]]:
     """The nodes that have each file, by their first rank."""
     found: dict[str, list[_Node]] = {}
-    for node in nodes.values():
+    for node in nodes:
         for name in node.files:
             found.setdefault(name, []).append(node)
     return found
@@ -394,51 +333,33 @@ def _ranks(nodes: Iterable[_Node]) -> tuple[int, ...]:
     return tuple(sorted(rank for node in nodes for rank in node.ranks))
 
 
-def _stated_size(tag_dir: Path, seen: Mapping[str, int], dp_rank: int, tp: TensorParallel) -> int | None:
-    """The world size that a model states file on this node states, where there is no record."""
-    if RECORD_NAME in seen:
-        return None
-    ranks = {
-        file.rank: name
-        for name in seen
-        if (file := parse_rank_file(name)) is not None and file.kind != "optimizer" and file.tp_rank == tp.rank
-    }
-    if not ranks:
-        return None
-    rank = dp_rank if dp_rank in ranks else min(ranks)
-    return open_model_states(tag_dir / ranks[rank], rank, world_size=None, tp=tp).world_size
-
-
 def _visibility_of_record(
     tag_dir: Path,
     record: CommitRecord,
     save: str,
     nodes: Mapping[int, _Node],
-    leader: int,
+    leader: _Node,
     here: _Node,
     record_bytes: int,
 ) -> FileVisibility:
-    """The files of one save, of which ``record`` is that of rank ``leader``, as a rank of the node ``here`` takes them.
+    """The files of one save, of which ``record`` is that of the ``leader``, as a rank of the node ``here`` takes them.
 
     Files that a node has beside another record are left out.
     """
     places: dict[str, _Place] = {}
     taken: dict[str, _Version] = {}
-    having = _holders({first: node for first, node in nodes.items() if node.save in (save, None)})
+    having = _holders(node for node in nodes.values() if node.save in (save, None))
     for name, want in record.files.items():
         holders = having.get(name, [])
-        if not holders:
-            continue
-        if _is_whole_module(name):
-            stated = [(node, node.modules.get(name)) for node in holders]
-            versions = [(node, one) for node, one in stated if one and one.size == node.files[name]]
-            if versions:  # a file without a record beside it counts only where there is no other
-                own = taken[name] = _version_for(here, nodes[leader], versions)
-                readers = _ranks(node for node, version in versions if version == own)
-                places[name] = _Place(own.size, readers, _ranks(node for node, _ in versions))
-                continue
-        right = [node for node in holders if node.files[name] == want] or holders
-        places[name] = _Place(right[0].files[name], _ranks(right), _ranks(right))
+        with_record = [node for node in holders if name in node.modules]
+        if with_record:  # a file of the whole module without a record beside it counts only where there is no other
+            chosen = next((node for node in (here, leader) if node in with_record), with_record[0])
+            own = taken[name] = chosen.modules[name]
+            readers = _ranks(node for node in with_record if node.modules[name] == own)
+            places[name] = _Place(own.size, readers, _ranks(with_record))
+        elif holders:
+            right = [node for node in holders if node.files[name] == want] or holders
+            places[name] = _Place(right[0].files[name], _ranks(right), _ranks(right))
     record = record.model_copy(
         update={
             "files": {**record.files, **{name: version.size for name, version in taken.items()}},
@@ -449,55 +370,45 @@ def _visibility_of_record(
     return _visibility(tag_dir, places, record, record.world_size, record_bytes)
 
 
-def _version_for(here: _Node, leader: _Node, versions: Sequence[tuple[_Node, _Version]]) -> _Version:
-    """The file of the whole module that a node takes: its own, else that of the leader, else the first."""
-    for wanted in (here, leader):
-        for node, version in versions:
-            if node is wanted:
-                return version
-    return versions[0][1]
-
-
 def _visibility(
     tag_dir: Path, places: Mapping[str, _Place], record: CommitRecord | None, world_size: int, record_bytes: int
 ) -> FileVisibility:
+    rank = dist.get_rank()
     num_held = Counter(rank for place in places.values() for rank in place.holders)
-    return FileVisibility(
-        tag_dir=tag_dir,
-        rank=dist.get_rank(),
-        sizes={name: place.size for name, place in places.items()},
-        readers_of={name: place.readers for name, place in places.items()},
+    sizes = {name: place.size for name, place in places.items()}
+    listing = Listing(
+        names=sizes.keys(),
+        sizes=sizes,
         record=record,
         world_size=world_size,
+        remote_files=frozenset(name for name, place in places.items() if rank not in place.readers),
         record_bytes=record_bytes,
-        partial_ranks=tuple(rank for rank in range(dist.get_world_size()) if num_held[rank] < len(places)),
+        over_nodes=True,
     )
+    readers_of = {name: place.readers for name, place in places.items()}
+    partial = tuple(rank for rank in range(dist.get_world_size()) if num_held[rank] < len(places))
+    return FileVisibility(tag_dir, rank, sizes, readers_of, listing, partial)
 
 
-def _missing(visibility: FileVisibility) -> bool:
-    return visibility.record is not None and dict(visibility.record.files) != dict(visibility.sizes)
-
-
-def _visibility_without_record(
-    tag_dir: Path, nodes: Mapping[int, _Node], here: _Node, stated: Sequence[int | None]
-) -> FileVisibility:
+def _visibility_without_record(tag_dir: Path, nodes: Mapping[int, _Node], here: _Node) -> FileVisibility:
     """The files of a save without a record, of which the nodes must not contradict each other.
 
     ``here`` is the node of this rank.
     """
     places: dict[str, _Place] = {}
-    for name, holders in sorted(_holders(nodes).items()):
+    for name, holders in sorted(_holders(nodes.values()).items()):
         readers = holders
         if _is_whole_module(name):
-            firsts = [node.ranks[0] for node in holders]
-            readers = [here if name in here.files else nodes[_first_with_rank_0(firsts, nodes)]]
+            readers = [here if name in here.files else _first_with_rank_0(holders)]
         places[name] = _Place(readers[0].files[name], _ranks(readers), _ranks(holders))
         if len({node.files[name] for node in readers}) > 1:
             raise CheckpointError(
                 f"{tag_dir}: {name} has {' and '.join(sorted({str(node.files[name]) for node in holders}))} bytes, "
-                f"depending on the node (ranks {_numbers(_ranks(holders))}). Files of two saves are on the nodes."
+                f"depending on the node ({rank_list(_ranks(holders))}). Files of two saves are on the nodes."
             )
-    world_sizes = {size: rank for rank, size in reversed(list(enumerate(stated))) if size is not None}
+    world_sizes = {
+        node.world_size: first for first, node in reversed(list(nodes.items())) if node.world_size is not None
+    }
     if len(world_sizes) > 1:
         by_rank = " and ".join(f"{size} (rank {rank})" for size, rank in sorted(world_sizes.items()))
         raise CheckpointError(
@@ -508,7 +419,3 @@ def _visibility_without_record(
         rank_files(tag_dir, places)
         raise MissingFileError(f"{tag_dir}: no rank sees a *_model_states.pt. It is incomplete.")
     return _visibility(tag_dir, places, None, world_sizes.popitem()[0], 0)
-
-
-def _numbers(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))

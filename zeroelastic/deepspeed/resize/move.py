@@ -26,18 +26,17 @@ from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, copy_segments
 
 Tensors = Mapping[str, Sequence[torch.Tensor | None]]
-"""The flat tensor of each buffer of a layout, by state key; None where a buffer has no such key."""
+"""The flat tensor of each buffer, by state key, ``FROZEN`` included; None where a buffer has no such key."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """What ``rank`` of the old world has: flat tensors, padding included, in the buffers of two layouts."""
+    """What ``rank`` of the old world has: flat tensors, padding included, of trained and of frozen parameters."""
 
     rank: int
     layout: Layout
-    tensors: Tensors
     frozen: Layout
-    frozen_tensors: Tensors
+    tensors: Tensors
 
 
 def hold(live: LiveOptimizer) -> HeldState:
@@ -54,7 +53,7 @@ def hold(live: LiveOptimizer) -> HeldState:
     keys = sorted({key for state in states for key in state})
     tensors = {key: tuple(state.get(key) for state in states) for key in keys}
     frozen = tuple(live.frozen_tensor(p).detach().view(-1) for p in range(live.frozen.num_params))
-    return HeldState(live.rank, live.layout, tensors, live.frozen, {FROZEN: frozen})
+    return HeldState(live.rank, live.layout, live.frozen, {**tensors, FROZEN: frozen})
 
 
 class MoveCost(NamedTuple):
@@ -65,8 +64,7 @@ class MoveCost(NamedTuple):
     received: int
 
 
-@dataclass(frozen=True, slots=True)
-class Runs:
+class Runs(NamedTuple):
     """Runs of bytes: row i is ``nbytes[i]`` at ``src_offset[i]`` of buffer ``src[i]`` of old rank ``src_rank[i]``.
 
     It goes to ``dst_offset[i]`` of the new buffer ``dst[i]``. Buffers are numbered as ``buffers_of`` lists them. Each
@@ -80,33 +78,24 @@ class Runs:
     dst_offset: Int64Array
     nbytes: Int64Array
 
-    def take(self, index: Int64Array) -> Runs:
-        """Some of the rows."""
-        return Runs(*(getattr(self, name)[index] for name in self.__slots__))
 
-    @staticmethod
-    def joined(parts: Sequence[Runs]) -> Runs:
-        """All rows of several; none of none."""
-        none = np.empty(0, dtype=np.int64)
-        return Runs(*(np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in Runs.__slots__))
+NO_RUNS = Runs(*np.empty((6, 0), dtype=np.int64))
 
 
-def buffers_of(keys: Sequence[str], tensors: Tensors, num_buffers: int) -> list[torch.Tensor | None]:
-    """The flat tensors by number: key by key, each with one for every buffer of the layout."""
-    return [tensor for key in keys for tensor in tensors.get(key, (None,) * num_buffers)]
+def buffers_of(keys: Sequence[str], tensors: Tensors, num_sub_groups: int) -> list[torch.Tensor | None]:
+    """The flat tensors by number: key by key, each with one for every sub-group; then those of frozen parameters."""
+    return [tensor for key in (*keys, FROZEN) for tensor in tensors.get(key, (None,) * num_sub_groups)]
 
 
-def runs_of(
-    keys: Sequence[str], src: Layout, dst: Layout, rank: int, tensors: Tensors, *, src_first: int, dst_first: int
-) -> Runs:
-    """What ``rank`` of ``dst`` needs for ``tensors``, from the ranks of ``src``.
+def runs_of(keys: Sequence[str], old: tuple[Layout, Layout], live: LiveOptimizer, tensors: Tensors) -> Runs:
+    """What this rank needs for ``tensors`` of the new world, in which ``keys`` number the buffers.
 
-    ``src_first`` and ``dst_first`` are the numbers of the first buffers of the two layouts.
+    ``old`` are the layouts of trained and of frozen parameters in the old world.
     """
-    plan = make_plan(src, dst, rank)
-    parts = []
-    for number, key in enumerate(keys):
-        flats = tensors.get(key, ())
+    parts = [NO_RUNS]
+    plans = [make_plan(src, dst, live.rank) for src, dst in zip(old, (live.layout, live.frozen), strict=True)]
+    for number, key in enumerate((*keys, FROZEN)):
+        plan, flats = plans[key == FROZEN], tensors.get(key, ())
         itemsize = np.array([0 if flat is None else flat.element_size() for flat in flats], dtype=np.int64)
         if not itemsize.any():
             continue
@@ -115,14 +104,14 @@ def runs_of(
         parts.append(
             Runs(
                 plan.src_rank[rows],
-                src_first + number * src.num_sub_groups + plan.src_sub_group[rows],
+                number * old[0].num_sub_groups + plan.src_sub_group[rows],
                 plan.src_offset[rows] * size,
-                dst_first + number * dst.num_sub_groups + plan.dst_sub_group[rows],
+                number * live.layout.num_sub_groups + plan.dst_sub_group[rows],
                 plan.dst_offset[rows] * size,
                 plan.length[rows] * size,
             )
         )
-    return Runs.joined(parts)
+    return Runs(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def move(
@@ -139,8 +128,8 @@ def move(
     last round, so that no other waits for it.
     """
     local = np.flatnonzero(runs.src_rank == held.rank) if held is not None else np.empty(0, dtype=np.int64)
-    _copy(runs.take(local), sources, targets)
-    away = np.setdiff1d(np.arange(len(runs.src_rank)), local)
+    _copy(Runs(*(column[local] for column in runs)), sources, targets)
+    away = np.setdiff1d(np.arange(len(runs.nbytes)), local)
     rows = np.stack((runs.src, runs.src_offset, runs.nbytes), 1)[away]
 
     def serve(asked: Int64Array, parts: Arrived, buffer: RoundBuffer) -> None:

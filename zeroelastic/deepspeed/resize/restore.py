@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from zeroelastic.deepspeed.engine_state import begin_change, changing
 from zeroelastic.deepspeed.live.digests import local_digests, whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.resize.move import HeldState, MoveCost, Runs, Tensors, buffers_of, hold, move, runs_of
+from zeroelastic.deepspeed.resize.move import NO_RUNS, HeldState, MoveCost, Runs, buffers_of, hold, move, runs_of
 from zeroelastic.deepspeed.resize.run_state import (
     RunState,
     require_same_run,
@@ -29,8 +29,6 @@ from zeroelastic.deepspeed.resize.run_state import (
 from zeroelastic.distributed.collective import all_gather_alike, all_or_raise
 from zeroelastic.distributed.peers import Peers
 from zeroelastic.errors import DigestMismatchError, UnsupportedError, with_remedy
-
-_NO_ROOT = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +57,14 @@ def recuts_of(engine: Engine, world_size: int) -> tuple[Recut, ...]:
     live = covered_live(engine, engine.optimizer)
     held = hold(live)
     frozen = unpacked_layout(held.frozen.params, world_size)
+    sizes = {  # the bytes that an element has
+        key: next((flat.element_size() for flat in flats if flat is not None), 0) for key, flats in held.tensors.items()
+    }
+    frozen_bytes = sizes.pop(FROZEN)
     return (
-        Recut(held.layout, live.layout_at(world_size), _element_bytes(held.tensors)),
-        Recut(held.frozen, frozen, _element_bytes(held.frozen_tensors)),
+        Recut(held.layout, live.layout_at(world_size), sum(sizes.values())),
+        Recut(held.frozen, frozen, frozen_bytes),
     )
-
-
-def _element_bytes(tensors: Tensors) -> int:
-    """The bytes that an element has in the tensors of all keys."""
-    flats = [next((flat for flat in column if flat is not None), None) for column in tensors.values()]
-    return sum(flat.element_size() for flat in flats if flat is not None)
 
 
 def leave_world(engine: Engine, client_state: Mapping[str, Any]) -> Leaving:
@@ -88,17 +84,16 @@ def leave_world(engine: Engine, client_state: Mapping[str, Any]) -> Leaving:
 
     live, tensors = all_or_raise(held)
     root = _root(engine, live)
-    state = all_or_raise(lambda: run_state_of(engine, live, client_state, keys=tuple(tensors.tensors), root=root))
+    keys = tuple(key for key in tensors.tensors if key != FROZEN)
+    state = all_or_raise(lambda: run_state_of(engine, live, client_state, keys=keys, root=root))
     return Leaving(tensors, state)
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """What it cost this member to join the next world, and whether the content roots were compared."""
+class Joined(NamedTuple):
+    """What it cost this member to join the next world, and the content root, if it was compared."""
 
     moved: MoveCost
-    root: str
-    compared: bool
+    root: str | None
 
 
 def join_world(
@@ -110,13 +105,7 @@ def join_world(
     world call ``serve``. Raises the same error on every rank of the new world; DigestMismatchError where the content is
     not that of before.
     """
-    with with_remedy(), changing(engine):
-        return _join_world(engine, leaving, state, peers, peer_of)
 
-
-def _join_world(
-    engine: Engine, leaving: Leaving | None, state: RunState, peers: Peers, peer_of: Sequence[int]
-) -> Joined:
     def prepared() -> tuple[LiveOptimizer, Runs, list[torch.Tensor | None]]:
         live = covered_live(engine, engine.optimizer)
         require_same_run(state, live)
@@ -136,32 +125,30 @@ def _join_world(
         restore_values(live, state)
         live.finish_weights(from_16_bit=False)
 
-    with ExitStack() as filling:
-        live, runs, targets = all_or_raise(prepared)
-        moved = move(runs, targets, None if leaving is None else leaving.held, _sources(leaving, state), peers, peer_of)
-        all_or_raise(completed)
-    live.end_load()
-    root = _root(engine, live)
-    compared = root != _NO_ROOT and state.root != _NO_ROOT
-    if compared and root != state.root:
-        raise DigestMismatchError(
-            f"the content root was {state.root[:12]} before the change of size and is {root[:12]} after it.",
-            remedy="Resume from a checkpoint.",
-        )
-    return Joined(moved, root, compared)
+    with with_remedy(), changing(engine):
+        with ExitStack() as filling:
+            live, runs, targets = all_or_raise(prepared)
+            held = None if leaving is None else leaving.held
+            moved = move(runs, targets, held, _sources(leaving, state), peers, peer_of)
+            all_or_raise(completed)
+        live.end_load()
+        root = _root(engine, live)
+        if root is not None and state.root is not None and root != state.root:
+            raise DigestMismatchError(
+                f"the content root was {state.root[:12]} before the change of size and is {root[:12]} after it.",
+                remedy="Resume from a checkpoint.",
+            )
+    return Joined(moved, None if state.root is None else root)
 
 
 def serve(leaving: Leaving, peers: Peers, peer_of: Sequence[int]) -> MoveCost:
     """Send what the members of the new world ask for. Collective over ``peers``."""
-    return move(Runs.joined([]), [], leaving.held, _sources(leaving, leaving.state), peers, peer_of)
+    return move(NO_RUNS, [], leaving.held, _sources(leaving, leaving.state), peers, peer_of)
 
 
 def _sources(leaving: Leaving | None, state: RunState) -> list[torch.Tensor | None]:
-    if leaving is None:
-        return []
-    held = leaving.held
-    trained = buffers_of(state.keys, held.tensors, held.layout.num_sub_groups)
-    return trained + buffers_of((FROZEN,), held.frozen_tensors, held.frozen.num_sub_groups)
+    held = None if leaving is None else leaving.held
+    return [] if held is None else buffers_of(state.keys, held.tensors, held.layout.num_sub_groups)
 
 
 def _targets(live: LiveOptimizer, state: RunState) -> tuple[Runs, list[torch.Tensor | None]]:
@@ -173,21 +160,14 @@ def _targets(live: LiveOptimizer, state: RunState) -> tuple[Runs, list[torch.Ten
             columns[key].append(live.destination(i, key, dtypes[key]) if key in dtypes else None)
         live.drop_state(i, keep=(*dtypes, *state.groups[g].scalars))
     live.state_filled()
-    frozen: Tensors = {FROZEN: [live.frozen_tensor(p).view(-1) for p in range(live.frozen.num_params)]}
-    first = (len(state.keys) * state.layout.num_sub_groups, len(state.keys) * live.layout.num_sub_groups)
-    runs = Runs.joined(
-        [
-            runs_of(state.keys, state.layout, live.layout, live.rank, columns, src_first=0, dst_first=0),
-            runs_of((FROZEN,), state.frozen, live.frozen, live.rank, frozen, src_first=first[0], dst_first=first[1]),
-        ]
-    )
-    targets = buffers_of(state.keys, columns, live.layout.num_sub_groups)
-    return runs, targets + buffers_of((FROZEN,), frozen, live.frozen.num_sub_groups)
+    columns[FROZEN] = [live.frozen_tensor(p).view(-1) for p in range(live.frozen.num_params)]
+    runs = runs_of(state.keys, (state.layout, state.frozen), live, columns)
+    return runs, buffers_of(state.keys, columns, live.layout.num_sub_groups)
 
 
-def _root(engine: Engine, live: LiveOptimizer) -> str:
+def _root(engine: Engine, live: LiveOptimizer) -> str | None:
     """The content root of the live state; none where the options of any rank say not to verify. Collective."""
     if not all(all_gather_alike(options_of(engine).verifies_content)):
-        return _NO_ROOT
+        return None
     local = local_digests(live)
     return content_root(whole_contents(live, local, device=engine.device))

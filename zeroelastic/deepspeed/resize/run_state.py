@@ -39,8 +39,8 @@ class GroupState:
 class RunState:
     """What one world leaves to the next; ``keys`` are the state keys in the order that numbers buffers.
 
-    ``root`` is the content root. ``module_states`` is what DeepSpeed would have read from a module states file, without
-    parameters, and ``client_state`` what a load returns to its caller.
+    ``root`` is the content root, if it was computed. ``module_states`` is what DeepSpeed would have read from a module
+    states file, without parameters, and ``client_state`` what a load returns to its caller.
     """
 
     layout: Layout
@@ -57,11 +57,11 @@ class RunState:
     save_id: str | None
     committed_at: float
     run: str
-    root: str
+    root: str | None
 
 
 def run_state_of(
-    engine: Engine, live: LiveOptimizer, client_state: Mapping[str, Any], *, keys: tuple[str, ...], root: str
+    engine: Engine, live: LiveOptimizer, client_state: Mapping[str, Any], *, keys: tuple[str, ...], root: str | None
 ) -> RunState:
     """What this rank leaves. Raises UnsupportedError where sub-groups of one group differ in their state."""
     optimizer, lineage = live.optimizer, lineage_of(engine)
@@ -139,18 +139,8 @@ def restore_module(engine: Engine, state: RunState) -> None:
     own = {name: param.data for name, param in engine.module.named_parameters(remove_duplicate=False)}
     states = {**state.module_states, "module": {**own, **state.module_states["module"]}}
 
-    class Reader:
-        """Stands in for the checkpoint engine: the state is in memory."""
-
-        def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
-            return dict(states)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(original, name)
-
-    original = engine.checkpoint_engine
     with (
-        patched(engine, checkpoint_engine=Reader()),
+        patched(engine.checkpoint_engine, load=lambda path, map_location=None: dict(states)),
         patched(state_of(engine), module_paths=(os.devnull,)),
     ):
         path, _ = engine._load_checkpoint("", "", load_optimizer_states=True)

@@ -52,9 +52,14 @@ class AfterSave:
         self._reported = False
         self._context: Any = None
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since the call."""
+        return time.monotonic() - self._began
+
     def returns(self) -> None:
         """``save_checkpoint`` returns now, and the save goes on."""
-        self._stall = time.monotonic() - self._began
+        self._stall = self.seconds
 
     def waited(self, seconds: float) -> None:
         """The training loop waited again for this save."""
@@ -83,7 +88,7 @@ class AfterSave:
         if self._reported or self._rank != 0:
             return
         self._reported = True
-        seconds = time.monotonic() - self._began
+        seconds = self.seconds
         report = SaveReport(
             path=str(self._tag_dir),
             tag=self._tag,
@@ -118,7 +123,9 @@ def remove_old_tags(root: FilePath, tag: str, options: Options, *, over_nodes: b
         plan = plan_prune(root, keep=options.keep, check=check, of=tag)
         _warn_of_others(plan)
         for decision in plan.removals:
-            if not _stays(decision, options.keep_every) and _remove(plan, decision):
+            step, every = decision.tag.step, options.keep_every
+            stays = every is not None and (step is None or step % every == 0)
+            if not stays and _remove(plan, decision):
                 removed.append(decision.tag.name)
     except Exception as error:
         expected = isinstance(error, (ZeroElasticError, OSError))
@@ -162,30 +169,24 @@ def _limit_of_framework(root: FilePath, tag: str) -> str | None:
     return "save_total_limit of TrainingArguments" if CHECKPOINT_FOLDER.fullmatch(root.name) else None
 
 
-def _stays(decision: Decision, keep_every: int | None) -> bool:
-    step = decision.tag.step
-    return keep_every is not None and (step is None or step % keep_every == 0)
+_NO_RECORD = ("has no commit record.",)
 
 
 def _check(tag_dir: FilePath) -> tuple[str, ...]:
     """The problems of a tag; one without a commit record has one, so that it neither counts nor is removed."""
-    return check_quickly(tag_dir) if _is_ours(tag_dir) else ("has no commit record.",)
+    return check_quickly(tag_dir) if RECORD_NAME in file_sizes(tag_dir) else _NO_RECORD
 
 
 def _check_own_files(tag_dir: FilePath) -> tuple[str, ...]:
     """``_check`` where the files of other ranks are on other nodes."""
     record = read_record(tag_dir)
     if record is None:
-        return ("has no commit record.",)
+        return _NO_RECORD
     return tuple(
         f"{name} has {size} bytes, {record.files[name]} by the commit record."
         for name, size in file_sizes(tag_dir).items()
         if name in record.files and record.files[name] != size
     )
-
-
-def _is_ours(tag_dir: FilePath) -> bool:
-    return RECORD_NAME in file_sizes(tag_dir)
 
 
 def removal_note(removed: Sequence[str]) -> str:

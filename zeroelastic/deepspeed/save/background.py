@@ -10,29 +10,28 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
-from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.engine import Engine, options_of
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.save.after_save import removal_note
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
-from zeroelastic.deepspeed.save.mode import SaveMode
-from zeroelastic.deepspeed.save.pending import Pending, track, unfinished
-from zeroelastic.deepspeed.save.shard_writer import HostMemory, ShardWriter, Snapshot, writes_with_torch
-from zeroelastic.distributed.collective import all_or_raise, collective_device, collectives_over, end_group
+from zeroelastic.deepspeed.save.pending import Pending, unfinished
+from zeroelastic.deepspeed.save.shard_writer import HostMemory, writes_with_torch
+from zeroelastic.distributed.collective import all_or_raise, collectives_over, end_group
 from zeroelastic.errors import SaveError, UnsupportedError, ZeroElasticError
-from zeroelastic.io.paths import FilePath
 from zeroelastic.monitoring.spans import span
+
+if TYPE_CHECKING:
+    from zeroelastic.deepspeed.save.save import Save
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +45,10 @@ def saving_in_background(engine: Engine, wish: bool | None) -> Iterator[None]:
         yield
 
 
-def wants_background(engine: Engine, option: bool) -> bool:
+def wants_background(engine: Engine) -> bool:
     """Whether the next save is to be asynchronous."""
     wish = state_of(engine).async_save
-    return option if wish is None else wish
+    return options_of(engine).async_save if wish is None else wish
 
 
 def refuse_background(engine: Engine) -> None:
@@ -72,20 +71,6 @@ def refuse_background(engine: Engine) -> None:
         )
 
 
-def unsupported_reason(engine: Engine, live: LiveOptimizer) -> str | None:
-    """Why a save has to be synchronous all the same, or None; the same on every rank, and logged once."""
-    reason = None
-    if live.on_nvme:
-        reason = "a snapshot of what lies on NVMe would take the host memory that it is kept out of"
-    elif live.layout.world_size != dist.get_world_size():
-        reason = "they are not there yet for tensor parallelism"
-    if reason is not None and not state_of(engine).warned_of_waiting:
-        state_of(engine).warned_of_waiting = True
-        if dist.get_rank() == 0:
-            logger.warning("saves are not in the background: %s", reason)
-    return reason
-
-
 @dataclass(frozen=True, slots=True)
 class Background:
     """What the saves of one engine share: the process group of their threads, and the memory of the snapshot."""
@@ -94,15 +79,26 @@ class Background:
     memory: HostMemory = field(default_factory=HostMemory)
 
 
-def background_for(engine: Engine, live: LiveOptimizer, option: bool) -> Background | None:
+def background_for(engine: Engine, live: LiveOptimizer) -> Background | None:
     """What the next save of an engine needs to be asynchronous, or None for a synchronous save. Collective.
 
-    Raises UnsupportedError where a checkpoint engine writes that has a background of its own.
+    Why a save has to be synchronous all the same is the same on every rank, and logged once. Raises UnsupportedError
+    where a checkpoint engine writes that has a background of its own.
     """
-    if not wants_background(engine, option):
+    if not wants_background(engine):
         return None
     all_or_raise(lambda: refuse_background(engine))
-    return background_of(engine) if unsupported_reason(engine, live) is None else None
+    if live.on_nvme:
+        reason = "a snapshot of what lies on NVMe would take the host memory that it is kept out of"
+    elif live.layout.world_size != dist.get_world_size():
+        reason = "they are not there yet for tensor parallelism"
+    else:
+        return background_of(engine)
+    state = state_of(engine)
+    if dist.get_rank() == 0 and not state.warned_of_waiting:
+        logger.warning("saves are not in the background: %s", reason)
+    state.warned_of_waiting = True
+    return None
 
 
 def background_of(engine: Engine) -> Background:
@@ -121,77 +117,34 @@ def forget_background(engine: Engine) -> None:
         end_group(found.group)
 
 
-class SnapshotMode(SaveMode):
-    """A save of a snapshot: the state is copied first, and written from the copy."""
-
-    def finish_snapshot(self, span_name: str, group: dist.ProcessGroup | None = None) -> None:
-        """Write, verify and commit the save. Collective, over ``group``, the default one if None."""
-        after, barrier = self.after, self.barrier
-        assert isinstance(self.shard, Snapshot)
-        with after.failures(), after.below_its_span(), span(span_name, tag=self.request.tag):
-            with self.destination.discarded_on_failure(), barrier.attribute_failures(), span("save.write"):
-                barrier.all_or_raise(self.shard.write, "write")
-                self.add_contents(torch.device("cpu") if group is not None else collective_device(), group)
-            with span("save.commit"):
-                nbytes = self.destination.commit(self.save, barrier)
-            after.committed(nbytes)
-
-
-class BackgroundMode(SnapshotMode):
-    """A save that a thread writes and commits after ``save_checkpoint`` has returned."""
-
-    def __init__(self, background: Background, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._background = background
-
-    def writer(self) -> Callable[..., ShardWriter]:
-        return self.destination.snapshot_writer(self._background.memory)
-
-    def finish(self, engine: Engine) -> None:
-        """Begin the thread."""
-        self.after.returns()
-        group, began = self._background.group, self.request.began
-        track(engine, BackgroundSave(self.request.tag_dir, self._finish, group, self.barrier, began=began))
-
-    def _finish(self) -> None:
-        self.finish_snapshot("save.background", self._background.group)
-        if self.after.removed:
-            logger.info("%s: saved%s", self.request.tag_dir, removal_note(self.after.removed))
-
-
 class BackgroundSave(Pending):
-    """A save whose ``work``, collective over ``group`` and by ``barrier``, is done by a thread that begins at once.
+    """A save that a thread writes and commits, collectively over ``group``; the thread begins at once.
 
-    ``work`` raises the same error on every rank. Where it cannot, because a rank has died or the group is gone, each
-    rank has its own, and ``finish`` raises on all. ``ended`` is when the thread was done, on the monotonic clock.
+    It raises the same error on every rank. Where it cannot, because a rank has died or the group is gone, each rank has
+    its own, and ``finish`` raises on all.
     """
 
-    def __init__(
-        self,
-        tag_dir: FilePath,
-        work: Callable[[], None],
-        group: dist.ProcessGroup,
-        barrier: SaveBarrier,
-        *,
-        began: float,
-    ) -> None:
-        super().__init__(tag_dir)
-        self._barrier = barrier
-        self._work, self._group, self._began = work, group, began
+    def __init__(self, save: Save, group: dist.ProcessGroup) -> None:
+        super().__init__(save.request.tag_dir)
+        self._save, self._group, self._barrier, self._after = save, group, save.barrier, save.after
         self._failure: ZeroElasticError | None = None
-        self.ended: float | None = None
-        self._rank = dist.get_rank()
         self._thread = threading.Thread(target=self._run, name="zeroelastic-save", daemon=True)
-        self.keep_until_exit()
         self._thread.start()
 
     def _run(self) -> None:
         _lower_priority()
         try:
-            with collectives_over(self._group):
-                self._work()
+            with (
+                collectives_over(self._group),
+                self._after.failures(),
+                self._after.below_its_span(),
+                span("save.background", tag=self._save.request.tag),
+            ):
+                self._save.commit(self._group)
+            if self._after.removed:
+                logger.info("%s: saved%s", self.tag_dir, removal_note(self._after.removed))
             if self._rank == 0:
-                seconds = time.monotonic() - self._began
+                seconds = self._after.seconds
                 notice(logger, f"{self.tag_dir}: saved in the background, {seconds:.2f} s after it began")
         except ZeroElasticError as error:
             self._fail(error)
@@ -209,9 +162,8 @@ class BackgroundSave(Pending):
                 )
             )
         finally:
-            self.ended = time.monotonic()
-            self.seconds = self.ended - self._began
-            del self._work
+            self.seconds = self._after.seconds
+            del self._save
             self.forget_at_exit()
 
     def _fail(self, error: ZeroElasticError) -> None:
@@ -232,10 +184,9 @@ class BackgroundSave(Pending):
         last.all_or_raise(self.raise_failure, "end")
         last.close()
 
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the thread on this rank; whether it has ended."""
-        self._thread.join(seconds)
-        return self.is_done()
+    def wait(self) -> None:
+        """Wait for the thread on this rank."""
+        self._thread.join()
 
     def raise_failure(self) -> None:
         """Raise what it ended with, if with an error."""

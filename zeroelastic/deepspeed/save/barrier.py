@@ -136,16 +136,18 @@ class SaveBarrier:
 
     def all_or_raise(self, action: Callable[[], T], stage: str) -> T:
         """``all_or_raise``, for actions that may take their time on other ranks. Collective."""
-        value, failure = _attempted(action)
-        if self.wait(stage, ok=failure is None):
-            return value  # type: ignore[return-value]
+        values, failure = list[T](), None
+        try:
+            values.append(action())
+        except Exception as error:
+            failure = error
 
-        def fail() -> T:
+        def give() -> T:
             if failure is not None:
                 raise failure
-            return value  # type: ignore[return-value]
+            return values[0]
 
-        return all_or_raise(fail)
+        return give() if self.wait(stage, ok=failure is None) else all_or_raise(give)
 
     @contextmanager
     def attribute_failures(self) -> Iterator[None]:
@@ -294,13 +296,6 @@ class SaveBarrier:
                 f"{self._what}: the process that holds the store of this process group cannot be reached any more "
                 f"({str(error).splitlines()[0]}): rank 0, or the launcher. {self.outcome_note}"
             ) from error
-
-
-def _attempted(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return action(), None
-    except Exception as error:
-        return None, error
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:

@@ -6,7 +6,8 @@ save that a load of the same run would refuse is not committed.
 
 from __future__ import annotations
 
-import struct
+import pickle
+import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,21 +24,16 @@ from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
-from zeroelastic.checkpoint.tag_files import TensorParallel, model_file_name, parse_rank_file
+from zeroelastic.checkpoint.tag_files import TensorParallel
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import Lineage
-from zeroelastic.distributed.collective import all_gather, gather, gather_bytes, maximum
+from zeroelastic.distributed.collective import gather_bytes, maximum
 from zeroelastic.errors import CheckpointError, SaveError
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import Blocks, read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
-
-_PACKED = struct.Struct("<iHH" + 2 * "q32s")  # ranks and flags; of either file its size and its digest
-_BF16, _WHOLE = 1, 2
-_FILE, _DIRECTORY = (4, 8), (16, 32)
-_OPTIM_NAMES = ("zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt", "bf16_zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt")
 
 
 def new_save_id() -> str:
@@ -46,12 +42,18 @@ def new_save_id() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """What the two files of a rank have to say: its place, the step, and the parameters as they were when it saved.
+class PendingCommit:
+    """A save that was handed to its writer: all that the commit record says but the sizes of the files.
 
-    ``frozen`` are None where they are excluded from the save. ``allow_globals`` are the names in the run's options.
+    ``file_names`` are the names of this rank's module states and optimizer file. These have to say its place ``rank``
+    and ``tp``, the step, and the parameters as they were when it saved; ``frozen`` are None where they are excluded.
+    ``allow_globals`` are the names in the run's options. ``contents`` are of the state at the moment of the save, over
+    all ranks; ``trained`` names the trained parameters among them.
     """
 
+    tag: str
+    save_id: str
+    checkpoint_format: CheckpointFormat
     rank: int
     tp: TensorParallel
     global_steps: int
@@ -59,21 +61,6 @@ class Expected:
     groups: tuple[tuple[str, ...], ...]
     frozen: tuple[Param, ...] | None
     allow_globals: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PendingCommit:
-    """A save that was handed to its writer: all that the commit record says but the sizes of the files.
-
-    ``file_names`` are the names of this rank's module states and optimizer file, which have to say what is
-    ``expected``. ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained
-    parameters among them.
-    """
-
-    tag: str
-    save_id: str
-    checkpoint_format: CheckpointFormat
-    expected: Expected
     train_batch_size: int
     file_names: tuple[str, str]
     lineage: Lineage
@@ -83,60 +70,25 @@ class PendingCommit:
 
 
 class Written(NamedTuple):
-    """What a rank has written: sizes and zip directories' digests by file name, and why only DeepSpeed reads them.
-
-    ``not_before``: the earliest time of a commit that this rank allows, in seconds since 1970. Rank 0's clock counts.
-    """
+    """What a rank has written: sizes and zip directories' digests by file name, and why only DeepSpeed reads them."""
 
     sizes: dict[str, int]
     directories: dict[str, str]
-    unreadable: str | None
-    not_before: float
+    unreadable: str | None = None
 
 
-def gather_written(own: Written, names: tuple[str, str], *, to_all: bool) -> tuple[float, bool, list[Written]]:
+def gather_written(own: Written, lineage: Lineage, *, to_all: bool) -> tuple[float, bool, list[Written]]:
     """The time of the commit, whether only DeepSpeed reads the save, and what every rank has written. Collective.
 
-    The last is by rank, on rank 0, or on all; its times are this rank's. ``names`` are the names of this rank's module
-    states and optimizer file. 88 bytes come from each rank, unless one has files of other names or files
-    that only DeepSpeed reads.
+    The time is in seconds since 1970, later than the last commit of any rank's ``lineage``; rank 0's clock counts.
+    What was written is by rank, on rank 0, or on all; some 300 bytes come from each rank.
     """
-    packed = _pack(own, names)
-    facts = maximum([round(own.not_before * 1e6), int(own.unreadable is not None), int(packed is None)])
-    microseconds, unreadable, unpacked = facts
-    if unpacked or packed is None:
-        written = all_gather(own) if to_all else gather(own)
-    else:
-        written = [_unpack(data, own.not_before) for data in gather_bytes(packed, to_all=to_all)]
-    return microseconds / 1e6, bool(unreadable), written
-
-
-def _pack(own: Written, names: tuple[str, str]) -> bytes | None:
-    """The same in few bytes; None where these do not say it."""
-    optim = parse_rank_file(names[1])
-    if optim is None or own.unreadable is not None:
-        return None
-    flags = _BF16 * names[1].startswith("bf16_") + _WHOLE * (names[0] == model_file_name(0, optim.tp_rank, whole=True))
-    fields: list[int | bytes] = []
-    for i, name in enumerate(names):
-        flags += _FILE[i] * (name in own.sizes) + _DIRECTORY[i] * (name in own.directories)
-        fields += [own.sizes.get(name, 0), bytes.fromhex(own.directories.get(name, ""))]
-    packed = _PACKED.pack(optim.rank, optim.tp_rank, flags, *fields)
-    return packed if _unpack(packed, own.not_before) == own else None
-
-
-def _unpack(data: bytes, not_before: float) -> Written:
-    rank, tp_rank, flags, *fields = _PACKED.unpack(data)
-    names = (
-        model_file_name(rank, tp_rank, whole=bool(flags & _WHOLE)),
-        _OPTIM_NAMES[flags & _BF16].format(rank, tp_rank),
-    )
-    return Written(
-        sizes={name: fields[2 * i] for i, name in enumerate(names) if flags & _FILE[i]},
-        directories={name: fields[2 * i + 1].hex() for i, name in enumerate(names) if flags & _DIRECTORY[i]},
-        unreadable=None,
-        not_before=not_before,
-    )
+    not_before = lineage.next_time(time.time() if dist.get_rank() == 0 else 0.0)
+    data = pickle.dumps(tuple(own))
+    microseconds, unreadable, nbytes = maximum([round(not_before * 1e6), int(own.unreadable is not None), len(data)])
+    # A pickle ends where it says it does.
+    parts = gather_bytes(data.ljust(nbytes, b"\0"), to_all=to_all)
+    return microseconds / 1e6, bool(unreadable), [Written(*pickle.loads(part)) for part in parts]
 
 
 def record_of(save: PendingCommit, written: Sequence[Written], committed_at: float) -> CommitRecord:
@@ -148,9 +100,9 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
         checkpoint_format=save.checkpoint_format,
         save_id=save.save_id,
         tag=save.tag,
-        world_size=save.expected.layout.world_size,
-        tp_size=save.expected.tp.size,
-        global_steps=save.expected.global_steps,
+        world_size=save.layout.world_size,
+        tp_size=save.tp.size,
+        global_steps=save.global_steps,
         train_batch_size=save.train_batch_size,
         lost_micro_batches=save.lost_micro_batches,
         committed_at=committed_at,
@@ -186,19 +138,18 @@ def read_back(directory: FilePath, save: PendingCommit, through: Mapping[str, Bl
     CheckpointError for one that does not say what the commit record is going to say, or what is ``expected``.
     """
     model_path, optim_path = (directory / name for name in save.file_names)
-    expected = save.expected
-    layout, tp, size = expected.layout, expected.tp, expected.layout.world_size
+    layout, tp, size = save.layout, save.tp, save.layout.world_size
     sub_groups = [
         [param for param, i in zip(layout.params, layout.sub_group.tolist(), strict=True) if i == number]
         for number in range(layout.num_sub_groups)
     ]
     blocks = through if through is not None else {}
     has_model = through is None or model_path.name in through
-    with allow_globals(expected.allow_globals):
+    with allow_globals(save.allow_globals):
         model = (
             model_states_of(
                 read_torch_file(model_path, foreign="inert", through=blocks.get(model_path.name), columns=True),
-                expected.rank,
+                save.rank,
                 world_size=size,
                 tp=tp if tp.size > 1 else None,
             )
@@ -207,7 +158,7 @@ def read_back(directory: FilePath, save: PendingCommit, through: Mapping[str, Bl
         )
         shard = open_shard(
             optim_path,
-            expected.rank,
+            save.rank,
             world_size=size,
             rigid_params=sub_groups if model is None else model.sub_groups,
             tp_rank=tp.rank,
@@ -232,12 +183,12 @@ def read_back(directory: FilePath, save: PendingCommit, through: Mapping[str, Bl
     }
     if model is None:
         want = {name: facts for name, facts in want.items() if name in found}
-    of_model = {} if model is None else _facts_of_model(model, expected, sub_groups)
+    of_model = {} if model is None else _facts_of_model(model, save, sub_groups)
     of_optimizer = {
         "the format": (shard.format, save.checkpoint_format),
         "the save id": (shard.save_id, save.save_id if save.checkpoint_format == "elastic" else None),
         "the trained parameters": (list(shard.layout.params), list(layout.params)),
-        "the optimizer groups": ([group.params for group in shard.groups], list(expected.groups)),
+        "the optimizer groups": ([group.params for group in shard.groups], list(save.groups)),
         "the state of parameters": _differing(found, want),
     }
     for path, facts in ((model_path, of_model), (optim_path, of_optimizer)):
@@ -249,15 +200,15 @@ def read_back(directory: FilePath, save: PendingCommit, through: Mapping[str, Bl
 
 
 def _facts_of_model(
-    model: ModelStates, expected: Expected, sub_groups: Sequence[Sequence[Param]]
+    model: ModelStates, save: PendingCommit, sub_groups: Sequence[Sequence[Param]]
 ) -> dict[str, tuple[object, object]]:
     """What a module states file says, and what it has to."""
     return {
-        "the step": (model.global_steps, expected.global_steps),
+        "the step": (model.global_steps, save.global_steps),
         "the trained parameters": ([list(table) for table in model.sub_groups], sub_groups),
         "the frozen parameters": (
             _by_name(None if model.frozen is None else model.frozen.params),
-            _by_name(expected.frozen),
+            _by_name(save.frozen),
         ),
     }
 

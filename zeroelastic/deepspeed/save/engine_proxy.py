@@ -80,15 +80,10 @@ class CheckpointEngineProxy:
 
 def not_written(path: object, error: Exception) -> SaveError:
     """The error for a file of a save that could not be written."""
-    return SaveError(
-        f"{path}: cannot be written: {_words(error)}. The tag is not committed, and `latest` is unchanged."
-    )
-
-
-def _words(error: Exception) -> str:
+    why = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return f"{type(error).__name__}: {error}"
+        why = error.strerror
+    return SaveError(f"{path}: cannot be written: {why}. The tag is not committed, and `latest` is unchanged.")
 
 
 class CopyingSave:

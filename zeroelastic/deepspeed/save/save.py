@@ -1,6 +1,7 @@
 """A save: DeepSpeed's own, into a hidden directory, then the commit record, the tag and ``latest``.
 
-``save_checkpoint`` checks what is to be saved and chooses the mode and the destination; ``mode`` does the rest.
+``save_checkpoint`` checks what is to be saved, chooses the destination, and who commits the save, and when: this call,
+a thread (``background``), or the step that a decoupled checkpoint engine has written before (``pending``).
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,23 +19,43 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
 from zeroelastic.deepspeed.client_state import checked_client_state, saved_step
-from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, saves_elastic
-from zeroelastic.deepspeed.engine_state import lineage_of, refuse_to_save, state_of
+from zeroelastic.deepspeed.engine import (
+    Engine,
+    accumulated_micro_batches,
+    agree_on_options,
+    options_of,
+    saves_elastic,
+)
+from zeroelastic.deepspeed.engine_state import lineage_of, link, refuse_to_save, state_of
+from zeroelastic.deepspeed.live.digests import gather_over_tp, live_streams, whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, listed_by_optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.notices import notice
-from zeroelastic.deepspeed.save.after_save import AfterSave, remove_old_tags
-from zeroelastic.deepspeed.save.background import BackgroundMode, background_for
+from zeroelastic.deepspeed.patching import patched
+from zeroelastic.deepspeed.save.after_save import AfterSave, removal_note, remove_old_tags
+from zeroelastic.deepspeed.save.background import BackgroundSave, background_for
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
-from zeroelastic.deepspeed.save.commit import new_save_id
-from zeroelastic.deepspeed.save.decoupled import DecoupledMode, check_alive
-from zeroelastic.deepspeed.save.mode import Destination, SaveMode, SaveRequest
-from zeroelastic.deepspeed.save.pending import finish_pending, unfinished
-from zeroelastic.deepspeed.save.plain import Directory, PlainMode
-from zeroelastic.deepspeed.save.store import StoreMode, StoreTarget, refuse_in_store
-from zeroelastic.deepspeed.storage_rules import directory_leaders, refuse_unwritable, saves_nothing
-from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise
+from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, written_files
+from zeroelastic.deepspeed.save.directory import Destination, Directory
+from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
+from zeroelastic.deepspeed.save.pending import DecoupledSave, check_alive, finish_pending, unfinished
+from zeroelastic.deepspeed.save.shard_writer import (
+    HostMemory,
+    OtherEngineWriter,
+    ShardWriter,
+    Snapshot,
+    elastic_state,
+    writes_with_torch,
+)
+from zeroelastic.deepspeed.save.store import StoreTarget, refuse_in_store
+from zeroelastic.deepspeed.storage_rules import (
+    directory_leaders,
+    one_module_writer,
+    refuse_unwritable,
+    saves_nothing,
+)
+from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise, collective_device
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import (
     CheckpointError,
@@ -51,6 +73,157 @@ from zeroelastic.runs.names import normal, stock_saves, why_not_saved
 logger = logging.getLogger(__name__)
 
 Method = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What ``save_checkpoint`` was called with.
+
+    ``save_dir`` is absolute; ``named`` is the tag directory in the caller's own words, the same on all ranks.
+    """
+
+    save_dir: str
+    tag: str
+    named: str
+    client_state: Any
+    save_latest: bool
+    exclude_frozen_parameters: bool
+
+    @property
+    def directory(self) -> FilePath:
+        return as_path(self.save_dir)
+
+    @property
+    def tag_dir(self) -> FilePath:
+        return self.directory / self.tag
+
+    def call_deepspeed(self, original: Method, engine: Engine) -> Any:
+        """The same call of DeepSpeed's own method."""
+        args = (self.save_dir, self.tag, self.client_state, self.save_latest, self.exclude_frozen_parameters)
+        return original(engine, *args)
+
+
+@dataclass(eq=False)
+class Save:
+    """One save: ``write`` has DeepSpeed write its files, or a snapshot of them; ``commit`` makes the tag of them.
+
+    A snapshot goes into ``memory``; None: files are written at once. ``shard``, ``pending`` and ``commit_info``, which
+    DeepSpeed announced, are there when ``write`` has returned. It has no reference to the engine, which may end before
+    the save does.
+    """
+
+    request: SaveRequest
+    destination: Destination
+    live: LiveOptimizer
+    barrier: SaveBarrier
+    after: AfterSave
+    save_id: str
+    elastic: bool
+    memory: HostMemory | None
+    shard: ShardWriter = field(init=False)
+    pending: PendingCommit = field(init=False)
+    commit_info: Any = field(init=False)
+
+    def write(self, engine: Engine, original: Method) -> Any:
+        """DeepSpeed's own save, by this save's writer; returns what it returns. Collective."""
+        request, destination, live, options = self.request, self.destination, self.live, options_of(engine)
+        checkpoint_engine = engine.checkpoint_engine
+
+        def begin() -> ShardWriter:
+            if destination.is_leader:
+                destination.begin()
+            streams = live_streams(live, with_frozen=not request.exclude_frozen_parameters)
+            if not writes_with_torch(checkpoint_engine):
+                return OtherEngineWriter(checkpoint_engine, live, streams, options)
+            if self.memory is not None:
+                return Snapshot(checkpoint_engine, live, streams, options, self.memory)
+            return ShardWriter(checkpoint_engine, live, streams, options)
+
+        with destination.discarded_on_failure(), span("save.write"):
+            shard = self.shard = all_or_raise(begin)
+            link(engine.optimizer, engine)
+            proxy = CheckpointEngineProxy(
+                checkpoint_engine,
+                shard.save,
+                tag_dir=destination.deepspeed_dir / request.tag,
+                staging_dir=destination.staging_dir,
+            )
+            state = {"state_dict": elastic_state(engine, live, shard, self.save_id)} if self.elastic else {}
+            # DeepSpeed keeps the wish for `latest` of a decoupled engine until it commits.
+            save_latest = request.save_latest and checkpoint_engine.is_decoupled()
+            with (
+                patched(
+                    engine,
+                    checkpoint_engine=proxy,
+                    _copy_recovery_script=proxy.guarded(engine._copy_recovery_script),  # called on rank 0 only
+                    _checkpoint_tag_validation=lambda tag: None,  # the tags have been compared
+                ),
+                patched(engine.optimizer, **state),
+                listed_by_optimizer(engine, live.trained),
+                one_module_writer(engine, live, destination.leaders),
+                live.saving(engine, elastic=self.elastic, written=partial(self.barrier.wait, "write")),
+            ):
+                done = replace(
+                    request, save_dir=str(destination.deepspeed_dir), save_latest=save_latest
+                ).call_deepspeed(original, engine)
+            self.commit_info = proxy.commit_info
+            lineage_of(engine).begun = self.save_id
+            self.pending = self._pending_commit(engine)
+
+            def complete() -> None:
+                proxy.raise_failure()  # DeepSpeed's own barriers have been passed by all
+                shard.complete()
+                live.sync()
+
+            all_or_raise(complete)
+        return done
+
+    def commit(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write the files of a snapshot, and make the tag. Collective, over ``group``, the default one if None.
+
+        Raises on every rank what any rank failed with.
+        """
+        destination, barrier, shard = self.destination, self.barrier, self.shard
+        with destination.discarded_on_failure(), barrier.attribute_failures():
+            if isinstance(shard, Snapshot):
+                with span("save.write"):
+                    barrier.all_or_raise(lambda: destination.write_snapshot(shard), "write")
+                    self.add_contents(group)
+            else:
+                self.add_contents(group)
+        with span("save.commit"):
+            nbytes = destination.commit(self.pending, barrier)
+        self.after.committed(nbytes)
+
+    def add_contents(self, group: dist.ProcessGroup | None = None) -> None:
+        """Add the digests of all parameters over all ranks to what is committed. Collective."""
+        live, trained = self.live, frozenset(param.name for param in self.live.layout.params)
+        contents = whole_contents(live, self.shard.digests(), device=collective_device(group), group=group)
+        parts = gather_over_tp(live, (contents, trained))
+        self.pending = replace(
+            self.pending,
+            contents=tuple(content for contents, _ in parts for content in contents),
+            trained=frozenset().union(*(names for _, names in parts)),
+        )
+
+    def _pending_commit(self, engine: Engine) -> PendingCommit:
+        request, live, options = self.request, self.live, options_of(engine)
+        return PendingCommit(
+            tag=request.tag,
+            save_id=self.save_id,
+            checkpoint_format="elastic" if self.elastic else "rigid",
+            rank=live.rank,
+            tp=live.tp,
+            global_steps=saved_step(engine, request.client_state),
+            layout=live.layout,
+            groups=live.groups,
+            frozen=None if request.exclude_frozen_parameters else live.frozen.params,
+            allow_globals=tuple(options.allow_globals),
+            train_batch_size=engine.train_batch_size(),
+            file_names=written_files(engine, self.destination.deepspeed_dir, request.tag),
+            lineage=lineage_of(engine),
+            lost_micro_batches=_warn_of_lost_micro_batches(engine, request.tag_dir),
+        )
 
 
 def save_checkpoint(
@@ -85,7 +258,7 @@ def save_checkpoint(
         with span("save.wait"):
             barrier.wait("begin")
         with barrier.attribute_failures():
-            request = SaveRequest(save_dir, tag, named, client_state, save_latest, exclude_frozen_parameters, began)
+            request = SaveRequest(save_dir, tag, named, client_state, save_latest, exclude_frozen_parameters)
             return _save(self, original, request, barrier, after, save_id=barrier.note_of(0))
 
 
@@ -104,39 +277,35 @@ def _save(
     live, client_state = prepared
     request = replace(request, client_state=client_state)
     # DeepSpeed's own files of stages 1 and 2 have all that another size needs.
-    mode = _mode(engine, request, live, barrier, after, save_id=save_id, elastic=elastic and live.per_param)
-    done = mode.write(engine, original)
-    mode.finish(engine)
-    return done
-
-
-def _mode(
-    engine: Engine,
-    request: SaveRequest,
-    live: LiveOptimizer,
-    barrier: SaveBarrier,
-    after: AfterSave,
-    *,
-    save_id: str,
-    elastic: bool,
-) -> SaveMode:
-    """How this save is written and committed, by the options and the checkpoint engine. Collective."""
+    elastic = elastic and live.per_param
     options, is_decoupled = options_of(engine), engine.checkpoint_engine.is_decoupled()
     if is_decoupled:
         check_alive(engine)
-    background = background_for(engine, live, options.async_save)
+    background = background_for(engine, live)
     destination = _destination(engine, request, save_id)
     if destination.is_leader:
         over_nodes = any(destination.leaders)
         after.remove_old = partial(remove_old_tags, destination.run_dir, request.tag, options, over_nodes=over_nodes)
-    kind: Callable[..., SaveMode]
+    in_store = isinstance(destination, StoreTarget)
+    memory = background.memory if background is not None else HostMemory() if in_store else None
+    save = Save(request, destination, live, barrier, after, save_id, elastic, memory)
+    done = save.write(engine, original)
     if background is not None:
-        kind = partial(BackgroundMode, background)
-    elif isinstance(destination, StoreTarget):
-        kind = StoreMode
+        after.returns()
+        state_of(engine).pending = BackgroundSave(save, background.group)
+    elif is_decoupled:
+        with destination.discarded_on_failure():
+            save.add_contents()
+        after.returns()
+        state_of(engine).pending = DecoupledSave(engine, save)
+        barrier.close()
     else:
-        kind = DecoupledMode if is_decoupled else PlainMode
-    return kind(request, destination, live, options, barrier, after, save_id=save_id, elastic=elastic)
+        with span("save.finish", tag=request.tag) if in_store else nullcontext():
+            save.commit()
+        barrier.close()
+        if dist.get_rank() == 0:
+            notice(logger, f"{request.tag_dir}: saved in {after.seconds:.2f} s{removal_note(after.removed)}")
+    return done
 
 
 def _destination(engine: Engine, request: SaveRequest, save_id: str) -> Destination:
@@ -243,3 +412,17 @@ def _warn_without_memory(engine: Engine) -> None:
                 '"memory" is in the "zeroelastic" block, and no checkpoints in memory are made: the training loop is '
                 "not within zeroelastic.elastic.preemption(). Put it there, or leave the option out."
             )
+
+
+def _warn_of_lost_micro_batches(engine: Engine, tag_dir: FilePath) -> int:
+    """How many micro batches wait in gradients, which DeepSpeed does not save; loudly, where there are any."""
+    lost = accumulated_micro_batches(engine)
+    if lost and dist.get_rank() == 0:
+        logger.warning(
+            "%s: LOST on a resume: the gradients of %d of %d micro batches, accumulated since the last optimizer step. "
+            "No checkpoint of DeepSpeed holds gradients. Save at a gradient accumulation boundary to lose none.",
+            tag_dir,
+            lost,
+            engine.gradient_accumulation_steps(),
+        )
+    return lost

@@ -9,26 +9,27 @@ the optimizer state and of frozen parameters, and the buffers. Where any of it i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.runtime import engine as ds_engine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from zeroelastic.checkpoint.elastic_table import elastic_table
 from zeroelastic.core.digest import combine, stream_seed
+from zeroelastic.deepspeed.client_state import checked_client_state
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import LiveStreams, LocalDigests, digest_pieces
+from zeroelastic.deepspeed.live.kinds import listed_by_optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import class_path
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy, CopyingSave, not_written
-from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.deepspeed.save.engine_proxy import CopyingSave, not_written
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.torch_file.image import FileImage, host_memory
 from zeroelastic.torch_file.save import write_torch_file
@@ -98,6 +99,20 @@ def elastic_state_dict(
     return state
 
 
+def elastic_state(
+    engine: Engine, live: LiveOptimizer, shard: ShardWriter, save_id: str
+) -> Callable[[], dict[str, Any]]:
+    """The ``state_dict`` of the optimizer for the time of a save in the elastic format."""
+    return lambda: elastic_state_dict(
+        live,
+        save_id=save_id,
+        train_batch_size=engine.train_batch_size(),
+        alias=True,
+        share_storage=shard.shares_storage,
+        digests=shard.table,
+    )
+
+
 def digest_sums(live: LiveOptimizer, digests: LocalDigests) -> torch.Tensor:
     """The sum over state keys of each trained parameter's partial digests: int64, shape ``(num_params,)``."""
     sums = dict.fromkeys((param.name for param in live.layout.params), 0)
@@ -105,43 +120,6 @@ def digest_sums(live: LiveOptimizer, digests: LocalDigests) -> torch.Tensor:
         if name in sums:
             sums[name] = combine(sums[name], digest)
     return torch.from_numpy(np.array(list(sums.values()), dtype=np.uint64).view(np.int64))
-
-
-@contextmanager
-def shard_writer(
-    engine: Engine,
-    live: LiveOptimizer,
-    *,
-    tag_dir: Path,
-    staging_dir: Path,
-    streams: LiveStreams,
-    options: Options,
-    writer: Callable[[Any, LiveOptimizer, LiveStreams, Options], ShardWriter],
-) -> Iterator[tuple[ShardWriter | DigestedShard, Callable[[], None]]]:
-    """While it lasts, the engine's files are written by a ``writer``, if its checkpoint engine is torch's.
-
-    What another checkpoint engine is going to write is digested at once. ``streams`` are what is digested. Files of
-    ``tag_dir`` are written in ``staging_dir``. Collective. Gives the writer, and what raises the error of this rank if
-    one came while a file was written: then DeepSpeed's own barriers have been passed by all.
-    """
-    original = engine.checkpoint_engine
-    shard: ShardWriter | DigestedShard
-    if writes_with_torch(original):
-        shard = writer(original, live, streams, options)
-    else:
-        digests = all_or_raise(streams.digest)
-        sharing = getattr(original, "preserves_storage_sharing", None)
-        shares = bool(sharing()) if callable(sharing) else True
-        copying_save = (
-            CopyingSave(original, (piece.tensor for piece in streams.pieces), shares_storage=shares)
-            if original.is_decoupled()
-            else original.save
-        )
-        shard = DigestedShard(digest_sums(live, digests), shares, digests, copying_save)
-    proxy = CheckpointEngineProxy(original, shard.save, tag_dir=tag_dir, staging_dir=staging_dir)
-    copy = proxy.guarded(engine._copy_recovery_script)  # called on rank 0 only
-    with patched(engine, checkpoint_engine=proxy, _copy_recovery_script=copy):
-        yield shard, proxy.raise_failure
 
 
 def writes_with_torch(checkpoint_engine: Any) -> bool:
@@ -154,23 +132,6 @@ def writes_with_torch(checkpoint_engine: Any) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class DigestedShard:
-    """A shard that is digested already: what a ``ShardWriter`` is asked for, where another engine writes."""
-
-    table: torch.Tensor
-    shares_storage: bool
-    made: LocalDigests
-    save: Callable[[Any, str], None]
-
-    def complete(self) -> None:
-        """Nothing is left to be digested."""
-
-    def digests(self) -> LocalDigests:
-        """The partial digests of this rank."""
-        return self.made
-
-
 class ShardWriter:
     """Writes what ``TorchCheckpointEngine.save`` is given, the same bytes, and digests it on the way.
 
@@ -178,12 +139,13 @@ class ShardWriter:
     """
 
     shares_storage = True
+    """Whether views of one storage are views of one storage in the file."""
 
     def __init__(self, original: Any, live: LiveOptimizer, streams: LiveStreams, options: Options) -> None:
         self.table = torch.zeros(live.layout.num_params, dtype=torch.int64)
-        self._original, self._live, self._streams, self._options = original, live, streams, options
+        self._save_by_torch, self._live, self._streams, self._options = original.save, live, streams, options
         self._known: list[int | None] = [None] * len(streams.pieces)
-        self._runs = runs_of(streams)
+        self._runs = _runs_of(streams)
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file; a layout of torch that is not known here is left to torch, with the digests made apart."""
@@ -200,7 +162,7 @@ class ShardWriter:
         except UnsupportedError as error:
             logger.warning("saving through torch alone, which is slower: %s", error)
             self._fill_table([None] * len(self._runs))
-            self._original.save(state_dict, path)
+            self._save_by_torch(state_dict, path)
         else:
             self._learn(found)
 
@@ -222,7 +184,25 @@ class ShardWriter:
         self.table.copy_(digest_sums(self._live, made))
 
 
-def runs_of(streams: LiveStreams) -> list[DigestRange]:
+class OtherEngineWriter(ShardWriter):
+    """Has a checkpoint engine that is not torch's write, what it is going to write being digested at once."""
+
+    def __init__(self, original: Any, live: LiveOptimizer, streams: LiveStreams, options: Options) -> None:
+        super().__init__(original, live, streams, options)
+        self._fill_table(self._known)
+        sharing = getattr(original, "preserves_storage_sharing", None)
+        self.shares_storage = bool(sharing()) if callable(sharing) else True
+        self._save: Callable[[Any, str], None] = original.save
+        if original.is_decoupled():
+            constant = (piece.tensor for piece in streams.pieces)
+            self._save = CopyingSave(original, constant, shares_storage=self.shares_storage)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Have the engine write one file, now or later."""
+        self._save(state_dict, path)
+
+
+def _runs_of(streams: LiveStreams) -> list[DigestRange]:
     """What is digested while it is written."""
     return [DigestRange(piece.tensor, stream_seed(piece.param, piece.key), piece.start) for piece in streams.pieces]
 
@@ -279,7 +259,7 @@ class Snapshot(ShardWriter):
         except UnsupportedError as error:
             logger.warning("saving through torch alone, and not in the background: %s", error)
             self._fill_table(self._known)
-            self._original.save(state_dict, path)
+            self._save_by_torch(state_dict, path)
             return
         memory = self._memory.take(laid.nbytes, pinned=laid.on_gpu)
         image = FileImage(laid, memory, digest_ranges=self._runs, last=[self.table])
@@ -293,14 +273,14 @@ class Snapshot(ShardWriter):
         for i, digest in zip(lost, digest_pieces([self._streams.pieces[i] for i in lost]), strict=True):
             self._known[i] = digest
         self._streams = replace(self._streams, pieces=tuple(self._pieces))
-        self._runs = runs_of(self._streams)
+        self._runs = _runs_of(self._streams)
 
-    def write(self) -> None:
-        """Digest and write all files. Raises SaveError naming the file."""
+    def write(self, put: Callable[[FileImage], None]) -> None:
+        """Digest all files, and have ``put`` write each. Raises SaveError naming the file."""
         for image in self._images:
             try:
                 self._learn(image.complete(before_last=self._fill_table, executor=self._options.host_io_engine))
-                image.write(sync=self._options.fsync)
+                put(image)
             except OSError as error:
                 raise not_written(image.path, error) from error
 
@@ -311,3 +291,56 @@ class Snapshot(ShardWriter):
             if copy is not None:
                 self._pieces[i] = piece._replace(tensor=copy)
                 self._kept[i] = True
+
+
+def write_local_files(
+    engine: Engine,
+    live: LiveOptimizer,
+    shard: ShardWriter,
+    *,
+    directory: Path,
+    save_id: str,
+    client_state: Mapping[str, Any],
+    writes_module: bool,
+    tied: Mapping[str, str],
+) -> None:
+    """Give ``shard.save`` the files that DeepSpeed would write into ``directory``, without a collective.
+
+    ``DeepSpeedEngine.save_checkpoint`` (0.19.8) has barriers between its parts, and partitions and gathers persistent
+    parameters, which takes collectives of all ranks. What it writes does not need them: of a partitioned parameter a
+    file has an empty tensor, which is put there in the place of one that is whole at the moment.
+
+    The optimizer state is in the elastic format at stage 3, and DeepSpeed's own at stages 1 and 2, whatever the
+    configuration says. ``writes_module`` says whether this rank writes the file of the whole module of stages 1 and 2,
+    ``tied`` is ``engine._get_shared_params()`` of rank 0. Raises UnsupportedError for a client state that no load
+    takes, and what ``shard.save`` raises.
+    """
+    module_state_dict = engine.module_state_dict
+
+    def save(state_dict: Any, path: str) -> None:
+        shard.save(state_dict, str(directory / Path(path).name))
+
+    def without_whole_params(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = module_state_dict(*args, **kwargs)
+        for name, param in engine.module.named_parameters(remove_duplicate=False):
+            if name in state and hasattr(param, "ds_id"):
+                state[name] = torch.empty(0, dtype=param.dtype, device=param.device)
+        return state
+
+    instead: dict[str, Any] = {"_copy_recovery_script": lambda save_path: None}
+    if live.per_param:
+        instead |= {"module_state_dict": without_whole_params}
+    else:
+        instead |= {"save_non_zero_checkpoint": writes_module, "_get_shared_params": lambda: dict(tied)}
+    optimizer = {"state_dict": elastic_state(engine, live, shard, save_id)} if live.per_param else {}
+    with (
+        patched(ds_engine, log_dist=lambda *args, **kwargs: None),  # a line at each step
+        listed_by_optimizer(engine, live.trained),
+        live.saving(engine, elastic=live.per_param, written=lambda: None),
+        patched(engine, **instead),
+        patched(engine.checkpoint_engine, save=save),
+        patched(engine.optimizer, **optimizer),
+    ):
+        kept = checked_client_state(engine, client_state)
+        engine._save_checkpoint(str(directory.parent), directory.name, client_state=kept)
+        engine._save_zero_checkpoint(str(directory.parent), directory.name)

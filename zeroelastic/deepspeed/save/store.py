@@ -16,12 +16,8 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -31,24 +27,15 @@ from zeroelastic.checkpoint.marks import MARK_NAME, UNFINISHED_NAME, new_mark, r
 from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.live.digests import LiveStreams
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.options import Options
-from zeroelastic.deepspeed.save.background import SnapshotMode
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
-from zeroelastic.deepspeed.save.commit import (
-    PendingCommit,
-    Written,
-    gather_written,
-    not_committed,
-    read_back,
-    record_of,
-)
+from zeroelastic.deepspeed.save.commit import PendingCommit, Written, not_committed, read_back, record_of
+from zeroelastic.deepspeed.save.directory import Destination, Steps, not_pointed
 from zeroelastic.deepspeed.save.engine_proxy import not_written
-from zeroelastic.deepspeed.save.mode import Destination
-from zeroelastic.deepspeed.save.shard_writer import HostMemory, ShardWriter, Snapshot, writes_with_torch
+from zeroelastic.deepspeed.save.shard_writer import Snapshot, writes_with_torch
 from zeroelastic.deepspeed.storage_rules import saves_nothing
-from zeroelastic.errors import CheckpointError, MissingFileError, SaveError, UnreadableError, UnsupportedError
+from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, UnsupportedError
 from zeroelastic.io.objects import (
     Upload,
     abort_upload,
@@ -63,7 +50,7 @@ from zeroelastic.io.remote import retrying
 from zeroelastic.runs.names import LATEST
 from zeroelastic.runs.object_run import unfinished_of
 from zeroelastic.runs.run_store import open_run
-from zeroelastic.torch_file.image import ImageBlocks
+from zeroelastic.torch_file.image import FileImage, ImageBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -84,27 +71,15 @@ def refuse_in_store(engine: Engine, live: LiveOptimizer) -> None:
         )
 
 
-class StoreMode(SnapshotMode):
-    """A save into a store that is committed before ``save_checkpoint`` returns."""
-
-    def writer(self) -> Callable[..., ShardWriter]:
-        return self.destination.snapshot_writer(HostMemory())
-
-    def finish(self, engine: Engine) -> None:
-        """Upload and commit the save. Collective."""
-        self.finish_snapshot("save.finish")
-        self.barrier.close()
-        self.note_saved()
-
-
 class StoreTarget(Destination):
     """Where a save goes in a store, and what this rank has of it there.
 
-    ``retries`` and the bytes of a part are those of the run's options; ``scratch`` is a directory of this machine, and
-    ``files`` are the bytes of this rank's files by name.
+    ``scratch`` is a directory of this machine, and ``files`` are the bytes of this rank's files by name.
     """
 
     tag_dir: RemotePath
+    run_dir: RemotePath
+    reading = "read back"
 
     def __init__(self, run: RemotePath, tag: str, save_id: str, options: Options, *, save_latest: bool) -> None:
         """Make a directory on this machine. Raises OSError."""
@@ -118,20 +93,16 @@ class StoreTarget(Destination):
             staging_dir=staging_dir,
             leaders=(0,) * dist.get_world_size(),
         )
-        self.run, self.save_id = run, save_id
-        self.retries, self._part_bytes = options.retries, options.store_part_mib * _MIB
-        self._save_latest = save_latest
+        self.save_id, self._save_latest = save_id, save_latest
+        self._retries, self._part_bytes = options.retries, options.store_part_mib * _MIB
         self._uploads: list[Upload] = []
         self._marked = False
         self.files: dict[str, ByteArray] = {}
 
-    def snapshot_writer(self, memory: HostMemory) -> Callable[..., ShardWriter]:
-        return partial(StoreSnapshot, memory=memory, target=self)
-
     def begin(self) -> None:
         """Remove what dead saves have left, and mark the tag. Raises SaveError."""
-        with retrying(self.retries), saves_nothing(self.tag_dir):
-            open_run(self.run).remove_dead_saves()
+        with retrying(self._retries), saves_nothing(self.tag_dir):
+            open_run(self.run_dir).remove_dead_saves()
             mark = new_mark("save", self.save_id)
             path = self.tag_dir / UNFINISHED_NAME
             try:
@@ -150,16 +121,27 @@ class StoreTarget(Destination):
                 put_object(path, mark.text)
             self._marked = True
 
-    def upload(self, name: str, data: ByteArray) -> Upload:
-        """Transfer one file of the tag, which appears when its upload is completed. Raises OSError naming it."""
-        made = new_upload(self.tag_dir / name, data, self._part_bytes)
-        self._uploads.append(made)
-        made.send()
-        return made
+    def write_snapshot(self, snapshot: Snapshot) -> None:
+        """Transfer this rank's files as uploads of which none is completed. Raises SaveError naming the object."""
+
+        def keep(image: FileImage) -> None:
+            self.files[image.path.name] = image.data
+
+        snapshot.write(keep)
+        with retrying(self._retries):
+            try:
+                for path in sorted(self.staging_dir.iterdir()):  # what torch alone has written on this machine
+                    if path.name not in self.files:
+                        self.files[path.name] = np.memmap(path, dtype=np.uint8, mode="r")
+                for name, data in self.files.items():
+                    self._uploads.append(new_upload(self.tag_dir / name, data, self._part_bytes))
+                    self._uploads[-1].send()
+            except OSError as error:
+                raise not_written(error.filename or self.tag_dir, error) from error
 
     def discard(self) -> None:
         """Remove what this rank has made of a save that failed; what cannot be removed is left for the next one."""
-        with retrying(self.retries):
+        with retrying(self._retries):
             for upload in self._uploads:
                 upload.discard()
             self._uploads.clear()
@@ -199,45 +181,49 @@ class StoreTarget(Destination):
 
     def commit(self, save: PendingCommit, barrier: SaveBarrier) -> int:
         """Make the tag of the files that all ranks have transferred, on all ranks or none; then ``latest``."""
-        with retrying(self.retries), self.discarded_on_failure(), barrier.attribute_failures():
-            own = barrier.all_or_raise(lambda: self._read_back(save), "read back")
-            committed_at, _, written = gather_written(own, save.file_names, to_all=False)
-            barrier.all_or_raise(lambda: self._remove_record() if self.is_leader else None, "upload")
-            barrier.all_or_raise(self._complete_uploads, "complete")
-            record = partial(self._write_record, save, written, committed_at)
-            barrier.all_or_raise(lambda: record() if self.is_leader else None, "record")
-        save.lineage.commit(save.save_id, committed_at)
-        barrier.outcome_note = "The checkpoint is complete; load it by its tag."
-        with retrying(self.retries):
-            barrier.all_or_raise(lambda: self._point_latest(save) if self.is_leader else None, "latest")
+        with retrying(self._retries):
+            nbytes = super().commit(save, barrier)
         self.close()
-        return sum({name: size for one in written for name, size in one.sizes.items()}.values())
+        return nbytes
 
-    def _read_back(self, save: PendingCommit) -> Written:
+    def read_back(self, save: PendingCommit, barrier: SaveBarrier) -> Written:
         """Read this rank's files back, from memory, as a load would."""
-        not_before = save.lineage.next_time(time.time() if dist.get_rank() == 0 else 0.0)
         blocks = {name: ImageBlocks(data) for name, data in self.files.items()}
         try:
             directories = read_back(self.tag_dir, save, blocks)
         except (CheckpointError, UnsupportedError) as error:
             raise not_committed(self.tag_dir, f"no load would take it: {str(error).rstrip('.')}") from error
-        return Written({name: len(data) for name, data in self.files.items()}, directories, None, not_before)
+        return Written({name: len(data) for name, data in self.files.items()}, directories)
+
+    def steps(
+        self, save: PendingCommit, barrier: SaveBarrier, written: Sequence[Written], committed_at: float
+    ) -> Steps:
+        """The record of an earlier save goes, the uploads are completed, and the record of this one comes last."""
+        return (
+            ("upload", self._remove_record),
+            ("complete", self._complete_uploads),
+            ("record", lambda: self._write_record(save, written, committed_at)),
+        )
 
     def _remove_record(self) -> None:
         """Remove the record of an earlier save of the tag: from here on it is no checkpoint until the new record."""
-        with self._as_not_committed():
+        if not self.is_leader:
+            return
+        with self.as_not_committed():
             self._require_ours()
             remove_objects([self.tag_dir / RECORD_NAME, self.tag_dir / MARK_NAME])
 
     def _complete_uploads(self) -> None:
-        with self._as_not_committed():
+        with self.as_not_committed():
             for upload in self._uploads:
                 upload.complete()
 
     def _write_record(self, save: PendingCommit, written: Sequence[Written], committed_at: float) -> None:
         """Check that all files are there, remove those of ranks that the save does not have, and write the record."""
+        if not self.is_leader:
+            return
         record = record_of(save, written, committed_at)
-        with self._as_not_committed():
+        with self.as_not_committed():
             there = {one.name: one.nbytes for one in objects_below(self.tag_dir)}
             wrong = sorted(name for name, size in record.files.items() if there.get(name) != size)
             if wrong:
@@ -252,66 +238,19 @@ class StoreTarget(Destination):
                     why = "another job has committed the same tag meanwhile"
                     raise not_committed(self.tag_dir, why) from None
 
-    def _point_latest(self, save: PendingCommit) -> None:
+    def point_latest(self, tag: str) -> None:
         """Take the mark away, put what belongs to the run and not to a tag, and let ``latest`` name the tag."""
         self.remove_mark(failed=False)
         self._marked = False
         try:
             for path in sorted(self.scratch.iterdir()):  # DeepSpeed's zero_to_fp32.py
                 if path.is_file():
-                    put_object(self.run / path.name, path.read_bytes())
+                    put_object(self.run_dir / path.name, path.read_bytes())
             if self._save_latest:
-                put_object(self.run / LATEST, save.tag.encode())
+                put_object(self.run_dir / LATEST, tag.encode())
         except OSError as error:
-            raise SaveError(
-                f"{error.filename}: cannot be written: {error.strerror}. The checkpoint {save.tag} is complete; load "
-                "it by its tag."
-            ) from error
+            raise not_pointed(error.filename, tag, error) from error
 
     def _require_ours(self) -> None:
         if not self.is_ours():
             raise not_committed(self.tag_dir, "another job has begun to save the same tag meanwhile")
-
-    @contextmanager
-    def _as_not_committed(self) -> Iterator[None]:
-        """An error of the store within becomes that of a save that ends before its commit."""
-        try:
-            yield
-        except (MissingFileError, UnreadableError) as error:
-            raise not_committed(self.tag_dir, str(error).rstrip(".")) from error
-        except OSError as error:
-            if isinstance(error, SaveError):
-                raise
-            raise not_committed(self.tag_dir, f"{error.filename}: {error.strerror}") from error
-
-
-class StoreSnapshot(Snapshot):
-    """A snapshot whose files are uploaded; memory: that of its images, and ``objects.THREADS`` parts on their way."""
-
-    def __init__(
-        self,
-        original: Any,
-        live: LiveOptimizer,
-        streams: LiveStreams,
-        options: Options,
-        memory: HostMemory,
-        target: StoreTarget,
-    ) -> None:
-        super().__init__(original, live, streams, options, memory)
-        self._target = target
-
-    def write(self) -> None:
-        """Digest and transfer all files; none appears. Raises SaveError naming the file."""
-        target, files = self._target, self._target.files
-        with retrying(target.retries):
-            try:
-                for image in self._images:
-                    self._learn(image.complete(before_last=self._fill_table, executor=self._options.host_io_engine))
-                    files[image.path.name] = image.data
-                for path in sorted(target.staging_dir.iterdir()):  # what torch alone has written on this machine
-                    if path.name not in files:
-                        files[path.name] = np.memmap(path, dtype=np.uint8, mode="r")
-                for name, data in files.items():
-                    target.upload(name, data)
-            except OSError as error:
-                raise not_written(error.filename or target.tag_dir, error) from error

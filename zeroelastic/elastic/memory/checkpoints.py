@@ -38,15 +38,13 @@ from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, 
 from zeroelastic.deepspeed.load.load import is_of_all_ranks
 from zeroelastic.deepspeed.options import MemoryOptions, Options
 from zeroelastic.deepspeed.save.commit import (
-    Expected,
     PendingCommit,
     Written,
     gather_written,
     record_of,
     written_files,
 )
-from zeroelastic.deepspeed.save.local_files import write_local_files
-from zeroelastic.deepspeed.save.shard_writer import HostMemory, Snapshot
+from zeroelastic.deepspeed.save.shard_writer import HostMemory, Snapshot, write_local_files
 from zeroelastic.distributed.collective import (
     all_gather,
     all_gather_alike,
@@ -264,15 +262,13 @@ class MemoryCheckpoints:
             tag=tag_of(int(engine.global_steps), save_id),
             save_id=save_id,
             checkpoint_format="elastic" if live.per_param else "rigid",
-            expected=Expected(
-                rank=live.rank,
-                tp=live.tp,
-                global_steps=int(engine.global_steps),
-                layout=live.layout,
-                groups=live.groups,
-                frozen=live.frozen.params,
-                allow_globals=tuple(options.allow_globals),
-            ),
+            rank=live.rank,
+            tp=live.tp,
+            global_steps=int(engine.global_steps),
+            layout=live.layout,
+            groups=live.groups,
+            frozen=live.frozen.params,
+            allow_globals=tuple(options.allow_globals),
             train_batch_size=int(engine.train_batch_size()),
             file_names=self._written,
             lineage=lineage_of(engine),
@@ -369,10 +365,7 @@ class MemoryCheckpoints:
             raise different
         sizes = {name: len(data) for name, (data, _) in files.items()}
         directories = {name: directory for name, (_, directory) in files.items()}
-        not_before = lineage_of(self._engine).next_time(time.time() if dist.get_rank() == 0 else 0.0)
-        committed_at, _, written = gather_written(
-            Written(sizes, directories, None, not_before), self._written, to_all=True
-        )
+        committed_at, _, written = gather_written(Written(sizes, directories), lineage_of(self._engine), to_all=True)
         shared = _on_other_nodes(written)
         own = {name: data for name, (data, _) in files.items()}
         staging = self._staging(made)

@@ -47,7 +47,7 @@ _IMPORTS = (
     "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.adam", "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.zero.stage_1_and_2", "zeroelastic.deepspeed.install.frameworks",
+    "deepspeed.runtime.zero.stage_1_and_2", "zeroelastic.deepspeed.install.seams",
     "zeroelastic.deepspeed.install.wrappers", "zeroelastic.executors.torch_executor",
 )  # fmt: skip
 """What a job imports sooner or later, as far as it is installed. Nearly all of the first ``deepspeed.initialize`` of a
@@ -370,7 +370,7 @@ class Job:
             step=int(engine.global_steps),
             saved_world_size=len(now.previous),
             world_size=len(now.members),
-            root=joined.root if joined.compared else None,
+            root=joined.root,
             bytes_kept=sum(moved.kept for moved, _ in costs),
             bytes_moved=sum(moved.received for moved, _ in costs),
             teardown_seconds=max(seconds for _, seconds in costs),

@@ -1,0 +1,265 @@
+"""Where a save is written and how its files become a tag: the steps of a commit, and a directory on a disk.
+
+On a disk the tag appears by one rename of the hidden directory in which everything was written
+(``runs.tag_directory``). ``store`` has the other destination.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
+from zeroelastic.deepspeed.save.barrier import SaveBarrier
+from zeroelastic.deepspeed.save.commit import (
+    PendingCommit,
+    Written,
+    gather_written,
+    not_committed,
+    read_back,
+    record_of,
+)
+from zeroelastic.deepspeed.save.shard_writer import Snapshot
+from zeroelastic.deepspeed.storage_rules import saves_nothing
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    SaveError,
+    UnreadableError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from zeroelastic.io.atomic import sync_path, write_atomically
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import file_names, file_size
+from zeroelastic.runs.names import LATEST
+from zeroelastic.runs.run_store import open_run
+from zeroelastic.runs.tag_directory import carry_over, make_staging_dir, publish_tag, staging_dir_of
+
+logger = logging.getLogger(__name__)
+
+Steps = Sequence[tuple[str, Callable[[], None]]]
+"""What each rank does one after the other, all ranks together, and the stage of the barrier after it."""
+
+
+class Destination(ABC):
+    """Where the files of a save are written, and how they become the tag ``tag_dir``.
+
+    DeepSpeed saves to ``deepspeed_dir``; what it writes for the tag goes into ``staging_dir``. ``run_dir`` has the tags
+    of the run. Ranks that see the same directory have the same one of ``leaders``, by rank: the first of them, which
+    acts for all of them.
+    """
+
+    reading: str
+    """The stage in which a rank reads its files back."""
+
+    def __init__(
+        self, tag_dir: FilePath, *, run_dir: FilePath, deepspeed_dir: Path, staging_dir: Path, leaders: tuple[int, ...]
+    ) -> None:
+        self.tag_dir, self.run_dir = tag_dir, run_dir
+        self.deepspeed_dir, self.staging_dir, self.leaders = deepspeed_dir, staging_dir, leaders
+        self.is_leader = leaders[dist.get_rank()] == dist.get_rank()
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Prepare the destination, on the leader. Raises SaveError."""
+
+    @abstractmethod
+    def write_snapshot(self, snapshot: Snapshot) -> None:
+        """Write this rank's files from a snapshot. Raises SaveError."""
+
+    @abstractmethod
+    def read_back(self, save: PendingCommit, barrier: SaveBarrier) -> Written:
+        """Make this rank's files durable and read them back as a load would. Raises SaveError."""
+
+    @abstractmethod
+    def steps(
+        self, save: PendingCommit, barrier: SaveBarrier, written: Sequence[Written], committed_at: float
+    ) -> Steps:
+        """What makes the tag of files that are written and read back: after the last step it is complete."""
+
+    @abstractmethod
+    def point_latest(self, tag: str) -> None:
+        """Let ``latest`` name the tag, if the save is asked to, on the leader. Raises SaveError."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Remove what this rank has made of a save that failed."""
+
+    @contextmanager
+    def discarded_on_failure(self) -> Iterator[None]:
+        """Remove what was made of the save when it fails within this context."""
+        try:
+            yield
+        except Exception:
+            self.discard()
+            raise
+
+    @contextmanager
+    def as_not_committed(self) -> Iterator[None]:
+        """An error of the disk or the store within becomes that of a save that ends before its commit."""
+        try:
+            yield
+        except (MissingFileError, UnreadableError) as error:
+            raise not_committed(self.tag_dir, str(error).rstrip(".")) from error
+        except SaveError:
+            raise
+        except OSError as error:
+            raise not_committed(self.tag_dir, f"{error.filename or self.tag_dir}: {error.strerror}") from error
+
+    def commit(self, save: PendingCommit, barrier: SaveBarrier) -> int:
+        """Make the tag of files that are all written, on all ranks or none; then ``latest``. Collective.
+
+        Returns the bytes of all files on rank 0, and 0 on the others. Raises SaveError on every rank when a file is
+        missing, is not what it has to be, or a rank does not arrive: then the tag is what it was before the save.
+        """
+        with self.discarded_on_failure(), barrier.attribute_failures():
+            own = barrier.all_or_raise(lambda: self.read_back(save, barrier), self.reading)
+            # to the ranks that write a record: rank 0, or leaders
+            committed_at, unreadable, written = gather_written(own, save.lineage, to_all=any(self.leaders))
+            for stage, action in self.steps(save, barrier, written, committed_at):
+                barrier.all_or_raise(action, stage)
+        if not unreadable:
+            save.lineage.commit(save.save_id, committed_at)
+        barrier.outcome_note = "The checkpoint is complete; load it by its tag."
+        barrier.all_or_raise(lambda: self.point_latest(save.tag) if self.is_leader else None, "latest")
+        if dist.get_rank() != 0:
+            return 0
+        # Ranks that see one directory may name the same file: that of the whole module, at stages 1 and 2.
+        by_leader = zip(self.leaders, written, strict=True)
+        return sum({(leader, name): size for leader, own in by_leader for name, size in own.sizes.items()}.values())
+
+
+class Directory(Destination):
+    """A directory on a disk: a hidden directory beside the tag becomes the tag by one rename.
+
+    Symbolic links are followed once, when the save begins: they may lead somewhere else when the tag is published.
+    """
+
+    reading = "fsync"
+
+    def __init__(
+        self, directory: Path, tag: str, save_id: str, leaders: tuple[int, ...], *, save_latest: bool, fsync: bool
+    ) -> None:
+        self._root, self._place = Path(os.path.realpath(directory)), Path(os.path.realpath(directory / tag))
+        staging_dir = staging_dir_of(self._place, save_id)
+        super().__init__(
+            directory / tag, run_dir=self._root, deepspeed_dir=directory, staging_dir=staging_dir, leaders=leaders
+        )
+        self._save_id, self._save_latest, self._fsync = save_id, save_latest, fsync
+
+    def begin(self) -> None:
+        """Make the directory in which this rank sees others' files appear, where ``latest`` can be written too."""
+        try:
+            with saves_nothing(self._place):
+                self._root.mkdir(parents=True, exist_ok=True)
+                for directory in {self._root, self._place.parent}:
+                    open_run(directory).remove_dead_saves()
+                make_staging_dir(self._place, self._save_id)
+                with tempfile.TemporaryFile(dir=self._root):
+                    pass
+        except SaveError:
+            shutil.rmtree(self.staging_dir, ignore_errors=True)
+            raise
+
+    def write_snapshot(self, snapshot: Snapshot) -> None:
+        snapshot.write(lambda image: image.write(sync=self._fsync))
+
+    def discard(self) -> None:
+        """Remove the hidden directory, on the rank that made it."""
+        if self.is_leader:
+            shutil.rmtree(self.staging_dir, ignore_errors=True)
+
+    def read_back(self, save: PendingCommit, barrier: SaveBarrier) -> Written:
+        """Make this rank's files durable, read them back as a load would, and leave their sizes to another rank."""
+        sizes: dict[str, int] = {}
+        with self.as_not_committed():
+            for name in save.file_names:
+                path = self.staging_dir / name
+                sizes[name] = path.stat().st_size
+                if self._fsync:
+                    sync_path(path)
+            barrier.leave_note(json.dumps(sizes))
+            try:
+                return Written(sizes, read_back(self.staging_dir, save))
+            except (CheckpointError, UnsupportedError) as error:
+                if save.checkpoint_format == "rigid" and isinstance(error, (UnsafePickleError, UnsupportedError)):
+                    return Written(sizes, {}, str(error))  # as stock DeepSpeed saves it
+                raise not_committed(self.tag_dir, f"no load would take it: {str(error).rstrip('.')}") from error
+
+    def steps(
+        self, save: PendingCommit, barrier: SaveBarrier, written: Sequence[Written], committed_at: float
+    ) -> Steps:
+        """Check what this rank sees of another's files and write the records; then the one rename."""
+
+        def check_and_record() -> None:
+            self._check_sizes(barrier)
+            if self.is_leader:
+                self._write_record(save, written, committed_at)
+
+        return ("record", check_and_record), ("publish", self._publish)
+
+    def _check_sizes(self, barrier: SaveBarrier) -> None:
+        """Raise SaveError if this rank does not see the files of another one as that one does.
+
+        The other is half of their directory's ranks away, and so on another node wherever there are two or more.
+        """
+        mates = [rank for rank, leader in enumerate(self.leaders) if leader == self.leaders[dist.get_rank()]]
+        other = mates[(mates.index(dist.get_rank()) + len(mates) // 2) % len(mates)]
+        sizes = json.loads(barrier.note_of(other))
+        self._require_seen({other: [name for name, n in sizes.items() if file_size(self.staging_dir / name) != n]})
+
+    def _require_seen(self, unseen: Mapping[int, Sequence[str]]) -> None:
+        """Raise SaveError if there are files, by the rank that wrote them, that this rank does not see as it does."""
+        ranks = [rank for rank, names in unseen.items() if names]
+        if ranks:
+            raise not_committed(
+                self.tag_dir,
+                f"rank {dist.get_rank()} does not see what rank{'s' if len(ranks) > 1 else ''} "
+                f"{', '.join(map(str, ranks))} wrote "
+                f"({', '.join(unseen[ranks[0]])}): the directory is not the same on all nodes (which "
+                '"use_node_local_storage": true allows), or another save is using it',
+            )
+
+    def _write_record(self, save: PendingCommit, written: Sequence[Written], committed_at: float) -> None:
+        """Write the record of the whole save to each directory with a part of it, unless only DeepSpeed reads it."""
+        found = file_names(self.staging_dir)
+        here = [each.sizes if self.leaders[rank] == dist.get_rank() else {} for rank, each in enumerate(written)]
+        self._require_seen({rank: [name for name in sizes if name not in found] for rank, sizes in enumerate(here)})
+        unreadable = next((each.unreadable for each in written if each.unreadable is not None), None)
+        if unreadable is not None and dist.get_rank() == 0:
+            logger.warning("%s: saved without a commit record, only DeepSpeed loads it: %s", self.tag_dir, unreadable)
+        record = record_of(save, written, committed_at)
+        with self.as_not_committed():
+            carry_over(self._place, self.staging_dir)
+            if unreadable is None:
+                write_atomically(self.staging_dir / RECORD_NAME, record_text(record), sync=self._fsync)
+
+    def _publish(self) -> None:
+        """The one rename that makes the tag."""
+        if self.is_leader:
+            with self.as_not_committed():
+                publish_tag(self.staging_dir, self._place, sync=self._fsync)
+
+    def point_latest(self, tag: str) -> None:
+        if self._save_latest:
+            try:
+                write_atomically(self._root / LATEST, tag.encode(), sync=self._fsync)
+            except OSError as error:
+                raise not_pointed(self._root / LATEST, tag, error) from error
+
+
+def not_pointed(path: object, tag: str, error: OSError) -> SaveError:
+    """The error of a save that is committed, and whose ``latest``, or another file of the run, cannot be written."""
+    return SaveError(
+        f"{path}: cannot be written: {error.strerror}. The checkpoint {tag} is complete; load it by its tag."
+    )
