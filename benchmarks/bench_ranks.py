@@ -128,7 +128,7 @@ def measure_commit(directory: Path, world_size: int) -> dict[str, Any]:
     head, frozen, record = checkpoint.shard(0), checkpoint.model_states(0).frozen, checkpoint.record
     assert record is not None
     contents = tuple(record.contents())
-    trained = frozenset(param.name for param in record.params if param.trainable)
+    trained = record.params.trained
     names = [(checkpoint.model_files[rank].name, checkpoint.optim_files[rank].name) for rank in range(world_size)]
     aside = directory / "aside"
     os.rename(tag_dir, aside)

@@ -197,11 +197,11 @@ def header(scale: Scale, work: Path) -> Steps:
 
     Then what a load does with them before it reads payload, and last the checksums of a verified load.
     """
+    from zeroelastic.checkpoint.contradictions import check_same_models, check_same_save
     from zeroelastic.checkpoint.model_states import open_model_states
     from zeroelastic.checkpoint.open import open_checkpoint
     from zeroelastic.checkpoint.optimizer_reader import open_shard
     from zeroelastic.checkpoint.param_changes import ParamSet, compare
-    from zeroelastic.checkpoint.saved_state import check_same_models, check_same_save
     from zeroelastic.torch_file.zip_reader import check_archive
 
     tag = _in_a_process(_many_params, scale, work)
@@ -214,7 +214,7 @@ def header(scale: Scale, work: Path) -> Steps:
     params, names = ParamSet(shard.layout.params, None), [group.params for group in shard.groups]
     timed(steps, "compare with the run", lambda: compare(params, params, shard.groups, names))
     timed(steps, "compare two ranks", lambda: check_same_save({0: shard, 1: replace(shard)}, shard))
-    timed(steps, "compare both files", lambda: check_same_models([model], shard, checkpoint))
+    timed(steps, "compare both files", lambda: check_same_models([model], shard, checkpoint.record))
     timed(
         steps, "check the model states, as a verified load does", lambda: check_archive(models, models.stat().st_size)
     )
@@ -242,9 +242,9 @@ def _ranks_checkpoint(scale: Scale, work: Path) -> Path:
 
 def ranks(scale: Scale, work: Path) -> Steps:
     """The files of many ranks: every header, every byte."""
+    from zeroelastic.checkpoint.checker import check_headers
     from zeroelastic.checkpoint.open import open_checkpoint
     from zeroelastic.checkpoint.saved_state import open_state
-    from zeroelastic.verbs.verify.header_check import check_headers
     from zeroelastic.verbs.verify.verify import verify_from_headers
 
     tag = _in_a_process(_ranks_checkpoint, scale, work)

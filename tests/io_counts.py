@@ -54,7 +54,5 @@ def state_bytes(directory: Path) -> int:
     assert record is not None
     width = {"float32": 4, "bfloat16": 2}
     return sum(
-        torch.Size(param.shape).numel() * width[tensor.dtype]
-        for param in record.params
-        for tensor in param.tensors.values()
+        content.param.numel * width[dtype] for content in record.contents() for dtype, _ in content.tensors.values()
     )

@@ -25,7 +25,8 @@ from synthetic import (
 )
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
-from zeroelastic.checkpoint.model_states import frozen_layouts, open_model_states
+from zeroelastic.checkpoint.contradictions import frozen_layouts
+from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.param_changes import ParamSet, compare
 from zeroelastic.core.layout import Param

@@ -49,9 +49,11 @@ from zeroelastic.verbs.plan.forecast import (
     MAX_WORLD_SIZE,
     RESHARD_MEMORY_LIMIT,
     Forecast,
+    Head,
     make_forecast,
+    read_head,
+    target_layout,
 )
-from zeroelastic.verbs.plan.head import Head, read_head, target_layout
 from zeroelastic.verbs.reshard.reshard import ReshardOptions, plan_reshard, run_reshard
 
 KEYS = {FP32: "float32", "exp_avg": "float32", "exp_avg_sq": "bfloat16"}

@@ -366,7 +366,7 @@ DAMAGES = {
     "a text file": (rewrite(model_name(0), b"<html>"), "not a torch.save file"),
     "another prefix": (
         lambda d: shutil.copy(d / optim_name(1), d / optim_name(1, "")),
-        "belongs to a rank that another file belongs to",
+        "claim rank 1. Files of two saves are mixed",
     ),
     "another step": (
         lambda d: write_checkpoint(d, world_size=3, global_steps=9),

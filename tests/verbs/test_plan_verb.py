@@ -29,8 +29,7 @@ from zeroelastic.runs.locate import Source
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.plan import bandwidth
 from zeroelastic.verbs.plan.bandwidth import Bandwidth, measure_bandwidth
-from zeroelastic.verbs.plan.forecast import Traffic, make_forecast
-from zeroelastic.verbs.plan.head import read_head
+from zeroelastic.verbs.plan.forecast import Traffic, make_forecast, read_head
 from zeroelastic.verbs.plan.plan import make_report, seconds_of
 
 MIB = 1 << 20

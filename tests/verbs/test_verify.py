@@ -27,6 +27,7 @@ from places import ROOT
 from synthetic import GROUPS, believe_sizes, edit, edit_optim, model_name, optim_name, sealed, write_checkpoint
 
 import zeroelastic
+from zeroelastic.checkpoint.checker import Problem, check_headers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.errors import CheckpointError, MissingFileError
@@ -35,9 +36,8 @@ from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import zip_reader
 from zeroelastic.torch_file.zip_reader import ZipRecord, read_zip_records
 from zeroelastic.verbs.verify.findings import full_report
-from zeroelastic.verbs.verify.header_check import check_headers
 from zeroelastic.verbs.verify.payload_scan import combine, file_rows, scan_ranks
-from zeroelastic.verbs.verify.report import Problem, VerifyReport
+from zeroelastic.verbs.verify.report import VerifyReport
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 GOLDEN = sorted(places.GOLDEN.glob("*/global_step*"))
@@ -644,7 +644,7 @@ def test_the_verb_shows_a_valid_checkpoint_and_documents_its_keys(samples: Path)
     document = json.loads(done.stdout)
     assert done.returncode == 0 and document["ok"] and document["path"].endswith("global_step2")
     keys = {key for key in document if key not in ("problems", "files")}
-    keys |= {f"problems[].{name}" for name in Problem.model_fields}
+    keys |= {f"problems[].{name}" for name in Problem.__slots__}
     keys |= {f"files[].{key}" for file in document["files"] for key in file}
     assert keys == documented_keys("verify")
     sizes = {path.name: path.stat().st_size for path in (samples / "elastic/global_step2").glob("*_states.pt")}

@@ -1,18 +1,18 @@
 """The files of one checkpoint: opened, checked and described; nothing here knows a running engine.
 
-    open            opens a tag directory
-    tag_files       the names of ranks' files, and all files of a directory by what they are
-    model_states    the model states file of one rank
-    optimizer_file  the optimizer file of one rank as data, and its values; ``optimizer_reader`` reads it
-    elastic_table   the table in an elastic file, written and read
-    commit_record   ``zeroelastic.json``: sizes, digests and the content root
-    param_table     the parameters in it; ``file_table`` the files
-    saved_state     all ranks' optimizer files as one state
-    extents         where the bytes of a plan are in files
-    param_changes   parameters that one side has and the other has not
-    marks           the marks of a tag that proved damaged, and of one in a store that is not finished
-    one_save        everything that is read belongs to one save
-    rng_files       the random generators of front ends
+    open              opens a tag directory
+    checker           checks all files of a tag and lists what is wrong; ``contradictions`` has the sentences
+    tag_files         the names of ranks' files, and all files of a directory by what they are
+    model_states      the model states file of one rank
+    optimizer_file    the optimizer file of one rank as data, and its values; ``optimizer_reader`` reads it
+    commit_record     ``zeroelastic.json``: sizes, digests and the content root
+    param_table       the parameters in it; ``file_table`` the files
+    saved_state       all ranks' optimizer files as one state
+    extents           where the bytes of a plan are in files
+    param_changes     parameters that one side has and the other has not
+    marks             the marks of a tag that proved damaged, and of one in a store that is not finished
+    one_save          everything that is read belongs to one save
+    rng_files         the random generators of front ends
 
 Imports ``torch_file``, ``executors``, ``io`` and ``core``. Read ``open`` first.
 """

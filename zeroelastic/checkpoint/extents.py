@@ -155,7 +155,7 @@ def extent_windows(
     keys = max(1, len({target.key for target in targets}))
     rows = max(1, _WINDOW_ROWS // keys)
     for begin in range(0, max(1, plan.num_segments), rows):
-        yield extent_table(plan.window(begin, begin + rows), extents, targets)
+        yield extent_table(plan.take(slice(begin, begin + rows)), extents, targets)
 
 
 def _members(sub_group: Int64Array, count: int) -> list[Int64Array]:

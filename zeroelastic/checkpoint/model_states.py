@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.optimizer_file import checked_column, checked_param, checked_params, checked_table
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, TensorParallel, expert_file_name, other_tp_size, saved_as
@@ -407,33 +406,6 @@ def _whole_frozen_params(
         if ref.numel > 0:
             offset[i] = file.extent(ref).offset
     return layout, TensorExtents(file.path, {i: ref.dtype for i, ref in enumerate(found.values())}, offset)
-
-
-def other_step(model: ModelStates, record: CommitRecord | None) -> str | None:
-    """The sentence about module states of another step than the record's; None where they are of the same save.
-
-    The zip directory that the record states for the file proves that: client state may have set the step.
-    """
-    if record is None or model.global_steps == record.global_steps:
-        return None
-    if record.directories.get(model.path.name) == model.directory:
-        return None
-    return (
-        f"{model.path}: was saved at step {model.global_steps}, the commit record at step {record.global_steps}. "
-        "Files of two saves are mixed in this directory."
-    )
-
-
-def frozen_layouts(models: Mapping[int, ModelStates]) -> Layout:
-    """The saved layout of the frozen parameters; all the given ranks must agree on it."""
-    layouts = [model.frozen for model in models.values() if model.frozen is not None]
-    first = layouts[0]
-    for model in models.values():
-        if model.frozen is None or model.frozen.params != first.params:
-            raise CheckpointError(
-                f"{model.path}: lists other frozen parameters than its neighbours. Files of two saves are mixed."
-            )
-    return first
 
 
 def client_state_keys(root: Mapping[object, object]) -> tuple[str, ...]:

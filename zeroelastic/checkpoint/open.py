@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, overload
 
-from zeroelastic.checkpoint.check import MIXED, other_save
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
+from zeroelastic.checkpoint.contradictions import other_directory, other_save, other_stage
 from zeroelastic.checkpoint.file_table import FileNames, FileSizes
 from zeroelastic.checkpoint.marks import refuse_unfinished
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of, open_model_states
@@ -23,6 +23,7 @@ from zeroelastic.checkpoint.tag_files import (
     NO_TENSOR_PARALLEL,
     OFFLINE_TENSOR_PARALLEL,
     TensorParallel,
+    claimed_twice,
     model_file_name,
     other_tp_size,
     parse_rank_file,
@@ -114,12 +115,8 @@ class Checkpoint:
             shard = open_shard(
                 path, rank, world_size=self.world_size, rigid_params=rigid, tp_rank=self.tp.rank, through=through
             )
-            if self.whole_model == (shard.stage == 3):
-                other = self.model_files[0].name
-                raise CheckpointError(
-                    f"{path}: was saved with ZeRO stage {shard.stage}, {other} with another one. {MIXED}"
-                )
-            if (mixed := other_save(shard, self.record)) is not None:
+            mixed = other_stage(shard, self.model_files[0].name) or other_save(shard, self.record)
+            if mixed is not None:
                 raise CheckpointError(mixed)
             self._check_directory(path, shard.directory)
             self._shards[rank] = shard
@@ -164,14 +161,6 @@ class Checkpoint:
         shards = tuple(shard.path for shard in self._shards.values())
         opened = shards + tuple(model.path for model in self._models.values())
         return tuple(path for path in opened if path.name not in self.remote_files)
-
-
-def other_directory(path: FilePath) -> str:
-    """The sentence about a file whose zip directory is not the one that the commit record states."""
-    return (
-        f"{path}: its zip directory, which has the sizes and checksums of everything in it, is not the one that "
-        f"{RECORD_NAME} states. One of the two is damaged, altered or from another save."
-    )
 
 
 def open_checkpoint(
@@ -373,10 +362,7 @@ def rank_files(tag_dir: FilePath, names: Iterable[str], tp_rank: int | None = No
             )
         files = found[file.kind]
         if file.rank in files:
-            raise CheckpointError(
-                f"{tag_dir}: both {files[file.rank]} and {name} claim rank {file.rank}. Files of two saves are mixed "
-                "in this directory; remove those that do not belong."
-            )
+            raise claimed_twice(tag_dir, files[file.rank], name, file.rank)
         files[file.rank] = name
     optim, models, whole = found.values()
     if whole and not models and not optim:

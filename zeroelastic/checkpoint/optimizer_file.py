@@ -1,4 +1,8 @@
-"""One rank's optimizer file as data: flat buffers, optimizer state by sub-group, groups and scalars, with extents."""
+"""One rank's optimizer file as data: flat buffers, optimizer state by sub-group, groups and scalars, with extents.
+
+And the table ``zeroelastic`` of an elastic file (docs/concepts/format.md): the parameters by sub-group with the range
+of each that the rank owns, the optimizer groups by the names of their parameters, and the save, rank and world size.
+"""
 
 from __future__ import annotations
 
@@ -272,3 +276,41 @@ def zero_option(config: object, key: str) -> object:
     """An entry of ``zero_optimization`` in a saved DeepSpeed configuration; None where it is missing."""
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     return zero.get(key) if isinstance(zero, dict) else None
+
+
+ELASTIC_VERSION = 1
+
+SAME_ON_ALL_RANKS = ("optimizer", "grad_scaler")
+"""Entries of the table that are the same in every file of a save, at every world size."""
+
+GRAD_SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+"""What the state of torch's GradScaler holds."""
+
+
+def elastic_table(
+    layout: Layout, rank: int, *, save_id: str, train_batch_size: int | None, rest: Mapping[str, object]
+) -> dict[str, object]:
+    """The table of one rank of ``layout``.
+
+    ``rest`` are the entries after the sub-groups, in the order in which they are written: ``param_groups``,
+    ``optimizer``, ``grad_scaler``, ``tp_rank`` and ``tp_size``, ``digests``.
+    """
+    start, length = layout.owned(rank)
+    members = [np.flatnonzero(layout.sub_group == i).tolist() for i in range(layout.num_sub_groups)]
+    return {
+        "format_version": ELASTIC_VERSION,
+        "save_id": save_id,
+        "world_size": layout.world_size,
+        "rank": rank,
+        "train_batch_size": train_batch_size,
+        "sub_groups": [
+            {
+                "names": [layout.params[p].name for p in own],
+                "shapes": [layout.params[p].shape for p in own],
+                "offsets": [int(start[p]) for p in own],
+                "numels": [int(length[p]) for p in own],
+            }
+            for own in members
+        ],
+        **rest,
+    }

@@ -4,24 +4,24 @@ At stage 3, ``rigid`` is what stock DeepSpeed writes: a nested ``optimizer_state
 ``elastic`` is ``base_optimizer_state``, one lean tensor per parameter, with a table (docs/concepts/format.md).
 At stages 1 and 2 DeepSpeed writes ``single_partition_of_fp32_groups`` and ``base_optimizer_state``: with
 ``elastic_checkpoint`` its state by group without padding and without hyper-parameters, else the state dict of the inner
-optimizer with padding. Each format has a reader, which returns the same ``_RawShard``; one builder checks it and makes
-the ``Shard``.
+optimizer with padding. Each format has a reader; one builder, which all of them call, places the tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
-from zeroelastic.checkpoint.elastic_table import ElasticTable, check_owned_ranges, read_elastic_table
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.optimizer_file import (
+    ELASTIC_VERSION,
     FP32,
     FROZEN,
+    GRAD_SCALER,
     SCALERS,
     OptionValue,
     ParamGroup,
@@ -29,6 +29,7 @@ from zeroelastic.checkpoint.optimizer_file import (
     Shard,
     checked_groups,
     checked_layout,
+    checked_table,
     damaged,
     read_option,
     read_options,
@@ -37,27 +38,25 @@ from zeroelastic.checkpoint.optimizer_file import (
 )
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param, original_order
-from zeroelastic.errors import CheckpointError, UnsupportedError, shown
+from zeroelastic.errors import CheckpointError, NewerFormatError, UnsupportedError, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.columns import TensorColumn, with_lists
-from zeroelastic.torch_file.header import DTYPE_BYTES, Blocks, DType, Stub, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torch_file.columns import IntColumn, TensorColumn, with_lists
+from zeroelastic.torch_file.header import (
+    DTYPE_BYTES,
+    Blocks,
+    DType,
+    Extent,
+    Stub,
+    TensorRef,
+    TorchFile,
+    read_torch_file,
+)
 
 _State = Mapping[str, object]
 """The entry ``optimizer_state_dict`` of a file."""
 
-
-@dataclass(frozen=True, slots=True)
-class _RawShard:
-    """What both formats say. ``values`` is the state by sub-group as the file has it; rigid files have no ``table``."""
-
-    format: CheckpointFormat
-    layout: Layout
-    flats: Sequence[TensorRef]
-    values: Sequence[Mapping[object, object]]
-    groups: tuple[ParamGroup, ...]
-    table: ElasticTable | None = None
-    unpadded: bool = False
-    """Whether tensors of state are as long as the flat buffer without its padding."""
+_Make = Callable[..., Shard]
+"""``_build`` with what is the same in every format."""
 
 
 _WITH_COLUMNS = ("base_optimizer_state", "zeroelastic")
@@ -117,20 +116,19 @@ def _shard_of(
         )
     file.locate()
     config = with_lists(root.get("ds_config"))
-    if stage != 3:
-        raw = _read_groups(file, state, config, rigid_params, rank=rank, world_size=world_size)
-    elif "base_optimizer_state" in state:
-        raw = _read_elastic(file, state, rank=rank, world_size=world_size, tp_rank=tp_rank)
-    else:
-        raw = _read_rigid(file, state, rigid_params, world_size=world_size)
-    return _build(file, state, raw, rank, config, int(stage))
+    make = partial(_build, file, state, rank=rank, config=config, stage=int(stage))
+    if stage == 3 and "base_optimizer_state" in state:
+        return _read_elastic(file, state, make, rank=rank, world_size=world_size, tp_rank=tp_rank)
+    if rigid_params is None:
+        raise damaged(path, "names no parameters and no model states file does")
+    if stage == 3:
+        return _read_rigid(file, state, make, rigid_params, world_size=world_size)
+    return _read_groups(file, state, make, config, rigid_params, rank=rank, world_size=world_size)
 
 
 def _read_rigid(
-    file: TorchFile, state: _State, sub_groups: Sequence[Sequence[Param]] | None, *, world_size: int
-) -> _RawShard:
-    if sub_groups is None:
-        raise damaged(file.path, "names no parameters and no model states file does")
+    file: TorchFile, state: _State, make: _Make, sub_groups: Sequence[Sequence[Param]], *, world_size: int
+) -> Shard:
     layout = checked_layout(sub_groups, world_size, file.path)
     flats = _flat_groups(file, state, layout)
     members, values = _nested_state(file, state.get("optimizer_state_dict"), len(flats))
@@ -138,7 +136,7 @@ def _read_rigid(
         ParamGroup(options, tuple(param.name for position in positions for param in sub_groups[position]))
         for options, positions in members
     )
-    return _RawShard("rigid", layout, flats, values, groups)
+    return make(format="rigid", layout=layout, flats=flats, values=values, groups=groups)
 
 
 def _nested_state(
@@ -191,15 +189,14 @@ _GROUPS = "single_partition_of_fp32_groups"
 def _read_groups(
     file: TorchFile,
     state: _State,
+    make: _Make,
     config: object,
-    groups: Sequence[Sequence[Param]] | None,
+    groups: Sequence[Sequence[Param]],
     *,
     rank: int,
     world_size: int,
-) -> _RawShard:
+) -> Shard:
     """Read a file of stage 1 or 2, of ``DeepSpeedZeroOptimizer`` or ``BF16_Optimizer`` (DeepSpeed 0.19.8)."""
-    if groups is None:
-        raise damaged(file.path, "names no parameters and no model states file does")
     gaps = state.get("param_alignment_paddings")
     layout = checked_groups(groups, world_size, gaps, file.path)
     flats = state.get(_GROUPS)
@@ -216,20 +213,19 @@ def _read_groups(
     is_round_robin = "zero_stage" in state and bool(zero_option(config, "round_robin_gradients"))
     ordered = [original_order(group, world_size) if is_round_robin else group for group in groups]
     names = [tuple(param.name for param in group) for group in ordered]
+    make = partial(make, format="rigid", layout=layout, flats=flats)
     base = state.get("base_optimizer_state")
     if isinstance(base, list):
         if len(base) != len(flats) or not all(isinstance(values, dict) for values in base):
             raise damaged(file.path, f"base_optimizer_state does not hold one entry for each of {len(flats)} groups")
         step = state.get("base_optimizer_state_step")  # of DeepSpeed's own optimizers; those of torch keep theirs
         options = {} if step is None else {"step": read_option(file, step, "base_optimizer_state_step")}
-        return _RawShard(
-            "rigid", layout, flats, base, tuple(ParamGroup(options, each) for each in names), unpadded=True
-        )
+        return make(values=base, groups=tuple(ParamGroup(options, each) for each in names), unpadded=True)
     members, values = _nested_state(file, base, len(flats))
     if [len(indices) for _, indices in members] != [1] * len(flats):
         raise damaged(file.path, f"optimizer groups do not refer to one flat buffer each of {len(flats)}")
     param_groups = tuple(ParamGroup(options, each) for (options, _), each in zip(members, names, strict=True))
-    return _RawShard("rigid", layout, flats, values, param_groups)
+    return make(values=values, groups=param_groups)
 
 
 def lean_numel(layout: Layout, rank: int) -> Int64Array:
@@ -240,14 +236,112 @@ def lean_numel(layout: Layout, rank: int) -> Int64Array:
     return lean
 
 
-def _read_elastic(file: TorchFile, state: _State, *, rank: int, world_size: int, tp_rank: int) -> _RawShard:
-    table = read_elastic_table(file, state.get("zeroelastic"), rank=rank, world_size=world_size, tp_rank=tp_rank)
-    flats = _flat_groups(file, state, table.layout)
-    check_owned_ranges(file, state["zeroelastic"], table.layout, rank)
+def _read_elastic(file: TorchFile, state: _State, make: _Make, *, rank: int, world_size: int, tp_rank: int) -> Shard:
+    table = state.get("zeroelastic")
+    if not isinstance(table, dict):
+        raise damaged(file.path, "has base_optimizer_state but no zeroelastic table")
+    version = table.get("format_version")
+    if type(version) is not int or version < 1:
+        raise damaged(file.path, f"has elastic format version {shown(version)}")
+    if version > ELASTIC_VERSION:
+        raise NewerFormatError(
+            f"{file.path}: elastic format version {version} is newer than {ELASTIC_VERSION}. Upgrade zeroelastic to "
+            "load it."
+        )
+    if table.get("rank") != rank or table.get("world_size") != world_size:
+        raise CheckpointError(
+            f"{file.path}: was written as rank {shown(table.get('rank'))} of {shown(table.get('world_size'))}; its "
+            f"name says rank {rank} of {world_size}. The file is in the wrong place."
+        )
+    if (found := table.get("tp_rank", 0)) != tp_rank:
+        raise CheckpointError(
+            f"{file.path}: was written as tensor parallel rank {shown(found)}; its name says rank "
+            f"{tp_rank}. The file is in the wrong place."
+        )
+    save_id = table.get("save_id")
+    if not isinstance(save_id, str):
+        raise damaged(file.path, "has no save id")
+    layout = checked_layout(_table_params(file, table), world_size, file.path)
+    batch, optimizer = table.get("train_batch_size"), table.get("optimizer")
+    if not isinstance(optimizer, (str, type(None))):
+        raise damaged(file.path, f"names an optimizer {shown(optimizer)}")
+    groups, grad_scaler = _table_groups(file, table.get("param_groups")), _grad_scaler(file, table.get("grad_scaler"))
+    digests = _digests(file, table.get("digests"), layout)
+    flats = _flat_groups(file, state, layout)
+    _check_owned_ranges(file, table["sub_groups"], layout, rank)
     values = state["base_optimizer_state"]
     if not isinstance(values, list) or len(values) != len(flats) or not all(isinstance(e, dict) for e in values):
         raise damaged(file.path, f"base_optimizer_state does not hold one entry for each of {len(flats)} flat groups")
-    return _RawShard("elastic", table.layout, flats, values, table.groups, table)
+    return make(
+        format="elastic",
+        layout=layout,
+        flats=flats,
+        values=values,
+        groups=groups,
+        save_id=save_id,
+        train_batch_size=batch if type(batch) is int else None,
+        optimizer=optimizer,
+        grad_scaler=grad_scaler,
+        digests=digests,
+    )
+
+
+def _table_params(file: TorchFile, table: Mapping[str, object]) -> list[list[Param]]:
+    tables = table.get("sub_groups")
+    if not isinstance(tables, list):
+        raise damaged(file.path, "has no sub_groups in its zeroelastic table")
+    sub_groups: list[list[Param]] = []
+    for i, columns in enumerate(tables):
+        names, shapes = (columns.get(key) if isinstance(columns, dict) else None for key in ("names", "shapes"))
+        if not isinstance(names, list) or not isinstance(shapes, list) or len(names) != len(shapes):
+            raise damaged(file.path, f"sub-group {i} of its zeroelastic table is not a table of names and shapes")
+        sub_groups.append(checked_table(names, shapes, file.path))
+    return sub_groups
+
+
+def _check_owned_ranges(file: TorchFile, sub_groups: Sequence[Mapping[str, object]], layout: Layout, rank: int) -> None:
+    """Raise CheckpointError where a table does not record the ranges that ``layout``, made of it, gives the rank."""
+    start, length = layout.owned(rank)
+    for i, columns in enumerate(sub_groups):
+        members = layout.sub_group == i
+        for key, owned in (("offsets", start[members]), ("numels", length[members])):
+            values = columns.get(key)
+            if not isinstance(values, (list, IntColumn)) or len(values) != len(owned):
+                raise damaged(file.path, f"sub-group {i} of its zeroelastic table has no {key} for each parameter")
+            if not (values == owned.tolist() if isinstance(values, list) else np.array_equal(values.values, owned)):
+                raise damaged(file.path, f"records other owned ranges than rank {rank} of {layout.world_size} has")
+
+
+def _table_groups(file: TorchFile, groups: object) -> tuple[ParamGroup, ...]:
+    if not isinstance(groups, list):
+        raise damaged(file.path, "has no param_groups in its zeroelastic table")
+    found: list[ParamGroup] = []
+    for g, group in enumerate(groups):
+        names = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(group, dict) or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+            raise damaged(file.path, f"optimizer group {g} is not a group")
+        found.append(ParamGroup(read_options(file, group, f"optimizer group {g}"), tuple(names)))
+    return tuple(found)
+
+
+def _grad_scaler(file: TorchFile, scaler: object) -> dict[str, OptionValue] | None:
+    if scaler is None:
+        return None
+    if (
+        not isinstance(scaler, dict)
+        or scaler.keys() != GRAD_SCALER
+        or not all(isinstance(value, (int, float)) for value in scaler.values())
+    ):
+        raise damaged(file.path, f"has a grad_scaler {shown(scaler)}")
+    return read_options(file, scaler, "grad_scaler")
+
+
+def _digests(file: TorchFile, digests: object, layout: Layout) -> Extent | None:
+    if digests is None:
+        return None
+    if not isinstance(digests, TensorRef) or digests.dtype != "int64" or digests.shape != (layout.num_params,):
+        raise damaged(file.path, f"has digests that are not one int64 for each of {layout.num_params} parameters")
+    return file.extent(digests)
 
 
 def _flat_groups(file: TorchFile, state: _State, layout: Layout) -> list[TensorRef]:
@@ -277,27 +371,48 @@ def _flat_groups(file: TorchFile, state: _State, layout: Layout) -> list[TensorR
     return flats
 
 
-def _build(file: TorchFile, state: _State, raw: _RawShard, rank: int, config: object, stage: int) -> Shard:
-    """Place every tensor of a raw shard. Raises CheckpointError, UnsupportedError for what is no tensor or scalar."""
-    layout, table = raw.layout, raw.table
+def _build(
+    file: TorchFile,
+    state: _State,
+    *,
+    rank: int,
+    config: object,
+    stage: int,
+    format: CheckpointFormat,
+    layout: Layout,
+    flats: Sequence[TensorRef],
+    values: Sequence[Mapping[object, object]],
+    groups: tuple[ParamGroup, ...],
+    unpadded: bool = False,
+    save_id: str | None = None,
+    train_batch_size: int | None = None,
+    optimizer: str | None = None,
+    grad_scaler: Mapping[str, OptionValue] | None = None,
+    digests: Extent | None = None,
+) -> Shard:
+    """Place every tensor. Raises CheckpointError, UnsupportedError for what is no tensor or scalar.
+
+    ``values`` is the state by sub-group as the file has it; ``unpadded``: its tensors are as long as the flat buffer
+    without padding.
+    """
     members = [np.flatnonzero(layout.sub_group == i) for i in range(layout.num_sub_groups)]
     owned = layout.owned(rank)[1]
     padded = [(int(numel),) for numel in layout.sub_group_numel]
-    state_shapes = [flat.shape for flat in raw.flats] if raw.unpadded else padded
+    state_shapes = [flat.shape for flat in flats] if unpadded else padded
     offsets: dict[str, Int64Array] = {}
     dtypes: dict[str, dict[int, str]] = {}
     tensor_keys: list[tuple[str, ...]] = []
     scalars: list[dict[str, ScalarValue]] = []
-    for i, flat in enumerate(raw.flats):
+    for i, flat in enumerate(flats):
         placed = {FP32: _cut(file, flat, layout, members[i])}
         replicated: dict[str, ScalarValue] = {}
-        for key, value in raw.values[i].items():
+        for key, value in values[i].items():
             where = f"optimizer state {shown(key)} of sub-group {i}"
             if not isinstance(key, str) or key in (FP32, FROZEN):
                 raise UnsupportedError(f"{file.path}: {where} has a name that cannot be kept.")
             if isinstance(value, (list, TensorColumn)):
                 placed[key] = _lean(file, value, owned[members[i]], where, rank)
-            elif isinstance(value, TensorRef) and value.shape == state_shapes[i] and raw.format == "rigid":
+            elif isinstance(value, TensorRef) and value.shape == state_shapes[i] and format == "rigid":
                 placed[key] = _cut(file, value, layout, members[i])
             elif isinstance(value, TensorRef) and value.shape != ():
                 raise UnsupportedError(
@@ -316,20 +431,20 @@ def _build(file: TorchFile, state: _State, raw: _RawShard, rank: int, config: ob
         size=file.size,
         rank=rank,
         stage=stage,
-        format=raw.format,
-        save_id=None if table is None else table.save_id,
+        format=format,
+        save_id=save_id,
         layout=layout,
-        groups=raw.groups,
+        groups=groups,
         tensor_keys=tuple(tensor_keys),
         scalars=tuple(scalars),
         extents={key: TensorExtents(file.path, dtypes[key], offset) for key, offset in offsets.items()},
-        digests=None if table is None else table.digests,
+        digests=digests,
         scaler=_scaler(file, state),
         ds_config={str(k): v for k, v in config.items()} if isinstance(config, dict) else {},
-        train_batch_size=None if table is None else table.train_batch_size,
+        train_batch_size=train_batch_size,
         header_bytes=file.header_bytes,
-        optimizer=None if table is None else table.optimizer,
-        grad_scaler=None if table is None else table.grad_scaler,
+        optimizer=optimizer,
+        grad_scaler=grad_scaler,
         directory=file.directory,
     )
 

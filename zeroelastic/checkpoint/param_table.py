@@ -45,7 +45,6 @@ def _known_dtype(dtype: str) -> str:
     return dtype
 
 
-Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 DTypeName = Annotated[str, AfterValidator(_known_dtype)]
 TpRank = Annotated[int, Field(ge=0, lt=1 << 16)]
 
@@ -56,41 +55,11 @@ class Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True)
 
 
-class TensorRecord(Schema):
-    """One tensor of one parameter: its dtype as saved and its digest, 16 hexadecimal digits."""
-
-    dtype: DTypeName
-    digest: Digest
-
-
 class ScalarRecord(Schema):
     """One replicated scalar of optimizer state, such as step."""
 
     kind: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{1,16}$")]
     value: int | float | bool | None
-
-
-class ParamRecord(Schema):
-    """One parameter: name, full shape, whether it is trained, its tensors by state key and its scalars.
-
-    Under tensor parallelism every rank of it has parameters of its own: slices of some, copies of others.
-    """
-
-    name: str
-    tp_rank: TpRank = 0
-    shape: Annotated[list[Annotated[int, Field(ge=0, lt=_MAX_SIZE)]], Field(max_length=64)]
-    trainable: bool
-    tensors: dict[str, TensorRecord]
-    scalars: dict[str, ScalarRecord]
-
-    def content(self) -> ParamContent:
-        """The same as the digest module states it."""
-        return ParamContent(
-            param=Param(self.name, tuple(self.shape)),
-            tensors={key: (tensor.dtype, int(tensor.digest, 16)) for key, tensor in self.tensors.items()},
-            scalars=_scalar_values(self.scalars),
-            tp_rank=self.tp_rank,
-        )
 
 
 def params_digest(params: Iterable[Param]) -> str:
@@ -114,7 +83,7 @@ class _ListOfGroups(Schema):
 
 
 class ParamTable:
-    """The parameters of a commit record, in columns; iterated, one by one, sorted by name and tensor parallel rank."""
+    """The parameters of a commit record, in columns."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -126,47 +95,39 @@ class ParamTable:
         """The content root of the parameters."""
         return root_of_groups(self.groups)
 
+    @property
+    def trained(self) -> frozenset[str]:
+        """The names of the trained parameters."""
+        return frozenset(name for group in self.groups if group.trainable for name in group.names)
+
+    @property
+    def digests(self) -> dict[tuple[str, str], tuple[str, int]]:
+        """The dtype and the digest of each tensor by parameter and state key."""
+        return {
+            (name, key): (dtype, digest)
+            for group in self.groups
+            for name, row in zip(group.names, group.digests.tolist(), strict=True)
+            for (key, dtype), digest in zip(group.tensors, row, strict=True)
+        }
+
     def contents(self) -> list[ParamContent]:
-        """What was saved of each parameter."""
-        return [self.groups[number].content(row) for *_, number, row in self._sorted()]
-
-    def __len__(self) -> int:
-        return sum(len(group.names) for group in self.groups)
-
-    def __iter__(self) -> Iterator[ParamRecord]:
-        return (_param_record(self.groups[number], row) for *_, number, row in self._sorted())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ParamTable) and list(self) == list(other)
-
-    def _sorted(self) -> Iterator[tuple[str, int, int, int]]:
-        """Name, tensor parallel rank, number of the group and row of each parameter."""
+        """What was saved of each parameter, sorted by name and tensor parallel rank."""
         places = [
             zip(group.names, repeat(group.tp_rank), repeat(number), range(len(group.names)))
             for number, group in enumerate(self.groups)
         ]
-        return merge(*places)
+        return [self.groups[number].content(row) for *_, number, row in merge(*places)]
+
+    def __len__(self) -> int:
+        return sum(len(group.names) for group in self.groups)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ParamTable) and (self.trained, self.contents()) == (other.trained, other.contents())
 
 
 def param_records(contents: Iterable[ParamContent], trainable: frozenset[str]) -> ParamTable:
     """The record's parameter table."""
     return ParamTable(group_contents(contents, trainable))
-
-
-def _param_record(group: ContentGroup, row: int) -> ParamRecord:
-    digests = zip(group.tensors, group.digests[row].tolist(), strict=True)
-    return ParamRecord.model_construct(
-        name=group.names[row],
-        tp_rank=group.tp_rank,
-        shape=list(group.shapes[row]),
-        trainable=group.trainable,
-        tensors={key: TensorRecord(dtype=dtype, digest=f"{digest:016x}") for (key, dtype), digest in digests},
-        scalars={key: ScalarRecord(kind=s.kind, value=s.value) for key, s in sorted(group.scalars.items())},
-    )
-
-
-def _scalar_values(scalars: Mapping[str, ScalarRecord]) -> dict[str, ScalarValue]:
-    return {key: ScalarValue(scalar.kind, scalar.value) for key, scalar in scalars.items()}
 
 
 def read_params(data: dict[str, object]) -> tuple[ParamTable, str]:
@@ -219,7 +180,7 @@ def _read_group(group: _Rows, number: int) -> ContentGroup:
         names, shapes, table = [names[i] for i in order], [shapes[i] for i in order], table[order]
     return ContentGroup(
         tensors=tuple(sorted(group.tensors.items())),
-        scalars=_scalar_values(group.scalars),
+        scalars={key: ScalarValue(scalar.kind, scalar.value) for key, scalar in group.scalars.items()},
         tp_rank=group.tp_rank,
         trainable=group.trainable,
         names=names,

@@ -5,22 +5,21 @@ A load needs the headers of a few ranks; the verbs of the command line need all 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint.check import MIXED, other_trained_params
+from zeroelastic.checkpoint.contradictions import MIXED, check_same_models, check_same_save, frozen_layouts
 from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table
-from zeroelastic.checkpoint.model_states import ModelStates, frozen_layouts, other_step
+from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN, Shard
-from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.digest import ParamContent, ScalarValue
 from zeroelastic.core.layout import Layout, Param, unpacked_layout
 from zeroelastic.core.plan import make_plan
-from zeroelastic.errors import CheckpointError, UnsupportedError, some
+from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 
@@ -72,6 +71,18 @@ class SavedPart:
         first_tensor = np.cumsum(counts) - counts
         number_of = np.array(position, dtype=np.int64)
         return self.tensors(), replace(rows, target=first_tensor[rows.param] + number_of[rows.target])
+
+    def tensor_rows(self, param: int, key: str, start: int = 0, stop: int | None = None) -> ExtentTable:
+        """The elements of one tensor from ``start`` to ``stop``; ``rows.target_offset`` counts from ``start``.
+
+        Only extents of saved ranks that hold some of them are looked up.
+        """
+        stop = self.layout.params[param].numel if stop is None else stop
+        plan = make_plan(self.layout, unpacked_layout([self.layout.params[param]], 1), 0)
+        begin, end = np.maximum(plan.start, start), np.minimum(plan.start + plan.length, stop)
+        src_offset = plan.src_offset + begin - plan.start
+        plan = replace(plan, start=begin, length=end - begin, src_offset=src_offset, dst_offset=begin - start)
+        return extent_table(plan.take(end > begin), self.extents, [Destination(key, 0, self.dtypes[param][key])])
 
     def whole_rows(
         self, params: Sequence[int], *, keys: Collection[str] | None = None
@@ -143,7 +154,7 @@ def open_state(checkpoint: Checkpoint, *, resizable: bool = True) -> SavedState:
     shards = {rank: checkpoint.shard(rank) for rank in range(checkpoint.world_size)}
     head = shards[0]
     check_same_save(shards, head, recorded=checkpoint.record is not None, resizable=resizable)
-    check_same_models(models, head, checkpoint)
+    check_same_models(models, head, checkpoint.record)
     parts = [trained_part(shards, head)]
     if (frozen := frozen_part({model.rank: model for model in models})) is not None:
         parts.append(frozen)
@@ -185,121 +196,6 @@ def frozen_part(models: Mapping[int, ModelStates]) -> SavedPart | None:
         scalars=tuple({} for _ in range(layout.num_params)),
         extents=extents,
     )
-
-
-def check_same_save(shards: Mapping[int, Shard], head: Shard, *, recorded: bool, resizable: bool = True) -> None:
-    """Raise CheckpointError when shards differ in something that all shards of one save share.
-
-    ``recorded``: the save has a commit record, so that its ranks were compared. ``resizable`` as of ``open_state``.
-    """
-    facts = shard_facts(head)
-    different: dict[str, Shard] = {}
-    for shard in shards.values():
-        theirs = facts if shard is head else shard_facts(shard)
-        for what, ours in facts.items():
-            if theirs[what] != ours:
-                different.setdefault(what, shard)
-    if not different:
-        return
-    by_rank = None if recorded or different.keys() - VALUE_FACTS else values_by_rank(shards.values(), head)
-    if by_rank is None:
-        what, shard = next(iter(different.items()))
-        raise CheckpointError(f"{shard.path} and {head.path} differ in {what}. {MIXED}")
-    if resizable:
-        raise UnsupportedError(f"{head.path.parent}: {by_rank}")
-
-
-VALUE_FACTS = frozenset(("hyper-parameters", "step and other scalars"))
-"""The facts of a shard that are numbers of an optimizer, which differ between ranks where they follow from its part."""
-
-_SET_ALIKE = frozenset(
-    ("step", "lr", "initial_lr", "betas", "momentum", "base_momentum", "max_momentum", "weight_decay")
-)
-"""Numbers that every rank counts or that a scheduler sets: where they differ, ranks are of two saves."""
-
-Values = Mapping[str, tuple[str, object]]
-"""The numbers of an optimizer: by a description, their key and the value."""
-
-
-def values_by_rank(shards: Iterable[Shard], head: Shard) -> str | None:
-    """The sentence about a save whose ranks differ in numbers that an optimizer computes from a rank's own part.
-
-    None where the ranks are of two saves: where they differ in a counter, in what a scheduler sets, or in anything that
-    is no fraction.
-    """
-    return values_sentence([(shard.rank, shard_values(shard)) for shard in (head, *shards)])
-
-
-def values_sentence(tables: Sequence[tuple[int, Values]]) -> str | None:
-    """As ``values_by_rank``, given the saved rank of each file and its ``shard_values``."""
-    first, ours = tables[0]
-    named: dict[str, str] = {}
-    for rank, theirs in tables[1:]:
-        if theirs.keys() != ours.keys():
-            return None
-        for what, (key, value) in ours.items():
-            other = theirs[what][1]
-            if repr(other) == repr(value):
-                continue
-            if key in _SET_ALIKE or not (isinstance(value, float) and isinstance(other, float)):
-                return None
-            named.setdefault(what, f"{what} is {value:.6g} on rank {first} and {other:.6g} on rank {rank}")
-    if not named:
-        return None
-    return (
-        f"{some(named.values(), 4, separator='; ')}. The optimizer computes such values from a rank's own part of the "
-        "weights: the run resumes at the world size that saved, through DeepSpeed alone, and at another one takes the "
-        "weights only (load_optimizer_states=False, `zeroelastic export`)."
-    )
-
-
-def shard_values(shard: Shard) -> Values:
-    """The hyper-parameters and the replicated state of a rank's optimizer."""
-    found: dict[str, tuple[str, object]] = {}
-    for g, group in enumerate(shard.groups):
-        found[f"the parameters of optimizer group {g}"] = ("params", group.params)
-        found |= {f"{key!r} of optimizer group {g}": (key, value) for key, value in group.options.items()}
-    for i, scalars in enumerate(shard.scalars):
-        found |= {f"state {key!r} of sub-group {i}": (key, value.value) for key, value in scalars.items()}
-    return found
-
-
-def shard_facts(shard: Shard) -> dict[str, str]:
-    """What every shard of one save must say."""
-    return {
-        "format": shard.format,
-        "save id": str(shard.save_id),
-        "parameters": repr(shard.layout.params),
-        "sub-groups": repr(shard.layout.sub_group_numel.tolist()),
-        "hyper-parameters": repr([(sorted(g.options.items()), g.params) for g in shard.groups]),
-        "optimizer state keys": repr(shard.tensor_keys),
-        "step and other scalars": repr([sorted((k, v.canonical()) for k, v in s.items()) for s in shard.scalars]),
-        "loss scale": repr((shard.scaler, shard.grad_scaler)),
-        "optimizer": repr(shard.optimizer),
-        "dtypes": repr([(key, sorted(extents.dtype.items())) for key, extents in sorted(shard.extents.items())]),
-    }
-
-
-@paused_collector()
-def check_same_models(models: Sequence[ModelStates], head: Shard, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError when module states differ in something that all of one save share."""
-    first = models[0]
-    if (mixed := other_step(first, checkpoint.record)) is not None:
-        raise CheckpointError(mixed)
-    if (mixed := other_trained_params(first, head)) is not None:
-        raise CheckpointError(mixed)
-    for model in models[1:]:
-        for what, ours, theirs in (
-            ("the step", first.global_steps, model.global_steps),
-            ("parameters", first.sub_groups, model.sub_groups),
-            ("frozen parameters", _frozen_params(first), _frozen_params(model)),
-        ):
-            if ours != theirs:
-                raise CheckpointError(f"{model.path} and {first.path} differ in {what}. {MIXED}")
-
-
-def _frozen_params(model: ModelStates) -> tuple[Param, ...] | None:
-    return None if model.frozen is None else model.frozen.params
 
 
 def _first_members(layout: Layout) -> list[int]:

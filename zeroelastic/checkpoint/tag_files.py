@@ -115,7 +115,8 @@ class TagListing:
     """What is in a tag directory.
 
     ``optim`` and ``models`` are the file names by (rank, tensor parallel rank); of ``zero-1-2`` only rank 0 has model
-    states. ``duplicates`` are further files of a (rank, tensor parallel rank) that already has one. ``temporaries`` are
+    states. ``duplicates`` are further files of a (rank, tensor parallel rank) that already has one, each with the error
+    about it. ``temporaries`` are
     files of a save that was interrupted or is still running; ``expert_files`` have the weights of experts;
     ``unknown_files`` are none of these.
     """
@@ -125,7 +126,7 @@ class TagListing:
     sizes: Mapping[str, int]
     optim: Mapping[tuple[int, int], str]
     models: Mapping[tuple[int, int], str]
-    duplicates: tuple[str, ...]
+    duplicates: Mapping[str, CheckpointError]
     temporaries: tuple[str, ...]
     expert_files: tuple[str, ...]
     unknown_files: tuple[str, ...]
@@ -174,7 +175,7 @@ def list_tag(directory: FilePath) -> TagListing:
     sizes, inside = list_directory(directory)
     optim: dict[tuple[int, int], str] = {}
     models: dict[tuple[int, int], str] = {}
-    duplicates: list[str] = []
+    duplicates: dict[str, CheckpointError] = {}
     temporaries: list[str] = []
     expert_files: list[str] = []
     unknown_files: list[str] = []
@@ -186,7 +187,7 @@ def list_tag(directory: FilePath) -> TagListing:
         elif file is not None:
             files = optim if file.kind == "optimizer" else models
             if (file.rank, file.tp_rank) in files:
-                duplicates.append(name)
+                duplicates[name] = claimed_twice(directory, files[file.rank, file.tp_rank], name, file.rank)
             else:
                 files[file.rank, file.tp_rank] = name
         elif EXPERT_FILE.match(name):
@@ -204,11 +205,19 @@ def list_tag(directory: FilePath) -> TagListing:
         sizes=sizes,
         optim=optim,
         models=models,
-        duplicates=tuple(duplicates),
+        duplicates=duplicates,
         temporaries=tuple(temporaries),
         expert_files=tuple(expert_files),
         unknown_files=tuple(unknown_files),
         folders=inside,
+    )
+
+
+def claimed_twice(directory: FilePath, first: str, second: str, rank: int) -> CheckpointError:
+    """The error about two files of one rank."""
+    return CheckpointError(
+        f"{directory}: both {first} and {second} claim rank {rank}. Files of two saves are mixed in this directory; "
+        "remove those that do not belong."
     )
 
 

@@ -30,9 +30,10 @@ from zeroelastic.cli.terminal import (
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
+    from zeroelastic.checkpoint.checker import Problem
     from zeroelastic.verbs.diff.diff import DiffReport
     from zeroelastic.verbs.diff.tensors import ComparedTensor
-    from zeroelastic.verbs.verify.report import Problem, VerifyReport
+    from zeroelastic.verbs.verify.report import VerifyReport
 
 _MOST_PROBLEMS = 20
 _MOST_TENSORS = 15

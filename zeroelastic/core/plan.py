@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from zeroelastic.core.layout import Int64Array, Layout, partition_numel
 
@@ -48,9 +49,9 @@ class Plan:
         """Rows of the plan."""
         return len(self.length)
 
-    def window(self, begin: int, end: int) -> Plan:
-        """Rows ``begin`` to ``end``, without a copy; by itself it does not cover what the rank owns."""
-        columns = {name: getattr(self, name)[begin:end] for name in _COLUMNS}
+    def take(self, rows: slice | npt.NDArray[np.bool_]) -> Plan:
+        """Some of the rows, of a slice without a copy; by themselves they do not cover what the rank owns."""
+        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
         return replace(self, **columns)
 
     @property

@@ -24,7 +24,7 @@ from zeroelastic.checkpoint.commit_record import (
     Versions,
     record_text,
 )
-from zeroelastic.checkpoint.elastic_table import elastic_table
+from zeroelastic.checkpoint.optimizer_file import elastic_table
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.core.digest import ParamContent, ScalarValue, combine, content_root, stream_seed
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups, partition_numel

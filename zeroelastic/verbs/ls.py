@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from zeroelastic.checkpoint.checker import is_stage_0
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
 from zeroelastic.checkpoint.marks import read_mark
 from zeroelastic.checkpoint.tag_files import TagListing, list_tag
@@ -15,7 +16,6 @@ from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.names import named_latest
 from zeroelastic.runs.order import Tag, runs_of
 from zeroelastic.torch_file.header import read_torch_file
-from zeroelastic.verbs.inspect.other_kinds import is_stage_0
 from zeroelastic.verbs.report import Part, Report
 
 Status = Literal["committed", "no record", "incomplete", "quarantined", "universal", "unreadable"]

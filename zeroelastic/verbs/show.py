@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.core.digest import ByteArray, combine, stream_seed
 from zeroelastic.errors import UnknownTensorError, printable, some, with_remedy
@@ -74,13 +73,13 @@ class ShownTensor(Part):
     group: int | None
     tied_to: str | None
     other_kinds: tuple[str, ...]
-    value: Any
-    statistics: Statistics | None
-    digest: str | None
-    recorded_digest: str | None
-    first: tuple[Number, ...]
-    last: tuple[Number, ...]
-    places: tuple[ShownPlace, ...]
+    value: Any = None
+    statistics: Statistics | None = None
+    digest: str | None = None
+    recorded_digest: str | None = None
+    first: tuple[Number, ...] = ()
+    last: tuple[Number, ...] = ()
+    places: tuple[ShownPlace, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -126,14 +125,11 @@ def show(
     """
     with open_view(src, tag=tag) as ck:
         chosen = {name: _of_kind(ck, name, kind) for name in _matching(ck, param, kind)}
-        known = _Known(
-            digests=_recorded_digests(ck.record),
-            groups={name: i for i, group in enumerate(ck.groups) for name in group.params},
-            tied=ck.tied,
-        )
+        digests = ck.record.params.digests if ck.record is not None else {}
+        groups = {name: number for number, group in enumerate(ck.groups) for name in group.params}
         nbytes = sum(found.nbytes for found in chosen.values() if isinstance(found, TensorHandle))
         with progress(f"reading {printable(param)}", nbytes) as advance:
-            tensors = tuple(_shown(ck, name, kind, found, known, advance) for name, found in chosen.items())
+            tensors = tuple(_shown(ck, name, kind, found, groups, digests, advance) for name, found in chosen.items())
         return ShowReport(
             ok=all(tensor.ok for tensor in tensors),
             path=absolute(str(ck.path)),
@@ -187,36 +183,18 @@ def _no_kind(ck: CheckpointView, names: list[str], kind: str) -> UnknownTensorEr
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What is looked up for each tensor: recorded digests by name and state key, groups, names that are tied."""
-
-    digests: Mapping[tuple[str, str], int]
-    groups: Mapping[str, int]
-    tied: Mapping[str, str]
-
-
-def _recorded_digests(record: CommitRecord | None) -> dict[tuple[str, str], int]:
-    """The digests in the commit record, by parameter and state key."""
-    return {
-        (name, key): digest
-        for group in (record.params.groups if record is not None else ())
-        for name, row in zip(group.names, group.digests.tolist(), strict=True)
-        for (key, _), digest in zip(group.tensors, row, strict=True)
-    }
-
-
 def _shown(
     ck: CheckpointView,
     name: str,
     kind: str,
     found: object,
-    known: _Known,
+    groups: Mapping[str, int],
+    digests: Mapping[tuple[str, str], tuple[str, int]],
     advance: Advance,
 ) -> ShownTensor:
-    saved_as = known.tied.get(name, name)
+    saved_as = ck[name].name
     others = tuple(key for key in _kinds(ck, name) if key != kind)
-    group = known.groups.get(saved_as)
+    group = groups.get(saved_as)
     tied_to = None if saved_as == name else saved_as
     if not isinstance(found, TensorHandle):
         return ShownTensor(
@@ -230,12 +208,6 @@ def _shown(
             tied_to=tied_to,
             other_kinds=others,
             value=found,
-            statistics=None,
-            digest=None,
-            recorded_digest=None,
-            first=(),
-            last=(),
-            places=(),
         )
     is_param = ck[name].kind != "buffer"
     key = kind if kind != WEIGHT else "buffer" if not is_param else FP32 if ck[name].kind == "trained" else "frozen"
@@ -262,10 +234,9 @@ def _shown(
         group=group,
         tied_to=tied_to,
         other_kinds=others,
-        value=None,
         statistics=_statistics(statistics),
-        digest=_digest_text(digest) if is_param else None,
-        recorded_digest=_digest_text(known.digests.get((saved_as, key))),
+        digest=f"{digest:016x}" if is_param else None,
+        recorded_digest=f"{digests[saved_as, key][1]:016x}" if (saved_as, key) in digests else None,
         first=first,
         last=last,
         places=tuple(
@@ -294,11 +265,6 @@ def _statistics(found: TensorStats) -> Statistics:
         nans=found.num_nan,
         infs=found.num_inf,
     )
-
-
-def _digest_text(digest: int | None) -> str | None:
-    """A digest as the commit record has it: 16 hexadecimal digits."""
-    return None if digest is None else f"{digest:016x}"
 
 
 @dataclass(frozen=True, slots=True)

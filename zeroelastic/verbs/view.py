@@ -7,26 +7,21 @@ import html
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType, TracebackType
 
 import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
-from zeroelastic.checkpoint.extents import Destination, TensorExtents, extent_table
+from zeroelastic.checkpoint.contradictions import check_same_models, check_same_save
+from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup
-from zeroelastic.checkpoint.saved_state import (
-    SavedPart,
-    SavedState,
-    check_same_models,
-    check_same_save,
-    frozen_part,
-    trained_part,
-)
+from zeroelastic.checkpoint.saved_state import SavedState, frozen_part, trained_part
+from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable, with_remedy
 from zeroelastic.executors.dispatch import ReadTable, read_segments
@@ -42,7 +37,7 @@ from zeroelastic.verbs.convert.model_tensors import (
     read_buffer,
     stored_tensor,
 )
-from zeroelastic.verbs.tensor import TensorHandle, TensorPlace, clipped, places_of, whole_param
+from zeroelastic.verbs.tensor import TensorHandle
 
 _LISTED = 20
 _NEAR = 3
@@ -68,6 +63,26 @@ def open(path: str | os.PathLike[str], *, tag: str | None = None) -> CheckpointV
             print(ck.optimizer("model.norm.weight")["step"])
     """
     return CheckpointView(find_source(path, tag=tag))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """A run of a tensor's elements in a file: ``numel`` from element ``start`` on are ``nbytes`` bytes from ``offset``.
+
+    ``rank`` is the saved rank whose file it is.
+    """
+
+    rank: int
+    path: FilePath
+    offset: int
+    nbytes: int
+    start: int
+    numel: int
+
+    @property
+    def file(self) -> str:
+        """The name of the file in the tag directory."""
+        return self.path.name
 
 
 class CheckpointView(Mapping[str, TensorHandle]):
@@ -140,8 +155,20 @@ class CheckpointView(Mapping[str, TensorHandle]):
         Opens the headers of the ranks that hold it. Raises UnknownTensorError.
         """
         tensor, state = self._tensor(name), self._state
+        source = tensor.source
+        if isinstance(source, Buffer):
+            extent = source.extent
+            return (TensorPlace(0, extent.path, extent.offset, extent.nbytes, 0, tensor.numel),)
         with self._reading():
-            return places_of(tensor, state.parts, key)
+            rows = state.parts[source.part].tensor_rows(source.param, key or source.key)
+        columns = (rows.file, rows.file_offset, rows.nbytes, rows.start, rows.numel)
+        named = [parse_rank_file(path.name) for path in rows.paths]
+        ranks = [0 if file is None else file.rank for file in named]
+        places = [
+            TensorPlace(ranks[file], rows.paths[file], *numbers)
+            for file, *numbers in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+        return tuple(sorted(places, key=lambda place: place.start))
 
     def unknown(self, name: str) -> UnknownTensorError:
         """The error for a name that no tensor has, with the names that are near."""
@@ -271,7 +298,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
         checkpoint = self._checkpoint
         with self._reading():
             head, model = checkpoint.shard(0), checkpoint.model_states(0)
-            check_same_models((model,), head, checkpoint)
+            check_same_models((model,), head, checkpoint.record)
             frozen = frozen_part({0: model})
 
         def trained_extents(rank: int) -> Mapping[str, TensorExtents]:
@@ -281,7 +308,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
         def frozen_extents(rank: int) -> Mapping[str, TensorExtents]:
             other = checkpoint.model_states(rank)
-            check_same_models((model, other), head, checkpoint)
+            check_same_models((model, other), head, checkpoint.record)
             both = frozen_part({0: model, rank: other})
             assert both is not None
             return both.extents[rank]
@@ -323,7 +350,9 @@ class CheckpointView(Mapping[str, TensorHandle]):
             if not numel:
                 return data
             if isinstance(source, Place):
-                table = self._table(source, tensor.dtype, start, numel)
+                rows = self._state.parts[source.part].tensor_rows(source.param, source.key, start, start + numel)
+                at = rows.target_offset * rows.itemsize
+                table = ReadTable(rows.paths, rows.file, rows.file_offset, rows.target, at, rows.nbytes)
             elif source.stride is None:
                 row = (0, source.extent.offset + start * itemsize, 0, 0, len(data))
                 table = ReadTable((source.extent.path,), *(np.array([value], dtype=np.int64) for value in row))
@@ -331,14 +360,6 @@ class CheckpointView(Mapping[str, TensorHandle]):
                 return read_buffer(tensor, limit=_NO_LIMIT)[start * itemsize : (start + numel) * itemsize]
             read_segments(table, [data])
         return data
-
-    def _table(self, place: Place, dtype: str, start: int, numel: int) -> ReadTable:
-        part: SavedPart = self._state.parts[place.part]
-        plan = clipped(whole_param(part, place), start, start + numel)
-        rows = extent_table(plan, part.extents, [Destination(place.key, 0, dtype)])
-        return ReadTable(
-            rows.paths, rows.file, rows.file_offset, rows.target, rows.target_offset * rows.itemsize, rows.nbytes
-        )
 
     def _with_handles(self, name: str, value: object, file: TorchFile, seen: dict[int, object]) -> object:
         """A value of the client state with handles in place of tensors; a container may hold itself."""

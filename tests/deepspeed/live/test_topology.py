@@ -331,10 +331,10 @@ def test_tensor_parallel_record(sliced_save: list[Saved]) -> None:
     """Every parameter of every tensor parallel rank is in it, once, with digests of its own."""
     record = read_record(sliced_save[0].tag_dir)
     assert record is not None and (record.world_size, record.tp_size, len(record.files)) == (2, 2, 8)
-    keys = [(param.name, param.tp_rank) for param in record.params]
+    keys = [(content.param.name, content.tp_rank) for content in record.contents()]
     names = sorted(name for name, _ in SlicedModel().named_parameters())
     assert keys == [(name, tp_rank) for name in names for tp_rank in (0, 1)]
-    digests = {key: param.tensors for key, param in zip(keys, record.params, strict=True)}
+    digests = {key: content.tensors for key, content in zip(keys, record.contents(), strict=True)}
     for layer in ("blocks.0.up_proj.weight", "blocks.2.down_proj.weight"):
         assert digests[layer, 0] != digests[layer, 1]
     assert digests["blocks.2.norm.weight", 0] == digests["blocks.2.norm.weight", 1]  # a copy

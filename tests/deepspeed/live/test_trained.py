@@ -89,7 +89,8 @@ def test_what_the_optimizer_has_is_trained_whatever_requires_a_gradient(
         assert verify_checkpoint(tmp_path / change.__name__ / "tag").problems == (), change.__name__
         record = read_record(tmp_path / change.__name__ / "tag")
         assert record is not None and record.checkpoint_format == ("elastic" if elastic else "rigid")
-        assert {p.name for p in record.params if not p.trainable} == {"adapter.weight", "adapter.bias"}
+        names = {content.param.name for content in record.contents()}
+        assert names - record.params.trained == {"adapter.weight", "adapter.bias"}
     check(states, rank_pool.run(load_each, 3, job.other(), directory, every, again=True)[0], every)
     check(states, rank_pool.run(load_each, 2, job.other(), directory, CHANGES, again=False)[0], CHANGES)
     stock = replace(job.other(installed=False, elastic=False), sub_group_size=job.sub_group_size)

@@ -88,13 +88,13 @@ def needed_files(directory: Path, world_size: int, rank: int) -> set[str]:
     saved = record.world_size
     names = {"latest", "zeroelastic.json", "zeroelastic-quarantine.json", tag.name}
     names.add(f"zero_pp_rank_{rank if rank < saved else 0}_mp_rank_00_model_states.pt")
-    for param in record.params:
-        numel = torch.Size(param.shape).numel()
+    for param in (content.param for content in record.contents()):
+        numel, trained = param.numel, param.name in record.params.trained
         part, saved_part = -(-numel // world_size), -(-numel // saved)
         mine = range(min(rank * part, numel), min((rank + 1) * part, numel))
         if len(mine):
             for source in range(mine[0] // saved_part, mine[-1] // saved_part + 1):
-                kind = "optim" if param.trainable else "model"
-                prefix = "bf16_" if param.trainable else ""
+                kind = "optim" if trained else "model"
+                prefix = "bf16_" if trained else ""
                 names.add(f"{prefix}zero_pp_rank_{source}_mp_rank_00_{kind}_states.pt")
     return names

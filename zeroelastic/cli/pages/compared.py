@@ -24,9 +24,8 @@ from zeroelastic.cli.pages.figures import (
     table,
 )
 from zeroelastic.errors import counted
-from zeroelastic.verbs.diff.diff import DiffReport
+from zeroelastic.verbs.diff.diff import Difference, DiffReport
 from zeroelastic.verbs.diff.tensors import ComparedTensor
-from zeroelastic.verbs.diff.values import Difference
 from zeroelastic.verbs.plan.plan import PlanReport
 
 _DRAWN = 12

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from zeroelastic.byte_sizes import format_size
+from zeroelastic.checkpoint.checker import Problem
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.cli.pages.figures import (
     DAMAGE,
@@ -30,7 +31,7 @@ from zeroelastic.cli.pages.figures import (
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import counted
 from zeroelastic.verbs.inspect.report import InspectedParam, InspectReport, SavedLayout
-from zeroelastic.verbs.verify.report import Problem, VerifiedFile, VerifyReport
+from zeroelastic.verbs.verify.report import VerifiedFile, VerifyReport
 
 _MOST_RANKS = 24  # with a strip in the layout
 _MOST_PIECES = (

@@ -14,18 +14,20 @@ from typing import NamedTuple
 import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
-from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.model_states import ModelStates, frozen_layouts, other_step
-from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
-from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
-from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, wrapper_advice
-from zeroelastic.checkpoint.saved_state import (
+from zeroelastic.checkpoint.contradictions import (
     VALUE_FACTS,
     check_same_save,
+    frozen_layouts,
+    other_step,
     shard_facts,
     shard_values,
     values_sentence,
 )
+from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
+from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
+from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, wrapper_advice
 from zeroelastic.checkpoint.tag_files import model_file_name
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, in_own_buffers

@@ -122,12 +122,7 @@ def recorded_digests(source: Checkpoint) -> RecordedDigests | None:
     """Those of the commit record of a checkpoint, if it has one."""
     if source.record is None:
         return None
-    tensors = {
-        (param.name, key): (tensor.dtype, int(tensor.digest, 16))
-        for param in source.record.params
-        for key, tensor in param.tensors.items()
-    }
-    return RecordedDigests(source.tag_dir, tensors)
+    return RecordedDigests(source.tag_dir, source.record.params.digests)
 
 
 def compare_digest(digests: RecordedDigests, name: str, key: str, dtype: str, found: int) -> None:

@@ -1,1 +1,1 @@
-"""What differs between two checkpoints: ``diff`` puts together ``tensors`` (by ``element_stats``) and ``values``."""
+"""What differs between two checkpoints: ``diff`` compares values, and ``tensors`` (by ``element_stats``) tensors."""

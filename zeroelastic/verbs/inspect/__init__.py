@@ -1,1 +1,1 @@
-"""What a checkpoint holds: ``inspect`` makes the ``report``, which ``inspector`` fills from headers alone."""
+"""What a checkpoint holds: ``inspect`` makes the ``report`` from headers alone."""

@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from zeroelastic.checkpoint.checker import TagHeaders, check_headers
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
+from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.one_save import one_save, saved_again, was_saved_again
-from zeroelastic.checkpoint.tag_files import is_rank_file, list_tag
-from zeroelastic.errors import CheckpointError, UnreadableError, finding, with_remedy
+from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_sub_group_size
+from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
+from zeroelastic.checkpoint.tag_files import (
+    OFFLINE_TENSOR_PARALLEL,
+    SWAP_FOLDER,
+    is_rank_file,
+    is_temporary,
+    list_tag,
+)
+from zeroelastic.core.layout import Param
+from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, counted, finding, some, with_remedy
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes
-from zeroelastic.runs.locate import Source, find_source
+from zeroelastic.runs.locate import UNIVERSAL, Source, find_source
 from zeroelastic.runs.tag_directory import open_tag
-from zeroelastic.verbs.inspect.inspector import Inspection, Inspector
-from zeroelastic.verbs.inspect.other_kinds import refuse_other_kinds
-from zeroelastic.verbs.inspect.report import InspectedParam, InspectReport
+from zeroelastic.torch_file.columns import NamedColumn
+from zeroelastic.torch_file.header import DTYPE_BYTES, DType, TensorRef
+from zeroelastic.verbs.inspect.report import (
+    Buffer,
+    Group,
+    InspectedParam,
+    InspectReport,
+    LossScaler,
+    ParamKind,
+    Record,
+    SavedLayout,
+    Scalar,
+    StateKey,
+    TagFiles,
+    Totals,
+    Versions,
+)
+
+_NAMED = 6
 
 
 @with_remedy()
@@ -48,9 +79,21 @@ def _look(src: str, tag: str | None, all_ranks: bool) -> InspectReport:
             source = Source(path.parent, path.name, open_tag(path), None, "deepspeed")
             found = inspect_source(source, all_ranks=all_ranks)
             return found.model_copy(update={"notes": [*found.notes, finding(error)]})
-        return Inspection(
-            path=str(path), tag=tag or "", problems=[finding(error)], remedy=error.remedy or None
-        ).report()
+        return InspectReport(
+            ok=False,
+            problems=[finding(error)],
+            remedy=error.remedy or CheckpointError.remedy,
+            path=str(path),
+            tag=tag or "",
+            unsupported=[],
+            notes=[],
+            state={},
+            scalars={},
+            groups=[],
+            params=[],
+            buffers=[],
+            files=TagFiles(num_missing=0, missing=[], stale=[], odd=[], leftovers=[], folders=[]),
+        )
 
 
 def _matching(params: Sequence[InspectedParam], pattern: str) -> list[InspectedParam]:
@@ -72,28 +115,330 @@ def inspect_source(source: Source, *, all_ranks: bool = False) -> InspectReport:
 
     ``all_ranks`` opens every rank's headers and reports contradictions between them. Raises UnreadableError where the
     directory or a file cannot be read, SavedAgainError where it was saved again meanwhile, UnsupportedError for
-    checkpoints of other ZeRO stages and Universal ones.
+    checkpoints of ZeRO stage 0 and Universal ones.
 
     Example::
 
         inspect_source(find_source("ckpt")).world_size
     """
     with one_save(source.tag_dir):
-        found = _inspect(source, all_ranks).report()
+        listing = list_tag(source.tag_dir)
+        if listing.kind == "universal":
+            raise UnsupportedError(
+                f"{listing.directory}: is {UNIVERSAL}. zeroelastic reads the checkpoint that it was made from."
+            )
+        every = all_ranks and listing.tp_size == 1
+        checked = check_headers(source.tag_dir, headers="all" if every else "first", listing=listing)
+        if checked.is_stage_0:
+            raise UnsupportedError(
+                f"{listing.directory}: {min(listing.models.values())} holds the optimizer too. It is of ZeRO stage 0, "
+                "whose optimizer state does not name its parameters, so that only a stage 0 run resumes it."
+            )
+        found = _report(source, checked)
     if found.problems and was_saved_again(source.tag_dir):
         raise saved_again(source.tag_dir)
     return found
 
 
-def _inspect(source: Source, all_ranks: bool) -> Inspection:
-    listing = list_tag(source.tag_dir)
-    refuse_other_kinds(listing)
-    found = Inspection(path=str(source.tag_dir), tag=source.tag, framework=source.framework, latest=source.latest)
-    inspector = Inspector(listing, found)
-    inspector.files(source)
-    inspector.record()
-    inspector.headers()
-    inspector.params()
-    if all_ranks:
-        inspector.all_ranks()
-    return found
+def _report(source: Source, checked: TagHeaders) -> InspectReport:
+    record, model, shard, root = checked.record, checked.first_model, checked.first_shard, checked.root
+    listing = checked.listing
+    mark = read_mark(checked.tag_dir) if MARK_NAME in listing.sizes else None
+    problems = _problems(checked)
+    if mark is not None:
+        problems.append(f"{checked.tag_dir}: {mark.sentence}")
+    unsupported = checked.unsupported
+    if listing.tp_size > 1:
+        ranks = f"was saved with {listing.tp_size} tensor parallel ranks, of which the first is shown."
+        others = [sentence for sentence in unsupported if OFFLINE_TENSOR_PARALLEL not in sentence]
+        unsupported = [*others, f"{checked.tag_dir}: {ranks} {OFFLINE_TENSOR_PARALLEL}"]
+    num_missing, missing = listing.missing(checked.world_size)
+    damaged = any(problem.file == RECORD_NAME for problem in checked.problems)
+    params = list(_params(checked))
+    params += _tied(root, params)
+    num, numel = Counter[ParamKind](), Counter[ParamKind]()
+    for param in params:
+        num[param.kind] += 1
+        numel[param.kind] += param.numel
+    sizes = [param.bytes for param in params if param.bytes is not None]
+    buffers = _buffers(root)
+    dtypes = _count_dtypes(root.get("module"), but={buffer.name for buffer in buffers})
+    own_config = root.get("ds_config")
+    config = shard.ds_config if shard is not None else own_config if isinstance(own_config, dict) else None
+    batches = (
+        *(found.train_batch_size for found in (shard, record) if found is not None),
+        *(found.get("train_batch_size") for found in (own_config, config) if isinstance(found, Mapping)),
+    )
+    tp_size = _integer(root, "mp_world_size")
+    return InspectReport(
+        ok=not problems and not unsupported,
+        problems=problems,
+        remedy=CheckpointError.remedy if problems else None,
+        unsupported=unsupported,
+        notes=_notes(source, checked),
+        path=str(source.tag_dir),
+        tag=source.tag,
+        latest=source.latest,
+        framework=source.framework,
+        format=shard.format if shard is not None else None if record is None else record.checkpoint_format,
+        stage=None if shard is None else shard.stage,
+        world_size=checked.stated_world_size,
+        tp_size=listing.tp_size if tp_size is None else tp_size,
+        step=record.global_steps if record is not None else None if model is None else model.global_steps,
+        skipped_steps=_integer(root, "skipped_steps"),
+        samples=_integer(root, "global_samples"),
+        save_id=next((found.save_id for found in (shard, record) if found is not None and found.save_id), None),
+        versions=_versions(checked),
+        model_dtype=max(dtypes, key=lambda dtype: (dtypes[dtype], dtype)) if dtypes else None,
+        master_dtype=", ".join(sorted({*shard.extents[FP32].dtype.values()})) or None if shard is not None else None,
+        train_batch_size=next((batch for batch in batches if type(batch) is int and batch), None),
+        sub_group_size=configured_sub_group_size(config) if config is not None and listing.kind == "zero-3" else None,
+        num_sub_groups=None if shard is None else shard.layout.num_sub_groups,
+        layout=None
+        if shard is None
+        else SavedLayout(
+            split="param" if shard.stage == 3 else "group", sub_group_numel=shard.layout.sub_group_numel.tolist()
+        ),
+        quarantine=mark,
+        record=Record(
+            state="present" if record is not None else "damaged" if damaged else "absent",
+            content_root=None if record is None else record.content_root,
+        ),
+        totals=Totals(
+            params=num["trained"] + num["frozen"],
+            numel=numel["trained"] + numel["frozen"],
+            trained_params=num["trained"],
+            trained_numel=numel["trained"],
+            frozen_params=num["frozen"],
+            frozen_numel=numel["frozen"],
+            tied_params=num["tied"],
+            state_bytes=sum(sizes) if params and len(sizes) == len(params) else None,
+            files=len(listing.sizes),
+            disk_bytes=sum(listing.sizes.values()),
+        ),
+        state=_state(params),
+        scalars=_scalars(shard),
+        groups=_groups(shard),
+        loss_scaler=_loss_scaler(shard),
+        params=params,
+        buffers=buffers,
+        scheduler=root.get("lr_scheduler") is not None if root else None,
+        client_state=list(client_state_keys(root)) if root else None,
+        files=TagFiles(
+            num_missing=num_missing,
+            missing=list(missing),
+            stale=list(listing.stale(checked.world_size)),
+            odd=list(listing.unknown_files),
+            leftovers=list(listing.temporaries),
+            folders=list(listing.folders),
+        ),
+        headers_read=checked.num_opened,
+    )
+
+
+def _integer(root: Mapping[object, object], key: str) -> int | None:
+    value = root.get(key)
+    return value if type(value) is int else None
+
+
+def _problems(checked: TagHeaders) -> list[str]:
+    """What is wrong: missing files and parameters that contradict the record as one sentence each."""
+    listing, directory = checked.listing, checked.tag_dir
+    found = [problem for problem in checked.problems if problem not in checked.missing]
+    found += checked.other_directories({problem.file for problem in checked.problems})
+    of_params = [problem.sentence for problem in found if problem.param is not None]
+    problems = [problem.sentence for problem in found if problem.param is None] + of_params[:_NAMED]
+    if len(of_params) > _NAMED:
+        problems.append(f"{directory}: {len(of_params) - _NAMED} more parameters contradict the commit record.")
+    if checked.stated_world_size is None:
+        problems.append(f"{directory}: no file tells how many ranks saved it. The checkpoint is incomplete.")
+    num_missing, missing = listing.missing(checked.world_size)
+    if num_missing:
+        problems.append(
+            f"{directory}: {num_missing} of the files of {counted(checked.world_size, 'rank')} "
+            f"{'is' if num_missing == 1 else 'are'} missing: {some(missing, count=num_missing)}. The checkpoint is "
+            "incomplete, or its files are on other nodes (use_node_local_storage)."
+        )
+    elif checked.missing:
+        gone = some(problem.file for problem in checked.missing)
+        problems.append(f"{directory}: files that its commit record names are missing: {gone}.")
+    return problems
+
+
+def _notes(source: Source, checked: TagHeaders) -> list[str]:
+    listing, record, root = checked.listing, checked.record, checked.root
+    notes: list[str] = []
+    if source.latest not in (None, source.tag):
+        notes.append(f"latest names {source.latest}, not this tag")
+    if listing.temporaries:
+        notes.append(f"a save left temporary files, or is under way: {some(listing.temporaries)}")
+    if SWAP_FOLDER in listing.folders:
+        notes.append(f"{SWAP_FOLDER} holds DeepSpeed's raw copies of state on NVMe, which no other world size can use")
+    above: list[str] = []
+    with suppress(CheckpointError, UnreadableError):
+        above = [name for name in file_sizes(source.root) if is_temporary(name)]
+    if above:
+        notes.append(f"there are temporary files beside the tags: {some(sorted(above))}")
+    if record is not None and record.tag != source.tag and not record.tag.endswith(f"/{source.tag}"):
+        notes.append(f"was saved under the tag {record.tag}")  # the source is no part of it
+    version = root.get("ds_version")
+    if record is not None and isinstance(version, str) and version != record.versions.deepspeed:
+        notes.append(f"the model states file was written by DeepSpeed {version}")
+    if stale := listing.stale(checked.world_size):
+        notes.append(f"files of ranks that this save does not have are left over: {some(stale)}")
+    if checked.first_model is not None and checked.first_model.frozen is None:
+        notes.append("frozen parameters, if there are any, were left out of this save (exclude_frozen_parameters)")
+    return notes
+
+
+def _versions(checked: TagHeaders) -> Versions:
+    saved = Versions() if checked.record is None else Versions(**checked.record.versions.model_dump())
+    version = checked.root.get("ds_version")
+    return saved.model_copy(update={"deepspeed": version}) if isinstance(version, str) else saved
+
+
+def _buffers(root: Mapping[object, object]) -> list[Buffer]:
+    module, names = root.get("module"), root.get("buffer_names")
+    if not isinstance(module, Mapping) or not isinstance(names, (list, tuple, set)):
+        return []
+    found = [(name, module.get(name)) for name in names if isinstance(name, str)]
+    return [
+        Buffer(name=name, shape=list(ref.shape), dtype=ref.dtype) for name, ref in found if isinstance(ref, TensorRef)
+    ]
+
+
+def _count_dtypes(module: object, *, but: Collection[object]) -> Counter[str]:
+    """How many tensors of other names than these have each dtype."""
+    if isinstance(module, NamedColumn):
+        forms = Counter(module.form[~module.is_in(but)].tolist())
+        known = ((module.forms[number], count) for number, count in forms.items())
+    else:
+        entries = module.items() if isinstance(module, Mapping) else ()
+        known = ((ref, 1) for name, ref in entries if name not in but)
+    counts: Counter[str] = Counter()
+    for ref, count in known:
+        if isinstance(ref, TensorRef):
+            counts[ref.dtype] += count
+    return counts
+
+
+def _groups(shard: Shard | None) -> list[Group]:
+    if shard is None:
+        return []
+    numel = {param.name: param.numel for param in shard.layout.params}
+    return [
+        Group(
+            options=dict(group.options),
+            num_params=len(group.params),
+            numel=sum(numel.get(name, 0) for name in group.params),
+        )
+        for group in shard.groups
+    ]
+
+
+def _scalars(shard: Shard | None) -> dict[str, list[Scalar]]:
+    """The different values of each scalar."""
+    found: dict[str, dict[str, Scalar]] = {}
+    for scalars in shard.scalars if shard is not None else ():
+        for key, value in scalars.items():
+            found.setdefault(key, {}).setdefault(value.canonical(), Scalar(kind=value.kind, value=value.value))
+    return {key: [*values.values()] for key, values in found.items()}
+
+
+def _loss_scaler(shard: Shard | None) -> LossScaler | None:
+    if shard is None or shard.scaler is None:
+        return None
+    scaler = shard.scaler
+    attributes = {key: value.name if isinstance(value, DType) else value for key, value in scaler.attributes.items()}
+    return LossScaler(
+        class_name=scaler.class_name, dynamic=scaler.dynamic, overflow=scaler.overflow, attributes=attributes
+    )
+
+
+def _state(params: Iterable[InspectedParam]) -> dict[str, StateKey]:
+    sizes: dict[str, dict[str, list[int]]] = {}  # bytes of each parameter, by state key and dtype
+    for param in params:
+        for key, dtype in param.dtypes.items():
+            sizes.setdefault(key, {}).setdefault(dtype, []).append(param.numel * DTYPE_BYTES[dtype])
+    return {
+        key: StateKey(
+            dtypes=sorted(by_dtype), num_params=sum(map(len, by_dtype.values())), bytes=sum(map(sum, by_dtype.values()))
+        )
+        for key, by_dtype in sizes.items()
+    }
+
+
+def _params(checked: TagHeaders) -> Iterator[InspectedParam]:
+    """The trained and the frozen parameters, from headers or, where none tells them, from the commit record."""
+    record, model, shard = checked.record, checked.first_model, checked.first_shard
+    trained: list[tuple[Param, Mapping[str, str]]] = []
+    frozen: list[tuple[Param, Mapping[str, str]]] = []
+    groups: dict[str, int] = {}
+    places: dict[str, tuple[int, int]] = {}
+    if shard is not None:
+        part, layout = trained_part({}, shard), shard.layout
+        trained = list(zip(layout.params, part.dtypes, strict=True))
+        rows = zip(layout.params, layout.sub_group.tolist(), layout.in_buffer.tolist(), strict=True)
+        places = {param.name: (sub_group, offset) for param, sub_group, offset in rows}
+        groups = {name: number for number, group in enumerate(shard.groups) for name in group.params}
+    elif model is not None:
+        trained = [(param, {}) for members in model.sub_groups for param in members]
+    if model is not None:
+        part_of = frozen_part({model.rank: model})
+        frozen = [] if part_of is None else list(zip(part_of.layout.params, part_of.dtypes, strict=True))
+    elif record is not None:
+        known, names = {param for param, _ in trained}, record.params.trained
+        for content in record.contents():
+            if content.param not in known:
+                dtypes = {key: dtype for key, (dtype, _) in content.tensors.items()}
+                (trained if content.param.name in names else frozen).append((content.param, dtypes))
+    for param, found in trained:
+        sub_group, offset = places.get(param.name, (None, None))
+        yield _param("trained", param, found, group=groups.get(param.name), sub_group=sub_group, offset=offset)
+    for param, found in frozen:
+        yield _param("frozen", param, found)
+
+
+def _param(
+    kind: ParamKind,
+    param: Param,
+    dtypes: Mapping[str, str],
+    *,
+    group: int | None = None,
+    sub_group: int | None = None,
+    offset: int | None = None,
+) -> InspectedParam:
+    return InspectedParam(
+        name=param.name,
+        kind=kind,
+        shape=list(param.shape),
+        numel=param.numel,
+        bytes=param.numel * sum(DTYPE_BYTES[dtype] for dtype in dtypes.values()) if dtypes else None,
+        group=group,
+        dtypes=dict(dtypes),
+        tied_to=None,
+        sub_group=sub_group,
+        offset=offset,
+    )
+
+
+def _tied(root: Mapping[object, object], params: Sequence[InspectedParam]) -> list[InspectedParam]:
+    """The further names of tied parameters."""
+    shapes = {param.name: param.shape for param in params}
+    shared = root.get("shared_params")
+    return [
+        InspectedParam(
+            name=name,
+            kind="tied",
+            shape=shapes.get(owner, []),
+            numel=0,
+            bytes=0,
+            group=None,
+            dtypes={},
+            tied_to=owner,
+            sub_group=None,
+            offset=None,
+        )
+        for name, owner in (shared.items() if isinstance(shared, dict) else ())
+        if isinstance(name, str) and isinstance(owner, str) and name not in shapes
+    ]

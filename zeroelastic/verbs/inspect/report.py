@@ -13,31 +13,31 @@ ParamKind = Literal["trained", "frozen", "tied"]
 class Versions(Part):
     """The versions that saved."""
 
-    zeroelastic: str | None
-    deepspeed: str | None
-    torch: str | None
+    zeroelastic: str | None = None
+    deepspeed: str | None = None
+    torch: str | None = None
 
 
 class Record(Part):
     """The commit record: whether there is one, and its content root."""
 
-    state: Literal["present", "absent", "damaged", "unknown"]
-    content_root: str | None
+    state: Literal["present", "absent", "damaged", "unknown"] = "absent"
+    content_root: str | None = None
 
 
 class Totals(Part):
     """Counts over all parameters and files. ``state_bytes`` are of all tensors, padding excluded."""
 
-    params: int
-    numel: int
-    trained_params: int
-    trained_numel: int
-    frozen_params: int
-    frozen_numel: int
-    tied_params: int
-    state_bytes: int | None
-    files: int
-    disk_bytes: int
+    params: int = 0
+    numel: int = 0
+    trained_params: int = 0
+    trained_numel: int = 0
+    frozen_params: int = 0
+    frozen_numel: int = 0
+    tied_params: int = 0
+    state_bytes: int | None = None
+    files: int = 0
+    disk_bytes: int = 0
 
 
 class StateKey(Part):
@@ -131,38 +131,38 @@ class InspectReport(Report):
     """
 
     problems: list[str]
-    remedy: str | None
+    remedy: str | None = None
     unsupported: list[str]
     notes: list[str]
     path: str
     tag: str
-    latest: str | None
-    framework: Framework
-    format: Format | None
-    stage: int | None
-    world_size: int | None
-    tp_size: int | None
-    step: int | None
-    skipped_steps: int | None
-    samples: int | None
-    save_id: str | None
-    versions: Versions
-    model_dtype: str | None
-    master_dtype: str | None
-    train_batch_size: int | None
-    sub_group_size: int | None
-    num_sub_groups: int | None
-    layout: SavedLayout | None
-    quarantine: Quarantine | None
-    record: Record
-    totals: Totals
+    latest: str | None = None
+    framework: Framework = "deepspeed"
+    format: Format | None = None
+    stage: int | None = None
+    world_size: int | None = None
+    tp_size: int | None = None
+    step: int | None = None
+    skipped_steps: int | None = None
+    samples: int | None = None
+    save_id: str | None = None
+    versions: Versions = Versions()
+    model_dtype: str | None = None
+    master_dtype: str | None = None
+    train_batch_size: int | None = None
+    sub_group_size: int | None = None
+    num_sub_groups: int | None = None
+    layout: SavedLayout | None = None
+    quarantine: Quarantine | None = None
+    record: Record = Record()
+    totals: Totals = Totals()
     state: dict[str, StateKey]
     scalars: dict[str, list[Scalar]]
     groups: list[Group]
-    loss_scaler: LossScaler | None
+    loss_scaler: LossScaler | None = None
     params: list[InspectedParam]
     buffers: list[Buffer]
-    scheduler: bool | None
-    client_state: list[str] | None
+    scheduler: bool | None = None
+    client_state: list[str] | None = None
     files: TagFiles
-    headers_read: int
+    headers_read: int = 0

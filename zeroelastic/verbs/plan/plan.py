@@ -18,8 +18,7 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.verbs.plan.bandwidth import Bandwidth, measure_bandwidth
-from zeroelastic.verbs.plan.forecast import LOAD_MEMORY_LIMIT, RESHARD_MEMORY_LIMIT, Forecast, make_forecast
-from zeroelastic.verbs.plan.head import read_head
+from zeroelastic.verbs.plan.forecast import LOAD_MEMORY_LIMIT, RESHARD_MEMORY_LIMIT, Forecast, make_forecast, read_head
 from zeroelastic.verbs.report import Format, Framework, Part, Report
 from zeroelastic.verbs.reshard.source import train_batch_size
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from zeroelastic.checkpoint.elastic_table import SAME_ON_ALL_RANKS, elastic_table
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, scalar_bytes
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, SAME_ON_ALL_RANKS, elastic_table, scalar_bytes
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.errors import CheckpointError
 from zeroelastic.torch_file.pickle_graph import (

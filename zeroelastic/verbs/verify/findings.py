@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from zeroelastic.checkpoint.checker import Problem, TagHeaders
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
-from zeroelastic.checkpoint.model_states import ModelStates
-from zeroelastic.checkpoint.open import other_directory
-from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import content_root
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import COPY_OR_GO_BACK, CheckpointError, counted, finding, some
-from zeroelastic.verbs.verify.header_check import TagHeaders
 from zeroelastic.verbs.verify.payload_scan import (
     BadRecord,
     RankRows,
     RankScan,
     file_rows,
 )
-from zeroelastic.verbs.verify.report import Problem, VerifiedFile, VerifyReport
+from zeroelastic.verbs.verify.report import VerifiedFile, VerifyReport
 
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 
@@ -83,20 +81,9 @@ def full_report(headers: TagHeaders, scan: RankScan) -> VerifyReport:
     if record is not None and root is not None and whole and root != record.content_root and not problems:
         sentence = f"the files have content root {root[:12]}..., the commit record {record.content_root[:12]}...."
         problems.append(Problem(file=RECORD_NAME, sentence=sentence))
-    problems += _other_directories(headers, {problem.file for problem in problems})
+    problems += headers.other_directories({problem.file for problem in problems})
     checked, unchecked = _words(headers, scan, right, comparable)
     return _report(headers, scan, problems, checked, unchecked, root if whole else None, scan.num_files)
-
-
-def _other_directories(headers: TagHeaders, blamed: Collection[str]) -> list[Problem]:
-    """Files without damage whose zip directory is not the one in the commit record."""
-    recorded = headers.record.directories if headers.record is not None else {}
-    opened: list[Shard | ModelStates] = [*headers.shards.values(), *headers.models.values()]
-    return [
-        Problem(file=header.path.name, sentence=other_directory(header.path).replace(f"{header.path.parent}/", ""))
-        for header in opened
-        if header.path.name not in blamed and recorded.get(header.path.name, header.directory) != header.directory
-    ]
 
 
 def _report(
@@ -108,20 +95,22 @@ def _report(
     root: str | None,
     num_files: int,
 ) -> VerifyReport:
-    record = headers.record
+    record, directory = headers.record, str(headers.tag_dir)
     params = len(record.params) if record is not None else sum(part.layout.num_params for part in headers.parts)
     return VerifyReport(
         ok=not problems,
-        path=str(headers.tag_dir),
+        path=directory,
         mode="quick" if scan is None else "full",
         format=headers.format,
         world_size=headers.world_size,
-        problems=tuple(problems),
+        problems=tuple(replace(found, sentence=found.sentence.replace(f"{directory}/", "")) for found in problems),
         remedy=COPY_OR_GO_BACK if problems else None,
         checked=tuple(checked),
         unchecked=(*unchecked, *headers.notes),
         content_root=None if headers.unsupported else root,
-        unsupported=headers.unsupported,
+        unsupported=tuple(
+            sentence.replace(f"{directory}/", "").removeprefix(f"{directory}: ") for sentence in headers.unsupported
+        ),
         recorded_root=None if record is None else record.content_root,
         files=_verified_files(headers),
         num_files=num_files,

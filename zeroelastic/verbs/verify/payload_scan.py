@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zeroelastic.checkpoint.checker import TagHeaders
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.tag_files import saved_as
 from zeroelastic.core.digest import UInt64Array
@@ -25,7 +26,6 @@ from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.zip_reader import RecordTable, ZipRecord, read_zip_records
-from zeroelastic.verbs.verify.header_check import TagHeaders
 
 
 class BadRecord(NamedTuple):

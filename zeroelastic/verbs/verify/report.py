@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from zeroelastic.checkpoint.checker import Problem
 from zeroelastic.checkpoint.marks import Quarantine
 from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
-
-
-class Problem(Part):
-    """One problem: a sentence, the name of the file, and where known the parameter, the state key and the byte range.
-
-    ``file`` is empty where no single file is to blame. ``offset`` and ``bytes`` are bytes of the file.
-    """
-
-    file: str
-    sentence: str
-    param: str | None = None
-    key: str | None = None
-    offset: int | None = None
-    bytes: int | None = None
 
 
 class VerifiedFile(Part):

@@ -13,6 +13,7 @@ import os
 import time
 from contextlib import nullcontext
 
+from zeroelastic.checkpoint.checker import TagHeaders, check_headers
 from zeroelastic.checkpoint.marks import lift_mark
 from zeroelastic.checkpoint.one_save import may_mix_saves, one_save, pin, saved_again, was_saved_again
 from zeroelastic.distributed.processes import Processes
@@ -22,7 +23,6 @@ from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.runs.locate import find_source
 from zeroelastic.verbs.options import Progress, no_progress
 from zeroelastic.verbs.verify.findings import damaged, full_report, quick_report
-from zeroelastic.verbs.verify.header_check import TagHeaders, check_headers
 from zeroelastic.verbs.verify.payload_scan import combine, scan_ranks
 from zeroelastic.verbs.verify.report import VerifyReport
 
@@ -63,7 +63,7 @@ def verify(
     def open_headers() -> TagHeaders:
         tag_dir = find_source(src, tag=tag).tag_dir
         with one_save(tag_dir):
-            return check_headers(tag_dir, quick=quick)
+            return check_headers(tag_dir, headers="none" if quick else "all")
 
     try:
         headers = processes.all_or_raise(open_headers)
@@ -105,7 +105,9 @@ def verify_checkpoint(
     """
     tag_dir = pin(tag_dir)
     with one_save(tag_dir):
-        return verify_from_headers(check_headers(tag_dir, quick=quick), quick=quick, progress=progress)
+        return verify_from_headers(
+            check_headers(tag_dir, headers="none" if quick else "all"), quick=quick, progress=progress
+        )
 
 
 def verify_from_headers(

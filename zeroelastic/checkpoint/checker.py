@@ -1,0 +1,537 @@
+"""A tag checked file by file: names, sizes, the commit record and headers; a problem in one file hides none in another.
+
+``open_checkpoint`` and ``open_state`` stop at the first contradiction, because nothing is loaded then. Here every
+contradiction becomes a ``Problem``: ``inspect`` describes what can be read all the same, and ``verify`` reads the
+payload of the files that agree with each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import ClassVar, Literal, TypeVar
+
+from pydantic import ConfigDict
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, CheckpointFormat, CommitRecord, read_record
+from zeroelastic.checkpoint.contradictions import (
+    MIXED,
+    VALUE_FACTS,
+    other_directory,
+    other_save,
+    other_stage,
+    other_step,
+    other_trained_params,
+    shard_facts,
+    values_by_rank,
+)
+from zeroelastic.checkpoint.extents import stream_seeds
+from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
+from zeroelastic.checkpoint.open import StateFiles, rank_files, stated_sizes
+from zeroelastic.checkpoint.optimizer_file import Shard
+from zeroelastic.checkpoint.optimizer_reader import open_shard
+from zeroelastic.checkpoint.saved_state import SEPARATE_EXPERTS, SavedPart, SavedTensor, frozen_part, trained_part
+from zeroelastic.checkpoint.tag_files import TagListing, TensorParallel, list_tag
+from zeroelastic.core.digest import ParamContent, UInt64Array
+from zeroelastic.errors import CheckpointError, UnsupportedError, counted, some
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.header import read_torch_file
+
+T = TypeVar("T", ModelStates, Shard)
+
+Headers = Literal["none", "first", "all"]
+"""Which headers are opened. "none": none but a model states file's where there is no record to give the world size.
+"first": those of the first rank whose files can be read, of a few."""
+
+_NAMED = 100
+_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem: a sentence, the name of the file, and where known the parameter, the state key and the byte range.
+
+    ``file`` is empty where no single file is to blame. ``offset`` and ``bytes`` are bytes of the file.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", strict=True, json_schema_serialization_defaults_required=True
+    )  # within a report
+
+    file: str
+    sentence: str
+    param: str | None = None
+    key: str | None = None
+    offset: int | None = None
+    bytes: int | None = None
+
+
+def check_headers(tag_dir: FilePath, *, headers: Headers = "all", listing: TagListing | None = None) -> TagHeaders:
+    """Check the files of a tag, and keep those that agree with each other; ``listing`` where it was listed already.
+
+    Of a checkpoint of ZeRO stage 0 or of several tensor parallel ranks only names and sizes are checked here; it is
+    ``unsupported``. Raises MissingFileError where there is no directory or no checkpoint in it. Everything else is
+    returned in ``problems``.
+    """
+    checked = TagHeaders(list_tag(tag_dir) if listing is None else listing, headers)
+    checked.check()
+    return checked
+
+
+class TagHeaders:
+    """The files of a tag and what their headers say.
+
+    ``sizes`` are those of all files in the directory. ``optim_files`` and ``model_files`` are, by rank, the files that
+    are there and have the size that the commit record states. ``shards`` and ``models`` are the headers that agree with
+    each other and with the record; ``parts`` the parameters in them. ``first_shard`` and ``first_model`` are the first
+    that could be read, whatever contradicts them, and ``root`` is the tree of that model states file.
+
+    ``problems`` are about the files by their paths, ``missing`` those of them about files that are not there.
+    ``unsupported`` says what of a checkpoint that may be sound is not read here; ``notes`` are observations that are
+    not problems. ``stated_world_size`` is None where no file states one, and ``world_size`` then a guess.
+    """
+
+    def __init__(self, listing: TagListing, headers: Headers) -> None:
+        self.tag_dir, self.listing, self.sizes = listing.directory, listing, listing.sizes
+        self._headers = headers
+        self.problems: list[Problem] = []
+        self.missing: list[Problem] = []
+        self.notes: list[str] = []
+        self.unsupported: list[str] = []
+        self.record: CommitRecord | None = None
+        self.stated_world_size: int | None = None
+        self.world_size = 0
+        self.optim_files: dict[int, FilePath] = {}
+        self.model_files: dict[int, FilePath] = {}
+        self.models: dict[int, ModelStates] = {}
+        self.shards: dict[int, Shard] = {}
+        self.first_model: ModelStates | None = None
+        self.first_shard: Shard | None = None
+        self.root: Mapping[object, object] = {}
+        self.num_opened = 0
+        self.parts: tuple[SavedPart, ...] = ()
+        self.tensors: tuple[SavedTensor, ...] = ()
+        self.is_stage_0 = False
+        self._files: StateFiles | None = None
+        pipelines = (name for name in listing.unknown_files if name.endswith("_states.pt"))
+        self._other_names = [*listing.expert_files, *pipelines]
+
+    @property
+    def format(self) -> CheckpointFormat | None:
+        """The format of the save; None where no file could be read that states it."""
+        if self.record is not None:
+            return self.record.checkpoint_format
+        return next((shard.format for shard in self.shards.values()), None)
+
+    @cached_property
+    def seeds(self) -> UInt64Array:
+        """The digest seed of each of ``tensors``."""
+        return stream_seeds([(tensor.param.name, tensor.key) for tensor in self.tensors])
+
+    @property
+    def num_trained(self) -> int:
+        """How many of ``tensors`` belong to trained parameters; they come first."""
+        return sum(len(dtypes) for dtypes in self.parts[0].dtypes) if self.shards else 0
+
+    @property
+    def num_files(self) -> int:
+        """How many files the ranks of the save have written."""
+        of_ranks = 0 if self._files is None else self.world_size + self._files.num_models(self.world_size)
+        return len(self._other_names) + of_ranks
+
+    @cached_property
+    def other_files(self) -> dict[int, tuple[FilePath, ...]]:
+        """Further files that DeepSpeed loads, such as those of experts, dealt to the ranks: checksums are compared."""
+        here = [self.tag_dir / name for name in self._other_names if name in self.sizes]
+        ranks = max(1, self.world_size)
+        return {rank: tuple(here[rank::ranks]) for rank in range(min(ranks, len(here)))}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of which at least one file can be read."""
+        return tuple(sorted({*self.optim_files, *self.model_files, *self.other_files}))
+
+    def files(self, rank: int) -> tuple[FilePath, ...]:
+        """The files of one rank that can be read."""
+        files = tuple(files[rank] for files in (self.optim_files, self.model_files) if rank in files)
+        return (*files, *self.other_files.get(rank, ()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that can be read."""
+        return sum(self.sizes[path.name] for rank in self.ranks for path in self.files(rank))
+
+    def contents(self, digests: UInt64Array) -> list[ParamContent]:
+        """What was saved of each parameter, given the digest of each of ``tensors``."""
+        found = iter(digests.tolist())
+        return [
+            ParamContent(param, {key: (dtype, next(found)) for key, dtype in part.dtypes[p].items()}, part.scalars[p])
+            for part in self.parts
+            for p, param in enumerate(part.layout.params)
+        ]
+
+    def other_directories(self, blamed: Collection[str]) -> list[Problem]:
+        """Files that are not ``blamed`` already and whose zip directory is not the one in the commit record."""
+        recorded = self.record.directories if self.record is not None else {}
+        opened: list[Shard | ModelStates] = [*self.shards.values(), *self.models.values()]
+        return [
+            Problem(header.path.name, other_directory(header.path))
+            for header in opened
+            if header.path.name not in blamed and recorded.get(header.path.name, header.directory) != header.directory
+        ]
+
+    # --- the check -----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Check everything once."""
+        with self._noting(RECORD_NAME):
+            self.record = read_record(self.tag_dir)
+        for error in self.listing.duplicates.values():
+            self._add("", error)
+        try:
+            self._files = rank_files(self.tag_dir, [name for name in self.sizes if name not in self.listing.duplicates])
+        except UnsupportedError as error:
+            self._check_names(error)
+            return
+        except CheckpointError as error:
+            if not any(name.endswith("_states.pt") for name in self.sizes):
+                raise
+            self._add("", error)
+            return
+        self.optim_files, self.model_files = self._paths(self._files.optim), self._paths(self._files.models)
+        if self.record is not None:
+            self.stated_world_size = self.record.world_size
+        else:
+            self._open_models(None)
+            if self.unsupported and not self.models and self._headers != "first":
+                self._check_names(None)  # the files of one of several tensor parallel ranks
+                return
+            self.stated_world_size = self._likely_world_size()
+        self.world_size = self.stated_world_size or self.listing.num_ranks
+        self._find_missing()
+        for files in (self.optim_files, self.model_files):
+            for rank in [rank for rank in files if rank >= self.world_size]:
+                del files[rank]
+        if self._headers != "none":
+            if self.record is not None:
+                self._open_models(self.record.world_size)
+            self._choose_models()
+            self._open_shards()
+            self._choose_shards()
+            self._put_together()
+            if self.record is not None and self.parts:
+                self._compare_with_record(self.record)
+        if self._headers != "first":
+            self._find_experts()
+
+    def _check_names(self, error: UnsupportedError | None) -> None:
+        """Keep the files that ranks write, whatever is in them: names, sizes and checksums are compared."""
+        listing, record = self.listing, self.record
+        self.is_stage_0, tp_size = is_stage_0(listing), 1
+        if error is not None and (self.is_stage_0 or listing.tp_size > 1):
+            self._refuse(error)
+        if record is not None:
+            self.stated_world_size, tp_size = record.world_size, record.tp_size
+        else:
+            for name in listing.models.values():
+                with suppress(CheckpointError, UnsupportedError):
+                    self.stated_world_size, tp_size = stated_sizes(self.tag_dir / name)
+                    break
+        self.world_size = self.stated_world_size or max(1, listing.num_ranks)
+        if not self.is_stage_0:  # which has the files of no other rank
+            self._find_missing(tp_size)
+        self.notes.append("not checked: what the headers of the files say")
+        recorded = () if record is None else record.files
+        self._other_names = sorted({*listing.optim.values(), *listing.models.values(), *self._other_names, *recorded})
+        self._files, self.optim_files, self.model_files = None, {}, {}
+        if self._headers == "first" and not self.is_stage_0:
+            self.model_files, self.optim_files = (
+                self._paths({rank: name for (rank, tp_rank), name in names.items() if tp_rank == 0})
+                for names in (listing.models, listing.optim)
+            )
+            self._open_models(self.stated_world_size)
+            self._open_shards()
+
+    @contextmanager
+    def _noting(self, name: str) -> Iterator[None]:
+        """A block that opens a file: an error in it is noted."""
+        try:
+            yield
+        except UnsupportedError as error:
+            self._refuse(error)
+        except CheckpointError as error:
+            self._add(name, error)
+
+    def _refuse(self, error: UnsupportedError) -> None:
+        """Note what of a file is not read here, once where the files of several ranks have it."""
+        sentence = str(error)
+        reason = sentence.removeprefix(f"{self.tag_dir}: ").partition(": ")[2]
+        if not any(other.endswith(f": {reason}") for other in self.unsupported):
+            self.unsupported.append(sentence)
+
+    def _add(self, file: str, what: object, *, param: str | None = None) -> Problem:
+        problem = Problem(file, str(what), param)
+        if problem not in self.problems:
+            self.problems.append(problem)
+        return problem
+
+    def _paths(self, names: Mapping[int, str]) -> dict[int, FilePath]:
+        """The files by rank; where many are read, those that have the size that the commit record states."""
+        sizes = self.sizes if self.record is None or self._headers == "first" else {**self.sizes, **self.record.files}
+        return {rank: self.tag_dir / name for rank, name in sorted(names.items()) if self.sizes[name] == sizes[name]}
+
+    def _each(self, files: Mapping[int, FilePath], read: Callable[[int, FilePath], None]) -> None:
+        """Open headers, as many as are asked for; what cannot be read is noted."""
+        few = None if self._headers == "all" else _TRIES if self._headers == "first" else len(files)
+        before = self.num_opened
+        for rank, path in islice(files.items(), few):
+            if self._headers != "all" and self.num_opened > before:
+                return
+            with self._noting(path.name):
+                read(rank, path)
+                self.num_opened += 1
+
+    def _open_models(self, world_size: int | None) -> None:
+        def read(rank: int, path: FilePath) -> None:
+            file = read_torch_file(path, foreign="inert", columns=True)
+            root = file.root if isinstance(file.root, dict) else {}
+            if self.first_model is None:
+                self.root = root
+            tp = None
+            if root.get("mp_world_size") == self.listing.tp_size > 1:
+                tp = TensorParallel(0, self.listing.tp_size)
+            self.models[rank] = model_states_of(file, rank, world_size=world_size, tp=tp)
+            self.first_model = self.first_model or self.models[rank]
+
+        self._each(self.model_files, read)
+
+    def _likely_world_size(self) -> int | None:
+        """The world size, without a record: what all or most model states files state, or else an optimizer file."""
+        counts = Counter(model.world_size for model in self.models.values())
+        if not counts:
+            return self._partition_count() if self._headers != "none" else None
+        said = {rank: model.world_size for rank, model in self.models.items()}
+        num_models = self._files.num_models if self._files is not None else int
+        whole = [size for size in counts if all(said.get(rank) == size for rank in range(num_models(size)))]
+        world_size = whole[0] if whole else counts.most_common(1)[0][0]
+        for rank, model in list(self.models.items()):
+            if whole and rank >= world_size:  # of an earlier save
+                del self.models[rank]
+            elif model.world_size != world_size:
+                saved_by = counted(model.world_size, "rank")
+                self._add(
+                    model.path.name, f"{model.path}: was saved by {saved_by}, most others by {world_size}. {MIXED}"
+                )
+                del self.models[rank]
+        return world_size
+
+    def _partition_count(self) -> int | None:
+        """The ranks that an optimizer file of stage 3 states."""
+        for rank, path in islice(self.optim_files.items(), _TRIES):
+            with suppress(CheckpointError, UnsupportedError):
+                root = read_torch_file(path).root
+                state = root.get("optimizer_state_dict") if isinstance(root, dict) else None
+                count = state.get("partition_count") if isinstance(state, dict) else None
+                if type(count) is int and count > rank:
+                    return count
+        return None
+
+    def _find_missing(self, tp_size: int = 1) -> None:
+        recorded = self.record.files if self.record is not None else {}
+        for name, want in sorted(recorded.items()):
+            path, have = self.tag_dir / name, self.sizes.get(name)
+            if have is None:
+                self.missing.append(self._add(name, f"{path}: is missing. The checkpoint is incomplete."))
+            elif have != want:
+                self._add(
+                    name,
+                    f"{path}: has {have} bytes; the commit record says {want}. The file is truncated, damaged or from "
+                    "another save.",
+                )
+        if self.record is not None and self._files is not None:
+            for files in (self._files.optim, self._files.models):
+                for rank, name in sorted(files.items()):
+                    if rank < self.world_size and name not in recorded:
+                        self._add(name, f"{self.tag_dir / name}: is not in the commit record, which lists all files.")
+        count, missing = self.listing.missing(self.world_size, tp_size)
+        for name in missing[: max(0, _NAMED - len(self.problems))]:
+            if name not in recorded:
+                why = "The checkpoint is incomplete, or its files are on other nodes (use_node_local_storage)."
+                self.missing.append(self._add(name, f"{self.tag_dir / name}: is missing. {why}"))
+        if count > _NAMED:
+            self.missing.append(self._add("", f"{count} files of {self.world_size} ranks are missing."))
+        if stale := self.listing.stale(self.world_size):
+            self.notes.append(f"{some(stale)}: left by an earlier save with more ranks, not part of this checkpoint")
+
+    def _find_experts(self) -> None:
+        """Find which files of experts the save wrote: those that the model states count."""
+        model = next(iter(self.models.values()), None)
+        names = () if model is None else model.expert_files
+        for name in names:
+            if name not in self.sizes:
+                self._add(name, f"{self.tag_dir / name}: is missing. The checkpoint is incomplete.")
+        self._other_names += sorted({*names} - {*self._other_names})
+        if names or self.listing.expert_files:
+            self.unsupported.append(f"{self.tag_dir}: {SEPARATE_EXPERTS}")
+        unread = [name for name in self.listing.unknown_files if name.endswith(".pt") and name not in self._other_names]
+        if unread:
+            self.notes.append(f"not checked, because no rank of a ZeRO run writes files of such names: {some(unread)}")
+
+    def _choose_models(self) -> None:
+        """Keep the model states files that agree with the record, or without a record with the majority."""
+        for rank, model in list(self.models.items()):
+            if (mixed := other_step(model, self.record)) is not None:
+                self._add(model.path.name, mixed)
+                del self.models[rank]
+        facts = {rank: _model_facts(model) for rank, model in self.models.items()}
+        self._keep_most_common(self.models, facts, facts)
+
+    def _open_shards(self) -> None:
+        model = next(iter(self.models.values()), self.first_model if self._headers == "first" else None)
+        params = None if model is None else model.sub_groups
+        if params is None and self.listing.kind == "zero-1-2":
+            self.notes.append(
+                "of the optimizer files only checksums: the file that names their parameters is unreadable"
+            )
+            return
+
+        def read(rank: int, path: FilePath) -> None:
+            shard = open_shard(path, rank, world_size=self.world_size, rigid_params=params)
+            self.first_shard = self.first_shard or shard
+            mixed = other_save(shard, self.record)
+            for name in islice(self.listing.models.values(), 1):
+                mixed = other_stage(shard, name) or mixed
+            if mixed is not None:
+                raise CheckpointError(mixed)
+            self.shards[rank] = shard
+
+        self._each(self.optim_files, read)
+
+    def _choose_shards(self) -> None:
+        """Keep the optimizer files that agree with the record, or without a record with the majority."""
+        facts = {rank: shard_facts(shard) for rank, shard in self.shards.items()}
+        if self.record is None and self.shards:
+            head = next(iter(self.shards.values()))
+            if (by_rank := values_by_rank(self.shards.values(), head)) is not None:
+                self.unsupported.append(f"{self.tag_dir}: {by_rank}")
+                facts = {rank: {key: fact[key] for key in fact.keys() - VALUE_FACTS} for rank, fact in facts.items()}
+        fitting = facts
+        if self.record is not None and len({tuple(fact.values()) for fact in facts.values()}) > 1:
+            trained = self.record.params.trained
+            want = {one.param.name: one for one in self.record.contents() if one.param.name in trained}
+            fits: dict[tuple[str, ...], bool] = {}
+            for rank, shard in self.shards.items():
+                said = tuple(facts[rank].values())
+                if said not in fits:
+                    fits[said] = not _differences(want, _contents((trained_part({}, shard),)))
+            fitting = {rank: fact for rank, fact in facts.items() if fits[tuple(fact.values())]} or facts
+        self._keep_most_common(self.shards, facts, fitting)
+
+    def _keep_most_common(
+        self, headers: dict[int, T], facts: Mapping[int, Mapping[str, str]], fitting: Mapping[int, Mapping[str, str]]
+    ) -> None:
+        """Drop the headers whose facts are not those of the largest group among ``fitting``, each with a problem."""
+        counts = Counter(tuple(fact.values()) for fact in fitting.values())
+        keep = max(fitting, key=lambda rank: counts[tuple(fitting[rank].values())], default=None)
+        for rank, fact in facts.items():
+            if keep is not None and fact != facts[keep]:
+                what = ", ".join(name for name, value in fact.items() if value != facts[keep][name])
+                path, other = headers[rank].path, headers[keep].path
+                self._add(path.name, f"{path} and {other} differ in {what}. {MIXED}")
+                del headers[rank]
+
+    def _put_together(self) -> None:
+        head = next(iter(self.shards.values()), None)
+        parts = [] if head is None else [trained_part(self.shards, head)]
+        first = next(iter(self.models.values()), None)
+        if first is not None:
+            if head is not None and (mixed := other_trained_params(first, head)) is not None:
+                self._add(first.path.name, mixed)
+            frozen = frozen_part(self.models)
+            parts += [] if frozen is None else [frozen]
+        self.parts = tuple(parts)
+        self.tensors = tuple(tensor for part in parts for tensor in part.tensors())
+
+    def _compare_with_record(self, record: CommitRecord) -> None:
+        """Compare the headers with everything in the record except digests."""
+        have = _contents(self.parts)
+        want = {content.param.name: content for content in record.contents()}
+        if not self.shards or not self.models:  # compare only what could be read
+            want = {name: content for name, content in want.items() if name in have}
+        head = next(iter(self.shards.values()), None)
+        path = head.path if head is not None else next(iter(self.models.values())).path
+        for name, what in _differences(want, have):
+            sentence = f"{path} and the other ranks' files contradict the commit record: {what}."
+            self._add(path.name, sentence, param=name)
+        if head is None:
+            return
+        recorded, trained = record.params.trained, {param.name for param in head.layout.params}
+        for name in have:
+            if name in want and (name in recorded) != (name in trained):
+                said = "trained" if name in recorded else "frozen"
+                self._add(path.name, f"{name} is {said} by the commit record and not by the files.", param=name)
+        for what, ours, theirs in (
+            ("format", head.format, record.checkpoint_format),
+            ("global batch", head.train_batch_size or record.train_batch_size, record.train_batch_size),
+        ):
+            if ours != theirs:
+                self._add(path.name, f"{path}: the {what} is {ours}; the commit record says {theirs}. {MIXED}")
+
+
+def is_stage_0(listing: TagListing) -> bool:
+    """Whether there are no optimizer files because the model states file has the optimizer. Opens that file."""
+    if listing.kind != "zero-1-2" or listing.optim or RECORD_NAME in listing.sizes:
+        return False
+    for name in listing.models.values():
+        with suppress(CheckpointError, UnsupportedError):
+            root = read_torch_file(listing.directory / name, foreign="inert", columns=True).root
+            if isinstance(root, dict) and isinstance(root.get("optimizer"), dict):
+                return True
+    return False
+
+
+def _contents(parts: Iterable[SavedPart]) -> dict[str, ParamContent]:
+    """Each parameter as the headers describe it, with 0 for every digest."""
+    return {
+        param.name: ParamContent(param, {key: (dtype, 0) for key, dtype in part.dtypes[p].items()}, part.scalars[p])
+        for part in parts
+        for p, param in enumerate(part.layout.params)
+    }
+
+
+def _differences(want: Mapping[str, ParamContent], have: Mapping[str, ParamContent]) -> list[tuple[str, str]]:
+    """(parameter, clause) for every way in which two parameter tables disagree, digests aside."""
+    found = [(name, f"they do not hold {name}") for name in want if name not in have]
+    found += [(name, f"it does not have {name}") for name in have if name not in want]
+    for name, content in want.items():
+        if (other := have.get(name)) is not None:
+            ours, theirs = _said(content), _said(other)
+            found += [
+                (name, f"the {what} of {name} are {theirs[what]} there and {ours[what]} in the record")
+                for what in ours
+                if ours[what] != theirs[what]
+            ]
+    return found
+
+
+def _said(content: ParamContent) -> dict[str, object]:
+    return {
+        "shape": list(content.param.shape),
+        "state keys and dtypes": {key: dtype for key, (dtype, _) in sorted(content.tensors.items())},
+        "scalars": {key: value.canonical() for key, value in sorted(content.scalars.items())},
+    }
+
+
+def _model_facts(model: ModelStates) -> dict[str, str]:
+    frozen = None if model.frozen is None else model.frozen.params
+    dtypes = None if model.frozen_extents is None else sorted(model.frozen_extents.dtype.items())
+    return {
+        "the step": str(model.global_steps),
+        "parameters": repr(model.sub_groups),
+        "frozen parameters": repr(frozen),
+        "the dtypes of frozen parameters": repr(dtypes),
+    }

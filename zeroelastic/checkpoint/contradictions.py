@@ -1,0 +1,194 @@
+"""Contradictions between the files of one tag, each as a sentence; None where there is none.
+
+A load, ``open_checkpoint`` and ``open_state`` stop at the first, because nothing is loaded then; ``inspect`` and
+``verify`` list all (``checker``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord
+from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.optimizer_file import Shard
+from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
+from zeroelastic.core.collector import paused_collector
+from zeroelastic.core.layout import Layout, Param
+from zeroelastic.errors import CheckpointError, UnsupportedError, some
+from zeroelastic.io.paths import FilePath
+
+MIXED = "Files of two saves are mixed in this directory."
+
+
+def other_save(shard: Shard, record: CommitRecord | None) -> str | None:
+    """Whether an optimizer file names another save than the commit record does."""
+    if record is None or shard.save_id in (None, record.save_id):
+        return None
+    ids = str(shard.save_id)[:8], record.save_id[:8]
+    return f"{shard.path}: belongs to save {ids[0]}, the commit record to {ids[1]}. {MIXED}"
+
+
+def other_stage(shard: Shard, model_name: str) -> str | None:
+    """Whether an optimizer file is of another ZeRO stage than the model states file of this name."""
+    if (WHOLE_MODEL_FILE.match(model_name) is None) == (shard.stage == 3):
+        return None
+    return f"{shard.path}: was saved with ZeRO stage {shard.stage}, {model_name} with another one. {MIXED}"
+
+
+def other_step(model: ModelStates, record: CommitRecord | None) -> str | None:
+    """The sentence about module states of another step than the record's; None where they are of the same save.
+
+    The zip directory that the record states for the file proves that: client state may have set the step.
+    """
+    if record is None or model.global_steps == record.global_steps:
+        return None
+    if record.directories.get(model.path.name) == model.directory:
+        return None
+    return (
+        f"{model.path}: was saved at step {model.global_steps}, the commit record at step {record.global_steps}. "
+        f"{MIXED}"
+    )
+
+
+def other_directory(path: FilePath) -> str:
+    """The sentence about a file whose zip directory is not the one that the commit record states."""
+    return (
+        f"{path}: its zip directory, which has the sizes and checksums of everything in it, is not the one that "
+        f"{RECORD_NAME} states. One of the two is damaged, altered or from another save."
+    )
+
+
+def other_trained_params(model: ModelStates, shard: Shard) -> str | None:
+    """Whether a model states file lists other trained parameters than an optimizer file has."""
+    # Tuples, which are hashed faster than parameters.
+    listed = {(param.name, param.shape) for sub_group in model.sub_groups for param in sub_group if param.numel > 0}
+    if listed == {(param.name, param.shape) for param in shard.layout.params if param.numel > 0}:
+        return None
+    return f"{model.path} and {shard.path} differ in the trained parameters. {MIXED}"
+
+
+def frozen_layouts(models: Mapping[int, ModelStates]) -> Layout:
+    """The saved layout of the frozen parameters; all the given ranks must agree on it."""
+    layouts = [model.frozen for model in models.values() if model.frozen is not None]
+    first = layouts[0]
+    for model in models.values():
+        if model.frozen is None or model.frozen.params != first.params:
+            raise CheckpointError(
+                f"{model.path}: lists other frozen parameters than its neighbours. Files of two saves are mixed."
+            )
+    return first
+
+
+def check_same_save(shards: Mapping[int, Shard], head: Shard, *, recorded: bool, resizable: bool = True) -> None:
+    """Raise CheckpointError when shards differ in something that all shards of one save share.
+
+    ``recorded``: the save has a commit record, so that its ranks were compared. ``resizable`` as of ``open_state``.
+    """
+    facts = shard_facts(head)
+    different: dict[str, Shard] = {}
+    for shard in shards.values():
+        theirs = facts if shard is head else shard_facts(shard)
+        for what, ours in facts.items():
+            if theirs[what] != ours:
+                different.setdefault(what, shard)
+    if not different:
+        return
+    by_rank = None if recorded or different.keys() - VALUE_FACTS else values_by_rank(shards.values(), head)
+    if by_rank is None:
+        what, shard = next(iter(different.items()))
+        raise CheckpointError(f"{shard.path} and {head.path} differ in {what}. {MIXED}")
+    if resizable:
+        raise UnsupportedError(f"{head.path.parent}: {by_rank}")
+
+
+VALUE_FACTS = frozenset(("hyper-parameters", "step and other scalars"))
+"""The facts of a shard that are numbers of an optimizer, which differ between ranks where they follow from its part."""
+
+_SET_ALIKE = frozenset(
+    ("step", "lr", "initial_lr", "betas", "momentum", "base_momentum", "max_momentum", "weight_decay")
+)
+"""Numbers that every rank counts or that a scheduler sets: where they differ, ranks are of two saves."""
+
+Values = Mapping[str, tuple[str, object]]
+"""The numbers of an optimizer: by a description, their key and the value."""
+
+
+def values_by_rank(shards: Iterable[Shard], head: Shard) -> str | None:
+    """The sentence about a save whose ranks differ in numbers that an optimizer computes from a rank's own part.
+
+    None where the ranks are of two saves: where they differ in a counter, in what a scheduler sets, or in anything that
+    is no fraction.
+    """
+    return values_sentence([(shard.rank, shard_values(shard)) for shard in (head, *shards)])
+
+
+def values_sentence(tables: Sequence[tuple[int, Values]]) -> str | None:
+    """As ``values_by_rank``, given the saved rank of each file and its ``shard_values``."""
+    first, ours = tables[0]
+    named: dict[str, str] = {}
+    for rank, theirs in tables[1:]:
+        if theirs.keys() != ours.keys():
+            return None
+        for what, (key, value) in ours.items():
+            other = theirs[what][1]
+            if repr(other) == repr(value):
+                continue
+            if key in _SET_ALIKE or not (isinstance(value, float) and isinstance(other, float)):
+                return None
+            named.setdefault(what, f"{what} is {value:.6g} on rank {first} and {other:.6g} on rank {rank}")
+    if not named:
+        return None
+    return (
+        f"{some(named.values(), 4, separator='; ')}. The optimizer computes such values from a rank's own part of the "
+        "weights: the run resumes at the world size that saved, through DeepSpeed alone, and at another one takes the "
+        "weights only (load_optimizer_states=False, `zeroelastic export`)."
+    )
+
+
+def shard_values(shard: Shard) -> Values:
+    """The hyper-parameters and the replicated state of a rank's optimizer."""
+    found: dict[str, tuple[str, object]] = {}
+    for g, group in enumerate(shard.groups):
+        found[f"the parameters of optimizer group {g}"] = ("params", group.params)
+        found |= {f"{key!r} of optimizer group {g}": (key, value) for key, value in group.options.items()}
+    for i, scalars in enumerate(shard.scalars):
+        found |= {f"state {key!r} of sub-group {i}": (key, value.value) for key, value in scalars.items()}
+    return found
+
+
+def shard_facts(shard: Shard) -> dict[str, str]:
+    """What every shard of one save must say."""
+    return {
+        "format": shard.format,
+        "save id": str(shard.save_id),
+        "parameters": repr(shard.layout.params),
+        "sub-groups": repr(shard.layout.sub_group_numel.tolist()),
+        "hyper-parameters": repr([(sorted(g.options.items()), g.params) for g in shard.groups]),
+        "optimizer state keys": repr(shard.tensor_keys),
+        "step and other scalars": repr([sorted((k, v.canonical()) for k, v in s.items()) for s in shard.scalars]),
+        "loss scale": repr((shard.scaler, shard.grad_scaler)),
+        "optimizer": repr(shard.optimizer),
+        "dtypes": repr([(key, sorted(extents.dtype.items())) for key, extents in sorted(shard.extents.items())]),
+    }
+
+
+@paused_collector()
+def check_same_models(models: Sequence[ModelStates], head: Shard, record: CommitRecord | None) -> None:
+    """Raise CheckpointError when module states differ in something that all of one save share."""
+    first = models[0]
+    if (mixed := other_step(first, record)) is not None:
+        raise CheckpointError(mixed)
+    if (mixed := other_trained_params(first, head)) is not None:
+        raise CheckpointError(mixed)
+    for model in models[1:]:
+        for what, ours, theirs in (
+            ("the step", first.global_steps, model.global_steps),
+            ("parameters", first.sub_groups, model.sub_groups),
+            ("frozen parameters", _frozen_params(first), _frozen_params(model)),
+        ):
+            if ours != theirs:
+                raise CheckpointError(f"{model.path} and {first.path} differ in {what}. {MIXED}")
+
+
+def _frozen_params(model: ModelStates) -> tuple[Param, ...] | None:
+    return None if model.frozen is None else model.frozen.params
