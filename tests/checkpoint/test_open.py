@@ -17,7 +17,6 @@ from synthetic import (
     GROUPS,
     contents_of,
     edit,
-    edit_optim,
     gather,
     model_name,
     optim_name,
@@ -76,29 +75,6 @@ def test_golden_records_state_the_digests_of_what_deepspeed_gathered(name):
     assert checkpoint.record.train_batch_size == checkpoint.shard(0).train_batch_size
 
 
-def test_golden_sub_groups_move_with_the_world_size():
-    cuts = []
-    for name in ("rigid2", "rigid3"):
-        layout = open_checkpoint(next((GOLDEN / name).glob("global_step*"))).shard(0).layout
-        cuts.append(dict(zip((p.name for p in layout.params), layout.sub_group.tolist(), strict=True)))
-    assert cuts[0] != cuts[1]
-
-
-@pytest.mark.parametrize("name", ["rigid3", "elastic3"])
-def test_a_golden_checkpoint_is_read_without_deepspeed_or_torch(name):
-    import subprocess
-    import sys
-
-    code = (
-        "import sys; from pathlib import Path; from zeroelastic.checkpoint.open import open_checkpoint\n"
-        f"c = open_checkpoint(next(Path({str(GOLDEN / name)!r}).glob('global_step*')))\n"
-        "print(sum(c.shard(r).layout.num_params + c.model_states(r).world_size for r in range(3)))\n"
-        "assert not {'torch', 'deepspeed'} & set(sys.modules)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "24\n"), done.stderr
-
-
 def test_the_golden_folder_stays_small():
     assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 250_000
     assert not list(GOLDEN.rglob("zero_to_*.py"))
@@ -108,14 +84,14 @@ def test_the_golden_folder_stays_small():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("prefix", ["bf16_", ""])
-@pytest.mark.parametrize("record", [False, True])
-def test_a_whole_save_is_opened(tmp_path, format, prefix, record):
-    truth = write_checkpoint(tmp_path, world_size=3, format=format, prefix=prefix, record=record)
+@pytest.mark.parametrize(("prefix", "record", "ranks"), [("bf16_", True, 3), ("", False, 12)])
+def test_a_whole_save_is_opened(tmp_path, format, prefix, record, ranks):
+    """More than ten ranks are in numeric order."""
+    truth = write_checkpoint(tmp_path, world_size=ranks, format=format, prefix=prefix, record=record)
     checkpoint = open_checkpoint(str(tmp_path))
-    assert checkpoint.world_size == 3 and (checkpoint.record is not None) == record
-    assert [path.name for path in checkpoint.optim_files] == [optim_name(rank, prefix) for rank in range(3)]
-    assert [path.name for path in checkpoint.model_files] == [model_name(rank) for rank in range(3)]
+    assert checkpoint.world_size == ranks and (checkpoint.record is not None) == record
+    assert [path.name for path in checkpoint.optim_files] == [optim_name(rank, prefix) for rank in range(ranks)]
+    assert [path.name for path in checkpoint.model_files] == [model_name(rank) for rank in range(ranks)]
     assert gather(checkpoint) == truth
 
 
@@ -145,12 +121,6 @@ def test_without_a_record_the_near_ranks_own_file_is_opened(tmp_path, near, open
     assert open_checkpoint(tmp_path, near_rank=near).opened == (tmp_path / model_name(opened),)
 
 
-def test_more_than_ten_ranks_are_in_numeric_order(tmp_path):
-    truth = write_checkpoint(tmp_path, world_size=12)
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.optim_files[10].name == optim_name(10) and gather(checkpoint) == truth
-
-
 def test_files_of_others_do_not_disturb(tmp_path):
     write_checkpoint(tmp_path, world_size=2)
     for name in ("zero_to_fp32.py", "rng_state_0.pth", "notes.txt", "zero_pp_rank_0_mp_rank_00_model_states.pt.tmp"):
@@ -162,17 +132,14 @@ def test_files_of_others_do_not_disturb(tmp_path):
 # ---- what is missing ----
 
 
-def test_no_directory(tmp_path):
+def test_no_directory_and_an_empty_one(tmp_path):
+    with pytest.raises(MissingFileError, match=r"holds no ZeRO checkpoint \(zero_pp_rank_\*_optim_states.pt and"):
+        open_checkpoint(tmp_path)
     with pytest.raises(MissingFileError, match=r"nowhere: no such checkpoint directory"):
         open_checkpoint(tmp_path / "nowhere")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(MissingFileError, match="no such checkpoint directory"):
         open_checkpoint(tmp_path / "file")
-
-
-def test_an_empty_directory(tmp_path):
-    with pytest.raises(MissingFileError, match=r"holds no ZeRO checkpoint \(zero_pp_rank_\*_optim_states.pt and"):
-        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("record", [False, True])
@@ -198,20 +165,12 @@ def test_a_missing_rank_zero_is_named(tmp_path):
         open_checkpoint(tmp_path, near_rank=1)
 
 
-def test_many_missing_files_are_summed_up(tmp_path):
-    write_checkpoint(tmp_path, world_size=2, frozen=None)
-    for rank in range(2):
-        edit(tmp_path / model_name(rank), lambda data: data.update(dp_world_size=20))
-    with pytest.raises(MissingFileError, match=r"36 of the files of 20 ranks are missing: .* and 30 more\."):
-        open_checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize("size", [10**6, 1 << 24])
 def test_a_world_size_without_end_costs_nothing(tmp_path, size):
     write_checkpoint(tmp_path, world_size=1, frozen=None)
     edit(tmp_path / model_name(0), lambda data: data.update(dp_world_size=size))
     tracemalloc.start()
-    with pytest.raises(MissingFileError, match=f"of {size:,} ranks are missing"):
+    with pytest.raises(MissingFileError, match=rf"of {size:,} ranks are missing: .* and {2 * size - 8} more\."):
         open_checkpoint(tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -254,17 +213,6 @@ def test_files_of_two_precisions_are_refused(tmp_path):
     write_checkpoint(tmp_path, world_size=2, prefix="")
     with pytest.raises(CheckpointError, match=r"both bf16_zero_pp_rank_0.* and zero_pp_rank_0.* claim rank 0"):
         open_checkpoint(tmp_path)
-
-
-def test_two_saves_of_one_size_are_told_apart_by_their_id(tmp_path):
-    write_checkpoint(tmp_path, world_size=2, record=True)
-    other = tmp_path / "other"
-    write_checkpoint(other, world_size=2, save_id="f" * 32)
-    shutil.copy(other / optim_name(1), tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    checkpoint.shard(0)
-    with pytest.raises(CheckpointError, match="belongs to save ffffffff, the commit record to 01234567"):
-        checkpoint.shard(1)
 
 
 def test_a_file_that_is_not_what_the_record_saw_is_refused(tmp_path):
@@ -463,13 +411,3 @@ def test_odd_model_states_are_parsed_or_refused(tmp_path, key, inner, value):
         open_model_states(tmp_path / "odd.pt", 0, world_size=None)
     except ZeroElasticError as error:
         assert "odd.pt" in str(error)
-
-
-def test_editing_helpers_really_edit(tmp_path):
-    write_checkpoint(tmp_path, world_size=1)
-    edit_optim(tmp_path / optim_name(0), lambda state: state.update(zero_stage=0))
-    with pytest.raises(UnsupportedError):
-        open_checkpoint(tmp_path).shard(0)
-    (tmp_path / model_name(0)).rename(tmp_path / "gone.pt")
-    with pytest.raises(MissingFileError):
-        open_checkpoint(tmp_path)

@@ -18,7 +18,7 @@ from synthetic import (
 )
 
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.optimizer_file import FP32, Shard, checked_param
+from zeroelastic.checkpoint.optimizer_file import FP32, Shard
 from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Param, layout_from_sub_groups, pack_sub_groups
@@ -324,6 +324,9 @@ ELASTIC = {
     "base of lists": (lambda s: s["base_optimizer_state"].__setitem__(0, []), "does not hold one entry"),
     "no groups": (lambda s: table(s).pop("param_groups"), "has no param_groups"),
     "group text": (lambda s: table(s)["param_groups"].__setitem__(0, "x"), "optimizer group 0 is not a group"),
+    "option of no name": (
+        lambda s: table(s)["param_groups"][0].update({3: 1.0}), "hyper-parameter whose name is not text",
+    ),
     "group of numbers": (
         lambda s: table(s)["param_groups"][0].update(params=[0]), "optimizer group 0 is not a group",
     ),
@@ -420,13 +423,6 @@ def test_hyper_parameters_that_are_no_plain_values_are_refused(tmp_path, value):
     assert len(str(caught.value)) < 1000
 
 
-def test_a_hyper_parameter_without_a_text_name_is_refused(tmp_path):
-    write_checkpoint(tmp_path, world_size=2)
-    edit_optim(tmp_path / optim_name(0), lambda state: table(state)["param_groups"][0].update({3: 1.0}))
-    with pytest.raises(CheckpointError, match="optimizer group 0 has a hyper-parameter whose name is not text"):
-        opened(tmp_path)
-
-
 @pytest.mark.parametrize("root", [None, [], {}, {"optimizer_state_dict": None}, {"optimizer_state_dict": []}])
 def test_a_file_without_an_optimizer_is_refused(tmp_path, root):
     torch.save(root, tmp_path / optim_name(0))
@@ -438,21 +434,6 @@ def test_a_rigid_file_needs_the_parameters(tmp_path):
     write_checkpoint(tmp_path, world_size=2, format="rigid")
     with pytest.raises(CheckpointError, match="names no parameters"):
         open_shard(tmp_path / optim_name(0), 0, world_size=2, rigid_params=None)
-
-
-def test_an_elastic_file_under_another_ranks_name_is_refused(tmp_path):
-    write_checkpoint(tmp_path, world_size=2)
-    (tmp_path / optim_name(1)).write_bytes((tmp_path / optim_name(0)).read_bytes())
-    with pytest.raises(CheckpointError, match="written as rank 0 of 2; its name says rank 1 of 2"):
-        opened(tmp_path, 1)
-
-
-def test_names_and_shapes_are_checked_once(tmp_path):
-    assert checked_param("w", [2, 3], tmp_path) == Param("w", (2, 3))
-    assert checked_param("s", (), tmp_path) == Param("s", ())
-    for name, shape in ((None, ()), ("w", None), ("w", (1.0,)), ("w", (-1,)), ("w", (1 << 60,)), ("w", (deep(),))):
-        with pytest.raises(CheckpointError, match=r"The file is damaged\."):
-            checked_param(name, shape, tmp_path)
 
 
 KEYS = ["zero_stage", "partition_count", "fp32_flat_groups", "base_optimizer_state", "zeroelastic", "overflow",
@@ -471,7 +452,8 @@ ODD = st.sampled_from(
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_odd_value_anywhere_is_parsed_or_refused(tmp_path, format, path, key, value):
     """Walk down from a key by the numbers of ``path`` and put something odd there."""
-    write_once(tmp_path / format, format)
+    if not (tmp_path / format).exists():
+        write_checkpoint(tmp_path / format, world_size=2, format=format)
     source = torch.load(tmp_path / format / optim_name(0), weights_only=False)
     container, place = source["optimizer_state_dict"], key
     for number in path:
@@ -486,15 +468,3 @@ def test_any_odd_value_anywhere_is_parsed_or_refused(tmp_path, format, path, key
         open_shard(tmp_path / "odd.pt", 0, world_size=2, rigid_params=sub_groups_of(2))
     except ZeroElasticError as error:
         assert "odd.pt" in str(error)
-
-
-def write_once(tag_dir: Path, format: str) -> None:
-    if not tag_dir.exists():
-        write_checkpoint(tag_dir, world_size=2, format=format)
-
-
-def test_synthetic_padding_is_poison(tmp_path):
-    """The helper of these tests marks padding, so that reading it could not go unnoticed."""
-    write_checkpoint(tmp_path, world_size=4, format="rigid")
-    flats = torch.load(tmp_path / optim_name(3), weights_only=False)["optimizer_state_dict"]["fp32_flat_groups"]
-    assert any(flat.isnan().any() for flat in flats)

@@ -16,7 +16,7 @@ from commands import run_command
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN
-from synthetic import GROUPS, write_checkpoint
+from synthetic import write_checkpoint
 
 import zeroelastic
 from zeroelastic.checkpoint.extents import Destination, TensorExtents, extent_table
@@ -237,25 +237,6 @@ def row_targets(source: Layout, target: Layout, dtypes: Any) -> list[Destination
     return targets
 
 
-SMALL = ([Param("a", (2,)), Param("b", (1,)), Param("c", (3,)), Param("d", (3,)), Param("e", (12,))],)
-
-
-@pytest.mark.parametrize("format", ["elastic", "rigid"])
-@pytest.mark.parametrize("groups", [GROUPS, SMALL], ids=["mixed", "small"])
-@pytest.mark.parametrize(("saved", "world_size"), [(1, 1), (4, 4), (3, 3), (4, 3), (3, 4), (2, 6), (6, 2), (5, 9)])
-def test_requests_are_the_rows_that_an_executor_gets_after_coalescing(
-    tmp_path: Path, format: str, groups: Any, saved: int, world_size: int
-) -> None:
-    write_checkpoint(tmp_path, world_size=saved, groups=groups, format=format, sub_group_size=None)
-    checkpoint = open_checkpoint(tmp_path)
-    forecast = make_forecast(read_head(checkpoint), world_size)
-    requests, nbytes, _ = requests_of(open_state(open_checkpoint(tmp_path)), forecast.head, world_size)
-    assert forecast.requests.tolist() == requests
-    assert forecast.bytes_read.tolist() == nbytes
-    if (saved, groups) == (world_size, SMALL):
-        assert forecast.requests.sum() < forecast.segments.sum(), "neighbours that are read in one go"
-
-
 def test_tensors_that_lie_apart_in_the_file_are_not_joined(tmp_path: Path) -> None:
     write_sample(tmp_path, world_size=2, steps=[1], format="elastic")
     tag_dir = tmp_path / "global_step1"
@@ -277,7 +258,7 @@ STAGES_1_AND_2 = ("stage1_rank2", "stage1_bf16_optimizer_rank2", "stage2_rank2",
 
 @pytest.mark.parametrize("name", ["rigid2", "rigid3", "elastic2", "elastic3", *STAGES_1_AND_2, "stage2_elastic_rank2"])
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("world_size", [1, 3, 7])
 def test_of_real_checkpoints_the_numbers_are_those_of_all_headers(name: str, stage: int, world_size: int) -> None:
     tag_dir = next((GOLDEN / name).glob("global_step*"))
     checkpoint = open_checkpoint(tag_dir)

@@ -269,7 +269,7 @@ def test_a_flipped_bit_of_padding_is_found(tag_dir: Path, kind: str, seed: int) 
     assert problem.file == path.name and problem.param is None and "padding is damaged" in problem.sentence
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["elastic", "rigid without record"])
 @pytest.mark.parametrize("which", [optim, model])
 @pytest.mark.parametrize("name", ["data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version"])
 def test_a_flipped_bit_of_what_is_no_tensor_is_found(
@@ -407,7 +407,7 @@ def test_a_truncated_file_is_named(tag_dir: Path, which: Callable[[Path, int], P
         assert f"{len(data)}" in only(verify_checkpoint(tag_dir, quick=True)).sentence
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_zeroed_block_is_found(tag_dir: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -480,7 +480,7 @@ def test_swapped_files_of_two_ranks_are_named(tag_dir: Path, which: Callable[[Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("rank", [0, RANKS - 1])
 @pytest.mark.parametrize("which", [optim, model])
 def test_a_file_of_an_older_save_is_named(
     samples: Path, tag_dir: Path, kind: str, rank: int, which: Callable[[Path, int], Path]

@@ -186,11 +186,6 @@ def test_after_close_nothing_is_read(samples: Path) -> None:
         unread[VECTOR]
 
 
-def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such directory"):
-        zeroelastic.open(tmp_path / "nothing")
-
-
 def test_a_tag_that_is_saved_again_meanwhile_is_not_mixed(tmp_path: Path) -> None:
     write_sample(tmp_path, steps=[4])
     with zeroelastic.open(tmp_path) as ck:

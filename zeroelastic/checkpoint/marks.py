@@ -25,7 +25,7 @@ from pydantic import ConfigDict
 from zeroelastic._version import __version__
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.distributed.process_identity import Life, identity, life_of
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
+from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.io.atomic import sync_directory
 from zeroelastic.io.objects import remove_objects
 from zeroelastic.io.paths import FilePath, RemotePath
@@ -70,8 +70,6 @@ def read_mark(tag_dir: FilePath) -> Quarantine | None:
         found = json.loads(read_whole(tag_dir / MARK_NAME, limit=_MAX_BYTES))
     except MissingFileError:
         return None
-    except UnreadableError:
-        raise
     except (ValueError, RecursionError) as error:  # a CheckpointError for a file that is too large, among them
         return Quarantine(f"its mark ({MARK_NAME}) cannot be read: {error}")
     fields = found if isinstance(found, dict) else {}

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.optimizer_file import checked_column, checked_param, checked_params, checked_table
@@ -222,12 +221,12 @@ def _ranges(
     module: Mapping[object, object],
     others: Collection[object],
     *,
-    apart_from: _Storages | None = None,
+    apart_from: Int64Array | None = None,
 ) -> Int64Array:
     """(offset, nbytes) of tensors that have elements, ascending, each once: shape ``(num_ranges, 2)``.
 
-    ``others`` are the names of those that are left out; with ``apart_from`` also those in such storages, and those
-    that are not contiguous, which raise CheckpointError else.
+    ``others`` are the names of those that are left out; with ``apart_from`` also those in storages of these numbers,
+    and those that are not contiguous, which raise CheckpointError else.
     """
     if others is module:
         return _NO_RANGES
@@ -235,7 +234,7 @@ def _ranges(
         is_contiguous, numel = module.facts.T[:2]
         chosen = ~module.is_in(others) & ((numel > 0) & ((is_contiguous > 0) | (apart_from is None)))[module.form]
         if apart_from is not None:
-            chosen &= ~apart_from.have(module.key)
+            chosen &= ~np.isin(module.key, apart_from)
         ranges = file.column_ranges(module, np.flatnonzero(chosen))
     else:
         refs = [
@@ -244,7 +243,7 @@ def _ranges(
             if name not in others and isinstance(ref, TensorRef) and (ref.is_contiguous or apart_from is None)
         ]
         if apart_from is not None:
-            is_apart = ~apart_from.have(_numbers(ref.storage.key for ref in refs))
+            is_apart = ~np.isin(_numbers(ref.storage.key for ref in refs), apart_from)
             refs = [ref for ref, apart in zip(refs, is_apart, strict=True) if apart]
         file.locate(ref.storage.key for ref in refs)
         extents = [file.extent(ref) for ref in refs if ref.numel > 0]
@@ -266,19 +265,6 @@ def _numbers(keys: Iterable[str]) -> Int64Array:
     return np.array([int(key) if key.isdecimal() and len(key) < 19 else -1 for key in keys], dtype=np.int64)
 
 
-class _Storages:
-    """Storages that something else than parameters uses, by their numbers."""
-
-    def __init__(self) -> None:
-        self._numbers = [np.array([-1], dtype=np.int64)]  # keys that are no numbers are taken for shared ones
-
-    def add(self, numbers: Int64Array) -> None:
-        self._numbers.append(numbers)
-
-    def have(self, numbers: Int64Array) -> npt.NDArray[np.bool_]:
-        return np.isin(numbers, np.concatenate(self._numbers))
-
-
 def _used_by_params_alone(
     file: TorchFile, others_of: Sequence[tuple[Mapping[object, object], Collection[object]]]
 ) -> Int64Array:
@@ -288,15 +274,16 @@ def _used_by_params_alone(
     """
     if all(len(others) == len(module) for module, others in others_of):
         return _NO_RANGES
-    shared = _Storages()
+    used = [np.array([-1], dtype=np.int64)]  # keys that are no numbers are taken for shared ones
     for module, others in others_of:
         if isinstance(module, NamedColumn):
-            shared.add(module.key if others is module else module.key[module.is_in(others)])
+            used.append(module.key if others is module else module.key[module.is_in(others)])
         else:
             rest = [value for name, value in module.items() if name in others or not isinstance(value, TensorRef)]
-            shared.add(_numbers(ref.storage.key for ref in walk_refs(rest)))
+            used.append(_numbers(ref.storage.key for ref in walk_refs(rest)))
     refs = walk_refs(file.root, but=[module for module, _ in others_of])
-    shared.add(_numbers(ref.storage.key for ref in refs))
+    used.append(_numbers(ref.storage.key for ref in refs))
+    shared = np.concatenate(used)
     found = [_ranges(file, module, others, apart_from=shared) for module, others in others_of]
     return _distinct(np.concatenate(found))
 
