@@ -34,7 +34,14 @@ from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.open import StateFiles, rank_files, stated_sizes
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import open_shard
-from zeroelastic.checkpoint.saved_state import SEPARATE_EXPERTS, SavedPart, SavedTensor, frozen_part, trained_part
+from zeroelastic.checkpoint.saved_state import (
+    SEPARATE_EXPERTS,
+    SavedPart,
+    SavedTensor,
+    contents_of,
+    frozen_part,
+    trained_part,
+)
 from zeroelastic.checkpoint.tag_files import TagListing, TensorParallel, list_tag
 from zeroelastic.core.digest import ParamContent, UInt64Array
 from zeroelastic.errors import CheckpointError, UnsupportedError, counted, some
@@ -167,12 +174,8 @@ class TagHeaders:
 
     def contents(self, digests: UInt64Array) -> list[ParamContent]:
         """What was saved of each parameter, given the digest of each of ``tensors``."""
-        found = iter(digests.tolist())
-        return [
-            ParamContent(param, {key: (dtype, next(found)) for key, dtype in part.dtypes[p].items()}, part.scalars[p])
-            for part in self.parts
-            for p, param in enumerate(part.layout.params)
-        ]
+        names = [(tensor.param.name, tensor.key) for tensor in self.tensors]
+        return contents_of(self.parts, dict(zip(names, digests.tolist(), strict=True)))
 
     def other_directories(self, blamed: Collection[str]) -> list[Problem]:
         """Files that are not ``blamed`` already and whose zip directory is not the one in the commit record."""
@@ -274,10 +277,8 @@ class TagHeaders:
             self.unsupported.append(sentence)
 
     def _add(self, file: str, what: object, *, param: str | None = None) -> Problem:
-        problem = Problem(file, str(what), param)
-        if problem not in self.problems:
-            self.problems.append(problem)
-        return problem
+        self.problems.append(Problem(file, str(what), param))
+        return self.problems[-1]
 
     def _paths(self, names: Mapping[int, str]) -> dict[int, FilePath]:
         """The files by rank; where many are read, those that have the size that the commit record states."""
@@ -427,7 +428,7 @@ class TagHeaders:
             for rank, shard in self.shards.items():
                 said = tuple(facts[rank].values())
                 if said not in fits:
-                    fits[said] = not _differences(want, _contents((trained_part({}, shard),)))
+                    fits[said] = not _differences(want, contents_of([trained_part({}, shard)]))
             fitting = {rank: fact for rank, fact in facts.items() if fits[tuple(fact.values())]} or facts
         self._keep_most_common(self.shards, facts, fitting)
 
@@ -458,20 +459,21 @@ class TagHeaders:
 
     def _compare_with_record(self, record: CommitRecord) -> None:
         """Compare the headers with everything in the record except digests."""
-        have = _contents(self.parts)
+        found = contents_of(self.parts)
+        have = {content.param.name for content in found}
         want = {content.param.name: content for content in record.contents()}
         if not self.shards or not self.models:  # compare only what could be read
             want = {name: content for name, content in want.items() if name in have}
         head = next(iter(self.shards.values()), None)
         path = head.path if head is not None else next(iter(self.models.values())).path
-        for name, what in _differences(want, have):
+        for name, what in _differences(want, found):
             sentence = f"{path} and the other ranks' files contradict the commit record: {what}."
             self._add(path.name, sentence, param=name)
         if head is None:
             return
         recorded, trained = record.params.trained, {param.name for param in head.layout.params}
-        for name in have:
-            if name in want and (name in recorded) != (name in trained):
+        for name in want:
+            if name in have and (name in recorded) != (name in trained):
                 said = "trained" if name in recorded else "frozen"
                 self._add(path.name, f"{name} is {said} by the commit record and not by the files.", param=name)
         for what, ours, theirs in (
@@ -494,17 +496,9 @@ def is_stage_0(listing: TagListing) -> bool:
     return False
 
 
-def _contents(parts: Iterable[SavedPart]) -> dict[str, ParamContent]:
-    """Each parameter as the headers describe it, with 0 for every digest."""
-    return {
-        param.name: ParamContent(param, {key: (dtype, 0) for key, dtype in part.dtypes[p].items()}, part.scalars[p])
-        for part in parts
-        for p, param in enumerate(part.layout.params)
-    }
-
-
-def _differences(want: Mapping[str, ParamContent], have: Mapping[str, ParamContent]) -> list[tuple[str, str]]:
+def _differences(want: Mapping[str, ParamContent], contents: Iterable[ParamContent]) -> list[tuple[str, str]]:
     """(parameter, clause) for every way in which two parameter tables disagree, digests aside."""
+    have = {content.param.name: content for content in contents}
     found = [(name, f"they do not hold {name}") for name in want if name not in have]
     found += [(name, f"it does not have {name}") for name in have if name not in want]
     for name, content in want.items():

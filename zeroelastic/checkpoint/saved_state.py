@@ -5,7 +5,7 @@ A load needs the headers of a few ranks; the verbs of the command line need all 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -123,15 +123,20 @@ class SavedState:
 
     def contents(self, digests: Mapping[tuple[str, str], int]) -> list[ParamContent]:
         """What was saved of each parameter, given the digest of each (parameter, state key)."""
-        return [
-            ParamContent(
-                param,
-                {key: (dtype, digests[param.name, key]) for key, dtype in part.dtypes[p].items()},
-                part.scalars[p],
-            )
-            for part in self.parts
-            for p, param in enumerate(part.layout.params)
-        ]
+        return contents_of(self.parts, digests)
+
+
+def contents_of(parts: Iterable[SavedPart], digests: Mapping[tuple[str, str], int] | None = None) -> list[ParamContent]:
+    """Each parameter of some parts, given the digest of each (parameter, state key); without them, with 0 for all."""
+    return [
+        ParamContent(
+            param,
+            {key: (dtype, 0 if digests is None else digests[param.name, key]) for key, dtype in part.dtypes[p].items()},
+            part.scalars[p],
+        )
+        for part in parts
+        for p, param in enumerate(part.layout.params)
+    ]
 
 
 SEPARATE_EXPERTS = (

@@ -244,7 +244,8 @@ def _integer(root: Mapping[object, object], key: str) -> int | None:
 def _problems(checked: TagHeaders) -> list[str]:
     """What is wrong: missing files and parameters that contradict the record as one sentence each."""
     listing, directory = checked.listing, checked.tag_dir
-    found = [problem for problem in checked.problems if problem not in checked.missing]
+    gone = {*checked.missing}
+    found = [problem for problem in checked.problems if problem not in gone]
     found += checked.other_directories({problem.file for problem in checked.problems})
     of_params = [problem.sentence for problem in found if problem.param is not None]
     problems = [problem.sentence for problem in found if problem.param is None] + of_params[:_NAMED]
@@ -260,8 +261,8 @@ def _problems(checked: TagHeaders) -> list[str]:
             "incomplete, or its files are on other nodes (use_node_local_storage)."
         )
     elif checked.missing:
-        gone = some(problem.file for problem in checked.missing)
-        problems.append(f"{directory}: files that its commit record names are missing: {gone}.")
+        names = some(problem.file for problem in checked.missing)
+        problems.append(f"{directory}: files that its commit record names are missing: {names}.")
     return problems
 
 
