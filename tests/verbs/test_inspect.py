@@ -287,18 +287,6 @@ def test_notes_name_what_is_left_over_and_odd(sample: Path) -> None:
     assert "notes.txt" in inspect(sample, "--tag", "global_step2").stdout
 
 
-@pytest.mark.parametrize("layout", ["checkpoint-4", "state", "last.ckpt"])
-def test_frameworks_are_told_by_what_they_leave(tmp_path: Path, layout: str) -> None:
-    folder = tmp_path / layout
-    tag = {"checkpoint-4": "global_step4", "state": "pytorch_model", "last.ckpt": "checkpoint"}[layout]
-    write_checkpoint(folder / tag, world_size=2)
-    (folder / "latest").write_text(tag)
-    if layout == "checkpoint-4":
-        (folder / "trainer_state.json").write_text("{}")
-    want = {"checkpoint-4": "hf-trainer", "state": "accelerate", "last.ckpt": "lightning"}[layout]
-    assert document(folder)[0]["framework"] == want
-
-
 def test_objects_of_foreign_classes_stay_inert(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "tag", world_size=1)
     edit(

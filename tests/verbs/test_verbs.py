@@ -104,13 +104,6 @@ def test_prune_removes_nothing_unless_told_to(run: Path) -> None:
     assert zeroelastic.prune("ckpt", keep=1, dry_run=False).removed == ()
 
 
-def test_a_reshard_has_the_same_content(run: Path) -> None:
-    root = zeroelastic.verify("ckpt").content_root
-    assert zeroelastic.reshard("ckpt", "new", world_size=3, max_memory=64 << 20).content_root == root
-    with zeroelastic.open("new") as new, zeroelastic.open("ckpt") as old:
-        assert new.world_size == 3 and all((new[name].numpy() == old[name].numpy()).all() for name in old)
-
-
 def test_what_is_wrong_with_a_checkpoint_is_reported_and_not_raised(run: Path) -> None:
     (run / "ckpt/global_step4/zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
     assert zeroelastic.inspect("ckpt").problems and not zeroelastic.inspect("ckpt").ok
