@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from commands import Done, no_result, run_command
-from documentation import documented_keys
 from places import GOLDEN, ROOT
 from rich.text import Text
 from synthetic import write_checkpoint
@@ -63,22 +62,6 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sample") / "ckpt"
     write_sample(root)
     return root
-
-
-def keys(value: object, prefix: str = "") -> set[str]:
-    """The keys of a document, dotted; those of ``worst`` and ``total`` are COLUMN."""
-    if isinstance(value, dict) and value:
-        named = prefix in ("worst.", "total.")
-        return {key for name, inner in value.items() for key in keys(inner, f"{prefix}{'COLUMN' if named else name}.")}
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return {key for inner in value for key in keys(inner, f"{prefix[:-1]}[].")}
-    return {prefix[:-1]}
-
-
-def test_the_document_has_the_documented_keys(sample: Path) -> None:
-    table = documented_keys("plan")
-    found = document(sample, "--world-size", "3", *FAST)
-    assert keys(found) == table
 
 
 def test_every_number_is_in_the_document(sample: Path) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shutil
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from pydantic import ValidationError
+from documentation import documented_keys
+from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
 import zeroelastic
 from zeroelastic.cli.app import app, verb_function
-from zeroelastic.cli.documents import check
+from zeroelastic.cli.documents import DOCUMENTS, check
 from zeroelastic.errors import UsageError
 
 VERBS = ("convert", "diff", "export", "inspect", "latest", "ls", "plan", "prune", "reshard", "show", "verify")
@@ -38,6 +42,43 @@ def test_a_function_has_every_option_of_its_command(verb: str) -> None:
         other = function.parameters.get(RENAMED.get(name, name))
         if other is not None and (verb, name) != ("prune", "dry_run"):
             assert other.default == parameter.default, name
+
+
+def keys_of(kind: Any, key: str = "") -> set[str]:
+    """The keys of a document, dotted, by the type of a report or of a part of one."""
+    if get_origin(kind) in (tuple, list):
+        return keys_of(get_args(kind)[0], f"{key}[]") if is_object(get_args(kind)[0]) else {key}
+    if get_origin(kind) is dict:
+        inside = keys_of(get_args(kind)[1], f"{key}.KEY")
+        return inside if len(inside) > 1 else {key}
+    if get_args(kind) and get_origin(kind) is not Literal:
+        return set[str]().union(*(keys_of(one, key) for one in get_args(kind) if one is not type(None)))
+    if is_dataclass(kind):
+        return {f"{key}.{field.name}" for field in fields(kind)}
+    if not is_object(kind):
+        return {key}
+    named = {field.alias or name: field for name, field in kind.model_fields.items() if not field.exclude}
+    return set[str]().union(*(keys_of(one.annotation, f"{key}.{name}".lstrip(".")) for name, one in named.items()))
+
+
+def is_object(kind: Any) -> bool:
+    return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, BaseModel))
+
+
+@pytest.mark.parametrize("verb", ["diff", "inspect", "latest", "ls", "plan", "prune", "show", "verify"])
+def test_every_key_of_the_report_is_documented_and_no_other(verb: str) -> None:
+    """An object may be documented as a whole, and a name that varies as NAME, KEY or COLUMN."""
+    table = {re.sub("NAME|COLUMN", "KEY", key) for key in documented_keys(verb)}
+    variable = {key.partition(".KEY")[0] for key in table if ".KEY" in key}
+    known = set()
+    for key in keys_of(DOCUMENTS[verb]):
+        parts = re.findall(r"[^.\[]+(?:\[\])?", key)
+        if parts[0].removesuffix("[]") in variable and len(parts) > 1:
+            parts[1] = f"KEY{'[]' if parts[1].endswith('[]') else ''}"
+        whole = [".".join(parts[:length]).removesuffix("[]") for length in range(1, len(parts) + 1)]
+        assert table.intersection(whole), key
+        known.update(whole)
+    assert table <= known
 
 
 def without_times(value: object) -> object:

@@ -19,7 +19,6 @@ import places
 import pytest
 import torch
 from commands import Done, no_result, run_command
-from documentation import documented_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
@@ -626,17 +625,13 @@ def cli(*arguments: object, **env: str) -> Done:
     return run_command("verify", *arguments, env=env)
 
 
-def test_the_verb_shows_a_valid_checkpoint_and_documents_its_keys(samples: Path) -> None:
+def test_the_verb_shows_a_valid_checkpoint(samples: Path) -> None:
     done = cli(samples / "elastic")
     assert done.returncode == 0 and done.stderr == "" and done.stdout.endswith("Valid.\n")
     assert "digests of" in done.stdout and "the saved one" in done.stdout
     done = cli(samples / "elastic", "--json", "--tag", "global_step2")
     document = json.loads(done.stdout)
     assert done.returncode == 0 and document["ok"] and document["path"].endswith("global_step2")
-    keys = {key for key in document if key not in ("problems", "files")}
-    keys |= {f"problems[].{name}" for name in Problem.__slots__}
-    keys |= {f"files[].{key}" for file in document["files"] for key in file}
-    assert keys == documented_keys("verify")
     sizes = {path.name: path.stat().st_size for path in (samples / "elastic/global_step2").glob("*_states.pt")}
     assert {file["name"]: file["bytes"] for file in document["files"]} == sizes
     assert [file["rank"] for file in document["files"]] == sorted(file["rank"] for file in document["files"])

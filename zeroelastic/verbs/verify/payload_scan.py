@@ -6,11 +6,11 @@ several ranks, from one process or several.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, fields, replace
+from functools import partial, reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -77,7 +77,7 @@ class RankScan:
 
 def combine(scans: Iterable[RankScan], headers: TagHeaders) -> RankScan:
     """Several scans of different ranks as one."""
-    return functools.reduce(
+    return reduce(
         lambda a, b: RankScan(*(getattr(a, field.name) + getattr(b, field.name) for field in fields(RankScan))),
         scans,
         _nothing(headers),
@@ -87,7 +87,7 @@ def combine(scans: Iterable[RankScan], headers: TagHeaders) -> RankScan:
 def scan_ranks(headers: TagHeaders, ranks: Iterable[int], *, progress: ProgressFunction | None = None) -> RankScan:
     """Read every byte of the files of some saved ranks. Damage is returned, not raised."""
     progress = progress or (lambda nbytes: None)
-    return combine((_scan_file(headers, contents, progress) for contents in _contents_of(headers, ranks)), headers)
+    return combine((scan(progress) for scan in _scans(headers, ranks)), headers)
 
 
 class RankRows(NamedTuple):
@@ -119,30 +119,16 @@ def file_rows(headers: TagHeaders, rank: int, path: FilePath) -> RankRows:
     return rows_of_file.take(np.argsort(rows_of_file.offset, kind="stable"))
 
 
-class _Contents(NamedTuple):
-    """What one file has: its ``records``, the ``rows`` of tensors, a ``table`` of both. ``unread``: why not.
-
-    ``filled`` are the numbers of the records that are not empty, which the table counts.
-    """
-
-    rank: int
-    path: FilePath
-    size: int
-    records: RecordTable | None
-    filled: Int64Array
-    damage: list[Damage]
-    rows: RankRows
-    table: Cover
-    unread: CheckpointError | None = None
+_Scan = Callable[[ProgressFunction], RankScan]
 
 
-def _contents_of(headers: TagHeaders, ranks: Iterable[int]) -> Iterator[_Contents]:
-    """The contents of each file of some ranks, found while the caller uses those of the file before."""
+def _scans(headers: TagHeaders, ranks: Iterable[int]) -> Iterator[_Scan]:
+    """What reads each file of some ranks, prepared while the caller reads the file before."""
     files = ((rank, path) for rank in ranks for path in headers.files(rank))
     with ThreadPoolExecutor(1) as worker:
-        found: Future[_Contents] | None = None
+        found: Future[_Scan] | None = None
         for rank, path in files:
-            following = worker.submit(copy_context().run, _contents, headers, rank, path)
+            following = worker.submit(copy_context().run, _prepare, headers, rank, path)
             if found is not None:
                 yield found.result()
             found = following
@@ -150,14 +136,13 @@ def _contents_of(headers: TagHeaders, ranks: Iterable[int]) -> Iterator[_Content
             yield found.result()
 
 
-def _contents(headers: TagHeaders, rank: int, path: FilePath) -> _Contents:
+def _prepare(headers: TagHeaders, rank: int, path: FilePath) -> _Scan:
+    """Find out what a file holds; the function that is returned reads its payload."""
     name, size = path.name, headers.sizes[path.name]
-    nothing = np.zeros(0, dtype=np.int64)
     try:
         archive = read_zip_records(path, size)
     except CheckpointError as error:
-        rows, table = RankRows(*[nothing] * 5), Cover(*[nothing] * 6)
-        return _Contents(rank, path, size, None, nothing, [], rows, table, unread=error)
+        return partial(_pass_over, headers, path, error, size)
     damage = [
         Damage(name, f"{name}: {fault.what}. The file is damaged.", fault.offset, fault.nbytes)
         for fault in archive.faults
@@ -169,16 +154,22 @@ def _contents(headers: TagHeaders, rank: int, path: FilePath) -> _Contents:
     filled = np.flatnonzero(records.nbytes)
     begin = records.offset[filled]
     table = cover(begin, begin + records.nbytes[filled], rows)
-    return _Contents(rank, path, size, records, filled, damage, rows, table)
+    return partial(_scan_file, headers, rank, path, records, filled, damage, rows, table)
 
 
-def _scan_file(headers: TagHeaders, contents: _Contents, progress: ProgressFunction) -> RankScan:
-    rank, path, size, records, table = contents.rank, contents.path, contents.size, contents.records, contents.table
-    name, rows = path.name, contents.rows
-    if contents.unread is not None:
-        progress(size)
-        return _unread(headers, path, contents.unread)
-    assert records is not None
+def _scan_file(
+    headers: TagHeaders,
+    rank: int,
+    path: FilePath,
+    records: RecordTable,
+    filled: Int64Array,
+    damage: Sequence[Damage],
+    rows: RankRows,
+    table: Cover,
+    progress: ProgressFunction,
+) -> RankScan:
+    """Read a file. ``filled`` are the numbers of the records that are not empty, which ``table`` counts."""
+    name, size = path.name, headers.sizes[path.name]
     crc32 = np.zeros(len(table.nbytes), dtype=np.uint32)
     num_tensors = len(headers.tensors)
     seeds = np.append(headers.seeds, np.uint64(0))
@@ -200,14 +191,12 @@ def _scan_file(headers: TagHeaders, contents: _Contents, progress: ProgressFunct
             progress=advance,
         )
     except CheckpointError as error:
-        progress(left)
-        return _unread(headers, path, error)
+        return _pass_over(headers, path, error, left, progress)
     progress(left)
     assert sums is not None
     digests = sums[:num_tensors]
     covered = np.zeros(num_tensors, dtype=np.int64)
     np.add.at(covered, rows.tensor, rows.nbytes // rows.itemsize)
-    filled = contents.filled
     found = join_crc32_groups(table.record, crc32, table.nbytes, len(filled))
     bad = [
         BadRecord(rank, name, records[int(filled[number])], int(found[number]))
@@ -222,7 +211,7 @@ def _scan_file(headers: TagHeaders, contents: _Contents, progress: ProgressFunct
         covered=covered,
         bad_records=tuple(bad),
         bad_parts=parts or (),
-        damage=tuple(contents.damage),
+        damage=tuple(damage),
         num_files=1,
         num_records=len(records),
         tables=() if parts is None else (name,),
@@ -289,7 +278,11 @@ def _bad_parts(
     return tuple(BadPart(shard.rank, shard.path.name, p) for p in np.flatnonzero(have != want).tolist())
 
 
-def _unread(headers: TagHeaders, path: FilePath, error: CheckpointError) -> RankScan:
+def _pass_over(
+    headers: TagHeaders, path: FilePath, error: CheckpointError, left: int, progress: ProgressFunction
+) -> RankScan:
+    """The scan of a file that cannot be read, or of which ``left`` bytes cannot."""
+    progress(left)
     sentence = str(error).replace(f"{path.parent}/", "")
     return replace(_nothing(headers), damage=(Damage(path.name, sentence),), unread=(path.name,))
 
