@@ -44,7 +44,7 @@ help:
 	@echo "make demo-elastic-netns  one of whose hosts is cut off; needs root; results in demo-elastic-netns/"
 	@echo "make demo-elastic-fixed  of a fixed size, which waits; its results go to demo-elastic-fixed/"
 	@echo "make test      the tests, in minutes (PYTEST_ARGS='-k name' narrows, JOBS sets the number of workers)"
-	@echo "make test-all  all tests: also every pair of sizes, older DeepSpeeds, demos, benchmarks, short campaigns"
+	@echo "make test-all  all tests: also more pairs of sizes, older DeepSpeeds, demos, benchmarks, short campaigns"
 	@echo "make slowest   make test-all, and its slowest tests as tests/slowest.txt"
 	@echo "make coverage  branch coverage of make test-all, rank processes included, as coverage/coverage.json"
 	@echo "make same-as-stock  every configuration and load flag, with zeroelastic and without"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -88,27 +88,6 @@ class Part(NamedTuple):
     targets: Sequence[Target]
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """What filling cost, and digests of what was read: {(parameter, key): partial digest}.
-
-    ``cast_digests``, of what was cast on the way, has the same keys on every rank; 0 where the rank owns nothing of a
-    parameter. So has ``changed_digests``, of what the save has as trained and the run as frozen, or the other way.
-    ``read_digests``, of what was not cast, is there if it was asked for, of parameters that the rank owns a part of.
-    ``unread`` are the rows of files that only other ranks see. ``rounded``: by sub-group, of how many elements
-    the 16-bit weights have been made.
-    """
-
-    bytes_read: int
-    bytes_owned: int
-    files: tuple[FilePath, ...]
-    cast_digests: Mapping[tuple[str, str], int]
-    changed_digests: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    read_digests: Mapping[tuple[str, str], ReadDigest] = field(default_factory=dict)
-    unread: ExtentTable | None = None
-    rounded: Mapping[int, int] = field(default_factory=dict)
-
-
 def fill(
     plan: Plan,
     extents: Mapping[int, Mapping[str, TensorExtents]],
@@ -128,36 +107,34 @@ def fill(
     """
     choose_executor(executor)
     asked = [Destination(target.key, target.sub_group, target.dtype) for target in targets]
-    filling = _Filling(plan, targets, executor, digest=digest)
-    owned, unread = 0, None
+    filled = Filled(plan, targets, executor, digest=digest)
     for rows in extent_windows(plan, extents, asked):
-        owned += int(rows.nbytes.sum())
+        filled.bytes_owned += int(rows.nbytes.sum())
         if remote_files:
             elsewhere = np.array([path.name in remote_files for path in rows.paths], dtype=bool)[rows.file]
             rows, absent = rows.take(np.flatnonzero(~elsewhere)), rows.take(np.flatnonzero(elsewhere))
-            unread = absent if unread is None else unread.joined(absent)
-        filling.add(rows)
-    return Filled(
-        filling.bytes_read,
-        owned,
-        tuple(filling.files),
-        filling.cast_digests,
-        read_digests=filling.read_digests,
-        unread=unread,
-        rounded=filling.rounded,
-    )
+            filled.unread = absent if filled.unread is None else filled.unread.joined(absent)
+        filled.add(rows)
+    return filled
 
 
-class _Filling:
-    """Targets that are filled table by table; what it has cost so far, and the digests of what was read."""
+class Filled:
+    """Targets that are filled table by table; what it has cost so far, and the digests of what was read.
+
+    ``cast_digests``, of what was cast on the way, has the same keys on every rank; 0 where the rank owns nothing of a
+    parameter. ``read_digests``, of what was not cast, is there if it was asked for, of parameters that the rank owns a
+    part of. ``unread`` are the rows of files that only other ranks see. ``rounded``: by sub-group, of how many elements
+    the 16-bit weights have been made.
+    """
 
     def __init__(self, plan: Plan, targets: Sequence[Target], executor: Executor, *, digest: bool) -> None:
-        self._plan, self._targets, self._executor, self._digest = plan, targets, executor, digest
+        self.plan, self.targets, self._executor, self._digest = plan, targets, executor, digest
         self._host = host_executor(executor)
         self._fill_paths = [fill_path_of(target, executor) for target in targets]
         self._cast = np.array([target.cast for target in targets], dtype=bool)
         self.rounded: dict[int, int] = {}
-        self.bytes_read = 0
+        self.bytes_read = self.bytes_owned = 0
+        self.unread: ExtentTable | None = None
         self.files: dict[FilePath, None] = {}
         self.read_digests: ReadDigests = {}
         self.cast_digests: Digests = {
@@ -175,8 +152,8 @@ class _Filling:
             try:
                 self._fill_in_place(rows, members, executor)
                 for t in members if fill_path == _HOST else ():
-                    if self._targets[t].rounded is not None:
-                        sub_group = self._targets[t].sub_group
+                    if self.targets[t].rounded is not None:
+                        sub_group = self.targets[t].sub_group
                         numel = int(rows.numel[rows.target == t].sum())
                         self.rounded[sub_group] = self.rounded.get(sub_group, 0) + numel
             except UnsupportedError as error:
@@ -194,11 +171,11 @@ class _Filling:
 
     def _fill_in_place(self, rows: ExtentTable, members: list[int], executor: Executor) -> None:
         """Fill some targets where they are."""
-        buffer = np.full(len(self._targets), -1, dtype=np.int64)
+        buffer = np.full(len(self.targets), -1, dtype=np.int64)
         buffer[members] = np.arange(len(members))
-        targets = [self._targets[t] for t in members]
+        targets = [self.targets[t] for t in members]
         mine = rows.take(np.flatnonzero(buffer[rows.target] >= 0))
-        streams = RowStreams.of(self._plan, mine, self._targets) if self._digest else None
+        streams = RowStreams.of(self.plan, mine, self.targets) if self._digest else None
         result = read_segments(
             ReadTable(
                 paths=mine.paths,
@@ -219,7 +196,7 @@ class _Filling:
         """Fill targets by way of a staging buffer, each row at its offset there."""
         nbytes = rows.nbytes
         staging = torch.empty(int(offsets[-1] + nbytes[-1]), dtype=torch.uint8)
-        streams = RowStreams.of(self._plan, rows, self._targets) if self._digest or is_cast else None
+        streams = RowStreams.of(self.plan, rows, self.targets) if self._digest or is_cast else None
         result = read_segments(
             ReadTable(
                 paths=rows.paths,
@@ -234,7 +211,7 @@ class _Filling:
             executor=self._host,
         )
         for i, number in enumerate(rows.target.tolist()):
-            target = self._targets[number]
+            target = self.targets[number]
             values = staging[int(offsets[i]) : int(offsets[i] + nbytes[i])].view(getattr(torch, target.dtype))
             begin = int(rows.target_offset[i])
             target.tensor[begin : begin + len(values)].copy_(values)

@@ -88,14 +88,26 @@ def both_ways(
     *,
     flags: dict[str, dict[str, Any]],
     before: Callable[[Any], None] | None = None,
-    change: Callable[[Path], None] | None = None,
     **save: Any,
 ) -> list[str]:
     """On a rank: save with stock, load by both with each of the flags; what is worse with zeroelastic, in words."""
     saved = save_stock(job, directory, before=before, **save)
-    if change is not None and dist.get_rank() == 0:
-        change(Path(directory))
-    dist.barrier()
+    return load_both_ways(job, directory, saved, flags)
+
+
+def changed_both_ways(job: Job, directory: str) -> list[str]:
+    """On a rank: ``both_ways`` of one save, after each of CHANGES."""
+    saved, found = save_stock(job, f"{directory}/saved"), []
+    for name, (change, flags) in CHANGES.items():
+        if dist.get_rank() == 0:
+            shutil.copytree(f"{directory}/saved", f"{directory}/{name}/run")
+            change(Path(directory, name, "run"))
+        dist.barrier()
+        found += [f"{name}, {what}" for what in load_both_ways(job, f"{directory}/{name}/run", saved, flags)]
+    return found
+
+
+def load_both_ways(job: Job, directory: str, saved: dict[str, Any], flags: dict[str, dict[str, Any]]) -> list[str]:
     found: list[str] = []
     for name, options in flags.items():
         theirs = load(job, directory, **options)
@@ -198,17 +210,26 @@ def no_gradients(engine: Any) -> None:
             param.requires_grad_(False)
 
 
-DEFAULT = {"all": {}}
+DEFAULT: dict[str, dict[str, Any]] = {"all": {}}
+CHANGES: dict[str, tuple[Callable[[Path], None], dict[str, dict[str, Any]]]] = {
+    "latest with a newline": (partial(write_latest, "global_step2\n"), DEFAULT),
+    "latest with blanks": (partial(write_latest, "  global_step2 \r\n"), DEFAULT),
+    "latest names a tag that is not there": (partial(write_latest, "global_step9"), DEFAULT),
+    "latest is empty": (partial(write_latest, ""), DEFAULT),
+    "latest as a path": (partial(write_latest, "./global_step2"), DEFAULT),
+    "extra files": (add_files, DEFAULT),
+    "files of more ranks": (add_ranks, {**DEFAULT, "tag": {"tag": "global_step2"}}),
+    "linked tag": (link_tag, {"tag": {"tag": "best"}}),
+    "tag moved and linked": (move_and_link_tag, DEFAULT),
+    "linked files": (link_files, DEFAULT),
+    # the weights are in them, too
+    "no optimizer files": (remove_optimizer_states, {name: FLAGS[name] for name in ("all", "no optimizer states")}),
+}
+"""What becomes of the files after a save, and the flags to load them with."""
 ODD: dict[str, dict[str, Any]] = {
-    "latest with a newline": {"change": partial(write_latest, "global_step2\n")},
-    "latest with blanks": {"change": partial(write_latest, "  global_step2 \r\n")},
-    "latest names a tag that is not there": {"change": partial(write_latest, "global_step9")},
-    "latest is empty": {"change": partial(write_latest, "")},
     "nested tag": {"tag": "epoch1/step5"},
     "tag with a leading dot": {"tag": ".best"},
-    "tag with a blank": {"tag": "step 5"},
-    "tag in another alphabet": {"tag": "шаг\u00a05"},
-    "latest as a path": {"change": partial(write_latest, "./global_step2")},
+    "tag with a blank, in another alphabet": {"tag": "шаг\u00a0 5"},
     "client state named as a counter": {"client_state": {"global_steps": 7, "note": "mine"}},
     "requires_grad changed after initialize": {"before": no_gradients, "flags": FLAGS},
     "excluded frozen parameters": {
@@ -220,15 +241,6 @@ ODD: dict[str, dict[str, Any]] = {
             "strict": {},
         },
     },
-    "extra files": {"change": add_files},
-    "files of more ranks": {"change": add_ranks, "flags": {**DEFAULT, "tag": {"tag": "global_step2"}}},
-    "linked tag": {"change": link_tag, "flags": {"tag": {"tag": "best"}}},
-    "tag moved and linked": {"change": move_and_link_tag},
-    "linked files": {"change": link_files},
-    "no optimizer files": {
-        "change": remove_optimizer_states,
-        "flags": {name: FLAGS[name] for name in ("all", "no optimizer states")},  # the weights are in them, too
-    },
     "no latest": {"save_latest": False, "flags": {**DEFAULT, "tag": {"tag": "global_step2"}}},
 }
 
@@ -236,3 +248,8 @@ ODD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_checkpoints_load_where_stock_loads_them(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
     check(rank_pool, STOCK, tmp_path, **{"flags": DEFAULT, **ODD[name]})
+
+
+def test_changed_files_load_where_stock_loads_them(rank_pool: RankPool, tmp_path: Path) -> None:
+    for rank, found in enumerate(rank_pool.run(changed_both_ways, WORLD_SIZE, STOCK, str(tmp_path), timeout=300)):
+        assert found == [], f"rank {rank}"

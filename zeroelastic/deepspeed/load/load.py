@@ -203,7 +203,7 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
             load_module = partial(_load_module, engine, live, request, tag, plan, keys)
             restored = restore(engine, live, plan, request, load_module)
         with span("load.verify"):
-            verified = verify(engine, live, plan, restored.filled, request)
+            verified = verify(engine, live, plan, restored, request)
             module_notes = notes_of_modules(plan)
             failed, costs = gather_costs(plan, restored, failed=verified.failed, began=call.began)
             if failed:

@@ -30,16 +30,16 @@ def gather_costs(load_plan: LoadPlan, restored: Restored, *, failed: bool, began
     The call ``began`` at a time (``time.perf_counter``); its "nanoseconds" are until now.
     """
     checkpoint = load_plan.checkpoint
-    filled, module, payload = restored.filled, restored.module, restored.payload
-    bytes_read = filled.bytes_read + payload.bytes_read
+    module, payload = restored.module, restored.payload
+    bytes_read = restored.bytes_read + payload.bytes_read
     own = {
-        "bytes_owned": filled.bytes_owned,
+        "bytes_owned": restored.bytes_owned,
         "bytes_read": bytes_read,
         "header_bytes": checkpoint.header_bytes
         + load_plan.checked_bytes
         + _module_bytes(load_plan)
         + module.bytes_read,
-        "files_opened": len({*checkpoint.opened, *filled.files, *module.files, *payload.files}),
+        "files_opened": len({*checkpoint.opened, *restored.files, *module.files, *payload.files}),
         "bytes_sent": module.sent + payload.sent,
         "bytes_received": module.received + payload.received,
         "nanoseconds": int((time.perf_counter() - began) * 1e9),

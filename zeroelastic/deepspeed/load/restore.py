@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch
 from zeroelastic.checkpoint.one_save import check_one_save
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.fill import Filled, Part, Target, fill
+from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, Target, fill
 from zeroelastic.deepspeed.live.digests import LivePiece, LiveStreams, known_digests, local_digests
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup
@@ -22,19 +22,26 @@ from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others
 from zeroelastic.deepspeed.node_local.peer_checkpoint import module_file
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_or_raise
-from zeroelastic.io.paths import RemotePath
+from zeroelastic.io.paths import FilePath, RemotePath
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
     """What a load put into the engine: what DeepSpeed's own part returned, and the cost.
 
-    ``module`` and ``payload`` are what it cost to have other ranks read files; ``lost`` is what of the loss scale was
-    not restored.
+    Digests are partial ones, by (parameter, state key). ``cast_digests``, of what was cast or is rounded afterwards,
+    has the same keys on every rank; so has ``changed_digests``, of what the save has as trained and the run as frozen,
+    or the other way. ``module`` and ``payload`` are what it cost to have other ranks read files; ``lost`` is what of
+    the loss scale was not restored.
     """
 
     loaded: tuple[Any, Any]
-    filled: Filled
+    bytes_owned: int
+    bytes_read: int
+    files: frozenset[FilePath]
+    cast_digests: Digests
+    changed_digests: Digests
+    read_digests: ReadDigests
     module: RelayCost
     payload: RelayCost
     notes: tuple[str, ...]
@@ -64,46 +71,52 @@ def restore(
         ),
     ):
 
-        def load_and_fill() -> tuple[tuple[Any, Any], _Filling]:
+        def load_and_fill() -> tuple[tuple[Any, Any], list[Filled]]:
             loaded = load_module(module_path)
             live.refresh()
             return loaded, _fill(live, load_plan, request)
 
-        def complete(loaded: tuple[Any, Any], filling: _Filling) -> Restored:
+        def complete(loaded: tuple[Any, Any], filled: Sequence[Filled]) -> Restored:
             check_one_save(load_plan.checkpoint.tag_dir)  # nothing is read after this
-            filled = _complete(live, load_plan, filling, request)
+            _complete(live, load_plan, request)
+            moved = [part for part in filled if _has_moved(part, load_plan)]
+            others = [part for part in filled if part not in moved]
+            read = {stream: found for part in others for stream, found in part.read_digests.items()}
+            cast = {stream: digest for part in others for stream, digest in part.cast_digests.items()}
             if request.options.verifies_content and not engine.zero_load_from_fp32_weights():
-                filled = _with_read_weights(live, filled)
-            notes, lost = _restore_values(engine, live, load_plan, request, filled.rounded)
-            return Restored(loaded, filled, module, payload, (*filling.casts, *notes), lost)
+                # of the master weights as they were read, which are going to be rounded
+                cast = {**local_digests(live, weights_only=True, with_frozen=False, read=read).table(), **cast}
+            changed = {stream: d for part in moved for stream, d in _changed_digests(part, live.rank).items()}
+            notes, lost = _restore_values(engine, live, load_plan, request, filled[0].rounded)
+            return Restored(
+                loaded,
+                bytes_owned=sum(part.bytes_owned for part in filled),
+                bytes_read=sum(part.bytes_read for part in filled),
+                files=frozenset(path for part in filled for path in part.files),
+                cast_digests=cast,
+                changed_digests=changed,
+                read_digests=read,
+                module=module,
+                payload=payload,
+                notes=(*(text for part in others for text in _casts(part.targets)), *notes),
+                lost=lost,
+            )
 
         if load_plan.reads_all_locally:  # and waits for no other rank until it is complete
             restored = all_or_raise(lambda: complete(*load_and_fill()))
         else:
             assert load_plan.visibility is not None
-            loaded, filling = all_or_raise(load_and_fill)
-            filled, payload = fill_from_others(
-                load_plan.visibility,
-                filling.parts,
-                filling.filled,
-                executor=executor,
-                digest=request.options.verify == "read",
+            loaded, filled = all_or_raise(load_and_fill)
+            payload = fill_from_others(
+                load_plan.visibility, filled, executor=executor, digest=request.options.verify == "read"
             )
-            restored = all_or_raise(lambda: complete(loaded, filling._replace(filled=filled)))
+            restored = all_or_raise(lambda: complete(loaded, filled))
     live.end_load()
     return restored
 
 
-class _Filling(NamedTuple):
-    """What is filled, what came of it so far, and sentences about what was cast."""
-
-    parts: Sequence[Part]
-    filled: Sequence[Filled]
-    casts: tuple[str, ...]
-
-
-def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> _Filling:
-    """Fill master weights, optimizer tensors and frozen parameters, in place."""
+def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> list[Filled]:
+    """Fill master weights and optimizer tensors, then what is frozen on either side, in place."""
     targets: list[Target] = []
     on_disk = not isinstance(load_plan.checkpoint.tag_dir, RemotePath)
     for i, (source, keys, scalars) in enumerate(load_plan.states):
@@ -122,8 +135,7 @@ def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> _Fi
         live.state_filled()
     extents = {rank: shard.extents for rank, shard in load_plan.shards.items()}
     parts = [Part(load_plan.plan, extents, targets), *_frozen_parts(live, load_plan)]
-    casts = [text for part in parts if not _has_moved(part, load_plan) for text in _casts(part.targets)]
-    filled = [
+    return [
         fill(
             *part,
             executor=request.options.io_engine,
@@ -132,11 +144,10 @@ def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> _Fi
         )
         for part in parts
     ]
-    return _Filling(parts, filled, tuple(casts))
 
 
-def _complete(live: LiveOptimizer, load_plan: LoadPlan, filling: _Filling, request: LoadRequest) -> Filled:
-    """Finish what was read: fresh state, padding, and digests of parameters that changed between frozen and trained."""
+def _complete(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> None:
+    """Finish what was read: fresh state and padding."""
     for i in range(live.layout.num_sub_groups):
         if not request.weights_only and load_plan.states[i].source is not None:
             _clear_fresh(live, load_plan, i)
@@ -144,23 +155,11 @@ def _complete(live: LiveOptimizer, load_plan: LoadPlan, filling: _Filling, reque
     owned = live.frozen.owned(live.rank)[1]
     for p, numel in enumerate(owned.tolist()):
         live.frozen_tensor(p).view(-1)[numel:].view(torch.uint8).zero_()
-    return _joined(
-        [
-            _with_changed_digests(part, filled, live.rank) if _has_moved(part, load_plan) else filled
-            for part, filled in zip(filling.parts, filling.filled, strict=True)
-        ]
-    )
 
 
-def _has_moved(part: Part, load_plan: LoadPlan) -> bool:
+def _has_moved(part: Filled, load_plan: LoadPlan) -> bool:
     """Whether a part is of parameters that only the save, or only the run, trains."""
     return part.plan is load_plan.unfrozen_plan or part.plan is load_plan.newly_frozen_plan
-
-
-def _with_read_weights(live: LiveOptimizer, filled: Filled) -> Filled:
-    """With the digests of the master weights as they were read, which are going to be rounded."""
-    local = local_digests(live, weights_only=True, with_frozen=False, read=filled.read_digests)
-    return replace(filled, cast_digests={**local.table(), **filled.cast_digests})
 
 
 def _casts(targets: Sequence[Target]) -> list[str]:
@@ -204,8 +203,8 @@ def _frozen_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
     return parts
 
 
-def _with_changed_digests(part: Part, filled: Filled, rank: int) -> Filled:
-    """``filled`` with the digests of every target of a moved part, under the saved state key.
+def _changed_digests(part: Filled, rank: int) -> Digests:
+    """The digests of every target of a moved part, under the saved state key.
 
     They are digests of the saved tensors: computed on reading where a tensor was cast, or where what was read is known
     to be in its place; else from the live tensor.
@@ -215,23 +214,10 @@ def _with_changed_digests(part: Part, filled: Filled, rank: int) -> Filled:
     live = [
         LivePiece(param.name, target.key, target.tensor[place : place + length], start)
         for param, target, start, length, place in zip(dst.params, part.targets, *columns, strict=True)
-        if (param.name, target.key) not in filled.cast_digests
+        if (param.name, target.key) not in part.cast_digests
     ]
-    digests = LiveStreams(tuple(live), {}).digest(known_digests(live, filled.read_digests)).table()
-    return replace(filled, cast_digests={}, read_digests={}, changed_digests={**filled.cast_digests, **digests})
-
-
-def _joined(parts: Sequence[Filled]) -> Filled:
-    """The sum of several fills."""
-    return Filled(
-        bytes_read=sum(part.bytes_read for part in parts),
-        bytes_owned=sum(part.bytes_owned for part in parts),
-        files=tuple(dict.fromkeys(path for part in parts for path in part.files)),
-        cast_digests={stream: digest for part in parts for stream, digest in part.cast_digests.items()},
-        changed_digests={stream: digest for part in parts for stream, digest in part.changed_digests.items()},
-        read_digests={stream: found for part in parts for stream, found in part.read_digests.items()},
-        rounded={i: sum(part.rounded.get(i, 0) for part in parts) for part in parts for i in part.rounded},
-    )
+    digests = LiveStreams(tuple(live), {}).digest(known_digests(live, part.read_digests)).table()
+    return {**part.cast_digests, **digests}
 
 
 def _clear_fresh(live: LiveOptimizer, load_plan: LoadPlan, sub_group: int) -> None:

@@ -14,7 +14,6 @@ from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
 from zeroelastic.core.digest import ParamContent, combine, content_root, stream_seed
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.fill import Filled
 from zeroelastic.deepspeed.live.digests import (
     differences,
     gather_over_tp,
@@ -25,6 +24,7 @@ from zeroelastic.deepspeed.live.digests import (
 )
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.preflight import LoadPlan
+from zeroelastic.deepspeed.load.restore import Restored
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather
@@ -65,7 +65,7 @@ class Verification:
 
 
 def verify(
-    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, filled: Filled, request: LoadRequest
+    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, restored: Restored, request: LoadRequest
 ) -> Verification:
     """Digest the live state and compare with the commit record. Collective.
 
@@ -79,9 +79,9 @@ def verify(
         saved_root = checkpoint.record.content_root if checkpoint.record is not None else None
         return Verification(saved_root, None, None, f'content not verified ("verify": "{request.options.verify}")')
     with_frozen, membership = load_plan.model.frozen is not None, load_plan.membership
-    local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=filled.read_digests)
+    local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read_digests)
     contents = whole_contents(live, local, device=engine.device)
-    cast, changed = (_sums(live, sums, engine.device) for sums in (filled.cast_digests, filled.changed_digests))
+    cast, changed = (_sums(live, sums, engine.device) for sums in (restored.cast_digests, restored.changed_digests))
     if checkpoint.record is None:
         root = _root(live, contents)
         return Verification(None, root, None, "saved without a commit record: nothing to compare with")

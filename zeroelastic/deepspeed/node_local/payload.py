@@ -7,7 +7,7 @@ one stream, row after row, in the rounds of ``exchange_rows``; its buffers are a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch
 from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, RowStreams
+from zeroelastic.deepspeed.fill import Filled, RowStreams
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
@@ -43,18 +43,12 @@ class RelayCost:
 
 
 def fill_from_others(
-    visibility: FileVisibility,
-    parts: Sequence[Part],
-    filled: Sequence[Filled],
-    *,
-    executor: Executor,
-    digest: bool = False,
-) -> tuple[list[Filled], RelayCost]:
+    visibility: FileVisibility, filled: Sequence[Filled], *, executor: Executor, digest: bool = False
+) -> RelayCost:
     """Fill the rows that ``fill`` left unread because this rank does not see their files. Collective.
 
-    Raises the same error on every rank.
-
-    Returns the fills with the digests of those rows that were cast, and with ``digest`` of the others.
+    Raises the same error on every rank. Adds the digests of those rows that were cast, and with ``digest`` of the
+    others.
     """
     names = visibility.names
     numbers = {name: number for number, name in enumerate(names)}
@@ -70,8 +64,6 @@ def fill_from_others(
             columns = (file[unread.file], unread.file_offset, unread.nbytes, reader[unread.file])
             tables.append(np.stack(columns, axis=1))
         first_row.append(first_row[-1] + count)
-    cast_digests: list[Digests] = [dict(one.cast_digests) for one in filled]
-    read_digests: list[ReadDigests] = [dict(one.read_digests) for one in filled]
     files: dict[FilePath, None] = {}
     bytes_read = 0
 
@@ -94,33 +86,30 @@ def fill_from_others(
         for number in np.unique(owner).tolist():
             here = owner == number
             some = Arrived(*(column[here] for column in arrived))
-            unread = filled[number].unread
-            assert unread is not None
+            part = filled[number]
+            assert part.unread is not None
             row = some.row - first_row[number]
-            part, rows = parts[number], unread.take(row)
+            rows = part.unread.take(row)
             pieces = rows.pieces(np.arange(len(row)), some.skip // rows.itemsize, some.nbytes // rows.itemsize)
             _put(part, pieces, some.at, buffer, executor)
             is_cast = np.array([target.cast for target in part.targets], dtype=bool)[pieces.target]
             cast, read = np.flatnonzero(is_cast), np.flatnonzero(digest & ~is_cast)
             if len(cast):
                 streams, totals = _digest(part, pieces.take(cast), some.at[cast], buffer)
-                streams.add_cast(totals, cast_digests[number])
+                streams.add_cast(totals, part.cast_digests)
             if len(read):
                 streams, totals = _digest(part, pieces.take(read), some.at[read], buffer)
-                streams.add_read(totals, read_digests[number])
+                streams.add_read(totals, part.read_digests)
 
     rows = np.concatenate(tables)
     # Where a host engine is named, it moves what arrives; nothing of ours moves a GPU's memory then.
-    filled_there = () if executor in ("numpy", "native") else (t.tensor for part in parts for t in part.targets)
+    filled_there = () if executor in ("numpy", "native") else (t.tensor for part in filled for t in part.targets)
     taken_on = device_of(filled_there)
     moved = all_or_raise(lambda: exchange_rows(rows[:, :3], rows[:, 3], read, put, taken_on=taken_on))
-    return [
-        replace(one, cast_digests=cast, read_digests=read)
-        for one, cast, read in zip(filled, cast_digests, read_digests, strict=True)
-    ], RelayCost(bytes_read, tuple(files), moved.sent, moved.received)
+    return RelayCost(bytes_read, tuple(files), moved.sent, moved.received)
 
 
-def _put(part: Part, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer, executor: Executor) -> None:
+def _put(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer, executor: Executor) -> None:
     """Bytes that arrived, piece i of them at ``at[i]`` of a buffer, into the tensors of one part."""
     values = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
     direct = np.array([each.in_place and each.tensor.device == values.device for each in part.targets], dtype=bool)
@@ -139,7 +128,7 @@ def _put(part: Part, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer, e
         target.tensor[place : place + len(data)].copy_(data)
 
 
-def _digest(part: Part, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> tuple[RowStreams, UInt64Array]:
+def _digest(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> tuple[RowStreams, UInt64Array]:
     """The digests of pieces, each of which is at ``at`` in a buffer, and where they go."""
     streams = RowStreams.of(part.plan, pieces, part.targets)
     totals = sum_segments(MemoryRanges(np.zeros_like(at), at, pieces.nbytes), [buffer], digest=streams.table)
