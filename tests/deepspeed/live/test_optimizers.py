@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from exact_jobs import OPTIMIZERS
-from saves import Saver, check_resumed, save_once
+from saves import Saver, check_each, save_once
 from training import LOSS_RTOL, Job, attempt, build_engine, look, raised, resume, train_step
 
 from zeroelastic.core.digest import ScalarValue
@@ -32,21 +32,31 @@ NOTES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.support("Optimizers", feature, "exact", NOTES.get(name, "")))
-        for name, (_, feature) in OPTIMIZERS.items()
-    ],
-)
-def test_optimizer_resumes_bit_exact_at_another_size(rank_pool: RankPool, saved: Saver, name: str) -> None:
-    job = OPTIMIZERS[name][0]
-    checkpoint = saved(job, 3)
-    fewer_or_more = (2, 4)[list(OPTIMIZERS).index(name) % 2]
-    outcomes = rank_pool.run(resume, fewer_or_more, job.other(), checkpoint.directory, **STEPS)
-    check_resumed(checkpoint, outcomes, job)
-    assert outcomes[0].report.root_matches
-    assert any(key.startswith("state/") for key in checkpoint.outcome.state) == (name != "plain_sgd")
+def batches() -> list[object]:
+    """Optimizers whose runs share a start of ranks, the world sizes of the save and of the resume, and their rows."""
+    names = list(OPTIMIZERS)
+    return [
+        pytest.param(
+            names[first : first + 5],
+            (3, 2 if first % 2 else 4),
+            id=names[first],
+            marks=[
+                pytest.mark.support("Optimizers", OPTIMIZERS[name][1], "exact", NOTES.get(name, ""))
+                for name in names[first : first + 5]
+            ],
+        )
+        for first in range(0, len(names), 5)
+    ]
+
+
+@pytest.mark.parametrize(("names", "sizes"), batches())
+def test_optimizer_resumes_bit_exact_at_another_size(
+    rank_pool: RankPool, tmp_path: Path, names: list[str], sizes: tuple[int, int]
+) -> None:
+    jobs = {name: OPTIMIZERS[name][0] for name in names}
+    runs = {name: (job, job.other()) for name, job in jobs.items()}
+    for name, saved in check_each(rank_pool, runs, sizes, tmp_path, **STEPS).items():
+        assert any(key.startswith("state/") for key in saved.outcome.state) == (name != "plain_sgd")
 
 
 FORMS = {"adamw": "a float32 tensor", "cpu_adam": "a Python int", "fused_adam": "a Python int"}
@@ -147,43 +157,38 @@ def test_the_weights_alone_go_to_any_optimizer(rank_pool: RankPool, saved: Saver
 
 
 REFUSED = {
-    "quantised": (
-        "Quantised's optimizer state 'absmax' of sub-group 0 is a Tensor of shape",
-        "block-quantised (8-bit) state",
-    ),
-    "factored": ("Factored's state 'rms' of sub-group 0 is pyfloat:", "factored state, statistics of a rank's part"),
-    "unplain": (
-        "'schedule' of optimizer group 0 is a dict, not a plain value",
-        "hyper-parameters that are no plain values",
-    ),
+    "quantised": "Quantised's optimizer state 'absmax' of sub-group 0 is a Tensor of shape",
+    "factored": "Factored's state 'rms' of sub-group 0 is pyfloat:",
+    "unplain": "'schedule' of optimizer group 0 is a dict, not a plain value",
 }
+BEFORE = "before a save writes anything"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.support("Optimizers", feature, "refused", "before a save writes anything"))
-        for name, (_, feature) in REFUSED.items()
-    ],
-)
+@pytest.mark.support("Optimizers", "block-quantised (8-bit) state", "refused", BEFORE)
+@pytest.mark.support("Optimizers", "factored state, statistics of a rank's part", "refused", BEFORE)
+@pytest.mark.support("Optimizers", "hyper-parameters that are no plain values", "refused", BEFORE)
 def test_state_that_cannot_be_resharded_is_refused_before_a_save_writes_anything(
-    rank_pool: RankPool, tmp_path: Path, name: str
+    rank_pool: RankPool, tmp_path: Path
 ) -> None:
     record = tmp_path / "global_step1" / "zeroelastic.json"  # of an earlier save to this tag
     record.parent.mkdir()
     record.write_text("{}")
-    errors = rank_pool.run(attempt_save, 3, Job(optimizer=name), str(tmp_path))
-    assert len(set(errors)) == 1, errors
-    assert errors[0][0] == "UnsupportedError" and REFUSED[name][0] in errors[0][1], errors[0]
+    found = rank_pool.run(attempt_saves, 3, list(REFUSED), str(tmp_path))
+    assert all(errors == found[0] for errors in found)
+    for (kind, text), said in zip(found[0], REFUSED.values(), strict=True):
+        assert kind == "UnsupportedError" and said in text
     assert [path.name for path in tmp_path.rglob("*")] == ["global_step1", "zeroelastic.json"]
     assert record.read_text() == "{}"
 
 
-def attempt_save(job: Job, directory: str) -> tuple[str, str]:
-    """The type and text of the error that a save after one step raises on this rank."""
-    engine = build_engine(job)
-    train_step(engine, 0)
-    return raised(lambda: engine.save_checkpoint(directory))
+def attempt_saves(optimizers: list[str], directory: str) -> list[tuple[str, str]]:
+    """The type and text of the error that a save after one step with each optimizer raises on this rank."""
+    found = []
+    for optimizer in optimizers:
+        engine = build_engine(Job(optimizer=optimizer))
+        train_step(engine, 0)
+        found.append(raised(partial(engine.save_checkpoint, directory)))
+    return found
 
 
 def test_quantised_state_is_left_to_deepspeed_at_the_same_size_and_refused_at_another(

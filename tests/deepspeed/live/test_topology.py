@@ -18,7 +18,7 @@ import pytest
 import torch
 import training
 from exact_jobs import BUCKETS
-from saves import Saved, check_resumed
+from saves import Saved, check_each, check_resumed
 from sliced_model import TP_BATCH, ByHand, HostQuantizer, SlicedModel, build_sliced, sliced_step, use_sliced
 from training import Job, Outcome, resume, train_and_save
 
@@ -166,10 +166,9 @@ def test_leaf_modules(rank_pool: RankPool, tmp_path: Path) -> None:
     "exact",
     "than the run that saved",
 )
-@pytest.mark.parametrize("name", BUCKETS)
-def test_communication_settings_may_differ(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
-    one, other = BUCKETS[name]
-    there_and_back(rank_pool, tmp_path, Job(zero=one), other=Job(zero=other).other(), pairs=((2, 3),))
+def test_communication_settings_may_differ(rank_pool: RankPool, tmp_path: Path) -> None:
+    runs = {name: (Job(zero=one), Job(zero=other).other()) for name, (one, other) in BUCKETS.items()}
+    check_each(rank_pool, runs, (2, 3), tmp_path)
 
 
 def with_quantized_weights(job: Job) -> None:

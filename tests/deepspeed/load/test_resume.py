@@ -7,14 +7,13 @@ scheduler, loss scale, counters) and, separately, what DeepSpeed's safe_get_full
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from saves import Saved, Saver, check_resumed, save_once
+from saves import Saved, Saver, check_each, check_resumed, save_once
 from training import Job, resume, resume_and_save, train_and_save
 
 from zeroelastic.checkpoint.commit_record import read_record
@@ -148,44 +147,58 @@ SHOWS = {
     "accumulation": ("Using it", "gradient accumulation", "the global batch stays, or the report says so"),
     "group_of_frozen_parameters": ("Parameters", "a group of frozen parameters alone"),
 }
-# test_optimizers.py and test_precision.py resume these from elastic checkpoints.
-RIGID_ONLY = {"amsgrad", "sgd_momentum", "plain_sgd", "rmsprop", "cpu_adam", "fp16"}
-CORE_VARIANTS = {
-    "fp32-elastic",
-    "fp16-rigid",
-    "sgd_momentum-rigid",
-    "adagrad-elastic",
-    "offload_optimizer-rigid",
-    "offload_both-elastic",
+# test_optimizers.py and test_precision.py resume other optimizers and fp16 from elastic checkpoints.
+SINGLE = {
+    "fp32-elastic": (4, 3),
+    "fp32-rigid": (3, 2),
+    "fp16-rigid": (2, 6),
+    "sgd_momentum-rigid": (6, 1),
+    "adagrad-elastic": (1, 5),
+    "offload_optimizer-rigid": (5, 2),
+    "offload_both-elastic": (3, 8),
 }
-PAIRS = ((4, 3), (2, 6), (3, 8), (6, 1), (1, 5), (5, 2), (8, 4), (3, 2), (4, 6))
+"""The world sizes of variants that start ranks of their own; all but one are of the core suite."""
+OF_THE_MODEL = ("one_sub_group", "tiny_sub_groups", "all_trained", "accumulation", "group_of_frozen_parameters")
+TOGETHER = {
+    "model-elastic": (OF_THE_MODEL, (4, 3)),
+    "model-rigid": (OF_THE_MODEL, (1, 5)),
+    "placement-elastic": (("offload_optimizer", "everything_persistent", "nothing_persistent"), (6, 1)),
+    "placement-rigid": (("offload_both", "everything_persistent", "nothing_persistent"), (5, 2)),
+    "optimizers-rigid": (("amsgrad", "plain_sgd", "rmsprop", "adagrad", "cpu_adam"), (8, 4)),
+}
+"""Variants of which each start of ranks saves, or resumes, several; and its world sizes."""
+
+
+def rows(*names: str) -> list[pytest.MarkDecorator]:
+    """The rows that variants show."""
+    shown = [SHOWS[name] for name in names if name in SHOWS]
+    return [support(section, feature, "exact", *note) for section, feature, *note in shown]
 
 
 def variants() -> list[object]:
-    """Every variant in both formats, with the row that it shows."""
-    cases = []
-    for name, elastic in itertools.product(VARIANTS, (True, False)):
-        if elastic and name in RIGID_ONLY:
-            continue
-        case = f"{name}-{'elastic' if elastic else 'rigid'}"
-        section, feature, *note = SHOWS.get(name, (None, None))
-        marks = [support(section, feature, "exact", *note)] if section else []
-        marks += [pytest.mark.core] if case in CORE_VARIANTS else []
-        cases.append(pytest.param(name, elastic, marks=marks, id=case))
-    assert {case.id for case in cases} >= CORE_VARIANTS and SHOWS.keys() <= VARIANTS.keys()
-    return cases
+    """The variants in each format, by the world sizes at which they are saved and resumed."""
+    cases = [
+        pytest.param(
+            (name.partition("-")[0],),
+            sizes,
+            name.endswith("-elastic"),
+            marks=[*rows(name.partition("-")[0]), *([pytest.mark.core] if name != "fp32-rigid" else [])],
+            id=name,
+        )
+        for name, sizes in SINGLE.items()
+    ]
+    return cases + [
+        pytest.param(names, sizes, name.endswith("-elastic"), marks=rows(*names), id=name)
+        for name, (names, sizes) in TOGETHER.items()
+    ]
 
 
-@pytest.mark.parametrize(("name", "elastic"), variants())
-def test_variant_resumes_bit_exact(rank_pool: RankPool, saved: Saver, name: str, elastic: bool) -> None:
-    """Each variant at a pair of world sizes of its own, so that together they cover all."""
-    job = replace(VARIANTS[name], elastic=elastic)
-    at = list(VARIANTS).index(name) + (4 if elastic else 0)
-    save_world_size, world_size = (4, 3) if job.micro is not None else PAIRS[at % len(PAIRS)]
-    checkpoint = saved(job, save_world_size)
-    outcomes = rank_pool.run(resume, world_size, job.other(), checkpoint.directory)
-    check_resumed(checkpoint, outcomes, job)
-    assert outcomes[0].report.root_matches
+@pytest.mark.parametrize(("names", "sizes", "elastic"), variants())
+def test_variant_resumes_bit_exact(
+    rank_pool: RankPool, tmp_path: Path, names: tuple[str, ...], sizes: tuple[int, int], elastic: bool
+) -> None:
+    jobs = {name: replace(VARIANTS[name], elastic=elastic) for name in names}
+    check_each(rank_pool, {name: (job, job.other()) for name, job in jobs.items()}, sizes, tmp_path)
 
 
 @support("Precision", "loss scale and skipped steps after an overflow", "exact")

@@ -39,7 +39,6 @@ from zeroelastic.errors import (
     UnsafePickleError,
     shown,
 )
-from zeroelastic.io.paths import RemotePath
 from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.safe_unpickler import split_global
 
@@ -64,32 +63,31 @@ def model_states_reader(
         safe = [*of_deepspeed, (_enum_member, "builtins.getattr"), *map(_imported, options.allow_globals)]
     kept = load_plan.checkpoint.whole_model or not live.per_param
     own = dict(engine.module.named_parameters(remove_duplicate=False)) if kept else {}
-    reader = _ModelStatesReader(engine.checkpoint_engine, load_plan, path, safe, engine.lr_scheduler, own)
+    reader = _ModelStatesReader(engine, load_plan, path, safe, own)
     with patched(engine, checkpoint_engine=reader), patched(state_of(engine), module_paths=reader.paths):
         yield
 
 
 class _ModelStatesReader:
-    """Stands in for the checkpoint engine while the module states are loaded; everything else is the original's."""
+    """Stands in for the checkpoint engine while the module states are loaded; everything else is the original's.
+
+    ``own`` are the parameters whose entries in the module's state are replaced by the run's own tensors.
+    """
 
     def __init__(
         self,
-        original: Any,
+        engine: Engine,
         load_plan: LoadPlan,
         path: str,
         safe: list[Any] | None,
-        scheduler: Any,
         own: Mapping[str, torch.nn.Parameter],
     ) -> None:
-        """``own`` are the parameters whose entries in the module's state are replaced by the run's own tensors."""
-        self._own = own
-        self._original, self._load_plan, self._path = original, load_plan, path
+        self._original, self._scheduler = engine.checkpoint_engine, engine.lr_scheduler
+        self._load_plan, self._path, self._safe, self._own = load_plan, path, safe, own
         # DeepSpeed wants one for each tensor parallel rank, and that of its own to exist.
-        is_remote = isinstance(load_plan.model.path, RemotePath) or (
-            load_plan.model.path.name in load_plan.checkpoint.remote_files
+        self.paths = (
+            (path,) * load_plan.checkpoint.tp.size if load_plan.reads_model_elsewhere else load_plan.model_paths
         )
-        self.paths = (path,) * load_plan.checkpoint.tp.size if is_remote else load_plan.model_paths
-        self._safe, self._scheduler = safe, scheduler
         self._loaded: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -108,23 +106,22 @@ class _ModelStatesReader:
         mapped = bool(self._own) or (frozen is not None and bool(frozen.numel.any()))
         state = self._unpickle(mmap=mapped)  # maps the payload, so that fragments left out are never read
         state[_FRAGMENTS] = None  # DeepSpeed then leaves frozen parameters to us
-        schedule = state.get("lr_scheduler")
-        membership = self._load_plan.membership
+        schedule, membership = state.get("lr_scheduler"), self._load_plan.membership
         if self._scheduler is not None and isinstance(schedule, Mapping) and not membership.same_groups:
             state["lr_scheduler"] = rearranged(schedule, self._scheduler.state_dict(), membership.groups)
         module = state.get("module")
-        if self._own and isinstance(module, dict):
-            module.update(dict.fromkeys(self._own.keys() & module.keys()))
+        names = self._own.keys() & module.keys() if isinstance(module, dict) else set()
+        if isinstance(module, dict):
+            module.update(dict.fromkeys(names))
         # nothing may keep a mapping of a file that a later save overwrites
         state = copy.deepcopy(state) if mapped else state
-        if self._own and isinstance(module, dict):
-            module = state["module"]
-            module.update({name: self._own[name].data for name in self._own.keys() & module.keys()})
+        if names:
+            state["module"].update({name: self._own[name].data for name in names})
         return state
 
     def _unpickle(self, *, mmap: bool) -> dict[str, Any]:
         path = self._load_plan.model.path
-        if isinstance(path, Path) and path.name not in self._load_plan.checkpoint.remote_files:
+        if isinstance(path, Path) and not self._load_plan.reads_model_elsewhere:
             read_range(path, 0, 1)  # refuses what is no file, and links that lead elsewhere
         try:
             with torch.serialization.safe_globals(self._safe or []):

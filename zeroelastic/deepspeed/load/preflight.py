@@ -40,7 +40,7 @@ from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, UnsupportedError
 from zeroelastic.executors.dispatch import Executor
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.torch_file.zip_reader import check_archive
 
 
@@ -86,6 +86,11 @@ class LoadPlan:
     def reads_all_locally(self) -> bool:
         """Whether this rank reads all payload of its own state itself."""
         return self.visibility is None or self.visibility.in_store
+
+    @property
+    def reads_model_elsewhere(self) -> bool:
+        """Whether ``model`` is behind a URL, or on a disk that only other ranks see."""
+        return isinstance(self.model.path, RemotePath) or self.model.path.name in self.checkpoint.remote_files
 
     @property
     def model_paths(self) -> tuple[str, ...]:

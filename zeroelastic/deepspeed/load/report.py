@@ -20,7 +20,6 @@ from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather_alike, maximum_and_total
 from zeroelastic.errors import StrictError, rank_list, some
-from zeroelastic.io.paths import RemotePath
 from zeroelastic.report import ResumeReport
 
 
@@ -204,7 +203,7 @@ def check_batch(saved: int | None, current: int, world_size: int, *, strict: boo
 
 def _module_bytes(load_plan: LoadPlan) -> int:
     """What DeepSpeed reads of the module states file: all of it but the parameters, whose payload is only mapped."""
-    if isinstance(load_plan.model.path, RemotePath) or (load_plan.model.path.name in load_plan.checkpoint.remote_files):
+    if load_plan.reads_model_elsewhere:
         return 0
     model = load_plan.model
     return model.size - sum(nbytes for _, nbytes in model.fragments()) - int(model.weights[:, 1].sum())
