@@ -5,6 +5,7 @@ Sub-groups of at least 1 MiB are swapped and the small ones stay in memory, so e
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved_files import logged
 from saves import Saved, check_resumed
 from training import Job, Outcome, attempt, build_engine, resume, resume_and_save, train_and_save, train_step
 
@@ -294,14 +296,9 @@ def test_what_is_new_to_the_optimizer_has_no_moments_yet(
 
 
 def save_in_the_background(job: Job, directory: str) -> tuple[bool, str | None, list[str]]:
-    import logging
-
     engine = build_engine(job)
     train_step(engine, 0)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeroelastic.deepspeed.save.background").addHandler(handler)
+    said = logged("deepspeed.save.background", logging.WARNING)
     for tag in ("one", "two"):
         engine.save_checkpoint(directory, tag=tag)
     threads = any(thread.name == "zeroelastic-save" for thread in threading.enumerate())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved_files import logged
 from saves import Saved, check_resumed
 from training import Job, Outcome, attempt, build_engine, look, resume, resume_and_save, train_and_save, train_step
 
@@ -115,11 +116,8 @@ def test_a_run_with_partial_offload_takes_state_of_one_without(rank_pool: RankPo
 def load_with_warnings(job: Job, directory: str) -> tuple[bool, list[str]]:
     """Whether the load found something, and what was logged of it as a warning."""
     engine = build_engine(job)
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeroelastic").addHandler(handler)
-    return engine.load_checkpoint(directory)[0] is not None, warnings
+    said = logged("", logging.WARNING)
+    return engine.load_checkpoint(directory)[0] is not None, said
 
 
 @row(

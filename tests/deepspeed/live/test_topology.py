@@ -18,6 +18,7 @@ import pytest
 import torch
 import training
 from exact_jobs import BUCKETS
+from saved_files import logged
 from saves import Saved, check_each, check_resumed
 from sliced_model import TP_BATCH, ByHand, HostQuantizer, SlicedModel, build_sliced, sliced_step, use_sliced
 from training import Job, Outcome, resume, train_and_save
@@ -234,13 +235,10 @@ def save_in_the_middle(job: Job, directory: str) -> tuple[Outcome, list[str]]:
     for step in range(2):
         training.train_step(engine, step)
     part_of_a_step(engine)
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeroelastic").addHandler(handler)
+    said = logged("", logging.WARNING)
     state, gathered = training.look(engine)
     engine.save_checkpoint(directory, client_state={"note": "hello"})
-    return Outcome(state, gathered, []), [text for text in records if "LOST" in text]
+    return Outcome(state, gathered, []), [text for text in said if "LOST" in text]
 
 
 def part_of_a_step(engine: Any) -> None:

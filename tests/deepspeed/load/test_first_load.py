@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from saves import Saved, check_resumed
+from saves import Saved, check_resumed, save_each
 from training import Job, Outcome, build_engine, resume, train_and_save, train_step
 
 from zeroelastic.deepspeed.live import live_optimizer
@@ -72,13 +72,19 @@ def resume_in_dirty_memory(job: Job, directory: str) -> tuple[Outcome, int]:
         return resume(job, directory), looked[0]
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_every_element_of_new_memory_is_written(name: str, rank_pool: RankPool, tmp_path: Path) -> None:
-    job = JOBS[name]
-    saved = Saved(str(tmp_path), rank_pool.run(train_and_save, 4, job, str(tmp_path))[0])
-    results = rank_pool.run(resume_in_dirty_memory, 3, job.other(), str(tmp_path))
-    assert all(made >= 2 for _, made in results)
-    check_resumed(saved, [outcome for outcome, _ in results], job)
+def resume_each_in_dirty_memory(jobs: list[Job], directory: str) -> list[tuple[Outcome, int]]:
+    return [resume_in_dirty_memory(job, f"{directory}/{number}") for number, job in enumerate(jobs)]
+
+
+def test_every_element_of_new_memory_is_written(rank_pool: RankPool, tmp_path: Path) -> None:
+    jobs = list(JOBS.values())
+    saves = rank_pool.run(save_each, 4, jobs, str(tmp_path), timeout=300)[0]
+    found = rank_pool.run(resume_each_in_dirty_memory, 3, [job.other() for job in jobs], str(tmp_path), timeout=300)
+    for number, (name, job) in enumerate(JOBS.items()):
+        results = [of_rank[number] for of_rank in found]
+        assert all(made >= 2 for _, made in results), name
+        saved = Saved(f"{tmp_path}/{number}", saves[number])
+        check_resumed(saved, [outcome for outcome, _ in results], job, what=name)
 
 
 def test_so_is_the_state_of_parameters_that_are_newly_trained(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import training
+from saved_files import logged
 from test_group_split import DEALT, FP32_SUMS, LIMIT_S, Run, train_and_save
 from training import LOSS_RTOL, Job, Outcome, build_engine, train_step
 
@@ -182,7 +182,7 @@ def test_damage_is_noticed_and_the_tag_before_is_taken(rank_pool: RankPool, tmp_
         assert "global_step1" in outcome.report.path
 
 
-def log_of_building_with_muon(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def log_of_building_with_muon(job: Job) -> list[str]:
     make = training.build_optimizer
 
     def with_muon(*args: Any) -> torch.optim.Optimizer:
@@ -190,26 +190,13 @@ def log_of_building_with_muon(job: Job, monkeypatch: pytest.MonkeyPatch) -> list
         optimizer.param_groups[0]["use_muon"] = True
         return optimizer
 
-    monkeypatch.setattr(training, "build_optimizer", with_muon)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zeroelastic")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        build_engine(job)
-    finally:
-        logger.removeHandler(handler)
-    return lines
-
-
-def log_of_building(job: Job) -> list[str]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        return log_of_building_with_muon(job, monkeypatch)
+    training.build_optimizer = with_muon  # type: ignore[assignment]
+    said = logged("")
+    build_engine(job)
+    return said
 
 
 def test_a_run_that_is_left_to_deepspeed_is_named_once(rank_pool: RankPool) -> None:
-    first, second = rank_pool.run(log_of_building, 2, Run(2, 2).job(Job(elastic=False)), timeout=LIMIT_S)
+    first, second = rank_pool.run(log_of_building_with_muon, 2, Run(2, 2).job(Job(elastic=False)), timeout=LIMIT_S)
     assert [line for line in first if "left to DeepSpeed" in line and "Muon" in line] == first
     assert len(first) == 1 and second == []

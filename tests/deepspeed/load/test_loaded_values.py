@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from training import Job, build_engine, train_step
+from training import Job, build_engine, train_and_save, train_step
 
 from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
 
@@ -60,12 +60,6 @@ MODEL: dict[str, tuple[Edit, str]] = {
 }
 
 
-def save(job: Job, directory: str) -> None:
-    engine = build_engine(job)
-    train_step(engine, 0)
-    engine.save_checkpoint(directory, tag="good")
-
-
 def load_each(job: Job, directory: str, tags: list[str]) -> list[tuple[str, str, list[str]]]:
     """The error of each load, and in what it changed the state of the engine."""
     engine = build_engine(job)
@@ -84,7 +78,7 @@ def load_each(job: Job, directory: str, tags: list[str]) -> list[tuple[str, str,
 def test_a_value_that_cannot_be_taken_is_named_and_nothing_is_touched(rank_pool: RankPool, tmp_path: Path) -> None:
     """Two ranks saved, whose files agree; three load them into one engine, file after file."""
     job = Job(precision="fp16")
-    rank_pool.run(save, 2, job, str(tmp_path))
+    rank_pool.run(train_and_save, 2, job, str(tmp_path), before=1, after=0, tag="good")
     for edits, pattern in ((OPTIM, "*optim_states.pt"), (MODEL, "*model_states.pt")):
         for tag, (edit, _) in edits.items():
             shutil.copytree(tmp_path / "good", tmp_path / tag)
@@ -107,7 +101,7 @@ def test_a_value_that_cannot_be_taken_is_named_and_nothing_is_touched(rank_pool:
 def test_a_load_that_leaves_the_schedule_out_does_not_ask_for_it(
     rank_pool: RankPool, tmp_path: Path, elastic: bool
 ) -> None:
-    rank_pool.run(save, 2, Job(elastic=elastic), str(tmp_path))
+    rank_pool.run(train_and_save, 2, Job(elastic=elastic), str(tmp_path), before=1, after=0, tag="good")
     for path in (tmp_path / "good").glob("*model_states.pt"):
         root = torch.load(path, weights_only=False)
         root["lr_scheduler"] = None

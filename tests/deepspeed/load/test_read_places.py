@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import pytest
-from training import Job, build_engine, train_step
+from saves import save_each
+from training import Job, build_engine
 
 from zeroelastic.testing import RankPool
 
@@ -22,31 +23,26 @@ JOBS = {
 }
 
 
-def save(job: Job, directory: str) -> None:
-    engine = build_engine(job)
-    for step in range(2):
-        train_step(engine, step)
-    engine.save_checkpoint(directory)
-
-
-def load(job: Job, directory: str) -> tuple[bool | None, int]:
-    """Whether the content roots match, and of how many tensors with elements the live state was digested."""
+def load_each(jobs: Sequence[Job], directory: str) -> list[tuple[bool | None, int]]:
+    """Whether the content roots match, and of how many tensors with elements the live state was digested, by job."""
     from zeroelastic.deepspeed.live import digests
 
-    engine = build_engine(job.other())
-    with mock.patch.object(digests, "digest_pieces", wraps=digests.digest_pieces) as digested:
-        engine.load_checkpoint(directory)
-    pieces = [piece for call in digested.call_args_list for piece in call.args[0]]
-    return engine.zeroelastic_report.root_matches, sum(piece.tensor.numel() > 0 for piece in pieces)
+    found = []
+    for number, job in enumerate(jobs):
+        engine = build_engine(job.other())
+        with mock.patch.object(digests, "digest_pieces", wraps=digests.digest_pieces) as digested:
+            engine.load_checkpoint(f"{directory}/{number}")
+        pieces = [piece for call in digested.call_args_list for piece in call.args[0]]
+        numels = [piece.tensor.numel() for piece in pieces]
+        found.append((engine.zeroelastic_report.root_matches, sum(numel > 0 for numel in numels)))
+    return found
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_nothing_is_digested_that_was_read_to_its_place(name: str, rank_pool: RankPool, tmp_path: Path) -> None:
-    rank_pool.run(save, 2, JOBS[name], str(tmp_path))
-    assert set(rank_pool.run(load, 3, JOBS[name], str(tmp_path))) == {(True, 0)}
-
-
-def test_full_digests_all_of_it(rank_pool: RankPool, tmp_path: Path) -> None:
-    rank_pool.run(save, 2, JOB, str(tmp_path))
-    results = rank_pool.run(load, 2, replace(JOB, options={"verify": "full"}), str(tmp_path))
-    assert all(matches and count > 5 for matches, count in results)
+def test_nothing_is_digested_that_was_read_to_its_place_and_full_digests_all(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    rank_pool.run(save_each, 2, list(JOBS.values()), str(tmp_path), before=2, after=0, timeout=300)
+    for found in rank_pool.run(load_each, 3, list(JOBS.values()), str(tmp_path), timeout=300):
+        assert dict(zip(JOBS, found, strict=True)) == dict.fromkeys(JOBS, (True, 0))
+    full = [replace(JOB, options={"verify": "full"})]
+    assert all(matches and count > 5 for ((matches, count),) in rank_pool.run(load_each, 2, full, str(tmp_path)))

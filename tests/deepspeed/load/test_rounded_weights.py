@@ -10,18 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from training import Job, build_engine, train_step
+from training import Job, build_engine, train_and_save, train_step
 
 from zeroelastic.testing import RankPool
 
 NAME = "_reassign_or_swap_out_partitioned_parameters"
-
-
-def save(directory: str, job: Job) -> None:
-    engine = build_engine(job)
-    for step in range(2):
-        train_step(engine, step)
-    engine.save_checkpoint(directory, tag="tag")
 
 
 def resume(directory: str, job: Job, tensors: str = "state") -> tuple[int, int, list[str]]:
@@ -62,7 +55,7 @@ def test_16_bit_weights_are_made_in_the_pass_that_reads(
     rank_pool: RankPool, tmp_path: Path, world_size: int, precision: str, io_engine: str
 ) -> None:
     job = Job(precision=precision, options={"verify": "read", "io_engine": io_engine})
-    rank_pool.run(save, 2, str(tmp_path), job)
+    rank_pool.run(train_and_save, 2, job, str(tmp_path), before=2, after=0, tag="tag")
     for sub_groups, by_deepspeed, wrong in rank_pool.run(resume, world_size, str(tmp_path), job):
         assert wrong == []
         assert sub_groups > 1 and by_deepspeed == 0
@@ -73,7 +66,7 @@ def test_parameters_that_only_the_run_has_keep_their_16_bit_weights(
     rank_pool: RankPool, tmp_path: Path, tensors: str
 ) -> None:
     """Their sub-groups are not read whole, so DeepSpeed rounds these."""
-    rank_pool.run(save, 2, str(tmp_path), Job())
+    rank_pool.run(train_and_save, 2, Job(), str(tmp_path), before=2, after=0, tag="tag")
     options = {"verify": "full", "on_mismatch": "initialize"}
     found = rank_pool.run(resume, 3, str(tmp_path), Job(extra="added", options=options), tensors)
     assert [wrong for _, _, wrong in found] == [[], [], []]
