@@ -9,17 +9,15 @@ warm: every file was written a moment ago.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 
-ROOT = Path(__file__).resolve().parents[1]
+from report import REPOSITORY, benchmark_arguments, commit_of, describe, machine, spread, table, write_results
 
 JOB = r"""
 import json, sys, time
@@ -110,44 +108,39 @@ def measure(tree: Path, hidden: int, layers: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = benchmark_arguments(__doc__)
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the version to compare with")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=48, help="48 layers of 1024: 50 million parameters")
-    parser.add_argument("--out", type=Path, help="directory for before_after.json and .md")
     args = parser.parse_args()
-    trees = {"before": args.before.resolve(), "after": ROOT}
+    trees = {"before": args.before.resolve(), "after": REPOSITORY}
+    about = machine()
     runs: list[dict[str, dict[str, float]]] = []
     for repeat in range(args.repeats):
         order = list(trees) if repeat % 2 == 0 else list(reversed(trees))
-        found = {side: measure(trees[side], args.hidden, args.layers) for side in order}
-        runs.append(found)
-        print(json.dumps(found), flush=True)
-    lines = ["| operation | before, s | after, s | after / before (least to most) |", "|---|---|---|---|"]
+        runs.append({side: measure(trees[side], args.hidden, args.layers) for side in order})
+        print(json.dumps(runs[-1]), flush=True)
+    rows = []
     for name in runs[0]["before"]:
-        before, after = ([run[side][name] for run in runs] for side in ("before", "after"))
-        ratios = [b / a for a, b in zip(before, after, strict=True)]
-        lines.append(
-            f"| {name} | {statistics.median(before):.3f} | {statistics.median(after):.3f} "
-            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |"
-        )
-    print("\n".join(lines))
-    if args.out:
-        commits = {
-            side: subprocess.check_output(["git", "-C", tree, "rev-parse", "--short", "HEAD"], text=True).strip()
-            for side, tree in trees.items()
-        }
-        parameters = args.layers * args.hidden * (args.hidden + 1)
-        head = (
-            f"# Before and after: {commits['before']} and {commits['after']}\n\n"
-            f"{parameters / 1e6:.0f} million parameters, AdamW under bf16, saved on 2 ranks and loaded on 2 and 3; "
-            f"{args.repeats} repeats, medians; {os.cpu_count()} cores, {platform.machine()}, Python "
-            f"{platform.python_version()}.\n\n    python benchmarks/before_after.py --before CHECKOUT --repeats "
-            f"{args.repeats}\n\n"
-        )
-        (args.out / "before_after.md").write_text(head + "\n".join(lines) + "\n")
-        (args.out / "before_after.json").write_text(json.dumps({"commits": commits, "runs": runs}, indent=1) + "\n")
+        before, after = ([run[side][name] for run in runs] for side in trees)
+        least, middle, most = spread([b / a for a, b in zip(before, after, strict=True)])
+        ratio = f"{middle:.2f} ({least:.2f} to {most:.2f})"
+        rows.append([name, f"{median(before):.3f}", f"{median(after):.3f}", ratio])
+    commits = {side: commit_of(tree)[:7] for side, tree in trees.items()}
+    params = args.layers * args.hidden * (args.hidden + 1)
+    lines = [
+        f"# Before and after: {commits['before']} and {commits['after']}",
+        "",
+        *describe(about),
+        "",
+        f"{params / 1e6:.0f} million parameters, AdamW under bf16, saved on 2 ranks and loaded on 2 and 3; "
+        f"{args.repeats} repeats, medians.",
+        "",
+        *table(["operation", "before, s", "after, s", "after / before (least to most)"], rows),
+    ]
+    document = {"machine": about, "commits": commits, "runs": runs}
+    write_results(args.out, "before_after", document, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the file system), which is timed with them. Peak memory is the process's own cou
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from meter import touch_free_memory
-from report import REPOSITORY, describe, machine, spread, table, write_results
+from report import REPOSITORY, benchmark_arguments, describe, machine, spread, table, write_results
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.testing.sample import write_sample
@@ -104,11 +103,8 @@ def read_all(paths: list[Path], threads: int) -> tuple[float, None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--directory", type=Path, help="where checkpoints go; default: a temporary directory")
+    parser = benchmark_arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="a model of a few MB, for a test of this script")
     chosen = parser.parse_args()
     about = machine()
     with tempfile.TemporaryDirectory(dir=chosen.directory) as name:
@@ -228,9 +224,6 @@ def measure(directory: Path, *, repeats: int, small: bool) -> dict[str, Any]:
 def page(document: dict[str, Any]) -> list[str]:
     samples, peaks, ratios = document["raw_seconds"], document["peak_rss"], document["ratios"]
     about = document["machine"]
-    assert (
-        isinstance(samples, dict) and isinstance(peaks, dict) and isinstance(ratios, dict) and isinstance(about, dict)
-    )
     lines = [
         "# The command line",
         "",

@@ -16,23 +16,20 @@ import argparse
 import ctypes
 import gc
 import math
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
-
 import numpy as np
 import torch
 from bench_kernel import CopyTable, Workload, workloads
-from report import describe, machine, spread, table, write_results
+from report import benchmark_arguments, describe, machine, spread, table, write_results
 
 from zeroelastic.core.digest import digest_range
 from zeroelastic.executors.build_info import describe_build
@@ -52,14 +49,15 @@ ROTATED_BYTES = 512 << 20
 """Source bytes of all sets of buffers together: several times any L2 cache."""
 
 Run = Callable[[], object]
+Goals = Mapping[tuple[str, str], float]
 
 
 def missing() -> str | None:
     """Why nothing can be measured here, or None."""
     if not torch.cuda.is_available():
-        return "bench_gpu: there is no CUDA device, so nothing is measured."
+        return "there is no CUDA device, so nothing is measured."
     engine = describe_build("cuda")
-    return None if engine.usable else f"bench_gpu: the CUDA engine is not built: {engine.reason}"
+    return None if engine.usable else f"the CUDA engine is not built: {engine.reason}"
 
 
 @dataclass(frozen=True)
@@ -229,9 +227,64 @@ class Row:
     workload: str
     method: str
     gb_per_s: tuple[float, float, float]
-    ceiling: str
     ratio: tuple[float, float, float]
     raw_seconds: list[float]
+
+
+def rows_of(
+    key: str, work: Workload, seconds: Mapping[str, list[float]], ceilings: Mapping[str, tuple[str, ...]]
+) -> list[Row]:
+    """A row for each method, compared with the slowest of its ``ceilings`` in the same round."""
+    rows = []
+    for name, values in seconds.items():
+        limit = [max(round_) for round_ in zip(*(seconds[ceiling] for ceiling in ceilings[name]), strict=True)]
+        gb_per_s = spread([work.nbytes / 1e9 / value for value in values])
+        ratio = spread([least / own for least, own in zip(limit, values, strict=True)])
+        rows.append(Row(key, work.name, name, gb_per_s, ratio, values))
+    return rows
+
+
+def gpu_document() -> dict[str, Any]:
+    """The machine, its GPU and the CUDA engine; ends the process where there is no such thing."""
+    reason = missing()
+    if reason is not None:
+        sys.exit(reason)
+    return {
+        "machine": machine(),
+        "gpu": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "engine": describe_build("cuda").compiler,
+    }
+
+
+def chosen_workloads(arguments: argparse.Namespace) -> Iterator[tuple[str, Workload]]:
+    """The workloads that the command line names, one after the other; the memory of each is freed before the next."""
+    made = workloads(0.01 if arguments.small else 1.0)
+    for key in arguments.workloads:
+        work = made[key]()
+        print(work.name, file=sys.stderr, flush=True)
+        yield key, work
+        del work
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def page(title: str, document: Mapping[str, Any], text: Sequence[str], rows: Sequence[Row], goals: Goals) -> str:
+    """The results as Markdown; ``text`` comes before the table, ``goals`` are by method and workload."""
+    cells = [
+        [
+            row.workload,
+            row.method,
+            *(f"{value:.1f}" for value in row.gb_per_s),
+            *(f"{value:.2f}" for value in row.ratio),
+            f"{goals[row.method, row.key]:.2f}" if (row.method, row.key) in goals else "",
+        ]
+        for row in rows
+    ]
+    head = ["workload", "method", "GB/s min", "median", "max", "ratio min", "median", "max", "goal"]
+    engine = f"{document['gpu']}, CUDA {document['cuda']}, engine built by {document['engine']}."
+    about = [f"# {title}", "", engine, "", *describe(document["machine"]), "", *text]
+    return "\n".join([*about, *table(head, cells, text_columns=2)]) + "\n"
 
 
 def measure(key: str, work: Workload, rounds: int, repeats: int, cub: ctypes.CDLL | None, rotated: int) -> list[Row]:
@@ -251,81 +304,23 @@ def measure(key: str, work: Workload, rounds: int, repeats: int, cub: ctypes.CDL
                 if number >= 2:
                     seconds[name].append(begin.elapsed_time(end) / 1e3 / count)
         torch.cuda.synchronize()
-    rows = []
-    for name, values in seconds.items():
-        ceiling = CEILING.get(name, FLAT)
-        rows.append(
-            Row(
-                key=key,
-                workload=work.name,
-                method=name,
-                gb_per_s=spread([work.nbytes / 1e9 / value for value in values]),
-                ceiling=ceiling,
-                ratio=spread([flat / own for flat, own in zip(seconds[ceiling], values, strict=True)]),
-                raw_seconds=values,
-            )
-        )
-    return rows
-
-
-def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The results as Markdown."""
-    lines = [
-        "# Moving segments on a GPU",
-        "",
-        f"{document['gpu']}, CUDA {document['cuda']}, engine built by {document['engine']}.",
-        "",
-        *describe(document["machine"]),
-        "",
-        *table(
-            ["workload", "method", "GB/s min", "median", "max", "ratio min", "median", "max", "goal"],
-            [
-                [
-                    row.workload,
-                    row.method,
-                    *(f"{value:.1f}" for value in row.gb_per_s),
-                    *(f"{value:.2f}" for value in row.ratio),
-                    f"{TARGETS[row.method, row.key]:.2f}" if (row.method, row.key) in TARGETS else "",
-                ]
-                for row in rows
-            ],
-            text_columns=2,
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+    return rows_of(key, work, seconds, {name: (CEILING.get(name, FLAT),) for name in seconds})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds of all methods")
     parser.add_argument("--repeats", type=int, default=5, help="runs in a row between two events")
     parser.add_argument("--workloads", nargs="+", default=["a", "a'", "b", "b'", "c"])
-    parser.add_argument("--small", action="store_true", help="a few MB: to test the benchmark itself")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     arguments = parser.parse_args()
-    reason = missing()
-    if reason is not None:
-        sys.exit(reason)
-    document: dict[str, Any] = {
-        "machine": machine(),
-        "gpu": torch.cuda.get_device_name(),
-        "cuda": torch.version.cuda,
-        "engine": describe_build("cuda").compiler,
-    }
-    made = workloads(0.01 if arguments.small else 1.0)
-    rows: list[Row] = []
+    document, rows = gpu_document(), []
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as directory:
         cub = build_cub(Path(directory))
-        for key in arguments.workloads:
-            work = made[key]()
-            print(work.name, file=sys.stderr, flush=True)
+        for key, work in chosen_workloads(arguments):
             rotated = 2 * work.nbytes if arguments.small else ROTATED_BYTES
             rows += measure(key, work, arguments.rounds, arguments.repeats, cub, rotated)
-            del work
-            gc.collect()
-            torch.cuda.empty_cache()
     document["rows"] = [asdict(row) for row in rows]
-    write_results(arguments.out, "gpu", document, tables(document, rows))
+    write_results(arguments.out, "gpu", document, page("Moving segments on a GPU", document, [], rows, TARGETS))
 
 
 if __name__ == "__main__":

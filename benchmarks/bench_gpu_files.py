@@ -13,26 +13,18 @@ same table before the timing. GB are 1e9 bytes.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import numpy as np
 import torch
-from bench_gpu import missing, moved
-from bench_kernel import Workload, workloads
-from report import describe, machine, spread, table, write_results
+from bench_gpu import Row, Run, chosen_workloads, gpu_document, moved, page, rows_of
+from bench_kernel import Workload
+from report import benchmark_arguments, write_results
 
-from zeroelastic.executors.build_info import describe_build
 from zeroelastic.executors.dispatch import (
     CopyTable,
     DigestRows,
@@ -42,6 +34,7 @@ from zeroelastic.executors.dispatch import (
     sum_segments,
     write_segments,
 )
+from zeroelastic.executors.engine import default_threads
 
 HOST_READ, TO_DEVICE = "files -> pinned memory", "pinned memory -> GPU"
 HOST_WRITE, FROM_DEVICE = "pinned memory -> file, digest and CRC-32", "GPU -> pinned memory"
@@ -55,8 +48,6 @@ CEILINGS: dict[str, tuple[str, ...]] = {
 }
 TARGETS = {READ: 0.9, SUM: 0.7}
 SLOT_BYTES = 16 << 20
-
-Run = Callable[[], object]
 
 
 def pinned_copies(nbytes: int) -> tuple[Run, Run]:
@@ -135,18 +126,7 @@ def methods(work: Workload, folder: Path) -> dict[str, Run]:
     return compared
 
 
-@dataclass(frozen=True)
-class Row:
-    """One method on one workload; of three figures, the least, the median and the greatest over rounds."""
-
-    workload: str
-    method: str
-    gb_per_s: tuple[float, float, float]
-    ratio: tuple[float, float, float]
-    raw_seconds: list[float]
-
-
-def measure(work: Workload, rounds: int, folder: Path) -> list[Row]:
+def measure(key: str, work: Workload, rounds: int, folder: Path) -> list[Row]:
     seconds: dict[str, list[float]] = {}
     compared = list(methods(work, folder).items())
     for number in range(rounds + 1):
@@ -159,86 +139,28 @@ def measure(work: Workload, rounds: int, folder: Path) -> list[Row]:
             if number > 0:
                 seconds.setdefault(name, []).append(time.perf_counter() - begin)
     torch.cuda.synchronize()
-    rows = []
-    for name, _ in compared:
-        ceilings = CEILINGS.get(name, (name,))
-        limit = [max(values) for values in zip(*(seconds[ceiling] for ceiling in ceilings), strict=True)]
-        rows.append(
-            Row(
-                workload=work.name,
-                method=name,
-                gb_per_s=spread([work.nbytes / 1e9 / value for value in seconds[name]]),
-                ratio=spread([least / own for least, own in zip(limit, seconds[name], strict=True)]),
-                raw_seconds=seconds[name],
-            )
-        )
-    return rows
-
-
-def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The results as Markdown."""
-    lines = [
-        "# Between files and a GPU",
-        "",
-        f"{document['gpu']}, CUDA {document['cuda']}, engine built by {document['engine']}; "
-        f"{document['threads']} threads, files in {document['folder']}.",
-        "",
-        *describe(document["machine"]),
-        "",
-        "The ratio is to the slower of the ceilings of the same round: files and pinned memory, pinned memory and GPU; "
-        "for digests, to reading as much memory on the GPU.",
-        "",
-        *table(
-            ["workload", "method", "GB/s min", "median", "max", "ratio min", "median", "max", "goal"],
-            [
-                [
-                    row.workload,
-                    row.method,
-                    *(f"{value:.1f}" for value in row.gb_per_s),
-                    *(f"{value:.2f}" if row.method in CEILINGS else "" for value in row.ratio),
-                    f"{TARGETS[row.method]:.2f}" if row.method in TARGETS else "",
-                ]
-                for row in rows
-            ],
-            text_columns=2,
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+    return rows_of(key, work, seconds, {name: CEILINGS.get(name, (name,)) for name, _ in compared})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of all methods")
     parser.add_argument("--workloads", nargs="+", default=["a", "a'"])
-    parser.add_argument("--small", action="store_true", help="a few MB: to test the benchmark itself")
-    parser.add_argument("--directory", type=Path, help="where the files are put for the time being")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     arguments = parser.parse_args()
-    reason = missing()
-    if reason is not None:
-        sys.exit(reason.replace("bench_gpu", "bench_gpu_files"))
-    from zeroelastic.executors.engine import default_threads
-
-    made = workloads(0.01 if arguments.small else 1.0)
-    rows: list[Row] = []
+    document, rows = gpu_document(), []
     with tempfile.TemporaryDirectory(prefix="bench-gpu-files-", dir=arguments.directory) as folder:
-        document: dict[str, Any] = {
-            "machine": machine(),
-            "gpu": torch.cuda.get_device_name(),
-            "cuda": torch.version.cuda,
-            "engine": describe_build("cuda").compiler,
-            "threads": default_threads(),
-            "folder": os.fspath(Path(folder).parent),
-        }
-        for key in arguments.workloads:
-            work = made[key]()
-            print(work.name, file=sys.stderr, flush=True)
-            rows += measure(work, arguments.rounds, Path(folder))
-            del work
-            gc.collect()
-            torch.cuda.empty_cache()
+        document |= {"threads": default_threads(), "folder": os.fspath(Path(folder).parent)}
+        for key, work in chosen_workloads(arguments):
+            rows += measure(key, work, arguments.rounds, Path(folder))
     document["rows"] = [asdict(row) for row in rows]
-    write_results(arguments.out, "gpu_files", document, tables(document, rows))
+    text = [
+        f"{document['threads']} threads, files in {document['folder']}. The ratio is to the slower of the ceilings of "
+        "the same round: files and pinned memory, pinned memory and GPU; for digests, to reading as much memory on the "
+        "GPU.",
+        "",
+    ]
+    goals = {(method, row.key): goal for method, goal in TARGETS.items() for row in rows}
+    write_results(arguments.out, "gpu_files", document, page("Between files and a GPU", document, text, rows, goals))
 
 
 if __name__ == "__main__":

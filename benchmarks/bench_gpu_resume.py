@@ -34,11 +34,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
-
 import torch
 import torch.distributed as dist
-from gpu_engines import Model, add_arguments, build_engine, device, loss_of, overwrite, state_digest, train_step
+from gpu_engines import Model, build_engine, device, engine_arguments, loss_of, overwrite, state_digest, train_step
 from meter import status_bytes
 from report import REPOSITORY, describe, machine, table
 
@@ -463,8 +461,7 @@ def missing(cpu: bool) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, width=4096, layers=16, limit=120.0, limited="one process")
+    parser = engine_arguments(__doc__, width=4096, layers=16, limit=120.0, limited="one process")
     parser.add_argument("--stages", type=int, nargs="+", default=[3, 2])
     parser.add_argument("--processes", type=int, default=2, help="processes for each system, but for the slow ones")
     parser.add_argument("--loads", type=int, default=6, help="loads in each process; DeepSpeed does a third of them")

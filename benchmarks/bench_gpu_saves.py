@@ -31,11 +31,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
-
 import numpy as np
 import torch
-from report import describe, machine, spread, table, write_results
+from report import benchmark_arguments, describe, machine, spread, table, write_results
 
 OURS, OURS_UNFLUSHED = "zeroelastic, flushed", "zeroelastic, not flushed"
 STOCK, STOCK_FLUSHED = "DeepSpeed, not flushed", "DeepSpeed, flushed"
@@ -381,20 +379,17 @@ def tables(document: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_arguments(__doc__)
     parser.add_argument("--layers", type=int, default=_LAYERS, help=f"linear layers of {_WIDTH}^2 weights")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--small", action="store_true", help="a quarter of a million parameters: to test the benchmark")
     parser.add_argument("--cpu", action="store_true", help="with gloo, and no GPU")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds after which no other measurement begins")
-    parser.add_argument("--directory", type=Path, help="where checkpoints are put for the time being; not in memory")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
         sys.exit("bench_gpu_saves: there is no CUDA device, so nothing is measured.")
     os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), "0"), DS_ACCELERATOR="cpu" if arguments.cpu else "cuda")
     os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"))
-    from bench_load import filesystem
+    from load_systems import filesystem
 
     document: dict[str, Any] = {"machine": machine() | {"deepspeed": version("deepspeed")}, "rounds": arguments.rounds}
     with tempfile.TemporaryDirectory(prefix="bench-gpu-saves-", dir=arguments.directory) as directory:

@@ -8,7 +8,6 @@ Writes kernel.json (every sample) and kernel.md (the tables). What is measured a
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import os
@@ -21,11 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
-
 import numpy as np
 import torch
-from report import NOISY, Others, describe, machine, spread, table, write_results
+from report import NOISY, Others, benchmark_arguments, describe, machine, spread, table, write_results
 from torch._utils import _flatten_dense_tensors
 
 from zeroelastic.core.digest import digest_range as digest_range_reference
@@ -401,13 +398,10 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="interleaved repeats of each method")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, min(8, len(os.sched_getaffinity(0)))])
     parser.add_argument("--workloads", nargs="+", default=["a", "a'", "b", "b'", "c"])
-    parser.add_argument("--small", action="store_true", help="a few MB: to test the benchmark itself")
-    parser.add_argument("--directory", type=Path, help="where the files of the read rows are put for the time being")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     arguments = parser.parse_args()
     about = machine()
     made = workloads(0.01 if arguments.small else 1.0)

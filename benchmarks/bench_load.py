@@ -8,19 +8,14 @@ Writes load.json (every sample) and load.md (the tables). What is measured and h
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 from load_systems import (
     FEW_ROUNDS,
@@ -29,12 +24,15 @@ from load_systems import (
     Job,
     Sample,
     convert,
+    filesystem,
+    job_arguments,
     link_views,
     measure,
     num_rounds,
     save_all,
+    temporary_job,
 )
-from report import machine, write_results
+from report import describe, machine, write_results
 
 from zeroelastic.testing import RankPool
 
@@ -85,15 +83,6 @@ class Row:
 
 Round = Sequence[Sample]
 """The samples of all ranks for one system, cache and round, by rank."""
-
-
-def shape_of(params: int) -> tuple[int, int, int]:
-    """Hidden size, layers and vocabulary of a GPT-like model of about this number of parameters.
-
-    The sizes do not divide by 3, so that resharding 4 -> 3 leaves source and destination misaligned to each other.
-    """
-    hidden, vocabulary = (256, 5003) if params < 20_000_000 else (1024, 50257) if params < 10**9 else (2048, 50257)
-    return hidden, max(1, round((params - hidden * vocabulary) / (12 * hidden**2 + 13 * hidden))), vocabulary
 
 
 def summarise(rounds: Sequence[Round], state_bytes: int) -> Row:
@@ -235,12 +224,9 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
         f"# Loading: {document['save_ranks']} -> {document['load_ranks']} ranks",
         "",
         f"{saved['numel']:,} parameters in {saved['num_params']} tensors, {saved['state_bytes'] / 1e9:.2f} GB of fp32 "
-        f"state (master weights, exp_avg, exp_avg_sq). {about['cpu']}, {about['cores']} cores, {about['memory_gib']} "
-        f"GiB, Linux {about['kernel']}, {document['filesystem']}; torch {about['torch']}, DeepSpeed "
-        f"{about['deepspeed']}; {about['time']}, commit {about['commit'][:12] or 'unknown'}"
-        f"{' with uncommitted changes' if about['uncommitted_changes'] else ''}.",
+        f"state (master weights, exp_avg, exp_avg_sq); {document['filesystem']}, DeepSpeed {about['deepspeed']}.",
         "",
-        f"`{about['command']}`",
+        *describe(about),
     ]
     for cache, first in ((cache, first) for cache in document["caches"] for first in (True, False)):
         shown = [row for row in rows if (row.cache, row.first) == (cache, first)]
@@ -308,40 +294,18 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def filesystem(path: Path) -> str:
-    """The type of the file system that holds a directory."""
-    with open("/proc/mounts") as lines:
-        mounts = [line.split()[1:3] for line in lines]
-    holding = [(mount, kind) for mount, kind in mounts if path.is_relative_to(mount)]
-    return max(holding, key=lambda mount: len(mount[0]))[1] if holding else "unknown file system"
-
-
 def main() -> None:
     every = [system.name for system in (*RESHARDED, *SAME_SIZE) if system.checkpoint != "universal"] + ["universal"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=int, default=200_000_000, help="parameters of the model, about")
-    parser.add_argument("--small", action="store_true", help="5 million parameters: to test the benchmark itself")
+    parser = job_arguments(__doc__)
     parser.add_argument("--save-ranks", type=int, default=4)
     parser.add_argument("--load-ranks", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--caches", nargs="+", choices=("warm", "cold"), default=["warm", "cold"])
     parser.add_argument("--systems", nargs="+", choices=every, default=every)
     parser.add_argument("--ceiling-threads", type=int, default=2)
-    parser.add_argument("--directory", type=Path, help="where checkpoints are put for the time being; not in memory")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     arguments = parser.parse_args()
     about = machine() | {"deepspeed": version("deepspeed")}
-    hidden, num_layers, vocabulary = shape_of(5_000_000 if arguments.small else arguments.params)
-    with tempfile.TemporaryDirectory(prefix="bench-load-", dir=arguments.directory) as directory:
-        job = Job(
-            hidden=hidden,
-            num_layers=num_layers,
-            vocabulary=vocabulary,
-            directory=Path(directory).resolve(),
-            save_ranks=arguments.save_ranks,
-            load_ranks=arguments.load_ranks,
-            ceiling_threads=arguments.ceiling_threads,
-        )
+    ranks = arguments.save_ranks, arguments.load_ranks
+    with temporary_job("bench-load", arguments, *ranks, ceiling_threads=arguments.ceiling_threads) as job:
         where = filesystem(job.directory)
         saved, groups = run_all(job, set(arguments.systems), arguments.caches, arguments.repeats)
     about["load_average_after"] = os.getloadavg()[0]
@@ -354,7 +318,7 @@ def main() -> None:
         "filesystem": where,
         "save_ranks": job.save_ranks,
         "load_ranks": job.load_ranks,
-        "model": {"hidden": hidden, "num_layers": num_layers, "vocabulary": vocabulary},
+        "model": job.model,
         "caches": arguments.caches,
         "saved": saved,
         "rows": [asdict(row) for row in rows],

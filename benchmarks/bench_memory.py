@@ -23,13 +23,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import torch.distributed as dist
+from meter import cool_down, warm_up
+from report import REPOSITORY, describe, machine, write_results
 
-import torch.distributed as dist  # noqa: E402
-from meter import cool_down, warm_up  # noqa: E402
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
+
 from nodes import Nodes, can_mount, mount_disk  # noqa: E402
-from report import machine, write_results  # noqa: E402
 from training import Job, build_engine, train_step  # noqa: E402
 
 from zeroelastic.elastic import resume  # noqa: E402
@@ -139,8 +139,9 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# Loads from checkpoints in memory",
         "",
-        f"`{about['command']}`, {about['cpu']}, {about['cores']} cores, torch {about['torch']}, commit "
-        f"{about['commit'][:10]}, {about['time']}. Medians.",
+        *describe(about),
+        "",
+        "Medians.",
         "",
         "## Loads",
         "",

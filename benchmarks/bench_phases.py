@@ -9,30 +9,23 @@ timed, each without those that it calls. Writes phases.json and phases.md.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import importlib
 import os
 import shutil
-import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
-
 import torch.distributed as dist
-from bench_load import shape_of
-from load_systems import TAG, Job, Run, fill_with_noise
+from load_systems import TAG, Job, Run, fill_with_noise, job_arguments, params_of, temporary_job
 from meter import touch_free_memory
-from report import machine, write_results
+from report import describe, machine, write_results
 
 from zeroelastic.testing import RankPool
 
@@ -210,9 +203,9 @@ def markdown(document: Mapping[str, Any]) -> str:
     lines = [
         "# Where the time of a save and a load goes",
         "",
-        f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}; {about['time']}, commit "
-        f"{about['commit'][:12]}. About {model['params'] / 1e6:.0f} million parameters, page cache, "
-        f"{document['repeats']} rounds.",
+        *describe(about),
+        "",
+        f"About {model['params'] / 1e6:.0f} million parameters, page cache, {document['repeats']} rounds.",
         "",
         "Each phase is without the phases that it calls (`benchmarks/bench_phases.py` names the functions). Ranks",
         "share the cores: the time of a rank contains that in which others ran.",
@@ -223,46 +216,29 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=int, default=200_000_000, help="parameters of the model, about")
-    parser.add_argument("--small", action="store_true", help="5 million parameters: to test the benchmark itself")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = job_arguments(__doc__)
     parser.add_argument("--save-ranks", type=int, default=4)
     parser.add_argument("--load-ranks", type=int, default=3)
-    parser.add_argument("--directory", type=Path, help="where checkpoints are put for the time being; not in memory")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     arguments = parser.parse_args()
     about = machine()
-    params = 5_000_000 if arguments.small else arguments.params
-    hidden, num_layers, vocabulary = shape_of(params)
-    with tempfile.TemporaryDirectory(prefix="bench-phases-", dir=arguments.directory) as directory:
-        job = Job(
-            hidden=hidden,
-            num_layers=num_layers,
-            vocabulary=vocabulary,
-            directory=Path(directory).resolve(),
-            save_ranks=arguments.save_ranks,
-            load_ranks=arguments.load_ranks,
-            ceiling_threads=1,
-        )
-        with RankPool(max(job.save_ranks, job.load_ranks), store="tcp") as pool:
-            parts = {
-                f"A save on {job.save_ranks} ranks": pool.run(
-                    save_rounds, job.save_ranks, job, arguments.repeats, timeout=_TIMEOUT_S
-                )
-            }
-            for verify in ("full", "read"):
-                rounds = [
-                    pool.run(load_rounds, job.load_ranks, job, verify, timeout=_TIMEOUT_S)
-                    for _ in range(arguments.repeats)
+    ranks = arguments.save_ranks, arguments.load_ranks
+    with temporary_job("bench-phases", arguments, *ranks) as job, RankPool(max(ranks), store="tcp") as pool:
+        parts = {
+            f"A save on {job.save_ranks} ranks": pool.run(
+                save_rounds, job.save_ranks, job, arguments.repeats, timeout=_TIMEOUT_S
+            )
+        }
+        for verify in ("full", "read"):
+            rounds = [
+                pool.run(load_rounds, job.load_ranks, job, verify, timeout=_TIMEOUT_S) for _ in range(arguments.repeats)
+            ]
+            for which, title in enumerate(("The first load of a process", "A later load of the same engine")):
+                parts[f'{title}, {job.save_ranks} -> {job.load_ranks}, `"verify": "{verify}"`'] = [
+                    [by_rank[rank][which] for by_rank in rounds] for rank in range(job.load_ranks)
                 ]
-                for which, title in enumerate(("The first load of a process", "A later load of the same engine")):
-                    parts[f'{title}, {job.save_ranks} -> {job.load_ranks}, `"verify": "{verify}"`'] = [
-                        [by_rank[rank][which] for by_rank in rounds] for rank in range(job.load_ranks)
-                    ]
     document = {
         "machine": about | {"load_average_after": os.getloadavg()[0]},
-        "model": {"params": params, "hidden": hidden, "num_layers": num_layers},
+        "model": {"params": params_of(arguments), **job.model},
         "repeats": arguments.repeats,
         "parts": parts,
     }

@@ -8,21 +8,17 @@ Writes plan.json (every sample) and plan.md (the table). What is measured and ho
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
 
 import numpy as np
 from bench_kernel import gpt_params, llama_params
-from report import NOISY, Others, describe, machine, spread, table, write_results
+from report import NOISY, Others, benchmark_arguments, describe, machine, spread, table, write_results
 
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.core.plan import Plan, check_plan, make_plan
@@ -133,7 +129,7 @@ def plan_bytes(plan: Plan) -> int:
     return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
 
 
-def measure(case: Case, *, sub_group_size: int, samples: int, whole_s: float) -> Row:
+def measure(case: Case, sub_group_size: int, samples: int, whole_s: float) -> Row:
     params = case.params()
     others = Others()
     begin = time.perf_counter()
@@ -225,25 +221,16 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_arguments(__doc__)
     parser.add_argument("--samples", type=int, default=9, help="ranks whose plan is timed alone and checked")
     parser.add_argument("--whole-seconds", type=float, default=60.0, help="plan all ranks where that takes no longer")
     parser.add_argument("--sub-group-size", type=int, default=10**9)
-    parser.add_argument("--small", action="store_true", help="small models: to test the benchmark itself")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     arguments = parser.parse_args()
     about = machine()
     rows = []
     for case in SMALL if arguments.small else CASES:
         print(case.name, file=sys.stderr, flush=True)
-        rows.append(
-            measure(
-                case,
-                sub_group_size=arguments.sub_group_size,
-                samples=arguments.samples,
-                whole_s=arguments.whole_seconds,
-            )
-        )
+        rows.append(measure(case, arguments.sub_group_size, arguments.samples, arguments.whole_seconds))
     about["load_average_after"] = os.getloadavg()[0]
     document = {"machine": about, "rows": [asdict(row) for row in rows]}
     write_results(arguments.out, "plan", document, tables(document, rows))

@@ -14,10 +14,8 @@ Writes ranks.json and ranks.md. Counts, unlike times, do not depend on the machi
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -242,17 +240,14 @@ def markdown(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+def main() -> None:
+    parser = report.benchmark_arguments(__doc__)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=list(WORLD_SIZES))
     arguments = parser.parse_args()
     measured = [measure(world_size) for world_size in arguments.world_sizes]
     results = {part: [each[part] for each in measured] for part in measured[0]}
-    document = {"machine": report.machine(), **results}
-    report.write_results(arguments.out, "ranks", document, markdown(results))
-    return 0
+    report.write_results(arguments.out, "ranks", {"machine": report.machine(), **results}, markdown(results))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

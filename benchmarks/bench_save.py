@@ -8,12 +8,10 @@ Writes save.json (every sample) and save.md (the tables). What is measured and h
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -21,15 +19,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
-
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench_load import filesystem, shape_of
-from load_systems import FEW_ROUNDS, KEYS, TAG, Job, Run, fill_with_noise, owned_params, sharded_tensors
+from load_systems import (
+    FEW_ROUNDS,
+    KEYS,
+    TAG,
+    Job,
+    Run,
+    filesystem,
+    fill_with_noise,
+    job_arguments,
+    owned_params,
+    sharded_tensors,
+    temporary_job,
+)
 from meter import Cost, Meter, files_below, touch_free_memory
-from report import machine, write_results
+from report import describe, machine, write_results
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.core.digest import stream_seed
@@ -377,11 +384,9 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
         f"# Saving on {document['ranks']} ranks",
         "",
         f"{state['numel']:,} parameters in {state['num_params']} tensors, {state['state_bytes'] / 1e9:.2f} GB of fp32 "
-        f"state. {about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, Linux {about['kernel']}, "
-        f"{document['filesystem']}; torch {about['torch']}, DeepSpeed {about['deepspeed']}; {about['time']}, commit "
-        f"{about['commit'][:12] or 'unknown'}{' with uncommitted changes' if about['uncommitted_changes'] else ''}.",
+        f"state; {document['filesystem']}, DeepSpeed {about['deepspeed']}.",
         "",
-        f"`{about['command']}`",
+        *describe(about),
     ]
     for durable, first in ((durable, first) for durable in (False, True) for first in (True, False)):
         found = {row.system: row for row in rows if (row.durable, row.first) == (durable, first)}
@@ -426,27 +431,12 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
 
 def main() -> None:
     every = [system.name for system in SYSTEMS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=int, default=200_000_000, help="parameters of the model, about")
-    parser.add_argument("--small", action="store_true", help="5 million parameters: to test the benchmark itself")
+    parser = job_arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--systems", nargs="+", choices=every, default=every)
-    parser.add_argument("--directory", type=Path, help="where checkpoints are put for the time being; not in memory")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     arguments = parser.parse_args()
     about = machine() | {"deepspeed": version("deepspeed")}
-    hidden, num_layers, vocabulary = shape_of(5_000_000 if arguments.small else arguments.params)
-    with tempfile.TemporaryDirectory(prefix="bench-save-", dir=arguments.directory) as directory:
-        job = Job(
-            hidden=hidden,
-            num_layers=num_layers,
-            vocabulary=vocabulary,
-            directory=Path(directory).resolve(),
-            save_ranks=arguments.ranks,
-            load_ranks=arguments.ranks,
-            ceiling_threads=1,
-        )
+    with temporary_job("bench-save", arguments, arguments.ranks, arguments.ranks) as job:
         where = filesystem(job.directory)
         state, groups = run_all(job, arguments.systems, arguments.repeats)
     by_system: dict[tuple[str, bool, bool], list[Sequence[Sample]]] = {}
@@ -459,7 +449,7 @@ def main() -> None:
         "machine": about | {"load_average_after": os.getloadavg()[0]},
         "filesystem": where,
         "ranks": job.save_ranks,
-        "model": {"hidden": hidden, "num_layers": num_layers, "vocabulary": vocabulary},
+        "model": job.model,
         "state": state,
         "rows": [asdict(row) for row in rows],
         "samples": [asdict(sample) | {"rank": rank} for ranks in groups for rank, sample in enumerate(ranks)],

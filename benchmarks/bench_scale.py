@@ -21,13 +21,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meter import status_bytes
+from report import REPOSITORY, write_results
+
 if TYPE_CHECKING:
     from zeroelastic.core.layout import Param
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from report import write_results  # noqa: E402
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 
 @dataclass(frozen=True)
@@ -79,21 +79,16 @@ Steps = dict[str, dict[str, float]]
 def timed(steps: Steps, what: str, action: Callable[[], object]) -> object:
     """Do something, and write down its time, the memory it took on top of what there was, and the process's peak."""
     Path("/proc/self/clear_refs").write_text("5")  # begins a new peak
-    before = _memory_mib("VmRSS")
+    before = status_bytes("VmRSS")
     began, cpu = time.perf_counter(), time.process_time()
     value = action()
     steps[what] = {
         "seconds": round(time.perf_counter() - began, 3),
         "cpu_seconds": round(time.process_time() - cpu, 3),
-        "extra_mib": _memory_mib("VmHWM") - before,
+        "extra_mib": (status_bytes("VmHWM") - before) >> 20,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
     }
     return value
-
-
-def _memory_mib(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) >> 10
 
 
 def tags(scale: Scale, work: Path) -> Steps:
@@ -106,7 +101,7 @@ def tags(scale: Scale, work: Path) -> Steps:
     from zeroelastic.runs.prune import plan_prune
     from zeroelastic.verbs.inspect.inspect import inspect_source
 
-    golden = ROOT / "tests" / "golden" / "elastic2" / "global_step2"
+    golden = REPOSITORY / "tests" / "golden" / "elastic2" / "global_step2"
     record = read_record(golden)
     assert record is not None
     for number in range(scale.tags):

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import json
 import os
 import platform
 import random
@@ -37,9 +36,9 @@ from threading import Event
 from typing import Any
 
 import psutil
+from report import REPOSITORY, append_line, words_of_lines, write_result
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples" / "elastic")]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(REPOSITORY / "examples" / "elastic")]
 
 PHASES = ("copy", "exchange", "swap")
 AIMED = 0.8
@@ -49,17 +48,6 @@ SAVE_STEPS = 25
 LIMIT_S = 120.0
 OPTIONS = {"copies": {"every": 1, "copies": 1}, "two-copies": {"every": 1, "copies": 2}}
 STAGES = {"copies": 3, "two-copies": 2}
-
-
-def note(path: Path, *words: object) -> None:
-    """Append a line in one write, which a kill cannot cut in two."""
-    with open(path, "ab", buffering=0) as file:
-        file.write((" ".join(map(str, words)) + "\n").encode())
-
-
-def lines(path: Path) -> list[list[str]]:
-    """The words of each line so far."""
-    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def work(directory: Path, kind: str) -> None:
@@ -77,7 +65,7 @@ def work(directory: Path, kind: str) -> None:
 
     def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            note(phases, name, os.getpid())
+            append_line(phases, name, os.getpid())
             return original(*args, **kwargs)
 
         return call
@@ -94,14 +82,14 @@ def work(directory: Path, kind: str) -> None:
     found = state()
     if rank == 0:
         for reason in start.passed_over:
-            note(directory / "passed_over", engine.global_steps, start.tier, reason)
-        note(directory / "resumes", start.tier, engine.global_steps, found, dist.get_world_size())
+            append_line(directory / "passed_over", engine.global_steps, start.tier, reason)
+        append_line(directory / "resumes", start.tier, engine.global_steps, found, dist.get_world_size())
     with preemption(engine, directory / "ckpt", saving=every(steps=SAVE_STEPS)) as stop:
         while not stop():
             train_step(engine, engine.global_steps)
             found = state()
             if rank == 0:
-                note(directory / "steps", engine.global_steps, found)
+                append_line(directory / "steps", engine.global_steps, found)
             if engine.global_steps == 1:
                 stop.save()
     stop.exit()
@@ -130,8 +118,8 @@ class Campaign:
 
         False where nothing was killed, because the job has just started once more by itself.
         """
-        begun = len(lines(self.directory / "steps"))
-        self._wait(lambda: len(lines(self.directory / "steps")) >= begun + 2, "two steps")
+        begun = len(words_of_lines(self.directory / "steps"))
+        self._wait(lambda: len(words_of_lines(self.directory / "steps")) >= begun + 2, "two steps")
         self._check_unasked()
         phase = self.chance.choice(PHASES) if self.chance.random() < AIMED else None
         whole = self.chance.random() < 0.5
@@ -173,29 +161,29 @@ class Campaign:
     def _victim(self, phase: str | None) -> int:
         """A worker's process id: of one that comes to the phase now, or of any."""
         path = max(self.directory.glob("phases-*"), key=lambda path: path.stat().st_mtime_ns)
-        before = len(lines(path))
+        before = len(words_of_lines(path))
         found: list[list[str]] = []
 
         def came() -> bool:
-            found[:] = [words for words in lines(path)[before:] if phase in (None, words[0])]
+            found[:] = [words for words in words_of_lines(path)[before:] if phase in (None, words[0])]
             return bool(found)
 
         self._wait(came, f"the {phase} of a checkpoint")
         return int(self.chance.choice(found)[1])
 
     def _resumed(self, what: str) -> list[str]:
-        self._wait(lambda: len(lines(self.directory / "resumes")) > self.seen_resumes, what)
-        self.seen_resumes = len(lines(self.directory / "resumes"))
-        return lines(self.directory / "resumes")[-1]
+        self._wait(lambda: len(words_of_lines(self.directory / "resumes")) > self.seen_resumes, what)
+        self.seen_resumes = len(words_of_lines(self.directory / "resumes"))
+        return words_of_lines(self.directory / "resumes")[-1]
 
     def _last_step(self) -> int:
         """The last step of the present start."""
-        steps = lines(self.directory / "steps")
+        steps = words_of_lines(self.directory / "steps")
         return int(steps[-1][0]) if steps else 0
 
     def _check_unasked(self) -> bool:
         """Check a start that came without a kill, if there was one: a node was late at the rendezvous."""
-        if len(lines(self.directory / "resumes")) == self.seen_resumes:
+        if len(words_of_lines(self.directory / "resumes")) == self.seen_resumes:
             return False
         self.counts["started once more for a late node"] += 1
         self._check(0, kill=False)
@@ -204,8 +192,8 @@ class Campaign:
     def _check(self, reached: int, *, kill: bool = True, newcomers: int = 0, alone: bool = False) -> None:
         tier, step, found, size = self._resumed("the next start")
         self.size = int(size)
-        kept = dict(lines(self.directory / "steps"))  # the last hash of each step
-        assert found in [state for number, state in lines(self.directory / "steps") if number == step], (
+        kept = dict(words_of_lines(self.directory / "steps"))  # the last hash of each step
+        assert found in [state for number, state in words_of_lines(self.directory / "steps") if number == step], (
             f"the state of step {step}, from {tier}, is none that the job had at that step"
         )
         assert kept[step] == found, f"the state of step {step}, from {tier}, is one that the job had left"
@@ -222,7 +210,7 @@ class Campaign:
 
     def _reached_before(self, step: str) -> int:
         """The last step that was written down before the newest start began, if that one has not trained yet."""
-        steps = [int(number) for number, _ in lines(self.directory / "steps")]
+        steps = [int(number) for number, _ in words_of_lines(self.directory / "steps")]
         descents = [at for at in range(1, len(steps)) if steps[at] <= steps[at - 1]]
         if descents and steps[descents[-1]] == int(step) + 1 and descents[-1] >= len(steps) - 3:
             return steps[descents[-1] - 1]
@@ -278,9 +266,9 @@ def campaign(directory: Path, kind: str, *, kills: int, seed: int, failed: Event
         "kills": kills,
         "seed": seed,
         "minutes": round((time.perf_counter() - began) / 60, 1),
-        "steps_trained": len(lines(directory / "steps")),
+        "steps_trained": len(words_of_lines(directory / "steps")),
         "outcomes": dict(sorted(run.counts.items())),
-        "passed_over": [" ".join(words) for words in lines(directory / "passed_over")],
+        "passed_over": [" ".join(words) for words in words_of_lines(directory / "passed_over")],
     }
 
 
@@ -326,10 +314,7 @@ def main() -> None:
         "outcomes": dict(sorted(total.items())),
         "jobs": runs,
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if chosen.out is not None:
-        (chosen.out / "crash_memory.json").write_text(text + "\n")
+    write_result(chosen.out, "crash_memory", result)
     sys.exit(1 if left else 0)
 
 

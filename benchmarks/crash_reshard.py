@@ -23,12 +23,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from report import REPOSITORY, write_result
+
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.new_directory import staging_of
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
-ROOT = Path(__file__).parents[1]
 TAG = "global_step1"
 
 
@@ -46,7 +47,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     sizes = ["-n", str(world_size), "--stage", str(stage)]
     command = [sys.executable, "-m", "zeroelastic", "reshard", str(src), str(dst), *sizes, "--json"]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output)
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.fspath(REPOSITORY)}, stdout=output)
 
 
 def check_whole(dst: Path, root: str) -> None:
@@ -136,11 +137,8 @@ def main() -> None:
     print(f"seed {chosen.seed}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as directory:
         result = campaign(Path(directory), kills=chosen.kills, seed=chosen.seed, stages=stages)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if chosen.out is not None:
-        name = "crash_reshard" if stages == (3, 3) else "crash_reshard_stage{}_to_stage{}".format(*stages)
-        (chosen.out / f"{name}.json").write_text(text + "\n")
+    name = "crash_reshard" if stages == (3, 3) else "crash_reshard_stage{}_to_stage{}".format(*stages)
+    write_result(chosen.out, name, result)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from report import REPOSITORY, append_line, words_of_lines, write_result
+
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
 import torch.distributed as dist  # noqa: E402
 from training import Job, build_engine, train_step  # noqa: E402
@@ -59,17 +60,11 @@ def state_hash(engine: Any) -> str:
     return hashlib.sha256(repr(sorted(fingerprint(gather_state(engine)).items())).encode()).hexdigest()
 
 
-def note(path: Path, *words: object) -> None:
-    """Append a line in one write, which a kill cannot cut in two."""
-    with open(path, "ab", buffering=0) as file:
-        file.write((" ".join(map(str, words)) + "\n").encode())
-
-
 def save_for_ever(directory: str, notes: str, stage: int) -> None:
     """The job: train a step, write down its state, save it. Ends by a kill, or by the error that one gives it."""
     root, log = Path(directory), Path(notes)
     rank = dist.get_rank()
-    note(log / "pids", os.getpid())
+    append_line(log / "pids", os.getpid())
     engine = build_engine(Job(stage=stage))
     if (root / "latest").exists():
         engine.load_checkpoint(directory)
@@ -81,13 +76,13 @@ def save_for_ever(directory: str, notes: str, stage: int) -> None:
             tags = [f"global_step{step + 1}", *(["last"] if step % 2 else [])]
             for tag in tags:
                 if rank == 0:
-                    note(log / "states", step + 1, told)
-                    note(log / "moments", "save", tag)
+                    append_line(log / "states", step + 1, told)
+                    append_line(log / "moments", "save", tag)
                 engine.save_checkpoint(directory, tag=tag)
                 if rank == 0:
-                    note(log / "moments", "done", tag, step + 1)
+                    append_line(log / "moments", "done", tag, step + 1)
     except Exception as error:
-        note(log / "errors", json.dumps([type(error).__name__, str(error).replace(directory, ".")]))
+        append_line(log / "errors", json.dumps([type(error).__name__, str(error).replace(directory, ".")]))
         raise
 
 
@@ -97,10 +92,6 @@ def load_latest(directory: str, stage: int) -> tuple[int, str]:
     path, _ = engine.load_checkpoint(directory)
     assert path is not None and engine.zeroelastic_report.root_matches
     return engine.global_steps, state_hash(engine)
-
-
-def lines(path: Path) -> list[list[str]]:
-    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
 class Campaign:
@@ -132,16 +123,15 @@ class Campaign:
             self._wait_for_a_save(job)
             time.sleep(within)
         self.moments.append(round(moment + (within or 0), 4))
-        before = lines(self.log / "moments")
+        before = words_of_lines(self.log / "moments")
         where = "starting" if early and not before else "saving" if before and before[-1][0] == "save" else "training"
-        pids = [int(pid) for (pid,) in lines(self.log / "pids")]
+        pids = [int(pid) for (pid,) in words_of_lines(self.log / "pids")]
         for pid in pids if whole else [pids[victim % len(pids)]]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         job.join()
         self.counts.update([f"killed while {where}", "all ranks killed" if whole else "one rank killed"])
-        for _, *words in ((0, *json.loads(" ".join(line))) for line in lines(self.log / "errors")):
-            self.errors[words[0]] += 1
+        self.errors.update(json.loads(" ".join(line))[0] for line in words_of_lines(self.log / "errors"))
         self._check(number)
 
     def _run_job(self) -> None:
@@ -152,19 +142,19 @@ class Campaign:
 
     def _wait_for(self, name: str, count: int, job: threading.Thread) -> None:
         deadline = time.monotonic() + 120
-        while len(lines(self.log / name)) < count:
+        while len(words_of_lines(self.log / name)) < count:
             assert job.is_alive() and time.monotonic() < deadline, self.ended_by
             time.sleep(0.002)
 
     def _wait_for_a_save(self, job: threading.Thread) -> None:
         """Return when the next save begins."""
-        begun, deadline = len(lines(self.log / "moments")), time.monotonic() + 60
-        while not any(kind == "save" for kind, *_ in lines(self.log / "moments")[begun:]):
+        begun, deadline = len(words_of_lines(self.log / "moments")), time.monotonic() + 60
+        while not any(kind == "save" for kind, *_ in words_of_lines(self.log / "moments")[begun:]):
             assert job.is_alive() and time.monotonic() < deadline, self.ended_by
             time.sleep(0.001)
 
     def _check(self, number: int) -> None:
-        for kind, *words in lines(self.log / "moments"):
+        for kind, *words in words_of_lines(self.log / "moments"):
             if kind == "done":
                 self.committed[words[0]] = int(words[1])
         if not (self.root / "latest").exists():
@@ -177,8 +167,9 @@ class Campaign:
             assert report.valid, (tag, report.problems)
             record = read_record(self.root / tag)
             assert record is not None and record.global_steps >= self.committed.get(tag, 0), tag
-        states = {int(step): told for step, told in lines(self.log / "states")}
-        assert len({(step, told) for step, told in lines(self.log / "states")}) == len(states), "training differs"
+        written = words_of_lines(self.log / "states")
+        states = {int(step): told for step, told in written}
+        assert len({(step, told) for step, told in written}) == len(states), "training differs"
         size = (2, 3)[number % 2]
         step, told = self.pool.run(load_latest, size, str(self.root), self.stage, timeout=300)[0]
         assert states[step] == told, f"step {step} is not what was saved"
@@ -208,7 +199,7 @@ def campaign(directory: Path, pool: RankPool, *, kills: int, seed: int, stage: i
         "minutes": round((time.perf_counter() - began) / 60, 1),
         "outcomes": dict(sorted(run.counts.items())),
         "errors_of_surviving_ranks": dict(run.errors),
-        "steps_trained": max((int(step) for step, _ in lines(run.log / "states")), default=0),
+        "steps_trained": max((int(step) for step, _ in words_of_lines(run.log / "states")), default=0),
         "moments_s": run.moments,
     }
 
@@ -241,11 +232,8 @@ def main() -> None:
         "outcomes": dict(sorted(total.items())),
         "jobs": runs,
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if chosen.out is not None:
-        name = "crash_training" if chosen.stage == 3 else f"crash_training_stage{chosen.stage}"
-        (chosen.out / f"{name}.json").write_text(text + "\n")
+    name = "crash_training" if chosen.stage == 3 else f"crash_training_stage{chosen.stage}"
+    write_result(chosen.out, name, result)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import machine
+from report import describe, machine
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -412,10 +412,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         f"# Damage of checkpoints of ZeRO stage {result['stage']}",
         "",
-        f"{facts['cpu']}, {facts['cores']} cores; Python {facts['python']}, torch {facts['torch']}; {facts['time']}, "
-        f"commit {facts['commit'][:12]}.",
-        "",
-        f"`{facts['command']}`",
+        *describe(facts),
         "",
         f"A checkpoint of ZeRO stage {result['stage']} and {result['saved_on']} ranks, loaded on {result['loaded_on']} "
         'with `"verify": "full"`, '

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from report import benchmark_arguments
 
 from zeroelastic.testing.group_split import group_buffers
 
@@ -57,16 +58,17 @@ class Layers(torch.nn.Module):
         return x.float().pow(2).mean()
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, width: int, layers: int, limit: float, limited: str) -> None:
+def engine_arguments(
+    description: str | None, *, width: int, layers: int, limit: float, limited: str
+) -> argparse.ArgumentParser:
     """What every script that builds these engines takes; ``limit`` are the seconds of what is ``limited``."""
+    parser = benchmark_arguments(description)
     parser.add_argument("--width", type=int, default=width)
     parser.add_argument("--layers", type=int, default=layers)
     parser.add_argument("--limit", type=float, default=limit, help=f"seconds that {limited} may take")
-    parser.add_argument("--directory", type=Path, help="where checkpoints and swap files are kept meanwhile")
-    parser.add_argument("--small", action="store_true", help="a few MB: to test the script itself")
     parser.add_argument("--cpu", action="store_true", help="on the CPU: to test the script itself")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
     parser.add_argument("--channel", type=Path, help=argparse.SUPPRESS)
+    return parser
 
 
 def build_engine(model: Model) -> Any:

@@ -29,11 +29,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, os.fspath(Path(__file__).resolve().parent))
-
 import torch
 from bench_gpu_resume import TAG, cost, join_group
-from gpu_engines import Model, add_arguments, build_engine, masters, moments, train_step
+from gpu_engines import Model, build_engine, engine_arguments, masters, moments, train_step
 from report import REPOSITORY, describe, machine, table, without_paths, write_results
 
 from zeroelastic.executors.build_info import describe_build
@@ -285,9 +283,8 @@ def tables(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = engine_arguments(__doc__, width=1536, layers=6, limit=160.0, limited="all of it")
     parser.add_argument("--only", nargs="+", choices=list(FEATURES), default=list(FEATURES))
-    add_arguments(parser, width=1536, layers=6, limit=160.0, limited="all of it")
     parser.add_argument("--feature", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.feature:

@@ -8,9 +8,12 @@ outside the measured time.
 
 from __future__ import annotations
 
+import argparse
 import os
+import tempfile
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from meter import Cost, Meter, cool_down, files_below, link_tree, touch_free_memory, warm_up
+from report import benchmark_arguments
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import CommitRecord, read_record
@@ -47,6 +51,51 @@ class Job:
     def checkpoint(self, name: str) -> Path:
         """Directory of one of the saved forms: elastic, rigid, dcp or universal."""
         return self.directory / name
+
+    @property
+    def model(self) -> dict[str, int]:
+        """The shape of the model."""
+        return {"hidden": self.hidden, "num_layers": self.num_layers, "vocabulary": self.vocabulary}
+
+
+def job_arguments(description: str | None) -> argparse.ArgumentParser:
+    """What every benchmark of a ``Job`` takes."""
+    parser = benchmark_arguments(description)
+    parser.add_argument("--params", type=int, default=200_000_000, help="parameters of the model, about")
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser
+
+
+def params_of(arguments: argparse.Namespace) -> int:
+    """About how many parameters the model has."""
+    return 5_000_000 if arguments.small else int(arguments.params)
+
+
+@contextmanager
+def temporary_job(
+    name: str, arguments: argparse.Namespace, save_ranks: int, load_ranks: int, *, ceiling_threads: int = 1
+) -> Iterator[Job]:
+    """A job with the model that the command line asks for, in a directory that is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=arguments.directory) as directory:
+        shape = shape_of(params_of(arguments))
+        yield Job(*shape, Path(directory).resolve(), save_ranks, load_ranks, ceiling_threads)
+
+
+def shape_of(params: int) -> tuple[int, int, int]:
+    """Hidden size, layers and vocabulary of a GPT-like model of about this number of parameters.
+
+    The sizes do not divide by 3, so that resharding 4 -> 3 leaves source and destination misaligned to each other.
+    """
+    hidden, vocabulary = (256, 5003) if params < 20_000_000 else (1024, 50257) if params < 10**9 else (2048, 50257)
+    return hidden, max(1, round((params - hidden * vocabulary) / (12 * hidden**2 + 13 * hidden))), vocabulary
+
+
+def filesystem(path: Path) -> str:
+    """The type of the file system that holds a directory."""
+    with open("/proc/mounts") as lines:
+        mounts = [line.split()[1:3] for line in lines]
+    holding = [(mount, kind) for mount, kind in mounts if path.is_relative_to(mount)]
+    return max(holding, key=lambda mount: len(mount[0]))[1] if holding else "unknown file system"
 
 
 @dataclass(frozen=True)

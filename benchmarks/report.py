@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -23,6 +24,15 @@ NOISY = 0.07
 """If other processes use more than this share of the processors, a figure is not reliable."""
 
 
+def commit_of(checkout: Path) -> str:
+    """The commit that is checked out, or nothing outside a repository."""
+    return _git(checkout, "rev-parse", "HEAD")
+
+
+def _git(checkout: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=checkout, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def machine() -> dict[str, object]:
     """The machine, the versions and the commit of the measurement."""
     cpu = platform.processor()
@@ -31,10 +41,6 @@ def machine() -> dict[str, object]:
     with open("/proc/meminfo") as lines:
         memory_kib = int(next(line for line in lines if line.startswith("MemTotal")).split()[1])
     native = describe_build("native")
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
 
     return {
         "cpu": cpu,
@@ -46,12 +52,21 @@ def machine() -> dict[str, object]:
         "numpy": np.__version__,
         "native": native.compiler,
         "instruction_set": _instruction_set() if native.usable else "none",
-        "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--", ".", ":!benchmarks/results")),
+        "commit": commit_of(REPOSITORY),
+        "uncommitted_changes": bool(_git(REPOSITORY, "status", "--porcelain", "--", ".", ":!benchmarks/results")),
         "load_average_before": os.getloadavg()[0],
         "time": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "command": " ".join(sys.argv),
     }
+
+
+def benchmark_arguments(description: str | None) -> argparse.ArgumentParser:
+    """What every benchmark takes; its own arguments come on top."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a few MB: to test the benchmark itself")
+    parser.add_argument("--directory", type=Path, help="where files are put for the time being; not in memory")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="directory of the results")
+    return parser
 
 
 def _instruction_set() -> str:
@@ -78,6 +93,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: i
     return [f"| {' | '.join(head)} |", f"|{'|'.join(marks)}|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
+def write_result(directory: Path | None, name: str, document: object) -> None:
+    """Print the raw result, and write it to NAME.json where there is a directory for it."""
+    text = json.dumps(document, indent=1)
+    print(text)
+    if directory is not None:
+        (directory / f"{name}.json").write_text(text + "\n")
+
+
 def write_results(directory: Path, name: str, document: object, text: str) -> None:
     """The raw result as NAME.json and its tables as NAME.md, which are printed as well."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -89,6 +112,17 @@ def write_results(directory: Path, name: str, document: object, text: str) -> No
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
     """Least, median and greatest."""
     return min(values), median(values), max(values)
+
+
+def append_line(path: Path, *words: object) -> None:
+    """Append a line in one write, which a kill cannot cut in two."""
+    with open(path, "ab", buffering=0) as file:
+        file.write((" ".join(map(str, words)) + "\n").encode())
+
+
+def words_of_lines(path: Path) -> list[list[str]]:
+    """The words of each line of a file that processes append to; none where it is not there yet."""
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
 class Others:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from report import REPOSITORY, commit_of
 
 JOBS = r"""
 import json, os, secrets, sys, time, uuid
@@ -159,7 +159,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = str(args.work.resolve()) if args.work else temporary
         Path(folder).mkdir(exist_ok=True)
-        sides = {"before": args.before.resolve(), "after": ROOT}
+        sides = {"before": args.before.resolve(), "after": REPOSITORY}
         for side, tree in sides.items():
             # One path for both sides, as verbs write the path of their source into what they make.
             if (Path(folder) / side).exists():
@@ -170,12 +170,7 @@ def main() -> int:
     differ = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     for name in differ:
         print(f"differs: {name}" if name in before and name in after else f"only one has it: {name}")
-    commits = {
-        side: subprocess.run(
-            ["git", "-C", tree, "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip()
-        for side, tree in sides.items()
-    }
+    commits = {side: commit_of(tree)[:7] for side, tree in sides.items()}
     result = {"commits": commits, "files": len(before), "bytewise_equal": len(before) - len(differ), "differ": differ}
     print(json.dumps({key: value for key, value in result.items() if key != "differ"}))
     if args.out:
