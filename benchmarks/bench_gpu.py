@@ -248,7 +248,7 @@ def gpu_document() -> dict[str, Any]:
     """The machine, its GPU and the CUDA engine; ends the process where there is no such thing."""
     reason = missing()
     if reason is not None:
-        sys.exit(reason)
+        sys.exit(f"{Path(sys.argv[0]).stem}: {reason}")
     return {
         "machine": machine(),
         "gpu": torch.cuda.get_device_name(),

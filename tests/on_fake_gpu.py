@@ -79,6 +79,7 @@ def main() -> None:
         )
         patch(shutil, which=lambda name, *more, **names: None if name == "nvcc" else which(name, *more, **names))
         sys.argv = [script, *arguments]
+        sys.path.insert(0, os.path.dirname(script))  # as python does for a script
         runpy.run_path(script, run_name="__main__")
 
 

@@ -15,7 +15,8 @@ from places import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from crash_memory import Campaign, lines
+from crash_memory import Campaign
+from report import words_of_lines
 
 
 @pytest.mark.timeout(300)
@@ -37,24 +38,24 @@ def test_a_node_that_is_late_at_the_rendezvous_costs_no_step(tmp_path: Path, mon
     job = Campaign(tmp_path, "copies", random.Random(0))
     until, nodes = time.monotonic() + 120, list(job.cluster.nodes)
     try:
-        job.cluster.reach("three ranks", until, lambda: lines(tmp_path / "resumes")[-1][3] == "3")
-        begun = len(lines(tmp_path / "steps"))
-        job.cluster.reach("three steps", until, lambda: len(lines(tmp_path / "steps")) >= begun + 3)
+        job.cluster.reach("three ranks", until, lambda: words_of_lines(tmp_path / "resumes")[-1][3] == "3")
+        begun = len(words_of_lines(tmp_path / "steps"))
+        job.cluster.reach("three steps", until, lambda: len(words_of_lines(tmp_path / "steps")) >= begun + 3)
         _, late, lost = nodes
         late.agent.send_signal(signal.SIGSTOP)
         job.cluster.nodes.remove(lost)
         lost.kill()
-        reached = int(lines(tmp_path / "steps")[-1][0])
-        before = len(lines(tmp_path / "resumes"))
+        reached = int(words_of_lines(tmp_path / "steps")[-1][0])
+        before = len(words_of_lines(tmp_path / "resumes"))
         log = tmp_path / "node0.log"
         job.cluster.reach("a start without it", until, lambda: "nodes that may be late" in log.read_text())
         late.agent.send_signal(signal.SIGCONT)
-        job.cluster.reach("the next start", until, lambda: len(lines(tmp_path / "resumes")) > before)
+        job.cluster.reach("the next start", until, lambda: len(words_of_lines(tmp_path / "resumes")) > before)
     finally:
         job.close()
-    tier, step, found, size = lines(tmp_path / "resumes")[before]
+    tier, step, found, size = words_of_lines(tmp_path / "resumes")[before]
     assert (tier, size) == ("memory", "2") and reached - int(step) <= 1
-    assert found in [state for number, state in lines(tmp_path / "steps") if number == step]
+    assert found in [state for number, state in words_of_lines(tmp_path / "steps") if number == step]
 
 
 def test_the_committed_campaign_has_so_many_kills() -> None:
