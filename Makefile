@@ -202,7 +202,7 @@ PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
 # Every promise once; what is marked `extended` (tests/extended.py) runs in test-all.
 test: warm
-	$(PYTEST) -m "not extended" $(PYTEST_ARGS) tests
+	$(PYTEST) -m "not extended" --few-examples $(PYTEST_ARGS) tests
 
 test-all: warm versions dist $(VENV)/front-ends/trl/.stamp
 	$(PYTEST) $(PYTEST_ARGS) tests

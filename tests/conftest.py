@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 pytest_plugins = ["zeroelastic.testing.pytest_plugin", "support_table", "extended", "slowest"]
 
@@ -60,7 +60,15 @@ LONG = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--few-examples", action="store_true", help="a quarter of the examples of each property")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("few_examples"):
+        for property_ in {item.function for item in items if is_hypothesis_test(getattr(item, "function", None))}:
+            own = property_._hypothesis_internal_use_settings
+            property_._hypothesis_internal_use_settings = settings(own, max_examples=max(5, own.max_examples // 4))
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
     for item in items:

@@ -294,6 +294,6 @@ def linear_after_worlds(patch_in_the_world: bool) -> tuple[bool, bool]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("patch_in_the_world", [True, False])
+@pytest.mark.parametrize("patch_in_the_world", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_what_another_library_has_put_in_the_place_of_linear_stays(patch_in_the_world: bool) -> None:
     assert run_ranks(linear_after_worlds, 1, patch_in_the_world) == [(True, True)]

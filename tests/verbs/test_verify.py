@@ -297,6 +297,7 @@ def opened_as(content: bytearray) -> Callable[[Path], SimpleNamespace]:
     return lambda path: file
 
 
+@pytest.mark.extended
 def test_any_bit_of_an_archive_that_is_not_payload_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "small.pt"
     torch.save({"a": torch.arange(5), "b": torch.empty(0), "c": torch.ones(3, dtype=torch.bfloat16)}, path)
@@ -350,6 +351,7 @@ FREE_FIELDS = ("tag", "versions")
 """Of the record: what nothing else says, and no load depends on."""
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["elastic", "rigid"])
 def test_a_flipped_bit_of_the_record_is_found(tag_dir: Path, kind: str) -> None:
     rng = random.Random(7)

@@ -90,7 +90,7 @@ def report(out: Path, restart: int, rank: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("how", ["done", "SIGKILL"])
+@pytest.mark.parametrize("how", ["done", pytest.param("SIGKILL", marks=pytest.mark.extended)])
 def test_what_a_job_keeps_outlives_its_workers_and_goes_with_it(torchrun: Any, how: str) -> None:
     job, out = torchrun("wait" if how == "SIGKILL" else "0")
     (first, *_), (second, node, worker, _, seen) = report(out, 0, 0), report(out, 1, 1)
@@ -107,6 +107,7 @@ def test_what_a_job_keeps_outlives_its_workers_and_goes_with_it(torchrun: Any, h
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.extended
 def test_a_wrapper_around_each_worker_makes_no_other_node(torchrun: Any) -> None:
     job, out = torchrun("0", wrapped=True)
     (path, node, _, parent, _), other = report(out, 0, 0), report(out, 0, 1)
@@ -201,6 +202,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.extended
 def test_a_reaper_outlives_a_kill_of_all_processes_that_descend_from_the_launcher(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     job = subprocess.Popen([sys.executable, "-c", ALONE, str(tmp_path / "job")], stdout=subprocess.PIPE, text=True)
