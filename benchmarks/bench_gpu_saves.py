@@ -275,7 +275,7 @@ def measure_memory(part: Part) -> None:
 def measure_writes(part: Part) -> None:
     """As many bytes as the checkpoint has, from host memory to the same disk, and nothing else."""
     from zeroelastic.torch_file.image import host_memory, write_past_cache
-    from zeroelastic.torch_file.skeleton import reserve
+    from zeroelastic.torch_file.save import reserve
 
     nbytes = part.found["nbytes"]
     data = host_memory(nbytes).fill_(1).numpy()

@@ -41,8 +41,7 @@ from report import describe, machine, write_results
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.core.digest import stream_seed
 from zeroelastic.testing import RankPool
-from zeroelastic.torch_file.save import write_torch_file
-from zeroelastic.torch_file.skeleton import DigestRange
+from zeroelastic.torch_file.save import DigestRange, write_torch_file
 
 _BLOCK = 1 << 20
 _MIB = 1 << 20

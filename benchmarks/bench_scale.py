@@ -171,8 +171,7 @@ def _write_record(scale: Scale, work: Path) -> Path:
 
 def graph(scale: Scale, work: Path) -> Steps:
     """A header that is rewritten, of many parameters: written, and read as a graph."""
-    from zeroelastic.torch_file.graph_writer import Archive
-    from zeroelastic.torch_file.pickle_graph import new_storage, read_graph, tensor, torch_size
+    from zeroelastic.torch_file.graph import Archive, new_storage, read_graph, tensor, torch_size
 
     storage = new_storage("float32", scale.params * 2)
     root = {
@@ -197,7 +196,7 @@ def header(scale: Scale, work: Path) -> Steps:
     from zeroelastic.checkpoint.open import open_checkpoint
     from zeroelastic.checkpoint.optimizer_reader import open_shard
     from zeroelastic.checkpoint.param_changes import ParamSet, compare
-    from zeroelastic.torch_file.zip_reader import check_archive
+    from zeroelastic.torch_file.zip_check import check_archive
 
     tag = _in_a_process(_many_params, scale, work)
     steps: Steps = {}

@@ -39,7 +39,7 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.errors import ZeroElasticError
 from zeroelastic.testing import RankPool, fingerprint, gather_state
 from zeroelastic.torch_file.header import read_torch_file
-from zeroelastic.torch_file.zip_reader import read_zip_records
+from zeroelastic.torch_file.zip_check import read_zip_records
 
 TAG, OLDER = "global_step3", "global_step2"
 SAVED, LOADED = 3, 2
@@ -256,7 +256,7 @@ def regions(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
         for kind, path, parts in files:
             name, size = f"{TAG}/{path.name}", path.stat().st_size
             at = 0
-            for record in read_zip_records(path, size).records:
+            for record in read_zip_records(path, size):
                 end = record.offset + record.nbytes
                 found[kind, "header"].append((name, at, record.offset - at))
                 inner = record.name.partition("/")[2]

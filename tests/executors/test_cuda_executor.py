@@ -47,8 +47,7 @@ from zeroelastic.executors.dispatch import (
     write_segments,
 )
 from zeroelastic.torch_file import save
-from zeroelastic.torch_file.save import write_torch_file
-from zeroelastic.torch_file.skeleton import DigestRange
+from zeroelastic.torch_file.save import DigestRange, write_torch_file
 
 CUDA = describe_build("cuda")
 built = pytest.mark.skipif(not CUDA.usable, reason=f"the CUDA engine is not built: {CUDA.reason}")

@@ -14,8 +14,7 @@ from zeroelastic.core.digest import stream_seed
 from zeroelastic.executors.dispatch import ReadTable, read_segments
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.torch_file.header import read_torch_file
-from zeroelastic.torch_file.save import write_torch_file
-from zeroelastic.torch_file.skeleton import DigestRange
+from zeroelastic.torch_file.save import DigestRange, write_torch_file
 
 
 def main(directory: Path, executor: Any) -> dict[str, object]:

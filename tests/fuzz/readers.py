@@ -33,7 +33,7 @@ from zeroelastic.runs.locate import find_source, list_tags
 from zeroelastic.torch_file.graph_writer import walk_storages
 from zeroelastic.torch_file.header import directory_digest, read_torch_file, walk_refs
 from zeroelastic.torch_file.pickle_graph import read_graph
-from zeroelastic.torch_file.zip_reader import read_zip_records
+from zeroelastic.torch_file.zip_check import read_zip_records
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal
 from zeroelastic.verbs.convert.model_tensors import model_tensors
 from zeroelastic.verbs.diff.diff import compare_checkpoints
@@ -165,7 +165,7 @@ def _every_reader(path: Path) -> Reads:
 
     def structure() -> None:
         size = path.stat().st_size
-        for record in read_zip_records(path, size).records:
+        for record in read_zip_records(path, size):
             if not 0 <= record.offset <= record.offset + record.nbytes <= size:
                 raise Broken(f"a record reaches outside of the file: {record}")
 

@@ -19,7 +19,7 @@ from zeroelastic.deepspeed.save.shard_writer import HostMemory
 from zeroelastic.elastic.memory.memory_file import MemoryFile
 from zeroelastic.torch_file import image as module
 from zeroelastic.torch_file.image import FileImage, host_memory, pinned_bytes
-from zeroelastic.torch_file.skeleton import TorchSaveSkeleton, write_skeleton
+from zeroelastic.torch_file.save import TorchSaveSkeleton, write_skeleton
 
 PAGE = mmap.PAGESIZE
 

@@ -19,8 +19,7 @@ from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import Executor
 from zeroelastic.torch_file import image as file_image
 from zeroelastic.torch_file.image import FileImage, host_memory, write_past_cache
-from zeroelastic.torch_file.save import write_torch_file
-from zeroelastic.torch_file.skeleton import DigestRange, TorchSaveSkeleton, write_skeleton
+from zeroelastic.torch_file.save import DigestRange, TorchSaveSkeleton, write_skeleton, write_torch_file
 
 __all__ = ["executor"]
 

@@ -23,10 +23,9 @@ from zeroelastic.executors import torch_executor
 from zeroelastic.executors.batches import join_crc32_reference
 from zeroelastic.executors.dispatch import Executor, describe_build, join_crc32
 from zeroelastic.io import atomic
-from zeroelastic.torch_file import save, skeleton
+from zeroelastic.torch_file import save
 from zeroelastic.torch_file.header import read_torch_file
-from zeroelastic.torch_file.save import write_torch_file
-from zeroelastic.torch_file.skeleton import DigestRange
+from zeroelastic.torch_file.save import DigestRange, write_torch_file
 
 __all__ = ["executor"]
 
@@ -137,12 +136,10 @@ def test_the_last_tensor_is_written_after_the_digests_are_known(tmp_path: Path, 
 def test_more_than_4_gib_are_laid_out_with_64_bit_sizes(tmp_path: Path) -> None:
     """The layout of a large file, which has no payload yet: offsets of its records and where their checksums go."""
     obj = {"a": torch.empty(5 << 30, dtype=torch.uint8), "b": torch.arange(7.0)}
-    storages = skeleton._lay_out(obj, tmp_path / "x.pt")
-    records, directory, offset = skeleton._read_directory(tmp_path / "x.pt")
-    assert records["data/0"].nbytes == 5 << 30 and records["data/1"].offset > 5 << 30
-    assert offset > 5 << 30 and len(directory) > 0 and len(storages) == 2
+    laid = save.write_skeleton(obj, tmp_path / "x.pt")
+    assert laid.sizes.tolist() == [5 << 30, 28] and laid.offsets[1] > 5 << 30 and laid.directory.offset > 5 << 30
     file = read_torch_file(tmp_path / "x.pt")
-    assert file.extent(file.root["b"]).offset == records["data/1"].offset
+    assert [file.extent(file.root[key]).offset for key in "ab"] == laid.offsets.tolist()
 
 
 def fails_with(error: int) -> Any:
@@ -192,10 +189,10 @@ def test_a_file_system_that_cannot_reserve_is_written_all_the_same(
 
 
 def test_a_layout_that_is_not_known_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zeroelastic.torch_file.skeleton import _lay_out
+    lay_out = save._lay_out
 
     def compressed(obj: object, path: Path) -> dict[str, torch.UntypedStorage]:
-        storages = _lay_out(obj, path)
+        storages = lay_out(obj, path)
         with zipfile.ZipFile(path) as before:
             contents = {info.filename: before.read(info) for info in before.infolist() if info.file_size < 1000}
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as after:
@@ -203,7 +200,7 @@ def test_a_layout_that_is_not_known_is_refused_by_name(tmp_path: Path, monkeypat
                 after.writestr(name, text)
         return storages
 
-    monkeypatch.setattr(skeleton, "_lay_out", compressed)
+    monkeypatch.setattr(save, "_lay_out", compressed)
     with pytest.raises(UnsupportedError, match=r"x\.pt: torch .* lays files out in a way that is not known here"):
         write_torch_file(torch.ones(1000), tmp_path / "x.pt")
 
@@ -220,10 +217,10 @@ def test_a_torch_that_cannot_leave_payload_out_is_refused_by_name(
 def test_anything_else_than_the_expected_archive_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    from zeroelastic.torch_file.skeleton import _lay_out
+    lay_out = save._lay_out
 
     def damaged(obj: object, path: Path) -> dict[str, torch.UntypedStorage]:
-        storages = _lay_out(obj, path)
+        storages = lay_out(obj, path)
         data = bytearray(path.read_bytes())
         if damage == "directory":
             at = data.rindex(b"PK\x06\x06") + 48
@@ -231,7 +228,7 @@ def test_anything_else_than_the_expected_archive_is_refused_by_name(
         path.write_bytes({"short": b"PK", "text": b"x" * 500}.get(damage, bytes(data)))
         return storages
 
-    monkeypatch.setattr(skeleton, "_lay_out", damaged)
+    monkeypatch.setattr(save, "_lay_out", damaged)
     with pytest.raises(UnsupportedError, match="in a way that is not known here"):
         write_torch_file(torch.ones(1000), tmp_path / "x.pt")
 

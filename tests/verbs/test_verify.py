@@ -31,8 +31,8 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.testing.sample import write_sample
-from zeroelastic.torch_file import zip_reader
-from zeroelastic.torch_file.zip_reader import ZipRecord, read_zip_records
+from zeroelastic.torch_file import zip_check
+from zeroelastic.torch_file.zip_check import ZipRecord, read_zip_records
 from zeroelastic.verbs.verify.findings import full_report
 from zeroelastic.verbs.verify.payload_scan import combine, file_rows, scan_ranks
 from zeroelastic.verbs.verify.report import VerifyReport
@@ -95,7 +95,7 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 
 def records(path: Path) -> dict[str, ZipRecord]:
     """The records of a file by name without the archive's folder."""
-    return {record.name.partition("/")[2]: record for record in read_zip_records(path, path.stat().st_size).records}
+    return {record.name.partition("/")[2]: record for record in read_zip_records(path, path.stat().st_size)}
 
 
 def files_of(report: VerifyReport) -> set[str]:
@@ -304,9 +304,9 @@ def test_any_bit_of_an_archive_that_is_not_payload_matters(tmp_path: Path, monke
     data = path.read_bytes()
     found = read_zip_records(path, len(data))
     assert not found.faults and found.folder == "small"
-    payload = {at for record in found.records for at in range(record.offset, record.offset + record.nbytes)}
+    payload = {at for record in found for at in range(record.offset, record.offset + record.nbytes)}
     damaged = bytearray(data)
-    monkeypatch.setattr(zip_reader, "LocalFile", opened_as(damaged))
+    monkeypatch.setattr(zip_check, "LocalFile", opened_as(damaged))
     unseen = []
     for at in range(len(data)):
         for bit in range(8) if at not in payload else ():
@@ -329,9 +329,9 @@ def test_no_damage_of_an_archive_brings_its_reader_down(data: st.DataObject) -> 
         at = data.draw(st.integers(max(0, len(content) - 2500), len(content) - 1))
         content[at : at + data.draw(st.integers(1, 8))] = data.draw(st.binary(min_size=1, max_size=8))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zip_reader, "LocalFile", opened_as(content))
+        patch.setattr(zip_check, "LocalFile", opened_as(content))
         try:
-            for record in read_zip_records(path, len(content)).records:
+            for record in read_zip_records(path, len(content)):
                 assert 0 <= record.offset <= record.offset + record.nbytes <= len(content)
         except CheckpointError as error:
             assert str(path) in str(error)
@@ -344,7 +344,7 @@ def test_archives_with_64_bit_places_are_understood(tmp_path: Path, nbytes: int)
         torch.save([torch.empty(n, dtype=torch.uint8) for n in (20, nbytes, 12, 0)], path)
     found = read_zip_records(path, path.stat().st_size)
     assert not found.faults
-    assert [r.nbytes for r in found.records if "/data/" in r.name and ".data" not in r.name] == [20, nbytes, 12, 0]
+    assert [r.nbytes for r in found if "/data/" in r.name and ".data" not in r.name] == [20, nbytes, 12, 0]
 
 
 FREE_FIELDS = ("tag", "versions")
@@ -791,5 +791,5 @@ def test_files_that_no_rank_of_a_zero_run_writes_are_read_or_named(tmp_path: Pat
 
 def flip_a_weight(path: Path) -> None:
     """Flip a bit in the largest record of a file."""
-    largest = max(read_zip_records(path, path.stat().st_size).records, key=lambda record: record.nbytes)
+    largest = max(read_zip_records(path, path.stat().st_size), key=lambda record: record.nbytes)
     flip(path, largest.offset + largest.nbytes // 2)

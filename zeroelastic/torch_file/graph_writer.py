@@ -21,7 +21,7 @@ from pathlib import Path
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.io.atomic import name_in_errors, reserve_space, write_fully
 from zeroelastic.torch_file.pickle_graph import Global, Node, Storage, global_named
-from zeroelastic.torch_file.zip_format import (
+from zeroelastic.torch_file.zip_directory import (
     END,
     END64,
     END64_LOCATOR,

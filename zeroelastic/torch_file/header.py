@@ -10,7 +10,6 @@ Byte layout: PyTorch writes every storage as one uncompressed zip record ``<arch
 
 from __future__ import annotations
 
-import hashlib
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,9 +29,17 @@ from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import BlockFile, LocalFile, read_range
 from zeroelastic.torch_file.columns import LARGE_PICKLE, LONG_LIST, NamedColumn, TensorColumn, pack_pickle
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef
-from zeroelastic.torch_file.records import LOCATED_BYTES, Record, Records
 from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_opcodes, check_tree
-from zeroelastic.torch_file.zip_format import FIELD, LOCAL, LOCAL_MARK, Directory, ZipError, read_directory
+from zeroelastic.torch_file.zip_directory import (
+    LOCAL,
+    LOCAL_MARK,
+    LOCATED_BYTES,
+    Directory,
+    Entry,
+    ZipError,
+    payload_offset,
+    read_directory,
+)
 
 __all__ = ["DTYPE_BYTES", "DType", "Extent", "StorageRef", "Stub", "TensorRef", "TorchFile", "read_torch_file"]
 
@@ -82,7 +89,7 @@ class TorchFile:
     header_bytes: int
     directory: str
     folder: str
-    _records: Records = field(repr=False)
+    _records: Directory = field(repr=False)
     _offsets: dict[str, int] = field(default_factory=dict, repr=False)
     _blocks: Blocks | None = field(default=None, repr=False)
     _headers: dict[str, bytes] = field(default_factory=dict, repr=False)
@@ -187,27 +194,12 @@ class TorchFile:
         return data
 
 
-def _payload_offset(data: bytes, entry: Record, path: FilePath, size: int) -> int:
-    """Where a record's payload begins, from the first bytes of its local header.
-
-    The header's name is compared with the directory's, and its length with the fields inside.
-    """
-    if len(data) < LOCAL.size or data[:4] != LOCAL_MARK:
-        raise CheckpointError(f"{path}: no zip record at byte {entry.header}. The file is damaged.")
-    fields = LOCAL.unpack_from(data)
-    at = LOCAL.size + len(entry.name)
-    end = at + int(fields[10])
-    while at + FIELD.size <= min(end, len(data)):
-        at += FIELD.size + FIELD.unpack_from(data, at)[1]
-    name = data[LOCAL.size : LOCAL.size + fields[9]]
-    if fields[2:4] != (entry.flags, entry.method) or name != entry.name or at != end:
-        raise CheckpointError(
-            f"{path}: the header of record {entry.text} contradicts the directory. The file is damaged."
-        )
-    offset = entry.header + end
-    if offset + entry.stored_bytes > size:
-        raise CheckpointError(f"{path}: record {entry.text} ends behind the file. The file is truncated.")
-    return offset
+def _payload_offset(data: bytes, entry: Entry, path: FilePath, size: int) -> int:
+    """As ``payload_offset``; raises CheckpointError."""
+    try:
+        return payload_offset(data, entry, size)
+    except ZipError as error:
+        raise CheckpointError(f"{path}: {error}.") from None
 
 
 def read_torch_file(
@@ -295,22 +287,21 @@ def _read_pickle(path: FilePath, file: Blocks, kept: Blocks | None) -> tuple[byt
     if start != LOCAL_MARK:
         raise _not_zip(path, start, file.size)
     try:
-        directory = read_directory(file.read, file.size)
+        records = read_directory(file.read, file.size)
     except ZipError as error:
         raise CheckpointError(f"{path}: {error}. The file is truncated or damaged.") from None
-    records = Records(directory.entries, path)
-    _check_apart(directory, path)
-    digest = hashlib.sha256(directory.data).hexdigest()
-    del directory  # it is large, and what is needed of it is in the records
-    order = records.named("byteorder")
+    if records.twice is not None:
+        raise CheckpointError(f"{path}: two records are named {records.twice}. The file is damaged.")
+    _check_apart(records, path)
+    order = records.find("byteorder")
     if order is not None and _content(file, order, path, min(file.size, 16)) != b"little":
         raise CheckpointError(f"{path}: was written on a big-endian machine, which is not supported.")
-    pickled = records.named("data.pkl")
+    pickled = records.find("data.pkl")
     if pickled is None or pickled.text == "data.pkl":
         raise CheckpointError(f"{path}: is a zip archive without data.pkl, so not a torch.save file.")
     data = _content(file, pickled, path, min(file.size, _MAX_PICKLE_BYTES))
     folder = pickled.text.partition("/")[0]
-    return data, TorchFile(path, file.size, None, file.bytes_read, digest, folder, records, _blocks=kept)
+    return data, TorchFile(path, file.size, None, file.bytes_read, records.digest, folder, records, _blocks=kept)
 
 
 def directory_digest(path: Path) -> str | None:
@@ -321,26 +312,24 @@ def directory_digest(path: Path) -> str | None:
     """
     with LocalFile(path) as file:
         try:
-            return hashlib.sha256(read_directory(file.read, file.size).data).hexdigest()
+            return read_directory(file.read, file.size).digest
         except ZipError:
             return None
 
 
-def _check_apart(directory: Directory, path: FilePath) -> None:
+def _check_apart(records: Directory, path: FilePath) -> None:
     """Refuse records that share bytes of the file, so that a small one cannot pass for a large one."""
-    entries = directory.entries
-    order = np.argsort(entries.header, kind="stable")
-    begins = entries.header[order]
-    ends = begins + LOCAL.size + entries.stored_bytes[order]
+    order = np.argsort(records.header, kind="stable")
+    begins = records.header[order]
+    ends = begins + LOCAL.size + records.stored_bytes[order]
     overlaps = np.flatnonzero(begins[1:] < ends[:-1])
     if len(overlaps):
-        at = entries[int(order[overlaps[0] + 1])].header
-        raise CheckpointError(f"{path}: two records overlap at byte {at}. The file is damaged.")
-    if len(ends) and ends[-1] > directory.offset:
+        raise CheckpointError(f"{path}: two records overlap at byte {begins[overlaps[0] + 1]}. The file is damaged.")
+    if len(ends) and ends[-1] > records.offset:
         raise CheckpointError(f"{path}: a record ends behind the directory. The file is truncated or damaged.")
 
 
-def _content(file: Blocks, entry: Record, path: FilePath, limit: int) -> bytes:
+def _content(file: Blocks, entry: Entry, path: FilePath, limit: int) -> bytes:
     """The content of a record, of at most ``limit`` bytes and as many as it takes in the file."""
     if entry.method or entry.stored_bytes != entry.nbytes or entry.nbytes > limit:
         raise CheckpointError(

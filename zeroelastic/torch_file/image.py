@@ -29,7 +29,7 @@ from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.executors.dispatch import Executor, MemoryRanges, sum_segments
 from zeroelastic.io.atomic import name_in_errors, write_fully
-from zeroelastic.torch_file.skeleton import DigestRange, PayloadSums, TorchSaveSkeleton, as_bytes, reserve
+from zeroelastic.torch_file.save import DigestRange, TorchSaveSkeleton, as_bytes, reserve
 
 logger = logging.getLogger(__name__)
 
@@ -155,29 +155,28 @@ class FileImage:
         assert memory.dtype == torch.uint8 and memory.data_ptr() % _BLOCK == 0 and memory.numel() >= skeleton.nbytes
         self.path = skeleton.path
         self._memory = memory[: skeleton.nbytes]
-        segments, self._is_late = skeleton.segments(digest_ranges, last)
-        self._sums = PayloadSums(segments)
-        self._place = {storage._cdata: place for storage, place in zip(skeleton.storages, skeleton.places, strict=True)}
-        self._last = [
-            (tensor, self._place[cdata].offset) for tensor in last if (cdata := _cdata(tensor)) in self._place
-        ]
+        self._payload = skeleton.payload(digest_ranges, last)
+        offsets = skeleton.offsets.tolist()
+        self._offsets = {storage._cdata: at for storage, at in zip(skeleton.storages, offsets, strict=True)}
+        self._last = [tensor for tensor in last if _cdata(tensor) in self._offsets]
         is_pinned = skeleton.on_gpu and memory.is_pinned()
-        for storage, place in zip(skeleton.storages, skeleton.places, strict=True):
-            source = as_bytes(storage)
-            self._memory[place.offset : place.offset + place.nbytes].copy_(
-                source, non_blocking=is_pinned and source.is_cuda
-            )
+        for storage in skeleton.storages:
+            self._copy(storage, is_pinned=is_pinned)
         self._skeleton = skeleton.without_storages()
+
+    def _copy(self, storage: torch.UntypedStorage, *, is_pinned: bool = False) -> None:
+        source, offset = as_bytes(storage), self._offsets[storage._cdata]
+        self._memory[offset : offset + source.numel()].copy_(source, non_blocking=is_pinned and source.is_cuda)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The copy of a tensor over one of the storages, with the same shape and strides; None for another tensor.
 
         Call it only while the tensors are alive that the image was made of.
         """
-        place = self._place.get(_cdata(tensor))
-        if place is None:
+        offset = self._offsets.get(_cdata(tensor))
+        if offset is None:
             return None
-        at = (self._memory.storage_offset() + place.offset) // tensor.element_size() + tensor.storage_offset()
+        at = (self._memory.storage_offset() + offset) // tensor.element_size() + tensor.storage_offset()
         copy = torch.empty(0, dtype=tensor.dtype)
         return copy.set_(self._memory.untyped_storage(), at, tensor.shape, tensor.stride())
 
@@ -191,24 +190,23 @@ class FileImage:
         """
         image = self._memory.numpy()
         self._read_gaps(image)
-        sums, segments = self._sums, self._sums.segments
+        payload = self._payload
 
         def sum_rows(chosen: Int64Array) -> None:
-            for rows in sums.kinds(chosen):
-                table = MemoryRanges(np.zeros(len(rows), dtype=np.int64), segments.dst[rows], segments.nbytes[rows])
+            for rows in payload.kinds(chosen):
+                table = MemoryRanges(np.zeros(len(rows), dtype=np.int64), payload.dst[rows], payload.nbytes[rows])
                 run = partial(sum_segments, table, [image], threads=_THREADS, executor=executor)
-                sums.checksums[rows] = sums.run(rows, run)
+                payload.checksums[rows] = payload.run(rows, run)
 
-        sum_rows(np.flatnonzero(~self._is_late))
+        sum_rows(np.flatnonzero(~payload.is_late))
         if before_last is not None and self._last:
-            before_last(sums.digests)
-        for tensor, offset in self._last:
-            source = as_bytes(tensor.untyped_storage())
-            self._memory[offset : offset + source.numel()].copy_(source)
-        sum_rows(np.flatnonzero(self._is_late))
-        for offset, data in self._skeleton.patches(sums, lambda n, at: image[at : at + n].tobytes()):
+            before_last(payload.digests)
+        for tensor in self._last:
+            self._copy(tensor.untyped_storage())
+        sum_rows(np.flatnonzero(payload.is_late))
+        for offset, data in self._skeleton.patches(payload, lambda at, nbytes: image[at : at + nbytes].tobytes()):
             image[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
-        return sums.digests
+        return payload.digests
 
     @property
     def data(self) -> ByteArray:
@@ -225,8 +223,8 @@ class FileImage:
         """Read what is between the storages: headers, the pickle, the directory."""
         with name_in_errors(self.path), open(self.path, "rb", buffering=0) as file:
             at = 0
-            ends = [(place.offset, place.offset + place.nbytes) for place in self._skeleton.places]
-            for begin, end in (*ends, (self._skeleton.nbytes, self._skeleton.nbytes)):
+            begins, ends = self._skeleton.offsets, self._skeleton.offsets + self._skeleton.sizes
+            for begin, end in zip([*begins.tolist(), len(image)], [*ends.tolist(), len(image)], strict=True):
                 while at < begin:
                     got = os.preadv(file.fileno(), [image[at:begin].data], at)
                     if got == 0:

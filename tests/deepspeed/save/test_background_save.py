@@ -322,7 +322,7 @@ def use_one_engine(job: Job, directory: str) -> tuple[bool, tuple[int, int], lis
     from zeroelastic.deepspeed.engine_state import state_of
     from zeroelastic.deepspeed.save.background import background_of, saving_in_background
     from zeroelastic.errors import UnsupportedError
-    from zeroelastic.torch_file import skeleton
+    from zeroelastic.torch_file import save as skeleton
 
     engine = build_engine(job)
     train_step(engine, 0)  # from here on there are moments

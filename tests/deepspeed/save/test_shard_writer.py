@@ -70,7 +70,7 @@ def test_a_torch_that_lays_files_out_in_another_way_saves_them_itself(rank_pool:
 
 def save_with_other_layout(job: Job, directory: str) -> str:
     """The record is that of an ordinary save of the same state, and the checkpoint loads."""
-    from zeroelastic.torch_file import skeleton
+    from zeroelastic.torch_file import save as skeleton
 
     engine = build_engine(job)
     train_step(engine, 0)

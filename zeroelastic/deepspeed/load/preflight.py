@@ -41,7 +41,7 @@ from zeroelastic.distributed.collective import all_gather, all_gather_of_or_rais
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, UnsupportedError
 from zeroelastic.executors.dispatch import Executor
 from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.torch_file.zip_reader import check_archive
+from zeroelastic.torch_file.zip_check import check_archive
 
 
 class TargetState(NamedTuple):

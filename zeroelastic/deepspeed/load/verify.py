@@ -33,7 +33,7 @@ from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, read_range
 from zeroelastic.torch_file.header import DTYPE_BYTES, Extent
-from zeroelastic.torch_file.zip_reader import check_archive
+from zeroelastic.torch_file.zip_check import check_archive
 
 _NAMED = 8
 _CHUNK_BYTES = 4 << 20

@@ -1,7 +1,7 @@
 """What a rank writes, and how: the elastic optimizer state, files digested while they are written, and snapshots.
 
 A snapshot is taken while training waits, and written later. The pickled part of each file is on the disk when ``save``
-returns (``torch_file.skeleton``). Only storages are copied, each once, to their places in memory images of the files
+returns (``torch_file.save``). Only storages are copied, each once, to their places in memory images of the files
 (``torch_file.image``). The memory is kept for the next save: the size of this rank's two files, which hold its part of
 the optimizer state and of frozen parameters, and the buffers. Where any of it is on a GPU, the memory is pinned.
 """
@@ -32,8 +32,7 @@ from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.save.engine_proxy import CopyingSave, not_written
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.torch_file.image import FileImage, host_memory
-from zeroelastic.torch_file.save import write_torch_file
-from zeroelastic.torch_file.skeleton import DigestRange, write_skeleton
+from zeroelastic.torch_file.save import DigestRange, write_skeleton, write_torch_file
 
 logger = logging.getLogger(__name__)
 

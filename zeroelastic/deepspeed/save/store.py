@@ -8,7 +8,7 @@ A store has no rename, so the objects of a tag appear one by one. This order mak
 4. the commit record; then the mark goes, and ``latest`` follows.
 
 Before step 3 an earlier save of the tag is whole. DeepSpeed's own save writes into a directory of this machine, where
-only the pickled parts of files appear, without payload (``torch_file.skeleton``).
+only the pickled parts of files appear, without payload (``torch_file.save``).
 """
 
 from __future__ import annotations

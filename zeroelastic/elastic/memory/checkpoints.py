@@ -63,8 +63,8 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.report import MemoryReport
 from zeroelastic.torch_file.image import FileImage, ImageBlocks
-from zeroelastic.torch_file.skeleton import write_skeleton
-from zeroelastic.torch_file.zip_format import read_directory
+from zeroelastic.torch_file.save import write_skeleton
+from zeroelastic.torch_file.zip_directory import read_directory
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def _await_threads() -> None:
 class _MemorySnapshot(Snapshot):
     """Keeps what it gets in files of shared memory, which ``take`` gives by name and size, pinned or not.
 
-    The pickled part of each file is written by torch (``torch_file.skeleton``); storages are copied straight to their
+    The pickled part of each file is written by torch (``torch_file.save``); storages are copied straight to their
     places in the file.
     """
 
@@ -131,7 +131,7 @@ class _MemorySnapshot(Snapshot):
             except OSError as error:
                 raise SaveError(f"{error.filename or name}: {error.strerror}") from error
             blocks = ImageBlocks(image.data)
-            directory = hashlib.sha256(read_directory(blocks.read, blocks.size).data).hexdigest()
+            directory = read_directory(blocks.read, blocks.size).digest
             done[name] = torch.from_numpy(image.data), directory
         return done
 

@@ -42,7 +42,7 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST
 from zeroelastic.torch_file.header import DTYPE_BYTES, directory_digest
-from zeroelastic.torch_file.zip_reader import check_archive
+from zeroelastic.torch_file.zip_check import check_archive
 from zeroelastic.verbs.new_directory import check_free, publish, staged, staged_bytes, sweep
 from zeroelastic.verbs.options import Progress, local_target, no_progress
 from zeroelastic.verbs.report import Format

@@ -25,7 +25,7 @@ from zeroelastic.executors.dispatch import DigestRows, FileRanges, join_crc32_gr
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_range
-from zeroelastic.torch_file.zip_reader import RecordTable, ZipRecord, read_zip_records
+from zeroelastic.torch_file.zip_check import ZipRecord, ZipRecords, read_zip_records
 
 
 class BadRecord(NamedTuple):
@@ -140,17 +140,16 @@ def _prepare(headers: TagHeaders, rank: int, path: FilePath) -> _Scan:
     """Find out what a file holds; the function that is returned reads its payload."""
     name, size = path.name, headers.sizes[path.name]
     try:
-        archive = read_zip_records(path, size)
+        records = read_zip_records(path, size)
     except CheckpointError as error:
         return partial(_pass_over, headers, path, error, size)
     damage = [
         Damage(name, f"{name}: {fault.what}. The file is damaged.", fault.offset, fault.nbytes)
-        for fault in archive.faults
+        for fault in records.faults
     ]
-    if (folder := saved_as(archive.folder, name)) is not None:
+    if (folder := saved_as(records.directory.folder, name)) is not None:
         damage.append(Damage(name, f"{name}: was written as {folder}. The file is in the wrong place."))
     rows = file_rows(headers, rank, path)
-    records = archive.records
     filled = np.flatnonzero(records.nbytes)
     begin = records.offset[filled]
     table = cover(begin, begin + records.nbytes[filled], rows)
@@ -161,7 +160,7 @@ def _scan_file(
     headers: TagHeaders,
     rank: int,
     path: FilePath,
-    records: RecordTable,
+    records: ZipRecords,
     filled: Int64Array,
     damage: Sequence[Damage],
     rows: RankRows,

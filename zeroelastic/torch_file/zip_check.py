@@ -8,9 +8,8 @@ What is expected: archives of torch.save (PyTorchStreamWriter and miniz, torch 1
 from __future__ import annotations
 
 import struct
-from contextlib import closing
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,28 +20,24 @@ from zeroelastic.errors import CheckpointError
 from zeroelastic.executors.dispatch import Executor, FileRanges, scan_segments
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import BlockFile, LocalFile
-from zeroelastic.torch_file.zip_format import (
+from zeroelastic.torch_file.zip_directory import (
     DEFERRED,
     DESCRIPTOR_MARK,
     EXTRA_FIELD,
     FIELD,
     LOCAL,
-    LOCAL_HEAD,
     LOCAL_MARK,
     PADDING,
     VERSIONS,
     WIDE,
     ZIP64,
-    Entries,
+    Directory,
     Entry,
     Fault,
-    MadeOnDemand,
     ZipError,
-    by_length,
-    bytes_at,
-    extra_fields,
     gather,
     read_directory,
+    without_folder,
 )
 
 _SUMS = struct.Struct("<4sIII")
@@ -50,15 +45,14 @@ _SUMS64 = struct.Struct("<4sIQQ")
 _MAX_HEADER = LOCAL.size + 2 * 0xFFFF
 _WINDOW = 64 << 10
 _USUAL_HEADER = 232  # bytes of the header of nearly every record, its name and padding included
+_ALIGNMENT = 64
 _WIDE_SUMS = np.dtype([("mark", "S4"), ("crc32", "<u4"), ("stored_bytes", "<u8"), ("nbytes", "<u8")])
 _NARROW_SUMS = np.dtype([("mark", "S4"), ("crc32", "<u4"), ("stored_bytes", "<u4"), ("nbytes", "<u4")])
 _BATCH_BYTES = 16 << 20  # that are read at one time at most
 
-__all__ = ["Fault", "RecordTable", "ZipRecord", "ZipRecords", "read_zip_records"]
-
 
 class ZipRecord(NamedTuple):
-    """One record: its name in the archive, the place of its payload in the file, and the checksum it should have."""
+    """One record: its name, the byte positions of its payload in the file, and its checksum."""
 
     name: str
     offset: int
@@ -67,42 +61,31 @@ class ZipRecord(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecordTable(MadeOnDemand[ZipRecord]):
-    """Records by columns, in the order of their bytes; a ``ZipRecord`` is made when it is asked for.
+class ZipRecords:
+    """An archive's records in the order of their bytes, in columns; a ``ZipRecord`` is made when it is asked for.
 
-    ``offset``, ``nbytes`` and ``crc32`` have shape ``(num_records,)``. ``entries[row]`` is what the directory says.
+    Invariant: the payloads lie inside the file and do not overlap. ``faults`` is empty where all bytes outside of them
+    are as they must be. ``bytes_read`` is what that took. The arrays have shape ``(num_records,)``, ``row`` is that of
+    the directory.
     """
 
-    entries: Entries
+    directory: Directory
     row: Int64Array
     offset: Int64Array
     nbytes: Int64Array
     crc32: npt.NDArray[np.uint32]
+    faults: tuple[Fault, ...]
+    bytes_read: int
 
     def __len__(self) -> int:
         return len(self.offset)
 
-    def _made(self, number: int) -> ZipRecord:
-        name = self.entries[int(self.row[number])].text
+    def __getitem__(self, number: int) -> ZipRecord:
+        name = self.directory[int(self.row[number])].text
         return ZipRecord(name, int(self.offset[number]), int(self.nbytes[number]), int(self.crc32[number]))
 
-
-@dataclass(frozen=True, slots=True)
-class ZipRecords:
-    """An archive's records in the order of their bytes.
-
-    Invariant: the payloads lie inside the file and do not overlap. ``faults`` is empty where all bytes outside of them
-    are as they must be. ``bytes_read`` is what that took.
-    """
-
-    records: RecordTable
-    faults: tuple[Fault, ...]
-    bytes_read: int = 0
-
-    @property
-    def folder(self) -> str:
-        """What the archive calls itself: the name of the file without its ending, or "archive"."""
-        return self.records[0].name.partition("/")[0] if self.records else ""
+    def __iter__(self) -> Iterator[ZipRecord]:
+        return map(self.__getitem__, range(len(self)))
 
 
 def read_zip_records(path: FilePath, size: int, *, window_bytes: int = _WINDOW) -> ZipRecords:
@@ -112,18 +95,20 @@ def read_zip_records(path: FilePath, size: int, *, window_bytes: int = _WINDOW) 
     Memory: 200 bytes for each record, its entry in the directory included, and 16 MiB. Raises CheckpointError where the
     records cannot be found by the directory, MissingFileError.
     """
-    with closing(_Window(path, size, window_bytes)) as window:
-        return _read_records(path, size, window)
+    if isinstance(path, RemotePath):
+        return _read_records(path, size, _Window(BlockFile(path, size, ahead=False), 0))
+    with LocalFile(path) as file:
+        return _read_records(path, size, _Window(file, window_bytes))
 
 
 def _read_records(path: FilePath, size: int, window: _Window) -> ZipRecords:
     try:
-        directory = read_directory(window.read_once, size)
+        directory = read_directory(window.file.read, size)
     except ZipError as error:
         raise CheckpointError(f"{path}: {error}. The file is truncated or damaged.") from None
-    entries, faults = directory.entries, list(directory.faults)
-    rows = np.argsort(entries.header, kind="stable")
-    header = entries.header[rows]
+    faults = directory.faults
+    rows = np.argsort(directory.header, kind="stable")
+    header = directory.header[rows]
     following = np.append(header[1:], directory.offset)[: len(header)]
     if (behind := following[following > directory.offset]).size:
         raise CheckpointError(f"{path}: a record begins at byte {behind[0]}, behind the last. The file is damaged.")
@@ -132,9 +117,9 @@ def _read_records(path: FilePath, size: int, window: _Window) -> ZipRecords:
     offset = np.full(len(rows), -1, dtype=np.int64)
     for begin in range(0, len(rows), window.batch):
         some = slice(begin, begin + window.batch)
-        offset[some] = _usual_payloads(window, entries, rows[some], following[some])
+        offset[some] = _usual_payloads(window, directory, rows[some], following[some])
     for number in np.flatnonzero(offset < 0).tolist():
-        entry, next_header = entries[int(rows[number])], int(following[number])
+        entry, next_header = directory[int(rows[number])], int(following[number])
         payload, end, right = _payload(window, entry, next_header)
         if payload < entry.header + LOCAL.size + len(entry.name):
             raise CheckpointError(f"{path}: two records overlap at byte {entry.header}. The file is damaged.")
@@ -146,59 +131,58 @@ def _read_records(path: FilePath, size: int, window: _Window) -> ZipRecords:
         if not right:
             faults.append(Fault(f"the sums behind {entry.short_name} are wrong", end, next_header - end))
         offset[number] = payload
-    table = RecordTable(entries, rows, offset, entries.nbytes[rows], entries.crc32[rows])
-    return ZipRecords(table, tuple(faults), window.total_bytes(size - directory.offset))
+    nbytes, crc32, bytes_read = directory.nbytes[rows], directory.crc32[rows], window.file.bytes_read
+    return ZipRecords(directory, rows, offset, nbytes, crc32, tuple(faults), bytes_read)
 
 
-def _usual_payloads(window: _Window, entries: Entries, rows: Int64Array, following: Int64Array) -> Int64Array:
-    """Where the payload of records begins whose headers and sums are what torch.save writes for their entries.
+def _usual_payloads(window: _Window, directory: Directory, rows: Int64Array, following: Int64Array) -> Int64Array:
+    """Where the payload of storages begins whose headers and sums are what torch.save writes for their entries.
 
-    -1 for the others, which ``_payload`` and ``_header_agrees`` look at. ``rows`` are entries in the order of their
-    headers, ``following`` is where the next header begins.
+    -1 for other records, which ``_payload`` and ``_header_agrees`` look at. ``rows`` are in the order of their headers,
+    ``following`` is where the next header begins.
     """
-    header, nbytes, crc32 = entries.header[rows], entries.nbytes[rows], entries.crc32[rows]
-    flags, name_bytes = entries.flags[rows], entries.name_bytes[rows]
-    places = np.append(header, following[-1])
-    data, at = window.around(places)
+    found = np.full(len(rows), -1, dtype=np.int64)
+    if LOCAL.size + directory.most_name_bytes > _USUAL_HEADER:
+        return found
+    data, places = window.around(np.append(directory.header[rows], following[-1]))
+    stored = np.flatnonzero(rows < len(directory.number))
+    rows, following, at, ends = rows[stored], following[stored], places[stored], places[stored + 1]
+    header, nbytes, crc32 = directory.header[rows], directory.nbytes[rows], directory.crc32[rows]
     # The sums behind a record, where the next header begins.
-    wide = gather(data, at[1:] - _SUMS64.size, _SUMS64.size).view(_WIDE_SUMS)
-    narrow = gather(data, at[1:] - _SUMS.size, _SUMS.size).view(_NARROW_SUMS)
-    is_deferred = (flags & DEFERRED) != 0
-    is_wide = is_deferred & (wide["mark"] == DESCRIPTOR_MARK) & (wide["crc32"] == crc32)
-    is_wide &= (wide["stored_bytes"] == nbytes) & (wide["nbytes"] == nbytes)
-    is_narrow = is_deferred & ~is_wide & (narrow["mark"] == DESCRIPTOR_MARK) & (narrow["crc32"] == crc32)
-    is_narrow &= (narrow["stored_bytes"] == nbytes) & (narrow["nbytes"] == nbytes)
-    good = entries.is_plain[rows] & (is_wide | is_narrow | ~is_deferred)
+    wide = gather(data, ends - _SUMS64.size, _SUMS64.size).view(_WIDE_SUMS)
+    narrow = gather(data, ends - _SUMS.size, _SUMS.size).view(_NARROW_SUMS)
+    is_deferred = (directory.flags[rows] & DEFERRED) != 0
+    is_wide, is_narrow = (
+        is_deferred
+        & (sums["mark"] == DESCRIPTOR_MARK)
+        & (sums["crc32"] == crc32)
+        & (sums["stored_bytes"] == nbytes)
+        & (sums["nbytes"] == nbytes)
+        for sums in (wide, narrow)
+    )
     payload = following - np.where(is_wide, _SUMS64.size, np.where(is_narrow, _SUMS.size, 0)) - nbytes
     # The header before it.
-    at, extra_bytes = at[:-1], payload - header - LOCAL.size - name_bytes
-    heads = gather(data, at, LOCAL.size).view(LOCAL_HEAD)
-    good &= (heads["mark"] == LOCAL_MARK) & np.isin(heads["needs"], VERSIONS) & (heads["method"] == 0)
-    good &= (heads["flags"] == flags) & (heads["when"] == entries.when(rows))
-    good &= (heads["name_bytes"] == name_bytes) & (heads["extra_bytes"] == extra_bytes)
+    heads, name_end, good = directory.local_heads(rows, data, at)
+    good &= (is_wide | is_narrow | ~is_deferred) & (header + name_end - at + heads["extra_bytes"] == payload)
+    good &= np.isin(heads["needs"], VERSIONS) & (heads["when"] == directory.when[rows])
     stated, none = heads["crc32"] == crc32, heads["crc32"] == 0
     sizes = (heads["stored_bytes"] == nbytes) & (heads["nbytes"] == nbytes)
     zeros = (heads["stored_bytes"] == 0) & (heads["nbytes"] == 0)
     good &= (stated & sizes) | (is_deferred & none & (zeros | sizes))
-    good &= name_bytes + extra_bytes + LOCAL.size <= _USUAL_HEADER
-    so_far = np.flatnonzero(good)  # from here on what is looked at is within ``data``
-    names = at[so_far] + LOCAL.size
-    named = entries.names_are(rows[so_far], data, names)
-    good[so_far] = named & _is_padding(data, names + name_bytes[so_far], extra_bytes[so_far])
-    return np.where(good, payload, -1)
+    good &= _is_padding(data, name_end, heads["extra_bytes"].astype(np.int64))
+    found[stored[good]] = payload[good]
+    return found
 
 
 def _is_padding(data: bytes, at: Int64Array, nbytes: Int64Array) -> npt.NDArray[np.bool_]:
     """Whether an extra area of so many bytes at each place has nothing in it but what aligns the payload."""
-    has_field = nbytes >= FIELD.size
-    fields = gather(data, np.where(has_field, at, 0), FIELD.size).view(EXTRA_FIELD)  # data has more than that
-    is_padding: npt.NDArray[np.bool_] = (
-        has_field & (fields["kind"] == PADDING) & (fields["nbytes"] == nbytes - FIELD.size)
-    )
-    content = np.where(is_padding, nbytes - FIELD.size, 0)
-    for length, chosen in by_length(content):
-        is_padding[chosen] = (bytes_at(data, at[chosen] + FIELD.size, length) == ord("Z")).all(axis=1)
-    is_padding |= nbytes == 0
+    fields = gather(data, at, FIELD.size).view(EXTRA_FIELD)
+    content = gather(data, at + FIELD.size, _ALIGNMENT).view(np.uint8).reshape(len(at), _ALIGNMENT)
+    behind = np.arange(_ALIGNMENT) >= (nbytes - FIELD.size)[:, np.newaxis]
+    is_filled = ((content == ord("Z")) | behind).all(axis=1)
+    is_field = (fields["kind"] == PADDING) & (fields["nbytes"] == nbytes - FIELD.size)
+    is_field &= is_filled & (nbytes <= FIELD.size + _ALIGNMENT)
+    is_padding: npt.NDArray[np.bool_] = is_field | (nbytes == 0)
     return is_padding
 
 
@@ -228,10 +212,10 @@ def _header_agrees(window: _Window, entry: Entry, begin: int) -> bool:
     wide = min(entry.nbytes, WIDE)
     sizes = (entry.crc32, wide, wide)
     later = [(0, 0, 0), (0, wide, wide), (0, WIDE, WIDE)] if entry.flags & DEFERRED else []
-    good = fields[0] == LOCAL_MARK and fields[1] in VERSIONS and fields[2:6] == (entry.flags, 0, *entry.when)
-    good &= fields[6:9] in (sizes, (entry.crc32, WIDE, WIDE), *later)
+    good = fields[0] == LOCAL_MARK and fields[1] in VERSIONS and fields[2:4] == (entry.flags, 0)
+    good &= fields[4] | fields[5] << 16 == entry.when and fields[6:9] in (sizes, (entry.crc32, WIDE, WIDE), *later)
     good &= name == entry.name and len(extra) == fields[10]
-    for kind, content in extra_fields(extra):
+    for kind, content in _extra_fields(extra):
         if kind == ZIP64 and len(content) % 8 == 0:
             values = struct.unpack(f"<{len(content) // 8}Q", content)
             good &= all(value in (0, entry.nbytes, entry.header) for value in values)
@@ -240,37 +224,30 @@ def _header_agrees(window: _Window, entry: Entry, begin: int) -> bool:
     return good
 
 
-class _Window:
-    """Small reads of a file, each from what the last one brought if that has it; of a remote one by blocks.
+def _extra_fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
+    """(kind, content) of the fields of an extra area; the kind is -1 where they do not fill it."""
+    at = 0
+    while at < len(extra):
+        kind, length = FIELD.unpack_from(extra, at) if at + FIELD.size <= len(extra) else (-1, 0)
+        at += FIELD.size
+        if kind < 0 or at + length > len(extra):
+            yield -1, b""
+            return
+        yield kind, extra[at : at + length]
+        at += length
 
-    A local file is opened once, at the first read.
+
+class _Window:
+    """Small reads of a file, each from what the last one brought if that has it.
+
+    ``batch`` is for how many places ``around`` is asked at one time: as many as a remote file keeps blocks of.
     """
 
-    def __init__(self, path: FilePath, size: int, nbytes: int) -> None:
-        self._path, self._size, self._nbytes, self._begin, self._data = path, size, nbytes, 0, b""
-        self._blocks = BlockFile(path, size, ahead=False) if isinstance(path, RemotePath) else None
-        self._file: LocalFile | None = None
-        self.bytes_read = 0
-
-    def close(self) -> None:
-        """Close the file; it is not read any more."""
-        if self._file is not None:
-            self._file.close()
-
-    def total_bytes(self, of_directory: int) -> int:
-        """What was read of the file, of which ``of_directory`` bytes are its directory."""
-        return of_directory + self.bytes_read if self._blocks is None else self._blocks.bytes_read
-
-    @property
-    def batch(self) -> int:
-        """For how many places ``around`` is asked at one time: of a remote file, as many as are kept of it."""
-        return _BATCH_BYTES // self._near if self._blocks is None else self._blocks.capacity // 4
-
-    @property
-    def _near(self) -> int:
-        """From place to place within one read: of a remote file no more than what is wanted."""
-        wanted = _SUMS64.size + _USUAL_HEADER
-        return max(self._nbytes, wanted) if self._blocks is None else wanted
+    def __init__(self, file: LocalFile | BlockFile, nbytes: int) -> None:
+        """Reads are of at least ``nbytes`` bytes: of a remote file, which keeps its blocks, none but what is wanted."""
+        self.file, self._nbytes, self._begin, self._data = file, nbytes, 0, b""
+        self._near = max(nbytes, _SUMS64.size + _USUAL_HEADER)
+        self.batch = min(_BATCH_BYTES // self._near, file.capacity // 4)
 
     def around(self, places: Int64Array) -> tuple[bytes, Int64Array]:
         """The sums before each of some ascending places and the header behind it; where they are in these bytes.
@@ -279,8 +256,7 @@ class _Window:
         """
         before, each = _SUMS64.size, _SUMS64.size + _USUAL_HEADER
         begins = places - before
-        if self._blocks is not None:
-            self._blocks.prefetch((max(0, begin), each) for begin in begins.tolist())
+        self.file.prefetch((max(0, begin), each) for begin in begins.tolist())
         far = np.flatnonzero(np.diff(begins) > self._near) + 1
         parts: list[bytes] = []
         at = np.empty(len(places), dtype=np.int64)
@@ -288,37 +264,17 @@ class _Window:
         for first, last in zip([0, *far.tolist()], [*far.tolist(), len(places)], strict=True):
             begin, nbytes = int(begins[first]), int(begins[last - 1] - begins[first]) + each
             lacking = max(0, -begin)  # before the first byte of the file
-            data = bytes(lacking) + self._once(begin + lacking, nbytes - lacking)
+            data = bytes(lacking) + self.file.read(begin + lacking, nbytes - lacking)
             parts.append(data.ljust(nbytes, b"\0"))
             at[first:last] = begins[first:last] - begin + before + done
             done += nbytes
+        parts.append(bytes(FIELD.size + _ALIGNMENT))  # a padding is looked at as if it were this long
         return b"".join(parts), at
-
-    def _once(self, offset: int, nbytes: int) -> bytes:
-        if self._blocks is not None:
-            return self._blocks.read(offset, nbytes)
-        data = self._local(offset, max(0, min(nbytes, self._size - offset)))
-        self.bytes_read += len(data)
-        return data
-
-    def read_once(self, offset: int, nbytes: int) -> bytes:
-        """Up to ``nbytes`` bytes, of which nothing is kept where the file is on a disk."""
-        return self._local(offset, nbytes) if self._blocks is None else self._blocks.read(offset, nbytes)
-
-    def _local(self, offset: int, nbytes: int) -> bytes:
-        if self._file is None:
-            assert isinstance(self._path, Path)
-            self._file = LocalFile(self._path)
-        return self._file.read(offset, nbytes)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Up to ``nbytes`` bytes: fewer where the file ends."""
-        if self._blocks is not None:
-            return self._blocks.read(offset, nbytes)
         if offset < self._begin or offset + nbytes > self._begin + len(self._data):
-            self._begin = offset
-            self._data = self._local(offset, max(0, min(max(nbytes, self._nbytes), self._size - offset)))
-            self.bytes_read += len(self._data)
+            self._begin, self._data = offset, self.file.read(offset, max(nbytes, self._nbytes))
         at = offset - self._begin
         return self._data[at : at + nbytes]
 
@@ -332,11 +288,10 @@ def check_archive(path: FilePath, size: int, *, digested: Int64Array | None = No
     ``digested`` are byte positions in the file whose content is compared by digest: the records that hold them are not
     read. ``size`` is the size of the file. Raises CheckpointError with the file and the damaged part, MissingFileError.
     """
-    archive = read_zip_records(path, size, window_bytes=_HEADER_WINDOW)
-    records = archive.records
+    records = read_zip_records(path, size, window_bytes=_HEADER_WINDOW)
     begins, ends = records.offset, records.offset + records.nbytes
     end = int(ends.max(initial=0))
-    for fault in archive.faults:
+    for fault in records.faults:
         if fault.offset < end:  # another writer may make the directory behind it in its own way
             raise CheckpointError(f"{path}: {fault.what} (byte {fault.offset}). The file is damaged.")
     places = np.sort(digested) if digested is not None else np.empty(0, dtype=np.int64)
@@ -347,11 +302,7 @@ def check_archive(path: FilePath, size: int, *, digested: Int64Array | None = No
     for number in np.flatnonzero(found != records.crc32[read])[:1].tolist():
         record = records[int(read[number])]
         raise CheckpointError(
-            f"{path}: record {_short(record)}, bytes {record.offset} to {record.offset + record.nbytes}, has CRC-32 "
-            f"{int(found[number]):08x} and should have {record.crc32:08x}. The file is damaged."
+            f"{path}: record {without_folder(record.name)}, bytes {record.offset} to {record.offset + record.nbytes}, "
+            f"has CRC-32 {int(found[number]):08x} and should have {record.crc32:08x}. The file is damaged."
         )
-    return archive.bytes_read + int(table.nbytes.sum())
-
-
-def _short(record: ZipRecord) -> str:
-    return record.name.partition("/")[2] or record.name
+    return records.bytes_read + int(table.nbytes.sum())
