@@ -13,9 +13,8 @@ from torch_files import SAVED_DTYPES, bits_of_tensor, filled
 from zeroelastic.core.digest import combine, stream_seed
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import digest_range
-from zeroelastic.torch_file.graph_writer import Archive, write_graph
+from zeroelastic.torch_file.graph import Archive, new_storage, read_graph, tensor, write_graph
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, read_torch_file
-from zeroelastic.torch_file.pickle_graph import new_storage, read_graph, tensor
 from zeroelastic.verbs.diff.element_stats import bits_of, compare_elements, values_of
 from zeroelastic.verbs.show import tensor_stats
 

@@ -34,9 +34,8 @@ from zeroelastic.io.storage import FOLLOW_LINKS
 from zeroelastic.testing import RankPool
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import header
-from zeroelastic.torch_file.graph_writer import write_graph
+from zeroelastic.torch_file.graph import read_graph, write_graph
 from zeroelastic.torch_file.header import Stub, read_torch_file
-from zeroelastic.torch_file.pickle_graph import read_graph
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
 MOST_BYTES = 128 << 20

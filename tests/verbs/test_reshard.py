@@ -33,7 +33,7 @@ from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError
 from zeroelastic.runs.locate import find_source
 from zeroelastic.testing.sample import write_sample
-from zeroelastic.torch_file import graph_writer
+from zeroelastic.torch_file import graph
 from zeroelastic.verbs.new_directory import staging_of
 from zeroelastic.verbs.reshard import rank_writer
 from zeroelastic.verbs.reshard import source as reshard_source
@@ -327,7 +327,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if len(calls) > 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(graph_writer, "reserve_space", full)
+    monkeypatch.setattr(graph, "reserve_space", full)
     with pytest.raises(OSError, match="No space") as error:
         run(tmp_path / "a", tmp_path / "b", 3)
     assert error.value.errno == errno.ENOSPC and os.listdir(tmp_path) == ["a"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from zeroelastic.torch_file.pickle_graph import Node, Storage, global_named, new_storage, tensor
+from zeroelastic.torch_file.graph import Node, Storage, global_named, new_storage, tensor
 
 _CPU_BYTES, _GPU_BYTES = 5056, 16
 _WORDS = 624

@@ -36,7 +36,7 @@ from zeroelastic.errors import StrictError, UnsupportedError
 from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.tag_directory import read_tag
-from zeroelastic.torch_file.pickle_graph import read_graph
+from zeroelastic.torch_file.graph import read_graph
 
 __all__ = ["DataPosition", "data_position", "remaining_epochs"]
 

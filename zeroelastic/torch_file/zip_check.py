@@ -2,7 +2,7 @@
 
 Every byte that is not the payload of a record is looked at here: the header before each record, the padding that aligns
 it, what follows it, and the directory at the end. All of these say the same things twice, so damage shows: any one bit.
-What is expected: archives of torch.save (PyTorchStreamWriter and miniz, torch 1.6 to 2.13) and of ``graph_writer``.
+What is expected: archives of torch.save (PyTorchStreamWriter and miniz, torch 1.6 to 2.13) and of ``graph.Archive``.
 """
 
 from __future__ import annotations
@@ -136,17 +136,15 @@ def _read_records(path: FilePath, size: int, window: _Window) -> ZipRecords:
 
 
 def _usual_payloads(window: _Window, directory: Directory, rows: Int64Array, following: Int64Array) -> Int64Array:
-    """Where the payload of storages begins whose headers and sums are what torch.save writes for their entries.
+    """Where the payload of records begins whose headers and sums are what torch.save writes for their entries.
 
-    -1 for other records, which ``_payload`` and ``_header_agrees`` look at. ``rows`` are in the order of their headers,
+    -1 for the others, which ``_payload`` and ``_header_agrees`` look at. ``rows`` are in the order of their headers,
     ``following`` is where the next header begins.
     """
-    found = np.full(len(rows), -1, dtype=np.int64)
     if LOCAL.size + directory.most_name_bytes > _USUAL_HEADER:
-        return found
+        return np.full(len(rows), -1, dtype=np.int64)
     data, places = window.around(np.append(directory.header[rows], following[-1]))
-    stored = np.flatnonzero(rows < len(directory.number))
-    rows, following, at, ends = rows[stored], following[stored], places[stored], places[stored + 1]
+    at, ends = places[:-1], places[1:]
     header, nbytes, crc32 = directory.header[rows], directory.nbytes[rows], directory.crc32[rows]
     # The sums behind a record, where the next header begins.
     wide = gather(data, ends - _SUMS64.size, _SUMS64.size).view(_WIDE_SUMS)
@@ -170,8 +168,7 @@ def _usual_payloads(window: _Window, directory: Directory, rows: Int64Array, fol
     zeros = (heads["stored_bytes"] == 0) & (heads["nbytes"] == 0)
     good &= (stated & sizes) | (is_deferred & none & (zeros | sizes))
     good &= _is_padding(data, name_end, heads["extra_bytes"].astype(np.int64))
-    found[stored[good]] = payload[good]
-    return found
+    return np.where(good, payload, -1)
 
 
 def _is_padding(data: bytes, at: Int64Array, nbytes: Int64Array) -> npt.NDArray[np.bool_]:

@@ -235,23 +235,31 @@ class Directory:
 
     @property
     def most_name_bytes(self) -> int:
-        """The most bytes that the name of a storage's record has."""
+        """The most bytes that the name of a storage's record can have."""
         return len(self._prefix) + _MAX_DIGITS
 
     def local_heads(
         self, rows: Int64Array, data: bytes, at: Int64Array
     ) -> tuple[npt.NDArray[np.void], Int64Array, npt.NDArray[np.bool_]]:
-        """The headers of storages at some places of ``data``, where their names end, and whether they agree.
+        """The headers of records at some places of ``data``, where their names end, and whether they agree.
 
-        Compared are mark, flags, method and name.
+        Compared are mark, flags, method and name. A name that is longer than ``most_name_bytes`` does not agree.
         """
         heads = gather(data, at, LOCAL.size).view(LOCAL_HEAD)
-        digits = np.searchsorted(_POWERS, self.number[rows], side="right") + 1
+        names = at + LOCAL.size
+        is_storage = rows < len(self.number)
+        number, digits = np.full(len(rows), -1, dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
+        number[is_storage] = self.number[rows[is_storage]]
+        digits[is_storage] = np.searchsorted(_POWERS, number[is_storage], side="right") + 1
         name_bytes = len(self._prefix) + digits
-        good = (heads["mark"] == LOCAL_MARK) & (heads["flags"] == self.flags[rows]) & (heads["method"] == 0)
+        good = _numbers_at(data, names, self._prefix, digits) == number
+        for i in np.flatnonzero(~is_storage).tolist():
+            name, method = self._others[rows[i] - len(self.number)]
+            name_bytes[i] = min(len(name), self.most_name_bytes)
+            good[i] = method == 0 and data[names[i] : names[i] + name_bytes[i]] == name
+        good &= (heads["mark"] == LOCAL_MARK) & (heads["flags"] == self.flags[rows]) & (heads["method"] == 0)
         good &= heads["name_bytes"] == name_bytes
-        good &= _numbers_at(data, at + LOCAL.size, self._prefix, digits) == self.number[rows]
-        return heads, at + LOCAL.size + name_bytes, good
+        return heads, names + name_bytes, good
 
 
 def payload_offset(data: bytes, entry: Entry, size: int) -> int:

@@ -36,8 +36,8 @@ from zeroelastic.errors import (
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST_UNIVERSAL, not_a_directory, read_latest, why_no_tag
+from zeroelastic.torch_file.graph import entry, pairs_of, read_graph
 from zeroelastic.torch_file.header import TensorRef, TorchFile, read_torch_file
-from zeroelastic.torch_file.pickle_graph import entry, pairs_of, read_graph
 from zeroelastic.verbs.convert.to_universal import OPTIMIZER_STATE, ZERO_FOLDER, check_file_name
 from zeroelastic.verbs.convert.universal_files import (
     MODEL_FILE,

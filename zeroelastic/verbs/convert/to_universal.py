@@ -34,8 +34,7 @@ from zeroelastic.executors.dispatch import CopyTable, DigestRows, move_segments
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.io.atomic import write_at
 from zeroelastic.runs.names import LATEST_UNIVERSAL
-from zeroelastic.torch_file.graph_writer import Archive, walk_storages
-from zeroelastic.torch_file.pickle_graph import Storage, entry, new_storage, pairs_of, read_graph, tensor
+from zeroelastic.torch_file.graph import Archive, Storage, entry, new_storage, pairs_of, read_graph, tensor, write_graph
 from zeroelastic.verbs.convert.copy_tensors import (
     TensorCopy,
     compare_digest,
@@ -219,7 +218,7 @@ def _optimizer_state(state: SavedState, known: dict[Storage, bytes]) -> tuple[ob
     for key, value in saved.items():
         if key in _REBUILT:
             continue
-        if sum(storage.nbytes for storage in walk_storages(value)) > _MOST_KEPT_BYTES:
+        if sum(storage.nbytes for storage in write_graph(value)[1]) > _MOST_KEPT_BYTES:
             left_out.append(f"{key} of the optimizer state: it holds tensors that belong to no parameter")
         else:
             root[key] = value

@@ -27,9 +27,8 @@ from zeroelastic.executors.dispatch import move_segments
 from zeroelastic.executors.tables import cast_between
 from zeroelastic.io.atomic import write_at
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.graph_writer import Archive
+from zeroelastic.torch_file.graph import Archive, new_storage, tensor
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
-from zeroelastic.torch_file.pickle_graph import new_storage, tensor
 from zeroelastic.verbs.convert.copy_tensors import convert_elements, one_row
 from zeroelastic.verbs.convert.model_tensors import Buffer, ModelTensor, read_buffer, stored_tensor
 

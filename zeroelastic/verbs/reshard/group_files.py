@@ -14,7 +14,7 @@ import numpy as np
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.optimizer_reader import lean_numel
 from zeroelastic.errors import CheckpointError
-from zeroelastic.torch_file.pickle_graph import (
+from zeroelastic.torch_file.graph import (
     Node,
     Storage,
     instance,

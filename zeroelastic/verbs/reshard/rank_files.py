@@ -14,7 +14,7 @@ import numpy as np
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, SAME_ON_ALL_RANKS, elastic_table, scalar_bytes
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.errors import CheckpointError
-from zeroelastic.torch_file.pickle_graph import (
+from zeroelastic.torch_file.graph import (
     Node,
     Storage,
     called,

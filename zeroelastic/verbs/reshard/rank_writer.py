@@ -29,9 +29,8 @@ from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.executors.tables import CASTS, Cast, cast_between, cast_itemsizes
 from zeroelastic.io.atomic import write_at, write_atomically
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.graph_writer import Archive
+from zeroelastic.torch_file.graph import Archive, Storage
 from zeroelastic.torch_file.header import DTYPE_BYTES
-from zeroelastic.torch_file.pickle_graph import Storage
 from zeroelastic.verbs.reshard.group_files import group_files
 from zeroelastic.verbs.reshard.rank_files import RankFiles, rank_files
 from zeroelastic.verbs.reshard.source import ReshardSource

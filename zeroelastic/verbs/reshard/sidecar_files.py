@@ -21,8 +21,7 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_size, file_sizes, folders, read_range
 from zeroelastic.runs.locate import Source
 from zeroelastic.runs.names import LATEST
-from zeroelastic.torch_file.graph_writer import Archive
-from zeroelastic.torch_file.pickle_graph import Storage, read_graph
+from zeroelastic.torch_file.graph import Archive, Storage, read_graph
 
 _SCRIPTS = re.compile(r"zero_to_(fp32|torch)\.py")
 _PER_RANK = re.compile(r"(?P<stem>rng_state|random_states)(_(?P<rank>\d+))?\.(?P<kind>pth|pkl)")

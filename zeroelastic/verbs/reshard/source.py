@@ -26,7 +26,7 @@ from zeroelastic.core.layout import Param, pack_sub_groups
 from zeroelastic.errors import CheckpointError, UnsupportedError, some
 from zeroelastic.executors.tables import cast_between
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.pickle_graph import Node, Storage, entry, ordered_dict, pairs_of, read_graph
+from zeroelastic.torch_file.graph import Node, Storage, entry, ordered_dict, pairs_of, read_graph
 
 _MAX_LISTED = 4
 _STATE_KEYS = frozenset(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.errors import CheckpointError
-from zeroelastic.torch_file.pickle_graph import Node, Storage, entry, pairs_of, tensor
+from zeroelastic.torch_file.graph import Node, Storage, entry, pairs_of, tensor
 from zeroelastic.verbs.reshard.group_files import frozen_storages, weight_storages, whole_tensors
 from zeroelastic.verbs.reshard.rank_files import RankFiles, flat_storages, scalar_node
 from zeroelastic.verbs.reshard.source import ReshardSource, configured_dtype, whole_module
