@@ -1,12 +1,14 @@
-"""The writer writes what torch.save writes, byte for byte, and digests it on the way."""
+"""The writer writes what torch.save writes, byte for byte, and digests it on the way; so does an image of the file."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+import weakref
 import zipfile
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,40 @@ from zeroelastic.executors import torch_executor
 from zeroelastic.executors.batches import join_crc32_reference
 from zeroelastic.executors.dispatch import Executor, describe_build, join_crc32
 from zeroelastic.io import atomic
+from zeroelastic.torch_file import image as file_image
 from zeroelastic.torch_file import save
 from zeroelastic.torch_file.header import read_torch_file
-from zeroelastic.torch_file.save import DigestRange, write_torch_file
+from zeroelastic.torch_file.image import FileImage, host_memory, write_past_cache
+from zeroelastic.torch_file.save import DigestRange, TorchSaveSkeleton, write_skeleton, write_torch_file
 
 __all__ = ["executor"]
+
+BLOCK = 4096
+Write = Callable[..., "list[int | None]"]
+
+
+def image_of(obj: object, path: Path, *, room: int = 0, **kwargs: Any) -> FileImage:
+    laid = write_skeleton(obj, path)
+    return FileImage(laid, host_memory(laid.nbytes + room), **kwargs)
+
+
+def write_by_image(
+    obj: object,
+    path: Path,
+    *,
+    before_last: Any = None,
+    sync: bool = False,
+    executor: Executor = "auto",
+    **kwargs: Any,
+) -> list[int | None]:
+    """As ``write_torch_file``."""
+    image = image_of(obj, path, **kwargs)
+    digests = image.complete(before_last=before_last, executor=executor)
+    image.write(sync=sync)
+    return digests
+
+
+WAYS = pytest.mark.parametrize("write", [write_torch_file, write_by_image])
 
 
 @pytest.fixture(params=["host", "device"])
@@ -54,9 +85,10 @@ def test_the_file_is_the_one_that_torch_saves(tmp_path: Path, executor: Executor
     assert loaded["views of one storage"][0].data_ptr() == loaded["flat"].data_ptr()
 
 
-@pytest.mark.parametrize("obj", [{}, [], 3, torch.empty(0), torch.zeros(()), {"a": torch.zeros(1, dtype=torch.int8)}])
-def test_small_things_too(tmp_path: Path, executor: Executor, obj: object) -> None:
-    assert write_torch_file(obj, tmp_path / "x.pt", executor=executor) == []
+@WAYS
+@pytest.mark.parametrize("obj", [{}, 3, torch.empty(0), torch.zeros(()), {"a": torch.ones(3), "b": torch.empty(0)}])
+def test_small_things_too(tmp_path: Path, executor: Executor, write: Write, obj: object) -> None:
+    assert write(obj, tmp_path / "x.pt", executor=executor) == []
     assert (tmp_path / "x.pt").read_bytes() == saved_by_torch(obj, tmp_path)
 
 
@@ -82,9 +114,10 @@ def test_digests_of_runs_are_those_of_the_elements_written(tmp_path_factory: Any
             )
     runs = data.draw(st.permutations(runs))
     executor = data.draw(st.sampled_from([e for e in EXECUTORS if e == "numpy" or describe_build("native").usable]))
-    made = write_torch_file(tensors, folder / "x.pt", digest_ranges=runs, executor=executor)
-    assert (folder / "x.pt").read_bytes() == saved_by_torch(tensors, folder)
-    assert made == [expected(run) if run.tensor.numel() else None for run in runs]
+    for write in (write_torch_file, write_by_image):
+        made = write(tensors, folder / "x.pt", digest_ranges=runs, executor=executor)
+        assert (folder / "x.pt").read_bytes() == saved_by_torch(tensors, folder)
+        assert made == [expected(run) if run.tensor.numel() else None for run in runs]
 
 
 def test_digests_of_staged_runs_add_up_over_the_pieces(tmp_path: Path, executor: Executor, place: str) -> None:
@@ -99,7 +132,8 @@ def test_digests_of_staged_runs_add_up_over_the_pieces(tmp_path: Path, executor:
     assert made == [expected(run) for run in runs]
 
 
-def test_runs_that_overlap_or_are_not_in_the_file_have_no_digest(tmp_path: Path) -> None:
+@WAYS
+def test_runs_that_overlap_or_are_not_in_the_file_have_no_digest(tmp_path: Path, write: Write) -> None:
     flat = torch.randn(100)
     runs = [
         DigestRange(flat[:50], 1, 0),
@@ -107,30 +141,31 @@ def test_runs_that_overlap_or_are_not_in_the_file_have_no_digest(tmp_path: Path)
         DigestRange(torch.randn(4), 3, 0),
         DigestRange(flat[60:], 4, 0),
     ]
-    made = write_torch_file(flat, tmp_path / "x.pt", digest_ranges=runs)
+    made = write(flat, tmp_path / "x.pt", digest_ranges=runs)
     assert [digest is None for digest in made] == [False, True, True, False]
 
 
-def test_the_last_tensor_is_written_after_the_digests_are_known(tmp_path: Path, executor: Executor, place: str) -> None:
+@WAYS
+def test_the_last_tensor_is_written_after_the_digests_are_known(
+    tmp_path: Path, executor: Executor, place: str, write: Write
+) -> None:
     flat, table = torch.randn(5000), torch.zeros(2, dtype=torch.int64)
-    runs = [DigestRange(flat[:100], 1, 0), DigestRange(flat[100:], 2, 100)]
+    runs = [DigestRange(flat[:100], 1, 0), DigestRange(flat[100:], 2, 100), DigestRange(table, 3, 0)]
 
     def fill(digests: Any) -> None:
-        assert digests == [expected(run) for run in runs]
-        table.copy_(torch.tensor([digest >> 1 for digest in digests]))
+        assert digests == [*(expected(run) for run in runs[:2]), None]
+        table.copy_(torch.tensor([digest >> 1 for digest in digests[:2]]))
 
     obj = {"table": table, "flat": flat}
-    made = write_torch_file(
-        obj, tmp_path / "x.pt", digest_ranges=runs, last=[table], before_last=fill, executor=executor
-    )
-    assert made[0] is not None and made[1] is not None
+    made = write(obj, tmp_path / "x.pt", digest_ranges=runs, last=[table], before_last=fill, executor=executor)
+    assert made[0] is not None and made[1] is not None and made[2] == expected(runs[2])
     assert torch.load(tmp_path / "x.pt")["table"].tolist() == [made[0] >> 1, made[1] >> 1]
     assert (tmp_path / "x.pt").read_bytes() == saved_by_torch(obj, tmp_path)
 
     def never(digests: Any) -> None:
         raise AssertionError("the table is in another file")
 
-    write_torch_file(flat, tmp_path / "y.pt", digest_ranges=runs, last=[table], before_last=never)
+    write(flat, tmp_path / "y.pt", digest_ranges=runs, last=[table], before_last=never)
 
 
 def test_more_than_4_gib_are_laid_out_with_64_bit_sizes(tmp_path: Path) -> None:
@@ -150,10 +185,13 @@ def fails_with(error: int) -> Any:
     return fallocate
 
 
-def test_a_full_disk_is_an_error_before_the_payload_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@WAYS
+def test_a_full_disk_is_an_error_before_the_payload_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write
+) -> None:
     monkeypatch.setattr(atomic, "_fallocate", fails_with(errno.ENOSPC))
     with pytest.raises(OSError, match=r"No space left on device.*x\.pt") as caught:
-        write_torch_file(torch.ones(1 << 20), tmp_path / "x.pt")
+        write(torch.ones(1 << 20), tmp_path / "x.pt")
     assert caught.value.errno == errno.ENOSPC
     assert os.stat(tmp_path / "x.pt").st_blocks * 512 < 1 << 20
 
@@ -253,11 +291,177 @@ def test_digests_of_parts_add_up_to_the_whole(tmp_path: Path) -> None:
     assert combine(made[0], made[1]) == expected(DigestRange(flat, 9, 0))
 
 
-def test_a_file_is_flushed_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@WAYS
+def test_a_file_is_flushed_when_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
     """Not before its checksums are in place; and not at all unless asked for."""
     contents: list[bytes] = []
     monkeypatch.setattr(save.os, "fsync", lambda fd: contents.append((tmp_path / "x.pt").read_bytes()))
-    write_torch_file(torch.ones(1000), tmp_path / "x.pt", executor="numpy")
+    write(torch.ones(1000), tmp_path / "x.pt", executor="numpy")
     assert contents == []
-    write_torch_file(torch.ones(1000), tmp_path / "x.pt", executor="numpy", sync=True)
+    write(torch.ones(1000), tmp_path / "x.pt", executor="numpy", sync=True)
     assert contents[-1] == saved_by_torch(torch.ones(1000), tmp_path)
+
+
+# ---- images ----
+
+
+@pytest.mark.parametrize("room", [0, 1, 100_000])
+def test_an_image_is_written_as_the_file_that_torch_saves(tmp_path: Path, executor: Executor, room: int) -> None:
+    """The moment is the one when it was made: what the tensors hold later is not written."""
+    obj = sample()
+    want = saved_by_torch(obj, tmp_path)
+    image = image_of(obj, tmp_path / "x.pt", room=room)
+    for value in obj.values():
+        if isinstance(value, torch.Tensor):
+            value.detach().zero_()
+    image.complete(executor=executor)
+    image.write()
+    assert (tmp_path / "x.pt").read_bytes() == want
+
+
+def test_a_view_is_of_the_copy(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    image = image_of({"base": base, "other": torch.ones(5)}, tmp_path / "x.pt")
+    view = image.view(base[1:, ::2])
+    assert view is not None and torch.equal(view, base[1:, ::2]) and view.stride() == base[1:, ::2].stride()
+    base.zero_()
+    assert view[0, 1] == 8
+    assert image.view(torch.ones(3)) is None
+
+
+def test_nothing_of_what_was_saved_is_kept_alive(tmp_path: Path) -> None:
+    flat = torch.ones(1000)
+    alive = weakref.ref(flat)
+    image = image_of([flat], tmp_path / "x.pt", digest_ranges=[DigestRange(flat, 1, 0)])
+    del flat
+    assert alive() is None
+    (digest,) = image.complete()
+    assert digest is not None
+
+
+class Device:
+    """Stands in for ``os``: what is written past the page cache, and what that comes to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, opens: int = 0, writes: Sequence[int] = ()) -> None:
+        self.opens, self.writes, self.direct = opens, list(writes), list[tuple[int, int]]()
+        self._fds: set[int] = set()
+        self._open, self._pwrite = os.open, os.pwrite
+        monkeypatch.setattr(file_image.os, "open", self.open)
+        monkeypatch.setattr(file_image.os, "pwrite", self.pwrite)
+        self._close = os.close
+        monkeypatch.setattr(file_image.os, "close", self.close)
+
+    def open(self, path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if not flags & os.O_DIRECT:
+            return self._open(path, flags, *args, **kwargs)
+        if self.opens:
+            raise OSError(self.opens, os.strerror(self.opens), path)
+        fd = self._open(path, flags & ~os.O_DIRECT)
+        self._fds.add(fd)
+        return fd
+
+    def close(self, fd: int) -> None:
+        self._fds.discard(fd)  # its number may come again
+        self._close(fd)
+
+    def pwrite(self, fd: int, data: Any, offset: int) -> int:
+        if fd not in self._fds:
+            return self._pwrite(fd, data, offset)
+        address = np.frombuffer(data, dtype=np.uint8).ctypes.data
+        assert address % BLOCK == offset % BLOCK == len(data) % BLOCK == 0, "the kernel would refuse this"
+        self.direct.append((offset, len(data)))
+        most = self.writes.pop(0) if self.writes else len(data)
+        if most < 0:
+            raise OSError(-most, os.strerror(-most))
+        return self._pwrite(fd, data[:most], offset)
+
+
+def filled(size: int) -> np.ndarray:
+    memory = host_memory(size).numpy()
+    memory[:] = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    return memory
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, 5 * BLOCK + 17, 3 * (1 << 20) + 5])
+def test_all_but_the_last_bytes_go_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    device = Device(monkeypatch)
+    monkeypatch.setattr(file_image, "_CALL_BYTES", 1 << 20)
+    data = filled(size)
+    (tmp_path / "x").write_bytes(b"older" * 10)
+    write_past_cache(str(tmp_path / "x"), data, sync=True)
+    assert (tmp_path / "x").read_bytes()[:size] == data.tobytes()
+    assert sum(nbytes for _, nbytes in device.direct) == size // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("writes", [None, [], [BLOCK], [BLOCK * 256, 3 * BLOCK]])
+def test_a_file_system_that_knows_no_direct_writes_gets_ordinary_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: list[int] | None, code: int
+) -> None:
+    """When it says so: as the file is opened, at the first write or at a later one."""
+    Device(monkeypatch, opens=code) if writes is None else Device(monkeypatch, writes=[*writes, -code])
+    monkeypatch.setattr(file_image, "_CALL_BYTES", 1 << 20)
+    data = filled((5 << 20) + 100)
+    (tmp_path / "x").touch()
+    write_past_cache(str(tmp_path / "x"), data, sync=False)
+    assert (tmp_path / "x").read_bytes() == data.tobytes()
+
+
+@pytest.mark.parametrize("short", [0, 100, BLOCK + 1])
+def test_a_write_that_stops_inside_a_block_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int
+) -> None:
+    device = Device(monkeypatch, writes=[2 * BLOCK, short])
+    data = filled(20 * BLOCK)
+    (tmp_path / "x").touch()
+    write_past_cache(str(tmp_path / "x"), data, sync=False)
+    assert (tmp_path / "x").read_bytes() == data.tobytes()
+    assert len(device.direct) == 2
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_what_the_device_says_is_raised_with_the_name_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    image = image_of(torch.ones(100_000), tmp_path / "x.pt")
+    image.complete()
+    before = len(os.listdir("/proc/self/fd"))
+    Device(monkeypatch, writes=[BLOCK, -code])
+    with pytest.raises(OSError, match=r"x\.pt") as caught:
+        image.write()
+    assert caught.value.errno == code
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_is_no_longer_as_it_was_laid_out_is_named(tmp_path: Path) -> None:
+    image = image_of(torch.ones(1000), tmp_path / "short.pt")
+    os.truncate(tmp_path / "short.pt", 10)
+    with pytest.raises(OSError, match=r"short\.pt"):
+        image.complete()
+    image = image_of(torch.ones(1000), tmp_path / "other.pt")
+    (tmp_path / "other.pt").write_bytes(bytes(os.stat(tmp_path / "other.pt").st_size))
+    with pytest.raises(UnsupportedError, match=r"other\.pt.*no descriptor follows"):
+        image.complete()
+
+
+def test_memory_begins_at_a_page_and_has_room(tmp_path: Path) -> None:
+    for nbytes in (0, 1, BLOCK, 10_000_001):
+        memory = host_memory(nbytes)
+        assert memory.numel() == nbytes and memory.dtype == torch.uint8 and memory.data_ptr() % BLOCK == 0
+    laid = write_skeleton(torch.ones(1000), tmp_path / "x.pt")
+    assert isinstance(laid, TorchSaveSkeleton)
+    with pytest.raises(AssertionError):
+        FileImage(laid, host_memory(laid.nbytes - 1))
+    with pytest.raises(AssertionError):
+        FileImage(laid, host_memory(laid.nbytes + 8)[8:])
+
+
+def test_the_real_device_takes_it(tmp_path: Path) -> None:
+    """Without anything in between; where the file system knows no direct writes, the ordinary ones."""
+    weights = torch.randn(5_000_003)
+    image = image_of(weights, tmp_path / "archive")
+    image.complete()
+    image.write(sync=True)
+    assert torch.equal(torch.load(tmp_path / "archive"), weights)

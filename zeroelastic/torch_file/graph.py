@@ -33,7 +33,7 @@ from zeroelastic.io.atomic import name_in_errors, reserve_space, write_fully
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import Extent, TorchFile, pickle_errors, read_pickle
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, STORAGE_DTYPES, StorageRef, storage_id
-from zeroelastic.torch_file.safe_unpickler import PickleFile, check_opcodes
+from zeroelastic.torch_file.safe_unpickler import check_opcodes, pickle_file
 from zeroelastic.torch_file.zip_directory import (
     END,
     END64,
@@ -281,7 +281,7 @@ def read_graph(path: FilePath) -> object:
 
 class _GraphUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, file: TorchFile) -> None:
-        super().__init__(PickleFile(data), encoding="utf-8")
+        super().__init__(pickle_file(data), encoding="utf-8")
         self._file = file
         self._old_names = data[:1] != b"\x80" or data[1] < 3
         self._storages: dict[str, Storage] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -92,7 +92,6 @@ class TorchFile:
     _records: Directory = field(repr=False)
     _offsets: dict[str, int] = field(default_factory=dict, repr=False)
     _blocks: Blocks | None = field(default=None, repr=False)
-    _headers: dict[str, bytes] = field(default_factory=dict, repr=False)
     _stack: ExitStack | None = field(default=None, repr=False)
     _local: LocalFile | None = field(default=None, repr=False)
 
@@ -118,13 +117,15 @@ class TorchFile:
         """Read where storages begin, by key or of all, in few round trips to a remote file; a local one is not read."""
         if self._blocks is None:
             return
-        wanted = {*(self._records.storages() if keys is None else keys)} - self._headers.keys()
-        found = ((record.header, key) for key in wanted if (record := self._records.storage(key)) is not None)
+        wanted = {*(self._records.storages() if keys is None else keys)} - self._offsets.keys()
+        found = ((entry.header, key, entry) for key in wanted if (entry := self._records.storage(key)) is not None)
         order = sorted(found)
         for at in range(0, len(order), self._blocks.capacity):
-            offsets = {key: offset for offset, key in order[at : at + self._blocks.capacity]}
-            self._blocks.prefetch((offset, LOCATED_BYTES) for offset in offsets.values())
-            self._headers |= {key: self._blocks.read(offset, LOCATED_BYTES) for key, offset in offsets.items()}
+            some = order[at : at + self._blocks.capacity]
+            self._blocks.prefetch((offset, LOCATED_BYTES) for offset, _, _ in some)
+            for offset, key, entry in some:
+                with suppress(ZipError):  # which is raised where the storage is needed
+                    self._offsets[key] = payload_offset(self._blocks.read(offset, LOCATED_BYTES), entry, self.size)
         self.header_bytes = self._blocks.bytes_read
 
     @contextmanager
@@ -175,9 +176,7 @@ class TorchFile:
         known = self._offsets.get(storage.key)
         if known is not None:
             return known
-        data = self._headers.get(storage.key)
-        if data is None:
-            data = self._read(entry.header, LOCATED_BYTES) if entry.header < self.size else b""
+        data = self._read(entry.header, LOCATED_BYTES) if entry.header < self.size else b""
         offset = self._offsets[storage.key] = _payload_offset(data, entry, self.path, self.size)
         return offset
 

@@ -170,8 +170,12 @@ def _check(data: bytes) -> None:
                 raise CheckpointError("the pickle has longer integers than a checkpoint. The file is damaged.")
             push(1)
             at += 1 + width + size
-        elif op == 0x80 or op == 0x95:  # PROTO, FRAME
-            at += 2 if op == 0x80 else 9
+        elif op == 0x80:  # PROTO
+            at += 2
+        elif op == 0x95:  # FRAME, of which the unpickler reads all at once
+            if int.from_bytes(data[at + 1 : at + 9], "little") > end:
+                raise CheckpointError("the pickle has no end. The file is truncated.")
+            at += 9
         elif op == 0x30:  # 0: POP, of an object or of a mark
             if marks and marks[-1] == len(stack):
                 marks.pop()
@@ -232,32 +236,9 @@ def split_global(name: str) -> tuple[str, str]:
     return module, qualname
 
 
-class _Bytes(io.RawIOBase):
-    """Bytes as a file, for a ``BufferedReader``; a BytesIO would copy them."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._left = memoryview(data)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        some = self._left[: len(buffer)]
-        buffer[: len(some)] = some
-        self._left = self._left[len(some) :]
-        return len(some)
-
-
-class PickleFile(io.BufferedReader):
+def pickle_file(data: bytes | memoryview) -> io.BufferedReader:
     """A pickle as a file of which an unpickler reads thousands of bytes at a time; it reads a BytesIO by opcodes."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        super().__init__(_Bytes(data), _READ_BYTES)
-        self._nbytes = len(data)
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Memory for what is there, not for what a damaged pickle asks for."""
-        return super().read(self._nbytes if size is None or size < 0 else min(size, self._nbytes))
+    return io.BufferedReader(io.BytesIO(data), _READ_BYTES)
 
 
 class HeaderUnpickler(pickle.Unpickler):
@@ -270,7 +251,7 @@ class HeaderUnpickler(pickle.Unpickler):
     def __init__(
         self, data: bytes | memoryview, path: FilePath, foreign: ForeignGlobals, columns: Sequence[object] = ()
     ) -> None:
-        super().__init__(PickleFile(data), encoding="utf-8")
+        super().__init__(pickle_file(data), encoding="utf-8")
         self._columns = columns
         self._path = path
         self._foreign = foreign
