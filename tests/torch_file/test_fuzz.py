@@ -21,7 +21,7 @@ import readers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.errors import CheckpointError
 
-INPUTS = {"archive": 40, "pickle": 25, "record": 40, "tags": 30, "checkpoint": 16, "universal": 10}
+INPUTS = {"archive": 120, "pickle": 80, "record": 40, "tags": 30, "checkpoint": 16, "universal": 10}
 SEED = 20
 
 FOUND = {

@@ -103,11 +103,7 @@ def rewrite(path: Path, target: Path) -> None:
     zeros = np.zeros(len(rows), dtype=np.int64)
     move_segments(CopyTable(zeros, src, zeros, dst, nbytes), local_paths([path]), [target])
     data = target.read_bytes()
-    archive.finish({s: _crc(data[at : at + s.nbytes]) for s, at in archive.offsets.items()})
-
-
-def _crc(data: bytes) -> int:
-    return zlib.crc32(data)
+    archive.finish({s: zlib.crc32(data[at : at + s.nbytes]) for s, at in archive.offsets.items()})
 
 
 def same(a: Any, b: Any) -> bool:
@@ -174,7 +170,7 @@ def values() -> dict[str, Any]:
         "numpy": [np.float64(1.5), np.arange(3), np.random.RandomState(1).get_state()],
         "class": Progress,
         "called object": Maker(),
-        "function": _crc,
+        "function": zlib.crc32,
     }
 
 
@@ -190,10 +186,6 @@ def test_any_object_that_torch_saves_is_the_same_after_being_rewritten(
         assert now[1][1] is now and now[0] == 1
     elif name == "called object":
         assert now == 1 + 2j
-    elif name == "called":
-        assert now("a") == "A"
-    elif name == "within a class":
-        assert now[4](*()) == 1 and same(now[:4], values()[name][:4])
     else:
         assert same(now, values()[name])
 
@@ -307,12 +299,6 @@ def test_plain_values_read_back_by_pickle_itself(value: Any) -> None:
     assert storages == [] and same(pickle.loads(data), value)
 
 
-@settings(max_examples=50, deadline=None)
-@given(plain)
-def test_writing_is_the_same_every_time(value: Any) -> None:
-    assert write_graph(value)[0] == write_graph(value)[0]
-
-
 def test_new_trees_are_what_torch_makes_of_them(tmp_path: Path) -> None:
     storage, empty = new_storage("float32", 6), new_storage("bfloat16", 0)
     root = {
@@ -326,7 +312,7 @@ def test_new_trees_are_what_torch_makes_of_them(tmp_path: Path) -> None:
     with open(tmp_path / "x.pt", "r+b") as file:
         file.seek(archive.offsets[storage])
         file.write(payload)
-    archive.finish({storage: _crc(payload)})
+    archive.finish({storage: zlib.crc32(payload)})
     assert (tmp_path / "x.pt").stat().st_size == archive.nbytes
     for mmap in (False, True):
         now = torch.load(tmp_path / "x.pt", mmap=mmap)

@@ -128,6 +128,18 @@ BOMBS = {
     "a key of a storage that is long": STORAGE.replace(text("0"), text("0" * 1_000_000)) + b".",
     "no stack at all": b"0" * 1000 + b".",
     "marks without end": b"(" * 300_000,
+    "a string of 2 GiB": b"X\xff\xff\xff\x7fabc.",
+    "bytes of 2**62": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"abc.",
+    "a frame of 2**62": b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"abc.",
+    "a memo of 2**30": b"Nr\x00\x00\x00\x40.",
+    "a memo of 2**31": b"Nr\xff\xff\xff\x7f.",
+    "a byte array of 2**35": b"\x80\x05\x96" + struct.pack("<Q", 1 << 35) + b"abc.",
+    "a missing memo": b"h\x07.",
+    "an empty stack": b".",
+    "no end": b"N",
+    "an unknown opcode": b"\xfe.",
+    "protocol 99": b"\x80\x63N.",
+    "nothing": b"",
 }  # fmt: skip
 
 
@@ -141,6 +153,12 @@ def test_bombs_are_refused_before_they_are_built(tmp_path: Path, name: str, engi
         assert len(str(caught.value)) < 1000 + len(str(tmp_path))
     with bounded(), contextlib.suppress(CheckpointError):
         read_graph(path)
+
+
+def test_a_list_of_lists_without_end_takes_little(tmp_path: Path, engine: bool) -> None:
+    path = archive(tmp_path / "nested.pt", b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".")
+    with bounded(), contextlib.suppress(CheckpointError):
+        read_torch_file(path, foreign="inert")
 
 
 @pytest.mark.parametrize("sharing", [1, 2])
