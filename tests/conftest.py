@@ -48,8 +48,7 @@ settings.load_profile("zeroelastic")
 # in the end none waits for another's long test or makes its fixture again.
 LONG = (
     "test_versions.py",
-    "test_bench_load.py",
-    "test_bench_save.py",
+    "test_bench_load_save.py",
     "test_benchmarks.py",
     "test_docs.py",
     "test_demo.py",

@@ -163,8 +163,3 @@ def cases() -> Iterator[Misuse]:
     for verb in OTHERS:
         yield Misuse(verb, ("--no-such-option",), "--no-such-option")
     yield Misuse("verfy", (), "verfy")
-
-
-def cases_of(verb: str) -> list[Misuse]:
-    """Those of one verb."""
-    return [case for case in cases() if case.verb == verb]

@@ -1,4 +1,4 @@
-"""bench_load on a small model, one system of each kind: what it counts is right, what was saved is loaded; no times."""
+"""bench_load and bench_save on a small model: what they count is right, what was saved is live and loaded; no times."""
 
 from __future__ import annotations
 
@@ -19,27 +19,33 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 """Rows by system and cache: of the first loads, or of later ones."""
 
 SYSTEMS = ("ceiling", "tensors", "elastic-read", "rigid", "mmap", "dcp", "universal", "stock", "same")
+SAVE_SYSTEMS = {"plain", "reserved", "file", "file-digests", "torch", "elastic", "rigid", "stock", "dcp"}
 OURS = {"elastic-read", "rigid", "same"}
 LONG = {"mmap", "universal-convert", "universal-load", "universal"}
 
 pytestmark = pytest.mark.skipif(not describe_build("native").usable, reason="the benchmarks need the native engine")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoints")
+def measured(factory: pytest.TempPathFactory, name: str, *arguments: str) -> dict[str, Any]:
+    """What a benchmark writes of a run of one repeat; its page is ``text``."""
 
     def measure(out: Path) -> None:
-        places = ("--out", str(out), "--directory", str(directory))
-        done = run_benchmark("bench_load.py", "--small", "--repeats", "1", "--systems", *SYSTEMS, *places)
+        places = ("--out", str(out), "--directory", str(factory.mktemp("checkpoints")))
+        done = run_benchmark(f"bench_{name}.py", "--small", "--repeats", "1", *arguments, *places)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    return made_once(tmp_path_factory, "bench_load", measure)
+    out = made_once(factory, f"bench_{name}", measure)
+    return json.loads((out / f"{name}.json").read_text()) | {"text": (out / f"{name}.md").read_text()}
 
 
 @pytest.fixture(scope="module")
-def document(results: Path) -> dict[str, Any]:
-    return json.loads((results / "load.json").read_text())
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return measured(tmp_path_factory, "load", "--systems", *SYSTEMS)
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return measured(tmp_path_factory, "save")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +112,29 @@ def test_files_opened(rows: Rows, cache: str) -> None:
     assert found["universal-load"] > 100
 
 
-def test_the_results_are_written(results: Path, rows: Rows) -> None:
-    text = (results / "load.md").read_text()
-    assert text.count("\n| ") >= len(rows)
-    assert "**NO**" not in text
+def test_the_results_are_written(document: dict[str, Any], rows: Rows, saves: dict[str, Any]) -> None:
+    assert document["text"].count("\n| ") >= len(rows) and "**NO**" not in document["text"] + saves["text"]
+    assert saves["text"].count("| yes |") == 4 * len(SAVE_SYSTEMS) - 2
+
+
+def test_every_system_saves_the_live_state(saves: dict[str, Any]) -> None:
+    rows = {(row["system"], row["durable"], row["first"]): row for row in saves["rows"]}
+    assert set(rows) == {
+        (system, durable, first)
+        for system in SAVE_SYSTEMS
+        for durable in (False, True)
+        for first in (True, False)
+        if first or system != "dcp"
+    }
+    assert [sample for sample in saves["samples"] if sample["wrong"]] == []
+    assert all(row["verified"] for row in rows.values())
+
+
+def test_nothing_is_written_twice(saves: dict[str, Any]) -> None:
+    """Files hold the state once, and ours are no larger than stock's by more than their tables."""
+    written = {row["system"]: row["written"] for row in saves["rows"]}
+    for system in SAVE_SYSTEMS - {"dcp"}:
+        assert 1.0 <= written[system] < 1.02, system
+    for sample in saves["samples"]:
+        if sample["system"] in ("file", "file-digests", "elastic"):
+            assert sample["cost"]["written_bytes"] < 1.05 * saves["state"]["state_bytes"] / saves["ranks"] + (1 << 20)
