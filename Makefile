@@ -316,7 +316,7 @@ GPU_OUT ?= benchmarks/results/gpu
 gpu-check:
 	tools/gpu_check.sh --out $(GPU_OUT) $(ARGS)
 
-# The figures of the README and the pages, from the raw results; tests/project/test_figures.py compares.
+# The figures of the README and the pages, from the raw results; tests/project/test_pages.py compares.
 figures: $(STAMP)
 	$(PY) benchmarks/figures.py
 

@@ -54,7 +54,7 @@ LONG = (
     "test_demo.py",
     "test_elastic_cluster.py",
     "test_lifecycle.py",
-    "test_crash_memory.py",
+    "test_crash_campaigns.py",
     "test_native_executor.py",
 )
 

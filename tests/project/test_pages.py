@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from documentation import anchors
+from front_ends.commands import FRONT_ENDS
+from front_ends.run import table
 from places import ROOT
 
 from zeroelastic import errors
 from zeroelastic.cli.app import VERBS
 
 sys.path.insert(0, str(ROOT / "docs/tools"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 import drawings
+import figures
 import reference
 import stage
 
@@ -139,3 +145,55 @@ def test_the_beginning_of_a_page_describes_it() -> None:
     text = '# Title\n\n![a](b.svg)\n\n```text\nx\n```\n\nSays **what** it [is](c.md): "short".\n\nMore.\n'
     assert stage.description(text) == "Says what it is: 'short'."
     assert len(stage.description("word " * 100)) <= 204
+
+
+# ---- figures and results of front ends ----
+
+
+@pytest.mark.parametrize("page", figures.TEMPLATES)
+def test_a_page_says_what_the_results_say(page: str) -> None:
+    """After a measurement: ``make figures``."""
+    text = (ROOT / page).read_text()
+    assert figures.written(text, figures.TEMPLATES[page], figures.figures()) == text
+
+
+def test_a_figure_that_no_result_has_is_found() -> None:
+    values = {"a": "1.2", "b": "**0.47**"}
+    page = "Of two, one takes 1.3 s\nand the other **0.47** of it."
+    template = "one takes {a} s and the other {b} of it."
+    assert figures.written(page, (template,), values) == page.replace("1.3", "1.2")
+    for other in ("another takes {a} s", "{a}"):  # in no place, and in two
+        with pytest.raises(ValueError, match="places look like"):
+            figures.written(page, (other,), values)
+
+
+def test_every_figure_is_used() -> None:
+    used = {name for templates in figures.TEMPLATES.values() for line in templates for name in figures.names_in(line)}
+    assert used == figures.figures().keys()
+
+
+FRONT_END_RESULTS = ROOT / "benchmarks/results/front_ends.json"
+FRONT_ENDS_PAGE = (ROOT / "docs/guides/front-ends.md").read_text()
+FOUND = json.loads(FRONT_END_RESULTS.read_text())["results"]
+
+
+def test_the_table_is_that_of_the_raw_output() -> None:
+    """After `make front-ends`: put benchmarks/results/front_ends.md into the page."""
+    assert table(FOUND) == FRONT_END_RESULTS.with_suffix(".md").read_text()
+    assert table(FOUND) in FRONT_ENDS_PAGE
+
+
+@pytest.mark.parametrize("one", FOUND, ids=lambda one: f"{one['front_end']} {one['stage']}")
+def test_each_run_is_the_uninterrupted_one(one: dict[str, Any]) -> None:
+    whole, *resumed = one["runs"]
+    assert [run["ranks"] for run in resumed] == [3, 1] and one["same"]
+    for run in resumed:
+        for step in range(run["resumed_at"] + 1, 13):
+            assert run["samples"][str(step)] == whole["samples"][str(step)]
+            assert len(run["samples"][str(step)]) == 6
+            assert abs(run["losses"][str(step)] - whole["losses"][str(step)]) <= 0.01
+        assert any("active by ZEROELASTIC=1" in line for line in run["said"])
+
+
+def test_every_front_end_has_results_at_both_stages() -> None:
+    assert {(one["front_end"], one["stage"]) for one in FOUND} == {(name, at) for name in FRONT_ENDS for at in (3, 2)}

@@ -1,4 +1,4 @@
-"""A few rounds of the kill campaign of benchmarks/crash_memory.py, whose full run is committed with its results."""
+"""A few rounds of the kill campaigns of benchmarks/crash_*.py, whose full runs are committed with their results."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
+from zeroelastic.testing import RankPool
+
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from crash_memory import Campaign
+from crash_training import campaign
 from report import words_of_lines
 
 
@@ -58,7 +61,7 @@ def test_a_node_that_is_late_at_the_rendezvous_costs_no_step(tmp_path: Path, mon
     assert found in [state for number, state in words_of_lines(tmp_path / "steps") if number == step]
 
 
-def test_the_committed_campaign_has_so_many_kills() -> None:
+def test_the_committed_campaign_of_memory_has_so_many_kills() -> None:
     result = json.loads((ROOT / "benchmarks/results/crash_memory.json").read_text())
     outcomes = result["outcomes"]
     assert result["kills"] >= 200 and result["files_left_in_memory"] == 0
@@ -66,3 +69,21 @@ def test_the_committed_campaign_has_so_many_kills() -> None:
     assert min(outcomes[f"killed during the {phase}"] for phase in ("copy", "exchange", "swap")) >= 25
     assert {(job["kind"], job["stage"]) for job in result["jobs"]} == {("copies", 3), ("parity", 2)}
     assert not [what for what in outcomes if what.endswith("steps lost, from memory") and what[0] not in "01"]
+
+
+def test_a_killed_training_job_resumes_at_another_size_from_a_whole_checkpoint(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    result = campaign(tmp_path, rank_pool, kills=4, seed=3, stage=3)
+    outcomes = result["outcomes"]
+    assert isinstance(outcomes, dict) and outcomes["killed while saving"] >= 1
+    assert outcomes["resumed on 2 ranks"] + outcomes["resumed on 3 ranks"] >= 2
+
+
+@pytest.mark.parametrize(("name", "kills"), [("crash_training", 200), ("crash_training_stage2", 60)])
+def test_the_committed_campaign_has_so_many_kills(name: str, kills: int) -> None:
+    result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    outcomes = result["outcomes"]
+    assert result["kills"] >= kills and outcomes["killed while saving"] >= kills // 2
+    resumed = sum(outcomes.get(f"resumed on {size} ranks", 0) for size in (2, 3))
+    assert resumed + outcomes.get("no save yet", 0) == result["kills"]
