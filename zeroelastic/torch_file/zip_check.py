@@ -174,13 +174,13 @@ def _usual_payloads(window: _Window, directory: Directory, rows: Int64Array, fol
 def _is_padding(data: bytes, at: Int64Array, nbytes: Int64Array) -> npt.NDArray[np.bool_]:
     """Whether an extra area of so many bytes at each place has nothing in it but what aligns the payload."""
     fields = gather(data, at, FIELD.size).view(EXTRA_FIELD)
-    content = gather(data, at + FIELD.size, _ALIGNMENT).view(np.uint8).reshape(len(at), _ALIGNMENT)
-    behind = np.arange(_ALIGNMENT) >= (nbytes - FIELD.size)[:, np.newaxis]
-    is_filled = ((content == ord("Z")) | behind).all(axis=1)
-    is_field = (fields["kind"] == PADDING) & (fields["nbytes"] == nbytes - FIELD.size)
-    is_field &= is_filled & (nbytes <= FIELD.size + _ALIGNMENT)
-    is_padding: npt.NDArray[np.bool_] = is_field | (nbytes == 0)
-    return is_padding
+    content = nbytes - FIELD.size
+    is_padding: npt.NDArray[np.bool_] = (fields["kind"] == PADDING) & (fields["nbytes"] == content)
+    is_padding &= (content >= 0) & (content <= _ALIGNMENT)
+    for length in set(content[is_padding].tolist()) - {0}:
+        rows = np.flatnonzero(is_padding & (content == length))
+        is_padding[rows] = gather(data, at[rows] + FIELD.size, length).view(f"S{length}") == b"Z" * length
+    return is_padding | (nbytes == 0)
 
 
 def _payload(window: _Window, entry: Entry, following: int) -> tuple[int, int, bool]:

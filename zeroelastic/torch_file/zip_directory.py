@@ -53,6 +53,7 @@ _ENTRY = np.dtype([
 ])  # fmt: skip
 _LENGTHS = struct.Struct("<HHH")  # of the name, the extra area and the comment
 _LENGTHS_AT = 28
+_SAME = 16  # entries of one length in turn, behind which more are likely
 _END64_VERSIONS = ((0x031E, 45), (45, 45))
 _MAX_DIRECTORY = 1 << 31
 _MAX_OFFSET = 1 << 61  # what int64 holds with as much again
@@ -122,11 +123,10 @@ class Directory:
         self.digest = hashlib.sha256(data).hexdigest()
         at = _starts(data, nbytes)
         heads = gather(data, at, ENTRY.size).view(_ENTRY)
-        if (heads["mark"] != ENTRY_MARK).any():
-            raise ZipError("its directory cannot be read")
         names, name_bytes = at + ENTRY.size, heads["name_bytes"].astype(np.int64)
-        sizes, is_right = _sizes(data, heads, names + name_bytes)
-        folder = data[ENTRY.size :][: name_bytes[0]].partition(b"/")[0] if len(at) else b""
+        ends = names + name_bytes
+        sizes, is_right = _sizes(data, heads, ends)
+        folder = data[ENTRY.size : ENTRY.size + name_bytes[0]].partition(b"/")[0] if len(at) else b""
         self.folder = folder.decode("utf-8", "replace")
         self._prefix = folder + b"/" + _DATA.encode()
         number = _numbers_at(data, names, self._prefix, np.where(is_right, name_bytes - len(self._prefix), 0))
@@ -136,7 +136,7 @@ class Directory:
         self.flags, self.when, self.crc32 = (heads[field][rows] for field in ("flags", "when", "crc32"))
         self.at = at[rows] + offset
         others = rows[len(self.number) :].tolist()
-        self._others = [(data[names[row] :][: name_bytes[row]], int(heads["method"][row])) for row in others]
+        self._others = [(data[names[row] : ends[row]], int(heads["method"][row])) for row in others]
         self._payload = np.full(len(self.number), -1, dtype=np.int64)
         self.twice: str | None = None
         for row in np.flatnonzero(self.number[1:] == self.number[:-1]).tolist():
@@ -328,16 +328,32 @@ def _directory_place(read: ReadAt, size: int, faults: list[Fault]) -> tuple[int,
 
 
 def _starts(data: bytes, end: int) -> Int64Array:
-    """Where each entry begins."""
-    starts: list[int] = []
-    at, unpack, head = 0, _LENGTHS.unpack_from, ENTRY.size
-    while at + head <= end:
-        starts.append(at)
-        name_bytes, extra_bytes, comment_bytes = unpack(data, at + _LENGTHS_AT)
-        at += head + name_bytes + extra_bytes + comment_bytes
-    if at != end:
-        raise ZipError("its directory cannot be read")
-    return np.array(starts, dtype=np.int64)
+    """Where each entry begins. Entries of one length, of which torch.save writes thousands, are found at once."""
+    runs: list[Int64Array] = []
+    singles: list[int] = []
+    at, last, same = 0, (0, 0, 0), 0
+    while at < end:
+        if at + ENTRY.size > end or data[at : at + 4] != ENTRY_MARK:
+            raise ZipError("its directory cannot be read")
+        lengths = _LENGTHS.unpack_from(data, at + _LENGTHS_AT)
+        same, last = same + 1 if lengths == last else 0, lengths
+        nbytes = ENTRY.size + sum(lengths)
+        if at + nbytes > end:
+            raise ZipError("its directory cannot be read")
+        count = 1
+        if same == _SAME:
+            same = 0
+            heads = np.ndarray(((end - at) // nbytes,), _ENTRY, data, at, (nbytes,))
+            differs = heads["mark"] != heads["mark"][0]
+            for field, length in zip(("name_bytes", "extra_bytes", "comment_bytes"), lengths, strict=True):
+                differs |= heads[field] != length
+            count = int(differs.argmax()) if differs.any() else len(heads)
+            runs += [np.array(singles, dtype=np.int64), at + nbytes * np.arange(count)]
+            singles = []
+        else:
+            singles.append(at)
+        at += nbytes * count
+    return np.concatenate([*runs, np.array(singles, dtype=np.int64)])
 
 
 def _sizes(
@@ -374,14 +390,16 @@ def gather(data: bytes, at: Int64Array, nbytes: int) -> npt.NDArray[np.void]:
 def _numbers_at(data: bytes, at: Int64Array, prefix: bytes, digits: Int64Array) -> Int64Array:
     """The number of so many digits that stands behind ``prefix`` at each place of ``data``; -1 where there is none."""
     numbers = np.full(len(at), -1, dtype=np.int64)
-    wanted = np.frombuffer(prefix, dtype=np.uint8)
-    for count in range(1, _MAX_DIGITS + 1):
-        chosen = np.flatnonzero(digits == count)
-        if not len(chosen):
-            continue
-        characters = gather(data, at[chosen], len(prefix) + count).view(np.uint8).reshape(len(chosen), -1)
-        values = characters[:, len(prefix) :].astype(np.int64) - ord("0")
-        good = (characters[:, : len(prefix)] == wanted).all(axis=1) & ((values >= 0) & (values <= 9)).all(axis=1)
-        good &= (values[:, 0] > 0) | (count == 1)
-        numbers[chosen[good]] = values[good] @ 10 ** np.arange(count - 1, -1, -1)
+    chosen = np.flatnonzero((digits > 0) & (digits <= _MAX_DIGITS))
+    chosen = chosen[gather(data, at[chosen], len(prefix)).view(f"S{len(prefix)}") == prefix]
+    for count in set(digits[chosen].tolist()):
+        rows = chosen[digits[chosen] == count]
+        characters = gather(data, at[rows] + len(prefix), count).view(np.uint8).reshape(len(rows), count)
+        good = (characters[:, 0] != ord("0")) | (count == 1)
+        values = np.zeros(len(rows), dtype=np.int64)
+        for column in characters.T:
+            digit = column - np.uint8(ord("0"))  # larger where it is none
+            good &= digit <= 9
+            values = values * 10 + digit
+        numbers[rows[good]] = values[good]
     return numbers
