@@ -10,8 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import zip_check
+from zeroelastic.torch_file.image import ImageBlocks
 from zeroelastic.torch_file.zip_check import ZipRecord, read_zip_records
 from zeroelastic.verbs.verify.findings import full_report
 from zeroelastic.verbs.verify.payload_scan import combine, file_rows, scan_ranks
@@ -291,10 +292,9 @@ def test_a_flipped_bit_of_a_modules_buffer_is_found(tag_dir: Path) -> None:
     assert problem.file == path.name and "no parameter or optimizer state" in problem.sentence
 
 
-def opened_as(content: bytearray) -> Callable[[Path], SimpleNamespace]:
+def opened_as(content: bytearray) -> Callable[[Path], AbstractContextManager[ImageBlocks]]:
     """What opens any file with this content."""
-    file = SimpleNamespace(read=lambda offset, nbytes: bytes(content[offset : offset + nbytes]), close=lambda: None)
-    return lambda path: file
+    return lambda path: nullcontext(ImageBlocks(np.frombuffer(content, dtype=np.uint8)))
 
 
 @pytest.mark.extended
@@ -303,7 +303,7 @@ def test_any_bit_of_an_archive_that_is_not_payload_matters(tmp_path: Path, monke
     torch.save({"a": torch.arange(5), "b": torch.empty(0), "c": torch.ones(3, dtype=torch.bfloat16)}, path)
     data = path.read_bytes()
     found = read_zip_records(path, len(data))
-    assert not found.faults and found.folder == "small"
+    assert not found.faults and found.directory.folder == "small"
     payload = {at for record in found for at in range(record.offset, record.offset + record.nbytes)}
     damaged = bytearray(data)
     monkeypatch.setattr(zip_check, "LocalFile", opened_as(damaged))
