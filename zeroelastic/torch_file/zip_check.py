@@ -180,7 +180,8 @@ def _is_padding(data: bytes, at: Int64Array, nbytes: Int64Array) -> npt.NDArray[
     for length in set(content[is_padding].tolist()) - {0}:
         rows = np.flatnonzero(is_padding & (content == length))
         is_padding[rows] = gather(data, at[rows] + FIELD.size, length).view(f"S{length}") == b"Z" * length
-    return is_padding | (nbytes == 0)
+    is_padding |= nbytes == 0
+    return is_padding
 
 
 def _payload(window: _Window, entry: Entry, following: int) -> tuple[int, int, bool]:
