@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lifecycle.rank import use_node
 from training import Job, build_engine, look, train_step
 
 import zeroelastic
@@ -30,8 +31,6 @@ from zeroelastic.deepspeed.engine_state import changing, state_of
 from zeroelastic.distributed.peers import JoinedPeers
 from zeroelastic.elastic import ElasticDistributedSampler, preemption, resume
 from zeroelastic.elastic.attempts import ATTEMPTS_NAME
-from zeroelastic.elastic.memory import checkpoints
-from zeroelastic.elastic.memory.place import Place
 from zeroelastic.elastic.position import KEY, generators_of, pack_position
 from zeroelastic.elastic.resize.job import Job as ResizeJob
 from zeroelastic.elastic.resize.roster import World
@@ -169,16 +168,9 @@ def said_in_logs() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def use_node(shared: Path) -> None:
-    place = Place(path=shared / f"node{dist.get_rank()}", node=f"node{dist.get_rank()}")
-    Place.of_this_job = staticmethod(lambda *args, **kwargs: place)  # type: ignore[method-assign, assignment]
-    Place.create = lambda self: self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # type: ignore[method-assign, assignment]
-    checkpoints.start_reaper = lambda *args: None  # type: ignore[assignment]
-
-
 def begun(job: Job, directory: Path, shared: Path, save: tuple[int, ...]) -> Run:
     """A run of three steps, which saves after some, and in memory after each where the options say so."""
-    use_node(shared)
+    use_node(shared / f"node{dist.get_rank()}")
     run = Run(build_engine(job), directory, shared)
     with preemption(run.engine, directory, data=run.data) as stop:
         for step in range(3):
@@ -306,7 +298,7 @@ def fail_everywhere(
     """
     job = replace(way.job, stage=stage)
     if earlier:
-        use_node(shared)
+        use_node(shared / f"node{dist.get_rank()}")
         run = Run(build_engine(job.other()), directory, shared)
     else:
         run = begun(job, directory, shared, way.save)

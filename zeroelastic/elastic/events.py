@@ -102,7 +102,7 @@ class Events:
         self._formed_at = formed_at
         self._before: int | None = None
         self._status = StatusLine() if status and self._rank == 0 else None
-        self._state = Status(world_size=self._world_size, restart=_environment_number("TORCHELASTIC_RESTART_COUNT"))
+        self._state = Status(world_size=self._world_size, restart=restart_count())
         if self._rank == 0 and self._path is not None:
             self._before = _last_step(self._path)
             self._write(self._start())
@@ -221,7 +221,7 @@ class Events:
             host=socket.gethostname(),
             pid=os.getpid(),
             job=os.environ.get("TORCHELASTIC_RUN_ID"),
-            restart=_environment_number("TORCHELASTIC_RESTART_COUNT"),
+            restart=restart_count(),
             process_seconds=age,
             import_seconds=min(time.monotonic() - _IMPORTED, age),  # in place they were done before it began
             in_place=since is not None,
@@ -328,6 +328,11 @@ def _process_seconds() -> float:
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rsplit(b")", 1)[1].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def restart_count() -> int | None:
+    """How often torchrun has restarted this job; None without torchrun."""
+    return _environment_number("TORCHELASTIC_RESTART_COUNT")
 
 
 def _environment_number(variable: str) -> int | None:

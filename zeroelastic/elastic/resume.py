@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank, broadcast
 from zeroelastic.elastic.attempts import Attempts
+from zeroelastic.elastic.events import restart_count
 from zeroelastic.elastic.position import KEY, Position, unpack_position
 from zeroelastic.errors import CheckpointError, with_remedy
 from zeroelastic.io.paths import FilePath, absolute, as_path
@@ -205,9 +206,3 @@ def _with_branches(engine: Any, tag_dir: FilePath, resumed: Resumed, tags: Seque
     if report is not None:
         report = engine.zeroelastic_report = replace(report, notes=(*added, *report.notes))
     return replace(resumed, notes=(*added, *resumed.notes), report=report)
-
-
-def restart_count() -> int | None:
-    """How often torchrun has restarted this job; None without torchrun."""
-    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return int(text) if text.isdecimal() else None

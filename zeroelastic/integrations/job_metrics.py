@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeroelastic.elastic.events import Events
-from zeroelastic.elastic.resume import Resumed, restart_count
+from zeroelastic.elastic.events import Events, restart_count
+from zeroelastic.elastic.resume import Resumed
 from zeroelastic.monitoring.metrics import metrics_of
 from zeroelastic.monitoring.observers import publish, subscribe
 from zeroelastic.report import Report, ResumeReport, SaveReport, StartReport

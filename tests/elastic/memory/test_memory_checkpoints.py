@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from lifecycle.rank import use_node as use_memory_of
 from torch.distributed.distributed_c10d import _world
 from training import Job, build_engine, gathered, look, train_step
 
@@ -28,11 +29,10 @@ import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.distributed import exchange
 from zeroelastic.elastic import ElasticDistributedSampler, every, preemption, resume
-from zeroelastic.elastic.memory import checkpoints
 from zeroelastic.elastic.memory import resume as memory_resume
 from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
 from zeroelastic.elastic.memory.memory_file import MemoryFile
-from zeroelastic.elastic.memory.place import Place, RunPlace
+from zeroelastic.elastic.memory.place import RunPlace
 from zeroelastic.errors import ConfigError
 from zeroelastic.io.paths import as_path
 from zeroelastic.report import MemoryReport
@@ -64,17 +64,9 @@ def shared() -> Iterator[Path]:
         yield Path(directory)
 
 
-def make_private(place: Place) -> None:
-    for directory in (place.path.parent, place.path):
-        directory.mkdir(0o700, exist_ok=True)
-
-
 def use_node(shared: Path, number: int) -> None:
     """Let this rank be on a node."""
-    place = Place(path=shared / f"node{number}", node=f"node{number}")
-    Place.of_this_job = staticmethod(lambda *args, **kwargs: place)  # type: ignore[method-assign, assignment]
-    Place.create = make_private  # type: ignore[method-assign]
-    checkpoints.start_reaper = lambda place: None  # type: ignore[assignment]
+    use_memory_of(shared / f"node{number}")
     exchange.ROUND_BYTES, exchange._LEAST_BYTES = 5000, 1000  # a file takes several messages, and ends within one
 
 
