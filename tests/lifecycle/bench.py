@@ -174,7 +174,7 @@ class Bench:
 
     def _build(self, salt: int) -> dict[str, Any]:
         """How an engine is built. Sub-groups are cut in one of several ways."""
-        return {"stage": self.stage, "sub_group_size": 30 + 10 * (salt % 4), "seed": salt, "precision": self.precision}
+        return {"stage": self.stage, "sub_group_size": 150 + 50 * (salt % 4), "seed": salt, "precision": self.precision}
 
     def _live(self, job: str) -> Live:
         if job not in self.live:

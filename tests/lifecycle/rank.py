@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from training import VOCABULARY, Job, build_engine
 
 BATCH = 6  # divisible by 1, 2 and 3
 LENGTH = 6000
-WIDTHS = {"G": 11, "D": 5}
-"""The networks that jobs train: two engines of one process have different ones."""
+EXTRA = {"G": "", "D": "more"}
+"""What the networks have in addition that jobs train: two engines of one process have different ones."""
 _EVENTS = frozenset({"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.listdir", "os.scandir"})
 _CODE = (".py", ".pyc", ".so")
 
@@ -90,24 +91,6 @@ def hold(gate: str) -> None:
         time.sleep(0.002)
 
 
-class Net(torch.nn.Module):
-    """Parameters of fewer elements than ranks, a frozen one, two tied ones and a buffer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(6, width)
-        self.down = torch.nn.Linear(width, 6)
-        self.scale = torch.nn.Parameter(torch.ones(1))
-        self.frozen = torch.nn.Linear(6, 3)
-        self.frozen.requires_grad_(False)
-        self.register_buffer("seen", torch.zeros(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += torch.tensor([1.0, 0.25], dtype=self.seen.dtype)
-        y = self.down(torch.tanh(self.up(x))) * self.scale + self.frozen(x).sum(-1, keepdim=True)
-        return (y.float() - x.float().roll(1, -1)).square().mean()
-
-
 @dataclass
 class Trained:
     """An engine, and its position in the data."""
@@ -154,52 +137,9 @@ class Rank:
         self.trained[self.net] = Trained(self._built(**how), ElasticDistributedSampler(range(LENGTH), BATCH, seed=4))
         return self.state()
 
-    def _built(
-        self,
-        *,
-        stage: int,
-        seed: int,
-        precision: str,
-        elastic: bool,
-        sub_group_size: int,
-        options: dict[str, Any],
-        batch: int = BATCH,
-    ) -> Any:
-        import deepspeed
-        from training import allow_fp16_on_cpu, wait_for_every_gather
-
-        import zeroelastic
-
-        zeroelastic.install()
-        wait_for_every_gather()
-        torch.manual_seed(seed)
-        config: dict[str, Any] = {
-            "train_batch_size": batch,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {
-                "stage": stage,
-                "elastic_checkpoint": elastic,
-                "sub_group_size": sub_group_size,
-                "stage3_param_persistence_threshold": 4,
-            },
-            "zeroelastic": {"verify": "full", "save_timeout_s": 40.0, **options},
-        }
-        if precision == "fp16":
-            allow_fp16_on_cpu()
-            config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8}
-        else:
-            config["bf16"] = {"enabled": True}
-        model = Net(WIDTHS[self.net])
-        trained = [param for param in model.parameters() if param.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0, "lr": 3e-3},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=schedule)
-        return engine
+    def _built(self, *, seed: int, options: dict[str, Any], batch: int = BATCH, **how: Any) -> Any:
+        options = {"verify": "full", "save_timeout_s": 40.0, **options}
+        return build_engine(Job(extra=EXTRA[self.net], perturb=seed / 1000, batch=batch, options=options, **how))
 
     def state(self) -> dict[str, Any]:
         """What is compared after every action: the whole training state as one hash, and where this process is."""
@@ -222,12 +162,13 @@ class Rank:
         for _ in range(steps):
             engine = self.engine
             generator = torch.Generator().manual_seed(1000003 * salt + engine.global_steps)
-            self._step(torch.randn(BATCH, 6, generator=generator).chunk(dist.get_world_size())[dist.get_rank()])
+            tokens = torch.randint(0, VOCABULARY, (BATCH, 5), generator=generator)
+            self._step(tokens.chunk(dist.get_world_size())[dist.get_rank()])
 
     def _step(self, mine: torch.Tensor) -> None:
         engine = self.engine
         before = engine.global_steps
-        engine.backward(engine(mine.to(torch.float16 if engine.fp16_enabled() else torch.bfloat16)))
+        engine.backward(engine(mine, mine.roll(1, 1)))
         engine.step()
         assert engine.global_steps == before + 1
 
@@ -390,7 +331,7 @@ class Rank:
         size = BATCH // dist.get_world_size()
         while True:
             for numbers in DataLoader(range(LENGTH), batch_size=size, sampler=self.data, num_workers=workers):  # type: ignore[arg-type]
-                yield torch.sin(numbers.unsqueeze(1) * torch.arange(1.0, 7.0) + salt)
+                yield (numbers.unsqueeze(1) * torch.arange(1, 6) + salt) % VOCABULARY
 
     def _note(self, journal: str, what: str, *, ahead: int = 0, **more: Any) -> None:
         """Write a line: what has happened, and the state; the position is ``ahead`` samples later."""

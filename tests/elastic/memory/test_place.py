@@ -63,8 +63,8 @@ def torchrun(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[st
     (tmp_path / "wrapper.sh").write_text(f'#!/bin/sh\n{sys.executable} "$@"\nexit $?\n')
     (tmp_path / "wrapper.sh").chmod(0o755)
 
-    def start(*arguments: str, name: str = "job", wrapped: bool = False) -> tuple[subprocess.Popen[str], Path]:
-        out = tmp_path / name
+    def start(*arguments: str, wrapped: bool = False) -> tuple[subprocess.Popen[str], Path]:
+        out = tmp_path / "job"
         out.mkdir()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         command += ["--max-restarts", "1", "--monitor-interval", "0.1"]
@@ -114,18 +114,6 @@ def test_a_wrapper_around_each_worker_makes_no_other_node(torchrun: Any) -> None
     assert [path, node] == other[:2] and job.pid != parent != other[3]
     assert str(job.pid) in node
     job.wait(LIMIT_S)
-
-
-@pytest.mark.extended
-def test_two_jobs_at_once_do_not_meet(torchrun: Any) -> None:
-    (first, one), (second, two) = torchrun("wait"), torchrun("0", name="other")
-    mine, other = report(one, 1, 0), report(two, 1, 0)
-    assert mine[0] != other[0] and mine[1] != other[1]
-    second.wait(LIMIT_S)
-    until(lambda: not Path(other[0]).exists(), "the reaper removes the directory")
-    assert Path(mine[0]).is_dir()
-    first.terminate()
-    first.wait(LIMIT_S)
 
 
 def test_a_process_that_nobody_launched_is_its_own_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
