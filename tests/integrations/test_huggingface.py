@@ -35,7 +35,7 @@ from warm_python import executable
 
 import zeroelastic
 from zeroelastic import ConfigError, StrictError, UsageError
-from zeroelastic.deepspeed.load.preflight import check_batch
+from zeroelastic.deepspeed.load.report import check_batch
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.job_log.event_log import read_events
 from zeroelastic.job_log.timeline import make_timeline
