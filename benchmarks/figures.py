@@ -1,7 +1,7 @@
 """The figures in the pages, from the raw results: ``python benchmarks/figures.py`` writes them into the pages.
 
 A sentence or table row of a page stands here as a template, with the name of a figure where the page has its value;
-line breaks do not matter. tests/project/test_figures.py compares, so a page never says what no result says.
+line breaks do not matter. tests/project/test_pages.py compares, so a page never says what no result says.
 """
 
 from __future__ import annotations
