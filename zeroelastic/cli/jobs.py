@@ -207,8 +207,7 @@ def timeline(
     found = document(_document(made, log.num_torn, plot), ok=True)
     write_report(html, "timeline", lambda: found, force=force)
     if prometheus:
-        from zeroelastic.monitoring.job_metrics import job_samples
-        from zeroelastic.monitoring.prometheus import prometheus_text
+        from zeroelastic.monitoring.prometheus import job_samples, prometheus_text
 
         typer.echo(prometheus_text(job_samples(made)), nl=False)
     elif as_json:

@@ -26,6 +26,9 @@ from zeroelastic.job_log.event_log import (
 E = TypeVar("E")
 How = Literal["cold", "in place"]
 
+PHASES = ("noticing", "rendezvous", "imports", "engine", "load", "first_step")
+"""The phases of a restart, in their order: fields of a ``RestartCost``."""
+
 
 @dataclass(frozen=True, slots=True)
 class RestartCost:
@@ -50,7 +53,7 @@ class RestartCost:
     @property
     def total(self) -> float:
         """The sum of all phases."""
-        return (self.noticing or 0.0) + sum((self.rendezvous, self.imports, self.engine, self.load, self.first_step))
+        return sum(getattr(self, phase) or 0.0 for phase in PHASES)
 
     @property
     def our_share(self) -> float:

@@ -5,8 +5,7 @@ docs/guides/monitoring.md has this table; ``metrics_table`` writes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zeroelastic.report import MemoryReport, Report, ResizeReport, ResumeReport, SaveReport
 
@@ -15,130 +14,90 @@ PREFIX = "zeroelastic/"
 Kind = Literal["counter", "gauge"]
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One metric. ``tracker`` is its name in a tracker without ``PREFIX``, ``prometheus`` its name for Prometheus.
+class Metric(NamedTuple):
+    """One metric: its name in a ``tracker`` without ``PREFIX``, and its ``suffix`` for Prometheus after "zeroelastic_".
 
-    Either is None where the metric makes no sense there. ``job``: it is also in ``zeroelastic timeline --prometheus``.
+    Either is None where the metric makes no sense there. ``file``: it is in the file that rank 0 keeps; ``job``: it is
+    in ``zeroelastic timeline --prometheus``.
     """
 
     tracker: str | None
-    prometheus: str | None
-    kind: Kind
+    suffix: str | None
     unit: str
     help: str
     file: bool = True
     job: bool = False
 
+    @property
+    def prometheus(self) -> str | None:
+        """Its name for Prometheus."""
+        return None if self.suffix is None else f"zeroelastic_{self.suffix}"
+
+    @property
+    def kind(self) -> Kind:
+        """A counter's name ends in "_total", as Prometheus expects."""
+        return "counter" if self.suffix is not None and self.suffix.endswith("_total") else "gauge"
+
 
 METRICS = (
-    Metric(None, "zeroelastic_saves_total", "counter", "saves", "Committed saves.", job=True),
+    Metric(None, "saves_total", "saves", "Committed saves.", job=True),
     Metric(
-        "save/stall_s",
-        "zeroelastic_save_stall_seconds_total",
-        "counter",
-        "seconds",
-        "Time that the training loop waited for saves.",
-        job=True,
+        "save/stall_s", "save_stall_seconds_total", "seconds", "Time that the training loop waited for saves.", job=True
     ),
-    Metric(
-        "save/seconds",
-        "zeroelastic_save_seconds_total",
-        "counter",
-        "seconds",
-        "Time from the call of save_checkpoint to the commit.",
-    ),
-    Metric(
-        "save/bytes",
-        "zeroelastic_save_bytes_total",
-        "counter",
-        "bytes",
-        "Size of the saved files of all ranks.",
-        job=True,
-    ),
-    Metric("save/bytes_per_s", None, "gauge", "bytes per second", "Bytes of a save by the seconds that it took."),
-    Metric("save/failed", "zeroelastic_save_failures_total", "counter", "saves", "Saves that were not committed."),
-    Metric(
-        "save/removed_tags", "zeroelastic_removed_tags_total", "counter", "tags", 'Older tags that "keep" has removed.'
-    ),
-    Metric(None, "zeroelastic_last_save_step", "gauge", "steps", "Optimizer steps at the last committed save."),
-    Metric(
-        None,
-        "zeroelastic_last_save_timestamp_seconds",
-        "gauge",
-        "seconds since 1970",
-        "When the last save was committed.",
-        job=True,
-    ),
-    Metric(None, "zeroelastic_memory_checkpoints_total", "counter", "checkpoints", "Complete checkpoints in memory."),
+    Metric("save/seconds", "save_seconds_total", "seconds", "Time from the call of save_checkpoint to the commit."),
+    Metric("save/bytes", "save_bytes_total", "bytes", "Size of the saved files of all ranks.", job=True),
+    Metric("save/bytes_per_s", None, "bytes per second", "Bytes of a save by the seconds that it took."),
+    Metric("save/failed", "save_failures_total", "saves", "Saves that were not committed."),
+    Metric("save/removed_tags", "removed_tags_total", "tags", 'Older tags that "keep" has removed.'),
+    Metric(None, "last_save_step", "steps", "Optimizer steps at the last committed save."),
+    Metric(None, "last_save_timestamp_seconds", "seconds since 1970", "When the last save was committed.", job=True),
+    Metric(None, "memory_checkpoints_total", "checkpoints", "Complete checkpoints in memory."),
     Metric(
         "memory/stall_s",
-        "zeroelastic_memory_stall_seconds_total",
-        "counter",
+        "memory_stall_seconds_total",
         "seconds",
         "Time that the training loop waited for checkpoints in memory.",
     ),
-    Metric("memory/seconds", None, "gauge", "seconds", "Time from the begin of one to its end on all nodes."),
-    Metric(
-        "memory/node_bytes", "zeroelastic_memory_node_bytes", "gauge", "bytes", "Shared memory of the fullest node."
-    ),
+    Metric("memory/seconds", None, "seconds", "Time from the begin of one to its end on all nodes."),
+    Metric("memory/node_bytes", "memory_node_bytes", "bytes", "Shared memory of the fullest node."),
     Metric(
         "memory/network_bytes",
-        "zeroelastic_memory_network_bytes_total",
-        "counter",
+        "memory_network_bytes_total",
         "bytes",
         "Bytes that the rank that sends most has sent to other nodes.",
     ),
-    Metric("memory/step", "zeroelastic_memory_step", "gauge", "steps", "Optimizer steps at the last one."),
+    Metric("memory/step", "memory_step", "steps", "Optimizer steps at the last one."),
+    Metric("memory/failed", "memory_failures_total", "checkpoints", "Checkpoints in memory that were not completed."),
+    Metric(None, "loads_total", "loads", "Checkpoints that were loaded."),
+    Metric("load/seconds", "load_seconds_total", "seconds", "Time that loads took.", job=True),
+    Metric("load/bytes", "load_bytes_total", "bytes", "Bytes that all ranks read in loads."),
+    Metric("load/bytes_per_s", None, "bytes per second", "Bytes of a load by the seconds that it took."),
+    Metric("load/from_ranks", "load_from_ranks", "ranks", "Ranks that saved what was loaded last."),
+    Metric("load/to_ranks", "load_to_ranks", "ranks", "Ranks that loaded it."),
     Metric(
-        "memory/failed",
-        "zeroelastic_memory_failures_total",
-        "counter",
-        "checkpoints",
-        "Checkpoints in memory that were not completed.",
-    ),
-    Metric(None, "zeroelastic_loads_total", "counter", "loads", "Checkpoints that were loaded."),
-    Metric("load/seconds", "zeroelastic_load_seconds_total", "counter", "seconds", "Time that loads took.", job=True),
-    Metric("load/bytes", "zeroelastic_load_bytes_total", "counter", "bytes", "Bytes that all ranks read in loads."),
-    Metric("load/bytes_per_s", None, "gauge", "bytes per second", "Bytes of a load by the seconds that it took."),
-    Metric(
-        "load/from_ranks", "zeroelastic_load_from_ranks", "gauge", "ranks", "Ranks that saved what was loaded last."
-    ),
-    Metric("load/to_ranks", "zeroelastic_load_to_ranks", "gauge", "ranks", "Ranks that loaded it."),
-    Metric(
-        None,
-        "zeroelastic_resizes_total",
-        "counter",
-        "changes",
-        "Changes of size in place, with the state from process to process.",
-        job=True,
+        None, "resizes_total", "changes", "Changes of size in place, with the state from process to process.", job=True
     ),
     Metric(
         "resize/seconds",
-        "zeroelastic_resize_seconds_total",
-        "counter",
+        "resize_seconds_total",
         "seconds",
         "Time from the last step of a world to the first of the next.",
     ),
     Metric(
         "resize/bytes_moved",
-        "zeroelastic_resize_bytes_total",
-        "counter",
+        "resize_bytes_total",
         "bytes",
         "State that went to another process, of all ranks.",
         job=True,
     ),
-    Metric("resize/from_ranks", None, "gauge", "ranks", "Ranks before a change of size in place."),
-    Metric("resize/to_ranks", None, "gauge", "ranks", "Ranks after it."),
-    Metric("job/resume_s", "zeroelastic_resume_seconds_total", "counter", "seconds", "Time of resume().", job=True),
-    Metric("job/restarts", "zeroelastic_restarts_total", "counter", "restarts", "Restarts of the job.", job=True),
-    Metric(
-        "job/lost_steps", "zeroelastic_lost_steps_total", "counter", "steps", "Steps that were trained again.", job=True
-    ),
+    Metric("resize/from_ranks", None, "ranks", "Ranks before a change of size in place."),
+    Metric("resize/to_ranks", None, "ranks", "Ranks after it."),
+    Metric("job/resume_s", "resume_seconds_total", "seconds", "Time of resume().", job=True),
+    Metric("job/restarts", "restarts_total", "restarts", "Restarts of the job.", job=True),
+    Metric("job/lost_steps", "lost_steps_total", "steps", "Steps that were trained again.", job=True),
     Metric(
         None,
-        "zeroelastic_restart_seconds_total",
-        "counter",
+        "restart_seconds_total",
         "seconds",
         "Time from the end of a start to the first step of the next, by phase.",
         file=False,
@@ -146,19 +105,17 @@ METRICS = (
     ),
     Metric(
         None,
-        "zeroelastic_resumes_total",
-        "counter",
+        "resumes_total",
         "resumes",
         "Resumes, by tier: in-place, memory, node-local, directory.",
         file=False,
         job=True,
     ),
-    Metric(None, "zeroelastic_ranks", "gauge", "ranks", "Ranks of the last start.", file=False, job=True),
-    Metric(None, "zeroelastic_step", "gauge", "steps", "The last step in the event log.", file=False, job=True),
+    Metric(None, "ranks", "ranks", "Ranks of the last start.", file=False, job=True),
+    Metric(None, "step", "steps", "The last step in the event log.", file=False, job=True),
     Metric(
         None,
-        "zeroelastic_start_timestamp_seconds",
-        "gauge",
+        "start_timestamp_seconds",
         "seconds since 1970",
         "When the job was started for the first time.",
         file=False,

@@ -17,24 +17,9 @@ Observer = Callable[[Report, Any], None]
 """Takes a report and the DeepSpeed engine that it is about."""
 
 
-class _Subscription:
-    """One observer, and whether an exception of it was logged."""
-
-    def __init__(self, observer: Observer) -> None:
-        self.observer, self.has_failed = observer, False
-
-    def notify(self, report: Report, engine: Any) -> None:
-        try:
-            self.observer(report, engine)
-        except Exception:
-            if not self.has_failed:
-                self.has_failed = True
-                logger.warning(
-                    "an observer of saves and loads failed; training goes on: %r", self.observer, exc_info=True
-                )
-
-
-_subscriptions: list[_Subscription] = []
+_observers: dict[object, Observer] = {}
+_failed: set[object] = set()
+"""The keys of observers of which an exception was logged."""
 
 
 def subscribe(observer: Observer) -> Callable[[], None]:
@@ -51,17 +36,22 @@ def subscribe(observer: Observer) -> Callable[[], None]:
 
         stop = subscribe(watch)
     """
-    subscription = _Subscription(observer)
-    _subscriptions.append(subscription)
+    key = object()
+    _observers[key] = observer
 
     def unsubscribe() -> None:
-        if subscription in _subscriptions:
-            _subscriptions.remove(subscription)
+        _observers.pop(key, None)
+        _failed.discard(key)
 
     return unsubscribe
 
 
 def publish(report: Report, engine: Any) -> None:
     """Give a report to every observer. Never raises."""
-    for subscription in tuple(_subscriptions):
-        subscription.notify(report, engine)
+    for key, observer in tuple(_observers.items()):
+        try:
+            observer(report, engine)
+        except Exception:
+            if key not in _failed:
+                _failed.add(key)
+                logger.warning("an observer of saves and loads failed; training goes on: %r", observer, exc_info=True)

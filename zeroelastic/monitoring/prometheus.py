@@ -1,18 +1,21 @@
-"""Metrics in the Prometheus text format (version 0.0.4), and the file that rank 0 keeps for a textfile collector."""
+"""Metrics in the Prometheus text format (version 0.0.4): of a whole job, from the timeline of its event log, and of a
+run, in the file that rank 0 keeps for a textfile collector.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.io.paths import absolute
-from zeroelastic.monitoring.metrics import METRICS, PREFIX, Metric, metrics_of
+from zeroelastic.job_log.timeline import PHASES, Timeline
+from zeroelastic.monitoring.metrics import METRICS, PREFIX, metrics_of
 from zeroelastic.report import MemoryReport, Report, ResizeReport, ResumeReport, SaveReport
 
 _BY_TRACKER = {metric.tracker: metric for metric in METRICS if metric.tracker is not None}
@@ -53,6 +56,36 @@ def _escaped(text: str, *, quoted: bool = False) -> str:
     return text.replace('"', r"\"") if quoted else text
 
 
+def job_samples(timeline: Timeline) -> Iterator[Sample]:
+    """The samples of ``zeroelastic timeline --prometheus``."""
+    starts = timeline.incarnations
+    saves = [save for one in starts for save in one.saves]
+    resumes = [one.resume for one in starts if one.resume is not None]
+    costs = [one.restart for one in starts if one.restart is not None]
+    marks = [(step.time, step.step) for one in starts for step in one.steps]
+    yield Sample("zeroelastic_saves_total", len(saves))
+    yield Sample("zeroelastic_save_stall_seconds_total", sum(save.stalled for save in saves))
+    yield Sample("zeroelastic_save_bytes_total", sum(save.bytes or 0 for save in saves))
+    if saves:
+        yield Sample("zeroelastic_last_save_timestamp_seconds", max(save.time for save in saves))
+    yield Sample("zeroelastic_load_seconds_total", sum(resume.load_seconds or 0.0 for resume in resumes))
+    yield Sample("zeroelastic_resume_seconds_total", sum(resume.seconds for resume in resumes))
+    yield Sample("zeroelastic_restarts_total", sum(not one.start.in_place for one in starts[1:]))
+    yield Sample("zeroelastic_resizes_total", sum(resume.tier == "in-place" for resume in resumes))
+    yield Sample("zeroelastic_resize_bytes_total", sum(resume.moved_bytes or 0 for resume in resumes))
+    yield Sample("zeroelastic_lost_steps_total", timeline.lost_steps)
+    for phase in PHASES:
+        seconds = sum(getattr(cost, phase) or 0.0 for cost in costs)
+        yield Sample("zeroelastic_restart_seconds_total", seconds, {"phase": phase})
+    for tier in sorted({resume.tier for resume in resumes if resume.tier is not None}):
+        number = sum(resume.tier == tier for resume in resumes)
+        yield Sample("zeroelastic_resumes_total", number, {"tier": tier})
+    yield Sample("zeroelastic_ranks", starts[-1].start.world_size)
+    if marks:
+        yield Sample("zeroelastic_step", max(marks)[1])
+    yield Sample("zeroelastic_start_timestamp_seconds", timeline.began)
+
+
 class MetricsFile:
     """An observer that keeps a file of the metrics of this process, for node_exporter's textfile collector.
 
@@ -69,25 +102,22 @@ class MetricsFile:
             for metric in METRICS
             if metric.file and metric.kind == "counter" and metric.prometheus is not None
         }
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __call__(self, report: Report, engine: Any) -> None:
         with self._lock:
             self._add(report)
-            self._write()
+            self.write()
 
     def write(self) -> None:
         """Write the file as it is now. Raises OSError."""
         with self._lock:
-            self._write()
-
-    def _write(self) -> None:
-        text = prometheus_text(Sample(name, value, self._labels) for name, value in self._values.items())
-        write_atomically(self._path, text.encode(), sync=False)
+            text = prometheus_text(Sample(name, value, self._labels) for name, value in self._values.items())
+            write_atomically(self._path, text.encode(), sync=False)
 
     def _add(self, report: Report) -> None:
         for name, value in metrics_of(report).items():
-            metric: Metric = _BY_TRACKER[name.removeprefix(PREFIX)]
+            metric = _BY_TRACKER[name.removeprefix(PREFIX)]
             if metric.prometheus == "zeroelastic_restarts_total":  # it is a count already
                 self._values[metric.prometheus] = value
             elif metric.prometheus is not None:
