@@ -107,13 +107,6 @@ def test_tensor_parallel_ranks_read_for_each_other(rank_pool: RankPool, tmp_path
         assert outcome.report.root_matches and outcome.report.bytes_sent > 0
 
 
-def test_a_directory_that_all_see_is_loaded_as_ever(run: Callable[..., NodeRun]) -> None:
-    saved = run(ELASTIC, (0, 0, 0, 0))
-    report = saved.resume((0, 0, 0))[0].report
-    assert report.root_matches and report.bytes_sent == report.bytes_received == 0
-    assert not any("node-local" in note for note in report.notes)
-
-
 def resume_in_fp32(job: Job, directory: str) -> tuple[Any, Any]:
     """Moments and master weights that are cast on the way, compared by the digests of what was read."""
     engine = build_engine(job)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -203,34 +202,6 @@ def test_what_went_wrong_on_one_rank_is_raised_on_all_by_the_next_call(rank_pool
         assert kind == "SaveError"
         assert f"{tag}" in text and "No space left on device" in text and "zero_pp_rank_1" in text, text
     assert seen == ["good", ["good", "latest"], True, "again"]
-
-
-def die_while_it_is_written(job: Job, directory: str) -> None:
-    from zeroelastic.torch_file import image
-
-    engine = build_engine(job)
-    train_step(engine, 0)
-    engine.save_checkpoint(directory, tag="first")
-    zeroelastic.wait_for_save(engine)
-    write = image.write_past_cache
-
-    def die(*args: Any, **kwargs: Any) -> None:
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(*args, **kwargs)
-
-    image.write_past_cache = die  # type: ignore[assignment]
-    engine.save_checkpoint(directory, tag="second")
-    for step in range(1, 1000):
-        train_step(engine, step)
-
-
-def test_a_kill_while_it_is_written_leaves_the_save_before(rank_pool: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"SIGKILL|-9|killed"):
-        rank_pool.run(die_while_it_is_written, 2, JOB, str(tmp_path), timeout=60)
-    assert latest(tmp_path) == "first" and not (tmp_path / "second").exists()
-    for outcome in rank_pool.run(resume, 3, JOB.other(), str(tmp_path), before=1, after=0):
-        assert outcome.report.root_matches
 
 
 def leave_without_a_word(job: Job, directory: str, decorated: bool) -> tuple[Any, list[str]]:

@@ -305,7 +305,10 @@ def test_node_local_storage_that_all_ranks_see_is_like_any_other(rank_pool: Rank
         "zero_to_torch.py",
     ]
     for outcome in rank_pool.run(resume, 3, job.other(), str(tmp_path)):
-        assert compare_states(saved.state, outcome.state) == [] and outcome.report.root_matches
+        report = outcome.report
+        assert compare_states(saved.state, outcome.state) == [] and report.root_matches
+        assert report.bytes_sent == report.bytes_received == 0
+        assert not any("node-local" in note for note in report.notes)
 
 
 def save_in_many_places(job: Job, directory: str) -> Any:
