@@ -1,4 +1,4 @@
-"""What the tests of exports share: a model with every kind of buffer, and the keys of the JSON output."""
+"""What the tests of exports share: a model with every kind of buffer, comparisons, and the keys of the JSON output."""
 
 from __future__ import annotations
 
@@ -53,3 +53,14 @@ def keys_of(document: Any, prefix: str = "") -> set[str]:
         else:
             found.add(f"{prefix}{key}")
     return found
+
+
+def plain(value: Any) -> Any:
+    """A value of a file such that == compares it, tensors by their bits, shapes and requires_grad."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", str(value.dtype), tuple(value.shape), value.requires_grad, raw(value))
+    if isinstance(value, dict):
+        return (type(value).__name__, [(key, plain(item)) for key, item in value.items()])
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, [plain(item) for item in value])
+    return (type(value).__name__, plain(vars(value))) if hasattr(value, "cur_scale") else value

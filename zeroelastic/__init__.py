@@ -48,7 +48,7 @@ from zeroelastic.report import ResumeReport
 if TYPE_CHECKING:
     from zeroelastic.elastic.resume import resume as resume
     from zeroelastic.verbs.convert.convert import convert as convert
-    from zeroelastic.verbs.convert.export import export as export
+    from zeroelastic.verbs.convert.convert import export as export
     from zeroelastic.verbs.diff.diff import diff as diff
     from zeroelastic.verbs.inspect.inspect import inspect as inspect
     from zeroelastic.verbs.latest import latest as latest
@@ -108,7 +108,7 @@ _IMPORTED_WHEN_USED = {
     "resume": "zeroelastic.elastic.resume",
     "convert": "zeroelastic.verbs.convert.convert",
     "diff": "zeroelastic.verbs.diff.diff",
-    "export": "zeroelastic.verbs.convert.export",
+    "export": "zeroelastic.verbs.convert.convert",
     "inspect": "zeroelastic.verbs.inspect.inspect",
     "latest": "zeroelastic.verbs.latest",
     "ls": "zeroelastic.verbs.ls",

@@ -34,9 +34,9 @@ from zeroelastic.torch_file.graph import read_graph, write_graph
 from zeroelastic.torch_file.header import directory_digest, read_torch_file, walk_refs
 from zeroelastic.torch_file.zip_check import read_zip_records
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal
-from zeroelastic.verbs.convert.model_tensors import model_tensors
 from zeroelastic.verbs.diff.diff import compare_checkpoints
 from zeroelastic.verbs.inspect.inspect import inspect_source
+from zeroelastic.verbs.model_tensors import model_tensors
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 CHECKPOINTS = ("elastic2", "rigid2", "stage2_rank2", "stage1_rank2")

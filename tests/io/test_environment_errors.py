@@ -114,7 +114,7 @@ def test_a_payload_that_cannot_be_read_is_no_damage(sample, monkeypatch, tmp_pat
         )
 
     monkeypatch.setattr("zeroelastic.verbs.verify.payload_scan.scan_segments", fail)
-    monkeypatch.setattr("zeroelastic.verbs.reshard.rank_writer.move_segments", fail)
+    monkeypatch.setattr("zeroelastic.verbs.new_files.move_segments", fail)
     code, stdout, stderr = run(verb, sample, tmp_path / "out")
     assert code == 1 and no_result(stdout) and stderr.startswith("error: ") and "Stale file handle" in stderr
 

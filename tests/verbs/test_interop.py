@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stock_programs import ds_to_universal, merged_by_zero_to_fp32
+from stock_programs import merged_by_zero_to_fp32
 from training import (
     LOSS_RTOL,
     Job,
@@ -19,6 +19,7 @@ from training import (
     train_step,
 )
 
+import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.testing import RankPool, compare_states, gather_state
 
@@ -77,8 +78,6 @@ def test_elastic_metadata_stays_within_200_bytes_per_parameter(rank_pool: RankPo
 
 def sizes_of_many_parameters(directory: str) -> tuple[int, int, int]:
     import deepspeed
-
-    import zeroelastic
 
     zeroelastic.install()
     sizes = []
@@ -154,26 +153,6 @@ def full_masters(job: Job, directory: str) -> dict[str, torch.Tensor]:
     return {key.removeprefix("master/"): t for key, t in gather_state(engine).items() if key.startswith("master/")}
 
 
-@pytest.mark.support("Using it", "`ds_to_universal` on elastic checkpoints", "exact")
-def test_ds_to_universal_converts_an_elastic_checkpoint(
-    rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], tmp_path: Path
-) -> None:
-    converted = {}
-    for name in ("elastic", "stock"):
-        source = saves[name][0] / "global_step3"
-        target = tmp_path / name
-        ds_to_universal(source, target)
-        converted[name] = {
-            str(path.relative_to(target)): torch.load(path, weights_only=False)
-            for path in sorted(target.glob("zero/*/*.pt"))
-        }
-    assert converted["elastic"].keys() == converted["stock"].keys() and len(converted["stock"]) >= 27
-    for key, value in converted["stock"].items():
-        other = converted["elastic"][key]
-        left, right = (v["param"] if isinstance(v, dict) else v for v in (value, other))
-        assert torch.equal(torch.as_tensor(left), torch.as_tensor(right)), key
-
-
 @pytest.mark.support("Using it", "runs at stage 0", "exact", "left to DeepSpeed")
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.core), 1, 2])
 def test_runs_at_other_stages_are_as_without_us(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
@@ -208,10 +187,7 @@ def train_save_load(job: Job, directory: str) -> list[float]:
 def test_universal_checkpoints_are_left_to_deepspeed(
     rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], tmp_path: Path
 ) -> None:
-    source = saves["stock"][0] / "global_step3"
-    (tmp_path / "u").mkdir()
-    ds_to_universal(source, tmp_path / "u" / "step")
-    (tmp_path / "u" / "latest_universal").write_text("step")
+    zeroelastic.convert(saves["stock"][0], tmp_path / "u", to="universal")
     job = Job().other(elastic=False, config={"checkpoint": {"load_universal": True}})
     outcome: Any = rank_pool.run(resume, 3, job, str(tmp_path / "u"))[0]
     masters = {k: v for k, v in saves["stock"][1].state.items() if k.startswith("master/")}

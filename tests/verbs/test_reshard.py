@@ -34,11 +34,10 @@ from zeroelastic.errors import CheckpointError, DigestMismatchError, Unsupported
 from zeroelastic.runs.locate import find_source
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import graph
+from zeroelastic.verbs import new_files
 from zeroelastic.verbs.new_directory import staging_of
-from zeroelastic.verbs.reshard import rank_writer
 from zeroelastic.verbs.reshard import source as reshard_source
-from zeroelastic.verbs.reshard.report import ReshardReport
-from zeroelastic.verbs.reshard.reshard import ReshardOptions, plan_reshard, run_reshard
+from zeroelastic.verbs.reshard.reshard import ReshardOptions, ReshardReport, plan_reshard, run_reshard
 
 
 def run(src: Path, dst: Path, world_size: int, **options: Any) -> ReshardReport:
@@ -144,14 +143,6 @@ def test_there_and_back_is_the_identity_for_every_byte_of_payload(tmp_path: Path
         assert same(was, now) == []
     roots = {read_record(tmp_path / d / "global_step4").content_root for d in "abc"}
     assert len(roots) == 1
-
-
-def test_the_sample_passes_a_full_verification_afterwards(tmp_path: Path) -> None:
-    from zeroelastic.verbs.verify.verify import verify_checkpoint
-
-    write_sample(tmp_path / "a", world_size=4)
-    report = run(tmp_path / "a", tmp_path / "b", 7, verify=True)
-    assert report.verified and verify_checkpoint(tmp_path / "b" / "global_step4").valid
 
 
 class Foreign:
@@ -346,7 +337,7 @@ def test_an_interruption_leaves_nothing_and_the_end_of_a_process_leaves_it_resum
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_sample(tmp_path / "a", world_size=4)
-    real = rank_writer.move_segments
+    real = new_files.move_segments
 
     def stop_with(error: BaseException) -> None:
         calls: list[int] = []
@@ -357,7 +348,7 @@ def test_an_interruption_leaves_nothing_and_the_end_of_a_process_leaves_it_resum
                 raise error
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(rank_writer, "move_segments", move)
+        monkeypatch.setattr(new_files, "move_segments", move)
 
     stop_with(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
@@ -367,7 +358,7 @@ def test_an_interruption_leaves_nothing_and_the_end_of_a_process_leaves_it_resum
     with pytest.raises(SystemExit):
         run(tmp_path / "a", tmp_path / "b", 3)
     assert sorted(os.listdir(tmp_path)) == [".b.zeroelastic-partial", "a"]
-    monkeypatch.setattr(rank_writer, "move_segments", real)
+    monkeypatch.setattr(new_files, "move_segments", real)
     report = run(tmp_path / "a", tmp_path / "b", 3)
     assert report.resumed_ranks == 2 and report.content_root == report.recorded_root
     assert gather(open_checkpoint(tmp_path / "b" / "global_step4")) == gather(
@@ -378,13 +369,13 @@ def test_an_interruption_leaves_nothing_and_the_end_of_a_process_leaves_it_resum
 
 def test_what_another_command_left_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_sample(tmp_path / "a", world_size=4)
-    monkeypatch.setattr("zeroelastic.verbs.reshard.reshard.publish", _end)
+    monkeypatch.setattr("zeroelastic.verbs.new_directory.publish", _end)
     with pytest.raises(SystemExit):
         run(tmp_path / "a", tmp_path / "b", 3)
     monkeypatch.undo()
     assert run(tmp_path / "a", tmp_path / "b", 2).resumed_ranks == 0
     shutil.rmtree(tmp_path / "b")
-    monkeypatch.setattr("zeroelastic.verbs.reshard.reshard.publish", _end)
+    monkeypatch.setattr("zeroelastic.verbs.new_directory.publish", _end)
     with pytest.raises(SystemExit):
         run(tmp_path / "a", tmp_path / "b", 3)
     monkeypatch.undo()
@@ -437,7 +428,7 @@ def test_two_runs_into_one_target_do_not_meet(tmp_path: Path, monkeypatch: pytes
         assert staging_of(tmp_path / "b").exists()
         raise SystemExit(143)
 
-    monkeypatch.setattr("zeroelastic.verbs.reshard.reshard.publish", meet)
+    monkeypatch.setattr("zeroelastic.verbs.new_directory.publish", meet)
     with pytest.raises(SystemExit):
         run(tmp_path / "a", tmp_path / "b", 3)
 
@@ -456,6 +447,7 @@ def test_exit_codes_and_sentences_of_the_command(tmp_path: Path) -> None:
     for arguments, code, said in [
         ((tmp_path / "a", tmp_path / "b", "-n", 0), 2, "a world size of 0"),
         ((tmp_path / "a", tmp_path / "a", "-n", 1), 2, "is there already"),
+        ((tmp_path / "a", tmp_path / "a", "-n", 1, "--dry-run"), 2, "nothing is overwritten"),
         ((tmp_path / "a", tmp_path / "b", "-n", 1, "--tag", "x"), 2, "There are: global_step2, global_step4"),
         ((tmp_path / "empty", tmp_path / "b", "-n", 1), 2, "holds no ZeRO checkpoint"),
         ((tmp_path / "a", tmp_path / "b", "-n", 1, "--max-memory", "much"), 2, "is not a size"),
@@ -470,16 +462,6 @@ def test_exit_codes_and_sentences_of_the_command(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a", "empty"]
 
 
-def test_json_and_dry_run(tmp_path: Path) -> None:
-    write_sample(tmp_path / "a", world_size=2)
-    done = cli("reshard", tmp_path / "a", tmp_path / "b", "-n", 3, "--dry-run", "--json")
-    planned = json.loads(done.stdout)
-    assert planned["files"] == 6 and not (tmp_path / "b").exists() and os.listdir(tmp_path) == ["a"]
-    report = json.loads(cli("reshard", tmp_path / "a", tmp_path / "b", "-n", 3, "--json").stdout)
-    assert report["bytes_moved"] == planned["state_bytes"] and report["content_root"] == report["recorded_root"]
-    assert "nothing is overwritten" in cli("reshard", tmp_path / "a", tmp_path / "b", "-n", 3, "--dry-run").stderr
-
-
 def test_a_source_on_a_disk_that_cannot_be_written_to_is_not_touched(tmp_path: Path) -> None:
     write_sample(tmp_path / "a", world_size=2)
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (tmp_path / "a").rglob("*")}
@@ -488,10 +470,11 @@ def test_a_source_on_a_disk_that_cannot_be_written_to_is_not_touched(tmp_path: P
 
 
 @pytest.mark.extended
-def test_peak_memory_stays_within_the_limit(tmp_path: Path) -> None:
-    """64 MiB and 150 MiB for Python and its libraries, for a state of 300 MiB; measured by the kernel."""
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_peak_memory_stays_within_the_limit(tmp_path: Path, stage: int) -> None:
+    """64 MiB and 150 MiB for Python and its libraries, for a state of 300 MiB; below stage 3 whole weights are made."""
     write_sample(tmp_path / "a", world_size=2, steps=[1], hidden=512, layers=8, sub_group_size=10**9)
-    peak = peak_memory("reshard", tmp_path / "a", tmp_path / "b", "-n", 3, "--max-memory", "64MiB")
+    peak = peak_memory("reshard", tmp_path / "a", tmp_path / "b", "-n", 3, "--stage", stage, "--max-memory", "64MiB")
     size = sum(path.stat().st_size for path in (tmp_path / "b").rglob("*.pt"))
     assert size > 280 << 20 and peak <= (64 + 150) << 20, f"{peak >> 20} MiB"
 
@@ -540,11 +523,3 @@ def test_torchrun_splits_the_target_ranks_over_processes(tmp_path: Path) -> None
     )
     again = torchrun("reshard", tmp_path / "a", tmp_path / "b", "-n", 5, "--json")
     assert again.returncode != 0 and "is there already" in again.stderr
-
-
-def test_damage_in_a_header_is_invalid_and_nothing_is_made(tmp_path: Path) -> None:
-    make(tmp_path / "a", 3)
-    (tmp_path / "a" / "tag" / model_name(2)).unlink()
-    with pytest.raises(CheckpointError, match=model_name(2)):
-        run(tmp_path / "a", tmp_path / "b", 2)
-    assert os.listdir(tmp_path) == ["a"]

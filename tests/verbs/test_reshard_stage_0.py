@@ -1,6 +1,6 @@
 """Files of stage 0 made of checkpoints of ZeRO: what is in them, and what is refused by name.
 
-Stock DeepSpeed loads them in test_reshard_stage_0_stock.py.
+Stock DeepSpeed loads them in test_reshard_stock.py; what all stages share is in test_reshard_stages.py.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from commands import peak_memory, run_command
+from commands import run_command
 from places import GOLDEN
 from synthetic import edit, make_tag, model_name, optim_name
 
 import zeroelastic
-from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.layout import Param
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError
+from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.testing import RankPool
-from zeroelastic.testing.sample import write_sample
 
 MODEL = "mp_rank_00_model_states.pt"
 SOURCES = ("elastic3", "rigid2", "stage1_rank2", "stage2_rank2", "stage2_round_robin_aligned_rank3")
@@ -155,40 +153,6 @@ def test_fused_adam_has_a_flat_buffer_for_each_group(tmp_path: Path) -> None:
             assert value.detach().view(torch.uint8).numpy().tobytes() == expected, key
 
 
-REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "Muon": (lambda data: groups_of(data)[0].update(use_muon=True), "was saved with Muon"),
-    "MoE": (
-        lambda data: groups_of(data)[0].update(moe=True),
-        r"has experts \(MoE\), which DeepSpeed saves in files of",
-    ),
-    "an empty group": (
-        lambda data: groups_of(data).append({"params": []}),
-        "optimizer group 2 has no trained parameters: such a group has frozen ones at stage 0",
-    ),
-    "steps": (
-        lambda data: (
-            fused(data),
-            data["optimizer_state_dict"]["optimizer_state_dict"]["state"][0].update(step=torch.tensor(9.0)),
-        ),
-        "share an optimizer group but were saved with different optimizer state or steps",
-    ),
-    "no loss scaler": (
-        lambda data: data["ds_config"].update(fp16={"enabled": True}),
-        "the optimizer files of an fp16 run have no loss scaler",
-    ),
-}
-
-
-@pytest.mark.support("Using it", "`zeroelastic reshard --stage 0`: Muon, MoE, Adagrad in 16 bits", "refused")
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_place_at_stage_0_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    change, said = REFUSED[name]
-    make(tmp_path / "a", change)
-    with pytest.raises((UnsupportedError, CheckpointError), match=said):
-        zeroelastic.reshard(tmp_path / "a", tmp_path / "b", world_size=3, stage=0)
-    assert os.listdir(tmp_path) == ["a"]
-
-
 def test_adagrad_and_state_that_a_load_would_convert_are_refused(tmp_path: Path) -> None:
     """torch converts optimizer state to the dtype of what the optimizer steps, without a word."""
     options: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], object], str]] = {
@@ -221,33 +185,6 @@ def test_weights_without_a_place_in_the_module_are_refused(tmp_path: Path) -> No
         zeroelastic.reshard(tmp_path / "c", tmp_path / "b", world_size=3, stage=0)
 
 
-def test_options_of_zero_are_misuse_at_stage_0(tmp_path: Path) -> None:
-    source, given = GOLDEN / "elastic2", {"world_size": 3, "stage": 0}
-    with pytest.raises(UsageError, match="there is no elastic format of ZeRO stage 0"):
-        zeroelastic.reshard(source, tmp_path / "b", format="elastic", **given)
-    with pytest.raises(UsageError, match="there are no sub-groups at ZeRO stage 0"):
-        zeroelastic.reshard(source, tmp_path / "b", sub_group_size=9, **given)
-    with pytest.raises(UsageError, match="round_robin_gradients makes no difference at ZeRO stage 0"):
-        zeroelastic.reshard(source, tmp_path / "b", round_robin_gradients=True, **given)
-    with pytest.raises(UsageError, match="give 0, 1, 2 or 3"):
-        zeroelastic.reshard(source, tmp_path / "b", world_size=3, stage=4)
-    zeroelastic.convert(source, tmp_path / "u", to="universal")
-    with pytest.raises(UsageError, match="a Universal checkpoint does not become one of stage 0"):
-        zeroelastic.convert(tmp_path / "u", tmp_path / "b", from_="universal", **given)
-    assert os.listdir(tmp_path) == ["u"]
-
-
-def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
-    write_sample(tmp_path / "a", world_size=2, steps=[1])
-    shard = open_checkpoint(tmp_path / "a" / "global_step1").shard(1)
-    with open(shard.path, "r+b") as file:
-        file.seek(int(shard.extents["exp_avg"].offset[0]))
-        file.write(b"\x55")
-    with pytest.raises(DigestMismatchError, match="exp_avg"):
-        zeroelastic.reshard(tmp_path / "a", tmp_path / "b", world_size=3, stage=0)
-    assert os.listdir(tmp_path) == ["a"]
-
-
 def test_verify_reads_every_byte_of_the_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged(path: Path, data: bytes) -> None:
         """``latest`` is the last file that is written before the result is verified."""
@@ -263,19 +200,6 @@ def test_verify_reads_every_byte_of_the_file_again(tmp_path: Path, monkeypatch: 
     with pytest.raises(CheckpointError, match=MODEL):
         zeroelastic.reshard(GOLDEN / "rigid2", tmp_path / "b", world_size=3, stage=0, verify=True)
     assert not (tmp_path / "b").exists()
-
-
-def test_a_killed_run_goes_on_at_stage_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(*args: object) -> None:
-        raise SystemExit(143)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("zeroelastic.verbs.reshard.reshard.publish", end)
-        with pytest.raises(SystemExit):
-            zeroelastic.reshard(GOLDEN / "rigid2", tmp_path / "b", world_size=3, stage=0)
-    report = zeroelastic.reshard(GOLDEN / "rigid2", tmp_path / "b", world_size=3, stage=0)
-    assert report is not None and (report.target_stage, report.resumed_ranks, report.bytes_moved) == (0, 1, 0)
-    assert read(tmp_path / "b")["global_steps"] == 2
 
 
 def test_the_command_says_what_can_load_it(tmp_path: Path) -> None:
@@ -330,12 +254,3 @@ def test_of_several_processes_one_writes_the_file(rank_pool: RankPool, tmp_path:
     first, second = rank_pool.run(reshard_together, 2, str(GOLDEN / "elastic3"), str(tmp_path / "b"), timeout=100)
     assert first == second and first["content_root"] == first["recorded_root"]
     assert read(tmp_path / "b")["dp_world_size"] == 2
-
-
-@pytest.mark.extended
-def test_peak_memory_stays_within_the_limit(tmp_path: Path) -> None:
-    """64 MiB and 150 MiB for Python and its libraries, for a state of 300 MiB and weights of 50 or 100 MiB."""
-    write_sample(tmp_path / "a", world_size=2, steps=[1], hidden=512, layers=8, sub_group_size=10**9)
-    peak = peak_memory("reshard", tmp_path / "a", tmp_path / "b", "-n", 3, "--stage", 0, "--max-memory", "64MiB")
-    size = sum(path.stat().st_size for path in (tmp_path / "b").rglob("*.pt"))
-    assert size > 300 << 20 and peak <= (64 + 150) << 20, f"{peak >> 20} MiB of {size >> 20} MiB"

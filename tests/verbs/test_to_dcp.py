@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from commands import peak_memory
 from commands import run_command as verb
 from documentation import documented_keys
 from exports import add_to_model, buffers, keys_of, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from places import ROOT
 from synthetic import Param, raw, write_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -27,11 +25,12 @@ from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import DigestMismatchError, UnsupportedError
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.convert import to_dcp as ours
-from zeroelastic.verbs.convert.to_dcp import plan_dcp, write_dcp
+from zeroelastic.verbs.convert.convert import write_plan
+from zeroelastic.verbs.convert.to_dcp import plan_dcp
 
 
 def convert(tag_dir: Path, target: Path, **options: Any) -> int:
-    return write_dcp(plan_dcp(open_state(open_checkpoint(tag_dir))), target, **options)
+    return write_plan(plan_dcp(open_state(open_checkpoint(tag_dir))), target, **options)
 
 
 def everything(target: Path) -> dict[str, Any]:
@@ -107,20 +106,11 @@ def test_large_tensors_are_written_in_pieces_that_fit(tmp_path: Path, monkeypatc
 @pytest.mark.extended
 def test_no_more_than_a_few_pieces_are_in_memory(tmp_path: Path) -> None:
     """The same process with a state of 150 MiB and with a tiny one: torch itself takes more than either."""
-    program = (
-        "import sys; from zeroelastic.cli.app import app\n"
-        "app(['convert', sys.argv[1], sys.argv[1] + '-out', '--to', 'dcp', '--max-memory', '16MiB'], "
-        "standalone_mode=False)\n"
-        "print(next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM')) >> 10)"
-    )
     peaks = {}
     for name, size in (("tiny", 24), ("large", 512)):
         write_sample(tmp_path / name, steps=[2], hidden=size, layers=4, sub_group_size=10**6)
-        done = subprocess.run(
-            [sys.executable, "-c", program, name], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, timeout=120, check=True,
-        )  # fmt: skip
-        peaks[name] = int(done.stdout.splitlines()[-1])
+        arguments = ("convert", tmp_path / name, tmp_path / f"{name}-out", "--to", "dcp", "--max-memory", "16MiB")
+        peaks[name] = peak_memory(*arguments) >> 20
     assert peaks["large"] <= peaks["tiny"] + 32, peaks
 
 
@@ -129,7 +119,7 @@ def test_buffers_and_every_name_of_a_tied_weight_are_there(tmp_path: Path) -> No
     add_to_model(tmp_path / "tag", 2)
     plan = plan_dcp(open_state(open_checkpoint(tmp_path / "tag")))
     read: list[int] = []
-    write_dcp(plan, tmp_path / "out", progress=read.append)
+    write_plan(plan, tmp_path / "out", progress=read.append)
     assert sum(read) == plan.nbytes
     found = everything(tmp_path / "out")["model"]
     assert all(same(found[name], tensor) for name, tensor in buffers().items())

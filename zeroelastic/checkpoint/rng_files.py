@@ -12,7 +12,6 @@ import hashlib
 import random
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,38 +27,28 @@ def derived_seed(identity: str, rank: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-@dataclass(slots=True)
-class Reseeded:
-    """A graph whose generators have new states; ``known`` are the bytes of its new storages.
+def reseed(root: object, seed: int) -> tuple[object, list[str]]:
+    """The same graph with every generator that is known seeded with ``seed``.
 
-    ``left`` names what looks like a generator of another kind and kept the state that it had.
+    With it the places of what looks like a generator of another kind, which kept the state that it had.
     """
-
-    root: object
-    known: dict[Storage, bytes] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
+    left: list[str] = []
+    return _walk(root, seed, left, ""), left
 
 
-def reseed(root: object, seed: int) -> Reseeded:
-    """The same graph with every generator that is known seeded with ``seed``."""
-    made = Reseeded(None)
-    made.root = _walk(root, seed, made, "")
-    return made
-
-
-def _walk(value: object, seed: int, made: Reseeded, where: str) -> object:
+def _walk(value: object, seed: int, left: list[str], where: str) -> object:
     if isinstance(value, dict):
-        return {key: _walk(item, seed, made, f"{where}.{key}".lstrip(".")) for key, item in value.items()}
+        return {key: _walk(item, seed, left, f"{where}.{key}".lstrip(".")) for key, item in value.items()}
     if isinstance(value, list):
-        return [_walk(item, seed, made, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_walk(item, seed, left, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, tuple):
         if _is_python_state(value):
             return random.Random(seed).getstate()
         if len(value) == 5 and value[0] == "MT19937":
-            return _numpy_state(value, seed, made, where)
-        return tuple(_walk(item, seed, made, f"{where}[{i}]") for i, item in enumerate(value))
+            return _numpy_state(value, seed, left, where)
+        return tuple(_walk(item, seed, left, f"{where}[{i}]") for i, item in enumerate(value))
     if isinstance(value, Node) and type(value).name == "_rebuild_tensor_v2" and isinstance(value.args[0], Storage):
-        return _tensor_state(value, seed, made, where)
+        return _tensor_state(value, seed, left, where)
     return value
 
 
@@ -67,11 +56,11 @@ def _is_python_state(value: tuple[object, ...]) -> bool:
     return len(value) == 3 and type(value[0]) is int and isinstance(value[1], tuple) and len(value[1]) == _WORDS + 1
 
 
-def _numpy_state(value: tuple[object, ...], seed: int, made: Reseeded, where: str) -> tuple[object, ...]:
+def _numpy_state(value: tuple[object, ...], seed: int, left: list[str], where: str) -> tuple[object, ...]:
     """What ``numpy.random.get_state()`` gives; its array is made as the old one, for the numpy that loads it."""
     old = value[1]
     if not isinstance(old, Node) or not isinstance(old.state, tuple) or len(old.state) != 5:
-        made.left.append(where)
+        left.append(where)
         return value
     array = type(old)(*old.args)
     words = _words(seed).astype("<u4").tobytes()
@@ -100,14 +89,12 @@ def _gpu_state(seed: int) -> bytes:
 _STATES: dict[int, Callable[[int], bytes]] = {_CPU_BYTES: _cpu_state, _GPU_BYTES: _gpu_state}
 
 
-def _tensor_state(value: Node, seed: int, made: Reseeded, where: str) -> object:
+def _tensor_state(value: Node, seed: int, left: list[str], where: str) -> object:
     storage = value.args[0]
     assert isinstance(storage, Storage)
     make = _STATES.get(storage.nbytes)
     if storage.dtype != "uint8" or make is None:
         if storage.dtype == "uint8":
-            made.left.append(where)
+            left.append(where)
         return value
-    new = new_storage("uint8", storage.nbytes)
-    made.known[new] = make(seed)
-    return tensor(new, 0, (storage.nbytes,))
+    return tensor(new_storage("uint8", storage.nbytes, make(seed)), 0, (storage.nbytes,))

@@ -13,9 +13,8 @@ from zeroelastic.cli.terminal import print_line, print_report, progress_of
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.verbs.convert.convert import ConvertReport
-    from zeroelastic.verbs.convert.export import ExportReport
-    from zeroelastic.verbs.reshard.report import ReshardReport
+    from zeroelastic.verbs.convert.convert import ConvertReport, ExportReport
+    from zeroelastic.verbs.reshard.reshard import ReshardReport
 
 _SHOWN_FILES = 12
 
@@ -165,7 +164,7 @@ def export(
         zeroelastic export ckpt everything --tag global_step2 --optimizer --json
         zeroelastic export ckpt elsewhere --dry-run
     """
-    from zeroelastic.verbs.convert.export import export as run
+    from zeroelastic.verbs.convert.convert import export as run
 
     with processes_of(distributed=distributed) as processes:
         report = run(

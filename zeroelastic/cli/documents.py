@@ -16,8 +16,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter
 
 from zeroelastic.cli.machine import Doctor
-from zeroelastic.verbs.convert.convert import ConvertReport
-from zeroelastic.verbs.convert.export import ExportReport
+from zeroelastic.verbs.convert.convert import ConvertReport, ExportReport
 from zeroelastic.verbs.diff.diff import DiffReport
 from zeroelastic.verbs.inspect.report import InspectReport
 from zeroelastic.verbs.latest import LatestReport
@@ -25,7 +24,7 @@ from zeroelastic.verbs.ls import ListReport
 from zeroelastic.verbs.plan.plan import PlanReport
 from zeroelastic.verbs.prune import PruneReport
 from zeroelastic.verbs.report import Failure, Format, Number, Part, Report
-from zeroelastic.verbs.reshard.report import ReshardReport
+from zeroelastic.verbs.reshard.reshard import ReshardReport
 from zeroelastic.verbs.show import ShowReport
 from zeroelastic.verbs.verify.report import VerifyReport
 

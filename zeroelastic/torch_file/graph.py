@@ -178,11 +178,8 @@ class Storage:
     dtype: str
     location: str = "cpu"
     find: Callable[[], Extent] | None = None
-
-    @property
-    def is_new(self) -> bool:
-        """Whether it was read from no file."""
-        return self.find is None
+    data: bytes | None = None
+    """Its bytes, where it was made and they are known."""
 
     @property
     def extent(self) -> Extent | None:
@@ -198,14 +195,17 @@ class Storage:
         return f"<Storage of {self.numel} {self.dtype}>"
 
 
-def new_storage(dtype: str, numel: int) -> Storage:
-    """A storage whose bytes are yet to come. Raises UnsupportedError for a dtype that torch.save does not write."""
+def new_storage(dtype: str, numel: int, data: bytes | None = None) -> Storage:
+    """A storage of these bytes, or whose bytes are yet to come.
+
+    Raises UnsupportedError for a dtype that torch.save does not write.
+    """
     if dtype not in DTYPE_BYTES:
         raise UnsupportedError(f"a storage of {dtype} cannot be written.")
     for kind, known in STORAGE_DTYPES.items():
         if known == dtype and kind != _UNTYPED:
-            return Storage(global_named("torch", kind), numel, dtype)
-    return Storage(global_named("torch.storage", _UNTYPED), numel, dtype)
+            return Storage(global_named("torch", kind), numel, dtype, data=data)
+    return Storage(global_named("torch.storage", _UNTYPED), numel, dtype, data=data)
 
 
 def tensor(storage: Storage, offset: int, shape: Sequence[int], *, requires_grad: bool = False) -> Node:

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +24,6 @@ from zeroelastic.io.atomic import (
     name_in_errors,
     rename_new,
     reserve_space,
-    start_writeback,
     sync_directory,
     sync_path,
     write_atomically,
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 _LOCK, _MANIFEST = "lock", "manifest.json"
 _SUFFIX = ".zeroelastic-partial"
 _FLUSHING_THREADS = 8
-_FLUSH_EVERY = 128 << 20
 
 
 def check_free(dst: Path, *, sources: tuple[Path, ...] = ()) -> None:
@@ -59,23 +57,6 @@ def reserve_file(path: Path, nbytes: int) -> None:
         reserve_space(file.fileno(), nbytes)
 
 
-class EarlyFlush:
-    """Passes progress on, and lets the device begin with what has been written since it last did."""
-
-    def __init__(self, paths: Sequence[Path], progress: Callable[[int], None] | None) -> None:
-        self._paths, self._progress, self._waiting = tuple(paths), progress, 0
-
-    def on_progress(self, nbytes: int) -> None:
-        """So many bytes more were moved into the files."""
-        self._waiting += nbytes
-        if self._waiting >= _FLUSH_EVERY:
-            self._waiting = 0
-            for path in self._paths:
-                start_writeback(path)
-        if self._progress is not None:
-            self._progress(nbytes)
-
-
 def flush_tree(directory: Path) -> None:
     """fsync all files in a directory, then the directories, the innermost first."""
     tree = list(os.walk(directory, topdown=False))
@@ -85,15 +66,6 @@ def flush_tree(directory: Path) -> None:
             pass
     for folder, _, _ in tree:
         sync_directory(Path(folder))
-
-
-def publish_new(hidden: Path, target: Path) -> None:
-    """Rename, but never over something that has come to be there meanwhile. Raises UsageError, OSError."""
-    with suppress(FileExistsError):
-        if rename_new(hidden, target):
-            return
-    check_free(target)
-    os.rename(hidden, target)
 
 
 def staging_of(dst: Path) -> Path:
@@ -128,59 +100,60 @@ def sweep(parent: Path) -> None:
 
 
 @contextmanager
-def staged(dst: Path, manifest: Mapping[str, object], processes: Processes) -> Iterator[tuple[Path, str]]:
-    """The hidden directory while ``dst`` is made, new or taken over, and an identity that lives as long. Collective.
+def new_directory(
+    target: Path, processes: Processes | None = None, *, manifest: Mapping[str, object] | None = None
+) -> Iterator[tuple[Path, str]]:
+    """A directory to fill, which becomes ``target`` when the block ends well, and an identity of the run. Collective.
 
-    What fails on purpose, or is interrupted, leaves nothing; a process that is ended leaves it for the next run. Raises
-    UsageError when another process is at it.
+    Everything in it is flushed to its device before it gets its name. Several processes fill one and the same
+    directory. A block that fails leaves nothing. With a ``manifest``, a process that is ended leaves what it has done
+    to the next run with an equal one, which has the same identity. Raises UsageError as ``check_free`` and when another
+    process is at it, OSError.
     """
-    staging = staging_of(dst)
+    processes = processes or Processes()
+    target = Path(os.path.abspath(target))
+    staging = staging_of(target)
+    directory = staging / "root"
     held: list[int] = []
 
-    def first() -> str:
-        identity, lock = _take(staging, manifest)
+    def begin() -> str:
+        check_free(target)
+        identity, lock = _take(staging, {"run": secrets.token_hex(8)} if manifest is None else manifest)
         held.append(lock)
+        directory.mkdir(exist_ok=True)
         return identity
 
+    def finish() -> None:
+        flush_tree(directory)
+        publish(staging, directory, target)
+
     try:
-        identity = processes.run_on_rank0(first)
-        try:
-            yield staging, identity
-        except (Exception, KeyboardInterrupt):
-            if held:
-                shutil.rmtree(staging, ignore_errors=True)
-            raise
+        identity = processes.run_on_rank0(begin)
+        yield directory, identity
+        processes.run_on_rank0(finish)
+    except BaseException as error:
+        if held and (manifest is None or isinstance(error, (Exception, KeyboardInterrupt))):
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
     finally:
         for lock in held:
             os.close(lock)
 
 
-@contextmanager
-def new_directory(target: Path, processes: Processes | None = None) -> Iterator[Path]:
-    """An empty directory to fill, which becomes ``target`` when the block ends well and is removed when it does not.
+def publish(staging: Path, directory: Path, target: Path) -> None:
+    """Rename ``directory``, inside the hidden one, to ``target``, but never over something that has come to be there.
 
-    Everything in it is flushed to its device before it gets its name. Several processes fill one and the same
-    directory. Collective. Raises UsageError as ``check_free`` and when another process is at it, OSError.
+    Removes what is left. Raises UsageError, OSError.
     """
-    processes = processes or Processes()
-    target = Path(os.path.abspath(target))
-    processes.run_on_rank0(lambda: check_free(target))
-    nothing_to_take_over = {"run": secrets.token_hex(8)}
-    with staged(target, nothing_to_take_over, processes) as (staging, _):
-        made = staging / target.name
-
-        def finish() -> None:
-            flush_tree(made)
-            publish(staging, made, target)
-
-        try:
-            processes.run_on_rank0(made.mkdir)
-            yield made
-            processes.run_on_rank0(finish)
-        except BaseException:
-            if processes.rank == 0:
-                shutil.rmtree(staging, ignore_errors=True)
-            raise
+    try:
+        renamed = rename_new(directory, target)
+    except FileExistsError:
+        renamed = False
+    if not renamed:
+        check_free(target)
+        os.rename(directory, target)
+    sync_directory(target.parent)
+    shutil.rmtree(staging, ignore_errors=True)
 
 
 def _take(staging: Path, manifest: Mapping[str, object]) -> tuple[str, int]:
@@ -210,11 +183,3 @@ def _take(staging: Path, manifest: Mapping[str, object]) -> tuple[str, int]:
         identity = uuid.uuid4().hex
         write_atomically(staging / _MANIFEST, json.dumps({**manifest, "identity": identity}).encode())
     return identity, lock
-
-
-def publish(staging: Path, made: Path, dst: Path) -> None:
-    """Rename ``made``, inside the hidden directory, to ``dst`` and remove what is left. Raises UsageError, OSError."""
-    sync_directory(made)
-    publish_new(made, dst)
-    sync_directory(dst.parent)
-    shutil.rmtree(staging, ignore_errors=True)

@@ -28,7 +28,7 @@ from zeroelastic.executors.dispatch import ReadTable, read_segments
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
-from zeroelastic.verbs.convert.model_tensors import (
+from zeroelastic.verbs.model_tensors import (
     Buffer,
     ModelTensor,
     ModelTensors,

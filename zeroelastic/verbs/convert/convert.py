@@ -1,32 +1,38 @@
-"""``zeroelastic.convert``: to and from the formats of others that hold a whole training state."""
+"""``zeroelastic.convert`` and ``zeroelastic.export``: to and from the formats of others.
+
+Every format has a plan (``to_safetensors``, ``to_dcp``, ``to_universal``): what is read and written, from headers
+alone. ``write_plan`` writes one into a new directory.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from functools import partial
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from pydantic import Field
 
 from zeroelastic.byte_sizes import size_option
-from zeroelastic.checkpoint.one_save import one_save
+from zeroelastic.checkpoint.one_save import check_one_save, one_save
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.saved_state import open_state
+from zeroelastic.checkpoint.saved_state import SavedState, open_state
+from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UsageError, with_remedy
+from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.io.storage import file_size
 from zeroelastic.runs.locate import find_source
-from zeroelastic.verbs.convert.copy_tensors import MINIMUM_MEMORY
-from zeroelastic.verbs.new_directory import check_free
+from zeroelastic.verbs.convert.from_universal import find_universal, plan_from_universal
+from zeroelastic.verbs.convert.to_dcp import plan_dcp
+from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export
+from zeroelastic.verbs.convert.to_universal import plan_universal
+from zeroelastic.verbs.new_directory import check_free, new_directory
+from zeroelastic.verbs.new_files import MINIMUM_MEMORY, RecordedDigests
 from zeroelastic.verbs.options import Progress, local_sources, local_target, no_progress
-from zeroelastic.verbs.report import Format, GivenPath, Report, Seconds
-from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
 from zeroelastic.verbs.reshard.reshard import check_target, run_reshard
-
-if TYPE_CHECKING:
-    from zeroelastic.verbs.convert.to_dcp import DcpPlan
-    from zeroelastic.verbs.convert.to_universal import UniversalPlan
+from zeroelastic.verbs.reshard.target import ReshardOptions
 
 
 class ConvertReport(Report):
@@ -50,6 +56,39 @@ class ConvertReport(Report):
     content_root: str | None
     notes: tuple[str, ...]
     seconds: Seconds = 0.0
+
+
+class ExportedFile(Part):
+    """One file of an export."""
+
+    name: str
+    bytes: int
+    tensors: int
+
+
+class ExportReport(Report):
+    """What an export wrote, or would write. ``trained``, ``frozen`` and ``buffers`` are numbers of tensors.
+
+    ``digests_compared`` is the number of tensors that were compared with the commit record, None after a dry run;
+    ``left_out`` says of each tensor of the model that is not there why.
+    """
+
+    path: GivenPath
+    tag: str
+    target: GivenPath
+    dry_run: bool
+    world_size: int
+    bytes: int
+    bytes_read: int
+    trained: int
+    frozen: int
+    buffers: int
+    optimizer_tensors: int
+    tied: dict[str, str]
+    files: tuple[ExportedFile, ...]
+    digests_compared: int | None
+    left_out: tuple[str, ...]
+    seconds: Seconds
 
 
 @with_remedy()
@@ -92,6 +131,14 @@ def convert(
     began = time.monotonic()
     if (to is None) == (from_ is None):
         raise UsageError("Give one of --to universal, --to dcp and --from universal.")
+    native_only = {
+        "world_size": world_size,
+        "format": format,
+        "sub_group_size": sub_group_size,
+        "stage": stage,
+        "round_robin_gradients": round_robin_gradients,
+        "parameter_alignment": parameter_alignment,
+    }
     if to is not None:
         native_only = {
             "--world-size": world_size,
@@ -121,6 +168,82 @@ def convert(
     return made.model_copy(update={"seconds": time.monotonic() - began})
 
 
+@with_remedy()
+def export(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    dtype: ExportDtype | None = None,
+    max_shard_size: int | str = "5GB",
+    optimizer: bool = False,
+    tied: Tied = "once",
+    max_memory: int | str = "1GiB",
+    dry_run: bool = False,
+    processes: Processes | None = None,
+    progress: Progress = no_progress,
+) -> ExportReport:
+    """Write the weights of a checkpoint as safetensors files into the new directory ``dst``.
+
+    ``dst`` gets model.safetensors, or several files and their index, and the configuration and tokenizer of a Hugging
+    Face checkpoint; it appears complete or not at all. ``dtype`` ("fp32", "bf16", "fp16") converts all floating-point
+    tensors of the model; ``optimizer`` writes the optimizer's state too. What is read is compared with the commit
+    record, where there is one. Several ``processes`` share the work; collective.
+
+    Raises UsageError where ``dst`` exists or there is no checkpoint, CheckpointError, DigestMismatchError,
+    UnsupportedError, OSError.
+
+    Example::
+
+        import zeroelastic
+        report = zeroelastic.export("ckpt", "weights", dtype="bf16")
+        print([file.name for file in report.files], report.digests_compared)
+    """
+    target = local_target(dst)
+    shard_nbytes = size_option(max_shard_size, "--max-shard-size", minimum=1)
+    memory = size_option(max_memory, "--max-memory", minimum=MINIMUM_MEMORY)
+    processes = processes or Processes()
+    began = time.monotonic()
+    source = processes.all_or_raise(lambda: find_source(src, tag=tag))
+
+    def make_plan() -> ExportPlan:
+        check_free(target.absolute(), sources=local_sources(source))
+        state = open_state(open_checkpoint(source.tag_dir), resizable=False)
+        return plan_export(
+            state, dtype=dtype, max_shard_size=shard_nbytes, optimizer=optimizer, tied=tied, model_dir=source.root
+        )
+
+    compared: int | None = None
+    with one_save(source.tag_dir):
+        plan = processes.all_or_raise(make_plan)
+        if not dry_run:
+            with progress("exporting", plan.nbytes // processes.size) as advance:
+                compared = write_plan(plan, target, max_memory=memory, progress=advance, processes=processes)
+    files = [(file.name, file.nbytes, len(file.entries)) for file in plan.files]
+    files += [(name, len(text), 0) for name, text in plan.texts.items()]
+    files += [(path.name, file_size(path) or 0, 0) for path in plan.copied]
+    kinds = Counter(entry.tensor.kind for file in plan.files for entry in file.entries)
+    return ExportReport(
+        ok=True,
+        path=str(source.tag_dir),
+        tag=source.tag,
+        target=str(dst),
+        dry_run=dry_run,
+        world_size=plan.state.checkpoint.world_size,
+        bytes=sum(nbytes for _, nbytes, _ in files),
+        bytes_read=plan.nbytes,
+        trained=kinds["trained"],
+        frozen=kinds["frozen"],
+        buffers=kinds["buffer"],
+        optimizer_tensors=kinds["state"],
+        tied=dict(plan.tied),
+        files=tuple(ExportedFile(name=name, bytes=nbytes, tensors=count) for name, nbytes, count in files),
+        digests_compared=compared,
+        left_out=tuple(plan.left_out),
+        seconds=time.monotonic() - began,
+    )
+
+
 def _convert_to(
     to: Literal["universal", "dcp"],
     src: str | os.PathLike[str],
@@ -133,23 +256,12 @@ def _convert_to(
     source = find_source(src, tag=tag)
     check_free(dst.absolute(), sources=local_sources(source))
     compared: int | None = None
-    plan: UniversalPlan | DcpPlan
-    write: Callable[..., int]
     with one_save(source.tag_dir):
         state = open_state(open_checkpoint(source.tag_dir))
-        if to == "universal":
-            from zeroelastic.verbs.convert.to_universal import plan_universal, write_universal
-
-            plan = universal = plan_universal(state, tag=source.tag)
-            write = partial(write_universal, universal)
-        else:
-            from zeroelastic.verbs.convert.to_dcp import plan_dcp, write_dcp
-
-            plan = dcp = plan_dcp(state)
-            write = partial(write_dcp, dcp)
+        plan = plan_universal(state, tag=source.tag) if to == "universal" else plan_dcp(state)
         if not dry_run:
             with progress("converting", plan.nbytes) as advance:
-                compared = write(dst, max_memory=max_memory, progress=advance)
+                compared = write_plan(plan, dst, max_memory=max_memory, progress=advance)
     return ConvertReport(
         ok=True,
         path=str(source.tag_dir),
@@ -176,30 +288,74 @@ def _convert_from(
     dry_run: bool,
     progress: Progress,
 ) -> ConvertReport:
-    from zeroelastic.verbs.convert.from_universal import find_universal, plan_from_universal
-
     source = find_universal(src, tag=tag)
     plan = plan_from_universal(source, options)
-    notes, root = plan.sidecar_files.notes, None
+    report = plan.report(dst)
     if dry_run:
         check_target(plan, dst.absolute())
     else:
         with progress("converting", plan.nbytes) as advance:
-            result = run_reshard(plan, dst, progress=advance)
-        notes, root = result.notes, result.content_root
+            report = run_reshard(plan, dst, progress=advance)
     return ConvertReport(
         ok=True,
-        path=str(source.tag_dir),
-        tag=source.tag,
+        path=report.path,
+        tag=report.tag,
         target=str(dst),
         from_="universal",
-        to=plan.target.format,
+        to=report.format,
         dry_run=dry_run,
-        world_size=plan.state.checkpoint.world_size,
+        world_size=report.world_size,
         target_world_size=options.world_size,
         bytes_read=plan.nbytes,
-        tensors=sum(len(part.tensors()) for part in plan.state.parts),
+        tensors=sum(len(part.tensors()) for part in plan.saved.state.parts),
         digests_compared=None,
-        content_root=root,
-        notes=tuple(notes),
+        content_root=report.content_root,
+        notes=report.notes,
     )
+
+
+class Plan(Protocol):
+    """What a conversion reads and writes."""
+
+    @property
+    def state(self) -> SavedState:
+        """The checkpoint."""
+
+    def write(
+        self,
+        directory: Path,
+        digests: RecordedDigests,
+        *,
+        max_memory: int,
+        progress: ProgressFunction | None,
+        processes: Processes,
+    ) -> None:
+        """Fill the new directory; compare what is read with ``digests``. Collective."""
+
+
+def write_plan(
+    plan: Plan,
+    target: Path,
+    *,
+    max_memory: int = 1 << 30,
+    progress: ProgressFunction | None = None,
+    processes: Processes | None = None,
+) -> int:
+    """Write what was planned into the new directory ``target``; returns how many digests agreed with the commit record.
+
+    Several ``processes`` share the tensors of an export, on a file system that all of them see. Collective.
+
+    Raises UsageError where the target exists, DigestMismatchError for state that is not what was saved, OSError; then
+    nothing is left.
+
+    Example::
+
+        plan = plan_export(open_state(open_checkpoint("ckpt/global_step4")), dtype="bf16")
+        write_plan(plan, Path("weights"))
+    """
+    processes = processes or Processes()
+    tag_dir, digests = plan.state.checkpoint.tag_dir, RecordedDigests(plan.state.checkpoint)
+    with new_directory(target, processes) as (directory, _):
+        plan.write(directory, digests, max_memory=max_memory, progress=progress, processes=processes)
+        processes.all_or_raise(lambda: check_one_save(tag_dir, alone=processes.size == 1))
+        return sum(processes.all_gather(digests.num_compared))

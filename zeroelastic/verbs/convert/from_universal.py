@@ -8,71 +8,52 @@ all trained parameters whole; frozen parameters are in the model states files of
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zeroelastic.checkpoint.model_states import ModelStates
+import numpy as np
+
+from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.model_states import ModelStates, open_model_states
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import (
+    FP32,
+    FROZEN,
     ParamGroup,
     Shard,
     checked_params,
-    configured_sub_group_size,
     read_scalar,
     zero_option,
 )
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState, frozen_part
+from zeroelastic.checkpoint.tag_files import model_file_name, parse_rank_file
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Param, original_order, unpacked_layout
+from zeroelastic.core.layout import Int64Array, Layout, Param, original_order, unpacked_layout
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
     UnsupportedError,
     UsageError,
+    brief,
     printable,
     shown,
+    some,
 )
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST_UNIVERSAL, not_a_directory, read_latest, why_no_tag
 from zeroelastic.torch_file.graph import entry, pairs_of, read_graph
-from zeroelastic.torch_file.header import TensorRef, TorchFile, read_torch_file
+from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
 from zeroelastic.verbs.convert.to_universal import OPTIMIZER_STATE, ZERO_FOLDER, check_file_name
-from zeroelastic.verbs.convert.universal_files import (
-    MODEL_FILE,
-    WHOLE_MODEL,
-    saved_step,
-    universal_models,
-    universal_tensors,
-)
-from zeroelastic.verbs.reshard.options import ReshardOptions, check_options, stage_notes
-from zeroelastic.verbs.reshard.reshard import ReshardPlan
-from zeroelastic.verbs.reshard.sidecar_files import plan_sidecar_files
-from zeroelastic.verbs.reshard.source import (
-    Group,
-    ReshardSource,
-    checked_sub_group_size,
-    make_group,
-    model_roots,
-    train_batch_size,
-    with_zero_options,
-)
-from zeroelastic.verbs.reshard.target import reshard_target
+from zeroelastic.verbs.reshard.reshard import ReshardPlan, complete_plan
+from zeroelastic.verbs.reshard.source import ReshardSource, make_group, model_roots
+from zeroelastic.verbs.reshard.target import ReshardOptions
 
+_WHOLE_MODEL = model_file_name(0, 0, whole=True)
+"""The model states of a checkpoint of stage 1 or 2."""
 
-@dataclass(frozen=True, slots=True)
-class UniversalState:
-    """A Universal checkpoint, opened: a state whose trained part lies in files by parameter, at a world size of 1.
-
-    ``buffers`` are the parameters of each flat buffer of the ranks that saved it, in the order of the optimizer;
-    ``groups`` are the optimizer's; ``left_out`` says what state of the optimizer the converter has lost.
-    """
-
-    state: SavedState
-    buffers: tuple[tuple[Param, ...], ...]
-    groups: tuple[Group, ...]
-    left_out: tuple[str, ...]
+_KEY = re.compile(r"[^/\x00]{1,250}")
 
 
 def find_universal(text: str | os.PathLike[str], *, tag: str | None = None) -> Source:
@@ -105,21 +86,39 @@ def find_universal(text: str | os.PathLike[str], *, tag: str | None = None) -> S
 
 def _universal_source(tag_dir: Path) -> Source:
     names = os.listdir(tag_dir)
-    if WHOLE_MODEL not in names and not any(MODEL_FILE.fullmatch(name) for name in names):
+    files = filter(None, map(parse_rank_file, names))
+    if _WHOLE_MODEL not in names and not any(file.kind == "model" for file in files):
         raise MissingFileError(
-            f"{tag_dir}: has neither {WHOLE_MODEL} (stages 1 and 2) nor zero_pp_rank_0_{WHOLE_MODEL} (stage 3). The "
+            f"{tag_dir}: has neither {_WHOLE_MODEL} (stages 1 and 2) nor zero_pp_rank_0_{_WHOLE_MODEL} (stage 3). The "
             "Universal checkpoint is incomplete."
         )
     found = find_source(tag_dir, universal=True)
     return Source(found.root, found.tag, found.tag_dir, found.tag, found.framework)
 
 
-def open_universal(tag_dir: Path) -> UniversalState:
-    """Open every header of a Universal checkpoint and check that they belong together.
+def plan_from_universal(source: Source, options: ReshardOptions) -> ReshardPlan:
+    """The plan for ``verbs.reshard.reshard.run_reshard`` that turns a Universal checkpoint into one of ranks.
 
-    Raises CheckpointError, MissingFileError, UnsupportedError (tensor parallelism, experts), naming the file.
+    Raises as ``open_universal``, and UnsupportedError, UsageError as ``plan_reshard``.
     """
-    models = universal_models(tag_dir)
+    assert isinstance(source.tag_dir, Path)
+    saved, lost = open_universal(source.tag_dir)
+    if options.stage == 0:
+        raise UsageError(
+            "a Universal checkpoint does not become one of stage 0. Make one of stage 1, 2 or 3, then reshard it with "
+            "--stage 0."
+        )
+    return complete_plan(source, saved, options, lost)
+
+
+def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
+    """A Universal checkpoint as the source of a reshard, and what state of the optimizer the converter has lost.
+
+    Its state has a world size of 1, with the trained parameters in files by parameter. Every header is opened, and
+    checked to belong to the others. Raises CheckpointError, MissingFileError, UnsupportedError (tensor parallelism,
+    experts), naming the file.
+    """
+    models = _models(tag_dir)
     first = models[0]
     params = tuple(param for members in first.sub_groups for param in members)
     zero = tag_dir / ZERO_FOLDER
@@ -132,8 +131,9 @@ def open_universal(tag_dir: Path) -> UniversalState:
     state = saved.get("state") if isinstance(saved, dict) else None
     model = read_torch_file(first.path, foreign="inert").root
     assert isinstance(model, dict), "one reader found a model, the other none"
-    config = model.get("ds_config")
-    whole = first.path.name == WHOLE_MODEL
+    ds_config = model.get("ds_config")
+    config = {str(key): value for key, value in ds_config.items()} if isinstance(ds_config, dict) else {}
+    whole = first.path.name == _WHOLE_MODEL
     if not isinstance(root, dict) or (not whole and not (isinstance(saved, dict) and isinstance(state, dict))):
         raise CheckpointError(f"{file.path}: holds no optimizer_state_dict with a state. It is not of ZeRO-3.")
     stage = root.get("zero_stage", 1) if whole else 3  # DeepSpeed's BF16_Optimizer, of stage 1, writes none
@@ -142,13 +142,12 @@ def open_universal(tag_dir: Path) -> UniversalState:
     buffers = _buffers(file, root, config, first) if whole else first.sub_groups
     module = model.get("module")
     rest = frozenset(map(str, module)) if whole and isinstance(module, dict) else frozenset[str]()
-    dtypes, extents, files = universal_tensors(zero, layout, rest=rest, steps=whole)
+    dtypes, extents, files = _tensors(zero, layout, rest=rest, steps=whole)
     scalars, lost = _scalars(file, state if isinstance(state, dict) else {}, first.sub_groups, dtypes)
     if whole:
-        scalars = tuple({**own, **saved_step(zero / param.name)} for param, own in zip(params, scalars, strict=True))
-    own_groups = root.get("param_groups") if whole else entry(saved, "param_groups")
-    groups = _groups(file.path, own_groups, buffers)
-    graph = read_graph(file.path)
+        scalars = tuple({**own, **_saved_step(zero / param.name)} for param, own in zip(params, scalars, strict=True))
+    groups = _groups(file.path, root.get("param_groups") if whole else entry(saved, "param_groups"), buffers)
+    graph = pairs_of(read_graph(file.path))
     raw = entry(graph, "param_groups") if whole else entry(graph, "optimizer_state_dict", "param_groups")
     assert isinstance(raw, list), "one reader found groups, the other none"
     head = Shard(
@@ -165,7 +164,7 @@ def open_universal(tag_dir: Path) -> UniversalState:
         extents=extents,
         digests=None,
         scaler=None,
-        ds_config={str(key): value for key, value in config.items()} if isinstance(config, dict) else {},
+        ds_config=config,
         train_batch_size=None,
         header_bytes=file.header_bytes,
     )
@@ -180,64 +179,126 @@ def open_universal(tag_dir: Path) -> UniversalState:
     )
     frozen = frozen_part({model.rank: model for model in models})
     trained = SavedPart(layout, dtypes, scalars, {0: extents})
-    return UniversalState(
+    model_root = model_roots(checkpoint.model_files)
+    source = ReshardSource(
         state=SavedState(checkpoint, head, models, (trained,) if frozen is None else (trained, frozen)),
-        buffers=buffers,
         groups=tuple(make_group(pairs_of(options), group.params) for options, group in zip(raw, groups, strict=True)),
-        left_out=lost,
-    )
-
-
-def plan_from_universal(source: Source, options: ReshardOptions) -> ReshardPlan:
-    """The plan for ``verbs.reshard.reshard.reshard`` that turns a Universal checkpoint into one of ranks.
-
-    Raises as ``open_universal``, and UnsupportedError, UsageError as ``plan_reshard``.
-    """
-    assert isinstance(source.tag_dir, Path)
-    opened = open_universal(source.tag_dir)
-    state = opened.state
-    first = state.models[0]
-    config = state.head.ds_config
-    if options.stage == 0:
-        raise UsageError(
-            "a Universal checkpoint does not become one of stage 0. Make one of stage 1, 2 or 3, then reshard it with "
-            "--stage 0."
-        )
-    stage = options.stage or state.head.stage
-    check_options(options, stage)
-    size = options.sub_group_size
-    if size is None and (stage, state.head.stage) == (3, 3):
-        saved_buffers, world_size = opened.buffers, first.world_size
-        size = checked_sub_group_size(config, opened.groups, saved_buffers, world_size=world_size, path=first.path)
-    elif size is None:
-        size = configured_sub_group_size(config)
-    models = [model.path for model in state.models]
-    model = pairs_of(read_graph(models[0]))
-    bf16 = config.get("bf16")
-
-    saved = ReshardSource(
-        parts=state.parts,
-        groups=opened.groups,
+        buffers=buffers,
         optim_root={
-            "optimizer_state_dict": pairs_of(read_graph(state.head.path)),
-            **{key: model[key] for key in ("ds_config", "ds_version") if key in model},
+            "optimizer_state_dict": graph,
+            **{key: model_root(0)[key] for key in ("ds_config", "ds_version") if key in model_root(0)},
         },
-        model_root=model_roots(models),
-        sub_group_size=size,
-        train_batch_size=train_batch_size(state.checkpoint.record, state.head, state.checkpoint.world_size),
-        bf16_names=isinstance(bf16, dict) and bool(bf16.get("enabled")),
-        stage=state.head.stage,
+        model_root=model_root,
         config=config,
+        config_path=first.path,
+        bf16_names=bool(entry(config, "bf16", "enabled")),
     )
-    saved = with_zero_options(saved, options.zero_options)
-    try:
-        target = reshard_target(saved, options.world_size, options.format or "elastic", stage=stage)
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{source.tag_dir}: {error}") from None
-    sidecar_files = plan_sidecar_files(source, saved_world_size=first.world_size, world_size=options.world_size)
-    notes = (*stage_notes(saved, stage, options), *opened.left_out, *sidecar_files.notes)
-    sidecar_files = replace(sidecar_files, notes=notes)
-    return ReshardPlan(source, state, saved, target, sidecar_files, options)
+    return source, lost
+
+
+def _models(tag_dir: Path) -> tuple[ModelStates, ...]:
+    """The module states of all ranks that saved it; of rank 0 alone where no others are there and none is needed.
+
+    At stages 1 and 2 there is one file, under two names where ``to_universal`` wrote it.
+    """
+    kind = "whole_model" if (tag_dir / _WHOLE_MODEL).exists() else "model"
+    names: dict[int, str] = {}
+    for name in sorted(os.listdir(tag_dir)):
+        file = parse_rank_file(name)
+        if file is not None and file.kind == kind:
+            if file.tp_rank != 0:
+                raise UnsupportedError(f"{tag_dir}: {name} is of a tensor parallel rank, which cannot be taken yet.")
+            names[file.rank] = name
+    if 0 not in names:
+        raise MissingFileError(f"{tag_dir}: zero_pp_rank_0_mp_rank_00_model_states.pt is missing.")
+    first = open_model_states(tag_dir / names[0], 0, world_size=None)
+    if kind == "whole_model":
+        return (first,)
+    missing = [rank for rank in range(first.world_size) if rank not in names]
+    if missing and first.frozen is not None and first.frozen.num_params:
+        raise MissingFileError(
+            f"{tag_dir}: {first.world_size} ranks saved it; the module states of rank {missing[0]} are missing, which "
+            "hold a part of each frozen parameter."
+        )
+    ranks = () if missing else range(1, first.world_size)
+    others = (open_model_states(tag_dir / names[rank], rank, world_size=first.world_size) for rank in ranks)
+    return (first, *others)
+
+
+def _tensors(
+    zero: Path, layout: Layout, *, rest: frozenset[str], steps: bool
+) -> tuple[tuple[Mapping[str, str], ...], dict[str, TensorExtents], tuple[Path, ...]]:
+    """By parameter the dtype of each state key; where they are; and all their files.
+
+    ``rest`` are the folders that need not be there, ``steps`` tells whether ``step.pt`` holds the step.
+    """
+    wanted = {param.name for param in layout.params}
+    there = {name for name in os.listdir(zero) if (zero / name).is_dir()} - (rest - wanted)
+    if wanted != there:
+        what = (
+            f"{some(sorted(wanted - there))} missing"
+            if wanted - there
+            else f"{some(sorted(there - wanted))} not in param_shapes"
+        )
+        raise CheckpointError(f"{zero}: {what}. The Universal checkpoint is incomplete, or two are mixed.")
+    dtypes: list[Mapping[str, str]] = []
+    offsets: dict[str, Int64Array] = {}
+    paths: dict[str, list[FilePath]] = {}
+    files: list[Path] = []
+    for p, param in enumerate(layout.params):
+        found: dict[str, str] = {}
+        names = sorted(name for name in os.listdir(zero / param.name) if name.endswith(".pt"))
+        keys = [key for name in names if (key := name.removesuffix(".pt")) != "step" or not steps]
+        if FP32 not in keys:
+            raise MissingFileError(f"{zero / param.name / FP32}.pt: no such file. The checkpoint is incomplete.")
+        for key in sorted(keys, key=lambda key: (key != FP32, key)):
+            if key == FROZEN or _KEY.fullmatch(key) is None:
+                raise UnsupportedError(f"{zero / param.name}: {shown(key)} is not the name of a state.")
+            path = zero / param.name / f"{key}.pt"
+            file = read_torch_file(path)
+            ref = _whole_tensor(file, param)
+            found[key] = ref.dtype
+            offsets.setdefault(key, np.full(layout.num_params, -1, dtype=np.int64))[p] = file.extent(ref).offset
+            paths.setdefault(key, [path] * layout.num_params)[p] = path
+            files.append(path)
+        dtypes.append(found)
+    extents = {
+        key: TensorExtents(
+            paths[key][0],
+            {p: found[key] for p, found in enumerate(dtypes) if key in found},
+            offset,
+            tuple(paths[key]),
+        )
+        for key, offset in offsets.items()
+    }
+    return tuple(dtypes), extents, tuple(files)
+
+
+def _saved_step(folder: Path) -> dict[str, ScalarValue]:
+    """The step of a parameter, where it has one."""
+    path = folder / "step.pt"
+    if not path.exists():
+        return {}
+    file = read_torch_file(path)
+    file.locate()
+    return {"step": read_scalar(file, file.root, "the step")}
+
+
+def _whole_tensor(file: TorchFile, param: Param) -> TensorRef:
+    """The tensor of a state file: alone, or under "param" as other stages' converters write it."""
+    root = file.root
+    if isinstance(root, dict):
+        if root.get("is_expert_param"):
+            raise UnsupportedError(f"{file.path}: holds AutoEP expert parameters, which cannot be taken yet.")
+        root = root.get("param")
+    if not isinstance(root, TensorRef) or root.dtype not in DTYPE_BYTES:
+        raise CheckpointError(f"{file.path}: holds {shown(root)}, not a tensor. The file is damaged.")
+    if root.numel != param.numel:
+        raise CheckpointError(
+            f"{file.path}: has {root.numel} elements; {brief(param.name)} has {param.numel} of shape "
+            f"{list(param.shape)}. The file is damaged, or was saved with tensor parallelism."
+        )
+    return root
 
 
 def _buffers(

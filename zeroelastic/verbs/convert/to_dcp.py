@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zeroelastic.checkpoint.extents import ExtentTable, stream_seeds
-from zeroelastic.checkpoint.one_save import check_one_save
+from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.checkpoint.optimizer_file import FP32
-from zeroelastic.checkpoint.saved_state import SavedState
+from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor
 from zeroelastic.core.digest import ByteArray, ScalarValue
+from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import DigestRows, ReadTable, read_segments
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.extras import require_torch
 from zeroelastic.torch_file.header import DTYPE_BYTES
-from zeroelastic.verbs.convert.copy_tensors import compare_digest, recorded_digests
-from zeroelastic.verbs.convert.model_tensors import (
+from zeroelastic.verbs.model_tensors import (
     Buffer,
     ModelTensor,
     ModelTensors,
@@ -40,7 +39,7 @@ from zeroelastic.verbs.convert.model_tensors import (
     optimizer_tensors,
     read_buffer,
 )
-from zeroelastic.verbs.new_directory import new_directory
+from zeroelastic.verbs.new_files import RecordedDigests
 
 if TYPE_CHECKING:
     import torch
@@ -72,40 +71,39 @@ class DcpPlan:
         tied = sum(by_name[name] for name in self.model.tied.values())
         return sum(by_name.values()) + tied + sum(tensor.nbytes for tensor in self.optimizer)
 
+    def write(
+        self,
+        directory: Path,
+        digests: RecordedDigests,
+        *,
+        max_memory: int,
+        progress: ProgressFunction | None,
+        processes: Processes,
+    ) -> None:
+        """Write the files, by one process. Raises MissingPackageError without torch."""
+        require_torch("convert --to dcp")
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        reader = _Reader(self, digests, max_memory // 4, progress)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
+            # A file per tensor: torch keeps all tensors of a file in memory until the file is complete.
+            writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False, thread_count=1)
+            try:
+                save(reader.state_dict(), storage_writer=writer, planner=_planner(reader), no_dist=True)
+            except CheckpointException as error:
+                for failure in error.failures.values():
+                    raise failure[0] from None
+                raise
+        reader.compare()
+
 
 def plan_dcp(state: SavedState) -> DcpPlan:
     """Collect the tensors to write. Raises CheckpointError."""
     keys = frozenset(key for dtypes in state.parts[0].dtypes for key in dtypes if key != FP32)
     return DcpPlan(state, model_tensors(state), optimizer_tensors(state, keys=keys))
-
-
-def write_dcp(
-    plan: DcpPlan, target: Path, *, max_memory: int = 1 << 30, progress: ProgressFunction | None = None
-) -> int:
-    """Write the new directory ``target``; return how many digests agreed with the commit record.
-
-    Raises UsageError where the target exists, MissingPackageError without torch, DigestMismatchError for state that is
-    not what was saved, OSError. A failure leaves nothing behind.
-    """
-    require_torch("convert --to dcp")
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    reader = _Reader(plan, max_memory // 4, progress)
-    with new_directory(target) as directory, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
-        # A file per tensor: torch keeps all tensors of a file in memory until the file is complete.
-        writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False, thread_count=1)
-        try:
-            save(reader.state_dict(), storage_writer=writer, planner=_planner(reader), no_dist=True)
-        except CheckpointException as error:
-            for failure in error.failures.values():
-                raise failure[0] from None
-            raise
-        compared = reader.compare()
-        check_one_save(plan.state.checkpoint.tag_dir)
-        return compared
 
 
 class _Reader:
@@ -114,12 +112,11 @@ class _Reader:
     The digests of pieces are added up; ``compare`` compares them with the record's in the end.
     """
 
-    def __init__(self, plan: DcpPlan, most: int, progress: ProgressFunction | None) -> None:
-        self._plan, self._most, self._progress = plan, most, progress
+    def __init__(self, plan: DcpPlan, digests: RecordedDigests, most: int, progress: ProgressFunction | None) -> None:
+        self._plan, self._digests, self._most, self._progress = plan, digests, most, progress
         self._tensors: dict[str, ModelTensor] = {}
-        self._rows: tuple[str, ExtentTable] | None = None
-        self._digests = recorded_digests(plan.state.checkpoint)
-        self._found: dict[str, int] = {}
+        self._rows: tuple[str, list[SavedTensor], ExtentTable] | None = None
+        self._found: dict[str, tuple[SavedTensor, int]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict to write, with meta tensors in place of data."""
@@ -184,34 +181,28 @@ class _Reader:
         return torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(shape)
 
     def _param_bytes(self, key: str, tensor: ModelTensor, place: Place, first: int, numel: int) -> ByteArray:
-        part = self._plan.state.parts[place.part]
         if self._rows is None or self._rows[0] != key:
-            self._rows = key, part.whole_rows([place.param], keys=(place.key,))[1]
-        rows = self._rows[1]
+            self._rows = (key, *self._plan.state.parts[place.part].whole_rows([place.param], keys=(place.key,)))
+        _, tensors, rows = self._rows
         begin, end = np.maximum(rows.start, first), np.minimum(rows.start + rows.numel, first + numel)
         chosen = np.flatnonzero(end > begin)
         rows = rows.pieces(chosen, (begin - rows.start)[chosen], (end - begin)[chosen])
         size = DTYPE_BYTES[tensor.dtype]
         buffer = np.empty(numel * size, dtype=np.uint8)
         zeros = np.zeros(rows.num_rows, dtype=np.int64)
-        digest = None
-        if self._digests is not None:
-            seeds = stream_seeds([(part.layout.params[place.param].name, place.key)])
-            digest = DigestRows(seeds, zeros, rows.start, rows.itemsize)
+        seeds = self._digests.seeds(tensors)
+        digest = None if seeds is None else DigestRows(seeds, zeros, rows.start, rows.itemsize)
         table = ReadTable(rows.paths, rows.file, rows.file_offset, zeros, (rows.start - first) * size, rows.nbytes)
         found = read_segments(table, [buffer], digest=digest, progress=self._progress).digests
         if found is not None:
-            self._found[key] = (self._found.get(key, 0) + int(found[0])) % (1 << 64)
+            total = self._found.get(key, (tensors[0], 0))[1] + int(found[0])
+            self._found[key] = tensors[0], total % (1 << 64)
         return buffer
 
-    def compare(self) -> int:
-        """Compare all digests with the record's; return how many agree. Raises DigestMismatchError."""
-        for key, digest in self._found.items():
-            place = self._tensors[key].source
-            assert isinstance(place, Place) and self._digests is not None
-            name = self._plan.state.parts[place.part].layout.params[place.param].name
-            compare_digest(self._digests, name, place.key, self._tensors[key].dtype, digest)
-        return len(self._found)
+    def compare(self) -> None:
+        """Compare all digests with the record's. Raises DigestMismatchError."""
+        found = self._found.values()
+        self._digests.compare([tensor for tensor, _ in found], [digest for _, digest in found])
 
 
 def _value(value: ScalarValue) -> Any:

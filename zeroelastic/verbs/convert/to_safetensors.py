@@ -10,34 +10,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
-from zeroelastic.checkpoint.one_save import check_one_save
 from zeroelastic.checkpoint.optimizer_file import FP32, OptionValue
 from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, UnsupportedError
-from zeroelastic.executors.dispatch import move_segments, write_segments
 from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.io.atomic import start_writeback
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import file_size, file_sizes, read_whole
+from zeroelastic.io.storage import file_sizes, read_whole
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType
-from zeroelastic.verbs.convert.copy_tensors import TensorCopy, check_cast, convert_elements, copy_tensors, one_row
-from zeroelastic.verbs.convert.model_tensors import (
-    Buffer,
-    ModelTensor,
-    Place,
-    model_tensors,
-    optimizer_tensors,
-    read_buffer,
-)
-from zeroelastic.verbs.new_directory import EarlyFlush, new_directory, reserve_file
+from zeroelastic.verbs.model_tensors import ModelTensor, model_tensors, optimizer_tensors
+from zeroelastic.verbs.new_directory import reserve_file
+from zeroelastic.verbs.new_files import NewFiles, RecordedDigests, TensorCopy, convertible, copy_tensors
 
 ExportDtype = Literal["fp32", "bf16", "fp16"]
 Tied = Literal["once", "all"]
@@ -86,6 +75,7 @@ _SAFETENSORS_DTYPES = {
 }
 _MOST_HEADER_BYTES = 100_000_000  # safetensors reads no larger one
 _MOST_COPIED_BYTES = 1 << 30
+_FLUSH_EVERY = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +120,67 @@ class ExportPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
-        copied = sum(file_size(path) or 0 for path in self.copied)
-        return sum(file.nbytes for file in self.files) + sum(map(len, self.texts.values())) + copied
-
-    @property
-    def source_nbytes(self) -> int:
         """Bytes of tensors that are read."""
         return sum(entry.tensor.nbytes for file in self.files for entry in file.entries)
 
-    def tensors(self, *kinds: str) -> list[Entry]:
-        """The entries of tensors of some kinds: "trained", "frozen", "buffer" or "state"."""
-        return [entry for file in self.files for entry in file.entries if entry.tensor.kind in kinds]
+    def write(
+        self,
+        directory: Path,
+        digests: RecordedDigests,
+        *,
+        max_memory: int,
+        progress: ProgressFunction | None,
+        processes: Processes,
+    ) -> None:
+        """Write the files; ``processes`` share the tensors, about as many bytes for each. Collective."""
+        processes.run_on_rank0(lambda: self._write_headers(directory))
+        loads = [0] * processes.size
+        copies: list[list[TensorCopy]] = [[] for _ in self.files]
+        for file, own in zip(self.files, copies, strict=True):
+            for slot, entry in enumerate(file.entries):
+                least = loads.index(min(loads))
+                loads[least] += entry.nbytes
+                if least == processes.rank and entry.nbytes:
+                    own.append(TensorCopy(entry.tensor, entry.dtype, slot))
+
+        def write_tensors() -> None:
+            for file, own in zip(self.files, copies, strict=True):
+                path = directory / file.name
+                slots = [(0, len(file.header) + entry.offset) for entry in file.entries]
+                flushing = _flush_early(path, progress)
+                copy_tensors(
+                    NewFiles([path], slots), own, self.state, max_memory=max_memory, digests=digests, progress=flushing
+                )
+                start_writeback(path)
+
+        processes.all_or_raise(write_tensors)
+
+    def _write_headers(self, directory: Path) -> None:
+        """Everything but tensors, whose files get their headers and their size."""
+        for file in self.files:
+            reserve_file(directory / file.name, file.nbytes)
+            with open(directory / file.name, "r+b", buffering=0) as opened:
+                opened.write(file.header)
+        for name, text in self.texts.items():
+            (directory / name).write_bytes(text)
+        for path in self.copied:
+            (directory / path.name).write_bytes(read_whole(path, limit=_MOST_COPIED_BYTES))
+
+
+def _flush_early(path: Path, progress: ProgressFunction | None) -> ProgressFunction:
+    """Passes progress on, and lets the device begin with what has been written since it last did."""
+    waiting = 0
+
+    def on_progress(nbytes: int) -> None:
+        nonlocal waiting
+        waiting += nbytes
+        if waiting >= _FLUSH_EVERY:
+            waiting = 0
+            start_writeback(path)
+        if progress is not None:
+            progress(nbytes)
+
+    return on_progress
 
 
 def plan_export(
@@ -164,7 +203,7 @@ def plan_export(
     Example::
 
         plan = plan_export(open_state(open_checkpoint("ckpt/global_step4")), dtype="bf16")
-        run_export(plan, Path("weights"))
+        write_plan(plan, Path("weights"))
     """
     model = model_tensors(state)
     others = [t for t in model.tensors if t.kind == "buffer" and t.dtype not in _SAFETENSORS_DTYPES]
@@ -186,56 +225,6 @@ def plan_export(
         more, index = _lay_out("optimizer", [(t.name, t, t.dtype) for t in tensors], {}, max_shard_size)
         files, texts = files + more, {**texts, **index, "optimizer.json": _text(optimizer_document(state))}
     return ExportPlan(state, tuple(files), texts, _model_files(model_dir), model.tied, left_out)
-
-
-def run_export(
-    plan: ExportPlan,
-    target: Path,
-    *,
-    max_memory: int = 1 << 30,
-    progress: ProgressFunction | None = None,
-    processes: Processes | None = None,
-) -> int:
-    """Write what was planned into the new directory ``target``; returns how many digests were compared.
-
-    Several ``processes`` share the tensors, on a file system that all of them see. Collective.
-
-    Raises UsageError where the target exists, DigestMismatchError for state that is not what was saved, OSError; then
-    nothing is left.
-    """
-    processes = processes or Processes()
-    with new_directory(target, processes) as directory:
-        processes.run_on_rank0(lambda: _write_small(plan, directory))
-        mine = _share(plan, processes)
-        compared = processes.all_or_raise(lambda: _write_tensors(plan, directory, max_memory, progress, mine))
-        tag_dir = plan.state.checkpoint.tag_dir
-        processes.all_or_raise(lambda: check_one_save(tag_dir, alone=processes.size == 1))
-        return sum(processes.all_gather(compared))
-
-
-def _write_small(plan: ExportPlan, directory: Path) -> None:
-    """Everything but tensors, whose files get their headers and their size."""
-    for file in plan.files:
-        reserve_file(directory / file.name, file.nbytes)
-        with open(directory / file.name, "r+b", buffering=0) as opened:
-            opened.write(file.header)
-    for name, text in plan.texts.items():
-        (directory / name).write_bytes(text)
-    for path in plan.copied:
-        (directory / path.name).write_bytes(read_whole(path, limit=_MOST_COPIED_BYTES))
-
-
-def _share(plan: ExportPlan, processes: Processes) -> set[str]:
-    """The names of the tensors that this process writes: about as many bytes as every other one."""
-    loads = [0] * processes.size
-    mine: set[str] = set()
-    for file in plan.files:
-        for entry in file.entries:
-            least = loads.index(min(loads))
-            loads[least] += entry.nbytes
-            if least == processes.rank:
-                mine.add(f"{file.name} {entry.name}")
-    return mine
 
 
 def optimizer_document(state: SavedState) -> dict[str, object]:
@@ -282,7 +271,11 @@ def _export_dtype(tensor: ModelTensor, dtype: ExportDtype | None) -> str:
         to = DTYPES[dtype]
     else:
         to = "float32" if tensor.kind == "buffer" and tensor.dtype in ("float16", "bfloat16") else tensor.dtype
-    check_cast(tensor.dtype, to, f"{tensor.kind} tensor {tensor.name}")
+    if not convertible(tensor.dtype, to):
+        raise UnsupportedError(
+            f"{tensor.kind} tensor {tensor.name} is {tensor.dtype}, which is not converted to {to}. Export it in the "
+            "dtype it has."
+        )
     return to
 
 
@@ -366,48 +359,3 @@ def _model_files(model_dir: FilePath | None) -> tuple[FilePath, ...]:
                 f"{model_dir / name}: has more than {_MOST_COPIED_BYTES} bytes, which such a file never has."
             )
     return tuple(model_dir / name for name in found)
-
-
-def _write_tensors(
-    plan: ExportPlan, directory: Path, max_memory: int, progress: ProgressFunction | None, mine: Collection[str]
-) -> int:
-    paths = [directory / file.name for file in plan.files]
-    copies: dict[tuple[int, int], list[TensorCopy]] = {}
-    compared = 0
-    for number, file in enumerate(plan.files):
-        for entry in file.entries:
-            if f"{file.name} {entry.name}" not in mine:
-                continue
-            offset = len(file.header) + entry.offset
-            source = entry.tensor.source
-            if isinstance(source, Buffer):
-                _write_buffer(entry, source, paths[number], offset, max_memory)
-                if progress is not None:
-                    progress(entry.tensor.nbytes)
-            elif entry.nbytes:
-                copy = TensorCopy(source.param, source.key, entry.dtype, number, offset)
-                copies.setdefault((number, source.part), []).append(copy)
-            else:
-                assert isinstance(source, Place)
-    for number, path in enumerate(paths):
-        flushing = EarlyFlush([path], progress)
-        for p, part in enumerate(plan.state.parts):
-            some = copies.get((number, p), [])
-            saved = plan.state.checkpoint
-            copied = copy_tensors(part, some, paths, source=saved, max_memory=max_memory, progress=flushing.on_progress)
-            compared += copied.num_compared
-        start_writeback(path)
-    return compared
-
-
-def _write_buffer(entry: Entry, buffer: Buffer, path: Path, offset: int, max_memory: int) -> None:
-    """One buffer of the module, converted where its dtype changes; one that is not a single run goes through memory."""
-    tensor = entry.tensor
-    if not entry.nbytes:
-        return
-    if buffer.stride is None and entry.dtype == tensor.dtype:
-        move_segments(one_row(buffer.extent.offset, offset, tensor.nbytes), [buffer.extent.path], [path])
-        return
-    data = read_buffer(tensor, limit=max_memory // 4)
-    made = np.ascontiguousarray(convert_elements(data, tensor.dtype, entry.dtype))
-    write_segments(one_row(0, offset, len(made)), [made], [path])

@@ -16,43 +16,41 @@ DeepSpeed's loader reads at stages 1 and 2. What is made of stage 1 or 2 also ha
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from zeroelastic.checkpoint.extents import stream_seeds
-from zeroelastic.checkpoint.one_save import check_one_save
 from zeroelastic.checkpoint.optimizer_file import FP32, zero_option
 from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.checkpoint.tag_files import model_file_name
-from zeroelastic.core.layout import Param
+from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, DigestRows, move_segments
 from zeroelastic.executors.progress import ProgressFunction
-from zeroelastic.io.atomic import write_at
 from zeroelastic.runs.names import LATEST_UNIVERSAL
-from zeroelastic.torch_file.graph import Archive, Storage, entry, new_storage, pairs_of, read_graph, tensor, write_graph
-from zeroelastic.verbs.convert.copy_tensors import (
+from zeroelastic.torch_file.graph import Storage, entry, new_storage, pairs_of, read_graph, tensor, write_graph
+from zeroelastic.torch_file.header import TensorRef, read_torch_file
+from zeroelastic.verbs.model_tensors import ModelTensor, Place, optimizer_tensors, stored_tensor
+from zeroelastic.verbs.new_directory import reserve_file
+from zeroelastic.verbs.new_files import (
+    Archives,
+    RecordedDigests,
     TensorCopy,
-    compare_digest,
+    convertible,
     copy_tensors,
-    one_row,
-    recorded_digests,
+    write_archive,
 )
-from zeroelastic.verbs.convert.model_tensors import ModelTensor
-from zeroelastic.verbs.convert.universal_files import rest_of_module, write_module
-from zeroelastic.verbs.new_directory import new_directory, reserve_file
-from zeroelastic.verbs.reshard.rank_files import scalar_node
+from zeroelastic.verbs.reshard.files import scalar_node
 from zeroelastic.verbs.reshard.source import no_hyper_parameters
 from zeroelastic.verbs.verify.payload_scan import RankRows, cover
 
 ZERO_FOLDER = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
 
-READ_BY_DEEPSPEED = (FP32, "exp_avg", "exp_avg_sq")
+_READ_BY_DEEPSPEED = (FP32, "exp_avg", "exp_avg_sq")
 """The state keys that DeepSpeed's loader requires of every trained parameter."""
 
 _FILES_AT_ONCE = 4096
@@ -72,14 +70,12 @@ _REBUILT = (
 class UniversalPlan:
     """What to write: ``tag`` is the directory below the target; ``notes`` say what DeepSpeed will not restore.
 
-    ``known`` has the bytes of those storages of ``optimizer_state`` that are not copied from a file; ``module`` are
-    the entries of a whole module that are not trained.
+    ``module`` are the entries of a whole module that are not trained.
     """
 
     state: SavedState
     tag: str
     optimizer_state: object
-    known: Mapping[Storage, bytes]
     module: tuple[ModelTensor, ...]
     notes: tuple[str, ...]
 
@@ -94,6 +90,48 @@ class UniversalPlan:
         trained = sum(saved.nbytes for saved in self.state.parts[0].tensors())
         return trained + sum(model.size for model in self.state.models) + sum(entry.nbytes for entry in self.module)
 
+    def write(
+        self,
+        directory: Path,
+        digests: RecordedDigests,
+        *,
+        max_memory: int,
+        progress: ProgressFunction | None,
+        processes: Processes,
+    ) -> None:
+        """Write the files, by one process; those of tensors in batches, which keep the tables small."""
+        trained, whole = self.state.parts[0], self.state.checkpoint.whole_model
+        tag_dir = directory / self.tag
+        zero = tag_dir / ZERO_FOLDER
+        zero.mkdir(parents=True)
+        params, scalars = trained.layout.params, trained.scalars
+        tensors = [*optimizer_tensors(self.state), *self.module]
+        for begin in range(0, len(tensors), _FILES_AT_ONCE):
+            some = tensors[begin : begin + _FILES_AT_ONCE]
+            graphs: dict[Path, object] = {}
+            storages: list[Storage] = []
+            for one in some:
+                place = one.source
+                name, key = (params[place.param].name, place.key) if isinstance(place, Place) else (one.name, FP32)
+                dtype = one.dtype if isinstance(place, Place) else "float32"
+                (zero / name).mkdir(exist_ok=True)
+                storages.append(new_storage(dtype, one.numel))
+                graphs[zero / name / f"{key}.pt"] = _state_file(one, storages[-1], whole=whole)
+            archives = Archives(graphs)
+            slots = archives.slots(storages).tolist()
+            columns = zip(some, storages, slots, strict=True)
+            copies = [TensorCopy(one, storage.dtype, slot) for one, storage, slot in columns]
+            copy_tensors(archives, copies, self.state, max_memory=max_memory, digests=digests, progress=progress)
+            archives.finish()
+        for param, own in zip(params, scalars, strict=True):
+            if whole and "step" in own:
+                write_archive(zero / param.name / "step.pt", scalar_node(own["step"]))
+        write_archive(zero / OPTIMIZER_STATE, self.optimizer_state)
+        _copy_models(self.state, tag_dir, digests, progress)
+        if whole:  # a run of stage 3 looks for its own name
+            os.link(tag_dir / self.state.models[0].path.name, tag_dir / model_file_name(0, 0, whole=False))
+        (directory / LATEST_UNIVERSAL).write_text(self.tag)
+
 
 def plan_universal(state: SavedState, *, tag: str) -> UniversalPlan:
     """Collect what to write. Raises UnsupportedError naming what the format cannot represent."""
@@ -106,38 +144,14 @@ def plan_universal(state: SavedState, *, tag: str) -> UniversalPlan:
         for key, dtype in dtypes.items():
             check_file_name(f"{key}.pt", "a state key")
             new_storage(dtype, 0)
-    known: dict[Storage, bytes] = {}
-    root, left_out = _optimizer_state(state, known)
+    root, left_out = _optimizer_state(state)
     module: list[ModelTensor] = []
     if state.checkpoint.whole_model:
-        module, more = rest_of_module(state, {param.name for param in trained.layout.params})
+        module, more = _rest_of_module(state, {param.name for param in trained.layout.params})
         left_out += more
         for entry in module:
             check_file_name(entry.name, "an entry of the module")
-    return UniversalPlan(state, tag, root, known, tuple(module), (*left_out, *_notes(state)))
-
-
-def write_universal(
-    plan: UniversalPlan, target: Path, *, max_memory: int = 1 << 30, progress: ProgressFunction | None = None
-) -> int:
-    """Write the new directory ``target``; return how many digests agreed with the commit record.
-
-    Raises UsageError where the target exists, DigestMismatchError for state that is not what was saved, OSError. A
-    failure leaves nothing behind.
-    """
-    with new_directory(target) as directory:
-        tag_dir = directory / plan.tag
-        zero = tag_dir / ZERO_FOLDER
-        zero.mkdir(parents=True)
-        compared = _write_params(plan, zero, max_memory, progress)
-        write_module(plan.module, zero, max_memory=max_memory)
-        _write_graph(plan.optimizer_state, plan.known, zero / OPTIMIZER_STATE)
-        compared += _copy_models(plan.state, tag_dir, progress)
-        if plan.state.checkpoint.whole_model:  # a run of stage 3 looks for its own name
-            os.link(tag_dir / plan.state.models[0].path.name, tag_dir / model_file_name(0, 0, whole=False))
-        (directory / LATEST_UNIVERSAL).write_text(plan.tag)
-        check_one_save(plan.state.checkpoint.tag_dir)
-    return compared
+    return UniversalPlan(state, tag, root, tuple(module), (*left_out, *_notes(state)))
 
 
 def check_file_name(name: str, what: str) -> None:
@@ -159,16 +173,16 @@ def _notes(state: SavedState) -> list[str]:
     loader = "DeepSpeed's loader" + (" at stage 3" if whole else "")
     notes = _order_notes(state)
     keys = dict.fromkeys(key for dtypes in trained.dtypes for key in dtypes)
-    missing = [key for key in READ_BY_DEEPSPEED if any(key not in dtypes for dtypes in trained.dtypes)]
+    missing = [key for key in _READ_BY_DEEPSPEED if any(key not in dtypes for dtypes in trained.dtypes)]
     if missing or (head.scalars and "step" not in head.scalars[0]):
         what = ", ".join([*missing, *(["step"] if head.scalars and "step" not in head.scalars[0] else [])])
         notes.append(
             f"the optimizer has no {what} of every parameter, which {loader} asks for: load with "
             "load_optimizer_states=False, which takes the weights"
         )
-    extra = [key for key in keys if key not in READ_BY_DEEPSPEED]
+    extra = [key for key in keys if key not in _READ_BY_DEEPSPEED]
     if extra:
-        notes.append(f"{loader} reads {', '.join(READ_BY_DEEPSPEED)} only, not {', '.join(extra)}")
+        notes.append(f"{loader} reads {', '.join(_READ_BY_DEEPSPEED)} only, not {', '.join(extra)}")
     if len({repr(sorted(group.options.items())) for group in head.groups}) > 1:
         notes.append(f"{loader} gives every optimizer group the hyper-parameters of the first one")
     steps = {scalars["step"].canonical() for scalars in head.scalars if "step" in scalars}
@@ -209,7 +223,7 @@ def _order_notes(state: SavedState) -> list[str]:
     ]
 
 
-def _optimizer_state(state: SavedState, known: dict[Storage, bytes]) -> tuple[object, list[str]]:
+def _optimizer_state(state: SavedState) -> tuple[object, list[str]]:
     """The tree of ``optimizer_state.pt``: rank 0's optimizer state without the tensors that have files of their own."""
     path = state.head.path
     saved = pairs_of(entry(read_graph(path), "optimizer_state_dict"))
@@ -235,85 +249,24 @@ def _optimizer_state(state: SavedState, known: dict[Storage, bytes]) -> tuple[ob
         {**pairs_of(options), "params": sorted({sub_group[name] for name in group.params if name in sub_group})}
         for options, group in zip(groups, state.head.groups, strict=True)
     ]
-    scalars = {
-        i: {key: scalar_node(value, known) for key, value in of.items()} for i, of in enumerate(state.head.scalars)
-    }
+    scalars = {i: {key: scalar_node(value) for key, value in of.items()} for i, of in enumerate(state.head.scalars)}
     root["optimizer_state_dict"] = {"state": scalars, "param_groups": numbered}
     root["param_groups"] = numbered
     return root, left_out
 
 
-def _write_params(plan: UniversalPlan, zero: Path, max_memory: int, progress: ProgressFunction | None) -> int:
-    """Write the state files of all trained parameters, in batches that keep the tables small."""
-    trained = plan.state.parts[0]
-    whole = plan.state.checkpoint.whole_model
-    wanted = [(i, key, dtype) for i, dtypes in enumerate(trained.dtypes) for key, dtype in dtypes.items()]
-    compared = 0
-    for begin in range(0, len(wanted), _FILES_AT_ONCE):
-        archives: list[tuple[Archive, Storage]] = []
-        copies: list[TensorCopy] = []
-        for i, key, dtype in wanted[begin : begin + _FILES_AT_ONCE]:
-            param = trained.layout.params[i]
-            folder = zero / param.name
-            folder.mkdir(exist_ok=True)
-            storage = new_storage(dtype, param.numel)
-            archive = Archive(folder / f"{key}.pt", _param_root(storage, param, whole=whole))
-            copies.append(TensorCopy(i, key, dtype, len(archives), archive.offsets[storage]))
-            archives.append((archive, storage))
-        copied = copy_tensors(
-            trained,
-            copies,
-            [archive.path for archive, _ in archives],
-            source=plan.state.checkpoint,
-            max_memory=max_memory,
-            checksums=True,
-            progress=progress,
-        )
-        assert copied.crc32 is not None
-        for (archive, storage), checksum in zip(archives, copied.crc32.tolist(), strict=True):
-            archive.finish({storage: checksum})
-        compared += copied.num_compared
-    if whole:
-        for param, scalars in zip(trained.layout.params, trained.scalars, strict=True):
-            if "step" in scalars:
-                known: dict[Storage, bytes] = {}
-                step = scalar_node(scalars["step"], known)
-                _write_graph(step, known, zero / param.name / "step.pt")
-    return compared
-
-
-def _param_root(storage: Storage, param: Param, *, whole: bool) -> object:
+def _state_file(saved: ModelTensor, storage: Storage, *, whole: bool) -> object:
     """What a state file holds: the flat tensor, or what the loader of stages 1 and 2 wants."""
     if not whole:
-        return tensor(storage, 0, (param.numel,))
-    return {"cat_dim": 0, "param": tensor(storage, 0, param.shape or (1,))}
+        return tensor(storage, 0, (storage.numel,))
+    if isinstance(saved.source, Place):
+        return {"cat_dim": 0, "param": tensor(storage, 0, saved.shape or (1,))}
+    return {"param": tensor(storage, 0, saved.shape)}
 
 
-def _write_graph(root: object, known: Mapping[Storage, bytes], path: Path) -> None:
-    """Write a small torch.save file, with payload from ``known`` or copied from other files."""
-    archive = Archive(path, root)
-    checksums: dict[Storage, int] = {}
-    for storage in archive.storages:
-        offset = archive.offsets[storage]
-        if storage in known:
-            write_at(path, known[storage], offset)
-            checksums[storage] = zlib.crc32(known[storage])
-        elif storage.nbytes:
-            extent = storage.extent
-            assert extent is not None
-            crc32 = np.zeros(1, dtype=np.uint32)
-            move_segments(one_row(extent.offset, offset, storage.nbytes), [extent.path], [path], crc32=crc32)
-            checksums[storage] = int(crc32[0])
-    archive.finish(checksums)
-
-
-def _copy_models(state: SavedState, tag_dir: Path, progress: ProgressFunction | None) -> int:
-    """Copy every rank's module states; compare the digests of frozen parameters with the record in the same pass.
-
-    Returns the number of digests that were compared.
-    """
-    digests = recorded_digests(state.checkpoint)
-    frozen = state.parts[1] if digests is not None and len(state.parts) > 1 else None
+def _copy_models(state: SavedState, tag_dir: Path, digests: RecordedDigests, progress: ProgressFunction | None) -> None:
+    """Copy every rank's module states; compare the digests of frozen parameters with the record in the same pass."""
+    frozen = state.parts[1] if digests.known and len(state.parts) > 1 else None
     tensors = [] if frozen is None else frozen.tensors()
     seeds = stream_seeds([*((saved.param.name, saved.key) for saved in tensors), ("", "")])  # the last is of the gaps
     totals = np.zeros_like(seeds)
@@ -338,7 +291,26 @@ def _copy_models(state: SavedState, tag_dir: Path, progress: ProgressFunction | 
             progress=progress,
         )
         totals += 0 if found is None else found
-    if digests is not None:
-        for saved, digest in zip(tensors, totals.tolist(), strict=False):
-            compare_digest(digests, saved.param.name, saved.key, saved.dtype, digest)
-    return len(tensors)
+    digests.compare(tensors, totals[: len(tensors)].tolist())
+
+
+def _rest_of_module(state: SavedState, trained: Collection[str]) -> tuple[list[ModelTensor], list[str]]:
+    """The entries of the module's state that are not trained; and a sentence for each that is not written.
+
+    Raises CheckpointError for a file without a module.
+    """
+    file = read_torch_file(state.checkpoint.model_files[0], foreign="inert")
+    module = file.root.get("module") if isinstance(file.root, dict) else None
+    if not isinstance(module, dict):
+        raise CheckpointError(f"{file.path}: holds no module. It is not a file of ZeRO stage 1 or 2.")
+    rest = {str(name): value for name, value in module.items() if name not in trained}
+    file.locate(value.storage.key for value in rest.values() if isinstance(value, TensorRef))
+    found: list[ModelTensor] = []
+    left_out: list[str] = []
+    for name, value in rest.items():
+        if isinstance(value, TensorRef) and convertible(value.dtype, "float32"):
+            found.append(stored_tensor(name, value, file))
+        else:
+            what = value.dtype if isinstance(value, TensorRef) else "no tensor"
+            left_out.append(f"{name} of the module: it is {what}, which has no float32 file; the module states have it")
+    return found, left_out

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,8 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_size, file_sizes, folders, read_range
 from zeroelastic.runs.locate import Source
 from zeroelastic.runs.names import LATEST
-from zeroelastic.torch_file.graph import Archive, Storage, read_graph
+from zeroelastic.torch_file.graph import read_graph
+from zeroelastic.verbs.new_files import write_archive
 
 _SCRIPTS = re.compile(r"zero_to_(fp32|torch)\.py")
 _PER_RANK = re.compile(r"(?P<stem>rng_state|random_states)(_(?P<rank>\d+))?\.(?P<kind>pth|pkl)")
@@ -128,7 +128,7 @@ def write_sidecar_files(source: Source, sidecar_files: SidecarFiles, root: Path,
     """
     notes: list[str] = []
     for name, origin in sidecar_files.copied.items():
-        copy_file(source.root / origin, root / name)
+        _copy_file(source.root / origin, root / name)
     for name, (origin, rank) in sidecar_files.derived.items():
         left = _derive(source.root / origin, root / name, rank, identity, single=name == "rng_state.pth")
         if left:
@@ -137,10 +137,9 @@ def write_sidecar_files(source: Source, sidecar_files: SidecarFiles, root: Path,
 
 
 def _derive(origin: FilePath, path: Path, rank: int, identity: str, *, single: bool) -> list[str]:
-    root, known, left = read_graph(origin), dict[Storage, bytes](), list[str]()
+    root, left = read_graph(origin), list[str]()
     if rank >= 0:
-        made = reseed(root, derived_seed(identity, rank))
-        root, known, left = made.root, made.known, made.left
+        root, left = reseed(root, derived_seed(identity, rank))
     if isinstance(root, dict):
         for device, state in list(root.items()):
             if device in ("python", "numpy", "cpu"):
@@ -149,24 +148,11 @@ def _derive(origin: FilePath, path: Path, rank: int, identity: str, *, single: b
                 root = {**root, device: state[0]}
             elif not single and path.name.startswith("rng_state") and not isinstance(state, (list, type(None))):
                 root = {**root, device: [state]}
-    archive = Archive(path, root)
-    checksums: dict[Storage, int] = {}
-    with open(path, "r+b", buffering=0) as file:
-        for storage, offset in archive.offsets.items():
-            data = known.get(storage)
-            if data is None:
-                extent = storage.extent
-                assert extent is not None
-                data = read_range(extent.path, extent.offset, extent.nbytes)
-                if len(data) != storage.nbytes:
-                    raise CheckpointError(f"{origin}: ends inside its payload. The file is truncated.")
-            os.pwrite(file.fileno(), data, offset)
-            checksums[storage] = zlib.crc32(data)
-    archive.finish(checksums, sync=True)
+    write_archive(path, root, sync=True)
     return left
 
 
-def copy_file(origin: FilePath, path: Path) -> None:
+def _copy_file(origin: FilePath, path: Path) -> None:
     """Copy a file, local or remote, in pieces. Raises OSError, CheckpointError."""
     size = file_size(origin)
     if size is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,8 +18,6 @@ from zeroelastic.checkpoint.optimizer_file import (
     Shard,
     configured_batch,
     configured_sub_group_size,
-    steps_with_bf16_optimizer,
-    zero_option,
 )
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.core.layout import Param, pack_sub_groups
@@ -29,38 +27,19 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.graph import Node, Storage, entry, ordered_dict, pairs_of, read_graph
 
 _MAX_LISTED = 4
-_STATE_KEYS = frozenset(
-    {
-        "zero_stage",
-        "loss_scaler",
-        "dynamic_loss_scale",
-        "overflow",
-        "partition_count",
-        "ds_zero_partition_groups",
-        "optimizer_state_dict",
-        "fp32_flat_groups",
-        "base_optimizer_state",
-        "zeroelastic",
-    }
-)
+_BOTH = ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count", "base_optimizer_state")
+_STATE_KEYS = {*_BOTH, "ds_zero_partition_groups", "optimizer_state_dict", "fp32_flat_groups", "zeroelastic"}
 """What stage 3 keeps in a file's optimizer_state_dict, and what the elastic format adds."""
 
-_GROUP_STATE_KEYS = frozenset(
-    {
-        "zero_stage",
-        "loss_scaler",
-        "dynamic_loss_scale",
-        "overflow",
-        "clip_grad",
-        "ds_version",
-        "partition_count",
-        "base_optimizer_state",
-        "single_partition_of_fp32_groups",
-        "group_paddings",
-        "param_alignment_paddings",
-        "param_slice_mappings",
-    }
-)
+_GROUP_STATE_KEYS = {
+    *_BOTH,
+    "clip_grad",
+    "ds_version",
+    "single_partition_of_fp32_groups",
+    "group_paddings",
+    "param_alignment_paddings",
+    "param_slice_mappings",
+}
 """What stages 1 and 2 keep there."""
 
 
@@ -80,20 +59,24 @@ class Group:
 class ReshardSource:
     """What the files of the new ranks are made from: the saved tensors, and the graphs of saved files for the rest.
 
-    ``parts`` are as of ``SavedState``. ``optim_root`` is an optimizer file's graph; ``model_root(rank)`` the module
-    states that target rank ``rank`` takes over; ``config`` the saved DeepSpeed configuration; ``stage`` the ZeRO stage
-    that saved it.
+    ``optim_root`` is an optimizer file's graph; ``model_root(rank)`` the module states that target rank ``rank`` takes
+    over; ``config`` the saved DeepSpeed configuration, from the file ``config_path``. ``buffers`` are the parameters of
+    each flat buffer of the ranks that saved it, in the order of the optimizer.
     """
 
-    parts: tuple[SavedPart, ...]
+    state: SavedState
     groups: tuple[Group, ...]
+    buffers: Sequence[Sequence[Param]]
     optim_root: Mapping[object, object]
     model_root: Callable[[int], Mapping[object, object]]
-    sub_group_size: int
-    train_batch_size: int | None
+    config: Mapping[str, object]
+    config_path: FilePath
     bf16_names: bool
-    stage: int = 3
-    config: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage that saved it."""
+        return self.state.head.stage
 
     @property
     def whole_model(self) -> bool:
@@ -101,41 +84,42 @@ class ReshardSource:
         return self.stage != 3
 
     @property
-    def round_robin(self) -> bool:
-        """Whether a run with the saved configuration reorders the groups at stages 1 and 2.
-
-        ``DeepSpeedZeroOptimizer.__init__`` does so at both stages, whatever else is configured; on one rank the order
-        stays the same.
-        """
-        return bool(zero_option(self.config, "round_robin_gradients"))
+    def inner(self) -> Mapping[object, object]:
+        """The state dict of DeepSpeed's optimizer."""
+        return pairs_of(self.optim_root.get("optimizer_state_dict"))
 
     @property
-    def param_alignment(self) -> bool:
-        """Whether a run with the saved configuration aligns parameters at stages 1 and 2."""
-        return bool(zero_option(self.config, "parameter_alignment"))
-
-    @property
-    def steps_with_bf16_optimizer(self) -> bool:
-        """Whether a run with the saved configuration has a ``BF16_Optimizer`` at stage 1."""
-        return steps_with_bf16_optimizer(self.config)
+    def scaler(self) -> Mapping[object, object]:
+        """The attributes of the loss scaler that a run of ZeRO saved, ``DynamicLossScaler`` or ``LossScaler``."""
+        found = self.inner.get("loss_scaler")
+        return found.state if isinstance(found, Node) and isinstance(found.state, dict) else {}
 
     @property
     def trained(self) -> SavedPart:
         """The trained parameters."""
-        return self.parts[0]
+        return self.state.parts[0]
 
     @property
     def frozen(self) -> SavedPart | None:
         """The frozen parameters, where they were saved."""
-        return self.parts[1] if len(self.parts) > 1 else None
+        return self.state.parts[1] if len(self.state.parts) > 1 else None
+
+    @property
+    def train_batch_size(self) -> int | None:
+        """The global batch of the save, where it is known."""
+        checkpoint = self.state.checkpoint
+        return train_batch_size(checkpoint.record, self.state.head, checkpoint.world_size)
+
+    def grouped(self, params: Iterable[Param]) -> list[list[Param]]:
+        """Of these parameters those of each optimizer group, in its order."""
+        table = {param.name: param for param in params}
+        return [[table[name] for name in group.params if name in table] for group in self.groups]
 
 
-def reshard_source(state: SavedState, *, target_stage: int = 3, sub_group_size: int | None = None) -> ReshardSource:
-    """The tensors and graphs of a saved checkpoint. ``sub_group_size`` overrides the saved configuration's.
+def reshard_source(state: SavedState) -> ReshardSource:
+    """The tensors and graphs of a saved checkpoint.
 
-    A target of stage 1 or 2 has no sub-groups, so those of the source are not compared with the configuration. Raises
-    UnsupportedError when the saved sub-groups are not what the configuration implies, or when an optimizer file holds
-    something that is not known to be the same at every world size.
+    Raises UnsupportedError when an optimizer file holds something that is not known to be the same at every world size.
     """
     root = pairs_of(read_graph(state.head.path))
     inner = pairs_of(root.get("optimizer_state_dict"))
@@ -146,27 +130,19 @@ def reshard_source(state: SavedState, *, target_stage: int = 3, sub_group_size: 
             f"{state.head.path}: optimizer_state_dict holds {', '.join(unknown)}, which is not known to be the same at "
             "another world size. Load it with zeroelastic in the training job, which restores what it knows."
         )
-    groups = _groups(state, inner)
-    if sub_group_size is None and (state.head.stage != 3 or target_stage != 3):
-        sub_group_size = configured_sub_group_size(state.head.ds_config)
-    elif sub_group_size is None:
-        head = state.head.layout
-        saved = [
-            [head.params[p] for p in np.flatnonzero(head.sub_group == i).tolist()] for i in range(head.num_sub_groups)
-        ]
-        sub_group_size = checked_sub_group_size(
-            state.head.ds_config, groups, saved, world_size=head.world_size, path=state.head.path
-        )
+    layout = state.head.layout
     return ReshardSource(
-        parts=state.parts,
-        groups=groups,
+        state=state,
+        groups=_groups(state, inner),
+        buffers=[
+            [layout.params[p] for p in np.flatnonzero(layout.sub_group == i).tolist()]
+            for i in range(layout.num_sub_groups)
+        ],
         optim_root=root,
         model_root=model_roots(state.checkpoint.model_files),
-        sub_group_size=sub_group_size,
-        train_batch_size=train_batch_size(state.checkpoint.record, state.head, state.checkpoint.world_size),
-        bf16_names=state.head.path.name.startswith("bf16_"),
-        stage=state.head.stage,
         config=state.head.ds_config,
+        config_path=state.head.path,
+        bf16_names=state.head.path.name.startswith("bf16_"),
     )
 
 
@@ -212,29 +188,25 @@ def model_roots(files: Sequence[FilePath]) -> Callable[[int], Mapping[object, ob
     return lambda rank: pairs_of(read_graph(files[rank])) if 0 < rank < len(files) else read_first()
 
 
-def checked_sub_group_size(
-    config: Mapping[str, object],
-    groups: Sequence[Group],
-    saved: Sequence[Sequence[Param]],
-    *,
-    world_size: int,
-    path: FilePath,
-) -> int:
-    """``sub_group_size`` of the saved configuration. Raises UnsupportedError when the sub-groups contradict it."""
-    sub_group_size = configured_sub_group_size(config)
-    table = {param.name: param for members in saved for param in members}
-    implied = pack_sub_groups(
-        [[table[name] for name in group.params if name in table] for group in groups],
-        world_size=world_size,
-        sub_group_size=sub_group_size,
-    )
-    if [list(members) for members in implied] != [list(members) for members in saved]:
+def saved_sub_group_size(source: ReshardSource) -> int:
+    """``sub_group_size`` of the saved configuration.
+
+    Raises UnsupportedError where the sub-groups of stage 3 contradict it; other stages have none.
+    """
+    size = configured_sub_group_size(source.config)
+    if source.stage != 3:
+        return size
+    saved = [list(members) for members in source.buffers]
+    groups = source.grouped(param for members in saved for param in members)
+    world_size = source.state.checkpoint.world_size
+    implied = pack_sub_groups(groups, world_size=world_size, sub_group_size=size)
+    if [list(members) for members in implied] != saved:
         raise UnsupportedError(
-            f"{path}: has {len(saved)} sub-groups; a sub_group_size of {sub_group_size}, as in its "
+            f"{source.config_path}: has {len(saved)} sub-groups; a sub_group_size of {size}, as in its "
             f"configuration, gives {len(implied)} others. Give the one of the run that will load the result, with "
             "--sub-group-size."
         )
-    return sub_group_size
+    return size
 
 
 def _groups(state: SavedState, inner: Mapping[object, object]) -> tuple[Group, ...]:
@@ -286,7 +258,7 @@ def weight_dtypes(source: ReshardSource) -> dict[str, str]:
     """
     module = pairs_of(source.model_root(0).get("module"))
     default = configured_dtype(source.config)
-    storages = {param.name: _storage(module.get(param.name)) for param in source.trained.layout.params}
+    storages = {param.name: storage_of(module.get(param.name)) for param in source.trained.layout.params}
     return {name: default if storage is None else storage.dtype for name, storage in storages.items()}
 
 
@@ -338,7 +310,7 @@ def check_module(source: ReshardSource) -> None:
     buffers = root.get("buffer_names")
     others |= set(buffers) if isinstance(buffers, list) else set()
     module = pairs_of(root.get("module"))
-    found = {str(name) for name, value in module.items() if name not in others and _storage(value) is not None}
+    found = {str(name) for name, value in module.items() if name not in others and storage_of(value) is not None}
     frozen = set() if source.frozen is None else {param.name for param in source.frozen.layout.params}
     if frozen - found:
         raise UnsupportedError(
@@ -366,7 +338,7 @@ def whole_module(root: Mapping[object, object], whole: Mapping[str, Node]) -> No
     return ordered_dict((name, weight(name, value)) for name, value in pairs_of(root.get("module")).items())
 
 
-def _storage(value: object) -> Storage | None:
+def storage_of(value: object) -> Storage | None:
     """The storage of a tensor; None for another object."""
     storage = value.args[0] if isinstance(value, Node) and value.args else None
     return storage if isinstance(storage, Storage) else None

@@ -9,11 +9,12 @@ docs/concepts/format.md describes all three. At stage 0 nothing is cut: one file
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
-from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.checkpoint.optimizer_file import FP32, steps_with_bf16_optimizer, zero_option
 from zeroelastic.checkpoint.tag_files import model_file_name
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import (
@@ -24,7 +25,8 @@ from zeroelastic.core.layout import (
     pack_sub_groups,
     unpacked_layout,
 )
-from zeroelastic.errors import UnsupportedError
+from zeroelastic.errors import UnsupportedError, UsageError
+from zeroelastic.torch_file.graph import entry
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.reshard.source import (
     ReshardSource,
@@ -35,8 +37,76 @@ from zeroelastic.verbs.reshard.source import (
     weight_dtypes,
 )
 
-OptimizerWrapper = Literal["none", "FP16_UnfusedOptimizer", "FP16_Optimizer"]
-"""DeepSpeed's class around the optimizer at stage 0. "none": the optimizer steps the weights of the module itself."""
+LEAST_MEMORY = 64 << 20
+"""The smallest ``max_memory``: buffers of a few threads and the tables of one rank."""
+
+_TO_STAGE_3 = "Reshard to stage 3, with --stage 3."
+_ZERO_OPTIONS = ("round_robin_gradients", "parameter_alignment")
+_NAMES_OF_DTYPE = {
+    "float32": ("fp32", "float32", "float", "torch.float32"),
+    "float16": ("fp16", "float16", "half", "torch.float16"),
+    "bfloat16": ("bf16", "bfloat16", "torch.bfloat16"),
+}
+"""What DeepSpeed's configuration calls each dtype: ``DtypeEnum`` of deepspeed.runtime.config_utils."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardOptions:
+    """The options of a reshard.
+
+    ``stage`` is the ZeRO stage of the result, by default that of the source. ``format`` is by default elastic at stage
+    3, and always rigid below it. ``sub_group_size`` overrides that of the saved configuration, and at stages 1
+    and 2 ``round_robin_gradients`` and ``parameter_alignment`` theirs; ``verify`` reads the result back before it is
+    published. Raises UsageError for invalid values.
+    """
+
+    world_size: int
+    format: CheckpointFormat | None = None
+    sub_group_size: int | None = None
+    stage: int | None = None
+    round_robin_gradients: bool | None = None
+    parameter_alignment: bool | None = None
+    max_memory: int = 1 << 30
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise UsageError(f"a world size of {self.world_size} makes no sense; give 1 or more.")
+        if self.sub_group_size is not None and self.sub_group_size < 1:
+            raise UsageError(f"a sub_group_size of {self.sub_group_size} makes no sense; give 1 or more.")
+        if self.stage not in (None, 0, 1, 2, 3):
+            raise UsageError(f"there is no ZeRO stage {self.stage} to reshard to; give 0, 1, 2 or 3.")
+        if self.max_memory < LEAST_MEMORY:
+            raise UsageError(
+                f"--max-memory: at least {LEAST_MEMORY >> 20} MiB are needed, got {format_size(self.max_memory)}."
+            )
+
+    @property
+    def zero_options(self) -> dict[str, bool]:
+        """The entries of ``zero_optimization`` that are given instead of the saved configuration's."""
+        return {key: value for key in _ZERO_OPTIONS if (value := getattr(self, key)) is not None}
+
+    def check(self, stage: int) -> None:
+        """Raise UsageError for an option that the ZeRO stage of the result does not have."""
+        if stage in (0, 3) and self.zero_options:
+            raise UsageError(
+                f"{' and '.join(self.zero_options)} makes no difference at ZeRO stage {stage}. Leave it out, or give "
+                "--stage 1 or 2."
+            )
+        if stage != 3 and self.format == "elastic":
+            own = ": DeepSpeed's own, with elastic_checkpoint, has no hyper-parameters" if stage != 0 else ""
+            raise UsageError(
+                f"there is no elastic format of ZeRO stage {stage}{own}. Leave --format out, or give rigid."
+            )
+        if stage != 3 and self.sub_group_size is not None:
+            raise UsageError(f"there are no sub-groups at ZeRO stage {stage}. Leave --sub-group-size out.")
+
+
+Optimizer = Literal["ZeRO", "BF16_Optimizer", "FP16_UnfusedOptimizer", "FP16_Optimizer", "none"]
+"""DeepSpeed's class around the optimizer, "none" at stage 0 in fp32: it steps the weights of the module itself.
+
+A ``BF16_Optimizer``, of stage 1, deals and aligns nothing; the two ``FP16`` are of stage 0.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +114,10 @@ class ReshardTarget:
     """The layouts at the target's world size, and the contents of its flat buffers.
 
     A flat buffer is a sub-group at ``stage`` 3, an optimizer group at stages 1 and 2. ``keys[i]`` is the dtype of each
-    state key of flat buffer i, "fp32" first; ``scalars[i]`` its scalars; ``group_of[i]`` the number of its optimizer
-    group. Below stage 3 ``frozen`` is the layout of one rank, and ``weights`` are the dtypes of the trained weights
-    that are made from master weights. At stages 1 and 2 ``gaps[i]`` are the elements that are left free behind each
-    parameter of group i, in buffer order. ``bf16_optimizer``: the files are a ``BF16_Optimizer``'s, which deals and
-    aligns nothing.
+    state key of flat buffer i, "fp32" first; ``scalars[i]`` its scalars; ``members[g]`` the buffers of optimizer group
+    g. Below stage 3 ``frozen`` is the layout of one rank, and ``weights`` are the dtypes of the trained weights that
+    are made from master weights. At stages 1 and 2 ``gaps[i]`` are the elements that are left free behind each
+    parameter of group i, in buffer order.
 
     ``world_size`` ranks will load it. At stage 0 they all load one file, so the layouts are of one rank; a flat buffer
     is a parameter, or an optimizer group where the ``wrapper`` is ``FP16_Optimizer``.
@@ -61,11 +130,10 @@ class ReshardTarget:
     frozen: Layout | None
     keys: tuple[Mapping[str, str], ...]
     scalars: tuple[Mapping[str, ScalarValue], ...]
-    group_of: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]
     gaps: tuple[tuple[int, ...], ...] = ()
     weights: Mapping[str, str] = field(default_factory=dict)
-    bf16_optimizer: bool = False
-    wrapper: OptimizerWrapper = "none"
+    wrapper: Optimizer = "ZeRO"
 
     @property
     def num_files(self) -> int:
@@ -74,121 +142,146 @@ class ReshardTarget:
             return 1
         return 2 * self.world_size if self.stage == 3 else self.world_size + 1
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that are made from master weights."""
+        made = [param for param in self.layout.params if param.name in self.weights]
+        return sum(param.numel * DTYPE_BYTES[self.weights[param.name]] for param in made)
+
+    def has_model(self, rank: int) -> bool:
+        """Whether a rank writes module states."""
+        return self.stage == 3 or rank == 0
+
 
 def file_names(source: ReshardSource, target: ReshardTarget, rank: int) -> tuple[str, ...]:
     """DeepSpeed's names of one rank's files: the optimizer's, then the module states', if the rank writes them."""
-    if target.stage == 0:
-        return (model_file_name(0, 0, whole=True),)
     prefix = "bf16_" if source.bf16_names else ""
     optim = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-    whole = target.stage != 3
-    return (optim,) if whole and rank > 0 else (optim, model_file_name(rank, 0, whole=whole))
+    model = model_file_name(rank, 0, whole=target.stage != 3)
+    if target.stage == 0:
+        return (model,)
+    return (optim, model) if target.has_model(rank) else (optim,)
 
 
-def reshard_target(
-    source: ReshardSource, world_size: int, format: CheckpointFormat, *, stage: int = 3
-) -> ReshardTarget:
+def reshard_target(source: ReshardSource, options: ReshardOptions, stage: int) -> ReshardTarget:
     """The layout at another world size.
 
     Raises UnsupportedError when parameters that share a flat buffer there were saved with different kinds of state, and
     for what DeepSpeed does not run at the stage.
     """
     if stage == 3:
-        return _sub_group_target(source, world_size, format)
-    return _whole_target(source, world_size) if stage == 0 else _group_target(source, world_size, stage)
-
-
-def _sub_group_target(source: ReshardSource, world_size: int, format: CheckpointFormat) -> ReshardTarget:
-    table = {param.name: param for param in source.trained.layout.params}
-    sub_groups = pack_sub_groups(
-        [[table[name] for name in group.params if name in table] for group in source.groups],
-        world_size=world_size,
-        sub_group_size=source.sub_group_size,
-    )
-    keys, scalars = _contents(
-        source, sub_groups, f"a sub-group on {world_size} ranks", "Choose a --sub-group-size that keeps them apart."
-    )
-    group_number = {name: g for g, group in enumerate(source.groups) for name in group.params}
-    return ReshardTarget(
-        stage=3,
-        world_size=world_size,
-        format=format,
-        layout=layout_from_sub_groups(sub_groups, world_size),
-        frozen=None if source.frozen is None else unpacked_layout(source.frozen.layout.params, world_size),
-        keys=keys,
-        scalars=scalars,
-        group_of=tuple(group_number[members[0].name] for members in sub_groups),
-    )
-
-
-def _group_target(source: ReshardSource, world_size: int, stage: int) -> ReshardTarget:
+        return _sub_group_target(source, options)
     _check_optimizer(source, stage)
-    table = {param.name: param for param in source.trained.layout.params if param.numel > 0}
-    groups = [[table[name] for name in group.params if name in table] for group in source.groups]
+    params = [param for param in source.trained.layout.params if param.numel > 0]
+    groups = source.grouped(params)
+    if stage == 0:
+        return _whole_target(source, groups, options.world_size)
+    return _group_target(source, groups, options.world_size, stage)
+
+
+def _sub_group_target(source: ReshardSource, options: ReshardOptions) -> ReshardTarget:
+    world_size, size = options.world_size, options.sub_group_size
+    assert size is not None, "plan_reshard takes the saved one where none is given"
+    groups = source.grouped(source.trained.layout.params)
+    sub_groups = pack_sub_groups(groups, world_size=world_size, sub_group_size=size)
+    return _target(
+        source,
+        3,
+        world_size,
+        sub_groups,
+        layout_from_sub_groups(sub_groups, world_size),
+        f"a sub-group on {world_size} ranks",
+        advice="Choose a --sub-group-size that keeps them apart.",
+        format=options.format or "elastic",
+    )
+
+
+def _group_target(source: ReshardSource, groups: list[list[Param]], world_size: int, stage: int) -> ReshardTarget:
     for number, members in enumerate(groups):
         if not members:
             raise UnsupportedError(
                 f"optimizer group {number} has no trained parameters: DeepSpeed does not start with such a group at "
-                "stages 1 and 2. Reshard to stage 3, with --stage 3."
+                f"stages 1 and 2. {_TO_STAGE_3}"
             )
     check_module(source)
-    keys, scalars = _contents(source, groups, "an optimizer group", "Reshard to stage 3, with --stage 3.")
-    dtypes = weight_dtypes(source)
-    # DeepSpeed takes the dtype of the parameter that the optimizer lists first.
-    itemsizes = [DTYPE_BYTES[dtypes[members[0].name]] for members in groups] if source.param_alignment else None
-    round_robin = source.round_robin
-    if bf16_optimizer := stage == 1 and source.steps_with_bf16_optimizer:
-        round_robin, itemsizes = False, None
+    dtypes, itemsizes = weight_dtypes(source), None
+    round_robin = bool(zero_option(source.config, "round_robin_gradients"))
+    if zero_option(source.config, "parameter_alignment"):
+        # DeepSpeed takes the dtype of the parameter that the optimizer lists first.
+        itemsizes = [DTYPE_BYTES[dtypes[members[0].name]] for members in groups]
+    wrapper: Optimizer = "ZeRO"
+    if stage == 1 and steps_with_bf16_optimizer(source.config):
+        wrapper, round_robin, itemsizes = "BF16_Optimizer", False, None
     layout, gaps = group_split_of_run(groups, world_size, round_robin=round_robin, itemsizes=itemsizes)
-    return ReshardTarget(
-        stage=stage,
-        world_size=world_size,
-        format="rigid",
-        layout=layout,
-        frozen=None if source.frozen is None else unpacked_layout(source.frozen.layout.params, 1),
-        keys=keys,
-        scalars=scalars,
-        group_of=tuple(range(len(groups))),
-        gaps=tuple(map(tuple, gaps)),
-        weights=made_weights(source),
-        bf16_optimizer=bf16_optimizer,
-    )
+    target = _target(source, stage, world_size, groups, layout, "an optimizer group")
+    return replace(target, gaps=tuple(map(tuple, gaps)), weights=made_weights(source), wrapper=wrapper)
 
 
-def _whole_target(source: ReshardSource, world_size: int) -> ReshardTarget:
-    _check_optimizer(source, 0)
+def _whole_target(source: ReshardSource, groups: list[list[Param]], world_size: int) -> ReshardTarget:
     wrapper = _optimizer_wrapper(source)
-    table = {param.name: param for param in source.trained.layout.params if param.numel > 0}
-    groups = [[table[name] for name in group.params if name in table] for group in source.groups]
     for number, members in enumerate(groups):
         if not members and wrapper != "FP16_UnfusedOptimizer":
             raise UnsupportedError(
                 f"optimizer group {number} has no trained parameters: such a group has frozen ones at stage 0, which "
-                "the checkpoint does not name. Reshard to stage 3, with --stage 3."
+                f"the checkpoint does not name. {_TO_STAGE_3}"
             )
-    buffers, what = [[param] for members in groups for param in members], "a parameter"
-    if wrapper == "FP16_Optimizer":
-        buffers, what = groups, "an optimizer group"
-    keys, scalars = _contents(source, buffers, what, "Reshard to stage 3, with --stage 3.")
+    trained = [param for members in groups for param in members]
+    buffers = groups if wrapper == "FP16_Optimizer" else [[param] for param in trained]
+    target = _target(source, 0, world_size, buffers, layout_from_sub_groups(buffers, 1), "an optimizer group")
     _check_state_dtypes(source, wrapper)
     frozen = () if source.frozen is None else source.frozen.layout.params
-    check_entries(source, [param.name for param in (*frozen, *(table.values() if wrapper == "none" else ()))])
-    group_number = {name: g for g, group in enumerate(source.groups) for name in group.params}
+    check_entries(source, [param.name for param in (*frozen, *(trained if wrapper == "none" else ()))])
+    return replace(target, weights={} if wrapper == "none" else made_weights(source), wrapper=wrapper)
+
+
+def _target(
+    source: ReshardSource,
+    stage: int,
+    world_size: int,
+    buffers: Sequence[Sequence[Param]],
+    layout: Layout,
+    what: str,
+    *,
+    advice: str = _TO_STAGE_3,
+    format: CheckpointFormat = "rigid",
+) -> ReshardTarget:
+    """A target with these flat buffers, whose contents are those of their parameters.
+
+    Raises UnsupportedError for parameters that share ``what`` with different contents; ``advice`` says what to do.
+    """
+    part = source.trained
+    number = part.layout.index()
+    firsts = [number[members[0].name] for members in buffers]
+    for first, members in zip(firsts, buffers, strict=True):
+        for param in members[1:]:
+            other = number[param.name]
+            if part.dtypes[other] != part.dtypes[first] or _canonical(part.scalars[other]) != _canonical(
+                part.scalars[first]
+            ):
+                raise UnsupportedError(
+                    f"{members[0].name} and {param.name} share {what} but were saved with different optimizer state or "
+                    f"steps. {advice}"
+                )
+    owner = {name: g for g, group in enumerate(source.groups) for name in group.params}
+    owners = [owner[members[0].name] for members in buffers]
+    frozen_ranks = world_size if stage == 3 else 1
     return ReshardTarget(
-        stage=0,
+        stage=stage,
         world_size=world_size,
-        format="rigid",
-        layout=layout_from_sub_groups(buffers, 1),
-        frozen=None if source.frozen is None else unpacked_layout(frozen, 1),
-        keys=keys,
-        scalars=scalars,
-        group_of=tuple(group_number[members[0].name] for members in buffers),
-        weights={} if wrapper == "none" else made_weights(source),
-        wrapper=wrapper,
+        format=format,
+        layout=layout,
+        frozen=None if source.frozen is None else unpacked_layout(source.frozen.layout.params, frozen_ranks),
+        keys=tuple(part.dtypes[first] for first in firsts),
+        scalars=tuple(part.scalars[first] for first in firsts),
+        members=tuple(tuple(i for i, g in enumerate(owners) if g == group) for group in range(len(source.groups))),
     )
 
 
-def _optimizer_wrapper(source: ReshardSource) -> OptimizerWrapper:
+def _canonical(scalars: Mapping[str, ScalarValue]) -> dict[str, str]:
+    return {key: value.canonical() for key, value in scalars.items()}
+
+
+def _optimizer_wrapper(source: ReshardSource) -> Optimizer:
     """DeepSpeed's class around the saved optimizer at stage 0, which its hyper-parameters show.
 
     ``FusedAdam`` alone, DeepSpeed's or apex's, is stepped on flat buffers. Source:
@@ -201,7 +294,7 @@ def _optimizer_wrapper(source: ReshardSource) -> OptimizerWrapper:
     return "FP16_Optimizer" if fused else "FP16_UnfusedOptimizer"
 
 
-def _check_state_dtypes(source: ReshardSource, wrapper: OptimizerWrapper) -> None:
+def _check_state_dtypes(source: ReshardSource, wrapper: Optimizer) -> None:
     """Raise UnsupportedError for dtypes that a load at stage 0 would convert.
 
     ``torch.optim.Optimizer.load_state_dict`` converts all state but ``step`` to the dtype of the parameter that is
@@ -216,8 +309,7 @@ def _check_state_dtypes(source: ReshardSource, wrapper: OptimizerWrapper) -> Non
             if dtype != stepped:
                 name = "master weights" if key == FP32 else key
                 raise UnsupportedError(
-                    f"{param.name}: its {name} are {dtype}; DeepSpeed at stage 0 has {stepped} alone. Reshard to stage "
-                    "3, with --stage 3."
+                    f"{param.name}: its {name} are {dtype}; DeepSpeed at stage 0 has {stepped} alone. {_TO_STAGE_3}"
                 )
 
 
@@ -227,49 +319,58 @@ def _check_optimizer(source: ReshardSource, stage: int) -> None:
         why = f"whose groups are cut for other numbers of ranks at stage {stage}"
         if stage == 0:
             why = "which DeepSpeed saves in files of their own at stage 0"
-        raise UnsupportedError(
-            f"has experts (MoE), {why}: such checkpoints are not written. Reshard to stage 3, with --stage 3."
-        )
+        raise UnsupportedError(f"has experts (MoE), {why}: such checkpoints are not written. {_TO_STAGE_3}")
     adagrad = any("sum" in keys for keys in source.trained.dtypes)
     if stage == 0 and adagrad and configured_dtype(source.config) != "float32":
         raise UnsupportedError(
-            "was saved with Adagrad in 16 bits, with which DeepSpeed does not start at stage 0. Reshard to stage 3, "
-            "with --stage 3."
+            f"was saved with Adagrad in 16 bits, with which DeepSpeed does not start at stage 0. {_TO_STAGE_3}"
         )
     # torch.optim.Adagrad is made anew over all flat buffers, as one group, by initialize_optimizer_states.
     if stage != 0 and (adagrad or any(group.repeats > 1 for group in source.groups)):
         raise UnsupportedError(
             f"was saved with Adagrad, whose optimizer groups DeepSpeed joins at stage {stage}: such checkpoints are "
-            "not written. Reshard to stage 3, with --stage 3."
+            f"not written. {_TO_STAGE_3}"
         )
     if any(group.options.get("use_muon") for group in source.groups):
         raise UnsupportedError(
             f"was saved with Muon, whose momentum DeepSpeed keeps in another form at stage {stage}: such checkpoints "
-            "are not written. Reshard to stage 3, with --stage 3."
+            f"are not written. {_TO_STAGE_3}"
         )
 
 
-def _contents(
-    source: ReshardSource, buffers: Sequence[Sequence[Param]], what: str, advice: str
-) -> tuple[tuple[Mapping[str, str], ...], tuple[Mapping[str, ScalarValue], ...]]:
-    """The state keys with their dtypes, and the scalars, of each flat buffer, from those of its parameters."""
-    part = source.trained
-    number = part.layout.index()
-    firsts: list[int] = []
-    for members in buffers:
-        first = number[members[0].name]
-        for param in members[1:]:
-            other = number[param.name]
-            if part.dtypes[other] != part.dtypes[first] or _canonical(part.scalars[other]) != _canonical(
-                part.scalars[first]
-            ):
-                raise UnsupportedError(
-                    f"{members[0].name} and {param.name} share {what} but were saved with different optimizer state or "
-                    f"steps. {advice}"
-                )
-        firsts.append(first)
-    return tuple(part.dtypes[first] for first in firsts), tuple(part.scalars[first] for first in firsts)
+def stage_notes(saved: ReshardSource, target: ReshardTarget, options: ReshardOptions) -> list[str]:
+    """Sentences on another stage than the saved one, and on the options that the run which loads it must have."""
+    notes: list[str] = []
+    if saved.stage != target.stage:
+        notes.append(f"saved with ZeRO stage {saved.stage}; the result is of stage {target.stage}")
+    if target.stage in (1, 2) and (notes or options.zero_options):
+        order = [str(bool(zero_option(saved.config, key))).lower() for key in _ZERO_OPTIONS]
+        given = " and ".join(options.zero_options)
+        origin = f"{given} as given" if given else "as in the saved configuration"
+        notes.append(f"for a run with round_robin_gradients {order[0]} and parameter_alignment {order[1]}, {origin}")
+    return notes + (_stage_0_notes(saved, target) if target.stage == 0 else [])
 
 
-def _canonical(scalars: Mapping[str, ScalarValue]) -> dict[str, str]:
-    return {key: value.canonical() for key, value in scalars.items()}
+def _stage_0_notes(saved: ReshardSource, target: ReshardTarget) -> list[str]:
+    """Sentences on the run that can load the file of stage 0, and on what has no place in it."""
+    if target.wrapper == "none":
+        notes = ["the optimizer's state is as torch has it: at stage 0 in fp32 DeepSpeed does not wrap the optimizer"]
+        if target.frozen is not None:
+            notes.append("for a run whose optimizer is given the trained parameters alone, not the frozen ones")
+    else:
+        notes = [f"the optimizer's state is that of {target.wrapper}, in which DeepSpeed wraps the saved optimizer"]
+    dtype = configured_dtype(saved.config)
+    gradients = entry(saved.config, "data_types", "grad_accum_dtype")
+    if gradients is not None and gradients not in _NAMES_OF_DTYPE[dtype]:
+        notes.append(
+            f"for a run without grad_accum_dtype {gradients}: DeepSpeed at stage 0 accumulates gradients in {dtype}"
+        )
+    if dtype == "float16":
+        if saved.scaler.get("delayed_shift") not in (None, 1):
+            notes.append("not carried: the hysteresis of the loss scaler, which DeepSpeed does not have at stage 0")
+        notes.append(
+            "for a run that passes loss * engine.optimizer.loss_scale to engine.backward: DeepSpeed 0.19.8 at stage 0 "
+            "does not scale the loss in fp16, but divides the gradients by the scale"
+        )
+    notes.append("without a commit record: DeepSpeed alone reads files of stage 0, zeroelastic does not")
+    return notes

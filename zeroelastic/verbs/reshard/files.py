@@ -1,0 +1,381 @@
+"""The pickle graphs of one rank's files as DeepSpeed would write them at a world size and ZeRO stage.
+
+At stage 3 every rank has a file of the optimizer, rigid or elastic, and one of module states. At stages 1 and 2 rank 0
+alone has module states, with the whole weights. At stage 0 one file has everything whole; the optimizer's state is
+listed by the number of the parameter, and no file says which parameter a number is: in fp32 the optimizer is the user's
+own, which steps the weights of the module, in 16 bits DeepSpeed wraps it in a class with float32 copies of the weights.
+
+Source (DeepSpeed 0.19.8): ``DeepSpeedEngine._save_checkpoint`` and ``_save_zero_checkpoint``;
+``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict``; ``state_dict`` of ``DeepSpeedZeroOptimizer`` with
+``elastic_checkpoint`` off, ``BF16_Optimizer``, ``FP16_UnfusedOptimizer`` and ``FP16_Optimizer``; and
+``torch.optim.Optimizer.state_dict``. docs/concepts/format.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, SAME_ON_ALL_RANKS, elastic_table, scalar_bytes
+from zeroelastic.checkpoint.optimizer_reader import lean_numel
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.core.layout import Param
+from zeroelastic.errors import CheckpointError
+from zeroelastic.torch_file.graph import (
+    Node,
+    Storage,
+    called,
+    entry,
+    instance,
+    new_storage,
+    ordered_dict,
+    pairs_of,
+    tensor,
+    torch_size,
+)
+from zeroelastic.verbs.reshard.source import ReshardSource, configured_dtype, storage_of, whole_module
+from zeroelastic.verbs.reshard.target import ReshardTarget
+
+Root: TypeAlias = dict[object, object]
+Flats: TypeAlias = Mapping[tuple[int, str], Storage]
+"""The storages of flat buffers, by the number of the buffer and the state key."""
+
+_FRAGMENT_ADDRESS = ("deepspeed.utils.tensor_fragment", "fragment_address")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The graphs of one rank's files, in the order of ``file_names``, and from where their storages are filled.
+
+    ``flats[i, key]`` is the storage of flat buffer i of a state key, ``frozen[p, "frozen"]`` that of the rank's part of
+    frozen parameter p, ``weights[name]`` that of a whole weight, made from the master weights; ``digests`` takes int64
+    by parameter, in elastic files; every other storage of the graphs has its ``data``, or an ``extent`` to be copied.
+    """
+
+    graphs: tuple[Root, ...]
+    flats: Flats
+    frozen: Flats
+    weights: Mapping[str, Storage]
+    digests: Storage | None
+
+
+def rank_files(source: ReshardSource, target: ReshardTarget, rank: int, *, save_id: str) -> RankFiles:
+    """The graphs of one target rank's files."""
+    layout = target.layout
+    flats = {
+        (i, key): new_storage(dtype, int(layout.sub_group_numel[i]))
+        for i, keys in enumerate(target.keys)
+        for key, dtype in keys.items()
+    }
+    weights: dict[str, Storage] = {}
+    frozen: dict[str, Storage] = {}
+    if target.has_model(rank):
+        whole = [param for param in layout.params if param.name in target.weights]
+        weights = {param.name: new_storage(target.weights[param.name], param.numel) for param in whole}
+    if target.has_model(rank) and source.frozen is not None and target.frozen is not None:
+        columns = zip(target.frozen.params, source.frozen.dtypes, target.frozen.part.tolist(), strict=True)
+        frozen = {param.name: new_storage(keys[FROZEN], numel) for param, keys, numel in columns}
+    digests = new_storage("int64", layout.num_params) if target.format == "elastic" else None
+    graphs: list[Root] = []
+    if target.stage == 3:
+        state = _sub_group_state(source, target, rank, flats, digests, save_id)
+        graphs = [{**source.optim_root, "optimizer_state_dict": state}, _sharded_model(source, target, rank, frozen)]
+    elif target.stage == 0:
+        graphs = [_whole_root(source, target, flats, weights, frozen)]
+    else:
+        graphs = [{**source.optim_root, "optimizer_state_dict": _group_state(source, target, rank, flats)}]
+        if target.has_model(rank):
+            graphs.append(_whole_model(source, target, weights, frozen))
+    parts = {(p, FROZEN): storage for p, storage in enumerate(frozen.values())}
+    return RankFiles(tuple(graphs), flats, parts, weights, digests)
+
+
+def _flat(storage: Storage, shape: Sequence[int] | None = None, *, requires_grad: bool = False) -> Node:
+    """The tensor at the beginning of a storage; by default all of it, flat."""
+    return tensor(storage, 0, (storage.numel,) if shape is None else shape, requires_grad=requires_grad)
+
+
+def scalar_node(value: ScalarValue) -> object:
+    """A scalar as it was saved: a Python value, or a 0-dim tensor."""
+    data = scalar_bytes(value)
+    return value.value if data is None else tensor(new_storage(value.kind, 1, data), 0, ())
+
+
+def _scalars(target: ReshardTarget) -> list[Root]:
+    """The scalars of each flat buffer."""
+    return [{key: scalar_node(value) for key, value in scalars.items()} for scalars in target.scalars]
+
+
+def _optimizer_state(
+    source: ReshardSource,
+    target: ReshardTarget,
+    flats: Flats,
+    scalars: Sequence[Root],
+    *,
+    shapes: Sequence[Sequence[int]] | None = None,
+) -> Root:
+    """What ``torch.optim.Optimizer.state_dict`` has of the flat buffers; ``shapes`` are those of the parameters."""
+    states: dict[int, Root] = {}
+    for i, keys in enumerate(target.keys):
+        shape = None if shapes is None else shapes[i]
+        own: Root = {**scalars[i]}
+        own |= {key: _flat(flats[i, key], shape) for key in keys if key != FP32}
+        if own:
+            states[i] = own
+    groups = [
+        {**group.options, "params": [*members] * (group.repeats if target.stage == 3 else 1)}
+        for group, members in zip(source.groups, target.members, strict=True)
+    ]
+    return {"state": states, "param_groups": groups}
+
+
+def _sub_group_state(
+    source: ReshardSource, target: ReshardTarget, rank: int, flats: Flats, digests: Storage | None, save_id: str
+) -> Root:
+    """The optimizer's state at stage 3."""
+    layout = target.layout
+    inner = source.inner
+    scalars = _scalars(target)
+    state: Root = {"zero_stage": inner.get("zero_stage")} if "zero_stage" in inner else {}
+    if source.whole_model:
+        state["zero_stage"] = _zero_stage(3)
+    state |= _loss_scaler(source)
+    state["partition_count"] = layout.world_size
+    state["optimizer_state_dict"] = _optimizer_state(source, target, flats, scalars)
+    state["fp32_flat_groups"] = [
+        _flat(flats[i, FP32], requires_grad=keys[FP32].startswith(("float", "bfloat")))
+        for i, keys in enumerate(target.keys)
+    ]
+    if digests is None:
+        return state
+    offset, length = layout.offset.tolist(), layout.owned(rank)[1].tolist()
+    members = [np.flatnonzero(layout.sub_group == i).tolist() for i in range(layout.num_sub_groups)]
+
+    def lean(i: int, key: str) -> list[Node]:
+        return [tensor(flats[i, key], offset[p], (length[p],)) for p in members[i]]
+
+    state["base_optimizer_state"] = [
+        {**scalars[i], **{key: lean(i, key) for key in keys if key != FP32}} for i, keys in enumerate(target.keys)
+    ]
+    rest: dict[str, object] = {
+        "digests": tensor(digests, 0, (layout.num_params,)),
+        "param_groups": [{**group.options, "params": list(group.params)} for group in source.groups],
+        **{key: value for key in SAME_ON_ALL_RANKS if (value := entry(inner, "zeroelastic", key)) is not None},
+    }
+    state["zeroelastic"] = elastic_table(
+        layout, rank, save_id=save_id, train_batch_size=source.train_batch_size, rest=rest
+    )
+    return state
+
+
+def _group_state(source: ReshardSource, target: ReshardTarget, rank: int, flats: Flats) -> Root:
+    """The optimizer's state at stages 1 and 2, with the padding at the end, and master weights without it.
+
+    A ``BF16_Optimizer`` leaves it in both, has no loss scaler, and names no stage.
+    """
+    layout, is_bf16_optimizer = target.layout, target.wrapper == "BF16_Optimizer"
+    padded, lean = layout.sub_group_numel, lean_numel(layout, rank)
+    paddings = padded - lean
+    if is_bf16_optimizer:  # books all padding on the last rank
+        numel = np.bincount(layout.sub_group, weights=layout.numel, minlength=layout.num_sub_groups).astype(np.int64)
+        paddings = (padded * layout.world_size - numel) * (rank == layout.world_size - 1)
+    state: Root = {} if is_bf16_optimizer else _loss_scaler(source)
+    if (clip_grad := _clip_grad(source)) is not None:  # where it is missing, a run keeps its own
+        state["clip_grad"] = clip_grad
+    state["base_optimizer_state"] = _optimizer_state(source, target, flats, _scalars(target))
+    state["single_partition_of_fp32_groups"] = [
+        _flat(flats[i, FP32], (numel,), requires_grad=True)
+        for i, numel in enumerate((padded if is_bf16_optimizer else lean).tolist())
+    ]
+    if not is_bf16_optimizer:
+        state["zero_stage"] = _zero_stage(target.stage)
+    state["group_paddings"] = paddings.tolist()
+    if not is_bf16_optimizer:
+        state["param_alignment_paddings"] = [list(gaps) for gaps in target.gaps]
+    state["partition_count"] = [layout.world_size] * layout.num_sub_groups
+    state["ds_version"] = _version(source)
+    state["param_slice_mappings"] = _slice_mappings(source, target, rank)
+    return state
+
+
+def _zero_stage(stage: int) -> Node:
+    return called("deepspeed.runtime.zero.config", "ZeroStageEnum", stage)
+
+
+def _loss_scaler(source: ReshardSource) -> Root:
+    """The loss scaler as it was saved, with the flags beside it; a ``BF16_Optimizer`` has none and gets one."""
+    keys = ("loss_scaler", "dynamic_loss_scale", "overflow")
+    found: Root = {key: source.inner[key] for key in keys if key in source.inner}
+    if source.whole_model and "loss_scaler" not in found:
+        scaler = instance("deepspeed.runtime.fp16.loss_scaler", "LossScaler", {"cur_scale": 1.0, "dynamic": False})
+        return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
+    return found
+
+
+def _clip_grad(source: ReshardSource) -> int | float | None:
+    found = source.inner.get("clip_grad", source.config.get("gradient_clipping"))
+    return found if isinstance(found, (int, float)) else None
+
+
+def _version(source: ReshardSource) -> str:
+    """The version of DeepSpeed that saved it, without which DeepSpeed loads no file of stages 1 and 2."""
+    for root in (source.inner, source.optim_root, source.model_root(0)):
+        if isinstance(found := root.get("ds_version"), str):
+            return found
+    raise CheckpointError("the checkpoint names no version of DeepSpeed (ds_version), which stages 1 and 2 need.")
+
+
+def _slice_mappings(source: ReshardSource, target: ReshardTarget, rank: int) -> list[Node]:
+    """``param_slice_mappings``: by group, where the rank's buffer has its part of each parameter.
+
+    A resume does not read it, ``ds_to_universal`` does. Under ``round_robin_gradients`` DeepSpeed writes the places of
+    another order than the buffer's; here they are always the buffer's.
+    """
+    number = target.layout.index()
+    length, offset = target.layout.owned(rank)[1].tolist(), target.layout.buffer_offset(rank).tolist()
+    mappings: list[Node] = []
+    for group in source.groups:
+        own = [(name, number[name]) for name in group.params if name in number]
+        places = ((name, {"numel": length[p], "start": offset[p]}) for name, p in own if length[p] > 0)
+        mappings.append(ordered_dict((name, instance(*_FRAGMENT_ADDRESS, place)) for name, place in places))
+    return mappings
+
+
+def _model_root(source: ReshardSource, target: ReshardTarget, rank: int) -> Root:
+    """What the module states have at every stage of ZeRO."""
+    layout, root = target.layout, dict(source.model_root(rank))
+    root["dp_world_size"] = layout.world_size
+    root["param_shapes"] = [
+        ordered_dict(
+            (layout.params[p].name, torch_size(layout.params[p].shape))
+            for p in np.flatnonzero(layout.sub_group == i).tolist()
+        )
+        for i in range(layout.num_sub_groups)
+    ]
+    return root
+
+
+def _sharded_model(source: ReshardSource, target: ReshardTarget, rank: int, frozen: Mapping[str, Storage]) -> Root:
+    """The module states at stage 3: parameters without elements, and the rank's parts of frozen ones."""
+    root = _model_root(source, target, rank)
+    trained = set(target.layout.index())
+    if source.whole_model:
+        _shard_module(root, source, trained)
+    if rank > 0 and root.get("shared_params"):
+        root["shared_params"] = {}  # rank 0 alone has them
+    for key in ("frozen_param_shapes", "frozen_param_fragments"):
+        if (listed := pairs_of(root.get(key))) and trained & listed.keys():  # frozen after deepspeed.initialize
+            root[key] = ordered_dict([(name, value) for name, value in listed.items() if name not in trained])
+    if source.frozen is not None:
+        root["frozen_param_fragments"] = ordered_dict((name, _flat(storage)) for name, storage in frozen.items())
+    return root
+
+
+def _shard_module(root: Root, source: ReshardSource, trained: Collection[str]) -> None:
+    """Turn the module states of stages 1 and 2 into those of stage 3, with frozen parameters listed."""
+    frozen = () if source.frozen is None else source.frozen.layout.params
+    names = {*trained, *(param.name for param in frozen), *pairs_of(root.get("shared_params"))}
+
+    def without_elements(value: object) -> object:
+        storage = storage_of(value)
+        return value if storage is None else tensor(new_storage(storage.dtype, 0), 0, (0,))
+
+    root["module"] = ordered_dict(
+        (name, without_elements(value) if name in names else value)
+        for name, value in pairs_of(root.get("module")).items()
+    )
+    root["frozen_param_shapes"] = _shapes(frozen) if source.frozen is not None else None
+    root["frozen_param_fragments"] = None
+
+
+def _shapes(params: Sequence[Param]) -> Node:
+    return ordered_dict((param.name, torch_size(param.shape)) for param in params)
+
+
+def _whole_model(
+    source: ReshardSource, target: ReshardTarget, weights: Mapping[str, Storage], frozen: Mapping[str, Storage]
+) -> Root:
+    """The module states at stages 1 and 2, with whole weights."""
+    root = _model_root(source, target, 0)
+    params = () if target.frozen is None else target.frozen.params
+    pieces = _whole_tensors(params, frozen)
+    root["module"] = whole_module(root, {**_whole_tensors(target.layout.params, weights), **pieces})
+    excluded = root.get("frozen_param_shapes") is None and source.stage != 1 and not frozen
+    if target.stage == 1 or excluded:  # stage 1 lists no frozen parameters
+        root["frozen_param_shapes"] = root["frozen_param_fragments"] = None
+    else:
+        root["frozen_param_shapes"] = _shapes(params)
+        root["frozen_param_fragments"] = ordered_dict(pieces.items())
+    return root
+
+
+def _whole_tensors(params: Sequence[Param], storages: Mapping[str, Storage]) -> dict[str, Node]:
+    return {param.name: tensor(storages[param.name], 0, param.shape) for param in params if param.name in storages}
+
+
+def _whole_root(
+    source: ReshardSource,
+    target: ReshardTarget,
+    flats: Flats,
+    weights: Mapping[str, Storage],
+    frozen: Mapping[str, Storage],
+) -> Root:
+    """The only file of stage 0."""
+    params = target.layout.params
+    made = _whole_tensors(params, weights)
+    if target.wrapper == "none":  # the weights of the module are the master weights
+        made = {param.name: _flat(flats[i, FP32], param.shape) for i, param in enumerate(params)}
+    root = dict(source.model_root(0))
+    pieces = _whole_tensors(() if target.frozen is None else target.frozen.params, frozen)
+    root["module"] = whole_module(root, {**made, **pieces})
+    root["optimizer"] = _whole_state(source, target, flats)
+    for key in ("param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments"):
+        root[key] = None
+    root["dp_world_size"] = target.world_size
+    # Nothing else under zero_optimization applies, and gradients are accumulated in the dtype of the weights.
+    config: Root = {**pairs_of(root.get("ds_config")), "zero_optimization": {"stage": 0}}
+    if isinstance(dtypes := config.get("data_types"), dict):
+        config["data_types"] = {key: value for key, value in dtypes.items() if key != "grad_accum_dtype"}
+    root["ds_config"] = config
+    return root
+
+
+def _whole_state(source: ReshardSource, target: ReshardTarget, flats: Flats) -> Root:
+    """The optimizer's state at stage 0; state i is that of flat buffer i, in the shape of what the optimizer steps."""
+    shapes: list[tuple[int, ...]] = [param.shape for param in target.layout.params]
+    if target.wrapper == "FP16_Optimizer":
+        shapes = [(numel,) for numel in target.layout.sub_group_numel.tolist()]
+    own = _optimizer_state(source, target, flats, _scalars(target), shapes=shapes)
+    if target.wrapper == "none":
+        return own
+    state = {**_loss_scale(source, target), "optimizer_state_dict": own}
+    master = [_flat(flats[i, FP32], shape, requires_grad=True) for i, shape in enumerate(shapes)]
+    if target.wrapper == "FP16_Optimizer":
+        state["fp32_groups_flat"] = master
+        state["clip_grad"] = 0.0 if (found := _clip_grad(source)) is None else found  # DeepSpeed's default
+    else:
+        state["fp32_groups"] = [[master[i] for i in members] for members in target.members]
+    return state
+
+
+def _loss_scale(source: ReshardSource, target: ReshardTarget) -> Root:
+    """The fields of DeepSpeed's ``LossScaleConfig``; raises CheckpointError where an fp16 run has no loss scaler."""
+    steps = source.model_root(0).get("global_steps")
+    if configured_dtype(source.config) != "float16":
+        unscaled: Root = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": steps}
+        return {} if target.wrapper == "FP16_Optimizer" else unscaled
+    scaler = source.scaler
+    if "cur_scale" not in scaler:
+        raise CheckpointError("the optimizer files of an fp16 run have no loss scaler. They are damaged.")
+    dynamic = "cur_iter" in scaler
+    found: Root = {
+        "dynamic_loss_scale": dynamic,
+        "cur_scale": scaler["cur_scale"],
+        "cur_iter": scaler.get("cur_iter", steps),
+    }
+    if dynamic:
+        found |= {key: scaler.get(key) for key in ("last_overflow_iter", "scale_factor", "scale_window")}
+    return found
