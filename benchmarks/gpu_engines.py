@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from report import benchmark_arguments
 
-from zeroelastic.testing.group_split import group_buffers
+from zeroelastic.testing.state import group_buffers
 
 BATCH = 4
 _CHUNK = 1 << 24

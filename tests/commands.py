@@ -1,6 +1,6 @@
 """The command line, run in this process: what a command prints and how it ends, without a second to start Python.
 
-That a command also works as a program of its own is what tests/cli/test_commands.py shows, once for each verb.
+That a command also works as a program of its own is what tests/cli/test_cli.py shows, once for each verb.
 """
 
 from __future__ import annotations

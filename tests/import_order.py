@@ -32,6 +32,6 @@ ROOMS = {
     "deepspeed": ["patching", "agreement", "notices", "options", "engine_state", "engine", "metrics", "client_state",
                   "live", "storage_rules", "fill", "node_local", "load", "save", "process_world", "resize", "install"],
     "elastic": ["memory"],
-    "cli": ["terminal", "command", "machine", "documents", "pages"],
+    "cli": ["terminal", "machine", "documents", "pages", "app"],
 }  # fmt: skip
 """The rooms of a package that has some, in the same order; other modules of it stand above them."""

@@ -17,7 +17,7 @@ from commands import run_command
 from PIL import Image
 from report_documents import prove_document
 
-from zeroelastic.cli.pages.render import report
+from zeroelastic.cli.pages import report
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.testing.sample_events import write_sample_events
 

@@ -1,4 +1,4 @@
-"""The documents of ``--json``: what all have in common, and values that JSON does not have."""
+"""The documents of ``--json``: their version, and values that JSON does not have."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from typing import Literal
 
 SCHEMA_VERSION: Literal[1] = 1
 """Of all documents: it changes when a key of any of them changes its name or its meaning."""
-
-
-def document(body: Mapping[str, object], *, ok: bool) -> dict[str, object]:
-    """A document with what all of them begin with; ``ok`` is whether the command would exit with 0."""
-    return {"schema_version": SCHEMA_VERSION, "ok": ok, **body}
 
 
 def json_proper(value: object) -> object:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zeroelastic.cli.plots import draw_timeline
+from zeroelastic.cli.jobs import draw_timeline
 from zeroelastic.job_log.event_log import read_events
 from zeroelastic.job_log.timeline import Timeline, make_timeline
 

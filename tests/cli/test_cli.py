@@ -27,19 +27,16 @@ from zeroelastic.json_document import SCHEMA_VERSION
 VERBS = sorted(app.VERBS)
 
 
-def cli(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def cli(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "zeroelastic", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-
-
-def test_there_are_verbs() -> None:
-    assert len(VERBS) == 14
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
@@ -103,7 +100,7 @@ def test_misuse_exits_with_2_and_leaves_stdout_alone(arguments: list[str], said:
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_examples_that_its_documentation_runs(verb: str) -> None:
     """tests/project/test_docs.py runs the bash blocks of its page."""
-    shown = re.findall(rf"^ *(zeroelastic {verb}\b.*?) *$", cli(verb, "--help").stdout, flags=re.MULTILINE)
+    shown = re.findall(rf"^ *(zeroelastic {verb}\b.*?) *$", run_command(verb, "--help").stdout, flags=re.MULTILINE)
     text = verb_page(verb)
     run = [
         line
@@ -257,8 +254,8 @@ def test_sizes_read_well(nbytes: int, text: str) -> None:
         ["convert", ".", "s3://b/x", "--to", "dcp"],
     ],
 )
-def test_a_target_is_not_a_url(arguments: list[str], tmp_path: Path) -> None:
-    done = cli(*arguments, COLUMNS="300", TERM="dumb")
+def test_a_target_is_not_a_url(arguments: list[str]) -> None:
+    done = run_command(*arguments, env={"COLUMNS": "300", "TERM": "dumb"})
     assert done.returncode == 2 and "targets are written to this machine" in done.stderr and done.stdout == ""
 
 
@@ -280,3 +277,43 @@ def test_names_that_the_encoding_of_the_terminal_lacks_are_escaped(tmp_path: Pat
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "") and "\\u6771\\u4eac/global_step2" in done.stdout
+
+
+RUNS = {
+    "inspect": ["ckpt"],
+    "show": ["ckpt", "*"],
+    "verify": ["ckpt"],
+    "plan": ["ckpt", "--world-size", "3", "--bandwidth", "1GiB/s"],
+    "reshard": ["ckpt", "out", "-n", "3"],
+    "diff": ["ckpt", "ckpt"],
+    "export": ["ckpt", "out"],
+    "convert": ["ckpt", "out", "--to", "universal"],
+    "ls": ["ckpt"],
+    "latest": ["ckpt"],
+    "prune": ["ckpt", "--keep", "1"],
+    "prove": ["--help"],
+    "timeline": ["--help"],
+    "doctor": ["--help"],
+}
+"""A run of each verb; those that need more than a checkpoint show their help."""
+
+
+def test_every_verb_is_run() -> None:
+    assert set(VERBS) == set(RUNS) and len(VERBS) == 14
+
+
+@pytest.mark.parametrize(
+    "verb", [verb if verb == "inspect" else pytest.param(verb, marks=pytest.mark.extended) for verb in RUNS]
+)
+def test_a_verb_is_a_program(tmp_path: Path, verb: str) -> None:
+    """Other tests run the verbs in their own process."""
+    shutil.copytree(GOLDEN / "elastic2", tmp_path / "ckpt")
+    done = cli(verb, *RUNS[verb], cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout, done.stderr
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    within = run_command(verb, *RUNS[verb], cwd=tmp_path)
+    assert within.returncode == 0
+    if "--help" in RUNS[verb]:  # click's runner for tests wraps at another width
+        assert within.stdout.split() == done.stdout.split()
+    else:
+        assert len(within.stdout.splitlines()) == len(done.stdout.splitlines())

@@ -17,7 +17,7 @@ from what_to_do import says_what_to_do
 import zeroelastic
 from zeroelastic import errors
 from zeroelastic.cli import runs
-from zeroelastic.cli.command import INVALID
+from zeroelastic.cli.app import INVALID
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,

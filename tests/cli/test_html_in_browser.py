@@ -14,7 +14,7 @@ from browser import Browser, Page
 from commands import run_command
 from report_documents import inspect_document, plan_document, prove_document, verify_document
 
-from zeroelastic.cli.pages.render import report
+from zeroelastic.cli.pages import report
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.testing.sample_events import write_sample_events
 

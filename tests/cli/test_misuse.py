@@ -21,8 +21,7 @@ from places import ROOT
 from what_to_do import says_what_to_do
 
 import zeroelastic
-from zeroelastic.cli.app import VERBS
-from zeroelastic.cli.command import FAILED, INVALID, MISUSE
+from zeroelastic.cli.app import FAILED, INVALID, MISUSE, VERBS
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.elastic import ElasticDistributedSampler, batch_plan, every
 from zeroelastic.errors import ZeroElasticError

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Done, run_command
 from documentation import documented_keys
-from typer.testing import CliRunner
 
-from zeroelastic.cli.app import app
-from zeroelastic.cli.documents import check
 from zeroelastic.testing.sample_events import write_sample_events
 
 
@@ -23,13 +21,13 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "events.jsonl"
 
 
-def run(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, ["timeline", *map(str, arguments)])
+def run(*arguments: str | Path) -> Done:
+    return run_command("timeline", *arguments)
 
 
 def test_it_shows_every_start_and_what_it_cost(log: Path) -> None:
     done = run(log)
-    assert done.exit_code == 0, done.output
+    assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert "3 starts, 2 steps lost" in done.stdout
     assert ["0.0", "s", "4", "new", "-", "10", "0", "2", "error:", "RuntimeError:", "peer", "closed"] in lines
@@ -61,7 +59,6 @@ def test_it_tells_a_change_in_place_from_a_restart(changed_in_place: Path) -> No
     assert ["28.0", "s", "4", "step", "16", "in-place", "24", "0", "2", "done"] in lines
     assert ["28.0", "s", "4", "in", "place", "-", "8.60", "0.00", "0.50", "0.20", "0.50", "9.80", "2.0%"] in lines
     assert "in place: 3 MiB went from process to process" in done.stdout
-    check("timeline", run(changed_in_place, "--json").stdout)
     *_, last = json.loads(run(changed_in_place, "--json").stdout)["starts"]
     assert (last["tier"], last["tag"], last["in_place"], last["moved_bytes"]) == ("in-place", None, True, 3 << 20)
     samples = run(changed_in_place, "--prometheus").stdout.splitlines()
@@ -86,7 +83,6 @@ def keys(document: Any, prefix: str = "") -> set[str]:
 
 
 def test_the_document_has_the_documented_keys(log: Path) -> None:
-    check("timeline", run(log, "--json").stdout)
     document = json.loads(run(log, "--json").stdout)
     documented = documented_keys("timeline")
     assert keys(document) - {"starts[].restart"} == documented
@@ -112,22 +108,22 @@ def test_of_very_many_steps_some_are_in_the_document_with_the_first_and_the_last
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_the_picture_is_a_new_file_and_shows_every_panel(log: Path, tmp_path: Path, suffix: str) -> None:
     picture = tmp_path / f"timeline{suffix}"
-    assert run(log, "--plot", picture).exit_code == 0
+    assert run(log, "--plot", picture).returncode == 0
     data = picture.read_bytes()
     assert data.startswith({".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]) and len(data) > 10_000
     again = run(log, "--plot", picture)
-    assert again.exit_code == 2 and "nothing is overwritten" in again.output and picture.read_bytes() == data
+    assert again.returncode == 2 and "nothing is overwritten" in again.stderr and picture.read_bytes() == data
     picture.write_bytes(b"older")
-    assert run(log, "--plot", picture, "--force").exit_code == 0 and picture.read_bytes() == data
+    assert run(log, "--plot", picture, "--force").returncode == 0 and picture.read_bytes() == data
 
 
 def test_lost_steps_kills_and_saves_are_drawn(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By colour: lost losses are grey, a kill is a red line; each save is a line, each resume a mark."""
-    from zeroelastic.cli import plots
+    from zeroelastic.cli import jobs
 
     drawn: list[Any] = []
-    monkeypatch.setattr(plots, "write_figure", lambda path, figure, force: drawn.append(figure))
-    assert run(log, "--plot", tmp_path / "x.png").exit_code == 0
+    monkeypatch.setattr(jobs, "write_figure", lambda path, figure, force: drawn.append(figure))
+    assert run(log, "--plot", tmp_path / "x.png").returncode == 0
     ranks, losses, saves = drawn[0].axes
     grey = [line for line in losses.lines if line.get_color() == "0.75"]
     assert sum(len(line.get_xdata()) for line in grey) == 2
@@ -144,7 +140,7 @@ def test_lost_steps_kills_and_saves_are_drawn(log: Path, tmp_path: Path, monkeyp
 )
 def test_misuse_exits_with_2(log: Path, arguments: list[str], said: str) -> None:
     done = run(log, *arguments)
-    assert done.exit_code == 2 and said in done.output.replace("\n", " ")
+    assert done.returncode == 2 and said in done.stderr.replace("\n", " ")
 
 
 def test_it_needs_no_torch(log: Path) -> None:

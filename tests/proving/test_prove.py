@@ -34,27 +34,27 @@ from zeroelastic.proving.checks import (
     OTHER,
     REPEAT,
     TOLERANCES,
-    SourceFacts,
-    Verdict,
+    Check,
     check_records,
     loss_difference,
     tolerance_of,
 )
 from zeroelastic.proving.driver import (
     ProofRequest,
+    check_sizes,
     environment,
     failure_of,
     launch,
     prepare,
     prove,
-    sizes,
     verify_source,
 )
 from zeroelastic.proving.rank import recorded
 from zeroelastic.proving.records import RunRecord, RunSpec, read_record, read_run, write_record, write_run
-from zeroelastic.proving.report import document, markdown, report_digest
+from zeroelastic.proving.report import Prove, markdown, report_digest
 from zeroelastic.runs.locate import find_source
 from zeroelastic.testing import Fingerprint, RankError, RankPool
+from zeroelastic.verbs.verify.report import VerifyReport
 
 support = pytest.mark.support
 SAVED_ON, OTHER_SIZE, STEPS = 2, 3, 2
@@ -114,10 +114,12 @@ def checkpoint(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def source(checkpoint: str) -> SourceFacts:
-    verified = verify_source(find_source(checkpoint))
-    assert verified.content_root is not None
-    return SourceFacts(verified.content_root, verified.recorded_root, 3)
+def source(checkpoint: str) -> VerifyReport:
+    return verify_source(find_source(checkpoint))
+
+
+def is_proved(checks: list[Check]) -> bool:
+    return all(check.ok is not False for check in checks)
 
 
 Launcher = Callable[..., int]
@@ -162,14 +164,14 @@ def records(proof: tuple[Path, dict[str, Any]]) -> dict[Any, RunRecord]:
 
 
 @support("Using it", "`zeroelastic prove`: a script of one's own at two sizes", "exact", "losses within a tolerance")
-def test_a_good_resume_is_proved(proof: tuple[Path, dict[str, Any]], source: SourceFacts, checkpoint: str) -> None:
+def test_a_good_resume_is_proved(proof: tuple[Path, dict[str, Any]], source: VerifyReport, checkpoint: str) -> None:
     out, report = proof
     assert report["verdict"] == "PROVED" and report["reasons"] == []
     assert [run["world_size"] for run in report["runs"]] == [SAVED_ON, SAVED_ON, OTHER_SIZE, SAVED_ON]
     roots = report["content_roots"]
     before = {roots[key] for key in ("recorded", "files", "loaded_at_reference_size", "loaded_at_other_size")}
     after = {roots[key] for key in ("saved_at_other_size", "loaded_back")}
-    assert before == {source.root} and len(after) == 1 and after != before
+    assert before == {source.content_root} and len(after) == 1 and after != before
     names = {check["name"] for check in report["checks"] if check["ok"]}
     assert names >= {"state after the load", "state at the first step", "losses", "round trip, state"}
     assert all(len(report["losses"][role]) == STEPS for role in (CONTROL, REPEAT, OTHER))
@@ -217,12 +219,14 @@ def plain_resume(directory: str) -> list[float]:
 def test_the_markdown_says_what_the_document_says(proof: tuple[Path, dict[str, Any]]) -> None:
     out, report = proof
     text = (out / "report.md").read_text()
-    assert text == markdown(report) and text.startswith(f"# PROVED: {report['source']['path']}, 2 -> 3 ranks\n")
+    assert text == markdown(Prove.model_validate(report)) and text.startswith(
+        f"# PROVED: {report['source']['path']}, 2 -> 3 ranks\n"
+    )
     for fact in (*filter(None, report["content_roots"].values()), report["digest"], "A. Sceptic"):
         assert fact in text
     for loss in report["losses"][OTHER]:
         assert repr(loss) in text
-    bad = {**report, "verdict": "NOT PROVED", "reasons": ["the losses differ"]}
+    bad = Prove.model_validate({**report, "verdict": "NOT PROVED", "reasons": ["the losses differ"]})
     assert markdown(bad).startswith("# NOT PROVED") and "* the losses differ" in markdown(bad)
 
 
@@ -267,14 +271,14 @@ def test_the_document_has_the_documented_keys(proof: tuple[Path, dict[str, Any]]
 
 
 def judged(
-    by_pool: Any, records: dict[Any, RunRecord], source: SourceFacts, checkpoint: str, folder: Path, mischief: str
-) -> Verdict:
-    """The verdict where the run at the other size is replaced by one that does mischief."""
+    by_pool: Any, records: dict[Any, RunRecord], source: VerifyReport, checkpoint: str, folder: Path, mischief: str
+) -> list[Check]:
+    """The checks where the run at the other size is replaced by one that does mischief."""
     run = RunSpec(OTHER, OTHER_SIZE, STEPS, str(find_source(checkpoint).tag_dir), str(folder))
     assert by_pool(mischief)(run) == 0, failure_of(run)
     others = {**records, OTHER: read_record(run.record_path)}
     del others[BACK]
-    return check_records(source, others, saved_root=None, tolerance=None, changed_files=(), failures={})
+    return check_records(source, 3, others, saved_root=None, tolerance=None, changed_files=(), failures={})
 
 
 @pytest.mark.parametrize(
@@ -296,26 +300,26 @@ def judged(
 def test_a_resume_that_is_not_one_is_not_proved(
     by_pool: Any,
     records: dict[Any, RunRecord],
-    source: SourceFacts,
+    source: VerifyReport,
     checkpoint: str,
     tmp_path: Path,
     mischief: str,
     said: str,
     failed: set[str],
 ) -> None:
-    verdict = judged(by_pool, records, source, checkpoint, tmp_path, mischief)
-    assert not verdict.proved
-    assert failed <= {check.name for check in verdict.checks if check.ok is False}, verdict.reasons
-    everything = [line for check in verdict.checks if check.ok is False for line in (check.sentence, *check.details)]
+    wrong = [check for check in judged(by_pool, records, source, checkpoint, tmp_path, mischief) if check.ok is False]
+    names = {check.name for check in wrong}
+    assert failed <= names
+    everything = [line for check in wrong for line in (check.sentence, *check.details)]
     assert any(said in line for line in everything), everything
     if mischief == "other data":
-        assert failed == {check.name for check in verdict.checks if check.ok is False}, "the state is not to blame"
+        assert failed == names, "the state is not to blame"
 
 
 def test_a_script_that_catches_everything_and_calls_backward_itself_is_recorded_and_stopped_all_the_same(
-    by_pool: Any, records: dict[Any, RunRecord], source: SourceFacts, checkpoint: str, tmp_path: Path
+    by_pool: Any, records: dict[Any, RunRecord], source: VerifyReport, checkpoint: str, tmp_path: Path
 ) -> None:
-    assert judged(by_pool, records, source, checkpoint, tmp_path, "another style").proved
+    assert is_proved(judged(by_pool, records, source, checkpoint, tmp_path, "another style"))
     losses = read_record(tmp_path / "record.json").losses
     assert losses == pytest.approx(records[OTHER].losses, rel=1e-6)
 
@@ -326,8 +330,8 @@ def test_a_run_that_fails_is_a_verdict_and_one_that_cannot_be_compared_an_error(
     found = find_source(checkpoint)
     verified = verify_source(found)
 
-    def carry_out(mischief: str, steps: int = STEPS) -> Any:
-        request = ProofRequest(found, OTHER_SIZE, None, steps, prepare(tmp_path / mischief), repeat=False)
+    def carry_out(mischief: str, steps: int = STEPS) -> Prove:
+        request = ProofRequest(found, OTHER_SIZE, SAVED_ON, steps, prepare(tmp_path / mischief), repeat=False)
         launched = by_pool(mischief)
 
         def run(spec: RunSpec) -> str | None:
@@ -336,13 +340,12 @@ def test_a_run_that_fails_is_a_verdict_and_one_that_cannot_be_compared_an_error(
                 return None
             return failure_of(spec) if launched(spec) else None
 
-        outcome = prove(request, verified, run)
-        return document(outcome, script=["x"], command=["y"], device="cpu", signed_off_by=None)
+        return prove(request, verified, run)
 
     report = carry_out("cannot load")
-    assert report["verdict"] == "NOT PROVED"
-    assert "the run at the other size failed: rank 0: ValueError: this model cannot be loaded" in report["reasons"][0]
-    assert report["content_roots"]["loaded_back"] is None and "NOT PROVED" in markdown(report)
+    assert report.verdict == "NOT PROVED" and check("prove", json.dumps(report.to_json())) == report
+    assert "the run at the other size failed: rank 0: ValueError: this model cannot be loaded" in report.reasons[0]
+    assert report.content_roots.loaded_back is None and "NOT PROVED" in markdown(report)
     with pytest.raises(UsageError, match=r"never called engine\.load_checkpoint"):
         carry_out("never loads")
     with pytest.raises(UsageError, match="1 optimizer steps after the load; 2 are to be compared"):
@@ -375,20 +378,19 @@ def test_what_stage_2_saved_is_proved(
             return failure_of(spec)
         return None
 
-    request = ProofRequest(found, OTHER_SIZE, None, STEPS, prepare(tmp_path / "proof"), repeat=False)
-    outcome = prove(request, verify_source(found), run)
-    report = document(outcome, script=["x"], command=["y"], device="cpu", signed_off_by=None)
-    assert report["verdict"] == ("NOT PROVED" if mischief else "PROVED"), report["reasons"]
-    failed = [line for check in report["checks"] if check["ok"] is False for line in check["details"]]
+    request = ProofRequest(found, OTHER_SIZE, SAVED_ON, STEPS, prepare(tmp_path / "proof"), repeat=False)
+    report = prove(request, verify_source(found), run)
+    assert report.verdict == ("NOT PROVED" if mischief else "PROVED"), report.reasons
+    failed = [line for check in report.checks if check.ok is False for line in check.details]
     assert any(said in line for line in failed) if mischief else not failed
-    roots = report["content_roots"]
-    loaded = [roots[key] for key in ("recorded", "loaded_at_reference_size", "loaded_at_other_size")]
+    roots = report.content_roots
+    loaded = [roots.recorded, roots.loaded_at_reference_size, roots.loaded_at_other_size]
     assert len(set(loaded)) == 1 and None not in loaded
 
 
 def test_a_script_that_fails_at_the_reference_size_is_an_error(checkpoint: str, tmp_path: Path) -> None:
     found = find_source(checkpoint)
-    request = ProofRequest(found, OTHER_SIZE, None, 1, prepare(tmp_path / "proof"))
+    request = ProofRequest(found, OTHER_SIZE, SAVED_ON, 1, prepare(tmp_path / "proof"))
     with pytest.raises(RemoteRankError, match="fails at the size to compare with, 2 ranks"):
         prove(request, verify_source(found), lambda run: "rank 0: ImportError: no module")
     assert prepare(tmp_path / "proof"), "what came to no report may be done again"
@@ -411,32 +413,32 @@ def test_a_checkpoint_that_changed_meanwhile_is_not_proved(
             (mine / "global_step3" / "new").write_text("")
         return None
 
-    request = ProofRequest(found, OTHER_SIZE, None, STEPS, prepare(tmp_path / "proof"))
-    verdict = prove(request, verify_source(found), run).verdict
-    check = next(check for check in verdict.checks if check.name == "source untouched")
-    assert check.ok is False and check.details == ("new: is new",)
-    assert any(check.name == "round trip, content root" and not check.ok for check in verdict.checks)
+    request = ProofRequest(found, OTHER_SIZE, SAVED_ON, STEPS, prepare(tmp_path / "proof"))
+    checks = {check.name: check for check in prove(request, verify_source(found), run).checks}
+    assert checks["source untouched"].ok is False and checks["source untouched"].details == ["new: is new"]
+    assert not checks["round trip, content root"].ok
 
 
-def test_judgements_without_ranks(records: dict[Any, RunRecord], source: SourceFacts) -> None:
-    def of(saved_root: str | None = None, tolerance: float | None = None, **other: Any) -> Verdict:
+def test_judgements_without_ranks(records: dict[Any, RunRecord], source: VerifyReport) -> None:
+    def reasons(saved_root: str | None = None, tolerance: float | None = None, **other: Any) -> str:
         changed = {**records, OTHER: dataclasses.replace(records[OTHER], **other)}
         root = records[BACK].report["loaded_root"] if saved_root is None else saved_root  # type: ignore[index]
-        return check_records(source, changed, saved_root=root, tolerance=tolerance, changed_files=(), failures={})
+        found = check_records(source, 3, changed, saved_root=root, tolerance=tolerance, changed_files=(), failures={})
+        return "\n".join(check.sentence for check in found if check.ok is False)
 
-    assert of().proved
-    assert "losses cannot be compared" in of(global_batch=119).reasons[0]
-    assert not of(losses=[math.nan, 1.0]).proved
-    assert not of(tolerance=0.0).proved, "another size rounds otherwise"
-    assert not of(saved_root="0" * 64).proved
-    assert not of(report=None).proved
+    assert not reasons()
+    assert "losses cannot be compared" in reasons(global_batch=119)
+    assert reasons(losses=[math.nan, 1.0])
+    assert reasons(tolerance=0.0), "another size rounds otherwise"
+    assert reasons(saved_root="0" * 64)
+    assert reasons(report=None)
     wrong_root = {**records[OTHER].report, "loaded_root": "1" * 64}  # type: ignore[dict-item]
-    assert any("111111111111" in reason for reason in of(report=wrong_root).reasons)
+    assert "111111111111" in reasons(report=wrong_root)
     later = {**records[OTHER].loaded, "engine/global_steps": 4}  # type: ignore[dict-item]
-    assert any("at step 4, the checkpoint at 3" in reason for reason in of(loaded=later).reasons)
+    assert "at step 4, the checkpoint at 3" in reasons(loaded=later)
     near = [loss * (1 + 0.9 * TOLERANCES["bf16"]) for loss in records[CONTROL].losses]
     far = [loss * (1 + 1.1 * TOLERANCES["bf16"]) for loss in records[CONTROL].losses]
-    assert of(losses=near, samples=[None] * STEPS).proved and not of(losses=far).proved
+    assert not reasons(losses=near, samples=[None] * STEPS) and reasons(losses=far)
 
 
 def test_tolerances_are_no_tighter_than_the_suites_own() -> None:
@@ -550,7 +552,7 @@ def test_processes_go_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         environment(2, 1 << 60)
     env, device = environment(2, 1)
     assert device == "cpu" and env["DS_ACCELERATOR"] == "cpu"
-    assert sizes(ProofRequest(None, 3, 4, 1, Path()), None) == (4, 3)  # type: ignore[arg-type]
+    check_sizes(3, 4)
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

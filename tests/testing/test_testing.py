@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from zeroelastic.testing import (
     RankError,
@@ -44,8 +45,6 @@ CONFIG = {
 
 
 def total_of_ranks(factor, *, plus):
-    import torch
-
     total = torch.tensor([torch.distributed.get_rank() * factor + plus])
     torch.distributed.all_reduce(total)
     return torch.distributed.get_rank(), total
@@ -56,8 +55,6 @@ def environment_of_rank(*names):
 
 
 def fail_on_rank(bad):
-    import torch
-
     if torch.distributed.get_rank() == bad:
         print("just before it happened")
         raise ValueError(f"trouble on {bad}")
@@ -77,22 +74,16 @@ def fail_in_turn(order, directory):
 
 
 def leave_the_others_waiting():
-    import torch
-
     if torch.distributed.get_rank() == 0:
         return
     wait_for_rank_0()
 
 
 def wait_for_rank_0():
-    import torch
-
     torch.distributed.all_reduce(torch.ones(3))
 
 
 def die_on_rank_1(number):
-    import torch
-
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if torch.distributed.get_rank() == 1:
         os.kill(os.getpid(), number)
@@ -100,16 +91,12 @@ def die_on_rank_1(number):
 
 
 def exit_on_rank_1():
-    import torch
-
     if torch.distributed.get_rank() == 1:
         os._exit(3)
     torch.distributed.all_reduce(torch.ones(3))
 
 
 def start_a_process_and_fail(directory):
-    import torch
-
     rank = torch.distributed.get_rank()
     sleeper = subprocess.Popen(["sleep", "1000"], preexec_fn=os.setpgrp)
     Path(directory, f"{rank}").write_text(f"{os.getpid()} {sleeper.pid}")
@@ -134,7 +121,6 @@ def pid_of_pool():
 
 def leave_traces():
     import deepspeed
-    import torch
 
     found = (torch.get_default_dtype() == torch.float64, "TRACE" in os.environ, hasattr(deepspeed, "trace"))
     torch.set_default_dtype(torch.float64)
@@ -149,7 +135,6 @@ def give_back_a_function():
 
 def say_something(result=None):
     import deepspeed
-    import torch
 
     print("a rank speaks")
     deepspeed.utils.logger.warning("deepspeed speaks")
@@ -157,8 +142,6 @@ def say_something(result=None):
 
 
 def build_model():
-    import torch
-
     class Model(torch.nn.Module):
         """Odd sizes; a parameter smaller than the world, a frozen one, a tied one; two kinds of buffers."""
 
@@ -184,8 +167,6 @@ def build_model():
 
 
 def build():
-    import torch
-
     model = build_model()
     decayed = [model.first.weight, model.last.weight]
     others = [model.first.bias, model.last.bias, model.gain]
@@ -195,15 +176,12 @@ def build():
 
 
 def batch(step, size):
-    import torch
-
     generator = torch.Generator().manual_seed(step)
     return torch.randn(size, 5, generator=generator), torch.randn(size, 1, generator=generator)
 
 
 def build_partitioned():
     import deepspeed
-    import torch
 
     with deepspeed.zero.Init(config_dict_or_path=CONFIG):
         model = build_model()
@@ -213,7 +191,6 @@ def build_partitioned():
 def build_and_corrupt():
     """After a load: one bit of one element on rank 1, another rank's step, and a group's learning rate."""
     import deepspeed
-    import torch
 
     load = deepspeed.DeepSpeedEngine.load_checkpoint
 
@@ -241,7 +218,6 @@ def build_without_perturbation():
 def train(num_steps):
     """Losses of the global batch, and the gathered state."""
     import deepspeed
-    import torch
 
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(0)
@@ -292,8 +268,6 @@ def test_ranks_have_the_callers_environment_and_no_launchers(rank_pool, monkeypa
 
 
 def test_a_variable_that_is_read_at_import_takes_effect_in_the_pool_too(rank_pool):
-    import torch
-
     assert rank_pool.run(torch.get_num_threads, 1) == [1]
     assert rank_pool.run(torch.get_num_threads, 1, env={"OMP_NUM_THREADS": "2"}) == [2]
 
@@ -480,8 +454,6 @@ def test_gathered_state_is_whole_at_every_world_size(rank_pool):
 
 
 def sum_of(entry):
-    import torch
-
     return entry.double().sum() if isinstance(entry, torch.Tensor) else entry or 0
 
 
@@ -493,8 +465,6 @@ def test_weights_gathered_before_training_are_the_initial_ones(rank_pool):
 
 
 def test_comparing_names_every_difference_and_no_other():
-    import torch
-
     nan = torch.tensor([1.0, math.nan])
     expected = {
         "same": nan,

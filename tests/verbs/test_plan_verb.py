@@ -21,8 +21,8 @@ from rich.text import Text
 from synthetic import write_checkpoint
 
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.cli.plan import _show, heat_map
-from zeroelastic.cli.plots import check_plot, draw_plan, plan_figure
+from zeroelastic.cli.plan import _show, draw_plan, heat_map, plan_figure
+from zeroelastic.cli.terminal import check_plot
 from zeroelastic.errors import UsageError
 from zeroelastic.runs.locate import Source
 from zeroelastic.testing.sample import write_sample

@@ -21,7 +21,6 @@ from zeroelastic.cli.documents import DOCUMENTS, check
 from zeroelastic.errors import UsageError
 
 VERBS = ("convert", "diff", "export", "inspect", "latest", "ls", "plan", "prune", "reshard", "show", "verify")
-RENAMED = {"lift": "lift_quarantine"}
 ONLY_THE_COMMAND = {"as_json", "show_all", "path", "plot", "html", "force", "yes", "distributed", "quiet"}
 """How a result is shown, a question, and ``--distributed``, which the functions take as ``processes``."""
 
@@ -33,13 +32,13 @@ TIMES = {"seconds", "read_seconds", "seconds_separate"}
 def test_a_function_has_every_option_of_its_command(verb: str) -> None:
     command = inspect.signature(verb_function(verb))
     function = inspect.signature(getattr(zeroelastic, verb))
-    options = {RENAMED.get(name, name) for name in command.parameters} - ONLY_THE_COMMAND
+    options = {*command.parameters} - ONLY_THE_COMMAND
     assert options == set(function.parameters) - ONLY_THE_FUNCTION
     kinds = [parameter.kind for parameter in function.parameters.values()]
     positional = sum(kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
     assert positional in (1, 2) and set(kinds[positional:]) <= {inspect.Parameter.KEYWORD_ONLY}
     for name, parameter in command.parameters.items():
-        other = function.parameters.get(RENAMED.get(name, name))
+        other = function.parameters.get(name)
         if other is not None and (verb, name) != ("prune", "dry_run"):
             assert other.default == parameter.default, name
 

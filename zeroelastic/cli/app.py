@@ -1,24 +1,258 @@
-"""The command line: ``zeroelastic`` and ``python -m zeroelastic``.
+"""The command line: ``zeroelastic`` and ``python -m zeroelastic``, and what its verbs have in common.
 
 Each verb is a function of the same name. The file with the verbs of a group imports what ``--help`` needs and nothing
-large: the functions that do the work import numpy, torch and the rest.
+large: the functions that do the work import numpy, torch and the rest. Common to all are options, exit codes, signals,
+how a report is shown, and processes that share the work. An exception becomes a sentence on stderr and an exit code; a
+signal unwinds the stack.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import io
+import os
+import signal
 import sys
 from collections import UserDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
-from typing import Annotated, Any
+from inspect import signature
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
 from zeroelastic._version import __version__
-from zeroelastic.cli.command import FAILED, MISUSE, outcome, prepare_streams, show_error, verb
-from zeroelastic.errors import without_pydantic
+from zeroelastic.cli.terminal import (
+    check_plot,
+    print_report,
+    print_written,
+    printable,
+    progress_of,
+)
+from zeroelastic.errors import CheckpointError, UsageError, ZeroElasticError, advice, without_pydantic
+
+if TYPE_CHECKING:
+    from zeroelastic.distributed.processes import Processes
+
+FAILED = 1
+"""The verb failed, or cannot read its input now. ``diff``: the checkpoints differ; ``prove``: not proved."""
+
+MISUSE = 2
+"""The command line asks for something that is not possible."""
+
+INVALID = 3
+"""The checkpoint is damaged, incomplete, or contradicts itself."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def verb(function: Callable[P, R]) -> Callable[P, R]:
+    """The function as a command: its ZeroElasticErrors and OSErrors become a sentence and an exit code.
+
+    Under ``--json`` the sentence is also in a document on stdout; of several processes, in that of the first alone.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = not kwargs.get("distributed") or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+        with outcome(as_json=first and bool(kwargs.get("as_json"))):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def reports(
+    module: str,
+    show: Callable[..., None],
+    *,
+    code: Callable[[Any], int] = lambda report: 0 if report.ok else INVALID,
+    draw: Callable[..., None] | None = None,
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """The body of a command: call the function of its name in ``module``, show its report, exit with its ``code``.
+
+    ``show`` prints the report for people, ``draw`` makes the picture of ``--plot``. The function and ``show`` get those
+    arguments of the command that they have, too. Under ``--distributed`` the first process reports for all.
+    """
+
+    def decorate(command: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(command)
+        def run(*args: P.args, **kwargs: P.kwargs) -> None:
+            from zeroelastic.cli.pages import check_report, write_report
+            from zeroelastic.distributed.processes import Processes
+
+            bound = signature(command).bind(*args, **kwargs)
+            bound.apply_defaults()
+            given, name = bound.arguments, command.__name__
+            html, plot, force = given.get("html"), given.get("plot"), bool(given.get("force"))
+            function = getattr(import_module(module), name)
+            wanted, shown = (signature(each).parameters for each in (function, show))
+            assert given.keys() <= {*wanted, *shown, "html", "plot", "force", "quiet", "as_json", "distributed"}
+            options = {option: value for option, value in given.items() if option in wanted}
+            processes = Processes()
+            with ExitStack() as stack:
+                if "distributed" in given:
+                    processes = stack.enter_context(processes_of(distributed=given["distributed"]))
+                    options["processes"] = processes
+                if plot is not None:
+                    check_plot(plot, f"a {name}", force=force)
+                processes.all_or_raise(lambda: check_report(None if processes.rank else html, force=force))
+                if "progress" in wanted:
+                    options["progress"] = progress_of(quiet=given["quiet"], rank=processes.rank)
+                report = function(**options)
+            if processes.rank == 0:
+                if plot is not None and draw is not None:
+                    draw(plot, report, force=force)
+                write_report(html, name, report.to_json, force=force)
+                if given["as_json"]:
+                    print_report(report)
+                else:
+                    show(report, **{option: value for option, value in given.items() if option in shown})
+                    print_written(html)
+            if found := code(report):
+                raise typer.Exit(found)
+
+        return run
+
+    return decorate
+
+
+@contextmanager
+def outcome(*, as_json: bool = False) -> Iterator[None]:
+    """Turn ZeroElasticError, OSError and MemoryError into exit codes; unwind on SIGTERM and SIGHUP as on Ctrl-C.
+
+    Other exceptions are bugs and keep their traceback.
+    """
+
+    def end(error: object, code: int) -> None:
+        show_error(error, as_json=as_json)
+        raise typer.Exit(code)
+
+    with unwinding_signals():
+        try:
+            yield
+        except UsageError as error:
+            end(error, MISUSE)
+        except CheckpointError as error:
+            end(error, INVALID)
+        except BrokenPipeError:  # the reader of our output has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(FAILED) from None
+        except ZeroElasticError as error:
+            end(error, FAILED)
+        except MemoryError:
+            end("out of memory", FAILED)
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            end(f"{where}{error.strerror or error}", FAILED)
+
+
+def prepare_streams() -> None:
+    """Let output never fail for a sign that the terminal's encoding lacks, nor where there is no stdout or stderr."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  until the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with suppress(OSError):  # of a stdout that was opened as a file and is a pipe by now
+            sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def show_error(error: object, *, as_json: bool = False) -> None:
+    """On stderr, in the style of all verbs: what went wrong, what to do. With ``as_json`` also a document on stdout."""
+    from zeroelastic.verbs.report import Failure
+
+    message = advice(error) if isinstance(error, ZeroElasticError) else str(error)
+    if as_json:
+        with suppress(OSError):  # of a disk that is full, which may be the error itself
+            print_report(Failure(ok=False, error=message))
+    typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    typer.echo(printable(message), err=True)  # the message may quote names from a file
+
+
+@contextmanager
+def unwinding_signals() -> Iterator[None]:
+    """Within this context, SIGTERM and SIGHUP unwind the stack as Ctrl-C does; they do not end the process at once."""
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, unwind) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def complete_tag(context: typer.Context, incomplete: str) -> list[str]:
+    """The tags of the directory that the command line names; none for a URL, or where nothing can be listed."""
+    given = context.params.get("src") or context.params.get("directory")
+    left = (word for word in context.args if not word.startswith("-"))  # not assigned yet: the line ends in --tag
+    root = Path(given or next(left, ".")).expanduser()
+    try:
+        return sorted(name for name in os.listdir(root) if name.startswith(incomplete) and _is_tag(root / name))
+    except OSError:
+        return []
+
+
+def _is_tag(folder: Path) -> bool:
+    """Whether ranks have files in a folder, or a Universal checkpoint its parameters. Opens no file."""
+    from zeroelastic.checkpoint.tag_files import is_rank_file
+
+    try:
+        return any(name == "zero" or is_rank_file(name) for name in os.listdir(folder))
+    except OSError:
+        return False
+
+
+TagOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tag",
+        metavar="TAG",
+        autocompletion=complete_tag,
+        help="Which tag, where SRC is the directory above; default: what latest names.",
+    ),
+]
+
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--html", metavar="FILE", help="Also write a report for a browser: one .html file, nothing beside it."
+    ),
+]
+
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace the file of --html, if there is one.")]
+
+PlotForceOption = Annotated[bool, typer.Option("--force", help="Replace the files of --plot and --html.")]
+
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress on stderr.")]
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+DistributedOption = Annotated[
+    bool, typer.Option("--distributed", help="Share the work among all processes that torchrun or srun has started.")
+]
+
+
+@contextmanager
+def processes_of(*, distributed: bool) -> Iterator[Processes]:
+    """The processes of a verb. Without ``--distributed``, one that a launcher started works alone, with a note."""
+    from zeroelastic.distributed.processes import launched_processes, num_launched
+
+    count = num_launched()
+    if count > 1 and not distributed:
+        typer.echo(f"note: this process works alone; --distributed shares the work among {count} processes", err=True)
+    with launched_processes(distributed=distributed) as processes:
+        yield processes
+
 
 _GROUPS = {
     "Look at a checkpoint": {
@@ -138,7 +372,6 @@ def _global_options(
 ) -> None:
     """DeepSpeed ZeRO checkpoints that resume at any world size."""
     if allow_global:
-        from zeroelastic.errors import UsageError
         from zeroelastic.torch_file.safe_unpickler import allow_globals
 
         try:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.command import DistributedOption, JsonOption, QuietOption, TagOption, processes_of
-from zeroelastic.cli.terminal import print_line, print_report, progress_of
+from zeroelastic.cli.app import DistributedOption, JsonOption, QuietOption, TagOption, reports
+from zeroelastic.cli.terminal import print_line
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
@@ -19,6 +19,30 @@ if TYPE_CHECKING:
 _SHOWN_FILES = 12
 
 
+def _show_reshard(report: ReshardReport) -> None:
+    kind = report.format if report.target_stage == 3 else f"stage {report.target_stage}"
+    ranks = f"{report.world_size} -> {counted(report.target_world_size, 'rank')}"
+    where = f"{report.target}/{report.tag} ({kind}), {ranks}"
+    if report.file_bytes is None or report.content_root is None:  # a dry run
+        print_line(f"would write {where}")
+        buffers = counted(report.sub_groups, "sub-group" if report.target_stage == 3 else "optimizer group")
+        print_line(f"  {format_size(report.state_bytes)} of state in {counted(report.files, 'file')}, {buffers}")
+        if report.extras:
+            print_line(f"  beside it: {', '.join(report.extras)}")
+    else:
+        print_line(f"wrote {where}, {format_size(report.file_bytes)}")
+        unknown = "; the source has no commit record to compare with"
+        proof = unknown if report.recorded_root is None else " is the source's"
+        print_line(f"  content root {report.content_root[:12]}{proof}")
+        if report.verified:
+            print_line("  read again: every byte is as it was written")
+        if report.resumed_ranks:
+            print_line(f"  there already, from a run that had been ended: {counted(report.resumed_ranks, 'rank')}")
+    for note in report.notes:
+        print_line(f"  note: {note}")
+
+
+@reports("zeroelastic.verbs.reshard.reshard", _show_reshard)
 def reshard(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a directory or a URL such as s3://...")],
     dst: Annotated[
@@ -79,55 +103,27 @@ def reshard(
         zeroelastic reshard ckpt dealt -n 4 --stage 2 --round-robin-gradients
         zeroelastic reshard ckpt plain -n 2 --stage 0
     """
-    from zeroelastic.verbs.reshard.reshard import reshard as run
-
-    with processes_of(distributed=distributed) as processes:
-        report = run(
-            src,
-            dst,
-            world_size=world_size,
-            tag=tag,
-            format=format,
-            sub_group_size=sub_group_size,
-            stage=stage,
-            round_robin_gradients=round_robin_gradients,
-            parameter_alignment=parameter_alignment,
-            max_memory=max_memory,
-            verify=verify,
-            dry_run=dry_run,
-            processes=processes,
-            progress=progress_of(quiet=quiet, rank=processes.rank),
-        )
-        if processes.rank == 0:
-            if as_json:
-                print_report(report)
-            else:
-                _show_reshard(report)
 
 
-def _show_reshard(report: ReshardReport) -> None:
-    kind = report.format if report.target_stage == 3 else f"stage {report.target_stage}"
-    ranks = f"{report.world_size} -> {counted(report.target_world_size, 'rank')}"
-    where = f"{report.target}/{report.tag} ({kind}), {ranks}"
-    if report.file_bytes is None or report.content_root is None:  # a dry run
-        print_line(f"would write {where}")
-        buffers = counted(report.sub_groups, "sub-group" if report.target_stage == 3 else "optimizer group")
-        print_line(f"  {format_size(report.state_bytes)} of state in {counted(report.files, 'file')}, {buffers}")
-        if report.extras:
-            print_line(f"  beside it: {', '.join(report.extras)}")
-    else:
-        print_line(f"wrote {where}, {format_size(report.file_bytes)}")
-        unknown = "; the source has no commit record to compare with"
-        proof = unknown if report.recorded_root is None else " is the source's"
-        print_line(f"  content root {report.content_root[:12]}{proof}")
-        if report.verified:
-            print_line("  read again: every byte is as it was written")
-        if report.resumed_ranks:
-            print_line(f"  there already, from a run that had been ended: {counted(report.resumed_ranks, 'rank')}")
-    for note in report.notes:
-        print_line(f"  note: {note}")
+def _show_export(report: ExportReport) -> None:
+    print_line(f"{report.path} ({counted(report.world_size, 'rank')})")
+    print_line(f"{'would write' if report.dry_run else 'wrote'} {report.target}, {format_size(report.bytes)}")
+    for file in report.files[:_SHOWN_FILES]:
+        tensors = f"  {counted(file.tensors, 'tensor')}" if file.tensors else ""
+        print_line(f"  {file.name:<36}  {format_size(file.bytes):>9}{tensors}")
+    if len(report.files) > _SHOWN_FILES:
+        print_line(f"  and {len(report.files) - _SHOWN_FILES} more files")
+    for alias, name in report.tied.items():
+        print_line(f"tied: {alias} is {name}")
+    for sentence in report.left_out:
+        print_line(f"left out: {sentence}")
+    if not report.dry_run:
+        compared = report.digests_compared
+        proof = f"{compared} digests agree with the commit record" if compared else "no commit record to compare with"
+        print_line(f"{proof}; {round(report.seconds, 3)} s")
 
 
+@reports("zeroelastic.verbs.convert.convert", _show_export)
 def export(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")],
     dst: Annotated[
@@ -164,48 +160,27 @@ def export(
         zeroelastic export ckpt everything --tag global_step2 --optimizer --json
         zeroelastic export ckpt elsewhere --dry-run
     """
-    from zeroelastic.verbs.convert.convert import export as run
-
-    with processes_of(distributed=distributed) as processes:
-        report = run(
-            src,
-            dst,
-            tag=tag,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            optimizer=optimizer,
-            tied=tied,
-            max_memory=max_memory,
-            dry_run=dry_run,
-            processes=processes,
-            progress=progress_of(quiet=quiet, rank=processes.rank),
-        )
-    if processes.rank != 0:
-        return  # rank 0 reports for all
-    if as_json:
-        print_report(report)
-    else:
-        _show_export(report)
 
 
-def _show_export(report: ExportReport) -> None:
+def _show_convert(report: ConvertReport) -> None:
+    ranks = "" if report.target_world_size is None else f" for {counted(report.target_world_size, 'rank')}"
+    verb = "would write" if report.dry_run else "wrote"
     print_line(f"{report.path} ({counted(report.world_size, 'rank')})")
-    print_line(f"{'would write' if report.dry_run else 'wrote'} {report.target}, {format_size(report.bytes)}")
-    for file in report.files[:_SHOWN_FILES]:
-        tensors = f"  {counted(file.tensors, 'tensor')}" if file.tensors else ""
-        print_line(f"  {file.name:<36}  {format_size(file.bytes):>9}{tensors}")
-    if len(report.files) > _SHOWN_FILES:
-        print_line(f"  and {len(report.files) - _SHOWN_FILES} more files")
-    for alias, name in report.tied.items():
-        print_line(f"tied: {alias} is {name}")
-    for sentence in report.left_out:
-        print_line(f"left out: {sentence}")
-    if not report.dry_run:
-        compared = report.digests_compared
-        proof = f"{compared} digests agree with the commit record" if compared else "no commit record to compare with"
-        print_line(f"{proof}; {round(report.seconds, 3)} s")
+    print_line(f"{verb} {report.target}{ranks}: {counted(report.tensors, 'tensor')}, {format_size(report.bytes_read)}")
+    for note in report.notes:
+        print_line(f"note: {note}")
+    if report.dry_run:
+        return
+    if report.content_root is not None:
+        proof = f"content root {report.content_root[:12]}"
+    elif report.digests_compared:
+        proof = f"{report.digests_compared} digests agree with the commit record"
+    else:
+        proof = "no commit record to compare with"
+    print_line(f"{proof}; {round(report.seconds, 3)} s")
 
 
+@reports("zeroelastic.verbs.convert.convert", _show_convert)
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")],
     dst: Annotated[
@@ -271,43 +246,3 @@ def convert(
         zeroelastic convert ckpt dcp --to dcp --json
         zeroelastic convert ckpt other --to universal --tag global_step2 --dry-run
     """
-    from zeroelastic.verbs.convert.convert import convert as run
-
-    report = run(
-        src,
-        dst,
-        to=to,
-        from_=from_,
-        world_size=world_size,
-        format=format,
-        sub_group_size=sub_group_size,
-        stage=stage,
-        round_robin_gradients=round_robin_gradients,
-        parameter_alignment=parameter_alignment,
-        tag=tag,
-        max_memory=max_memory,
-        dry_run=dry_run,
-        progress=progress_of(quiet=quiet),
-    )
-    if as_json:
-        print_report(report)
-    else:
-        _show_convert(report)
-
-
-def _show_convert(report: ConvertReport) -> None:
-    ranks = "" if report.target_world_size is None else f" for {counted(report.target_world_size, 'rank')}"
-    verb = "would write" if report.dry_run else "wrote"
-    print_line(f"{report.path} ({counted(report.world_size, 'rank')})")
-    print_line(f"{verb} {report.target}{ranks}: {counted(report.tensors, 'tensor')}, {format_size(report.bytes_read)}")
-    for note in report.notes:
-        print_line(f"note: {note}")
-    if report.dry_run:
-        return
-    if report.content_root is not None:
-        proof = f"content root {report.content_root[:12]}"
-    elif report.digests_compared:
-        proof = f"{report.digests_compared} digests agree with the commit record"
-    else:
-        proof = "no commit record to compare with"
-    print_line(f"{proof}; {round(report.seconds, 3)} s")

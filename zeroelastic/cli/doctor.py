@@ -14,7 +14,7 @@ import typer
 
 import zeroelastic
 from zeroelastic.byte_sizes import format_size, size_option
-from zeroelastic.cli.command import FAILED, JsonOption
+from zeroelastic.cli.app import FAILED, JsonOption
 from zeroelastic.cli.terminal import print_report, print_styled
 
 if TYPE_CHECKING:

@@ -8,74 +8,31 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.command import FAILED, INVALID, ForceOption, HtmlOption, JsonOption, QuietOption, TagOption
-from zeroelastic.cli.terminal import (
-    NO_BREAK,
-    print_columns,
-    print_report,
-    print_styled,
-    print_wrapped,
-    print_written,
-    progress_of,
+from zeroelastic.cli.app import (
+    FAILED,
+    INVALID,
+    ForceOption,
+    HtmlOption,
+    JsonOption,
+    QuietOption,
+    TagOption,
+    reports,
 )
+from zeroelastic.cli.terminal import NO_BREAK, print_columns, print_styled, print_wrapped
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.verbs.inspect.report import InspectedParam, InspectReport, Scalar
+    from zeroelastic.verbs.inspect.report import InspectedParam, InspectReport
     from zeroelastic.verbs.report import Number
     from zeroelastic.verbs.show import ShownTensor, ShowReport
 
 _LISTED = 24
 _PLACES_SHOWN = 16
+_FRAMEWORKS = {"hf-trainer": "the Hugging Face Trainer", "accelerate": "accelerate", "lightning": "Lightning"}
 _STATISTICS = ("min", "max", "mean", "std", "norm", "zeros", "NaN", "Inf")
 
 
-def inspect(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A tag directory, or the directory above.")],
-    tag: TagOption = None,
-    params: Annotated[
-        str | None,
-        typer.Option(metavar="PATTERN", help="List the parameters whose names match a glob, or contain this text."),
-    ] = None,
-    all_ranks: Annotated[
-        bool, typer.Option("--all-ranks", help="Open every rank's headers, and say where they disagree.")
-    ] = False,
-    html: HtmlOption = None,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Say what a checkpoint is: who saved it, what it holds, and what is missing or wrong.
-
-    Reads the commit record and the headers of one rank; no weights. A damaged checkpoint is shown as far as it can be.
-    Exit code 0: it is whole as far as was looked; 1: not one that zeroelastic works on; 2: wrong usage; 3: invalid.
-
-    \b
-    Examples:
-        zeroelastic inspect ckpt
-        zeroelastic inspect ckpt --tag global_step2 --all-ranks
-        zeroelastic inspect ckpt/global_step4 --params norm
-        zeroelastic inspect ckpt --json
-    """
-    from zeroelastic.cli.pages.render import check_report, write_report
-    from zeroelastic.verbs.inspect.inspect import inspect as run
-
-    check_report(html, force=force)
-    report = run(src, tag=tag, params=params, all_ranks=all_ranks)
-    write_report(html, "inspect", report.to_json, force=force)
-    if as_json:
-        print_report(report)
-    else:
-        _show_inspection(report, pattern=params)
-        if report.remedy is not None:
-            print_wrapped(report.remedy, first="", rest="")
-        print_written(html)
-    if report.problems:
-        raise typer.Exit(INVALID)
-    if report.unsupported:
-        raise typer.Exit(FAILED)
-
-
-def _show_inspection(found: InspectReport, *, pattern: str | None) -> None:
+def _show_inspection(found: InspectReport, params: str | None) -> None:
     """The inspection for people, on stdout."""
     from zeroelastic.core.global_batch import listed_world_sizes
 
@@ -95,14 +52,15 @@ def _show_inspection(found: InspectReport, *, pattern: str | None) -> None:
     ranks = None if found.world_size is None else counted(found.world_size, "rank")
     tensor_parallel = f"{found.tp_size} tensor parallel" if found.tp_size not in (None, 1) else None
     stage = f"ZeRO stage {found.stage}" if found.stage not in (None, 3) else None
-    made_by = None if found.format is None else _made_by(found.framework)
+    made_by = None if found.format is None else f"by {_FRAMEWORKS.get(found.framework, 'DeepSpeed')}"
     line("saved as", found.format, stage, ranks, tensor_parallel, made_by)
     skipped = f"{found.skipped_steps} skipped" if found.skipped_steps else None
     samples = None if found.samples is None else f"{found.samples:,} samples"
     line("step", found.step, skipped, samples)
     line("save id", found.save_id)
     line("written by", *(f"{name} {version}" for name, version in found.versions if version))
-    line("precision", found.model_dtype and f"{found.model_dtype} model", _master(found))
+    precision = ((found.model_dtype, "model"), (found.master_dtype, "master weights"))
+    line("precision", *(f"{dtype} {what}" for dtype, what in precision if dtype))
     batch = found.train_batch_size
     line("batch size", batch, f"for world sizes {listed_world_sizes(batch)}" if batch else None)
     if found.sub_group_size is not None:
@@ -126,7 +84,7 @@ def _show_inspection(found: InspectReport, *, pattern: str | None) -> None:
     for key, state in found.state.items():
         line(key, " and ".join(state.dtypes), format_size(state.bytes), _not_all(state.num_params, key, trained))
     for key, values in found.scalars.items():
-        line(key, " and ".join(_scalar(value) for value in values))
+        line(key, " and ".join(f"{value.value} ({value.kind})" for value in values))
     line("state", None if totals.state_bytes is None else format_size(totals.state_bytes))
     line("on disk", f"{format_size(totals.disk_bytes)} in {counted(totals.files, 'file')}")
     if found.loss_scaler is not None:
@@ -137,8 +95,8 @@ def _show_inspection(found: InspectReport, *, pattern: str | None) -> None:
         options = ", ".join(f"{key} {value}".replace(" ", NO_BREAK) for key, value in used.items())
         line(f"group {number}", f"{_amount(group.num_params, group.numel)}: {options}")
 
-    _show_params(found, pattern)
-    if found.buffers and pattern is None:
+    _show_params(found, params)
+    if found.buffers and params is None:
         heading("Buffers")
         _print_first([(buffer.name, str(list(buffer.shape)), buffer.dtype) for buffer in found.buffers])
     labels = {"missing": files.missing, "of no rank": files.stale + files.odd + files.leftovers}
@@ -150,6 +108,7 @@ def _show_inspection(found: InspectReport, *, pattern: str | None) -> None:
 
 
 def _show_findings(found: InspectReport) -> None:
+    """Notes and problems, and what to do about them."""
     for title, style, texts in (
         ("Notes", "yellow", found.notes),
         ("Not supported", "bold red", found.unsupported),
@@ -159,15 +118,8 @@ def _show_findings(found: InspectReport) -> None:
             print_styled((f"\n{title}", style))
             for text in texts:
                 print_wrapped(text, first="  - ", rest="    ")
-
-
-def _made_by(framework: str) -> str:
-    names = {"hf-trainer": "the Hugging Face Trainer", "accelerate": "accelerate", "lightning": "Lightning"}
-    return f"by {names.get(framework, 'DeepSpeed')}"
-
-
-def _master(found: InspectReport) -> str | None:
-    return None if found.master_dtype is None else f"{found.master_dtype} master weights"
+    if found.remedy is not None:
+        print_wrapped(found.remedy, first="", rest="")
 
 
 def _amount(num_params: int, numel: int) -> str:
@@ -176,10 +128,6 @@ def _amount(num_params: int, numel: int) -> str:
 
 def _not_all(num_params: int, key: str, num_trained: int) -> str | None:
     return None if key == "frozen" or num_params == num_trained else f"of {counted(num_params, 'parameter')}"
-
-
-def _scalar(value: Scalar) -> str:
-    return f"{value.value} ({value.kind})"
 
 
 def _show_params(found: InspectReport, pattern: str | None) -> None:
@@ -219,43 +167,6 @@ def _print_first(rows: Sequence[tuple[str, ...]], count: int = 0) -> None:
     print_columns(rows[:_LISTED])
     if (more := max(len(rows), count) - _LISTED) > 0:
         print_styled(f"  ... and {more:,} more")
-
-
-def show(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A tag directory, the directory above, or a URL.")],
-    param: Annotated[
-        str, typer.Argument(metavar="PARAM", help="The name of a parameter or buffer, or a glob in quotes for many.")
-    ],
-    tag: TagOption = None,
-    kind: Annotated[
-        str, typer.Option(metavar="KIND", help="weight, or a key of the optimizer's state: exp_avg, step.")
-    ] = "weight",
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Show a tensor: dtype, shape, files and byte ranges, statistics, digest, first and last values.
-
-    For a glob, one line for each tensor. Reads every byte of what is shown once, and compares its digest with the
-    commit record. Statistics are those of the finite elements.
-    Exit code 0: shown; 1: it could not be read; 2: wrong usage, or no such tensor; 3: it is damaged.
-
-    \b
-    Examples:
-        zeroelastic show ckpt model.norm.weight
-        zeroelastic show ckpt model.norm.weight --kind exp_avg --json
-        zeroelastic show ckpt *norm* --tag global_step2
-    """
-    from zeroelastic.verbs.show import show as run
-
-    report = run(src, param, tag=tag, kind=kind, progress=progress_of(quiet=quiet))
-    if as_json:
-        print_report(report)
-    elif len(report.tensors) == 1 and report.tensors[0].name == param:
-        _show_one(report, report.tensors[0])
-    else:
-        _show_many(report)
-    if not report.ok:
-        raise typer.Exit(INVALID)
 
 
 def _show_one(report: ShowReport, tensor: ShownTensor) -> None:
@@ -335,3 +246,70 @@ def _number(value: Number) -> str:
 
 def _elements(start: int, numel: int) -> str:
     return f"element {start:,}" if numel == 1 else f"elements {start:,} to {start + numel - 1:,}"
+
+
+def _show(report: ShowReport, param: str) -> None:
+    if len(report.tensors) == 1 and report.tensors[0].name == param:
+        _show_one(report, report.tensors[0])
+    else:
+        _show_many(report)
+
+
+def _inspect_code(report: InspectReport) -> int:
+    return INVALID if report.problems else FAILED if report.unsupported else 0
+
+
+@reports("zeroelastic.verbs.inspect.inspect", _show_inspection, code=_inspect_code)
+def inspect(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A tag directory, or the directory above.")],
+    tag: TagOption = None,
+    params: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="List the parameters whose names match a glob, or contain this text."),
+    ] = None,
+    all_ranks: Annotated[
+        bool, typer.Option("--all-ranks", help="Open every rank's headers, and say where they disagree.")
+    ] = False,
+    html: HtmlOption = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a checkpoint is: who saved it, what it holds, and what is missing or wrong.
+
+    Reads the commit record and the headers of one rank; no weights. A damaged checkpoint is shown as far as it can be.
+    Exit code 0: it is whole as far as was looked; 1: not one that zeroelastic works on; 2: wrong usage; 3: invalid.
+
+    \b
+    Examples:
+        zeroelastic inspect ckpt
+        zeroelastic inspect ckpt --tag global_step2 --all-ranks
+        zeroelastic inspect ckpt/global_step4 --params norm
+        zeroelastic inspect ckpt --json
+    """
+
+
+@reports("zeroelastic.verbs.show", _show)
+def show(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A tag directory, the directory above, or a URL.")],
+    param: Annotated[
+        str, typer.Argument(metavar="PARAM", help="The name of a parameter or buffer, or a glob in quotes for many.")
+    ],
+    tag: TagOption = None,
+    kind: Annotated[
+        str, typer.Option(metavar="KIND", help="weight, or a key of the optimizer's state: exp_avg, step.")
+    ] = "weight",
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a tensor: dtype, shape, files and byte ranges, statistics, digest, first and last values.
+
+    For a glob, one line for each tensor. Reads every byte of what is shown once, and compares its digest with the
+    commit record. Statistics are those of the finite elements.
+    Exit code 0: shown; 1: it could not be read; 2: wrong usage, or no such tensor; 3: it is damaged.
+
+    \b
+    Examples:
+        zeroelastic show ckpt model.norm.weight
+        zeroelastic show ckpt model.norm.weight --kind exp_avg --json
+        zeroelastic show ckpt *norm* --tag global_step2
+    """

@@ -5,32 +5,32 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.command import FAILED, ForceOption, HtmlOption, JsonOption, PlotForceOption, QuietOption, TagOption
+from zeroelastic.cli.app import FAILED, ForceOption, HtmlOption, JsonOption, PlotForceOption, QuietOption, TagOption
 from zeroelastic.cli.terminal import (
+    check_plot,
     log_line,
     print_columns,
-    print_document,
+    print_report,
     print_styled,
     print_written,
     progress_of,
-    spread,
+    write_figure,
 )
 from zeroelastic.errors import UsageError, counted
-from zeroelastic.json_document import document
 
 if TYPE_CHECKING:
     from zeroelastic.job_log.timeline import Incarnation, RestartCost, Timeline
     from zeroelastic.proving.records import RunSpec
+    from zeroelastic.proving.report import Prove
 
-_MOST_POINTS = 4000  # of all starts together; the log has them all
-_PHASES = ("noticing", "rendezvous", "imports", "engine", "load", "first_step")
+_LOST, _KILL, _JOIN = "0.75", "tab:red", "tab:green"
+_MARKERS = {"memory": ("^", "tab:purple"), "in-place": ("o", "tab:cyan")}
 
 
 def prove(
@@ -73,21 +73,12 @@ def prove(
         zeroelastic prove run --world-size 1 --steps 2 --no-repeat -- train.py
     """
     from zeroelastic.checkpoint.one_save import one_save
-    from zeroelastic.cli.pages.render import check_report
-    from zeroelastic.cli.pages.render import write_report as write_html
+    from zeroelastic.cli.pages import check_report
+    from zeroelastic.cli.pages import write_report as write_html
     from zeroelastic.extras import require_torch
     from zeroelastic.io.storage import file_sizes
-    from zeroelastic.proving.driver import (
-        ProofRequest,
-        environment,
-        failure_of,
-        launch,
-        prepare,
-        prove,
-        sizes,
-        verify_source,
-    )
-    from zeroelastic.proving.report import document, write_report
+    from zeroelastic.proving import driver
+    from zeroelastic.proving.report import write_report
     from zeroelastic.runs.locate import find_source
     from zeroelastic.verbs.options import seconds_option
 
@@ -102,29 +93,40 @@ def prove(
     nbytes = sum(file_sizes(found.tag_dir).values())
     say.begin(f"verifying every byte of {found.tag_dir} ({format_size(nbytes)})")
     with one_save(found.tag_dir), progress_of(quiet=quiet)("verifying", nbytes) as advance:
-        verified = verify_source(found, progress=advance)
-    request = ProofRequest(found, world_size, from_world_size, steps, out, repeat, tolerance, keep)
-    first, second = sizes(request, verified)
-    env, device = environment(max(first, second), verified.bytes_read)
-    request = ProofRequest(found, world_size, from_world_size, steps, prepare(out), repeat, tolerance, keep)
+        verified = driver.verify_source(found, progress=advance)
+    first = verified.world_size if from_world_size is None else from_world_size
+    driver.check_sizes(world_size, first)
+    env, device = driver.environment(max(first, world_size), verified.bytes_read)
+    request = driver.ProofRequest(
+        found,
+        world_size,
+        first,
+        steps,
+        driver.prepare(out),
+        repeat=repeat,
+        tolerance=tolerance,
+        keep=keep,
+        device=device,
+        script=script,
+        command=["zeroelastic", *sys.argv[1:]],
+        signed_off_by=signed_off_by,
+    )
 
     def run(spec: RunSpec) -> str | None:
-        status = launch(spec, script, time_limit_s=limit, env=env, waiting=say.still)
+        status = driver.launch(spec, script, time_limit_s=limit, env=env, waiting=say.still)
         if status is None:
             return f"it took longer than {time_limit}; its output is in {spec.log_path}"
-        return failure_of(spec) if status else None
+        return driver.failure_of(spec) if status else None
 
-    outcome = prove(request, verified, run, log=say.begin)
-    command = ["zeroelastic", *sys.argv[1:]]
-    report = document(outcome, script=script, command=command, device=device, signed_off_by=signed_off_by)
+    report = driver.prove(request, verified, run, log=say.begin)
     write_report(request.out, report)
-    write_html(html, "prove", lambda: report, force=force)
+    write_html(html, "prove", report.to_json, force=force)
     if as_json:
-        print_document(report)
+        print_report(report)
     else:
         _show_proof(report, request.out)
         print_written(html)
-    if not outcome.verdict.proved:
+    if not report.ok:
         raise typer.Exit(FAILED)
 
 
@@ -152,13 +154,13 @@ def _check_script(script: list[str]) -> None:
         raise UsageError(f"{script[0]}: no such script. Give the script and its arguments after --.")
 
 
-def _show_proof(report: dict[str, Any], out: Path) -> None:
-    print_styled((report["source"]["path"], "bold"))
-    for check in report["checks"]:
-        mark, style = {True: ("ok  ", "green"), False: ("FAIL", "bold red"), None: ("note", "yellow")}[check["ok"]]
-        print_styled("  ", (mark, style), "  ", check["sentence"])
-    style = "green" if not report["reasons"] else "bold red"
-    print_styled((report["verdict"], style), f"; {out / 'report.md'}, sha256 {report['digest'][:12]}")
+def _show_proof(report: Prove, out: Path) -> None:
+    print_styled((report.source.path, "bold"))
+    for check in report.checks:
+        mark, style = {True: ("ok  ", "green"), False: ("FAIL", "bold red"), None: ("note", "yellow")}[check.ok]
+        print_styled("  ", (mark, style), "  ", check.sentence)
+    style = "green" if not report.reasons else "bold red"
+    print_styled((report.verdict, style), f"; {out / 'report.md'}, sha256 {report.digest[:12]}")
 
 
 def timeline(
@@ -187,8 +189,7 @@ def timeline(
         zeroelastic timeline events.jsonl --prometheus
         zeroelastic timeline events.jsonl --json
     """
-    from zeroelastic.cli.pages.render import check_report, write_report
-    from zeroelastic.cli.plots import check_plot
+    from zeroelastic.cli.pages import check_report, write_report
     from zeroelastic.job_log.event_log import read_events
     from zeroelastic.job_log.timeline import make_timeline
 
@@ -201,66 +202,21 @@ def timeline(
     log = read_events(logs)
     made = make_timeline(log)
     if plot is not None:
-        from zeroelastic.cli.plots import draw_timeline
-
         draw_timeline(plot, made, force=force)
-    found = document(_document(made, log.num_torn, plot), ok=True)
-    write_report(html, "timeline", lambda: found, force=force)
+    if as_json or html is not None:
+        from zeroelastic.monitoring.job_report import timeline_report
+
+        report = timeline_report(made, num_torn=log.num_torn, plot=plot)
+        write_report(html, "timeline", report.to_json, force=force)
     if prometheus:
         from zeroelastic.monitoring.prometheus import job_samples, prometheus_text
 
         typer.echo(prometheus_text(job_samples(made)), nl=False)
     elif as_json:
-        print_document(found)
+        print_report(report)
     else:
         _show_timeline(made, log.num_torn)
         print_written(html)
-
-
-def _document(made: Timeline, num_torn: int, plot: Path | None) -> dict[str, object]:
-    most = max(_MOST_POINTS // len(made.incarnations), 2)
-    return {
-        "began": made.began,
-        "lost_steps": made.lost_steps,
-        "torn_lines": num_torn,
-        "plot": None if plot is None else os.path.abspath(plot),
-        "starts": [
-            {
-                "time": one.start.time,
-                "ended": one.last_time,
-                "world_size": one.start.world_size,
-                "nodes": one.start.num_nodes,
-                "host": one.start.host,
-                "restart_count": one.start.restart,
-                "in_place": one.start.in_place,
-                "tag": None if one.resume is None else one.resume.tag,
-                "tier": None if one.resume is None else one.resume.tier,
-                "moved_bytes": None if one.resume is None else one.resume.moved_bytes,
-                "resumed_at": None if one.resume is None else one.resume.step,
-                "proved": None if one.resume is None else one.resume.proved,
-                "last_step": one.steps[-1].step if one.steps else None,
-                "lost_steps": one.lost_steps,
-                "saves": len(one.saves),
-                "save_seconds": sum(save.stalled for save in one.saves),
-                "save_times": [one.saves[i].time for i in spread(len(one.saves), most)],
-                "memory_stall_seconds": one.memory[-1].stall_seconds if one.memory else None,
-                "memory_bytes": one.memory[-1].node_bytes if one.memory else None,
-                "points": [
-                    {"time": event.time, "step": event.step, "loss": event.loss}
-                    for event in (one.steps[i] for i in spread(len(one.steps), most))
-                ],
-                "end": one.end,
-                "error": next((end.error for end in one.ends if end.error), None),
-                "restart": None if one.restart is None else _cost(one.restart),
-            }
-            for one in made.incarnations
-        ],
-        "nodes": [{"time": one.time, "change": one.change, "cause": one.cause} for one in made.nodes],
-    }
-
-
-def _cost(cost: RestartCost) -> dict[str, object]:
-    return {**asdict(cost), "total": cost.total, "our_share": cost.our_share}
 
 
 def _show_timeline(made: Timeline, num_torn: int) -> None:
@@ -274,13 +230,14 @@ def _show_timeline(made: Timeline, num_torn: int) -> None:
     head: tuple[str, ...] = ("after", "ranks", "from", "tier", "to step", "lost", "saves", "ended")
     rows = [_row(one, made.began, one is made.incarnations[-1]) for one in made.incarnations]
     print_columns([head, *rows], right=frozenset({0, 1, 2, 4, 5, 6}))
-    restarts = [one for one in made.incarnations if one.restart is not None]
+    restarts = [(one, one.restart) for one in made.incarnations if one.restart is not None]
     if restarts:
         print_styled("")
         print_styled(("Restarts", "bold"), ", in seconds; load is zeroelastic's part")
-        head = ("after", "ranks", "how", *(phase.replace("_", " ") for phase in _PHASES), "total", "ours")
+        phases = (phase.replace("_", " ") for phase in restarts[0][1].by_phase)
+        head = ("after", "ranks", "how", *phases, "total", "ours")
         right = frozenset(range(len(head))) - {2}
-        print_columns([head, *(_cost_row(one, made.began) for one in restarts)], right=right)
+        print_columns([head, *(_cost_row(one, cost, made.began) for one, cost in restarts)], right=right)
     moved = [one.resume.moved_bytes for one in made.incarnations if one.resume is not None and one.resume.moved_bytes]
     if moved:
         print_styled("")
@@ -295,32 +252,69 @@ def _show_timeline(made: Timeline, num_torn: int) -> None:
 
 
 def _row(one: Incarnation, began: float, last_one: bool) -> tuple[str, ...]:
-    resumed = "-" if one.resume is None else "new" if one.resume.fresh else f"step {one.resume.step}"
-    where = "-" if one.resume is None or one.resume.tier is None else one.resume.tier
-    last = str(one.steps[-1].step) if one.steps else "-"
-    error = next((end.error for end in one.ends if end.error), None)
-    end = one.end or ("-" if last_one else "killed")
+    resume, end = one.resume, one.end or ("-" if last_one else "killed")
     return (
         f"{one.start.time - began:.1f} s",
         str(one.start.world_size),
-        resumed,
-        where,
-        last,
+        "-" if resume is None else "new" if resume.fresh else f"step {resume.step}",
+        "-" if resume is None or resume.tier is None else resume.tier,
+        str(one.steps[-1].step) if one.steps else "-",
         str(one.lost_steps),
         str(len(one.saves)),
-        f"{end}: {error[:60]}" if error else end,
+        f"{end}: {one.error[:60]}" if one.error else end,
     )
 
 
-def _cost_row(one: Incarnation, began: float) -> tuple[str, ...]:
-    cost = one.restart
-    assert cost is not None
-    figures = [getattr(cost, phase) for phase in _PHASES]
+def _cost_row(one: Incarnation, cost: RestartCost, began: float) -> tuple[str, ...]:
     return (
         f"{one.start.time - began:.1f} s",
         str(one.start.world_size),
         one.how or "-",
-        *("-" if seconds is None else f"{seconds:.2f}" for seconds in figures),
+        *("-" if seconds is None else f"{seconds:.2f}" for seconds in cost.by_phase.values()),
         f"{cost.total:.2f}",
         f"{cost.our_share:.1%}",
     )
+
+
+def draw_timeline(path: Path, timeline: Timeline, *, force: bool = False) -> None:
+    """Write the picture as a file in the format of its suffix. Raises UsageError when it exists, without ``force``.
+
+    Lost steps, which were trained again later, are grey. Resumes from a disk are orange, those from memory purple,
+    those from the processes of the world before cyan.
+    """
+    from matplotlib.figure import Figure
+
+    began = timeline.began
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    ranks, losses, saves = figure.subplots(3, 1, sharex=True, height_ratios=[2, 4, 1])
+    runs = timeline.incarnations
+    for number, one in enumerate(runs):
+        since = (one.resume.time if one.resume is not None else one.start.time) - began
+        worked = max((event.time for event in (*one.steps, *one.saves)), default=one.last_time)
+        until = max(worked - began, since)
+        ranks.fill_between([since, until], one.start.world_size, color="tab:blue", alpha=0.5, step="pre")
+        ranks.annotate(str(one.start.world_size), ((since + until) / 2, one.start.world_size), ha="center", va="bottom")
+        if one.restart is not None:
+            ranks.axvspan(
+                one.steps[0].time - began - one.restart.total, one.steps[0].time - began, color="0.92", zorder=0
+            )
+        reached = min((later.resume.step for later in runs[number + 1 :] if later.resume is not None), default=None)
+        points = [(event.time - began, event.loss, event.step) for event in one.steps if event.loss is not None]
+        kept = [(x, y) for x, y, step in points if reached is None or step <= reached]
+        lost = [(x, y) for x, y, step in points if reached is not None and step > reached]
+        for line, color in ((kept, "tab:blue"), (lost, _LOST)):
+            losses.plot([x for x, _ in line], [y for _, y in line], ".-", color=color, markersize=3, linewidth=1)
+        saves.vlines([event.time - began for event in one.saves], 0, 1, color="tab:blue", linewidth=1)
+        if one.resume is not None and not one.resume.fresh:
+            marker, color = _MARKERS.get(one.resume.tier or "directory", (">", "tab:orange"))
+            saves.plot([one.resume.time - began], [0.5], marker=marker, color=color, markersize=7, zorder=3)
+    for event in timeline.nodes:
+        for axes in (ranks, losses, saves):
+            axes.axvline(event.time - began, color=_KILL if event.change < 0 else _JOIN, linestyle="--", linewidth=1)
+    most = max(one.start.world_size for one in runs)
+    ranks.set(ylabel="ranks", ylim=(0, most * 1.25), yticks=range(0, most + 1, max(1, most // 4)))
+    starts, lost_steps = counted(len(runs), "start"), counted(timeline.lost_steps, "step")
+    ranks.set_title(f"{starts}, {lost_steps} lost; nodes lost (red), nodes new (green)")
+    losses.set(ylabel="loss")
+    saves.set(xlabel="seconds", yticks=[], ylabel="saves and\nresumes")
+    write_figure(path, figure, force=force)

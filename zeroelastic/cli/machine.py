@@ -26,7 +26,6 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 import zeroelastic
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.command import unwinding_signals
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors.build_info import REMEDIES
 from zeroelastic.executors.library_build import NotBuilt, build_library, cuda_command, cuda_sources
@@ -376,7 +375,7 @@ def measure_disk(directory: Path, *, nbytes: int, progress: Callable[[str], None
     shown = str(directory.resolve())
     cold, note = None, ""
     try:
-        with unwinding_signals(), scratch_file(directory) as fd:
+        with scratch_file(directory) as fd:
             free = shutil.disk_usage(directory).free
             if free < nbytes:
                 raise OSError(errno.ENOSPC, f"{format_size(free)} are free, {format_size(nbytes)} are needed")

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.command import HtmlOption, JsonOption, PlotForceOption, TagOption
-from zeroelastic.cli.terminal import print_report, print_written, whole_table_console
+from zeroelastic.cli.app import HtmlOption, JsonOption, PlotForceOption, TagOption, reports
+from zeroelastic.cli.terminal import whole_table_console, write_figure
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
     from rich.text import Text
 
@@ -31,88 +32,14 @@ _NUMBER_WIDTH, _SUM_WIDTH = 10, 12
 _MOST_CELL = 3
 _SIGNS, _PLAIN_SIGNS = "·░▒▓█", ".-+*#"
 """For no bytes, and for each quarter up to the most; the plain ones are for a terminal that has no others."""
+_MOST_CELLS = 256
+_MOST_CELL_NUMBERS = 8  # up to this many rows and columns, each cell of the picture has its number
+_MOST_BARS = 64
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _COLOURS = ("", "blue", "cyan", "yellow", "bold red")
 
 
-def plan(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: its tag directory, or the one above.")],
-    world_size: Annotated[int, typer.Option("--world-size", "-n", metavar="M", min=1, help="Ranks to plan for.")],
-    stage: Annotated[
-        int | None,
-        typer.Option(metavar="S", min=1, max=3, help="ZeRO stage to plan for; default: that of the checkpoint."),
-    ] = None,
-    verb: Annotated[
-        Verb, typer.Option("--verb", help="Plan a load in training, or the offline reshard into new files.")
-    ] = "load",
-    tag: TagOption = None,
-    bandwidth: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Bytes per second, such as 2GB: compute how many seconds it takes."),
-    ] = None,
-    write_bandwidth: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The same for writing; --bandwidth, if it is not given.")
-    ] = None,
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Find out the bandwidth: read up to 256 MiB of the checkpoint, and write up to 64 MiB beside it.",
-        ),
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw the plan, as .png, .svg or .pdf (needs matplotlib).")
-    ] = None,
-    html: HtmlOption = None,
-    force: PlotForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Say what a load or a reshard on M ranks would read, open, need and take; no payload is looked at.
-
-    Only headers are read, and nothing is written, but with --measure.
-    Exit code 0: planned; 2: wrong usage; 3: not a checkpoint that can be loaded.
-
-    \b
-    Examples:
-        zeroelastic plan ckpt --world-size 3
-        zeroelastic plan ckpt --world-size 6 --verb reshard --tag global_step2
-        zeroelastic plan ckpt --world-size 3 --stage 2
-        zeroelastic plan ckpt --world-size 3 --measure
-        zeroelastic plan ckpt --world-size 3 --bandwidth 2GB --json
-        zeroelastic plan ckpt --world-size 3 --bandwidth 2GB --plot plan.svg
-    """
-    if plot is not None:
-        from zeroelastic.cli.plots import check_plot
-
-        check_plot(plot, "a plan", force=force)
-    from zeroelastic.cli.pages.render import check_report, write_report
-    from zeroelastic.verbs.plan.plan import plan as run
-
-    check_report(html, force=force)
-    report = run(
-        src,
-        world_size=world_size,
-        stage=stage,
-        verb=verb,
-        tag=tag,
-        bandwidth=bandwidth,
-        write_bandwidth=write_bandwidth,
-        measure=measure,
-    )
-    if plot is not None:
-        from zeroelastic.cli.plots import draw_plan
-
-        draw_plan(plot, report.forecast, force=force)
-    write_report(html, "plan", report.to_json, force=force)
-    if as_json:
-        print_report(report)
-    else:
-        _show(report)
-        if plot is not None:
-            typer.echo(f"\nDrawn: {plot}")
-        print_written(html)
-
-
-def _show(report: PlanReport) -> None:
+def _show(report: PlanReport, plot: Path | None = None) -> None:
     """Print the plan for people on stdout."""
     from rich.text import Text
 
@@ -147,6 +74,8 @@ def _show(report: PlanReport) -> None:
     out.print(_cost_table(report.load if verb == "load" else report.reshard))
     for line in _bandwidth_lines(report.bandwidth):
         out.print(Text(line), soft_wrap=True)
+    if plot is not None:
+        typer.echo(f"\nDrawn: {plot}")
 
 
 def _rank_table(forecast: Forecast) -> Table:
@@ -289,3 +218,118 @@ def _axis(targets: list[int], cell: int, numbers: bool) -> str:
         elif at >= len(line) + 3 and at + len(str(rank)) <= len(targets) * cell:
             line = f"{line:<{at}}{rank}"
     return line
+
+
+def draw_plan(path: Path, forecast: Forecast, *, force: bool = False) -> None:
+    """Write the picture as a file in the format of its suffix. Raises UsageError when it exists, without ``force``."""
+    write_figure(path, plan_figure(forecast), force=force)
+
+
+def plan_figure(forecast: Forecast) -> Figure:
+    """The picture. Colours and heights are proportional to bytes, so that cells that are nearly equal look equal."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    num_sources, num_targets = forecast.saved_world_size, forecast.world_size
+    steps = -(-num_sources // _MOST_CELLS), -(-num_targets // _MOST_CELLS)
+    matrix = forecast.traffic.binned(num_sources, num_targets, source_step=steps[0], target_step=steps[1])
+    rows, columns = matrix.shape
+    figure = Figure(figsize=(9, 7.5), layout="constrained")
+    cells, bars = figure.subplots(2, 1, height_ratios=[3, 1])
+    most = int(matrix.max(initial=0))
+    unit = _unit(most)
+    drawn = cells.imshow(
+        np.where(matrix > 0, matrix / _UNITS[unit], np.nan),
+        vmin=0,
+        vmax=most / _UNITS[unit] or 1,
+        cmap="viridis_r",
+        aspect="auto",
+        interpolation="none",
+        origin="upper",
+        extent=(-0.5, columns * steps[1] - 0.5, rows * steps[0] - 0.5, -0.5),
+    )
+    if max(rows, columns) <= _MOST_CELL_NUMBERS:
+        for (source, target), nbytes in np.ndenumerate(matrix):
+            if nbytes:
+                color = "white" if nbytes > most / 2 else "black"
+                cells.text(target, source, format_size(int(nbytes)), ha="center", va="center", color=color)
+    bins = "" if steps == (1, 1) else f", {steps[0]} x {steps[1]} ranks a cell"
+    figure.colorbar(drawn, ax=cells, label=f"{unit}{bins}")
+    ranks_each = f"{counted(num_sources, 'saved rank')} to {num_targets}"
+    cells.set(
+        title=f"{ranks_each}: {forecast.amplification:.2f} bytes read per byte of state",
+        xlabel="target rank",
+        ylabel="saved rank",
+        xlim=(-0.5, num_targets - 0.5),
+        ylim=(num_sources - 0.5, -0.5),
+    )
+    ranks = np.arange(num_targets)
+    unit = _unit(int(forecast.bytes_read.max()))
+    read = forecast.bytes_read / _UNITS[unit]
+    if num_targets <= _MOST_BARS:
+        bars.bar(ranks, read)
+    else:
+        bars.step(ranks, read, where="mid")
+    bars.set(xlabel="target rank", ylabel=f"{unit} read", xlim=(-0.5, num_targets - 0.5))
+    bars.set_ylim(bottom=0)
+    for axis in (cells.xaxis, cells.yaxis, bars.xaxis):
+        axis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def _unit(most: int) -> str:
+    """The largest unit of which there is at least one."""
+    return max((unit for unit, size in _UNITS.items() if size <= most), key=_UNITS.__getitem__, default="B")
+
+
+@reports(
+    "zeroelastic.verbs.plan.plan",
+    _show,
+    draw=lambda path, report, force: draw_plan(path, report.forecast, force=force),
+)
+def plan(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: its tag directory, or the one above.")],
+    world_size: Annotated[int, typer.Option("--world-size", "-n", metavar="M", min=1, help="Ranks to plan for.")],
+    stage: Annotated[
+        int | None,
+        typer.Option(metavar="S", min=1, max=3, help="ZeRO stage to plan for; default: that of the checkpoint."),
+    ] = None,
+    verb: Annotated[
+        Verb, typer.Option("--verb", help="Plan a load in training, or the offline reshard into new files.")
+    ] = "load",
+    tag: TagOption = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes per second, such as 2GB: compute how many seconds it takes."),
+    ] = None,
+    write_bandwidth: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The same for writing; --bandwidth, if it is not given.")
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Find out the bandwidth: read up to 256 MiB of the checkpoint, and write up to 64 MiB beside it.",
+        ),
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw the plan, as .png, .svg or .pdf (needs matplotlib).")
+    ] = None,
+    html: HtmlOption = None,
+    force: PlotForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a load or a reshard on M ranks would read, open, need and take; no payload is looked at.
+
+    Only headers are read, and nothing is written, but with --measure.
+    Exit code 0: planned; 2: wrong usage; 3: not a checkpoint that can be loaded.
+
+    \b
+    Examples:
+        zeroelastic plan ckpt --world-size 3
+        zeroelastic plan ckpt --world-size 6 --verb reshard --tag global_step2
+        zeroelastic plan ckpt --world-size 3 --stage 2
+        zeroelastic plan ckpt --world-size 3 --measure
+        zeroelastic plan ckpt --world-size 3 --bandwidth 2GB --json
+        zeroelastic plan ckpt --world-size 3 --bandwidth 2GB --plot plan.svg
+    """

@@ -9,18 +9,34 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.command import FAILED, INVALID, JsonOption, QuietOption, complete_tag
+from zeroelastic.cli.app import FAILED, INVALID, JsonOption, QuietOption, complete_tag, reports
 from zeroelastic.cli.terminal import log_line, print_columns, print_report, progress_of
 
 if TYPE_CHECKING:
     from zeroelastic.runs.latest import Latest
-    from zeroelastic.verbs.ls import TagInfo
+    from zeroelastic.verbs.latest import LatestReport
+    from zeroelastic.verbs.ls import ListReport, TagInfo
     from zeroelastic.verbs.prune import PruneReport
 
 _SHOWN = 3
 _COPY_ONE = "Copy one again from where it is sound; `zeroelastic verify` lists what is wrong with each."
 
 
+def _show_tags(report: ListReport) -> None:
+    rows = [("tag", "step", "ranks", "stage", "size", "saved", "status"), *map(_row, report.tags)]
+    if any(tag.run not in (None, 1) for tag in report.tags):
+        runs = ["run", *("" if tag.run is None else str(tag.run) for tag in report.tags)]
+        rows = [(*row, run) for row, run in zip(rows, runs, strict=True)]
+    print_columns(rows, right=frozenset({1, 2, 3, 4, 7}), indent="")
+
+
+def _row(tag: TagInfo) -> tuple[str, ...]:
+    numbers = ("" if value is None else str(value) for value in (tag.step, tag.world_size, tag.stage))
+    saved = "" if tag.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(tag.saved_at))
+    return (tag.tag, *numbers, format_size(tag.bytes), saved, tag.status + (", latest" if tag.latest else ""))
+
+
+@reports("zeroelastic.verbs.ls", _show_tags)
 def ls(
     directory: Annotated[
         str, typer.Argument(metavar="DIR", help="The directory that holds the tags, or the checkpoint-N folders.")
@@ -37,25 +53,50 @@ def ls(
         zeroelastic ls ckpt
         zeroelastic ls ckpt --json
     """
-    from zeroelastic.verbs.ls import ls as run
 
-    report = run(directory)
-    if as_json:
-        print_report(report)
+
+def _show_found(report: LatestReport, path: bool, dry_run: bool) -> None:
+    _show_newest(report.found, path)
+    _show_latest(report.found, dry_run)
+
+
+def _latest_code(report: LatestReport) -> int:
+    if report.found.tag is not None:
+        return 0
+    return FAILED if any(verdict.undecided for verdict in report.found.passed) else INVALID
+
+
+def _show_newest(found: Latest, path: bool) -> None:
+    from zeroelastic.runs.order import about_left, about_pointed
+
+    for verdict in found.passed:
+        more = len(verdict.problems) - _SHOWN
+        what = " ".join(verdict.problems[:_SHOWN]) + (f" And {more} more problems." if more > 0 else "")
+        log_line(f"passed over {verdict.tag.name}: {what}")
+    if found.newer and not found.written:
+        log_line(f"{about_pointed(found.run.tags[found.at].name, [tag.name for tag in found.newer])}.")
+    left = about_left(found.left)
+    if left is not None:
+        log_line(f"{left}.")
+    if found.tag is None:
+        log_line("No checkpoint verifies.")
+    else:
+        typer.echo(str(found.tag.path) if path else found.tag.name)
+
+
+def _show_latest(found: Latest, dry_run: bool) -> None:
+    """What the file says, where it does not say the newest."""
+    if found.tag is None or found.run.in_folders or (found.named == found.tag.name and not found.written):
         return
-    rows = [("tag", "step", "ranks", "stage", "size", "saved", "status"), *map(_row, report.tags)]
-    if any(tag.run not in (None, 1) for tag in report.tags):
-        runs = ["run", *("" if tag.run is None else str(tag.run) for tag in report.tags)]
-        rows = [(*row, run) for row, run in zip(rows, runs, strict=True)]
-    print_columns(rows, right=frozenset({1, 2, 3, 4, 7}), indent="")
+    said = found.problem or (f"latest names {found.named}." if found.named else "There is no file latest.")
+    if found.written:
+        newer = f" Newer, and not taken: {', '.join(tag.name for tag in found.newer)}." if found.newer else ""
+        log_line(f"{said} It {'would now name' if dry_run else 'now names'} {found.tag.name}.{newer}")
+    else:
+        log_line(f"{said} --fix lets it name {found.tag.name}.")
 
 
-def _row(tag: TagInfo) -> tuple[str, ...]:
-    numbers = ("" if value is None else str(value) for value in (tag.step, tag.world_size, tag.stage))
-    saved = "" if tag.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(tag.saved_at))
-    return (tag.tag, *numbers, format_size(tag.bytes), saved, tag.status + (", latest" if tag.latest else ""))
-
-
+@reports("zeroelastic.verbs.latest", _show_found, code=_latest_code)
 def latest(
     directory: Annotated[
         str, typer.Argument(metavar="DIR", help="The directory that holds the tags, or the checkpoint-N folders.")
@@ -93,47 +134,6 @@ def latest(
         zeroelastic latest ckpt --set global_step2
         zeroelastic latest ckpt --quick --json
     """
-    from zeroelastic.verbs.latest import latest as run
-
-    report = run(directory, quick=quick, fix=fix, set_to=set_to, dry_run=dry_run, progress=progress_of(quiet=quiet))
-    found = report.found
-    if as_json:
-        print_report(report)
-    else:
-        _show_newest(found, path)
-        _show_latest(found, dry_run)
-    if found.tag is None:
-        raise typer.Exit(FAILED if any(verdict.undecided for verdict in found.passed) else INVALID)
-
-
-def _show_newest(found: Latest, path: bool) -> None:
-    from zeroelastic.runs.order import about_left, about_pointed
-
-    for verdict in found.passed:
-        more = len(verdict.problems) - _SHOWN
-        what = " ".join(verdict.problems[:_SHOWN]) + (f" And {more} more problems." if more > 0 else "")
-        log_line(f"passed over {verdict.tag.name}: {what}")
-    if found.newer and not found.written:
-        log_line(f"{about_pointed(found.run.tags[found.at].name, [tag.name for tag in found.newer])}.")
-    left = about_left(found.left)
-    if left is not None:
-        log_line(f"{left}.")
-    if found.tag is None:
-        log_line("No checkpoint verifies.")
-    else:
-        typer.echo(str(found.tag.path) if path else found.tag.name)
-
-
-def _show_latest(found: Latest, dry_run: bool) -> None:
-    """What the file says, where it does not say the newest."""
-    if found.tag is None or found.run.in_folders or (found.named == found.tag.name and not found.written):
-        return
-    said = found.problem or (f"latest names {found.named}." if found.named else "There is no file latest.")
-    if found.written:
-        newer = f" Newer, and not taken: {', '.join(tag.name for tag in found.newer)}." if found.newer else ""
-        log_line(f"{said} It {'would now name' if dry_run else 'now names'} {found.tag.name}.{newer}")
-    else:
-        log_line(f"{said} --fix lets it name {found.tag.name}.")
 
 
 def prune(

@@ -1,4 +1,4 @@
-"""The terminal: text, tables and progress, with control characters in names from files escaped.
+"""The terminal: text, tables and progress, with control characters in names from files escaped; and new files.
 
 Progress on stderr is for work that takes long, with bytes, rate and time left: a bar on a terminal, after a second, and
 a line every 10 s where there is none.
@@ -6,13 +6,14 @@ a line every 10 s where there is none.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +21,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.json_document import json_proper
+from zeroelastic.errors import UsageError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from zeroelastic.verbs.report import Report
 
 NO_BREAK = "\N{NO-BREAK SPACE}"
+_EXISTS = "{}: exists; nothing is overwritten without --force. Give another name."
+_PICTURES = (".png", ".svg", ".pdf")
+_NO_DATE = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 _WIDE = 1 << 20
 _USUAL_WIDTH = 80
 _DELAY_S = 1.0
@@ -123,11 +128,6 @@ def print_written(report: Path | None) -> None:
         print_styled(("Report: ", "bold"), str(report))
 
 
-def print_document(document: Mapping[str, object]) -> None:
-    """Print the document of --json. Strict JSON has no NaN and no infinity: they become strings."""
-    typer.echo(json.dumps(json_proper(document), indent=2))
-
-
 def print_report(report: Report) -> None:
     """Print the document of a report; its values are those of strict JSON already."""
     typer.echo(json.dumps(report.to_json(), indent=2))
@@ -135,12 +135,9 @@ def print_report(report: Report) -> None:
 
 def progress_of(*, quiet: bool, rank: int = 0) -> Progress:
     """How a verb shows its progress: not at all if ``quiet``, nor where another process shows that of all."""
-    return _no_progress if quiet or rank else progress_bar
+    from zeroelastic.verbs.options import no_progress
 
-
-@contextmanager
-def _no_progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    yield lambda more: None
+    return no_progress if quiet or rank else progress_bar
 
 
 @contextmanager
@@ -219,8 +216,47 @@ def _start_bar(what: str, nbytes: int, done: int) -> RichProgress:
     return bar
 
 
-def spread(count: int, most: int) -> list[int]:
-    """At most ``most``, which is 2 or more, of ``range(count)``, evenly spread, the first and the last among them."""
-    if count <= most:
-        return list(range(count))
-    return [i * (count - 1) // (most - 1) for i in range(most)]
+def check_new_file(path: Path, what: str, suffixes: Sequence[str], *, force: bool = False) -> None:
+    """Raise UsageError, with what to do, where no file can be put to ``path``; ``force`` replaces one.
+
+    ``what`` begins the sentence on a wrong suffix: "a report is written".
+    """
+    if path.suffix.lower() not in suffixes:
+        raise UsageError(f"{path}: {what} as {', '.join(suffixes[:-1])} or {suffixes[-1]}. Give a name that ends so.")
+    if path.exists() and not (force and path.is_file()):
+        raise UsageError(_EXISTS.format(path))
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: there is no directory {path.absolute().parent}. Make it first.")
+
+
+def write_new_file(path: Path, data: bytes, *, force: bool = False) -> None:
+    """Put a file in place, whole or not at all. Raises UsageError when it exists, without ``force``; OSError."""
+    from zeroelastic.io.atomic import write_atomically
+
+    try:
+        write_atomically(path, data, replace=force)
+    except FileExistsError:
+        raise UsageError(_EXISTS.format(path)) from None
+
+
+def check_plot(path: Path, what: str, *, force: bool = False) -> None:
+    """Raise UsageError, with what to do, where ``what`` cannot be drawn to ``path``; ``force`` replaces a file."""
+    check_new_file(path, f"{what} is drawn", _PICTURES, force=force)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise UsageError("--plot needs matplotlib. Install it: pip install 'zeroelastic[plot]'.") from None
+
+
+def write_figure(path: Path, figure: Figure, *, force: bool = False) -> None:
+    """Write a figure as a file, in the format of its suffix. Raises UsageError when it exists, without ``force``.
+
+    The file is rendered in memory first, and the same figure gives the same bytes.
+    """
+    import matplotlib
+
+    drawing = io.BytesIO()
+    suffix = path.suffix.lower()
+    with matplotlib.rc_context({"svg.hashsalt": "zeroelastic"}):
+        figure.savefig(drawing, format=suffix[1:], dpi=120, metadata=_NO_DATE[suffix])
+    write_new_file(path, drawing.getvalue(), force=force)

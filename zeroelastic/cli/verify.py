@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.command import (
+from zeroelastic.cli.app import (
     FAILED,
     INVALID,
     DistributedOption,
@@ -17,16 +17,9 @@ from zeroelastic.cli.command import (
     JsonOption,
     QuietOption,
     TagOption,
-    processes_of,
+    reports,
 )
-from zeroelastic.cli.terminal import (
-    print_report,
-    print_styled,
-    print_wrapped,
-    print_written,
-    progress_of,
-    whole_table_console,
-)
+from zeroelastic.cli.terminal import print_styled, print_wrapped, whole_table_console
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
@@ -38,61 +31,6 @@ if TYPE_CHECKING:
 _MOST_PROBLEMS = 20
 _MOST_TENSORS = 15
 _NUMBERS = {"different", "of", "max abs", "max ulp", "relative norm"}
-
-
-def verify(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: its tag directory, or the one above.")],
-    tag: TagOption = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Look at names, sizes and the commit record only; open no payload.")
-    ] = False,
-    lift: Annotated[
-        bool, typer.Option("--lift-quarantine", help="Take the mark of damage away, if the checkpoint is valid.")
-    ] = False,
-    distributed: DistributedOption = False,
-    html: HtmlOption = None,
-    force: ForceOption = False,
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Check that a checkpoint is what its save left: complete, undamaged, of one save.
-
-    Reads every byte of every rank's files once: headers, checksums of all records, digests of all tensors against the
-    commit record. What is damaged is named by file, parameter, state key and byte. With --distributed, the
-    processes of one torchrun or srun share the reading.
-    A checkpoint that was found damaged on a load may have a mark, by which it is passed over; --lift-quarantine removes
-    it from one that turns out valid.
-    Exit code 0: valid, or sound and not supported; 1: it could not be checked; 2: wrong usage; 3: invalid.
-
-    \b
-    Examples:
-        zeroelastic verify ckpt
-        zeroelastic verify ckpt --tag global_step2 --json
-        zeroelastic verify ckpt/global_step4 --quick
-        zeroelastic verify ckpt --tag global_step4 --lift-quarantine
-    """
-    from zeroelastic.cli.pages.render import check_report, write_report
-    from zeroelastic.verbs.verify.verify import verify as run
-
-    with processes_of(distributed=distributed) as processes:
-        processes.all_or_raise(lambda: check_report(html if processes.rank == 0 else None, force=force))
-        report = run(
-            src,
-            tag=tag,
-            quick=quick,
-            lift_quarantine=lift,
-            processes=processes,
-            progress=progress_of(quiet=quiet, rank=processes.rank),
-        )
-    if processes.rank == 0:  # it reports for all
-        write_report(html, "verify", report.to_json, force=force)
-        if as_json:
-            print_report(report)
-        else:
-            _show_verified(report)
-            print_written(html)
-    if not report.valid:
-        raise typer.Exit(INVALID)
 
 
 def _show_verified(report: VerifyReport) -> None:
@@ -148,45 +86,6 @@ def _blame(problems: tuple[Problem, ...]) -> str:
     return f"{count} in {', '.join(files[:3])}" + (
         f" and {counted(len(files) - 3, 'more file')}." if len(files) > 3 else "."
     )
-
-
-def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: its tag directory, or the one above.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
-    params: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help="Only parameters whose name fits, such as '*.bias'.")
-    ] = None,
-    show_all: Annotated[bool, typer.Option("--all", help="Show every tensor, not the worst few.")] = False,
-    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the tensors of both.")] = "256MiB",
-    html: HtmlOption = None,
-    force: ForceOption = False,
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Compare two checkpoints: every tensor bit for bit, hyper-parameters, counters, client state.
-
-    They may have been saved at different steps, by different numbers of ranks and in different formats; the last two do
-    not make them differ.
-    Exit code 0: equal; 1: they differ; 2: wrong usage; 3: one of them is invalid.
-
-    \b
-    Examples:
-        zeroelastic diff ckpt/global_step4 ckpt
-        zeroelastic diff ckpt ckpt/global_step4 --params *.norm.weight --json
-    """
-    from zeroelastic.cli.pages.render import check_report, write_report
-    from zeroelastic.verbs.diff.diff import diff as run
-
-    check_report(html, force=force)
-    report = run(a, b, params=params, max_memory=max_memory, progress=progress_of(quiet=quiet))
-    write_report(html, "diff", report.to_json, force=force)
-    if as_json:
-        print_report(report)
-    else:
-        _show_differences(report, show_all)
-        print_written(html)
-    if not report.equal:
-        raise typer.Exit(FAILED)
 
 
 def _show_differences(found: DiffReport, show_all: bool) -> None:
@@ -297,3 +196,64 @@ def _tensor_row(tensor: ComparedTensor) -> tuple[str, ...]:
         "" if relative is None else f"{relative:.3g}",
         "; ".join(notes),
     )
+
+
+@reports("zeroelastic.verbs.verify.verify", _show_verified, code=lambda report: 0 if report.valid else INVALID)
+def verify(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: its tag directory, or the one above.")],
+    tag: TagOption = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Look at names, sizes and the commit record only; open no payload.")
+    ] = False,
+    lift_quarantine: Annotated[
+        bool, typer.Option("--lift-quarantine", help="Take the mark of damage away, if the checkpoint is valid.")
+    ] = False,
+    distributed: DistributedOption = False,
+    html: HtmlOption = None,
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that a checkpoint is what its save left: complete, undamaged, of one save.
+
+    Reads every byte of every rank's files once: headers, checksums of all records, digests of all tensors against the
+    commit record. What is damaged is named by file, parameter, state key and byte. With --distributed, the
+    processes of one torchrun or srun share the reading.
+    A checkpoint that was found damaged on a load may have a mark, by which it is passed over; --lift-quarantine removes
+    it from one that turns out valid.
+    Exit code 0: valid, or sound and not supported; 1: it could not be checked; 2: wrong usage; 3: invalid.
+
+    \b
+    Examples:
+        zeroelastic verify ckpt
+        zeroelastic verify ckpt --tag global_step2 --json
+        zeroelastic verify ckpt/global_step4 --quick
+        zeroelastic verify ckpt --tag global_step4 --lift-quarantine
+    """
+
+
+@reports("zeroelastic.verbs.diff.diff", _show_differences, code=lambda report: 0 if report.equal else FAILED)
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint: its tag directory, or the one above.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    params: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Only parameters whose name fits, such as '*.bias'.")
+    ] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Show every tensor, not the worst few.")] = False,
+    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the tensors of both.")] = "256MiB",
+    html: HtmlOption = None,
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two checkpoints: every tensor bit for bit, hyper-parameters, counters, client state.
+
+    They may have been saved at different steps, by different numbers of ranks and in different formats; the last two do
+    not make them differ.
+    Exit code 0: equal; 1: they differ; 2: wrong usage; 3: one of them is invalid.
+
+    \b
+    Examples:
+        zeroelastic diff ckpt/global_step4 ckpt
+        zeroelastic diff ckpt ckpt/global_step4 --params *.norm.weight --json
+    """

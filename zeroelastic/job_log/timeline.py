@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 from zeroelastic.errors import UsageError
 from zeroelastic.job_log.event_log import (
     EndEvent,
+    EndReason,
     Event,
     EventLog,
     MemoryEvent,
@@ -51,9 +52,14 @@ class RestartCost:
     first_step: float
 
     @property
+    def by_phase(self) -> dict[str, float | None]:
+        """The seconds of each phase, in their order."""
+        return {phase: getattr(self, phase) for phase in PHASES}
+
+    @property
     def total(self) -> float:
         """The sum of all phases."""
-        return sum(getattr(self, phase) or 0.0 for phase in PHASES)
+        return (self.noticing or 0.0) + sum((self.rendezvous, self.imports, self.engine, self.load, self.first_step))
 
     @property
     def our_share(self) -> float:
@@ -85,9 +91,14 @@ class Incarnation:
         return max(event.time for event in events if event is not None)
 
     @property
-    def end(self) -> str | None:
+    def end(self) -> EndReason | None:
         """How it ended, from its first end event, an ``EndReason``; None without one, as after SIGKILL."""
         return self.ends[0].reason if self.ends else None
+
+    @property
+    def error(self) -> str | None:
+        """The first error in its end events."""
+        return next((end.error for end in self.ends if end.error), None)
 
     @property
     def how(self) -> How | None:

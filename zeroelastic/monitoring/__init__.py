@@ -3,6 +3,7 @@
     observers    ``subscribe``: functions that get the report of every save, load and start of a job
     metrics      the table of all metrics, and the values that a report gives
     prometheus   the Prometheus text of a job's event log, and the file that rank 0 keeps for a textfile collector
+    job_report   the report of ``zeroelastic timeline``, of a job over all its starts
     spans        OpenTelemetry spans, where the program has set up OpenTelemetry
 
 The figures come from ``zeroelastic.report`` and the event log; nothing here measures anything. Imports neither

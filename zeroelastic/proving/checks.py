@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from zeroelastic.errors import some
 from zeroelastic.proving.records import Role, RunRecord
-from zeroelastic.testing.state import Fingerprint, State, compare_states
+from zeroelastic.testing.state import Fingerprint, Fingerprints, compare_states
+from zeroelastic.verbs.report import Part
+from zeroelastic.verbs.verify.report import VerifyReport
 
 TOLERANCES = {"fp32": 1e-4, "fp16": 4e-3, "bf16": 8e-3}
 """Largest relative difference between the losses of the two sizes. The state is the same bit for bit, but gradients are
@@ -21,40 +22,17 @@ OTHER: Role = "other size"
 BACK: Role = "back"
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(Part):
     """One check. ``ok`` None is information without a verdict; ``details`` are lines of text."""
 
     name: str
     ok: bool | None
     sentence: str
-    details: tuple[str, ...] = ()
+    details: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFacts:
-    """The checkpoint that is proved: its content root from the files and from the commit record, and its step."""
-
-    root: str
-    recorded_root: str | None
-    global_steps: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """All checks; the resume is proved if none failed."""
-
-    checks: tuple[Check, ...]
-
-    @property
-    def proved(self) -> bool:
-        """Whether no check failed."""
-        return all(check.ok is not False for check in self.checks)
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """The sentences of the checks that failed."""
-        return tuple(check.sentence for check in self.checks if check.ok is False)
+def _check(name: str, ok: bool | None, sentence: str, details: Sequence[str] = ()) -> Check:
+    return Check(name=name, ok=ok, sentence=sentence, details=list(details))
 
 
 def tolerance_of(precision: str | None) -> float:
@@ -64,24 +42,30 @@ def tolerance_of(precision: str | None) -> float:
 
 
 def check_records(
-    source: SourceFacts,
+    source: VerifyReport,
+    step: int | None,
     records: Mapping[Role, RunRecord],
     *,
     saved_root: str | None,
     tolerance: float | None,
     changed_files: Sequence[str],
     failures: Mapping[Role, str],
-) -> Verdict:
+) -> list[Check]:
     """Every check that the records allow; each failed run gives a failed check.
 
-    ``saved_root`` is the content root of the other size's save. ``tolerance`` None: by precision.
+    ``source`` is the checkpoint, ``step`` the one in its commit record, ``saved_root`` the content root of the other
+    size's save. ``tolerance`` None: by precision.
     """
-    checks = [Check("source", True, _source_sentence(source))]
+    assert source.content_root is not None
+    recorded = "no commit record has one" if source.recorded_root is None else ""
+    sentence = f"every byte of the checkpoint was read; its content root is {source.content_root[:12]}"
+    checks = [_check("source", True, f"{sentence}; {recorded}" if recorded else f"{sentence}, the recorded one")]
     for role, reason in failures.items():
-        checks.append(Check(f"run, {role}", False, f"the run at the {role} failed: {_first(reason)}", (reason,)))
+        first = reason.splitlines()[0] if reason else "no reason is known"
+        checks.append(_check(f"run, {role}", False, f"the run at the {role} failed: {first}", [reason]))
     control, other = records.get(CONTROL), records.get(OTHER)
     for record in filter(None, (control, records.get(REPEAT), other)):
-        checks += _loaded(source, record)
+        checks += _loaded(source.content_root, step, record)
     if control is not None and other is not None:
         checks.append(_states("state after the load", control.loaded, other.loaded, control, other))
         if control.started is not None and other.started is not None:
@@ -91,8 +75,7 @@ def check_records(
     if other is not None and back is not None:
         checks += _round_trip(other, back, saved_root)
     sentence = "the files of the checkpoint are as they were" if not changed_files else "the run changed the checkpoint"
-    checks.append(Check("source untouched", not changed_files, sentence, tuple(changed_files)))
-    return Verdict(tuple(checks))
+    return [*checks, _check("source untouched", not changed_files, sentence, changed_files)]
 
 
 def loss_difference(first: Sequence[float], second: Sequence[float]) -> float:
@@ -101,66 +84,56 @@ def loss_difference(first: Sequence[float], second: Sequence[float]) -> float:
     return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0)
 
 
-def _source_sentence(source: SourceFacts) -> str:
-    if source.recorded_root is None:
-        return (
-            f"every byte of the checkpoint was read; its content root is {source.root[:12]}; no commit record has one"
-        )
-    return f"every byte of the checkpoint was read; its content root is {source.root[:12]}, the recorded one"
-
-
-def _first(text: str) -> str:
-    return text.splitlines()[0] if text else "no reason is known"
-
-
 def _at(record: RunRecord) -> str:
     return f"{record.world_size} rank{'s' if record.world_size > 1 else ''}"
 
 
-def _loaded(source: SourceFacts, record: RunRecord) -> list[Check]:
+def _loaded(saved_root: str, step: int | None, record: RunRecord) -> list[Check]:
     """The checks of one run's own load."""
     root = None if record.report is None else record.report.get("loaded_root")
     if root is None:
         notes = "; ".join(map(str, (record.report or {}).get("notes", ()))) or "DeepSpeed loaded it without zeroelastic"
         sentence = f"at the {record.role} no content root was computed: {notes}"
-    elif root != source.root:
-        sentence = f"at the {record.role} the live state has content root {root[:12]}, the files {source.root[:12]}"
+    elif root != saved_root:
+        sentence = f"at the {record.role} the live state has content root {root[:12]}, the files {saved_root[:12]}"
     else:
         sentence = f"at the {record.role} ({_at(record)}) the live state has the files' content root"
-    checks = [Check(f"content root, {record.role}", root == source.root, sentence)]
-    if source.global_steps is not None and record.loaded is not None:
+    checks = [_check(f"content root, {record.role}", root == saved_root, sentence)]
+    if step is not None and record.loaded is not None:
         steps = record.loaded["engine/global_steps"]
-        if steps != source.global_steps:
-            sentence = f"at the {record.role} the run is at step {steps}, the checkpoint at {source.global_steps}"
-            checks.append(Check(f"step, {record.role}", False, sentence))
+        if steps != step:
+            sentence = f"at the {record.role} the run is at step {steps}, the checkpoint at {step}"
+            checks.append(_check(f"step, {record.role}", False, sentence))
     if record.replicas:
         sentence = f"at the {record.role} the ranks differ in replicated state"
-        checks.append(Check(f"copies, {record.role}", False, sentence, tuple(record.replicas)))
+        checks.append(_check(f"copies, {record.role}", False, sentence, record.replicas))
     if record.loaded is not None and record.started is not None:
-        changes = tuple(compare_states(record.loaded, record.started))
+        changes = compare_states(record.loaded, record.started)
         sentence = f"at the {record.role} nothing changed between the load and the first step"
         if changes:
             listed = some(changes, 3, separator="; ")
             sentence = f"at the {record.role} the script changed what was loaded before the first step: {listed}"
-        checks.append(Check(f"unchanged by the script, {record.role}", not changes, sentence, changes))
+        checks.append(_check(f"unchanged by the script, {record.role}", not changes, sentence, changes))
     return checks
 
 
-def _states(name: str, first: State | None, second: State | None, one: RunRecord, two: RunRecord) -> Check:
+def _states(
+    name: str, first: Fingerprints | None, second: Fingerprints | None, one: RunRecord, two: RunRecord
+) -> Check:
     if first is None or second is None:
-        return Check(name, False, f"{name}: was not recorded")
-    differences = tuple(compare_states(first, second))
+        return _check(name, False, f"{name}: was not recorded")
+    differences = compare_states(first, second)
     if differences:
-        return Check(
+        return _check(
             name,
             False,
             f"{name}: {_at(one)} and {_at(two)} differ: {some(differences, 3, separator='; ')}",
             differences,
         )
-    return Check(name, True, f"{name}: {describe(first)}, the same on {_at(one)} and {_at(two)}")
+    return _check(name, True, f"{name}: {describe(first)}, the same on {_at(one)} and {_at(two)}")
 
 
-def describe(state: State) -> str:
+def describe(state: Fingerprints) -> str:
     """The number of tensors and numbers in a state."""
     tensors = sum(isinstance(entry, Fingerprint) for entry in state.values())
     return f"{tensors} tensors and {len(state) - tensors} numbers"
@@ -174,9 +147,9 @@ def _training(control: RunRecord, repeat: RunRecord | None, other: RunRecord, to
             f"the global batch is {control.global_batch} on {_at(control)} and {other.global_batch} on {_at(other)}: "
             "their losses cannot be compared. Give the script arguments that keep it at any size."
         )
-        checks.append(Check("global batch", False, sentence))
+        checks.append(_check("global batch", False, sentence))
     else:
-        checks.append(Check("global batch", True, f"the global batch is {control.global_batch} at both sizes"))
+        checks.append(_check("global batch", True, f"the global batch is {control.global_batch} at both sizes"))
     allowed = tolerance_of(control.precision) if tolerance is None else tolerance
     difference = loss_difference(control.losses, other.losses)
     same_samples = _same_samples(control, other)
@@ -190,16 +163,16 @@ def _training(control: RunRecord, repeat: RunRecord | None, other: RunRecord, to
             False: ". The sizes saw different samples: the script's order of samples depends on the number of ranks.",
             None: "",
         }[same_samples]
-    checks.append(Check("losses", difference <= allowed, sentence))
+    checks.append(_check("losses", difference <= allowed, sentence))
     if same_samples is not None:
         what = "the same samples" if same_samples else "different samples (or the same, padded otherwise)"
-        checks.append(Check("samples", None, f"both sizes trained each step on {what}"))
+        checks.append(_check("samples", None, f"both sizes trained each step on {what}"))
     if repeat is not None and repeat.ended is not None and control.ended is not None:
         noise = loss_difference(control.losses, repeat.losses)
         moved = len(compare_states(control.ended, repeat.ended))
         state = "every tensor is the same" if not moved else f"{moved} of {len(control.ended)} entries differ"
         sentence = f"the same size twice: losses differ by {noise:.1e} at most, and after the last step {state}"
-        checks.append(Check("noise", None, sentence))
+        checks.append(_check("noise", None, sentence))
     return checks
 
 
@@ -217,11 +190,9 @@ def _round_trip(other: RunRecord, back: RunRecord, saved_root: str | None) -> li
         f"saved on {_at(other)} after the steps and loaded on {_at(back)}: content root {str(saved_root)[:12]}"
         + (" both times" if same else f", then {str(root)[:12]}")
     )
-    checks = [Check("round trip, content root", same, sentence)]
+    checks = [_check("round trip, content root", same, sentence)]
     if other.ended is not None and back.loaded is not None:
         checks.append(_states("round trip, state", other.ended, back.loaded, other, back))
     if back.replicas:
-        checks.append(
-            Check("copies, back", False, "on the way back ranks differ in replicated state", tuple(back.replicas))
-        )
+        checks.append(_check("copies, back", False, "on the way back ranks differ in replicated state", back.replicas))
     return checks

@@ -5,8 +5,10 @@ Each run is the script under torchrun on this machine, within a time limit.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,11 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from zeroelastic._version import __version__
 from zeroelastic.checkpoint.commit_record import read_record as read_commit_record
 from zeroelastic.errors import CheckpointError, RemoteRankError, UsageError, counted
-from zeroelastic.proving.checks import BACK, CONTROL, OTHER, REPEAT, SourceFacts, Verdict, check_records
+from zeroelastic.proving.checks import BACK, CONTROL, OTHER, REPEAT, check_records, tolerance_of
 from zeroelastic.proving.records import Failure, Role, RunRecord, RunSpec, read_record, write_run
+from zeroelastic.proving.report import DIGEST, ContentRoots, Machine, Prove, ProvedSource, Run, report_digest
 from zeroelastic.runs.locate import Source
 from zeroelastic.runs.names import LATEST
 from zeroelastic.verbs.verify.report import VerifyReport
@@ -146,43 +151,33 @@ Launch = Callable[[RunSpec], str | None]
 class ProofRequest:
     """What to prove: ``steps`` optimizer steps at both sizes; ``repeat`` runs the first size twice, to see its noise.
 
-    ``out`` is a directory for this proof alone. ``tolerance`` of losses is relative; None: by precision.
+    ``from_world_size`` is the size to compare with. ``out`` is a directory for this proof alone. ``tolerance`` of
+    losses is relative; None: by precision. ``script``, ``command`` and ``signed_off_by`` are text for the report.
     """
 
     found: Source
     world_size: int
-    from_world_size: int | None
+    from_world_size: int
     steps: int
     out: Path
     repeat: bool = True
     tolerance: float | None = None
     keep: bool = False
+    device: str = "cpu"
+    script: Sequence[str] = ()
+    command: Sequence[str] = ()
+    signed_off_by: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ProofOutcome:
-    """The runs and their verdict. ``seconds`` are by role; ``saved_root`` is that of the other size's save."""
-
-    request: ProofRequest
-    verified: VerifyReport
-    global_steps: int | None
-    records: Mapping[Role, RunRecord]
-    runs: tuple[RunSpec, ...]
-    seconds: Mapping[Role, float]
-    saved_root: str | None
-    verdict: Verdict
-
-
-def sizes(request: ProofRequest, verified: VerifyReport) -> tuple[int, int]:
-    """The two world sizes. Raises UsageError where they are equal, or one is below 1."""
-    first = verified.world_size if request.from_world_size is None else request.from_world_size
-    if min(first, request.world_size) < 1:
+def check_sizes(world_size: int, from_world_size: int) -> None:
+    """Raise UsageError where the two world sizes are equal, or one is below 1."""
+    if min(from_world_size, world_size) < 1:
         raise UsageError("a run needs at least one rank. Give 1 or more with --world-size and --from-world-size.")
-    if first == request.world_size:
+    if from_world_size == world_size:
         raise UsageError(
-            f"both runs would have {counted(first, 'rank')}. Give --world-size another size than that of the first run."
+            f"both runs would have {counted(world_size, 'rank')}. Give --world-size another size than that of the "
+            "first run."
         )
-    return first, request.world_size
 
 
 def verify_source(found: Source, *, progress: Callable[[int], None] | None = None) -> VerifyReport:
@@ -205,14 +200,14 @@ def verify_source(found: Source, *, progress: Callable[[int], None] | None = Non
 
 def prove(
     request: ProofRequest, verified: VerifyReport, launch: Launch, *, log: Callable[[str], None] = lambda text: None
-) -> ProofOutcome:
-    """Run the script at both sizes and check what the runs recorded.
+) -> Prove:
+    """Run the script at both sizes, check what the runs recorded, and report.
 
     ``log`` gets a line for each step as it begins. A run that fails ends the proof with a failed check. Raises
     UsageError when the script never loads the checkpoint, or ends before the steps are done, and RemoteRankError when
     it fails at the size to compare with.
     """
-    first, second = sizes(request, verified)
+    first, second = request.from_world_size, request.world_size
     tag_dir = Path(verified.path)
     protected = _protected(request.found)
     before = _listing(tag_dir)
@@ -220,31 +215,31 @@ def prove(
     back = (str(scratch), SAVED_TAG)
     records: dict[Role, RunRecord] = {}
     failures: dict[Role, str] = {}
-    seconds: dict[Role, float] = {}
-    runs: list[RunSpec] = []
+    runs: list[Run] = []
 
     def carry_out(role: Role, world_size: int, steps: int, **tags: tuple[str, str]) -> bool:
         folder = runs_folder / role.replace(" ", "-")
         folder.mkdir(parents=True)
         run = RunSpec(role, world_size, steps, str(tag_dir), str(folder), protected, **tags)
-        runs.append(run)
         what = f"{counted(steps, 'step')} of the script" if steps else "loading that save"
         log(f"{role}: {what} on {counted(world_size, 'rank')}; its output is in {run.log_path}")
         began = time.monotonic()
         failure = launch(run)
-        seconds[role] = time.monotonic() - began
+        seconds = time.monotonic() - began
         record = read_record(run.record_path) if run.record_path.exists() else None
-        if record is not None and record.finished:
+        finished = record is not None and record.finished
+        if record is not None and finished:
             records[role] = record
-            return True
-        if failure is None:
+        elif failure is None:
             raise UsageError(_unfinished(record, run))
-        if role == CONTROL:
+        elif role == CONTROL:
             raise RemoteRankError(
                 f"the script fails at the size to compare with, {counted(world_size, 'rank')}; {_log(run)}\n{failure}"
             )
-        failures[role] = failure
-        return False
+        else:
+            failures[role] = failure
+        runs.append(_described(run, records.get(role), round(seconds, 3), request.out))
+        return finished
 
     try:
         _ = (
@@ -261,17 +256,80 @@ def prove(
         if not request.keep:
             shutil.rmtree(scratch, ignore_errors=True)
     own = read_commit_record(tag_dir)
-    steps = None if own is None else own.global_steps
-    assert verified.content_root is not None
-    verdict = check_records(
-        SourceFacts(verified.content_root, verified.recorded_root, steps),
+    step = None if own is None else own.global_steps
+    checks = check_records(
+        verified,
+        step,
         records,
         saved_root=saved_root,
         tolerance=request.tolerance,
         changed_files=_changes(before, _listing(tag_dir)),
         failures=failures,
     )
-    return ProofOutcome(request, verified, steps, records, tuple(runs), seconds, saved_root, verdict)
+    reasons = [check.sentence for check in checks if check.ok is False]
+    control = records[CONTROL]
+    if step is None and control.loaded is not None:  # from the loaded state
+        found = control.loaded["engine/global_steps"]
+        step = found if isinstance(found, int) else None
+    roots = {role: (record.report or {}).get("loaded_root") for role, record in records.items()}
+    report = Prove(
+        ok=not reasons,
+        verdict="NOT PROVED" if reasons else "PROVED",
+        reasons=reasons,
+        checks=checks,
+        source=ProvedSource(
+            path=verified.path,
+            format=verified.format,
+            world_size=verified.world_size,
+            step=step,
+            num_files=verified.num_files,
+            num_params=verified.num_params,
+            num_tensors=verified.num_tensors,
+            bytes_read=verified.bytes_read,
+        ),
+        content_roots=ContentRoots(
+            recorded=verified.recorded_root,
+            files=verified.content_root,
+            loaded_at_reference_size=roots.get(CONTROL),
+            loaded_at_other_size=roots.get(OTHER),
+            saved_at_other_size=saved_root,
+            loaded_back=roots.get(BACK),
+        ),
+        steps=request.steps,
+        tolerance=tolerance_of(control.precision) if request.tolerance is None else request.tolerance,
+        losses={role: [*records[role].losses] for role in (CONTROL, REPEAT, OTHER) if role in records},
+        runs=runs,
+        script=list(request.script),
+        command=list(request.command),
+        versions={"zeroelastic": __version__, **control.versions},
+        machine=Machine(
+            host=platform.node(),
+            kernel=platform.release(),
+            cores=len(os.sched_getaffinity(0)),
+            device=request.device,
+        ),
+        written=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        signed_off_by=request.signed_off_by,
+    )
+    return report.model_copy(update={DIGEST: report_digest(report.to_json())})
+
+
+def _described(run: RunSpec, record: RunRecord | None, seconds: float, out: Path) -> Run:
+    """One run in the report."""
+    path = run.record_path
+    known: dict[str, Any] = {"saves_skipped": 0}
+    if record is not None:
+        names = ("saves_skipped", "precision", "device", "global_batch", "accumulation", "samples", "loads")
+        known = {name: getattr(record, name) for name in names} | {"resume_report": record.report}
+    return Run(
+        role=run.role,
+        world_size=run.world_size,
+        seconds=seconds,
+        finished=record is not None,
+        record=os.path.relpath(path, out),
+        record_sha256=hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None,
+        **known,
+    )
 
 
 def _protected(found: Source) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from zeroelastic.deepspeed.live.replicated import precision_of
 from zeroelastic.distributed.collective import all_gather, broadcast
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.proving.records import RunRecord, RunSpec, write_record
-from zeroelastic.testing.state import State, compare_states, fingerprint_state
+from zeroelastic.testing.state import Fingerprints, compare_states, fingerprint_state
 
 _MOST_REPLICAS = 20
 
@@ -110,9 +110,7 @@ class Recorder:
         self.record.saves_skipped += 1
         return True
 
-    def _save_16bit_model(self, original: Method, engine: Any, *args: Any, **kwargs: Any) -> bool:
-        self.record.saves_skipped += 1
-        return True
+    _save_16bit_model = _save_checkpoint
 
     def _forward(self, original: Method, engine: Any, *args: Any, **kwargs: Any) -> Any:
         if engine is not self.engine or not engine.training:
@@ -171,7 +169,7 @@ class Recorder:
         dist.barrier()
         raise Stop(0)
 
-    def _look(self, engine: Any, when: str) -> State:
+    def _look(self, engine: Any, when: str) -> Fingerprints:
         """Rank 0's state, on every rank; differences of other ranks go to ``record.replicas``. Collective."""
         own = fingerprint_state(engine)
         state = broadcast(own)

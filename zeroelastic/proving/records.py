@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from zeroelastic.testing.state import Entry, Fingerprint, State
+from zeroelastic.io.atomic import write_atomically
+from zeroelastic.testing.state import Fingerprints
 
 Role = Literal["reference size", "reference size again", "other size", "back"]
 """The checkpoint at the size to compare with, twice, and at the other size; then that size's save, loaded back."""
-
-ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,9 @@ class RunRecord:
     finished: bool = False
     loads: list[str] = field(default_factory=list)
     report: dict[str, Any] | None = None
-    loaded: State | None = None
-    started: State | None = None
-    ended: State | None = None
+    loaded: Fingerprints | None = None
+    started: Fingerprints | None = None
+    ended: Fingerprints | None = None
     replicas: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     samples: list[str | None] = field(default_factory=list)
@@ -100,29 +99,9 @@ def read_run(path: Path) -> RunSpec:
 
 def write_record(path: Path, record: RunRecord) -> None:
     """Write a record, whole or not at all."""
-    data = asdict(record)
-    for name in ("loaded", "started", "ended"):
-        state: State | None = getattr(record, name)
-        data[name] = None if state is None else {key: _to_json(entry) for key, entry in state.items()}
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n")
-    temporary.replace(path)
+    write_atomically(path, f"{json.dumps(asdict(record), indent=1)}\n".encode(), sync=False)
 
 
 def read_record(path: Path) -> RunRecord:
     """Read what ``write_record`` wrote."""
-    data = json.loads(path.read_text())
-    for name in ("loaded", "started", "ended"):
-        if data[name] is not None:
-            data[name] = {key: _from_json(entry) for key, entry in data[name].items()}
-    return RunRecord(**data)
-
-
-def _to_json(entry: Entry) -> object:
-    return list((entry.dtype, entry.shape, entry.digest)) if isinstance(entry, Fingerprint) else entry
-
-
-def _from_json(entry: Any) -> Entry:
-    if isinstance(entry, list):
-        return Fingerprint(entry[0], tuple(entry[1]), entry[2])
-    return entry  # type: ignore[no-any-return]
+    return TypeAdapter(RunRecord).validate_json(path.read_bytes())

@@ -1,6 +1,6 @@
 """The process of one rank, spawned or forked, from its first instruction to its end.
 
-A rank reports "started", then "done" or "failed", and then waits to be released or ended. It never closes
+A rank reports "started", then "done" or what it raised, and then waits to be released or ended. It never closes
 its sockets before that, so that a failing rank does not make its peers fail too: the first traceback is the cause.
 """
 
@@ -41,7 +41,7 @@ class RankJob:
     """The description of one rank process.
 
     ``directory`` is private to the run and shared by its ranks. It holds the pickled call, the rendezvous file, and for
-    each rank its result, failure, output and stacks. ``timeout`` is in seconds. ``store``: that of the process group,
+    each rank its result, output and stacks. ``timeout`` is in seconds. ``store``: that of the process group,
     a file, which no rank takes with it when it dies, or one of rank 0 on the loopback interface, as quick as a job's.
     """
 
@@ -56,7 +56,7 @@ class RankJob:
     store: RankStore = "file"
 
     def file(self, kind: str) -> Path:
-        """The path of this rank's file of one kind: result, failure, output or stacks."""
+        """The path of this rank's file of one kind: result, output or stacks."""
         return Path(self.directory) / f"rank{self.rank}.{kind}"
 
 
@@ -69,7 +69,7 @@ class Raised:
     traceback: str
 
 
-def rank_main(job: RankJob, parent_pid: int, reports: Connection, release: Connection) -> None:
+def rank_main(job: RankJob, parent_pid: int, supervisor: Connection) -> None:
     """Run the job's pickled call in an initialised process group; the entry point of a rank process."""
     # A new session: all processes that the rank starts can be found and ended with it.
     os.setsid()
@@ -80,7 +80,7 @@ def rank_main(job: RankJob, parent_pid: int, reports: Connection, release: Conne
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    reports.send("started")
+    supervisor.send("started")
     try:
         sys.path[:] = job.sys_path
         os.chdir(job.working_directory)
@@ -94,13 +94,15 @@ def rank_main(job: RankJob, parent_pid: int, reports: Connection, release: Conne
             headline="".join(traceback.format_exception_only(type(error), error)).strip(),
             traceback="".join(traceback.format_exception(type(error), error, _trim(error.__traceback__))),
         )
-        job.file("failure").write_bytes(pickle.dumps(raised))
-        reports.send("failed")
-        _wait_for_release(release)
+        supervisor.send(raised)
+        _wait_for_release(supervisor)
         os._exit(1)
-    reports.send("done")
-    _wait_for_release(release)
-    _destroy_process_group()
+    supervisor.send("done")
+    _wait_for_release(supervisor)
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _die_with_parent(parent_pid: int) -> None:
@@ -184,15 +186,8 @@ def _trim(frames: TracebackType | None) -> TracebackType | None:
     return frames.tb_next if frames is not None and frames.tb_next is not None else frames
 
 
-def _wait_for_release(release: Connection) -> None:
+def _wait_for_release(supervisor: Connection) -> None:
     try:
-        release.recv()
+        supervisor.recv()
     except EOFError:
         os._exit(1)
-
-
-def _destroy_process_group() -> None:
-    import torch
-
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

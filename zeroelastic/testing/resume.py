@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from unittest import SkipTest
 
 from zeroelastic.testing.pool import RankPool
 from zeroelastic.testing.run import gpus_available, run_ranks
-from zeroelastic.testing.state import Fingerprint, State, compare_states, fingerprint, flatten, gather_state
+from zeroelastic.testing.state import Entry, Fingerprint, compare_states, fingerprint, flatten, gather_state
 
 if TYPE_CHECKING:
     import torch
@@ -44,9 +44,9 @@ class _Trace:
     root.
     """
 
-    state: State
+    state: Mapping[str, Entry]
     losses: tuple[float, ...]
-    before: State
+    before: Mapping[str, Entry]
     proven: bool
 
 
@@ -100,13 +100,18 @@ def assert_resumes(
         _config_at(config, total, size)
         for config, size in zip((ds_config, ds_config if load_config is None else load_config), sizes, strict=True)
     ]
-    with _directory(tmp_dir) as directory, _runner(use_gpus, max(sizes), pool) as run:
+    with ExitStack() as stack:
+        directory = str(tmp_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroelastic-resume-")))
+        run: Callable[..., list[_Trace]] = run_ranks
+        if not use_gpus:
+            run = (pool or stack.enter_context(RankPool(max(sizes)))).run
+        how = {"timeout": timeout, "backend": "nccl" if use_gpus else None}
         save, load = (
             _Phase(build, batch, loss, config, directory, total, first, count)
             for config, first, count in zip(configs, (0, steps_before), (steps_before, steps_after), strict=True)
         )
-        saved: list[_Trace] = run(_save_and_go_on, save_world_size, save, steps_after, timeout=timeout)
-        loaded: list[_Trace] = run(_load_and_go_on, load_world_size, load, timeout=timeout)
+        saved = run(_save_and_go_on, save_world_size, save, steps_after, **how)
+        loaded = run(_load_and_go_on, load_world_size, load, **how)
     problems = _compare(saved, loaded, rtol, atol)
     if problems:
         raise AssertionError(
@@ -146,26 +151,6 @@ def _config_at(config: Mapping[str, Any], total: int, world_size: int) -> dict[s
             f"gradient_accumulation_steps {accumulation}: choose a train_batch_size that both sizes divide."
         )
     return adapted | {"train_batch_size": total, "train_micro_batch_size_per_gpu": micro}
-
-
-@contextmanager
-def _directory(tmp_dir: str | Path | None) -> Iterator[str]:
-    if tmp_dir is not None:
-        yield str(tmp_dir)
-        return
-    with tempfile.TemporaryDirectory(prefix="zeroelastic-resume-") as directory:
-        yield directory
-
-
-@contextmanager
-def _runner(use_gpus: bool, max_ranks: int, pool: RankPool | None) -> Iterator[Callable[..., list[_Trace]]]:
-    if use_gpus:
-        yield lambda fn, size, *args, timeout: run_ranks(fn, size, *args, timeout=timeout, backend="nccl")
-    elif pool is not None:
-        yield pool.run
-    else:
-        with RankPool(max_ranks) as own:
-            yield own.run
 
 
 def _save_and_go_on(phase: _Phase, steps_after: int) -> _Trace:
@@ -246,8 +231,9 @@ def _train(engine: Any, phase: _Phase, steps: range) -> tuple[float, ...]:
         whole = phase.batch(step, phase.total)
         mean = torch.zeros((), dtype=torch.float64, device=engine.device)
         for micro in range(accumulation):
-            piece = _piece(whole, rank * accumulation + micro, world_size * accumulation, phase.total)
-            value = (phase.loss or _default_loss)(engine, _to(piece, engine.device))
+            number, count = rank * accumulation + micro, world_size * accumulation
+            piece = _piece(whole, number, count, phase.total, engine.device)
+            value = (phase.loss or _default_loss)(engine, piece)
             engine.backward(value)
             engine.step()
             mean += value.detach().double() / (accumulation * world_size)
@@ -256,29 +242,22 @@ def _train(engine: Any, phase: _Phase, steps: range) -> tuple[float, ...]:
     return tuple(losses)
 
 
-def _piece(batch: Any, index: int, count: int, total: int) -> Any:
-    """One of ``count`` equal pieces of a batch along the first dimension of its tensors."""
+def _piece(batch: Any, index: int, count: int, total: int, device: torch.device) -> Any:
+    """One of ``count`` equal pieces of a batch along the first dimension of its tensors, on a device."""
     import torch
+
+    def piece(part: Any) -> Any:
+        return _piece(part, index, count, total, device)
 
     if isinstance(batch, torch.Tensor):
         if batch.shape[0] != total:
             raise ValueError(f"batch() returned a tensor of {batch.shape[0]} rows; the global batch is {total}.")
         length = total // count
-        return batch[index * length : (index + 1) * length]
-    return _map_batch(batch, lambda part: _piece(part, index, count, total))
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    import torch
-
-    return batch.to(device) if isinstance(batch, torch.Tensor) else _map_batch(batch, lambda part: _to(part, device))
-
-
-def _map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
+        return batch[index * length : (index + 1) * length].to(device)
     if isinstance(batch, Mapping):
-        return {key: change(part) for key, part in batch.items()}
+        return {key: piece(part) for key, part in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return type(batch)(change(part) for part in batch)
+        return type(batch)(map(piece, batch))
     raise TypeError(
         f"batch() returned a {type(batch).__qualname__}; known are tensors and tuples, lists, dicts of them."
     )
@@ -297,7 +276,7 @@ def _default_loss(engine: Any, batch: Any) -> torch.Tensor:
     return value
 
 
-def _record(engine: Any, client_state: Mapping[str, Any]) -> State:
+def _record(engine: Any, client_state: Mapping[str, Any]) -> Mapping[str, Entry]:
     """This rank's state: tensors on rank 0, fingerprints on the others."""
     import torch
 
@@ -309,11 +288,9 @@ def _compare(saved: list[_Trace], loaded: list[_Trace], rtol: float, atol: float
     """The differences, one line each. A rank that did not save is compared with rank 0."""
     problems = []
     for rank, trace in enumerate(loaded):
-        expected = saved[rank if rank < len(saved) else 0].state
+        expected, found = saved[rank if rank < len(saved) else 0].state, trace.state
         if rank:
-            expected, found = fingerprint(expected), fingerprint(trace.state)
-        else:
-            found = trace.state
+            expected, found = fingerprint(expected), fingerprint(found)
         problems += [f"rank {rank}: {line}" for line in compare_states(expected, found)]
         if not trace.proven:
             problems.append(f"rank {rank}: the resume report does not confirm the saved content root")
@@ -324,7 +301,7 @@ def _compare(saved: list[_Trace], loaded: list[_Trace], rtol: float, atol: float
     return problems
 
 
-def _vacuous(saved: State, before: State) -> list[str]:
+def _vacuous(saved: Mapping[str, Entry], before: Mapping[str, Entry]) -> list[str]:
     """Weights and buffers that had their saved content before the load."""
     reference = fingerprint(saved)
     return [

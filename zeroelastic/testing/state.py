@@ -11,16 +11,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-from zeroelastic.testing.group_split import gather_groups, group_buffers
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+class Fingerprint(NamedTuple):
     """A tensor's dtype, shape and digest: equal for tensors of equal dtype, shape and bits, NaNs included."""
 
     dtype: str
@@ -28,8 +25,11 @@ class Fingerprint:
     digest: str
 
 
-Entry: TypeAlias = "torch.Tensor | Fingerprint | bool | int | float | str | None"
+Number: TypeAlias = bool | int | float | str | None
+Entry: TypeAlias = "torch.Tensor | Fingerprint | Number"
 State: TypeAlias = dict[str, Entry]
+Fingerprints: TypeAlias = dict[str, Fingerprint | Number]
+"""A state without tensors: small, plain data, and compares as the state does."""
 
 # Copies of state that offload_states() keeps in the optimizer state.
 _DUPLICATES = "_offload_buffer"
@@ -58,7 +58,7 @@ def gather_state(engine: Any) -> State:
     return dict(_entries(engine))
 
 
-def fingerprint_state(engine: Any) -> State:
+def fingerprint_state(engine: Any) -> Fingerprints:
     """The fingerprints of ``gather_state``, with one parameter in memory at a time. Collective.
 
     Raises TypeError when the engine does not train with ZeRO stage 1, 2 or 3.
@@ -71,7 +71,7 @@ def _entries(engine: Any) -> Iterator[tuple[str, Entry]]:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     optimizer = engine.optimizer
-    groups = None if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else group_buffers(optimizer)
+    groups = group_buffers(optimizer)
     if groups is None and not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         raise TypeError(
             f"gather_state needs an engine that trains with ZeRO stage 1, 2 or 3; its optimizer is {type(optimizer)}."
@@ -83,7 +83,7 @@ def _entries(engine: Any) -> Iterator[tuple[str, Entry]]:
         yield from _gather_optimizer(optimizer, names)
         members = _members(optimizer, names)
     else:
-        yield from gather_groups(optimizer, groups, names, _split_state)
+        yield from _gather_groups(optimizer, groups, names)
         members = {index: [names[param] for param in group.params] for index, group in enumerate(groups)}
     yield from _gather_buffers(engine.module).items()
     yield from _groups(optimizer, members).items()
@@ -114,18 +114,18 @@ def flatten(prefix: str, value: Any) -> State:
     return {key: entry for part in parts for key, entry in part.items()}
 
 
-def fingerprint(state: State) -> State:
+def fingerprint(state: Mapping[str, Entry]) -> Fingerprints:
     """The state with fingerprints instead of tensors: small, and compares as the state does."""
     return _fingerprints(state.items())
 
 
-def _fingerprints(entries: Iterable[tuple[str, Entry]]) -> State:
+def _fingerprints(entries: Iterable[tuple[str, Entry]]) -> Fingerprints:
     import torch
 
     return {key: _digest(entry) if isinstance(entry, torch.Tensor) else entry for key, entry in entries}
 
 
-def compare_states(expected: State, found: State) -> list[str]:
+def compare_states(expected: Mapping[str, Entry], found: Mapping[str, Entry]) -> list[str]:
     """The differences between two states, one line for each key; empty when they agree bit for bit."""
     lines = [f"{key}: is missing" for key in expected if key not in found]
     lines += [f"{key}: is new" for key in found if key not in expected]
@@ -219,16 +219,66 @@ def _split_state(
 
 
 def _gather_fragment(fragment: torch.Tensor, param: Any, key: str) -> torch.Tensor:
-    """A parameter's tensor from the fragments of all ranks, gathered as raw bytes for any dtype."""
+    """A parameter's tensor from the fragments of all ranks."""
+    whole = _gather(fragment, getattr(param, "ds_process_group", None))[: param.ds_numel]
+    return _checked(whole.view(param.ds_shape).clone(), param, key)
+
+
+def _gather(part: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The parts of all ranks end to end, on the CPU, gathered as raw bytes for any dtype."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    group = getattr(param, "ds_process_group", None)
-    mine = fragment.detach().to(get_accelerator().current_device_name()).contiguous().view(torch.uint8)
+    mine = part.detach().to(get_accelerator().current_device_name()).contiguous().view(torch.uint8)
     parts = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, mine, group=group)
-    whole = torch.cat(parts).cpu().view(fragment.dtype)[: param.ds_numel]
-    return _checked(whole.view(param.ds_shape).clone(), param, key)
+    return torch.cat(parts).cpu().view(part.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBuffers:
+    """One optimizer group: the buffer of all its weights, this rank's part of its master weights, its parameters."""
+
+    weights: torch.Tensor
+    master: torch.Tensor
+    params: list[torch.nn.Parameter]
+
+
+def group_buffers(optimizer: Any) -> list[GroupBuffers] | None:
+    """The groups of a ``DeepSpeedZeroOptimizer`` of stage 1 or 2, or of a ``BF16_Optimizer``; None for another one."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if isinstance(optimizer, BF16_Optimizer):
+        columns = (optimizer.bf16_groups_flat, optimizer.fp32_groups_flat_partition, optimizer.bf16_groups)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        columns = (optimizer.bit16_groups_flat, optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups)
+    else:
+        return None
+    return [GroupBuffers(*group) for group in zip(*columns, strict=True)]
+
+
+def _gather_groups(
+    optimizer: Any, groups: list[GroupBuffers], names: Mapping[torch.nn.Parameter, str]
+) -> Iterator[tuple[str, Entry]]:
+    """Master weights and optimizer state at stages 1 and 2.
+
+    The place of a parameter in its group's flat buffer follows from the memory that its 16-bit weight is a view of, and
+    not from DeepSpeed's tables: under ``round_robin_gradients`` those that ``safe_get_full_fp32_param`` uses are of
+    another order than the buffer (DeepSpeed 0.19.8).
+    """
+    for group in groups:
+        sharded, scalars = _split_state(optimizer.optimizer.state.get(group.master, {}), group.master)
+        master, state = _gather(group.master), {key: _gather(part) for key, part in sharded.items()}
+        for param in group.params:
+            name = names[param]
+            begin = (param.data_ptr() - group.weights.data_ptr()) // group.weights.element_size()
+            if not 0 <= begin <= group.weights.numel() - param.numel():
+                raise RuntimeError(f"{name} is no part of its group's flat buffer.")
+            for key, flat in {f"master/{name}": master, **{f"state/{name}/{k}": v for k, v in state.items()}}.items():
+                yield key, flat[begin : begin + param.numel()].view(param.shape).clone()
+            for key, number in scalars.items():
+                yield f"scalar/{name}/{key}", number
 
 
 def _checked(tensor: torch.Tensor, param: Any, key: str) -> torch.Tensor:

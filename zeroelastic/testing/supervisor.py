@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -57,13 +56,13 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Rank:
-    """A rank process. Its ``state`` is first starting, then running, then done, failed or died."""
+    """A rank process. Its ``state`` is first starting, then running, then done, failed (``raised``) or died."""
 
     job: RankJob
     process: BaseProcess
-    reports: Connection
-    release: Connection
+    connection: Connection
     state: str = "starting"
+    raised: Raised | None = None
     moment_ns: int = 0
     reaped: bool = False
 
@@ -96,17 +95,15 @@ def supervise(context: BaseContext, jobs: list[RankJob], owner: Connection | Non
 
 
 def _start(context: BaseContext, job: RankJob) -> _Rank:
-    reports, child_reports = context.Pipe(duplex=False)
-    child_release, release = context.Pipe(duplex=False)
+    ours, theirs = context.Pipe()
     # Every concrete context has this attribute; the type BaseContext does not.
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-        target=rank_main, args=(job, os.getpid(), child_reports, child_release), name=f"rank{job.rank}"
+        target=rank_main, args=(job, os.getpid(), theirs), name=f"rank{job.rank}"
     )
     with child_environment(job.environment):
         process.start()
-    child_reports.close()
-    child_release.close()
-    return _Rank(job, process, reports, release)
+    theirs.close()
+    return _Rank(job, process, ours)
 
 
 @contextmanager
@@ -128,7 +125,7 @@ def _watch(ranks: list[_Rank], deadline: float, owner: Connection | None) -> Non
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             return
-        handles: list[Any] = [rank.reports for rank in pending] + [rank.process.sentinel for rank in pending]
+        handles: list[Any] = [rank.connection for rank in pending] + [rank.process.sentinel for rank in pending]
         # A process that a rank forked can keep the rank's sentinel open, so the ranks are also polled.
         ready = wait(handles + ([owner] if owner is not None else []), min(remaining, _TICK))
         if owner is not None and owner in ready:
@@ -143,12 +140,15 @@ def _watch(ranks: list[_Rank], deadline: float, owner: Connection | None) -> Non
 def _update(rank: _Rank) -> None:
     """Update a rank's state. A report that it sent before it died counts."""
     dead = _is_dead(rank)
-    while rank.pending and rank.reports.poll():
+    while rank.pending and rank.connection.poll():
         try:
-            message = rank.reports.recv()
+            message = rank.connection.recv()
         except (EOFError, OSError):
             break
-        rank.state = "running" if message == "started" else message
+        if isinstance(message, Raised):
+            rank.state, rank.raised, rank.moment_ns = "failed", message, message.moment_ns
+        else:
+            rank.state = "running" if message == "started" else message
     if dead and rank.pending:
         rank.state = "died"
         rank.moment_ns = time.monotonic_ns()
@@ -158,26 +158,20 @@ def _judge(ranks: list[_Rank], timeout: float) -> Outcome:
     """Order the failures. Deaths come before exceptions: a rank that raised keeps its sockets, so its peers do not
     notice, while a death breaks the collectives of its peers, and their errors may be reported first.
     """
-    failures = [_death(rank) for rank in sorted(ranks, key=lambda rank: rank.moment_ns) if rank.state == "died"]
-    raised = [(_read_failure(rank.job), rank) for rank in ranks if rank.state == "failed"]
-    for error, rank in sorted(raised, key=lambda pair: pair[0].moment_ns):
-        failures.append(RankFailure(rank.job.rank, error.headline, error.traceback, _last_output(rank.job)))
+    ranks_by_time = sorted(ranks, key=lambda rank: rank.moment_ns)
+    failures = [_death(rank) for rank in ranks_by_time if rank.state == "died"]
+    for rank in ranks_by_time:
+        if (raised := rank.raised) is not None:
+            failures.append(RankFailure(rank.job.rank, raised.headline, raised.traceback, _last_output(rank.job)))
     timed_out = not failures and any(rank.pending for rank in ranks)
     if timed_out:
         failures = _hung([rank for rank in ranks if rank.pending], timeout)
-    others = [f"rank {rank.job.rank}: {_describe(rank)}" for rank in ranks if rank.state == "done"]
+    words = {"done": "finished"}
     if not timed_out:
-        others += [f"rank {rank.job.rank}: {_describe(rank)}" for rank in ranks if rank.pending]
+        words |= {"running": "was still running", "starting": "was still starting"}
+    by_state = sorted((rank for rank in ranks if rank.state in words), key=lambda rank: rank.pending)
+    others = [f"rank {rank.job.rank}: {words[rank.state]}" for rank in by_state]
     return Outcome(tuple(failures), tuple(others), timed_out, len(ranks))
-
-
-def _describe(rank: _Rank) -> str:
-    return {"done": "finished", "running": "was still running", "starting": "was still starting"}[rank.state]
-
-
-def _read_failure(job: RankJob) -> Raised:
-    raised: Raised = pickle.loads(job.file("failure").read_bytes())
-    return raised
 
 
 def _death(rank: _Rank) -> RankFailure:
@@ -246,7 +240,7 @@ def _release(ranks: list[_Rank], patience: float = 60.0) -> None:
     """Let all ranks that are done exit together, because leaving the process group is collective."""
     for rank in ranks:
         try:
-            rank.release.send("leave")
+            rank.connection.send("leave")
         except OSError:
             logger.warning("rank %d was gone before it was released", rank.job.rank)
     deadline = time.monotonic() + patience
@@ -263,8 +257,7 @@ def _end(ranks: list[_Rank]) -> None:
         if not rank.reaped:
             _reap(rank)
         rank.process.close()
-        rank.reports.close()
-        rank.release.close()
+        rank.connection.close()
 
 
 def _is_dead(rank: _Rank) -> bool:

@@ -1,6 +1,6 @@
 """Runs at ZeRO stages 1 and 2: what they save, and what they load of every stage, at any number of ranks, bit for bit.
 
-The truth is gathered from the flat buffers of the run that saved (``zeroelastic.testing.group_split``). DeepSpeed's own
+The truth is gathered from the flat buffers of the run that saved (``zeroelastic.testing.state``). DeepSpeed's own
 accessors are wrong under ``round_robin_gradients``, until a load of ours has put its table right.
 """
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.terminal import spread
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import counted
+from zeroelastic.monitoring.job_report import spread
 
 Tone = Literal["good", "bad", "note", "plain"]
 
@@ -36,16 +36,14 @@ _MOST_BARS, _MOST_COLUMNS, _COLUMN_HEIGHT = 12, 96, 120
 _LINE_HEIGHT, _LINE_MARGIN, _MOST_POINTS = 200, 10, 300
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(NamedTuple):
     """A cell of a table with a tone."""
 
     text: str
     tone: Tone | None
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """The first ``rows`` of ``total``. Each column has a title and a style: "" for text, "right", or "name"."""
 
     columns: tuple[tuple[str, str], ...]
@@ -53,17 +51,28 @@ class Table:
     total: int
 
 
-def table(columns: Mapping[str, str], rows: Sequence[tuple[str | Cell, ...]], *, total: int = 0) -> Table | None:
-    """A table of at most 1000 of these rows, without the columns in which nothing is; None without rows."""
-    shown = rows[:_MOST_ROWS]
+def table(columns: Mapping[str, str], rows: Sequence[tuple[object, ...]], *, total: int = 0) -> Table | None:
+    """A table of at most 1000 of these rows, without the columns in which nothing is; None without rows.
+
+    A cell is a ``Cell``, text, an integer, or a bool, which is written as "yes" or "no"; nothing is written for None.
+    """
+    shown = [[_cell(value) for value in row] for row in rows[:_MOST_ROWS]]
     kept = [i for i in range(len(columns)) if any(row[i] for row in shown)]
     titles = list(columns.items())
     made = tuple(tuple(row[i] for i in kept) for row in shown)
     return Table(tuple(titles[i] for i in kept), made, max(total, len(rows))) if rows else None
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+def _cell(value: object) -> str | Cell:
+    if isinstance(value, (str, Cell)):
+        return value
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    assert value is None or isinstance(value, int)
+    return "" if value is None else f"{value:,}"
+
+
+class Tick(NamedTuple):
     """A label at a place of an axis: 0 is its beginning and 1 its end."""
 
     at: float
@@ -121,8 +130,7 @@ def byte_ticks(most: int, count: int = 4) -> tuple[Tick, ...]:
     return tuple(Tick(tick.at, tick.text if tick.text == "0" else f"{tick.text} {name}") for tick in ticks)
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A rectangle, ``style`` is a class of the style sheet."""
 
     x: float
@@ -134,8 +142,7 @@ class Mark:
     opacity: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RowLabel:
+class RowLabel(NamedTuple):
     """The label of a row whose middle is at ``y`` pixels. ``bad``: with a sign and in the colour of damage."""
 
     y: float
@@ -143,8 +150,7 @@ class RowLabel:
     bad: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """A point of a line, and its text."""
 
     x: float
@@ -152,8 +158,7 @@ class Point:
     tip: str
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
+class Curve(NamedTuple):
     """A line through points."""
 
     style: str
@@ -198,8 +203,7 @@ class Chart:
         return round(longest * 7.2) + (8 if self.labels else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """A bar: its ``share`` of the longest possible one, 0 to 1, and the number as text."""
 
     label: str
@@ -207,8 +211,7 @@ class Bar:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Bars:
+class Bars(NamedTuple):
     """A line for each bar: its label, the bar, its number. ``long`` labels stand above their bars."""
 
     bars: tuple[Bar, ...]
@@ -216,8 +219,7 @@ class Bars:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A piece from ``start`` to ``end`` of a strip, on the scale of the drawing; ``style`` is a class of the sheet."""
 
     start: float
@@ -226,8 +228,7 @@ class Piece:
     tip: str
 
 
-@dataclass(frozen=True, slots=True)
-class Strip:
+class Strip(NamedTuple):
     """A row of pieces; those that come later are drawn above the others."""
 
     label: str
@@ -388,8 +389,7 @@ def columns(bars: Sequence[Bar], ticks: Sequence[Tick], *, title: str) -> Chart 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """A line through points (x, y); ``style`` is a class of the style sheet. A gap is a y that is not finite."""
 
     name: str

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from zeroelastic.cli.documents import Prove, Restart, Start, Timeline
 from zeroelastic.cli.pages.figures import (
     DAMAGE,
     Cell,
@@ -23,6 +22,8 @@ from zeroelastic.cli.pages.figures import (
     table,
 )
 from zeroelastic.errors import counted
+from zeroelastic.monitoring.job_report import Restart, Start, Timeline
+from zeroelastic.proving.report import Prove
 from zeroelastic.verbs.report import Number
 
 _FIRST, _AGAIN, _OTHER = "reference size", "reference size again", "other size"
@@ -43,18 +44,10 @@ def prove_view(report: Prove) -> dict[str, object]:
     """Whether the resume is proved, each check, the losses of the two sizes and their difference."""
     sizes: dict[str, int] = {run.role: run.world_size for run in report.runs}
     rows = [
-        (
-            run.role,
-            f"{run.world_size:,}",
-            f"{run.seconds:.1f}",
-            "yes" if run.finished else "no",
-            "" if run.saves_skipped is None else str(run.saves_skipped),
-            run.precision or "",
-            run.device or "",
-            run.record or "",
-        )
+        (run.role, run.world_size, f"{run.seconds:.1f}", run.finished, run.saves_skipped, run.precision, run.device,
+         run.record)
         for run in report.runs
-    ]
+    ]  # fmt: skip
     numbers = {"ranks": "right", "seconds": "right", "finished": "", "saves skipped": "right"}
     return {
         "title": report.source.path,
@@ -112,8 +105,8 @@ def _prove_losses(report: Prove, sizes: dict[str, int]) -> dict[str, Chart | Tab
     rows = [
         (
             str(step),
-            *("" if value is None else f"{value}" for value in values),
-            f"{difference[step]:.2e}" if step in difference else "",
+            *(None if value is None else str(value) for value in values),
+            f"{difference[step]:.2e}" if step in difference else None,
         )
         for step, values in enumerate(zip_longest(*losses.values()), start=1)
     ]
@@ -127,7 +120,7 @@ def _prove_losses(report: Prove, sizes: dict[str, int]) -> dict[str, Chart | Tab
 def _roots(report: Prove) -> Table | None:
     known = {name: root for name, root in report.content_roots if root is not None}
     same = len(set(known.values())) == 1
-    rows: list[tuple[str | Cell, ...]] = []
+    rows = []
     for name, root in report.content_roots:
         tone: Tone | None = None if root is None else "good" if same or root == report.content_roots.files else "bad"
         rows.append((name.replace("_", " "), Cell(root or "none", tone)))
@@ -264,9 +257,9 @@ def _restarts(job: Timeline) -> Table | None:
     rows = [
         (
             str(number),
-            f"{start.world_size:,}",
+            start.world_size,
             _processes(start),
-            *("" if (spent := getattr(restart, field)) is None else f"{spent:.2f}" for field, *_ in _PHASES),
+            *(None if (spent := getattr(restart, field)) is None else f"{spent:.2f}" for field, *_ in _PHASES),
             f"{restart.total:.2f}",
             f"{restart.our_share:.1%}",
         )
@@ -309,15 +302,15 @@ def _starts(job: Timeline) -> Table | None:
         (
             str(number),
             f"{start.time - job.began:,.1f} s",
-            f"{start.world_size:,}",
-            f"{start.nodes:,}",
+            start.world_size,
+            start.nodes,
             start.host,
             _processes(start),
             "new" if start.tag is None and start.tier is None else f"step {start.resumed_at}",
-            start.tier or "",
-            "" if start.last_step is None else f"{start.last_step:,}",
-            f"{start.lost_steps:,}",
-            f"{start.saves:,}",
+            start.tier,
+            start.last_step,
+            start.lost_steps,
+            start.saves,
             Cell(_end(start, is_last=number == len(job.starts)), "bad" if start.end == "error" else None),
         )
         for number, start in enumerate(job.starts, start=1)

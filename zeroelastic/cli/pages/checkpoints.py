@@ -1,4 +1,4 @@
-"""The pages on one checkpoint, of ``inspect`` and ``verify``: the sentence at the top, figures, rows of tables."""
+"""The pages on checkpoints, of ``inspect``, ``verify``, ``plan`` and ``diff``: a sentence, figures, tables."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ from zeroelastic.cli.pages.figures import (
     Table,
     Tone,
     byte_ticks,
+    columns,
+    matrix,
     number_ticks,
     rank_map,
     strips,
     table,
 )
-from zeroelastic.core.layout import Int64Array
+from zeroelastic.core.layout import Int64Array, Layout, Param
 from zeroelastic.errors import counted
+from zeroelastic.verbs.diff.diff import Difference, DiffReport
+from zeroelastic.verbs.diff.tensors import ComparedTensor
 from zeroelastic.verbs.inspect.report import InspectedParam, InspectReport, SavedLayout
+from zeroelastic.verbs.plan.plan import PlanReport
 from zeroelastic.verbs.verify.report import VerifiedFile, VerifyReport
 
 _MOST_RANKS = 24  # with a strip in the layout
@@ -40,6 +45,7 @@ _MOST_PIECES = (
 _MOST_SUB_GROUPS = 40  # more have one colour
 _MOST_FILES = 16
 _MOST_DAMAGES = 200  # of a file
+_MOST_NORMS = 12  # that are drawn of a diff
 
 
 def inspect_view(found: InspectReport) -> dict[str, object]:
@@ -68,12 +74,7 @@ def inspect_view(found: InspectReport) -> dict[str, object]:
         "groups": table(
             {"group": "", "parameters": "right", "elements": "right", "hyper-parameters": ""},
             [
-                (
-                    str(number),
-                    f"{group.num_params:,}",
-                    f"{group.numel:,}",
-                    ", ".join(f"{key} {value}" for key, value in group.options.items() if value not in (None, False)),
-                )
+                (number, group.num_params, group.numel, _options(group.options))
                 for number, group in enumerate(found.groups)
             ],
         ),
@@ -85,6 +86,10 @@ def inspect_view(found: InspectReport) -> dict[str, object]:
         "files": _standing_out(found),
         **_layout_figures(found),
     }
+
+
+def _options(options: Mapping[str, object]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in options.items() if value not in (None, False))
 
 
 def _without_code(remedy: str | None) -> list[str]:
@@ -116,11 +121,11 @@ def _params(params: list[InspectedParam]) -> Table | None:
             param.name,
             param.kind,
             "\N{MULTIPLICATION SIGN}".join(map(str, param.shape)) or "scalar",
-            "" if param.tied_to else f"{param.numel:,}",
-            "" if param.bytes is None or param.tied_to else format_size(param.bytes),
-            "" if param.group is None else str(param.group),
-            "" if param.sub_group is None else str(param.sub_group),
-            param.tied_to or "",
+            None if param.tied_to else param.numel,
+            None if param.bytes is None or param.tied_to else format_size(param.bytes),
+            param.group,
+            None if param.sub_group is None else str(param.sub_group),
+            param.tied_to,
         )
         for param in largest[:2000]
     ]
@@ -130,7 +135,7 @@ def _params(params: list[InspectedParam]) -> Table | None:
 
 def _standing_out(found: InspectReport) -> Table | None:
     files = found.files
-    rows: list[tuple[str | Cell, ...]] = [(name, Cell("missing", "bad")) for name in files.missing]
+    rows: list[tuple[object, ...]] = [(name, Cell("missing", "bad")) for name in files.missing]
     kinds = {"of no rank": files.stale, "not known": files.odd, "left over": files.leftovers, "folder": files.folders}
     rows += [(name, kind) for kind, names in kinds.items() for name in names]
     more = max(files.num_missing - len(files.missing), 0)
@@ -166,14 +171,9 @@ def layout_chart(
 
     Ranks in ``missing`` have no optimizer file, the ``marked`` lack some file.
     """
-    placed = [param for param in params if param.sub_group is not None and param.offset is not None]
-    rows = np.array([(param.numel, param.sub_group, param.offset) for param in placed], dtype=np.int64).reshape(-1, 3)
-    order = np.lexsort((rows[:, 2], rows[:, 1]))
-    names = [placed[i].name for i in order.tolist()]
-    numel, sub_group, offset = rows[order].T
-    sizes = np.array(layout.sub_group_numel, dtype=np.int64)
-    bases = np.cumsum(sizes) - sizes
-    end = int(sizes.sum())
+    held = _held(layout, params, world_size)
+    bases = np.cumsum(held.sub_group_numel) - held.sub_group_numel
+    end = int(held.sub_group_numel.sum())
     every = Bins.at_most(world_size, _MOST_RANKS).step
     shown = sorted({*range(0, world_size, every), world_size - 1, *sorted(marked)[: _MOST_RANKS // 2]})
     drawn = []
@@ -182,9 +182,7 @@ def layout_chart(
             piece = Piece(0, end, DAMAGE, f"rank {rank:,}: its optimizer file is missing")
             drawn.append(Strip(f"rank {rank:,}", (piece,), bad=True))
             continue
-        begin, length = _owned(layout.split, numel, sub_group, offset, sizes[sub_group], rank, world_size)
-        pieces = _padding(rank, sub_group, length, sizes, bases)
-        pieces += _pieces(rank, names, sub_group, bases[sub_group] + begin, length, end, len(sizes))
+        pieces = [*_padding(rank, held, bases), *_pieces(rank, held, bases, end)]
         drawn.append(Strip(f"rank {rank:,}", pieces, bad=rank in marked))
     notes = [
         f"All sub-groups of a rank end to end, {end:,} elements; a colour changes where a parameter ends, and its hue "
@@ -192,47 +190,47 @@ def layout_chart(
     ]
     notes += [f"{len(shown)} of {world_size:,} ranks are drawn."] if len(shown) < world_size else []
     notes += ["A rank with a sign lacks files, which are listed below."] if marked else []
-    notes += ["Neighbouring small parameters are put together."] if len(names) > _MOST_PIECES else []
+    notes += ["Neighbouring small parameters are put together."] if held.num_params > _MOST_PIECES else []
     legend = [("part-a", "parameters")]
-    legend += [("part-c", "of every second sub-group")] if len(sizes) > 1 else []
+    legend += [("part-c", "of every second sub-group")] if held.num_sub_groups > 1 else []
     legend += [("padding", "padding")]
     legend += [(DAMAGE, "missing")] if missing else []
     return strips(drawn, end=end, ticks=number_ticks(end), title="elements", legend=legend, notes=notes)
 
 
-def _owned(
-    split: str, numel: Int64Array, sub_group: Int64Array, offset: Int64Array, size: Int64Array, rank: int, ranks: int
-) -> tuple[Int64Array, Int64Array]:
-    """Where a rank's buffers have its part of each parameter, and how many elements that is."""
-    if split == "param":
-        part = -(-numel // ranks)
-        return offset, np.clip(numel - part * rank, 0, part)
-    begin = np.clip(offset - size * rank, 0, size)
-    return begin, np.clip(offset + numel - size * rank, 0, size) - begin
+def _held(layout: SavedLayout, params: Sequence[InspectedParam], world_size: int) -> Layout:
+    """The layout of the parameters whose places are known, by sub-group and place."""
+    known = [
+        (one.sub_group, one.offset, one.numel, Param(one.name, tuple(one.shape)))
+        for one in params
+        if one.sub_group is not None and one.offset is not None
+    ]
+    known.sort(key=lambda one: one[:2])
+    sub_group, place, numel = np.array([one[:3] for one in known], dtype=np.int64).reshape(-1, 3).T
+    sizes = np.array(layout.sub_group_numel, dtype=np.int64)
+    start = np.zeros_like(place)
+    origin, part, offset = (
+        (start, -(-numel // world_size), place) if layout.split == "param" else (place, sizes[sub_group], start)
+    )
+    return Layout(world_size, tuple(one[3] for one in known), numel, sub_group, origin, part, offset, sizes)
 
 
-def _padding(rank: int, sub_group: Int64Array, length: Int64Array, sizes: Int64Array, bases: Int64Array) -> list[Piece]:
+def _padding(rank: int, held: Layout, bases: Int64Array) -> list[Piece]:
     """The sub-groups that are not full; their parameters are drawn above."""
+    sizes, owned = held.sub_group_numel.tolist(), held.owned_numels(rank)
     if len(sizes) > _MOST_SUB_GROUPS:
-        sub_group, sizes, bases = np.zeros_like(sub_group), sizes.sum(keepdims=True), bases[:1]
-    owned = np.bincount(sub_group, weights=length, minlength=len(sizes)).astype(np.int64)
+        sizes, owned, bases = [sum(sizes)], [sum(owned)], bases[:1]
     return [
         Piece(base, base + size, "padding", f"rank {rank:,}: {counted(size - have, 'element')} of padding")
-        for base, size, have in zip(bases.tolist(), sizes.tolist(), owned.tolist(), strict=True)
+        for base, size, have in zip(bases.tolist(), sizes, owned, strict=True)
         if have < size
     ]
 
 
-def _pieces(
-    rank: int,
-    names: Sequence[str],
-    sub_group: Int64Array,
-    begin: Int64Array,
-    length: Int64Array,
-    end: int,
-    num_sub_groups: int,
-) -> list[Piece]:
+def _pieces(rank: int, held: Layout, bases: Int64Array, end: int) -> list[Piece]:
     """The parameters of one rank, neighbours put together where they are too small to be seen alone."""
+    sub_group, num_sub_groups = held.sub_group, held.num_sub_groups
+    begin, length = bases[sub_group] + held.buffer_offset(rank), held.owned(rank)[1]
     have = np.flatnonzero(length)
     if not len(have):
         return []
@@ -249,7 +247,9 @@ def _pieces(
         odd = int(sub_group[one]) % 2 if num_sub_groups <= _MOST_SUB_GROUPS else 0
         style = ("part-a", "part-b", "part-c", "part-d")[2 * odd + number % 2]
         num = int(last[number] - first[number]) + 1
-        what = names[one] if num == 1 else f"{num:,} parameters from {names[one]} to {names[other]}"
+        what, last_name = held.params[one].name, held.params[other].name
+        if num > 1:
+            what = f"{num:,} parameters from {what} to {last_name}"
         if num_sub_groups > 1:
             what = f"sub-group {int(sub_group[one]):,}, {what}"
         tip = f"rank {rank:,}, {what}: {counted(count, 'element')}"
@@ -265,16 +265,7 @@ def verify_view(found: VerifyReport) -> dict[str, object]:
         [] if mark is None else [f"Marked as damaged at {mark.marked_at} by zeroelastic {mark.version}: {mark.why}"]
     )
     marked += ["The mark was removed, because the checkpoint is valid."] if found.lifted else []
-    rows = [
-        (
-            Cell(problem.sentence, "bad"),
-            problem.param or "",
-            problem.key or "",
-            "" if problem.offset is None else f"{problem.offset:,}",
-            "" if problem.bytes is None else f"{problem.bytes:,}",
-        )
-        for problem in found.problems
-    ]
+    rows = [(Cell(one.sentence, "bad"), one.param, one.key, one.offset, one.bytes) for one in found.problems]
     columns = {"problem": "", "parameter": "name", "state key": "", "at byte": "right", "bytes": "right"}
     return {
         "title": found.path,
@@ -370,3 +361,184 @@ def _file_strip(name: str, file: VerifiedFile | None, problems: Sequence[Problem
         begin = min(problem.offset or 0, size)
         pieces.append(Piece(begin, min(begin + max(problem.bytes or 0, 1), size), DAMAGE, problem.sentence))
     return Strip(label, pieces, bad=bool(problems))
+
+
+def plan_view(plan: PlanReport) -> dict[str, object]:
+    """What it costs, how many bytes go from where to where, what each rank reads."""
+    costs = plan.load if plan.verb == "load" else plan.reshard
+    read = [rank.bytes_read + rank.header_bytes for rank in plan.ranks]
+    bars = [
+        Bar(f"rank {rank.rank:,}", nbytes / max(read) if nbytes else 0.0, format_size(nbytes))
+        for rank, nbytes in zip(plan.ranks, read, strict=True)
+    ]
+    seconds = _seconds(costs.seconds)
+    return {
+        "title": plan.path,
+        "tone": "note" if plan.notes else "good",
+        "sentence": _plan_answer(plan, seconds),
+        "costs": costs,
+        "seconds": seconds,
+        "traffic": _traffic(plan),
+        "read": columns(bars, byte_ticks(max(read)), title="target rank"),
+        "few": len(plan.ranks) <= 40,
+        "ranks": _plan_ranks(plan),
+    }
+
+
+def _plan_answer(plan: PlanReport, seconds: str | None) -> str:
+    ranks = counted(plan.target_world_size, "rank")
+    time = "" if seconds is None else f", which takes {seconds} s at the bandwidth given below"
+    if plan.verb == "load":
+        worst = max(plan.ranks, key=lambda rank: rank.bytes_read + rank.header_bytes)
+        most = format_size(worst.bytes_read + worst.header_bytes)
+        files = counted(worst.optimizer_files + worst.model_files, "file")
+        return (
+            f"A load on {ranks} reads {format_size(plan.load.bytes_read)} in all: the state {plan.amplification:.2f} "
+            f"times, and headers; the rank that reads most reads {most} from {files}{time}."
+        )
+    return (
+        f"A reshard to {ranks} reads {format_size(plan.reshard.bytes_read)} from "
+        f"{counted(plan.reshard.files_read, 'file')} and writes {format_size(plan.reshard.bytes_written)} to "
+        f"{counted(plan.reshard.files_written, 'file')}{time}."
+    )
+
+
+def _seconds(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 0.001 else "less than 0.001"
+
+
+def _traffic(plan: PlanReport) -> Chart:
+    entries = [
+        (source.rank, rank.rank, source.optimizer_bytes + source.frozen_bytes)
+        for rank in plan.ranks
+        for source in rank.sources
+    ]
+    source, target, nbytes = np.array(entries, dtype=np.int64).reshape(-1, 3).T
+    return matrix(source, target, nbytes, num_sources=plan.world_size, num_targets=plan.target_world_size)
+
+
+def _plan_ranks(plan: PlanReport) -> Table | None:
+    """The ranks in order where they are few, those that read most first where they are many."""
+    most = sorted(plan.ranks, key=lambda rank: (-(rank.bytes_read + rank.header_bytes), rank.rank))
+    rows = [
+        (
+            rank.rank,
+            *map(format_size, (rank.bytes_owned, rank.bytes_read, rank.header_bytes)),
+            rank.optimizer_files + rank.model_files,
+            rank.segments,
+            rank.requests,
+            format_size(rank.memory),
+        )
+        for rank in (plan.ranks if len(plan.ranks) <= 40 else most[:2000])
+    ]
+    titles = ("rank", "owns", "reads", "headers", "files", "segments", "requests", "memory")
+    return table(dict.fromkeys(titles, "right"), rows, total=len(plan.ranks))
+
+
+def diff_view(found: DiffReport) -> dict[str, object]:
+    """Whether the two are equal, which tensors differ and how far, and what else differs."""
+    tone, sentence = _diff_answer(found)
+    worst = sorted(found.tensors, key=_badness)
+    norms = [(tensor, tensor.relative_norm) for tensor in worst if tensor.relative_norm][:_MOST_NORMS]
+    most = max((norm for _, norm in norms), default=0.0)
+    bars = [Bar(f"{tensor.param} · {tensor.key}", norm / most, f"{norm:.3g}") for tensor, norm in norms]
+    only = [
+        (one.param, one.key, Cell(f"only in {side}", "bad"))
+        for side, alone in (("A", found.only_a), ("B", found.only_b))
+        for one in alone
+    ]
+    return {
+        "title": f"{found.a} and {found.b}",
+        "tone": tone,
+        "sentence": sentence,
+        "counts": _tensor_counts(found),
+        "most": "" if len(norms) == len(worst) else f": the {len(norms)} tensors with the largest",
+        "norms": Bars(tuple(bars), long=True) if bars else None,
+        "tensors": _tensors(worst),
+        "only": table({"parameter": "name", "key": "", "where": ""}, only),
+        "state": _values(found.state),
+        "saving": _values(found.saving),
+    }
+
+
+def _diff_answer(found: DiffReport) -> tuple[Tone, str]:
+    if found.ok:
+        return "good", f"Equal: all {counted(found.num_tensors, 'tensor')} bit for bit, and all other state."
+    others = counted(len(found.state), "other value")
+    if found.weights_equal:
+        what = [f"{counted(len(found.tensors), 'tensor')} of optimizer state"] if found.tensors else []
+        what += [others] if found.state else []
+        what += ["what only one side has"] if found.only_a or found.only_b else []
+        return "bad", f"The weights are equal bit for bit; different are {' and '.join(what)}."
+    weights = [tensor for tensor in found.tensors if tensor.key in ("fp32", "frozen")]
+    elements = sum(tensor.num_elements or 0 for tensor in weights)
+    different = sum(tensor.num_different or 0 for tensor in weights)
+    most = max((tensor.max_abs for tensor in weights if tensor.max_abs is not None), default=None)
+    far = "" if most is None else f", by {most:.3g} at most"
+    sentence = (
+        f"The weights differ in {counted(len(weights), 'parameter')}: {different:,} of {elements:,} elements{far}"
+    )
+    if not weights:
+        sentence = "The weights differ: some are on one side only"
+    return "bad", sentence + (f"; {others} differ, too." if found.state else ".")
+
+
+def _badness(tensor: ComparedTensor) -> tuple[bool, float, float, str, str]:
+    """What sorts the worst difference first: what cannot be compared, then by relative norm, then by elements."""
+    norm = tensor.relative_norm
+    share = (tensor.num_different or 0) / tensor.num_elements if tensor.num_elements else 0.0
+    return (norm is not None, -(norm or 0.0), -share, tensor.param, tensor.key)
+
+
+def _tensor_counts(found: DiffReport) -> Chart | None:
+    counts = (
+        ("part-c", "equal bit for bit", found.num_equal),
+        ("hue-2", "different", len(found.tensors)),
+        ("hue-4", "only in A", len(found.only_a)),
+        ("hue-5", "only in B", len(found.only_b)),
+    )
+    pieces: list[Piece] = []
+    place = 0
+    for style, what, count in counts:
+        if count:
+            pieces.append(Piece(place, place + count, style, f"{counted(count, 'tensor')} {what}"))
+        place += count
+    legend = [(style, f"{what}: {count:,}") for style, what, count in counts if count]
+    return strips([Strip("tensors", pieces)], end=place, ticks=number_ticks(place), legend=legend) if place else None
+
+
+def _tensors(worst: list[ComparedTensor]) -> Table | None:
+    rows = [
+        (
+            tensor.param,
+            tensor.key,
+            tensor.num_different,
+            tensor.num_elements,
+            None if tensor.max_abs is None else f"{tensor.max_abs:.3g}",
+            tensor.max_ulp,
+            None if tensor.relative_norm is None else f"{tensor.relative_norm:.3g}",
+            _notes(tensor),
+        )
+        for tensor in worst[:2000]
+    ]
+    numbers = dict.fromkeys(("different", "of", "largest", "in ulp", "relative norm"), "right")
+    return table({"parameter": "name", "key": "", **numbers, "notes": ""}, rows, total=len(worst))
+
+
+def _notes(tensor: ComparedTensor) -> str:
+    notes = []
+    if tensor.shape.a != tensor.shape.b:
+        notes.append(f"shape {tensor.shape.a} and {tensor.shape.b}")
+    if tensor.dtype.a != tensor.dtype.b:
+        notes.append(f"{tensor.dtype.a} and {tensor.dtype.b}")
+    if tensor.num_nonfinite:
+        notes.append(f"{tensor.num_nonfinite:,} NaN or infinite")
+    if tensor.num_sign_changed:
+        notes.append(f"{tensor.num_sign_changed:,} of another sign")
+    return "; ".join(notes)
+
+
+def _values(values: Sequence[Difference]) -> Table | None:
+    return table({"what": "", "A": "", "B": ""}, [(one.what, one.a or "none", one.b or "none") for one in values])
