@@ -28,13 +28,12 @@ from report import benchmark_arguments, write_results
 from zeroelastic.executors.dispatch import (
     CopyTable,
     DigestRows,
-    MemoryRanges,
-    ReadTable,
+    Ranges,
     read_segments,
     sum_segments,
     write_segments,
 )
-from zeroelastic.executors.engine import default_threads
+from zeroelastic.executors.tables import default_threads
 
 HOST_READ, TO_DEVICE = "files -> pinned memory", "pinned memory -> GPU"
 HOST_WRITE, FROM_DEVICE = "pinned memory -> file, digest and CRC-32", "GPU -> pinned memory"
@@ -76,8 +75,7 @@ def methods(work: Workload, folder: Path) -> dict[str, Run]:
         paths.append(folder / f"{number}.bin")
         tensor.numpy().tofile(paths[-1])
     order = np.lexsort((rows.src_offset, rows.src))
-    sorted_rows = rows.rows(order)
-    reads = ReadTable(tuple(paths), *sorted_rows.columns)
+    reads = rows.rows(order)
     digest = DigestRows(
         seeds=np.arange(num_rows, dtype=np.uint64),
         stream=np.arange(num_rows),
@@ -91,16 +89,16 @@ def methods(work: Workload, folder: Path) -> dict[str, Run]:
     crc32 = np.zeros(num_rows, dtype=np.uint32)
     # Out of the flat tensor into a file: the destinations of the rows, where they are.
     out = CopyTable(rows.dst, rows.dst_offset, rows.dst, rows.dst_offset, rows.nbytes)
-    summed = MemoryRanges(rows.dst, rows.dst_offset, rows.nbytes)
+    summed = Ranges(rows.dst, rows.dst_offset, rows.nbytes)
     flat = torch.rand(work.nbytes // 4, device="cuda")
     to_device, from_device = pinned_copies(work.nbytes)
     sums = {"digest": digest, "crc32": crc32}
     compared: dict[str, Run] = {
-        HOST_READ: lambda: read_segments(reads, [on_host], executor="native"),
+        HOST_READ: lambda: read_segments(reads, paths, [on_host], executor="native"),
         TO_DEVICE: to_device,
-        READ: lambda: read_segments(reads, [target], executor="cuda"),
-        READ_DIGEST: lambda: read_segments(reads, [target], digest=digest, executor="cuda"),
-        READ_TORCH: lambda: read_segments(reads, [target], executor="torch"),
+        READ: lambda: read_segments(reads, paths, [target], executor="cuda"),
+        READ_DIGEST: lambda: read_segments(reads, paths, [target], digest=digest, executor="cuda"),
+        READ_TORCH: lambda: read_segments(reads, paths, [target], executor="torch"),
         HOST_WRITE: lambda: write_segments(out, [on_host], [written], executor="native", **sums),
         FROM_DEVICE: from_device,
         WRITE: lambda: write_segments(out, [target], [written], executor="cuda", **sums),

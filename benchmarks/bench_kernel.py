@@ -29,7 +29,7 @@ from zeroelastic.core.digest import digest_range as digest_range_reference
 from zeroelastic.core.layout import Param, layout_from_sub_groups
 from zeroelastic.core.plan import coalesce, make_plan
 from zeroelastic.executors import dispatch
-from zeroelastic.executors.dispatch import CopyTable, DigestRows, ReadTable
+from zeroelastic.executors.dispatch import CopyTable, DigestRows
 from zeroelastic.executors.native_executor import digest_range, instruction_set, limit_instruction_set
 
 copy_segments = functools.partial(dispatch.copy_segments, executor="native")
@@ -244,13 +244,11 @@ def methods(work: Workload, threads: int, directory: Path | None) -> dict[str, C
             if not path.exists():
                 data.tofile(path)
         by_file = np.lexsort((table.src_offset, table.src))
-        reads = ReadTable(
-            paths, *(c[by_file] for c in (table.src, table.src_offset, table.dst, table.dst_offset, table.nbytes))
-        )
+        reads = table.rows(by_file)
         sums = DigestRows(digest.seeds, digest.stream[by_file], digest.start[by_file], digest.itemsize)
-        check(read_segments(reads, [dst_bytes], digest=sums, threads=threads).digests, READ_DIGEST)
-        compared[READ] = lambda: read_segments(reads, [dst_bytes], threads=threads)
-        compared[READ_DIGEST] = lambda: read_segments(reads, [dst_bytes], digest=sums, threads=threads)
+        check(read_segments(reads, paths, [dst_bytes], digest=sums, threads=threads).digests, READ_DIGEST)
+        compared[READ] = lambda: read_segments(reads, paths, [dst_bytes], threads=threads)
+        compared[READ_DIGEST] = lambda: read_segments(reads, paths, [dst_bytes], digest=sums, threads=threads)
     return compared
 
 

@@ -12,7 +12,7 @@ from engines import Engine
 from hypothesis import strategies as st
 
 from zeroelastic.core.digest import combine, digest_range
-from zeroelastic.executors.dispatch import Buffer, Cast, CopyTable, DigestRows, FileRanges, ReadTable
+from zeroelastic.executors.dispatch import Buffer, Cast, CopyTable, DigestRows, Ranges
 from zeroelastic.executors.tables import CASTS, cast_itemsizes
 
 UNTOUCHED = 0xA5
@@ -119,8 +119,8 @@ def parts(case: Case) -> Iterator[np.ndarray]:
     return (case.src[number][offset : offset + nbytes] for number, offset, nbytes in rows)
 
 
-def file_rows(paths: tuple[Path, ...], rows: CopyTable) -> FileRanges:
-    return FileRanges(paths, rows.src, rows.src_offset, rows.nbytes)
+def ranges(rows: CopyTable) -> Ranges:
+    return Ranges(rows.src, rows.src_offset, rows.nbytes)
 
 
 def write_files(folder: Path, contents: tuple[np.ndarray | bytes, ...], name: str = "src") -> tuple[Path, ...]:
@@ -138,14 +138,6 @@ def untouched(engine: Engine, case: Case) -> list[Buffer]:
     return [engine.put(np.full(size, UNTOUCHED, dtype=np.uint8), case.misaligned) for size in case.dst_sizes]
 
 
-def read_table(paths: tuple[Path, ...], rows: CopyTable) -> ReadTable:
-    return ReadTable(paths, rows.src, rows.src_offset, rows.dst, rows.dst_offset, rows.nbytes)
-
-
 def segment(src_offset: int, dst_offset: int, nbytes: int) -> CopyTable:
     columns = (np.array([value], dtype=np.int64) for value in (0, src_offset, 0, dst_offset, nbytes))
     return CopyTable(*columns)
-
-
-def one_row(path: Path, offset: int, nbytes: int) -> ReadTable:
-    return read_table((path,), segment(offset, 0, nbytes))

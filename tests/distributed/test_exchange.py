@@ -128,7 +128,7 @@ def swap_on_gpu(numel: int, group_moves_it: bool) -> tuple[bool, bool]:
     with (
         open_fake_gpu() as gpu,
         mock.patch.object(exchange, "_Memory", GpuMemory),
-        mock.patch.object(cuda_executor, "copy_segments", wraps=cuda_executor.copy_segments) as by_cuda,
+        mock.patch.object(cuda_executor, "run", wraps=cuda_executor.run) as by_cuda,
     ):
         GpuMemory.gpu = gpu
         source = to_fake_gpu(gpu, torch.arange(numel, dtype=torch.float32) + 1000 * rank)

@@ -39,13 +39,13 @@ from zeroelastic.executors.dispatch import (
     CopyTable,
     DeviceBuffer,
     DigestRows,
-    MemoryRanges,
-    ReadTable,
+    Ranges,
     copy_segments,
     read_segments,
     sum_segments,
     write_segments,
 )
+from zeroelastic.executors.tables import operation_of
 from zeroelastic.torch_file import save
 from zeroelastic.torch_file.save import DigestRange, write_torch_file
 
@@ -57,14 +57,10 @@ def segment(src_offset: int, dst_offset: int, nbytes: int) -> CopyTable:
     return CopyTable(*(np.array([value], dtype=np.int64) for value in (0, src_offset, 0, dst_offset, nbytes)))
 
 
-def read_table(path: Path, rows: CopyTable) -> ReadTable:
-    return ReadTable((path,), rows.src, rows.src_offset, rows.dst, rows.dst_offset, rows.nbytes)
-
-
-def memory_ranges(nbytes: list[int]) -> MemoryRanges:
+def memory_ranges(nbytes: list[int]) -> Ranges:
     """Each buffer whole."""
     number = np.arange(len(nbytes), dtype=np.int64)
-    return MemoryRanges(number, np.zeros_like(number), np.array(nbytes, dtype=np.int64))
+    return Ranges(number, np.zeros_like(number), np.array(nbytes, dtype=np.int64))
 
 
 def digests_of(itemsizes: list[int]) -> DigestRows:
@@ -73,9 +69,13 @@ def digests_of(itemsizes: list[int]) -> DigestRows:
     return DigestRows(number.astype(np.uint64) + 5, number, number * 77, np.array(itemsizes, dtype=np.int64))
 
 
-def rows_of(engine: mock.Mock) -> list[int]:
-    """The rows of each table that an engine was called with."""
-    return [len(call.args[0].nbytes) for call in engine.call_args_list]
+def rows_of(engine: mock.Mock, operation: str) -> list[int]:
+    """The rows of each table with which an engine was called for an operation."""
+    return [
+        len(call.args[0].nbytes)
+        for call in engine.call_args_list
+        if operation_of(*(call.kwargs[side] is not None for side in ("src_paths", "dst_paths", "dst"))) == operation
+    ]
 
 
 # --- the library ----------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def test_the_library_loads_without_a_gpu_and_says_what_made_it(tmp_path: Path) -
     path = tmp_path / "x"
     path.write_bytes(bytes(8))
     with pytest.raises(UnsupportedError, match="the CUDA engine failed"):
-        read_segments(read_table(path, segment(0, 0, 8)), [DeviceBuffer(4096, 8)], executor="cuda")
+        read_segments(segment(0, 0, 8), [path], [DeviceBuffer(4096, 8)], executor="cuda")
     with pytest.raises(UnsupportedError, match="the CUDA engine failed"):
         copy_segments(segment(0, 0, 8), [DeviceBuffer(4096, 8)], [DeviceBuffer(8192, 8)], executor="cuda")
     with pytest.raises(UnsupportedError, match="the CUDA engine failed"):
@@ -205,7 +205,7 @@ def test_other_executors_fill_a_gpu_by_way_of_host_memory(
     fake_gpu: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = Checkpoint(tmp_path)
-    monkeypatch.setattr(cuda_executor, "read_segments", lambda *_, **__: pytest.fail("the cuda engine was used"))
+    monkeypatch.setattr(cuda_executor, "run", lambda *_, **__: pytest.fail("the cuda engine was used"))
     for executor in ("numpy", "native", "torch"):
         if executor == "native" and not describe_build("native").usable:
             continue
@@ -221,7 +221,7 @@ def test_where_cuda_refuses_auto_goes_by_way_of_host_memory_and_cuda_fails(
         raise UnsupportedError("the CUDA engine failed: no pinned memory.")
 
     saved = Checkpoint(tmp_path)
-    monkeypatch.setattr(cuda_executor, "read_segments", refuse)
+    monkeypatch.setattr(cuda_executor, "run", refuse)
     tensor = on_fake_gpu(fake_gpu, len(saved.want), torch.float32)
     targets = [Target("fp32", 0, tensor, "float32")]
     with pytest.raises(UnsupportedError, match="no pinned memory"):
@@ -263,8 +263,8 @@ def test_what_other_ranks_send_goes_to_its_place_on_the_gpu(
         (rows.paths[file] for file in rows.file), rows.file_offset, rows.nbytes, at, strict=True
     ):
         arrived[begin : begin + nbytes] = np.frombuffer(Path(path).read_bytes(), np.uint8)[offset : offset + nbytes]
-    by_cuda = mock.Mock(wraps=cuda_executor.copy_segments)
-    monkeypatch.setattr(cuda_executor, "copy_segments", by_cuda)
+    by_cuda = mock.Mock(wraps=cuda_executor.run)
+    monkeypatch.setattr(cuda_executor, "run", by_cuda)
     for there in (to_fake_gpu(fake_gpu, torch.from_numpy(arrived)), arrived):
         same = on_fake_gpu(fake_gpu, numel + 2, torch.float32)
         other = on_fake_gpu(fake_gpu, numel + 2, torch.bfloat16)
@@ -278,7 +278,7 @@ def test_what_other_ranks_send_goes_to_its_place_on_the_gpu(
         read = fill(saved.plan, saved.extents, part.targets, digest=True).read_digests
         assert len(totals) == 2 * len(read) == 2 * len(NUMELS)  # one for each target
         assert all(total == read[name].digest for name, total in zip(streams.names, totals.tolist(), strict=True))
-    assert rows_of(by_cuda) == [rows.num_rows // 2], (
+    assert rows_of(by_cuda, "copy") == [rows.num_rows // 2], (
         "on the GPU all that is not cast, in one call; from host memory none"
     )
 
@@ -305,13 +305,13 @@ def test_digests_of_a_gpu_are_made_there_in_one_call(
     pieces.insert(2, LivePiece("host", "exp_avg", torch.arange(10.0), 3))
     data = torch.arange(10.0).view(torch.uint8).numpy()
     want.insert(2, digest_range(data, 4, seed=stream_seed("host", "exp_avg"), start=3))
-    by_cuda = mock.Mock(wraps=cuda_executor.sum_segments)
-    monkeypatch.setattr(cuda_executor, "sum_segments", by_cuda)
+    by_cuda = mock.Mock(wraps=cuda_executor.run)
+    monkeypatch.setattr(cuda_executor, "run", by_cuda)
     assert digest_pieces(pieces) == want
-    assert rows_of(by_cuda) == [len(values)]
-    monkeypatch.setattr(cuda_executor, "sum_segments", refuse)
-    by_torch = mock.Mock(return_value=np.arange(len(values), dtype=np.uint64))
-    monkeypatch.setattr(torch_executor, "sum_segments", by_torch)
+    assert rows_of(by_cuda, "sum") == [len(values)]
+    monkeypatch.setattr(cuda_executor, "run", refuse)
+    by_torch = mock.Mock(return_value=(np.arange(len(values), dtype=np.uint64), 0))
+    monkeypatch.setattr(torch_executor, "run", by_torch)
     assert digest_pieces(pieces) == [0, 1, want[2], *range(2, len(values))]
     assert "memory of the GPU is moved by torch instead, which is slower: the CUDA engine failed: out" in caplog.text
 
@@ -377,8 +377,8 @@ def test_a_save_writes_a_gpu_by_the_cuda_engine(
     monkeypatch.setattr(
         save, "as_bytes", lambda storage: copies[storage._cdata] if storage._cdata in copies else as_bytes(storage)
     )
-    by_cuda = mock.Mock(wraps=cuda_executor.write_segments)
-    monkeypatch.setattr(cuda_executor, "write_segments", by_cuda)
+    by_cuda = mock.Mock(wraps=cuda_executor.run)
+    monkeypatch.setattr(cuda_executor, "run", by_cuda)
     path = tmp_path / "ours" / "torch.pt"
     path.parent.mkdir()
     executors: tuple[dispatch.Executor, ...] = ("auto", "cuda", "torch", "numpy")
@@ -389,8 +389,8 @@ def test_a_save_writes_a_gpu_by_the_cuda_engine(
         for run, digest in zip(runs, made, strict=True):
             assert digest == digest_range(run.tensor.view(torch.uint8).numpy(), 4, seed=5, start=10)
     with_digest, without = len(gpu), 2 * len(gpu)
-    assert rows_of(by_cuda) == [with_digest, without] * 2, "by auto and cuda, what is on the GPU alone"
-    monkeypatch.setattr(cuda_executor, "write_segments", refuse)
+    assert rows_of(by_cuda, "write") == [with_digest, without] * 2, "by auto and cuda, what is on the GPU alone"
+    monkeypatch.setattr(cuda_executor, "run", refuse)
     write_torch_file(values, path)
     assert path.read_bytes() == (tmp_path / "torch.pt").read_bytes()
     assert "memory of the GPU is moved by torch instead" in caplog.text
@@ -413,7 +413,7 @@ def test_a_read_comes_after_what_its_stream_was_asked_for(tmp_path: Path) -> Non
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
         target.fill_(7)
-        read_segments(read_table(path, segment(0, 0, len(data))), [target], executor="cuda")
+        read_segments(segment(0, 0, len(data)), [path], [target], executor="cuda")
     assert np.array_equal(target.cpu().numpy(), data)
 
 
@@ -447,7 +447,7 @@ def test_offsets_beyond_4_gib_of_device_memory(tmp_path: Path) -> None:
     data = np.arange(1, 100, dtype=np.uint8)
     path = tmp_path / "x"
     path.write_bytes(data.tobytes())
-    read_segments(read_table(path, segment(0, 2**32 + 5, 99)), [memory], executor="cuda")
+    read_segments(segment(0, 2**32 + 5, 99), [path], [memory], executor="cuda")
     other = torch.zeros(200, dtype=torch.uint8, device="cuda")
     copy_segments(segment(2**32 + 5, 3, 99), [memory], [other], executor="cuda")
     assert np.array_equal(other[3:102].cpu().numpy(), data) and int(other.sum()) == int(data.sum())
@@ -479,7 +479,6 @@ def test_more_than_the_pinned_memory_holds_arrives_whole(tmp_path: Path) -> None
     want = digest_range(data, 1, seed=5, start=12)
     for shift in range(4):
         target = torch.zeros(len(data) + 4, dtype=torch.uint8, device="cuda")
-        table = read_table(path, segment(0, shift, len(data)))
-        result = read_segments(table, [target], digest=digest, executor="cuda")
+        result = read_segments(segment(0, shift, len(data)), [path], [target], digest=digest, executor="cuda")
         assert result.digests is not None and result.digests.tolist() == [want]
         assert np.array_equal(target[shift : shift + len(data)].cpu().numpy(), data)

@@ -20,10 +20,8 @@ from executor_cases import (
     cases,
     convert,
     expected,
-    file_rows,
-    one_row,
     parts,
-    read_table,
+    ranges,
     segment,
     untouched,
     untouched_files,
@@ -43,9 +41,7 @@ from zeroelastic.executors.dispatch import (
     CopyTable,
     DeviceBuffer,
     DigestRows,
-    FileRanges,
-    MemoryRanges,
-    ReadTable,
+    Ranges,
     UInt32Array,
     copy_segments,
     move_segments,
@@ -86,8 +82,9 @@ def test_reads_fill_every_row_and_nothing_else(
     case = data.draw(cases())
     paths = write_files(folder, case.src)
     buffers = untouched(engine, case)
-    table = read_table(paths, case.rows)
-    result = read_segments(table, buffers, digest=case.digest, cast=case.cast, threads=threads, executor=engine.name)
+    result = read_segments(
+        case.rows, paths, buffers, digest=case.digest, cast=case.cast, threads=threads, executor=engine.name
+    )
     want, digests = expected(case)
     for got, wanted in zip(buffers, want, strict=True):
         assert np.array_equal(engine.get(got), wanted)
@@ -163,8 +160,7 @@ def check_files(case: Case, paths: Sequence[Path], totals: UInt64Array | None, s
 def test_memory_is_digested_where_it_is(data: st.DataObject, engine: Engine) -> None:
     case = data.draw(cases(casts=("none",)))
     src = [engine.put(part, case.misaligned) for part in case.src]
-    table = MemoryRanges(case.rows.src, case.rows.src_offset, case.rows.nbytes)
-    totals = sum_segments(table, src, digest=case.digest, executor=engine.name)
+    totals = sum_segments(ranges(case.rows), src, digest=case.digest, executor=engine.name)
     assert totals is not None and totals.tolist() == expected(case)[1]
     for kept, part in zip(src, case.src, strict=True):
         assert np.array_equal(engine.get(kept), part)
@@ -177,7 +173,7 @@ def test_memory_is_digested_and_summed_row_by_row(
     data: st.DataObject, digested: bool, summed: bool, threads: int | None, scanner: Engine
 ) -> None:
     case = data.draw(cases(casts=("none",)))
-    table = MemoryRanges(case.rows.src, case.rows.src_offset, case.rows.nbytes)
+    table = ranges(case.rows)
     digest = case.digest if digested else None
     sums = np.full(len(case.rows.nbytes), 1, dtype=np.uint32) if summed else None
     totals = sum_segments(table, case.src, digest=digest, crc32=sums, threads=threads, executor=scanner.name)
@@ -193,14 +189,13 @@ def test_scans_digest_and_sum_every_row(
 ) -> None:
     case = data.draw(cases(casts=("none",)))
     order = np.array(data.draw(st.permutations(range(len(case.rows.nbytes)))), dtype=np.int64)
-    columns = (case.rows.src, case.rows.src_offset, case.rows.nbytes)
-    table = FileRanges(write_files(folder, case.src), *(column[order] for column in columns))
+    table, paths = ranges(case.rows).rows(order), write_files(folder, case.src)
     rows = DigestRows(
         case.digest.seeds, case.digest.stream[order], case.digest.start[order], case.digest.itemsize[order]
     )
     digest = rows if digested else None
     sums = np.full(len(order), 1, dtype=np.uint32) if summed else None
-    totals = scan_segments(table, digest=digest, crc32=sums, threads=threads, executor=scanner.name)
+    totals = scan_segments(table, paths, digest=digest, crc32=sums, threads=threads, executor=scanner.name)
     assert totals is None if digest is None else totals is not None and totals.tolist() == expected(case)[1]
     if sums is not None:
         want = [zlib.crc32(bytes(part)) for part in parts(case)]
@@ -223,7 +218,7 @@ def test_conversions_are_torch_bit_for_bit(engine: Engine, tmp_path: Path, cast:
     want = convert(cast, src)
     table = segment(0, 0, len(src))
     dst = engine.put(np.zeros(len(want), dtype=np.uint8))
-    read_segments(read_table(write_files(tmp_path, (src,)), table), [dst], cast=cast, executor=engine.name)
+    read_segments(table, write_files(tmp_path, (src,)), [dst], cast=cast, executor=engine.name)
     assert np.array_equal(engine.get(dst), want)
     dst = engine.put(np.zeros(len(want), dtype=np.uint8))
     copy_segments(table, [engine.put(src)], [dst], cast=cast, executor=engine.name)
@@ -255,7 +250,7 @@ def test_one_element_and_none(engine: Engine, tmp_path: Path, cast: Cast) -> Non
         for operation in ("read", "copy"):
             dst = engine.put(np.full(3 * dst_itemsize, UNTOUCHED, dtype=np.uint8))
             if operation == "read":
-                read_segments(read_table(paths, table), [dst], cast=cast, executor=engine.name)
+                read_segments(table, paths, [dst], cast=cast, executor=engine.name)
             else:
                 copy_segments(table, [engine.put(data)], [dst], cast=cast, executor=engine.name)
             assert np.array_equal(engine.get(dst), want)
@@ -278,7 +273,7 @@ def test_what_is_read_is_converted_beside_it(data: st.DataObject, scanner: Engin
         begin = data.draw(st.integers(0, len(source) - nbytes))
         rows.append((data.draw(st.integers(0, 1)), begin, dst, (ends[dst] + gap) * itemsize, nbytes))
         ends[dst] += gap + numel
-    table = read_table(paths, CopyTable(*(np.array([row[i] for row in rows], dtype=np.int64) for i in range(5))))
+    table = CopyTable(*(np.array([row[i] for row in rows], dtype=np.int64) for i in range(5)))
     kept = data.draw(st.lists(st.booleans(), min_size=3, max_size=3))
     buffers = [np.full((end + 1) * itemsize, UNTOUCHED, dtype=np.uint8) for end in ends]
     copies = [
@@ -291,18 +286,18 @@ def test_what_is_read_is_converted_beside_it(data: st.DataObject, scanner: Engin
             made = convert(cast, (source if file == 0 else source[::-1])[begin : begin + nbytes].copy())
             wanted[offset // itemsize * converted :][: len(made)] = made
     plain = [buffer.copy() for buffer in buffers]
-    read_segments(table, plain, executor=scanner.name)
+    read_segments(table, paths, plain, executor=scanner.name)
     digest = DigestRows(
         np.array([7], dtype=np.uint64), np.zeros(len(rows), dtype=np.int64),
         np.arange(len(rows), dtype=np.int64) * len(source), np.full(len(rows), itemsize, dtype=np.int64),
     ) if data.draw(st.booleans()) else None  # fmt: skip
     result = read_segments(
-        table, buffers, digest=digest, copies=ConvertedCopies(cast, copies),
+        table, paths, buffers, digest=digest, copies=ConvertedCopies(cast, copies),
         threads=data.draw(st.sampled_from([None, 1, 3])), executor=scanner.name,
     )  # fmt: skip
     for got, wanted in zip([*buffers, *copies], [*plain, *want], strict=True):
         assert (got is None and wanted is None) or np.array_equal(got, wanted)
-    alone = read_segments(table, plain, digest=digest, executor=scanner.name)
+    alone = read_segments(table, paths, plain, digest=digest, executor=scanner.name)
     assert (result.digests is None) == (digest is None)
     assert digest is None or (result.digests == alone.digests).all()
 
@@ -318,7 +313,7 @@ def test_a_row_whose_elements_cannot_be_converted_beside_it_is_a_bug_that_is_cau
     buffer, copy = np.full(80, UNTOUCHED, dtype=np.uint8), np.full(32, UNTOUCHED, dtype=np.uint8)
     copies = ConvertedCopies("float32->bfloat16", [copy])
     with pytest.raises(AssertionError, match="row 1 of a segment table"):
-        read_segments(read_table(paths, table), [buffer], copies=copies, executor=scanner.name)
+        read_segments(table, paths, [buffer], copies=copies, executor=scanner.name)
     assert (buffer == UNTOUCHED).all() and (copy == UNTOUCHED).all()
 
 
@@ -327,8 +322,8 @@ def test_a_row_whose_elements_cannot_be_converted_beside_it_is_a_bug_that_is_cau
 
 def test_without_rows_no_file_is_opened(engine: Engine, tmp_path: Path) -> None:
     empty = np.empty(0, dtype=np.int64)
-    table = ReadTable((tmp_path / "missing",), empty, empty, empty, empty, empty)
-    result = read_segments(table, [engine.put(np.zeros(3, dtype=np.uint8))], executor=engine.name)
+    table, missing = CopyTable(empty, empty, empty, empty, empty), tmp_path / "missing"
+    result = read_segments(table, [missing], [engine.put(np.zeros(3, dtype=np.uint8))], executor=engine.name)
     assert result.bytes_read == 0 and result.files == () and result.digests is None
 
 
@@ -348,7 +343,7 @@ def test_many_tiny_rows_of_many_files(engine: Engine, tmp_path: Path) -> None:
     dst_offset[place] = ends - nbytes[place]
     zero = np.zeros(num_rows, dtype=np.int64)
     buffer = engine.put(np.zeros(int(nbytes.sum()), dtype=np.uint8))
-    result = read_segments(ReadTable(paths, file, offset, zero, dst_offset, nbytes), [buffer], executor=engine.name)
+    result = read_segments(CopyTable(file, offset, zero, dst_offset, nbytes), paths, [buffer], executor=engine.name)
     want = np.concatenate([data[file[i], offset[i] : offset[i] + nbytes[i]] for i in place])
     assert np.array_equal(engine.get(buffer), want)
     engine.free()
@@ -373,8 +368,8 @@ def test_rows_longer_than_any_request(engine: Engine, tmp_path: Path) -> None:
         start=np.array([0, 999, 5, 1024]),
         itemsize=zero + 4,
     )
-    table = ReadTable((path,), zero, cuts[:-1], zero, dst_offset, nbytes)
-    result = read_segments(table, [buffer], digest=digest, executor=engine.name)
+    table = CopyTable(zero, cuts[:-1], zero, dst_offset, nbytes)
+    result = read_segments(table, [path], [buffer], digest=digest, executor=engine.name)
     totals = [0, 0]
     filled = engine.get(buffer)
     engine.free()
@@ -396,16 +391,18 @@ def test_offsets_beyond_4_gib(engine: Engine, tmp_path: Path) -> None:
             file.write(bytes([i + 1] * 7))
     count = len(offsets)
     zero = np.zeros(count, dtype=np.int64)
-    table = ReadTable((path,), zero, np.array(offsets), zero, np.arange(count) * 8, zero + 7)
+    table = CopyTable(zero, np.array(offsets), zero, np.arange(count) * 8, zero + 7)
     buffer = engine.put(np.full(8 * count, UNTOUCHED, dtype=np.uint8))
-    result = read_segments(table, [buffer], executor=engine.name)
+    result = read_segments(table, [path], [buffer], executor=engine.name)
     assert engine.get(buffer).reshape(count, 8).tolist() == [[i + 1] * 7 + [UNTOUCHED] for i in range(count)]
     assert result.bytes_read == 7 * count
 
 
-def message(table: ReadTable, buffers: list[np.ndarray], engine: Engine) -> tuple[type[BaseException], str]:
+def message(
+    table: CopyTable, paths: Sequence[Path], buffers: list[np.ndarray], engine: Engine
+) -> tuple[type[BaseException], str]:
     with pytest.raises((CheckpointError, UnreadableError)) as caught:
-        read_segments(table, [engine.put(buffer) for buffer in buffers], executor=engine.name)
+        read_segments(table, paths, [engine.put(buffer) for buffer in buffers], executor=engine.name)
     engine.free()
     return type(caught.value), str(caught.value)
 
@@ -415,10 +412,10 @@ def test_a_short_file_is_named_with_the_byte_where_it_ends(engine: Engine, tmp_p
     path = tmp_path / "short.bin"
     path.write_bytes(bytes(size))
     buffers = [np.zeros(10_000_000, dtype=np.uint8)]
-    got = message(one_row(path, 0, 10_000_000), buffers, engine)
+    got = message(segment(0, 0, 10_000_000), [path], buffers, engine)
     assert got == (CheckpointError, f"{path}: ends at byte {size}. The file is truncated.")
     # A row that begins behind the end is reported where it begins.
-    got = message(one_row(path, size + 10, 100), buffers, engine)
+    got = message(segment(size + 10, 0, 100), [path], buffers, engine)
     assert got == (CheckpointError, f"{path}: ends at byte {size + 10}. The file is truncated.")
 
 
@@ -430,27 +427,27 @@ def test_of_several_bad_files_the_first_is_named(engine: Engine, tmp_path: Path)
     count = len(paths)
     files = np.arange(count)
     zero = np.zeros(count, dtype=np.int64)
-    table = ReadTable(paths, files, zero, files, zero, zero + size)
+    table = CopyTable(files, zero, files, zero, zero + size)
     buffers = [np.zeros(size, dtype=np.uint8) for _ in paths]
     want = f"{paths[2]}: ends at byte {size - 2000}. The file is truncated."
-    assert message(table, buffers, engine) == (CheckpointError, want)
+    assert message(table, paths, buffers, engine) == (CheckpointError, want)
 
 
 def test_a_missing_file_is_named(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "gone.bin"
     want = f"{path}: no such file. The checkpoint is incomplete."
     for nbytes in (0, 4):
-        got = message(one_row(path, 0, nbytes), [np.zeros(4, dtype=np.uint8)], engine)
+        got = message(segment(0, 0, nbytes), [path], [np.zeros(4, dtype=np.uint8)], engine)
         assert got == (MissingFileError, want)
 
 
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(engine: Engine, tmp_path: Path) -> None:
     buffers = [np.zeros(4, dtype=np.uint8)]
-    got = message(one_row(tmp_path, 12, 4), buffers, engine)
+    got = message(segment(12, 0, 4), [tmp_path], buffers, engine)
     assert got == (UnreadableError, f"{tmp_path}: reading at byte 12 failed: Is a directory.")
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    got = message(one_row(loop, 0, 4), buffers, engine)
+    got = message(segment(0, 0, 4), [loop], buffers, engine)
     assert got == (UnreadableError, f"{loop}: cannot be opened: Too many levels of symbolic links.")
 
 
@@ -458,7 +455,7 @@ def test_names_that_are_not_utf8_are_opened(engine: Engine, tmp_path: Path) -> N
     path = tmp_path / os.fsdecode(b"caf\xe9.bin")
     path.write_bytes(b"1234")
     buffer = engine.put(np.zeros(4, dtype=np.uint8))
-    read_segments(one_row(path, 0, 4), [buffer], executor=engine.name)
+    read_segments(segment(0, 0, 4), [path], [buffer], executor=engine.name)
     assert engine.get(buffer).tobytes() == b"1234"
 
 
@@ -480,7 +477,7 @@ def test_a_row_out_of_bounds_is_a_bug_that_is_caught_before_anything_moves(
         copy_segments(table, [engine.put(src)], [dst], executor=engine.name)
     if row in BAD_ROWS:  # a file that is too short is an error of the checkpoint
         with pytest.raises(AssertionError, match="row 1 of a segment table"):
-            read_segments(read_table(write_files(tmp_path, (src,)), table), [dst], executor=engine.name)
+            read_segments(table, write_files(tmp_path, (src,)), [dst], executor=engine.name)
     assert (engine.get(dst) == UNTOUCHED).all()
     engine.free()
 
@@ -578,7 +575,7 @@ def test_files_are_closed_also_after_errors(scanner: Engine, tmp_path: Path) -> 
     for nbytes in (10, 20):
         for act in (
             lambda rows: move_segments(rows, [source], [target], executor=scanner.name),
-            lambda rows: read_segments(read_table((source,), rows), buffers, executor=scanner.name),
+            lambda rows: read_segments(rows, (source,), buffers, executor=scanner.name),
         ):
             try:
                 act(segment(0, 0, nbytes))
@@ -590,17 +587,17 @@ def test_files_are_closed_also_after_errors(scanner: Engine, tmp_path: Path) -> 
 # --- scans ----------------------------------------------------------------------------------------------------------
 
 
-def scan(table: FileRanges, scanner: Engine, threads: int | None = None) -> list[int]:
+def scan(table: Ranges, paths: Sequence[Path], scanner: Engine, threads: int | None = None) -> list[int]:
     """The checksums, which are asked for at least."""
     sums = np.full(len(table.nbytes), 1, dtype=np.uint32)
-    assert scan_segments(table, crc32=sums, threads=threads, executor=scanner.name) is None
+    assert scan_segments(table, paths, crc32=sums, threads=threads, executor=scanner.name) is None
     return sums.tolist()
 
 
 def test_a_scan_without_rows_opens_no_file(scanner: Engine, tmp_path: Path) -> None:
     empty = np.empty(0, dtype=np.int64)
-    assert scan(FileRanges((tmp_path / "missing",), empty, empty, empty), scanner) == []
-    assert scan(FileRanges((), empty, empty, empty), scanner) == []
+    assert scan(Ranges(empty, empty, empty), (tmp_path / "missing",), scanner) == []
+    assert scan(Ranges(empty, empty, empty), (), scanner) == []
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -620,8 +617,8 @@ def test_long_rows_are_scanned_by_several_threads_in_any_order(scanner: Engine, 
         itemsize=np.array([8, 1, 4, 2, 1, 1, 8, 2]),
     )
     sums = np.zeros(8, dtype=np.uint32)
-    table = FileRanges(paths, file, offset, nbytes)
-    totals = scan_segments(table, digest=digest, crc32=sums, threads=threads, executor=scanner.name)
+    table = Ranges(file, offset, nbytes)
+    totals = scan_segments(table, paths, digest=digest, crc32=sums, threads=threads, executor=scanner.name)
     want = [0, 0]
     for i, (number, begin, length) in enumerate(rows.tolist()):
         part = data[number][begin : begin + length]
@@ -639,7 +636,7 @@ def test_many_tiny_rows_are_scanned(scanner: Engine, tmp_path: Path) -> None:
     offset, nbytes = rng.integers(0, 199_990, num_rows), rng.integers(0, 10, num_rows)
     # One half lies anywhere, the other one row behind the other.
     offset[: num_rows // 2] = np.cumsum(nbytes[: num_rows // 2]) - nbytes[: num_rows // 2]
-    got = scan(FileRanges(write_files(tmp_path, (data,)), offset * 0, offset, nbytes), scanner, threads=2)
+    got = scan(Ranges(offset * 0, offset, nbytes), write_files(tmp_path, (data,)), scanner, threads=2)
     bounds = zip(offset.tolist(), nbytes.tolist(), strict=True)
     assert got == [zlib.crc32(data[begin : begin + length].data) for begin, length in bounds]
 
@@ -650,7 +647,7 @@ def test_rows_behind_4_gib_are_scanned(scanner: Engine, tmp_path: Path) -> None:
         file.seek(5 * 2**30)
         file.write(b"behind")
     column = np.array([5 * 2**30 - 3])
-    assert scan(FileRanges((path,), column * 0, column, column * 0 + 8), scanner) == [zlib.crc32(bytes(3) + b"behin")]
+    assert scan(Ranges(column * 0, column, column * 0 + 8), (path,), scanner) == [zlib.crc32(bytes(3) + b"behin")]
 
 
 @pytest.mark.parametrize("size", [0, 1000, 3_000_000])
@@ -659,14 +656,14 @@ def test_a_short_file_is_named_by_a_scan_with_the_byte_where_it_ends(
 ) -> None:
     (path,) = write_files(tmp_path, (bytes(size),))
     with pytest.raises(CheckpointError) as caught:
-        scan(file_rows((path,), segment(0, 0, size + 2_000_000)), scanner)
+        scan(ranges(segment(0, 0, size + 2_000_000)), (path,), scanner)
     assert str(caught.value) == f"{path}: ends at byte {size}. The file is truncated."
     with pytest.raises(UnreadableError, match=f"{tmp_path}: reading at byte 3 failed: Is a directory."):
-        scan(file_rows((tmp_path,), segment(3, 0, 1)), scanner)
+        scan(ranges(segment(3, 0, 1)), (tmp_path,), scanner)
     path.unlink()
     for nbytes in (0, 4):
         with pytest.raises(MissingFileError, match=f"{path}: no such file. The checkpoint is incomplete."):
-            scan(file_rows((path,), segment(0, 0, nbytes)), scanner)
+            scan(ranges(segment(0, 0, nbytes)), (path,), scanner)
 
 
 @pytest.mark.parametrize("row", [(1, 0, 4), (-1, 0, 4), (0, -1, 4), (0, 0, -4), (0, 2**63 - 1, 4), (0, 0, 2**63 - 1)])
@@ -675,14 +672,14 @@ def test_a_row_that_is_no_range_of_a_file_is_a_bug_that_is_caught_before_reading
 ) -> None:
     columns = (np.ascontiguousarray(column) for column in np.array([(0, 0, 10), row], dtype=np.int64).T)
     with pytest.raises(AssertionError, match="row 1 of a segment table"):
-        scan(FileRanges((tmp_path / "missing",), *columns), scanner)
+        scan(Ranges(*columns), (tmp_path / "missing",), scanner)
 
 
 def test_checksums_without_a_place_for_each_row_are_a_bug_that_is_caught(scanner: Engine, tmp_path: Path) -> None:
-    table = file_rows(write_files(tmp_path, (bytes(4),)), segment(0, 0, 4))
+    table, paths = ranges(segment(0, 0, 4)), write_files(tmp_path, (bytes(4),))
     for sums in (np.zeros(2, dtype=np.uint32), np.zeros(1, dtype=np.int64)):
         with pytest.raises(AssertionError):
-            scan_segments(table, crc32=sums, executor=scanner.name)
+            scan_segments(table, paths, crc32=sums, executor=scanner.name)
 
 
 # --- sums of memory -------------------------------------------------------------------------------------------------
@@ -694,7 +691,7 @@ def test_a_row_that_leaves_its_buffer_is_a_bug_that_is_caught_before_it_is_summe
 ) -> None:
     columns = (np.ascontiguousarray(column) for column in np.array([(0, 0, 10), row], dtype=np.int64).T)
     with pytest.raises(AssertionError, match="row 1 of a segment table"):
-        sum_segments(MemoryRanges(*columns), [np.zeros(10, dtype=np.uint8)], executor=scanner.name)
+        sum_segments(Ranges(*columns), [np.zeros(10, dtype=np.uint8)], executor=scanner.name)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -707,7 +704,7 @@ def test_long_rows_of_memory_are_summed_by_several_threads(scanner: Engine, thre
     )
     sums = np.zeros(4, dtype=np.uint32)
     totals = sum_segments(
-        MemoryRanges(buffer, offset, nbytes), data, digest=digest, crc32=sums, threads=threads, executor=scanner.name
+        Ranges(buffer, offset, nbytes), data, digest=digest, crc32=sums, threads=threads, executor=scanner.name
     )
     cut = [data[number][begin : begin + length] for number, begin, length in rows.tolist()]
     assert sums.tolist() == [zlib.crc32(part.data) for part in cut]
@@ -722,13 +719,13 @@ def test_long_rows_of_memory_are_summed_by_several_threads(scanner: Engine, thre
 
 def test_an_unknown_executor_is_an_error_that_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="no executor 'abacus'; there are: auto, cuda, native, numpy, torch"):
-        read_segments(one_row(Path("x"), 0, 0), [], executor="abacus")  # type: ignore[arg-type]
+        read_segments(segment(0, 0, 0), [Path("x")], [], executor="abacus")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["torch", "cuda"])
 def test_an_executor_without_an_operation_names_those_that_have_it(name: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}' has no scan_segments; these have: auto, native, numpy"):
-        scan_segments(file_rows((Path("x"),), segment(0, 0, 4)), executor=name)  # type: ignore[arg-type]
+        scan_segments(ranges(segment(0, 0, 4)), (Path("x"),), executor=name)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"'{name}' has no move_segments; these have: auto, native, numpy"):
         move_segments(segment(0, 0, 4), [Path("x")], [Path("y")], executor=name)  # type: ignore[arg-type]
 
@@ -736,16 +733,16 @@ def test_an_executor_without_an_operation_names_those_that_have_it(name: str) ->
 def test_memory_that_an_executor_does_not_move_is_an_error_that_names_one_that_does() -> None:
     on_gpu = [DeviceBuffer(4096, 4)]
     with pytest.raises(ConfigError, match=r"'numpy' does not move memory of: cuda. Use cuda or torch"):
-        read_segments(one_row(Path("x"), 0, 0), on_gpu, executor="numpy")
+        read_segments(segment(0, 0, 0), [Path("x")], on_gpu, executor="numpy")
     with pytest.raises(ConfigError, match=r"not device addresses. Use cuda"):
-        read_segments(one_row(Path("x"), 0, 0), on_gpu, executor="torch")
+        read_segments(segment(0, 0, 0), [Path("x")], on_gpu, executor="torch")
     with open_engine("fake-cuda"):
         host = [np.zeros(4, dtype=np.uint8)]
         with pytest.raises(ConfigError, match=r"'cuda' does not move memory of: host. Use torch"):
-            read_segments(one_row(Path("x"), 0, 0), host, executor="cuda")
+            read_segments(segment(0, 0, 0), [Path("x")], host, executor="cuda")
         two = [DeviceBuffer(4096, 4, 0), DeviceBuffer(4096, 4, 1)]
         with pytest.raises(ConfigError, match=r"for one device; these buffers are on \[0, 1\]"):
-            read_segments(one_row(Path("x"), 0, 0), two, executor="cuda")
+            read_segments(segment(0, 0, 0), [Path("x")], two, executor="cuda")
 
 
 def test_tensors_are_moved_by_their_bytes(tmp_path: Path) -> None:
@@ -753,7 +750,7 @@ def test_tensors_are_moved_by_their_bytes(tmp_path: Path) -> None:
     paths = write_files(tmp_path, (values.numpy().tobytes(),))
     for name in ("auto", "numpy", "torch"):
         target = torch.zeros(3, 4)
-        read_segments(read_table(paths, segment(0, 0, 48)), [target], executor=name)  # type: ignore[arg-type]
+        read_segments(segment(0, 0, 48), paths, [target], executor=name)  # type: ignore[arg-type]
         assert torch.equal(target, values.view(3, 4))
         other = torch.zeros(12)
         copy_segments(segment(8, 0, 40), [target], [other], executor=name)  # type: ignore[arg-type]
@@ -768,7 +765,7 @@ def test_auto_moves_device_memory_by_the_cuda_engine(tmp_path: Path, caplog: pyt
         paths = write_files(tmp_path, (b"12345678",))
         for _ in range(2):
             buffer = engine.put(np.zeros(8, dtype=np.uint8))
-            read_segments(read_table(paths, segment(0, 0, 8)), [buffer])
+            read_segments(segment(0, 0, 8), paths, [buffer])
             assert engine.get(buffer).tobytes() == b"12345678"
         engine.free()
     dispatch._fastest.cache_clear()
@@ -794,11 +791,11 @@ def nothing_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
 
 def test_a_named_executor_that_is_not_built_says_how_to_build_it(nothing_built: Path) -> None:
     with pytest.raises(ConfigError, match=r"there was no C\+\+ compiler.*ZEROELASTIC_BUILD_NATIVE=1 pip install"):
-        read_segments(one_row(Path("x"), 0, 0), [], executor="native")
+        read_segments(segment(0, 0, 0), [Path("x")], [], executor="native")
     with pytest.raises(ConfigError, match=r"it was not built.*zeroelastic doctor --build-cuda"):
-        read_segments(one_row(Path("x"), 0, 0), [DeviceBuffer(4096, 4)], executor="cuda")
+        read_segments(segment(0, 0, 0), [Path("x")], [DeviceBuffer(4096, 4)], executor="cuda")
     with pytest.raises(ConfigError, match=r"it was not built.*zeroelastic doctor --build-cuda"):
-        read_segments(one_row(Path("x"), 0, 0), [DeviceBuffer(4096, 4)])
+        read_segments(segment(0, 0, 0), [Path("x")], [DeviceBuffer(4096, 4)])
 
 
 def test_auto_falls_back_to_numpy_and_says_so_once(
@@ -808,7 +805,7 @@ def test_auto_falls_back_to_numpy_and_says_so_once(
     path.write_bytes(b"abcd")
     for _ in range(2):
         buffer = np.zeros(4, dtype=np.uint8)
-        read_segments(one_row(path, 0, 4), [buffer])
+        read_segments(segment(0, 0, 4), [path], [buffer])
         assert buffer.tobytes() == b"abcd"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "numpy" in caplog.text and "there was no C++ compiler" in caplog.text

@@ -26,7 +26,6 @@ from executor_cases import (
     cases,
     convert,
     expected,
-    read_table,
     untouched_files,
     write_files,
 )
@@ -39,8 +38,8 @@ from zeroelastic.errors import ConfigError
 from zeroelastic.executors import abi, dispatch, native_executor
 from zeroelastic.executors.build_info import describe_build
 from zeroelastic.executors.dispatch import Cast, CopyTable, DigestRows
-from zeroelastic.executors.engine import default_threads
 from zeroelastic.executors.native_executor import instruction_set, limit_instruction_set
+from zeroelastic.executors.tables import default_threads
 
 copy_segments = functools.partial(dispatch.copy_segments, executor="native")
 move_segments = functools.partial(dispatch.move_segments, executor="native")
@@ -191,7 +190,7 @@ def test_every_table_moves_what_numpy_slices_move(
     src_paths, paths = write_files(folder, case.src), untouched_files(folder, case)
     read, copied = ([np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.dst_sizes] for _ in range(2))
     asked: dict[str, Any] = {"digest": case.digest, "cast": case.cast, "threads": threads}
-    result = read_segments(read_table(src_paths, case.rows), read, **asked)
+    result = read_segments(case.rows, src_paths, read, **asked)
     totals = [result.digests, copy_segments(case.rows, case.src, copied, **asked)]
     totals.append(write_segments(case.rows, case.src, paths, **asked))
     written = [path.read_bytes() for path in paths]
@@ -243,7 +242,7 @@ MEMORY = """
     import re, sys
     from pathlib import Path
     import numpy as np
-    from zeroelastic.executors.dispatch import FileRanges, CopyTable, move_segments, scan_segments
+    from zeroelastic.executors.dispatch import CopyTable, Ranges, move_segments, scan_segments
 
     src, dst, cast, size = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 
@@ -251,7 +250,7 @@ MEMORY = """
         zero = np.zeros(1, dtype=np.int64)
         if cast == "scan":
             crc32 = np.zeros(1, dtype=np.uint32)
-            scan_segments(FileRanges((src,), zero, zero, zero + nbytes), crc32=crc32, threads=4)
+            scan_segments(Ranges(zero, zero, zero + nbytes), (src,), crc32=crc32, threads=4)
         else:
             move_segments(CopyTable(zero, zero, zero, zero, zero + nbytes), [src], [dst], cast=cast, threads=4)
 
@@ -492,12 +491,12 @@ def pip_install(target: Path, **env: str) -> subprocess.CompletedProcess[str]:
 INSTALLED = """
     import numpy as np
     from pathlib import Path
-    from zeroelastic.executors.dispatch import ReadTable, choose_executor, describe_build, read_segments
+    from zeroelastic.executors.dispatch import CopyTable, choose_executor, describe_build, read_segments
     info = describe_build("native")
     column = lambda value: np.array([value])
     Path("x.bin").write_bytes(b"0123456789")
     buffer = np.zeros(4, dtype=np.uint8)
-    read_segments(ReadTable((Path("x.bin"),), *map(column, (0, 3, 0, 0, 4))), [buffer])
+    read_segments(CopyTable(*map(column, (0, 3, 0, 0, 4))), (Path("x.bin"),), [buffer])
     print(choose_executor("auto"), buffer.tobytes().decode(), info.reason)
 """
 

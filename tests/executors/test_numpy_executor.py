@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zeroelastic.executors import numpy_executor
-from zeroelastic.executors.dispatch import ReadTable, read_segments
+from zeroelastic.executors.dispatch import CopyTable, read_segments
 
 UNTOUCHED = 0xEE
 
@@ -22,11 +22,11 @@ def column(values) -> np.ndarray:
     return np.array(list(values), dtype=np.int64)
 
 
-def table(paths, rows) -> ReadTable:
+def table(rows) -> CopyTable:
     """A table from (file, file_offset, buffer, buffer_offset, nbytes) rows, sorted as it must be."""
     rows = sorted(rows)
     columns = [column(row[i] for row in rows) for i in range(5)]
-    return ReadTable(tuple(paths), *columns)
+    return CopyTable(*columns)
 
 
 def make_file(path: Path, size: int, seed: int = 0) -> np.ndarray:
@@ -58,7 +58,7 @@ def test_rows_land_where_they_say(tmp_path):
     a, b = make_file(paths[0], 100, 1), make_file(paths[1], 50, 2)
     buffers = buffers_of(30, 20)
     rows = [(0, 10, 1, 5, 10), (0, 20, 0, 0, 7), (1, 0, 0, 10, 20)]
-    result = read_numpy(table(paths, rows), buffers)
+    result = read_numpy(table(rows), paths, buffers)
     assert result.bytes_read == 37 and result.files == tuple(paths) and result.digests is None
     want = buffers_of(30, 20)
     want[1][5:15], want[0][0:7], want[0][10:30] = a[10:20], a[20:27], b[0:20]
@@ -68,7 +68,7 @@ def test_rows_land_where_they_say(tmp_path):
 def test_a_run_of_the_file_is_one_call_even_into_many_buffers(tmp_path, preads):
     data = make_file(tmp_path / "a", 1000)
     buffers = buffers_of(*[10] * 50)
-    read_numpy(table([tmp_path / "a"], [(0, 100 + 10 * i, (i * 7) % 50, 0, 10) for i in range(50)]), buffers)
+    read_numpy(table([(0, 100 + 10 * i, (i * 7) % 50, 0, 10) for i in range(50)]), [tmp_path / "a"], buffers)
     assert preads == [(50, 100)]
     assert all(np.array_equal(buffers[(i * 7) % 50], data[100 + 10 * i :][:10]) for i in range(50))
 
@@ -76,7 +76,7 @@ def test_a_run_of_the_file_is_one_call_even_into_many_buffers(tmp_path, preads):
 def test_what_is_contiguous_on_both_sides_is_one_vector(tmp_path, preads):
     data = make_file(tmp_path / "a", 1000)
     buffers = buffers_of(500)
-    read_numpy(table([tmp_path / "a"], [(0, 10 * i, 0, 10 * i, 10) for i in range(50)]), buffers)
+    read_numpy(table([(0, 10 * i, 0, 10 * i, 10) for i in range(50)]), [tmp_path / "a"], buffers)
     assert preads == [(1, 0)] and np.array_equal(buffers[0], data[:500])
 
 
@@ -84,7 +84,7 @@ def test_more_rows_than_one_call_takes(tmp_path, preads):
     count = 5000
     data = make_file(tmp_path / "a", 3 * count)
     buffers = buffers_of(4 * count)
-    read_numpy(table([tmp_path / "a"], [(0, 3 * i, 0, 4 * i, 3) for i in range(count)]), buffers)
+    read_numpy(table([(0, 3 * i, 0, 4 * i, 3) for i in range(count)]), [tmp_path / "a"], buffers)
     assert len(preads) == 5 and all(vectors <= 1024 for vectors, _ in preads)
     assert np.array_equal(buffers[0].reshape(count, 4)[:, :3].reshape(-1), data)
     assert (buffers[0].reshape(count, 4)[:, 3] == UNTOUCHED).all()
@@ -93,7 +93,7 @@ def test_more_rows_than_one_call_takes(tmp_path, preads):
 def test_gaps_are_not_read(tmp_path, preads):
     data = make_file(tmp_path / "a", 1000)
     buffers = buffers_of(40)
-    result = read_numpy(table([tmp_path / "a"], [(0, 100 * i, 0, 10 * i, 10) for i in range(4)]), buffers)
+    result = read_numpy(table([(0, 100 * i, 0, 10 * i, 10) for i in range(4)]), [tmp_path / "a"], buffers)
     assert result.bytes_read == 40 and [offset for _, offset in preads] == [0, 100, 200, 300]
     assert np.array_equal(buffers[0], np.concatenate([data[100 * i :][:10] for i in range(4)]))
 
@@ -102,7 +102,7 @@ def test_empty_rows_do_nothing(tmp_path, preads):
     data = make_file(tmp_path / "a", 100)
     buffers = buffers_of(20, 0)
     rows = [(0, 0, 0, 0, 0), (0, 5, 0, 0, 5), (0, 10, 1, 0, 0), (0, 10, 0, 10, 5), (0, 99, 0, 20, 0), (0, 500, 0, 3, 0)]
-    assert read_numpy(table([tmp_path / "a"], rows), buffers).bytes_read == 10
+    assert read_numpy(table(rows), [tmp_path / "a"], buffers).bytes_read == 10
     assert np.array_equal(buffers[0][:5], data[5:10]) and np.array_equal(buffers[0][10:15], data[10:15])
     assert (buffers[0][5:10] == UNTOUCHED).all()
 
@@ -113,7 +113,7 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: real(fd, [memoryview(views[0])[:7]], offset))
     buffers = buffers_of(300, 300)
-    result = read_numpy(table([tmp_path / "a"], [(0, 0, 1, 0, 300), (0, 300, 0, 0, 300)]), buffers)
+    result = read_numpy(table([(0, 0, 1, 0, 300), (0, 300, 0, 0, 300)]), [tmp_path / "a"], buffers)
     assert result.bytes_read == 600
     assert np.array_equal(buffers[1], data[:300]) and np.array_equal(buffers[0], data[300:600])
 
@@ -131,7 +131,7 @@ def test_a_short_read_over_several_vectors_is_continued(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", at_most_25)
     buffers = buffers_of(*[10] * 10)
-    read_numpy(table([tmp_path / "a"], [(0, 10 * i, 9 - i, 0, 10) for i in range(10)]), buffers)
+    read_numpy(table([(0, 10 * i, 9 - i, 0, 10) for i in range(10)]), [tmp_path / "a"], buffers)
     assert np.array_equal(np.concatenate(buffers[::-1]), data)
 
 
@@ -139,11 +139,5 @@ def test_a_large_run_is_cut_into_bounded_calls(tmp_path, preads, monkeypatch):
     monkeypatch.setattr(numpy_executor, "_MAX_CALL_BYTES", 64)
     data = make_file(tmp_path / "a", 1000)
     buffers = buffers_of(*[40] * 10)
-    read_numpy(table([tmp_path / "a"], [(0, 40 * i, i, 0, 40) for i in range(10)]), buffers)
+    read_numpy(table([(0, 40 * i, i, 0, 40) for i in range(10)]), [tmp_path / "a"], buffers)
     assert len(preads) == 10 and np.array_equal(np.concatenate(buffers), data[:400])
-
-
-def test_rows_of_a_table(tmp_path):
-    all_rows = table([tmp_path], [(0, i, 0, i, 1) for i in range(5)])
-    some = all_rows.rows(column([3, 1]))
-    assert some.paths == all_rows.paths and some.file_offset.tolist() == [3, 1] and len(some.nbytes) == 2

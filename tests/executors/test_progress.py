@@ -20,9 +20,8 @@ from executor_cases import (
     cases,
     convert,
     expected,
-    file_rows,
     parts,
-    read_table,
+    ranges,
     segment,
     untouched,
     untouched_files,
@@ -82,12 +81,12 @@ def operate(
     source, target = folder / "source", folder / "target"
     call = {"progress": progress, "executor": engine.name, **more}
     if operation == "read":
-        return read_segments(read_table((source,), rows), [engine.put(np.zeros(len(src), dtype=np.uint8))], **call)  # type: ignore[arg-type]
+        return read_segments(rows, (source,), [engine.put(np.zeros(len(src), dtype=np.uint8))], **call)  # type: ignore[arg-type]
     if operation == "write":
         return write_segments(rows, [engine.put(src)], [target], **call)  # type: ignore[arg-type]
     if operation == "move":
         return move_segments(rows, [source], [target], **call)  # type: ignore[arg-type]
-    return scan_segments(file_rows((source,), rows), **call)  # type: ignore[arg-type]
+    return scan_segments(ranges(rows), (source,), **call)  # type: ignore[arg-type]
 
 
 def told_by(engine: Engine) -> list[str]:
@@ -136,10 +135,10 @@ def test_whoever_is_told_the_bytes_are_the_same(
     sums = np.zeros(len(case.rows.nbytes), dtype=np.uint32)
     if operation == "read":
         buffers = untouched(writer, case)
-        result = read_segments(read_table(sources, case.rows), buffers, cast=case.cast, **more)  # type: ignore[arg-type]
+        result = read_segments(case.rows, sources, buffers, cast=case.cast, **more)  # type: ignore[arg-type]
         totals, got = result.digests, [writer.get(buffer).tobytes() for buffer in buffers]
     elif operation == "scan":
-        totals = scan_segments(file_rows(sources, case.rows), crc32=sums, **more)  # type: ignore[arg-type]
+        totals = scan_segments(ranges(case.rows), sources, crc32=sums, **more)  # type: ignore[arg-type]
         got = [part.tobytes() for part in want]
     else:
         if operation == "write":
@@ -211,11 +210,10 @@ LONG_CALL = """
 
     def call():
         if operation == "scan":
-            scan_segments(FileRanges((src,), zero, zero, zero + size), crc32=np.zeros(count, np.uint32),
-                          progress=progress, **more)
+            sums = np.zeros(count, np.uint32)
+            scan_segments(Ranges(zero, zero, zero + size), [src], crc32=sums, progress=progress, **more)
         elif operation == "read":
-            reads = ReadTable((src,), zero, zero, zero, zero, zero + size)
-            read_segments(reads, [data], progress=progress, **more)
+            read_segments(rows, [src], [data], progress=progress, **more)
         elif operation == "write":
             write_segments(rows, [data], [dst], progress=progress, **more)
         else:

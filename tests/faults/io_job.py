@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from zeroelastic.core.digest import stream_seed
-from zeroelastic.executors.dispatch import ReadTable, read_segments
+from zeroelastic.executors.dispatch import CopyTable, read_segments
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.torch_file.save import DigestRange, write_torch_file
@@ -27,8 +27,8 @@ def main(directory: Path, executor: Any) -> dict[str, object]:
     expected = (directory / "expected" / path.name).read_bytes()
     got = np.zeros(path.stat().st_size, dtype=np.uint8)
     zero = np.zeros(1, dtype=np.int64)
-    table = ReadTable((path,), zero, zero, zero, zero, np.array([len(got)], dtype=np.int64))
-    read_segments(table, [got], executor=executor)
+    table = CopyTable(zero, zero, zero, zero, np.array([len(got)], dtype=np.int64))
+    read_segments(table, [path], [got], executor=executor)
     header = read_torch_file(path).root
     write_atomically(directory / "marked.json", b"x" * 5000)
     return {

@@ -23,9 +23,8 @@ from executor_cases import (
     cases,
     convert,
     expected,
-    one_row,
     parts,
-    read_table,
+    ranges,
     segment,
     untouched_files,
     write_files,
@@ -45,13 +44,13 @@ from zeroelastic.executors.dispatch import (
     CopyTable,
     DeviceBuffer,
     DigestRows,
-    FileRanges,
+    Ranges,
     move_segments,
     read_segments,
     scan_segments,
 )
-from zeroelastic.executors.engine import Options
 from zeroelastic.executors.remote_executor import MAX_GAP, RemoteEngine, affordable_gap, plan_requests
+from zeroelastic.executors.tables import Options
 from zeroelastic.io import remote
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.remote import read_ranges
@@ -73,7 +72,7 @@ many = settings(max_examples=60, suppress_health_check=[HealthCheck.function_sco
 def host(request: pytest.FixtureRequest) -> object:
     if request.param == "native" and not describe_build("native").usable:
         pytest.skip("the native engine is not built")
-    return numpy_executor if request.param == "numpy" else native_executor
+    return numpy_executor.run if request.param == "numpy" else native_executor.run
 
 
 @pytest.fixture(scope="module")
@@ -189,16 +188,14 @@ def test_reads_fill_every_row_and_nothing_else(data, remote, digested, host, fol
     digest = case.digest if digested else None
     reported: list[int] = []
     engine = RemoteEngine(host, staging_bytes=STAGING)
-    result = engine.read_segments(
-        read_table(paths, case.rows), buffers, Options(digest, cast=case.cast, threads=2, progress=reported.append)
-    )
+    options = Options(digest, cast=case.cast, threads=2, progress=reported.append)
+    totals, bytes_read = engine(case.rows, options, src_paths=paths, dst=buffers)
     want, digests = expected(case)
     assert all(np.array_equal(got, wanted) for got, wanted in zip(buffers, want, strict=True))
-    assert result.digests is None if digest is None else result.digests.tolist() == digests
-    assert result.files == tuple(paths[i] for i in sorted(set(case.rows.src.tolist())))
+    assert totals is None if digest is None else totals.tolist() == digests
     assert sum(reported) == int(case.rows.nbytes.sum())
     local = [n for i, n in zip(case.rows.src.tolist(), case.rows.nbytes.tolist(), strict=True) if not remote[i]]
-    assert result.bytes_read == sum(local) + bytes_asked()
+    assert bytes_read == sum(local) + bytes_asked()
     cuts = 7 * len(CountedFileSystem.ranges)
     assert bytes_asked() <= most_bytes(case, remote) + cuts
     assert all(end - start <= STAGING // 3 for _, start, end in CountedFileSystem.ranges)
@@ -213,9 +210,8 @@ def test_moves_fill_every_row_and_nothing_else(data, remote, digested, sync, hos
     digest = case.digest if digested else None
     sums = np.full(len(case.rows.nbytes), 1, dtype=np.uint32)
     reported: list[int] = []
-    totals = RemoteEngine(host, staging_bytes=STAGING).move_segments(
-        case.rows, paths, targets, Options(digest, sums, case.cast, sync, progress=reported.append)
-    )
+    options = Options(digest, sums, case.cast, sync, progress=reported.append)
+    totals, _ = RemoteEngine(host, staging_bytes=STAGING)(case.rows, options, src_paths=paths, dst_paths=targets)
     want, digests = expected(case)
     assert all(path.read_bytes() == wanted.tobytes() for path, wanted in zip(targets, want, strict=True))
     assert totals is None if digest is None else totals is not None and totals.tolist() == digests
@@ -229,15 +225,13 @@ def test_scans_digest_and_sum_every_row(data, remote, digested, summed, host, fo
     case = data.draw(cases(casts=("none",)))
     order = np.array(data.draw(st.permutations(range(len(case.rows.nbytes)))), dtype=np.int64)
     paths = placed(case, folder, remote)
-    table = FileRanges(paths, *(column[order] for column in (case.rows.src, case.rows.src_offset, case.rows.nbytes)))
     rows = DigestRows(
         case.digest.seeds, case.digest.stream[order], case.digest.start[order], case.digest.itemsize[order]
     )
     sums = np.full(len(order), 1, dtype=np.uint32) if summed else None
     reported: list[int] = []
-    totals = RemoteEngine(host, staging_bytes=STAGING).scan_segments(
-        table, Options(rows if digested else None, sums, progress=reported.append)
-    )
+    options = Options(rows if digested else None, sums, progress=reported.append)
+    totals, _ = RemoteEngine(host, staging_bytes=STAGING)(ranges(case.rows).rows(order), options, src_paths=paths)
     assert totals is None if not digested else totals is not None and totals.tolist() == expected(case)[1]
     if sums is not None:
         want = [zlib.crc32(bytes(part)) for part in parts(case)]
@@ -250,12 +244,12 @@ def test_the_public_functions_take_remote_sources(tmp_path, executor):
     content = os.urandom(5000)
     path = put("counted://b/f", content)
     buffer = np.zeros(3000, dtype=np.uint8)
-    result = read_segments(one_row(path, 1000, 3000), [buffer], executor=executor)
+    result = read_segments(segment(1000, 0, 3000), [path], [buffer], executor=executor)
     assert bytes(buffer) == content[1000:4000] and result.bytes_read == 3000 and result.files == (path,)
     if executor == "torch":
         return
     sums = np.zeros(1, dtype=np.uint32)
-    scan_segments(FileRanges((path,), int64(0), int64(10), int64(4000)), crc32=sums, executor=executor)
+    scan_segments(Ranges(int64(0), int64(10), int64(4000)), (path,), crc32=sums, executor=executor)
     assert sums.tolist() == [zlib.crc32(content[10:4010])]
     (tmp_path / "d").write_bytes(bytes(3000))
     move_segments(segment(1000, 0, 3000), [path], [tmp_path / "d"], sync=True, executor=executor)
@@ -265,17 +259,18 @@ def test_the_public_functions_take_remote_sources(tmp_path, executor):
 def test_tensors_are_filled_and_device_addresses_are_refused():
     path = put("counted://b/f", np.arange(100, dtype="<f4").tobytes())
     tensor = torch.zeros(50)
-    read_segments(one_row(path, 200, 200), [tensor])
+    read_segments(segment(200, 0, 200), [path], [tensor])
     assert tensor.tolist() == list(range(50, 100))
     with pytest.raises(ConfigError):
-        read_segments(one_row(path, 0, 8), [DeviceBuffer(1 << 20, 8)])
+        read_segments(segment(0, 0, 8), [path], [DeviceBuffer(1 << 20, 8)])
 
 
 def test_without_remote_rows_nothing_is_asked_for(tmp_path):
     (tmp_path / "f").write_bytes(b"12345")
     buffer = np.zeros(5, dtype=np.uint8)
-    table = read_table((as_path("counted://b/none"), tmp_path / "f"), CopyTable(int64(1), *map(int64, (0, 0, 0, 5))))
-    assert read_segments(table, [buffer]).files == (tmp_path / "f",)
+    paths = (as_path("counted://b/none"), tmp_path / "f")
+    table = CopyTable(int64(1), *map(int64, (0, 0, 0, 5)))
+    assert read_segments(table, paths, [buffer]).files == (tmp_path / "f",)
     assert bytes(buffer) == b"12345" and not CountedFileSystem.ranges
 
 
@@ -288,28 +283,24 @@ def test_staging_is_bounded_and_the_next_batch_is_under_way(counted, tmp_path):
     path = put("counted://b/f", bytes(size))
     (tmp_path / "d").touch()
     os.truncate(tmp_path / "d", size)
-    engine = RemoteEngine(numpy_executor, staging_bytes=staging)
+    engine = RemoteEngine(numpy_executor.run, staging_bytes=staging)
     asked_while_moving: list[int] = []
 
-    class Slow:
-        def __getattr__(self, name):
-            return getattr(numpy_executor, name)
+    def slow(*arguments, **sides):
+        time.sleep(0.02)
+        asked_while_moving.append(bytes_asked())
+        return numpy_executor.run(*arguments, **sides)
 
-        def write_segments(self, *arguments):
-            time.sleep(0.02)
-            asked_while_moving.append(bytes_asked())
-            return numpy_executor.write_segments(*arguments)
-
-    numpy_executor.move_segments(segment(0, 0, 0), [tmp_path / "d"], [tmp_path / "d"])  # imports are done
+    ends = {"src_paths": [path], "dst_paths": [tmp_path / "d"]}
     tracemalloc.start()
     try:
-        engine.move_segments(segment(0, 0, size), [path], [tmp_path / "d"], Options(crc32=np.zeros(1, dtype=np.uint32)))
+        engine(segment(0, 0, size), Options(crc32=np.zeros(1, dtype=np.uint32)), **ends)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < staging
     forget()
-    RemoteEngine(Slow(), staging_bytes=staging).move_segments(segment(0, 0, size), [path], [tmp_path / "d"])
+    RemoteEngine(slow, staging_bytes=staging)(segment(0, 0, size), **ends)
     moved = np.arange(len(asked_while_moving)) * (staging // 3)
     ahead = np.array(asked_while_moving) - moved
     assert (ahead <= 2 * (staging // 3) + 4096).all() and (ahead[:-2] > staging // 3).all()
@@ -319,7 +310,7 @@ def test_staging_is_bounded_and_the_next_batch_is_under_way(counted, tmp_path):
 @pytest.mark.parametrize("size", [0, 5, 4096, 9999])
 def test_a_short_file_is_named_with_the_byte_where_it_ends(tmp_path, operation, size):
     path = put("counted://b/f", bytes(size))
-    engine = RemoteEngine(numpy_executor, staging_bytes=STAGING)
+    engine = RemoteEngine(numpy_executor.run, staging_bytes=STAGING)
     (tmp_path / "d").write_bytes(bytes(10_000))
     with pytest.raises(CheckpointError, match=rf"^counted://b/f: ends at byte {size}\. The file is truncated\.$"):
         run(engine, operation, path, tmp_path / "d")
@@ -327,16 +318,17 @@ def test_a_short_file_is_named_with_the_byte_where_it_ends(tmp_path, operation, 
 
 def run(engine: RemoteEngine, operation: str, path: RemotePath, target: Path, progress=None) -> object:
     options = Options(progress=progress)
+    rows = segment(0, 0, 10_000)
     if operation == "read":
-        return engine.read_segments(one_row(path, 0, 10_000), [np.zeros(10_000, np.uint8)], options)
+        return engine(rows, options, src_paths=[path], dst=[np.zeros(10_000, np.uint8)])
     if operation == "move":
-        return engine.move_segments(segment(0, 0, 10_000), [path], [target], options)
-    return engine.scan_segments(FileRanges((path,), int64(0), int64(0), int64(10_000)), options)
+        return engine(rows, options, src_paths=[path], dst_paths=[target])
+    return engine(ranges(rows), options, src_paths=[path])
 
 
 @pytest.mark.parametrize("operation", ["read", "move", "scan"])
 def test_a_missing_file_and_one_that_fails_are_named(counted, tmp_path, operation):
-    engine = RemoteEngine(numpy_executor, staging_bytes=STAGING)
+    engine = RemoteEngine(numpy_executor.run, staging_bytes=STAGING)
     (tmp_path / "d").write_bytes(bytes(10_000))
     with pytest.raises(MissingFileError, match=r"^counted://b/f: no such file\. The checkpoint is incomplete\.$"):
         run(engine, operation, as_path("counted://b/f"), tmp_path / "d")
@@ -367,7 +359,7 @@ def test_progress_ends_a_call_that_waits_for_an_answer(counted, tmp_path, operat
     counted.answer = wait
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run(RemoteEngine(numpy_executor), operation, path, tmp_path / "d", interrupt)
+        run(RemoteEngine(numpy_executor.run), operation, path, tmp_path / "d", interrupt)
     assert time.monotonic() - begin < 10
     hold.set()
 
@@ -485,12 +477,12 @@ def test_reads_moves_and_scans_of_s3_are_those_of_a_disk(calm, checkpoints, tmp_
         calm.requests.clear()
         size = int(rows.nbytes.sum())
         buffer = np.zeros(size, dtype=np.uint8)
-        read = read_segments(read_table(paths, rows), [buffer], digest=digest)
+        read = read_segments(rows, paths, [buffer], digest=digest)
         asked = sum(request.nbytes for request in calm.payload_requests())
         (tmp_path / "d").write_bytes(bytes(size))
         sums = np.zeros((2, len(rows.nbytes)), dtype=np.uint32)
         moved = move_segments(rows, paths, [tmp_path / "d"], digest=digest, crc32=sums[0], sync=True)
-        scanned = scan_segments(FileRanges(paths, rows.src, rows.src_offset, rows.nbytes), digest=digest, crc32=sums[1])
+        scanned = scan_segments(Ranges(rows.src, rows.src_offset, rows.nbytes), paths, digest=digest, crc32=sums[1])
         assert (tmp_path / "d").read_bytes() == bytes(buffer) and np.array_equal(sums[0], sums[1])
         assert read.digests.tolist() == moved.tolist() == scanned.tolist()
         results.append((bytes(buffer), moved.tolist(), sums[0].tolist(), [path.name for path in read.files]))
@@ -508,8 +500,8 @@ def test_a_local_and_a_remote_file_in_one_table(calm, checkpoints):
     there, _, _ = payload_rows(url)
     mixed = (here[0], there[1], here[2])
     wanted, got = (np.zeros(int(rows.nbytes.sum()), dtype=np.uint8) for _ in range(2))
-    want = read_segments(read_table(here, rows), [wanted], digest=digest)
-    made = read_segments(read_table(mixed, rows), [got], digest=digest)
+    want = read_segments(rows, here, [wanted], digest=digest)
+    made = read_segments(rows, mixed, [got], digest=digest)
     assert np.array_equal(wanted, got) and want.digests.tolist() == made.digests.tolist()
     assert made.files == mixed
 
@@ -521,7 +513,7 @@ def test_what_is_not_there_is_named(calm, checkpoints):
             open_checkpoint(missing)
     path = as_path(url) / "gone.pt"
     with pytest.raises(MissingFileError, match=rf"^{url}/gone\.pt: no such file"):
-        read_segments(one_row(path, 0, 10), [np.zeros(10, np.uint8)])
+        read_segments(segment(0, 0, 10), [path], [np.zeros(10, np.uint8)])
 
 
 def test_an_object_deleted_after_the_listing_is_missed(calm, checkpoints):
@@ -600,7 +592,7 @@ def test_denied_access_is_said(calm, checkpoints, monkeypatch):
     with pytest.raises(UnreadableError, match=f"^{url}: cannot be listed: The AWS Access Key Id .* does not exist"):
         open_checkpoint(url)
     with pytest.raises(UnreadableError, match=rf"^{paths[0]}: reading at byte 3 failed: The AWS Access Key Id"):
-        read_segments(one_row(paths[0], 3, 10), [np.zeros(10, np.uint8)])
+        read_segments(segment(3, 0, 10), [paths[0]], [np.zeros(10, np.uint8)])
 
 
 def test_missing_credentials_are_said(calm, checkpoints, monkeypatch):
@@ -614,7 +606,7 @@ def test_missing_credentials_are_said(calm, checkpoints, monkeypatch):
 def test_a_transient_fault_is_retried(calm, checkpoints):
     paths, rows, _ = payload_rows(checkpoints["elastic"][1])
     wanted, got = (np.zeros(int(rows.nbytes.sum()), dtype=np.uint8) for _ in range(2))
-    read_segments(read_table(paths, rows), [wanted])
+    read_segments(rows, paths, [wanted])
     left, lock = ["cut", "503", "cut"], threading.Lock()
 
     def fault(request):
@@ -622,7 +614,7 @@ def test_a_transient_fault_is_retried(calm, checkpoints):
             return left.pop() if left and request.range else None
 
     calm.fault = fault
-    read_segments(read_table(paths, rows), [got])
+    read_segments(rows, paths, [got])
     assert not left and np.array_equal(wanted, got)
 
 
@@ -640,7 +632,7 @@ def test_a_connection_that_always_breaks_is_an_error_with_the_place(
     calm.fault = lambda request: fault if request.range else None
     begin = time.monotonic()
     with pytest.raises(UnreadableError, match=rf"^{path}: reading at byte 100 failed: {message}"):
-        read_segments(one_row(path, 100, 1000), [np.zeros(1000, np.uint8)])
+        read_segments(segment(100, 0, 1000), [path], [np.zeros(1000, np.uint8)])
     assert time.monotonic() - begin < most_s
 
 
@@ -653,7 +645,7 @@ def test_a_server_that_dies_in_the_middle_is_an_error(checkpoints, tmp_path):
     with serve_s3() as server:
         path = as_path(server.upload(tmp_path, "x")) / "f"
         assert isinstance(path, RemotePath)
-        engine = RemoteEngine(numpy_executor, staging_bytes=3 << 20)
+        engine = RemoteEngine(numpy_executor.run, staging_bytes=3 << 20)
 
         def die(nbytes):
             if nbytes and server.alive:
@@ -661,7 +653,7 @@ def test_a_server_that_dies_in_the_middle_is_an_error(checkpoints, tmp_path):
 
         begin = time.monotonic()
         with pytest.raises(UnreadableError, match=rf"^{path}: reading at byte \d+ failed: .*"):
-            engine.move_segments(segment(0, 0, size), [path], [tmp_path / "d"], Options(progress=die))
+            engine(segment(0, 0, size), Options(progress=die), src_paths=[path], dst_paths=[tmp_path / "d"])
         assert time.monotonic() - begin < 90
 
 

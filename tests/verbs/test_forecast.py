@@ -37,8 +37,7 @@ from zeroelastic.core.layout import (
 )
 from zeroelastic.core.plan import Plan, coalesce, make_plan
 from zeroelastic.errors import UsageError
-from zeroelastic.executors.dispatch import ReadTable
-from zeroelastic.io.paths import local_paths
+from zeroelastic.executors.dispatch import CopyTable
 from zeroelastic.runs.locate import find_source
 from zeroelastic.testing import RankPool
 from zeroelastic.testing.sample import write_sample
@@ -424,14 +423,7 @@ def test_memory_of_the_tables_is_within_the_estimate_and_the_promise(tmp_path: P
     targets = row_targets(part.layout, target, part.dtypes)
     tracemalloc.start()
     rows = extent_table(make_plan(part.layout, target, 0), part.extents, targets)
-    table = ReadTable(
-        paths=local_paths(rows.paths),
-        file=rows.file,
-        file_offset=rows.file_offset,
-        buffer=rows.target,
-        buffer_offset=rows.target_offset * rows.itemsize,
-        nbytes=rows.nbytes,
-    )
+    table = CopyTable(rows.file, rows.file_offset, rows.target, rows.target_offset * rows.itemsize, rows.nbytes)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     estimate = int(forecast.memory[0]) - LOAD_STAGING_BYTES - int(forecast.head.module_bytes(2)[0])

@@ -162,8 +162,8 @@ class Engine(Part):
 def describe_engine(name: Literal["native", "cuda"]) -> Engine:
     """Load an engine's library and describe it. Run by a Probe: loading a damaged one may kill the process."""
     from zeroelastic.executors.dispatch import describe_build
-    from zeroelastic.executors.engine import default_threads
     from zeroelastic.executors.native_executor import instruction_set
+    from zeroelastic.executors.tables import default_threads
 
     info = describe_build(name)
     path, log = str(info.path), None if info.log is None else str(info.log)

@@ -18,10 +18,10 @@ from zeroelastic.deepspeed.live.digests import ReadDigest
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import (
     ConvertedCopies,
+    CopyTable,
     DigestRows,
     Executor,
     ReadResult,
-    ReadTable,
     batches,
     choose_executor,
     host_executor,
@@ -177,14 +177,14 @@ class Filled:
         mine = rows.take(np.flatnonzero(buffer[rows.target] >= 0))
         streams = RowStreams.of(self.plan, mine, self.targets) if self._digest else None
         result = read_segments(
-            ReadTable(
-                paths=mine.paths,
-                file=mine.file,
-                file_offset=mine.file_offset,
-                buffer=buffer[mine.target],
-                buffer_offset=mine.target_offset * mine.itemsize,
-                nbytes=mine.numel * mine.itemsize,
+            CopyTable(
+                mine.file,
+                mine.file_offset,
+                buffer[mine.target],
+                mine.target_offset * mine.itemsize,
+                mine.numel * mine.itemsize,
             ),
+            mine.paths,
             [target.tensor for target in targets],
             digest=None if streams is None else streams.table,
             copies=_rounded_copies(targets),
@@ -198,14 +198,8 @@ class Filled:
         staging = torch.empty(int(offsets[-1] + nbytes[-1]), dtype=torch.uint8)
         streams = RowStreams.of(self.plan, rows, self.targets) if self._digest or is_cast else None
         result = read_segments(
-            ReadTable(
-                paths=rows.paths,
-                file=rows.file,
-                file_offset=rows.file_offset,
-                buffer=np.zeros(len(nbytes), dtype=np.int64),
-                buffer_offset=offsets,
-                nbytes=nbytes,
-            ),
+            CopyTable(rows.file, rows.file_offset, np.zeros(len(nbytes), dtype=np.int64), offsets, nbytes),
+            rows.paths,
             [staging.numpy()],
             digest=None if streams is None else streams.table,
             executor=self._host,

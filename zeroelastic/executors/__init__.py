@@ -1,8 +1,7 @@
 """Engines that run tables of byte ranges: read, write, copy and sum. All agree bit for bit with the numpy one.
 
-    tables            the tables that every engine accepts
+    tables            what every engine accepts: tables, options, progress; and what an engine is
     dispatch          the functions that callers use; chooses the engine
-    engine            what an engine has to do, and the options that all operations share
     numpy_executor    the reference
     native_executor   the C++ engine, through ``abi``
     cuda_executor     segments in device memory

@@ -12,18 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.core.digest import ByteArray, UInt64Array
-from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError
-from zeroelastic.executors.engine import Options, default_threads
-from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors import tables
 from zeroelastic.executors.tables import (
     CASTS,
     ByteBuffer,
     CopyTable,
     DeviceBuffer,
-    FileRanges,
-    MemoryRanges,
+    Options,
+    ProgressFunction,
     check_crc32,
+    default_threads,
 )
 from zeroelastic.io.paths import missing_file
 
@@ -104,12 +103,12 @@ class Call:
     The progress function is called meanwhile; an exception in it ends the call, and ``end`` raises it.
     """
 
-    def __init__(
-        self, table: CopyTable | FileRanges | MemoryRanges, options: Options, *, totals_address: int | None = None
-    ) -> None:
+    def __init__(self, table: tables.Table, options: Options, *, totals_address: int | None = None) -> None:
         self._alive: list[object] = []
         num_rows = len(table.nbytes)
-        addresses = (None if c is None else self._column(c, np.int64, num_rows) for c in _columns(table))
+        to = (table.dst, table.dst_offset) if isinstance(table, CopyTable) else (None, None)
+        columns = (table.src, table.src_offset, *to, table.nbytes)
+        addresses = (None if c is None else self._column(c, np.int64, num_rows) for c in columns)
         self.table = Table(num_rows, *addresses)
         threads = default_threads() if options.threads is None else options.threads
         assert threads >= 1, "at least one thread is needed"
@@ -191,15 +190,7 @@ class Call:
         return column.ctypes.data
 
 
-def _columns(table: CopyTable | FileRanges | MemoryRanges) -> tuple[Int64Array | None, ...]:
-    if isinstance(table, FileRanges):
-        return table.file, table.file_offset, None, None, table.nbytes
-    if isinstance(table, MemoryRanges):
-        return table.buffer, table.offset, None, None, table.nbytes
-    return table.columns
-
-
-def checksums(table: CopyTable | FileRanges | MemoryRanges, options: Options) -> ctypes.c_void_p | None:
+def checksums(table: tables.Table, options: Options) -> ctypes.c_void_p | None:
     """The address of the array that takes the checksum of each row, where they are asked for."""
     check_crc32(options.crc32, len(table.nbytes))
     return None if options.crc32 is None else ctypes.c_void_p(options.crc32.ctypes.data)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +13,7 @@ from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.executors import native_executor
 from zeroelastic.executors.build_info import is_usable
-from zeroelastic.executors.tables import DigestRows, UInt32Array
+from zeroelastic.executors.tables import DigestRows, Moved, Options, UInt32Array, cast_itemsizes
 
 _ALIGNMENT = 8
 """Pieces begin at multiples of it, in their rows and in the buffer: no element is cut, and each is aligned."""
@@ -86,22 +86,39 @@ class DigestTotals:
             self.totals[np.unique(self._digest.stream[row])] += found  # modulo 2**64
 
 
-class RowChecksums:
-    """The CRC-32 of each row of an operation, put together from pieces of the rows."""
+class PieceTotals:
+    """Digests and checksums of an operation that an engine does piece by piece, put together."""
 
-    def __init__(self) -> None:
-        self._pieces: list[tuple[Int64Array, Int64Array, UInt32Array]] = []
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._digests = DigestTotals(options.digest)
+        self._checksums: list[tuple[Int64Array, Int64Array, UInt32Array]] = []
 
-    def add(self, row: Int64Array, nbytes: Int64Array, crc32: UInt32Array) -> None:
-        """Take the checksums of pieces, those of one row in their order, with the bytes that they are of."""
-        self._pieces.append((row, nbytes, crc32))
+    def run(
+        self, engine: Callable[[Options], Moved], row: Int64Array, start: Int64Array | None, nbytes: Int64Array
+    ) -> int:
+        """Call an engine, with options for it, for pieces of rows, those of one row in their order.
 
-    def joined(self, num_rows: int) -> UInt32Array:
-        """The checksum of each row, shape ``(num_rows,)``; 0 for one without pieces."""
-        if not self._pieces:
-            return np.zeros(num_rows, dtype=np.uint32)
-        row, nbytes, crc32 = (np.concatenate(column) for column in zip(*self._pieces, strict=True))
-        return join_crc32_groups(row, crc32, nbytes, num_rows)
+        Piece i is ``nbytes[i]`` bytes of row ``row[i]``, from byte ``start[i]`` on. Returns the bytes that were read.
+        """
+        options = self._options
+        crc32 = None if options.crc32 is None else np.zeros(len(row), dtype=np.uint32)
+        digests, num_read = engine(replace(options, digest=self._digests.rows(row, start), crc32=crc32))
+        self._digests.add(row, digests)
+        if crc32 is not None:
+            src_itemsize, dst_itemsize = cast_itemsizes(options.cast)
+            self._checksums.append((row, nbytes // src_itemsize * dst_itemsize, crc32))
+        return num_read
+
+    def finish(self) -> UInt64Array | None:
+        """The digests of all; the checksum of each row is filled in, 0 for one without pieces."""
+        crc32 = self._options.crc32
+        if crc32 is not None:
+            crc32[:] = 0
+            if self._checksums:
+                row, nbytes, found = (np.concatenate(column) for column in zip(*self._checksums, strict=True))
+                crc32[:] = join_crc32_groups(row, found, nbytes, len(crc32))
+        return self._digests.totals
 
 
 def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:

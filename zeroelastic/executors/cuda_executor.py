@@ -18,21 +18,23 @@ import numpy as np
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors.abi import Buffers, Call, Error, Files, checksums, exception_of
+from zeroelastic.executors.batches import DigestTotals
 from zeroelastic.executors.build_info import load_library
-from zeroelastic.executors.engine import PLAIN, Options
 from zeroelastic.executors.tables import (
     CASTS,
+    PLAIN,
     Cast,
-    CopyTable,
     DeviceBuffer,
     DigestRows,
-    MemoryRanges,
-    ReadResult,
-    ReadTable,
+    Moved,
+    Options,
+    Ranges,
+    Table,
 )
+from zeroelastic.io.paths import FilePath, local_paths
 
 _MAX_SUMMED_ROWS = 1 << 18
-"""Rows of one launch of ``sum_segments``: 15 MiB of tables on the device, and as much on the host while it is made."""
+"""Rows of one launch that sums: 15 MiB of tables on the device, and as much on the host while it is made."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -55,65 +57,66 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def read_segments(
-    table: ReadTable, buffers: Sequence[DeviceBuffer], options: Options = PLAIN, *, stream: int = 0
-) -> ReadResult:
-    """Fill device memory from files, through at most 48 MiB of pinned host memory that the process keeps.
+def run(
+    table: Table,
+    options: Options = PLAIN,
+    *,
+    stream: int = 0,
+    src_paths: Sequence[FilePath] | None = None,
+    src: Sequence[DeviceBuffer] = (),
+    dst_paths: Sequence[Path] | None = None,
+    dst: Sequence[DeviceBuffer] | None = None,
+) -> Moved:
+    """As ``tables.HostEngine``, for the memory of one device; it neither moves nor scans files.
 
-    It runs on ``stream`` (``torch.cuda.Stream.cuda_stream``), after what is enqueued there, and returns when the memory
-    is filled. Digests and conversions are made on the host, in the pass that reads. Raises MissingFileError or
-    CheckpointError with the file and the offset at which it failed, UnsupportedError when CUDA refuses. A progress
-    function must not read by this engine itself.
+    It runs on ``stream`` (``torch.cuda.Stream.cuda_stream``), after what is enqueued there, and returns when all is
+    done. Files are read and written through at most 48 MiB of pinned host memory that the process keeps; their digests,
+    checksums and conversions are made on the host, in the same pass. A progress function must not use this engine
+    itself. Raises UnsupportedError when CUDA refuses.
     """
-    call = Call(table.segments, options)
-    bytes_read = ctypes.c_int64()
-    sides = call.files(table.local_paths), call.device_buffers(buffers)
-    on = (_device(buffers), ctypes.c_void_p(stream), ctypes.byref(bytes_read))
-    _run("read_segments", call, sides, call.options, *on, src_paths=table.local_paths)
-    return ReadResult(bytes_read.value, table.files, call.totals)
+    device = _device([*src, *(dst or ())])
+    if src_paths is None and dst_paths is None:
+        if isinstance(table, Ranges):
+            return _sum(table, src, options, device, stream), 0
+        with DevicePlan(table, src, dst, device=device, digest=options.digest, cast=options.cast) as plan:
+            plan.run(stream)
+            return plan.finish(stream), 0
+    call, error, bytes_read = Call(table, options), Error(), ctypes.c_int64()
+    files = () if src_paths is None else local_paths(src_paths)
+    sides: tuple[Files | Buffers, ...]
+    out: object
+    if src_paths is not None:
+        function, out = _library().ze_cuda_read_segments, ctypes.byref(bytes_read)
+        sides = call.files(files), call.device_buffers(dst or ())
+    else:
+        function, out = _library().ze_cuda_write_segments, checksums(table, options)
+        sides = call.device_buffers(src), call.files(dst_paths or ())
+    references = [ctypes.byref(side) for side in (call.table, *sides)]
+    code = function(*references, call.digest, call.options, device, ctypes.c_void_p(stream), out, ctypes.byref(error))
+    call.end()
+    if code:
+        raise _exception(error, files, dst_paths or ())
+    return call.totals, bytes_read.value
 
 
-def write_segments(
-    table: CopyTable, src: Sequence[DeviceBuffer], paths: Sequence[Path], options: Options = PLAIN, *, stream: int = 0
-) -> UInt64Array | None:
-    """Write device memory into files that exist, through the pinned memory of ``read_segments``.
-
-    It writes what the memory holds after what is enqueued on ``stream``, and returns when all is written. Digests,
-    checksums and conversions are made on the host, in the pass that writes. Raises OSError naming the file and the byte
-    at which writing failed, UnsupportedError when CUDA refuses.
-    """
-    call = Call(table, options)
-    sides = call.device_buffers(src), call.files(paths)
-    on = (_device(src), ctypes.c_void_p(stream), checksums(table, options))
-    _run("write_segments", call, sides, call.options, *on, dst_paths=paths)
-    return call.totals
-
-
-def sum_segments(
-    table: MemoryRanges, src: Sequence[DeviceBuffer], options: Options, *, stream: int = 0
-) -> UInt64Array | None:
+def _sum(table: Ranges, src: Sequence[DeviceBuffer], options: Options, device: int, stream: int) -> UInt64Array | None:
     """The digests of device memory, by kernels on ``stream`` that are waited for; nothing is copied to the host.
 
     The plan of the last call is kept for the next one of the same rows, so that a save that follows another uploads
     nothing. Memory, on the device and on the host: 56 bytes for each row, 4 for every 16 blocks of a digest, and 8 for
-    each digest. Errors as of ``copy_segments``.
+    each digest.
     """
     digest = options.digest
     assert digest is not None and options.crc32 is None, "a GPU makes digests, not checksums"
     if len(table.nbytes) <= _MAX_SUMMED_ROWS:
-        return _kept_sums.run(table, src, digest, stream)
-    totals = np.zeros(len(digest.seeds), dtype=np.uint64)
+        return _kept_sums.run(table, src, digest, device, stream)
+    totals = DigestTotals(digest)
     for begin in range(0, len(table.nbytes), _MAX_SUMMED_ROWS):
-        rows = slice(begin, begin + _MAX_SUMMED_ROWS)
-        part = MemoryRanges(table.buffer[rows], table.offset[rows], table.nbytes[rows])
-        streams, stream_of = np.unique(digest.stream[rows], return_inverse=True)
-        some = DigestRows(digest.seeds[streams], stream_of.reshape(-1), digest.start[rows], digest.itemsize[rows])
-        with DevicePlan(part, src, None, device=_device(src), digest=some) as plan:
+        rows = np.arange(begin, min(begin + _MAX_SUMMED_ROWS, len(table.nbytes)))
+        with DevicePlan(table.rows(rows), src, None, device=device, digest=totals.rows(rows)) as plan:
             plan.run(stream)
-            found = plan.finish(stream)
-        assert found is not None
-        totals[streams] += found  # modulo 2**64
-    return totals
+            totals.add(rows, plan.finish(stream))
+    return totals.totals
 
 
 class _KeptSums:
@@ -125,14 +128,14 @@ class _KeptSums:
         self._made_of: tuple[object, ...] = ()
 
     def run(
-        self, table: MemoryRanges, src: Sequence[DeviceBuffer], digest: DigestRows, stream: int
+        self, table: Ranges, src: Sequence[DeviceBuffer], digest: DigestRows, device: int, stream: int
     ) -> UInt64Array | None:
-        rows = (table.buffer, table.offset, table.nbytes, digest.seeds, digest.stream, digest.start, digest.itemsize)
+        rows = (table.src, table.src_offset, table.nbytes, digest.seeds, digest.stream, digest.start, digest.itemsize)
         made_of = (_library(), tuple(src), *(column.tobytes() for column in rows))
         with self._lock:
             if self._plan is None or self._made_of != made_of:
                 self.close()
-                self._plan = DevicePlan(table, src, None, device=_device(src), digest=digest)
+                self._plan = DevicePlan(table, src, None, device=device, digest=digest)
                 self._made_of = made_of
             self._plan.run(stream)
             return self._plan.finish(stream)
@@ -147,40 +150,6 @@ class _KeptSums:
 _kept_sums = _KeptSums()
 
 
-def copy_segments(
-    table: CopyTable,
-    src: Sequence[DeviceBuffer],
-    dst: Sequence[DeviceBuffer],
-    options: Options = PLAIN,
-    *,
-    stream: int = 0,
-) -> UInt64Array | None:
-    """Copy between buffers of one device in one launch on ``stream``, and wait for it. Returns the digests, when asked.
-
-    A ``DevicePlan`` that is run once: the same holds of rows, conversions and errors.
-    """
-    device = _device([*src, *dst])
-    with DevicePlan(table, src, dst, device=device, digest=options.digest, cast=options.cast) as plan:
-        plan.run(stream)
-        return plan.finish(stream)
-
-
-def _run(
-    name: str,
-    call: Call,
-    sides: Sequence[Files | Buffers],
-    *more: object,
-    src_paths: Sequence[Path] = (),
-    dst_paths: Sequence[Path] = (),
-) -> None:
-    error = Error()
-    function = getattr(_library(), f"ze_cuda_{name}")
-    code = function(ctypes.byref(call.table), *map(ctypes.byref, sides), call.digest, *more, ctypes.byref(error))
-    call.end()
-    if code:
-        raise _exception(error, src_paths, dst_paths)
-
-
 class DevicePlan:
     """A table bound to device buffers; valid as long as they are, and to be closed, best by ``with``.
 
@@ -192,7 +161,7 @@ class DevicePlan:
 
     def __init__(
         self,
-        table: CopyTable | MemoryRanges,
+        table: Table,
         src: Sequence[DeviceBuffer],
         dst: Sequence[DeviceBuffer] | None,
         *,

@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -23,19 +23,22 @@ from zeroelastic.errors import ConfigError, UnsupportedError
 from zeroelastic.executors import cuda_executor, native_executor, numpy_executor
 from zeroelastic.executors.batches import Batch, batches, join_crc32, join_crc32_groups
 from zeroelastic.executors.build_info import EngineLibrary, describe_build, is_usable, load_library
-from zeroelastic.executors.engine import ConvertedCopies, FileEngine, HostEngine, Options
-from zeroelastic.executors.progress import ProgressFunction
 from zeroelastic.executors.tables import (
     MAX_DIGESTED_BYTES,
     ByteBuffer,
     Cast,
+    ConvertedCopies,
     CopyTable,
     DeviceBuffer,
     DigestRows,
-    FileRanges,
-    MemoryRanges,
+    HostEngine,
+    Moved,
+    Operation,
+    Options,
+    ProgressFunction,
+    Ranges,
     ReadResult,
-    ReadTable,
+    Table,
     UInt32Array,
 )
 from zeroelastic.io.paths import FilePath, RemotePath
@@ -45,14 +48,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OPERATIONS", "Batch", "Buffer", "ByteBuffer", "Cast", "ConvertedCopies", "CopyTable", "DeviceBuffer", "DigestRows",
-    "Executor", "FileRanges", "MemoryRanges", "Operation", "ReadResult", "ReadTable", "UInt32Array", "batches",
-    "choose_executor", "copy_segments", "describe_build", "digest_range", "host_executor", "join_crc32",
-    "join_crc32_groups", "move_segments", "read_segments", "scan_segments", "sum_segments", "write_segments",
+    "Executor", "Operation", "Ranges", "ReadResult", "UInt32Array", "batches", "choose_executor", "copy_segments",
+    "describe_build", "digest_range", "host_executor", "join_crc32", "join_crc32_groups", "move_segments",
+    "read_segments", "scan_segments", "sum_segments", "write_segments",
 ]  # fmt: skip
 
 Executor = Literal["auto", "numpy", "torch", "native", "cuda"]
-Operation = Literal["read", "copy", "write", "move", "scan", "sum"]
-
 _ALL: tuple[Operation, ...] = ("read", "copy", "write", "move", "scan", "sum")
 _ON_DEVICE: tuple[Operation, ...] = ("read", "copy", "write", "sum")
 OPERATIONS: dict[str, tuple[Operation, ...]] = {
@@ -69,20 +70,12 @@ Buffer: TypeAlias = "ByteArray | torch.Tensor | DeviceBuffer"
 logger = logging.getLogger(__name__)
 
 
-_HOST: dict[str, HostEngine] = {"numpy": numpy_executor, "native": native_executor}
-
-
-def _file_engine(name: str, sources: Sequence[FilePath]) -> FileEngine:
-    """A host engine, which also takes sources that are behind an object store."""
-    if not any(isinstance(path, RemotePath) for path in sources):
-        return _HOST[name]
-    from zeroelastic.executors.remote_executor import RemoteEngine
-
-    return RemoteEngine(_HOST[name])
+_HOST: dict[str, HostEngine] = {"numpy": numpy_executor.run, "native": native_executor.run}
 
 
 def read_segments(
-    table: ReadTable,
+    table: CopyTable,
+    paths: Sequence[FilePath],
     buffers: Sequence[Buffer],
     *,
     digest: DigestRows | None = None,
@@ -94,6 +87,9 @@ def read_segments(
     executor: Executor = "auto",
 ) -> ReadResult:
     """Fill ``buffers`` from files as ``table`` says, each byte read once; digests in the same pass when asked.
+
+    The rows are sorted by (source, source offset): neighbours are read together. With a conversion, their bytes are of
+    the file.
 
     ``executor`` names an engine; "auto" takes the fastest that is built for the memory that is filled. ``stream`` is
     the CUDA stream that the cuda engine runs on: torch's current one, or the default one for a DeviceBuffer. Every
@@ -109,12 +105,11 @@ def read_segments(
     options = Options(digest, cast=cast, threads=threads, progress=progress, copies=copies)
     name = _choose(executor, "read", buffers)
     assert copies is None or name in _HOST, "only host memory is converted beside"
-    if name == "cuda" and any(isinstance(path, RemotePath) for path in table.paths):
+    if name == "cuda" and any(isinstance(path, RemotePath) for path in paths):
         name = "torch"  # through host memory
-    result: ReadResult = _run(
-        "read", name, table, [buffers], options, stream=stream, host=lambda host: _file_engine(host, table.paths)
-    )
-    return result
+    digests, bytes_read = _run(name, table, options, stream=stream, src_paths=paths, dst=buffers)
+    files = tuple(paths[int(number)] for number in np.flatnonzero(np.bincount(table.src)))
+    return ReadResult(bytes_read, files, digests)
 
 
 def copy_segments(
@@ -136,10 +131,7 @@ def copy_segments(
     """
     options = Options(digest, cast=cast, threads=threads)
     name = _choose(executor, "copy", [*src, *dst])
-    digests: UInt64Array | None = _run(
-        "copy", name, table, [src, dst], options, stream=stream, torch_takes_over=executor != "cuda"
-    )
-    return digests
+    return _run(name, table, options, stream=stream, torch_takes_over=executor != "cuda", src=src, dst=dst)[0]
 
 
 def write_segments(
@@ -168,10 +160,10 @@ def write_segments(
     staged_by = executor if executor in _HOST and not all(_kind(buffer) == "host" for buffer in src) else None
     name = _choose("torch" if staged_by is not None else executor, "write", src)
     takes_over = executor != "cuda"
-    digests: UInt64Array | None = _run(
-        "write", name, table, [src], options, paths, stream=stream, staged_by=staged_by, torch_takes_over=takes_over
-    )
-    return digests
+    return _run(
+        name, table, options,
+        stream=stream, staged_by=staged_by, torch_takes_over=takes_over, src=src, dst_paths=paths,
+    )[0]  # fmt: skip
 
 
 def move_segments(
@@ -194,12 +186,12 @@ def move_segments(
     there.
     """
     options = Options(digest, crc32, cast, sync, threads, progress)
-    engine = _file_engine(choose_executor(executor, "move"), src_paths)
-    return engine.move_segments(table, src_paths, dst_paths, options)
+    return _run(choose_executor(executor, "move"), table, options, src_paths=src_paths, dst_paths=dst_paths)[0]
 
 
 def scan_segments(
-    table: FileRanges,
+    table: Ranges,
+    paths: Sequence[FilePath],
     *,
     digest: DigestRows | None = None,
     crc32: UInt32Array | None = None,
@@ -213,11 +205,11 @@ def scan_segments(
     ``zlib.crc32``. Errors and ``progress`` as of ``read_segments``.
     """
     options = Options(digest, crc32, threads=threads, progress=progress)
-    return _file_engine(choose_executor(executor, "scan"), table.paths).scan_segments(table, options)
+    return _run(choose_executor(executor, "scan"), table, options, src_paths=paths)[0]
 
 
 def sum_segments(
-    table: MemoryRanges,
+    table: Ranges,
     src: Sequence[Buffer],
     *,
     digest: DigestRows | None = None,
@@ -233,45 +225,64 @@ def sum_segments(
     """
     options = Options(digest, crc32, threads=threads)
     name = _choose(executor, "sum", src)
-    digests: UInt64Array | None = _run(
-        "sum", name, table, [src], options, stream=stream, torch_takes_over=executor != "cuda"
-    )
-    return digests
+    return _run(name, table, options, stream=stream, torch_takes_over=executor != "cuda", src=src)[0]
 
 
 def _run(
-    operation: Operation,
     name: str,
-    table: object,
-    memory: Sequence[Sequence[Buffer]],
+    table: Table,
     options: Options,
-    *paths: Sequence[Path],
-    stream: int | None,
-    host: Callable[[str], FileEngine] = _HOST.__getitem__,
+    *,
+    stream: int | None = None,
     staged_by: str | None = None,
     torch_takes_over: bool = False,
-) -> Any:
-    """Run an operation, with its sides in ``memory`` and then files, by the engine that was chosen.
+    src_paths: Sequence[FilePath] | None = None,
+    src: Sequence[Buffer] = (),
+    dst_paths: Sequence[Path] | None = None,
+    dst: Sequence[Buffer] | None = None,
+) -> Moved:
+    """Run the engine that was chosen.
 
     What CUDA refuses is done by torch, if ``torch_takes_over`` and torch knows all of the memory. torch reads and
-    writes files through the engine ``staged_by``, the fastest one if None; ``host`` gives an engine by its name.
+    writes files through the engine ``staged_by``, the fastest one if None.
     """
-    function = f"{operation}_segments"
-    buffers = [buffer for side in memory for buffer in side]
     if name in _HOST:
-        return getattr(host(name), function)(table, *map(_arrays, memory), *paths, options)
+        to = None if dst is None else _arrays(dst)
+        engine = _file_engine(name, src_paths)
+        return engine(table, options, src_paths=src_paths, src=_arrays(src), dst_paths=dst_paths, dst=to)
     if name == "cuda":
-        ranges, on = map(_device_buffers, memory), _stream(buffers, stream)
+        buffers = [*src, *(dst or ())]
+        here, there = _device_buffers(src), None if dst is None else _device_buffers(dst)
+        on = _stream(buffers, stream)
         try:
-            return getattr(cuda_executor, function)(table, *ranges, *paths, options, stream=on)
+            return cuda_executor.run(
+                table, options, stream=on, src_paths=src_paths, src=here, dst_paths=dst_paths, dst=there
+            )
         except UnsupportedError as error:
             if not torch_takes_over or any(isinstance(buffer, DeviceBuffer) for buffer in buffers):
                 raise
             logger.warning("memory of the GPU is moved by torch instead, which is slower: %s", error)
     from zeroelastic.executors import torch_executor
 
-    through = {"host": host(staged_by or _fastest())} if operation in ("read", "write") else {}
-    return getattr(torch_executor, function)(table, *map(_tensors, memory), *paths, options, **through)
+    with_files = src_paths is not None or dst_paths is not None
+    return torch_executor.run(
+        table,
+        options,
+        host=_file_engine(staged_by or (_fastest() if with_files else "numpy"), src_paths),
+        src_paths=src_paths,
+        src=_tensors(src),
+        dst_paths=dst_paths,
+        dst=None if dst is None else _tensors(dst),
+    )
+
+
+def _file_engine(name: str, sources: Sequence[FilePath] | None) -> HostEngine:
+    """A host engine, which also takes sources that are behind an object store."""
+    if not any(isinstance(path, RemotePath) for path in sources or ()):
+        return _HOST[name]
+    from zeroelastic.executors.remote_executor import RemoteEngine
+
+    return RemoteEngine(_HOST[name])
 
 
 def choose_executor(executor: Executor, operation: Operation = "read", *, on_gpu: bool = False) -> str:

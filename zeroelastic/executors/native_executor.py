@@ -3,7 +3,7 @@
 The work is done by the library built from csrc/ (interface: csrc/zeroelastic.h). It releases the GIL, checks every row
 once, and starts no thread before the first call that has work for one. Results agree bit for bit with the numpy
 executor, and a fault raises the same error; of several faults in different files, another one may come first. Ctrl-C
-interrupts the work where there is a progress function. The operations are documented in ``dispatch``.
+interrupts the work where there is a progress function.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Literal
 
 import numpy as np
 
-from zeroelastic.core.digest import ByteArray, UInt64Array
+from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.executors.abi import BAD_TABLE, Buffers, Call, Error, Files, Packed, checksums, exception_of
 from zeroelastic.executors.build_info import load_library
-from zeroelastic.executors.engine import PLAIN, Options, default_threads
 from zeroelastic.executors.tables import (
+    PLAIN,
     ByteBuffer,
-    CopyTable,
-    FileRanges,
-    MemoryRanges,
-    ReadResult,
-    ReadTable,
+    Moved,
+    Options,
+    Table,
     UInt32Array,
+    default_threads,
+    operation_of,
 )
 from zeroelastic.io.paths import FilePath, local_paths
 
@@ -114,69 +114,30 @@ def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:
     return int(_library().ze_crc32_join(crc32.ctypes.data, nbytes.ctypes.data, len(crc32)))
 
 
-def read_segments(table: ReadTable, buffers: Sequence[ByteBuffer], options: Options = PLAIN) -> ReadResult:
-    """Fill the buffers from files; memory beyond them: 256 KiB per thread with a conversion, else none."""
-    assert all(buffer.flags.writeable for buffer in buffers), "a destination is read-only"
-    bytes_read = ctypes.c_int64()
-    out = ctypes.byref(bytes_read)
-    digests = _run("read", table.segments, options, out, src_paths=table.local_paths, dst=buffers)
-    return ReadResult(bytes_read.value, table.files, digests)
-
-
-def copy_segments(
-    table: CopyTable, src: Sequence[ByteArray], dst: Sequence[ByteBuffer], options: Options = PLAIN
-) -> UInt64Array | None:
-    """Copy between memory buffers."""
-    assert all(buffer.flags.writeable for buffer in dst), "a destination is read-only"
-    return _run("copy", table, options, src=src, dst=dst)
-
-
-def write_segments(
-    table: CopyTable, src: Sequence[ByteArray], paths: Sequence[Path], options: Options = PLAIN
-) -> UInt64Array | None:
-    """Write buffers into existing files."""
-    return _run("write", table, options, checksums(table, options), src=src, dst_paths=paths)
-
-
-def move_segments(
-    table: CopyTable, src_paths: Sequence[FilePath], dst_paths: Sequence[Path], options: Options = PLAIN
-) -> UInt64Array | None:
-    """Move rows between existing files."""
-    crc32 = checksums(table, options)
-    return _run("move", table, options, crc32, src_paths=local_paths(src_paths), dst_paths=dst_paths)
-
-
-def scan_segments(table: FileRanges, options: Options = PLAIN) -> UInt64Array | None:
-    """Digests and checksums of ranges of files."""
-    return _run("scan", table, options, checksums(table, options), src_paths=table.local_paths)
-
-
-def sum_segments(table: MemoryRanges, src: Sequence[ByteArray], options: Options = PLAIN) -> UInt64Array | None:
-    """Digests and checksums of ranges of memory."""
-    return _run("sum", table, options, checksums(table, options), src=src)
-
-
-def _run(
-    name: str,
-    table: CopyTable | FileRanges | MemoryRanges,
-    options: Options,
-    *more: object,
-    src_paths: Sequence[Path] | None = None,
+def run(
+    table: Table,
+    options: Options = PLAIN,
+    *,
+    src_paths: Sequence[FilePath] | None = None,
     src: Sequence[ByteArray] = (),
     dst_paths: Sequence[Path] | None = None,
-    dst: Sequence[ByteArray] | None = None,
-) -> UInt64Array | None:
-    """Call an operation with its source, files or memory, and its destination, if it has one; returns the digests."""
-    call, error = Call(table, options), Error()
-    sides: list[Files | Buffers] = [call.buffers(src) if src_paths is None else call.files(src_paths)]
+    dst: Sequence[ByteBuffer] | None = None,
+) -> Moved:
+    """As ``tables.HostEngine``. Memory: 256 KiB per thread to read with a conversion, 1 MiB to move or scan files."""
+    assert dst is None or all(buffer.flags.writeable for buffer in dst), "a destination is read-only"
+    call, error, bytes_read = Call(table, options), Error(), ctypes.c_int64()
+    files = () if src_paths is None else local_paths(src_paths)
+    operation = operation_of(src_paths is not None, dst_paths is not None, dst is not None)
+    arguments: list[Files | Buffers] = [call.files(files) if src_paths is not None else call.buffers(src)]
     if dst_paths is not None:
-        sides.append(call.files(dst_paths))
+        arguments.append(call.files(dst_paths))
     elif dst is not None:
-        sides.append(call.buffers(dst))
-    function = getattr(_library(), f"ze_{name}_segments")
-    references = [ctypes.byref(side) for side in sides]
-    code = function(ctypes.byref(call.table), *references, call.digest, call.options, *more, ctypes.byref(error))
+        arguments.append(call.buffers(dst))
+    references = [ctypes.byref(argument) for argument in (call.table, *arguments)]
+    more = {"read": (ctypes.byref(bytes_read),), "copy": ()}.get(operation, (checksums(table, options),))
+    function = getattr(_library(), f"ze_{operation}_segments")
+    code = function(*references, call.digest, call.options, *more, ctypes.byref(error))
     call.end()
     if code:
-        raise exception_of(error, "native", src_paths=src_paths or (), dst_paths=dst_paths or ())
-    return call.totals
+        raise exception_of(error, "native", src_paths=files, dst_paths=dst_paths or ())
+    return call.totals, bytes_read.value

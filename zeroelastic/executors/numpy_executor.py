@@ -1,6 +1,6 @@
 """The reference engine: plain slices, preadv and pwrite, one row after the other; the other engines must match it.
 
-The operations are documented in ``dispatch``.
+Its conversions are bit for bit those of torch's ``Tensor.copy_``, except for the NaN of bfloat16.
 """
 
 from __future__ import annotations
@@ -8,29 +8,29 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from zeroelastic.core.digest import ByteArray, UInt64Array, combine, digest_range
-from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.plan import coalesce
 from zeroelastic.errors import CheckpointError, UnreadableError
-from zeroelastic.executors.cast import cast_bytes
-from zeroelastic.executors.engine import PLAIN, ConvertedCopies, Options
-from zeroelastic.executors.progress import Progress
 from zeroelastic.executors.tables import (
+    PLAIN,
     ByteBuffer,
+    Cast,
+    ConvertedCopies,
     CopyTable,
     DigestRows,
-    FileRanges,
-    MemoryRanges,
-    ReadResult,
-    ReadTable,
+    Moved,
+    Options,
+    Progress,
+    Table,
     cast_itemsizes,
-    check_crc32,
+    check_rows,
 )
 from zeroelastic.io.atomic import name_in_errors, write_fully
 from zeroelastic.io.paths import FilePath, local_paths, missing_file
@@ -38,21 +38,46 @@ from zeroelastic.io.paths import FilePath, local_paths, missing_file
 _MAX_VECTORS = 1024  # IOV_MAX on Linux
 _MAX_CALL_BYTES = 256 << 20
 _STAGING_BYTES = 1 << 20
+_CHUNK_NUMEL = 1 << 18
+_INFINITY = 0x7F800000
+
+BFLOAT16_NAN = 0x7FC0
+"""What every NaN becomes in bfloat16, on any machine: torch's rule for one element. Its vector units make others."""
 
 
-def read_segments(table: ReadTable, buffers: Sequence[ByteBuffer], options: Options = PLAIN) -> ReadResult:
-    """Fill the buffers with as few calls as the rows allow; no staging except for a conversion, no byte read twice."""
-    table.check([len(buffer) for buffer in buffers], digest=options.digest, cast=options.cast)
-    if options.cast != "none":
-        pieces = _file_pieces(table.local_paths, table.file, table.file_offset, table.nbytes)
-        digests = _run(pieces, options, _rows(table.segments), _into_memory(buffers))
-        return ReadResult(int(table.nbytes.sum()), table.files, digests)
+def run(
+    table: Table,
+    options: Options = PLAIN,
+    *,
+    src_paths: Sequence[FilePath] | None = None,
+    src: Sequence[ByteArray] = (),
+    dst_paths: Sequence[Path] | None = None,
+    dst: Sequence[ByteBuffer] | None = None,
+) -> Moved:
+    """As ``tables.HostEngine``. No byte is read twice; between files, and for a conversion, rows go through 1 MiB."""
+    check_rows(table, options, src_paths=src_paths, src=src, dst_paths=dst_paths, dst=dst)
+    num_read = 0 if src_paths is None else int(table.nbytes.sum())
+    if src_paths is not None and dst is not None and options.cast == "none":
+        assert isinstance(table, CopyTable)
+        return _read(table, local_paths(src_paths), dst, options), num_read
+    rows = _rows(table)
+    if src_paths is not None:
+        pieces = _file_pieces(local_paths(src_paths), table)
+    else:
+        pieces = _memory_pieces(src, rows, options)
+    with _Destinations(dst_paths or (), sync=options.sync) as files:
+        write = files.write if dst_paths is not None else None if dst is None else _into_memory(dst)
+        return _run(pieces, options, rows, write), num_read
+
+
+def _read(
+    table: CopyTable, paths: Sequence[Path], buffers: Sequence[ByteBuffer], options: Options
+) -> UInt64Array | None:
+    """Fill the buffers with as few calls as the rows, which are in the order of the files, allow; no staging."""
     if options.copies is not None:
         _check_copies(table, options.copies)
     totals, progress = _Totals(options.digest), Progress(options.progress)
-    file, file_offset, buffer, buffer_offset, nbytes = coalesce(*table.segments.columns)
-    total = 0
-    paths = table.local_paths
+    file, file_offset, buffer, buffer_offset, nbytes = coalesce(*table.columns)
     for number in np.unique(file).tolist():
         own = np.flatnonzero(file == number)
         views = [
@@ -60,8 +85,8 @@ def read_segments(table: ReadTable, buffers: Sequence[ByteBuffer], options: Opti
             for b, o, n in zip(buffer[own].tolist(), buffer_offset[own].tolist(), nbytes[own].tolist(), strict=True)
         ]
         with _source(paths[number]) as fd:
-            total += _read_views(fd, paths[number], file_offset[own].tolist(), views, progress)
-    for i, row in enumerate(_rows(table.segments)):
+            _read_views(fd, paths[number], file_offset[own].tolist(), views, progress)
+    for i, row in enumerate(_rows(table)):
         data = buffers[row.dst][row.dst_offset : row.dst_offset + row.nbytes]
         totals.add(i, data)
         if options.copies is not None and (copy := options.copies.buffers[row.dst]) is not None:
@@ -69,62 +94,17 @@ def read_segments(table: ReadTable, buffers: Sequence[ByteBuffer], options: Opti
             begin = row.dst_offset // itemsize * converted
             cast_bytes(options.copies.cast, data, copy[begin : begin + row.nbytes // itemsize * converted])
     progress.finish()
-    return ReadResult(total, table.files, totals.array())
+    return totals.array()
 
 
-def _check_copies(table: ReadTable, copies: ConvertedCopies) -> None:
+def _check_copies(table: CopyTable, copies: ConvertedCopies) -> None:
     """Assert that rows with a converted copy are of whole elements and have room there."""
     itemsize, converted = cast_itemsizes(copies.cast)
-    room = np.array([-1 if copy is None else len(copy) for copy in copies.buffers], dtype=np.int64)[table.buffer]
-    whole = (table.buffer_offset % itemsize == 0) & (table.nbytes % itemsize == 0)
-    fits = (table.buffer_offset + table.nbytes) // itemsize * converted <= room
+    room = np.array([-1 if copy is None else len(copy) for copy in copies.buffers], dtype=np.int64)[table.dst]
+    whole = (table.dst_offset % itemsize == 0) & (table.nbytes % itemsize == 0)
+    fits = (table.dst_offset + table.nbytes) // itemsize * converted <= room
     bad = np.flatnonzero((room >= 0) & ~(whole & fits))
     assert not len(bad), f"row {bad[0]} of a segment table leaves its file or buffer"
-
-
-def copy_segments(
-    table: CopyTable, src: Sequence[ByteArray], dst: Sequence[ByteBuffer], options: Options = PLAIN
-) -> UInt64Array | None:
-    """Copy between memory buffers, row by row."""
-    sizes = [len(buffer) for buffer in src], [len(buffer) for buffer in dst]
-    table.check(len(src), sizes[0], len(dst), sizes[1], digest=options.digest, cast=options.cast)
-    rows = _rows(table)
-    return _run(_memory_pieces(src, rows, options), options, rows, _into_memory(dst))
-
-
-def write_segments(
-    table: CopyTable, src: Sequence[ByteArray], paths: Sequence[Path], options: Options = PLAIN
-) -> UInt64Array | None:
-    """Write buffers into existing files; a conversion goes through 1 MiB."""
-    sizes = [len(buffer) for buffer in src]
-    table.check(len(src), sizes, len(paths), None, digest=options.digest, cast=options.cast)
-    rows, order = _rows(table), np.lexsort((table.dst_offset, table.dst)).tolist()
-    with _Destinations(paths, sync=options.sync) as files:
-        return _run(_memory_pieces(src, rows, options, order), options, rows, files.write)
-
-
-def move_segments(
-    table: CopyTable, src_paths: Sequence[FilePath], dst_paths: Sequence[Path], options: Options = PLAIN
-) -> UInt64Array | None:
-    """Move rows between existing files, through 1 MiB."""
-    table.check(len(src_paths), None, len(dst_paths), None, digest=options.digest, cast=options.cast)
-    pieces = _file_pieces(local_paths(src_paths), table.src, table.src_offset, table.nbytes)
-    with _Destinations(dst_paths, sync=options.sync) as files:
-        return _run(pieces, options, _rows(table), files.write)
-
-
-def scan_segments(table: FileRanges, options: Options = PLAIN) -> UInt64Array | None:
-    """Digests and checksums of ranges of files, through 1 MiB."""
-    table.check(digest=options.digest)
-    pieces = _file_pieces(table.local_paths, table.file, table.file_offset, table.nbytes)
-    return _run(pieces, options, _src_rows(table.file, table.file_offset, table.nbytes))
-
-
-def sum_segments(table: MemoryRanges, src: Sequence[ByteArray], options: Options = PLAIN) -> UInt64Array | None:
-    """Digests and checksums of ranges of memory."""
-    table.check([len(buffer) for buffer in src], digest=options.digest)
-    rows = _src_rows(table.buffer, table.offset, table.nbytes)
-    return _run(_memory_pieces(src, rows, options), options, rows)
 
 
 _Pieces: TypeAlias = "Generator[tuple[int, int, ByteArray], None, None]"
@@ -138,7 +118,6 @@ def _run(
     write: Callable[[int, int, ByteArray], None] | None = None,
 ) -> UInt64Array | None:
     """Digest, convert, write and sum every piece; ``write`` gets number and offset of the destination of ``rows``."""
-    check_crc32(options.crc32, len(rows))
     if options.crc32 is not None:
         options.crc32[:] = 0
     src_itemsize, dst_itemsize = cast_itemsizes(options.cast)
@@ -168,14 +147,12 @@ class _Row(NamedTuple):
     nbytes: int
 
 
-def _rows(table: CopyTable) -> list[_Row]:
-    return [_Row(*row) for row in zip(*(column.tolist() for column in table.columns), strict=True)]
-
-
-def _src_rows(src: Int64Array, offset: Int64Array, nbytes: Int64Array) -> list[_Row]:
-    """Rows without a destination."""
-    none = np.zeros_like(nbytes)
-    return _rows(CopyTable(src, offset, none, none, nbytes))
+def _rows(table: Table) -> list[_Row]:
+    """Rows as Python numbers; those without a destination have zeros there."""
+    none = np.zeros_like(table.nbytes)
+    dst, dst_offset = (table.dst, table.dst_offset) if isinstance(table, CopyTable) else (none, none)
+    columns = (table.src, table.src_offset, dst, dst_offset, table.nbytes)
+    return [_Row(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 class _Totals:
@@ -244,12 +221,10 @@ def _into_memory(buffers: Sequence[ByteBuffer]) -> Callable[[int, int, ByteArray
     return write
 
 
-def _memory_pieces(
-    buffers: Sequence[ByteArray], rows: Sequence[_Row], options: Options, order: Iterable[int] | None = None
-) -> _Pieces:
-    """Rows of memory: whole, or in pieces of 1 MiB for a conversion or a progress function."""
+def _memory_pieces(buffers: Sequence[ByteArray], rows: Sequence[_Row], options: Options) -> _Pieces:
+    """Rows of memory by destination: whole, or in pieces of 1 MiB for a conversion or a progress function."""
     in_pieces = options.cast != "none" or options.progress is not None
-    for i in range(len(rows)) if order is None else order:
+    for i in sorted(range(len(rows)), key=lambda i: (rows[i].dst, rows[i].dst_offset)):
         row = rows[i]
         data = buffers[row.src][row.src_offset : row.src_offset + row.nbytes]
         for piece in _chunks(row.nbytes) if in_pieces else (slice(0, row.nbytes),):
@@ -270,28 +245,27 @@ def _source(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _file_pieces(paths: Sequence[Path], file: Int64Array, offset: Int64Array, nbytes: Int64Array) -> _Pieces:
+def _file_pieces(paths: Sequence[Path], table: Table) -> _Pieces:
     """Rows of files in file order, through 1 MiB."""
     staging = np.empty(_STAGING_BYTES, dtype=np.uint8)
-    order = np.lexsort((offset, file))
-    for number in np.unique(file).tolist():
+    order = np.lexsort((table.src_offset, table.src))
+    for number in np.unique(table.src).tolist():
         path = paths[number]
         with _source(path) as fd:
-            for i in order[file[order] == number].tolist():
-                for piece in _chunks(int(nbytes[i])):
+            for i in order[table.src[order] == number].tolist():
+                for piece in _chunks(int(table.nbytes[i])):
                     data = staging[: piece.stop - piece.start]
-                    _read_fully(fd, path, int(offset[i]) + piece.start, [data.data])
+                    _read_fully(fd, path, int(table.src_offset[i]) + piece.start, [data.data])
                     yield i, piece.start, data
 
 
-def _read_views(fd: int, path: Path, offsets: list[int], views: list[memoryview], progress: Progress) -> int:
-    """Fill views from their offsets, neighbours in one call; returns the bytes that were read."""
+def _read_views(fd: int, path: Path, offsets: list[int], views: list[memoryview], progress: Progress) -> None:
+    """Fill views from their offsets, neighbours in one call."""
     if progress.wanted:
         pieces = [(o + p.start, v[p]) for o, v in zip(offsets, views, strict=True) for p in _chunks(len(v))]
         offsets, views = [offset for offset, _ in pieces], [view for _, view in pieces]
     most = _STAGING_BYTES if progress.wanted else _MAX_CALL_BYTES
     first = 0
-    total = 0
     while first < len(views):
         last = first
         nbytes = 0
@@ -305,9 +279,7 @@ def _read_views(fd: int, path: Path, offsets: list[int], views: list[memoryview]
             last += 1
         _read_fully(fd, path, offsets[first], views[first:last])
         progress.add(nbytes)
-        total += nbytes
         first = last
-    return total
 
 
 def _read_fully(fd: int, path: Path, offset: int, views: list[memoryview]) -> None:
@@ -326,3 +298,54 @@ def _read_fully(fd: int, path: Path, offset: int, views: list[memoryview]) -> No
             else:
                 views[0] = views[0][got:]
                 got = 0
+
+
+def cast_bytes(cast: Cast, src: ByteArray, dst: ByteArray) -> None:
+    """Convert the elements in ``src`` into ``dst``, both contiguous bytes, at any alignment; a few MiB besides."""
+    if cast == "none":
+        dst[:] = src
+        return
+    src_itemsize, dst_itemsize = cast_itemsizes(cast)
+    convert = _CONVERSIONS[cast]
+    numel = len(src) // src_itemsize
+    for begin in range(0, numel, _CHUNK_NUMEL):
+        end = min(numel, begin + _CHUNK_NUMEL)
+        bits = src[begin * src_itemsize : end * src_itemsize].view(np.dtype(f"<u{src_itemsize}"))
+        made = convert(bits).astype(np.dtype(f"<u{dst_itemsize}"), copy=False)
+        dst[begin * dst_itemsize : end * dst_itemsize] = made.view(np.uint8)
+
+
+def _to_bfloat16(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
+    rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    nan = (bits & 0x7FFFFFFF) > _INFINITY
+    return np.where(nan, np.uint64(BFLOAT16_NAN), rounded).astype(np.uint16)
+
+
+def _to_float16(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
+    # numpy rounds like torch, but makes an infinity of a NaN whose upper bits of payload are zero.
+    nan = (bits & 0x7FFFFFFF) > _INFINITY
+    with np.errstate(over="ignore", under="ignore"):
+        finite = np.where(nan, np.uint32(0), bits).view(np.float32).astype(np.float16).view(np.uint16)
+    quiet = ((bits >> 16) & 0x8000) | 0x7E00 | ((bits >> 13) & 0x3FF)
+    return np.where(nan, quiet, finite).astype(np.uint16)
+
+
+def _from_bfloat16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint32]:
+    wide: npt.NDArray[np.uint32] = bits.astype(np.uint32) << np.uint32(16)
+    return wide
+
+
+def _from_float16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint32]:
+    nan = (bits & 0x7FFF) > 0x7C00
+    finite = np.where(nan, np.uint16(0), bits).view(np.float16).astype(np.float32).view(np.uint32)
+    wide = bits.astype(np.uint32)
+    quiet = ((wide & 0x8000) << 16) | _INFINITY | 0x400000 | ((wide & 0x3FF) << 13)
+    return np.where(nan, quiet, finite).astype(np.uint32)
+
+
+_CONVERSIONS: dict[Cast, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
+    "float32->bfloat16": _to_bfloat16,
+    "float32->float16": _to_float16,
+    "bfloat16->float32": _from_bfloat16,
+    "float16->float32": _from_float16,
+}

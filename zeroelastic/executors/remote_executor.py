@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,21 +17,23 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.core.digest import ByteArray, UInt64Array
+from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.executors.batches import DigestTotals, RowChecksums
-from zeroelastic.executors.engine import PLAIN, HostEngine, Options
-from zeroelastic.executors.progress import INTERVAL, Progress, ProgressFunction
+from zeroelastic.executors.batches import PieceTotals
 from zeroelastic.executors.tables import (
+    PLAIN,
+    PROGRESS_INTERVAL_S,
     ByteBuffer,
     Cast,
     CopyTable,
-    FileRanges,
-    MemoryRanges,
-    ReadResult,
-    ReadTable,
+    HostEngine,
+    Moved,
+    Options,
+    Progress,
+    Ranges,
+    Table,
     cast_itemsizes,
-    check_crc32,
+    check_rows,
 )
 from zeroelastic.io.atomic import sync_path
 from zeroelastic.io.paths import FilePath, RemotePath
@@ -58,112 +60,54 @@ class RemoteEngine:
         self._host = host
         self._batch_bytes = staging_bytes // _NUM_BATCHES
 
-    def read_segments(self, table: ReadTable, buffers: Sequence[ByteBuffer], options: Options = PLAIN) -> ReadResult:
-        """As the host engine's. ``bytes_read`` counts what was asked for, gaps between rows included."""
-        table.check([len(buffer) for buffer in buffers], digest=options.digest, cast=options.cast)
-        assert options.copies is None, "only files on this machine are converted beside"
-        local_bytes = 0
-
-        def here(rows: Int64Array, options: Options) -> UInt64Array | None:
-            nonlocal local_bytes
-            chosen = table.rows(rows)
-            result = self._host.read_segments(replace(chosen, paths=_on_disk(table.paths)), buffers, options)
-            local_bytes += result.bytes_read
-            return result.digests
-
-        def fetched(batch: Requests, src: list[ByteArray], options: Options) -> UInt64Array | None:
-            copies = _to_destinations(batch, table.buffer, table.buffer_offset, options.cast)
-            return self._host.copy_segments(copies, src, buffers, options)
-
-        sources = (table.paths, table.file, table.file_offset, table.nbytes)
-        digests, remote_bytes = self._run(*sources, options, here, fetched)
-        return ReadResult(local_bytes + remote_bytes, table.files, digests)
-
-    def move_segments(
-        self, table: CopyTable, src_paths: Sequence[FilePath], dst_paths: Sequence[Path], options: Options = PLAIN
-    ) -> UInt64Array | None:
-        """As the host engine's, into files on a disk."""
-        table.check(len(src_paths), None, len(dst_paths), None, digest=options.digest, cast=options.cast)
-
-        def here(rows: Int64Array, options: Options) -> UInt64Array | None:
-            return self._host.move_segments(table.rows(rows), _on_disk(src_paths), dst_paths, options)
-
-        def fetched(batch: Requests, src: list[ByteArray], options: Options) -> UInt64Array | None:
-            writes = _to_destinations(batch, table.dst, table.dst_offset, options.cast)
-            return self._host.write_segments(writes, src, dst_paths, options)
-
-        digests, _ = self._run(src_paths, table.src, table.src_offset, table.nbytes, options, here, fetched)
-        if options.sync:
-            for number in np.unique(table.dst).tolist():
-                sync_path(dst_paths[number])
-        return digests
-
-    def scan_segments(self, table: FileRanges, options: Options = PLAIN) -> UInt64Array | None:
-        """As the host engine's."""
-        table.check(digest=options.digest)
-
-        def here(rows: Int64Array, options: Options) -> UInt64Array | None:
-            columns = (column[rows] for column in (table.file, table.file_offset, table.nbytes))
-            return self._host.scan_segments(FileRanges(_on_disk(table.paths), *columns), options)
-
-        def fetched(batch: Requests, src: list[ByteArray], options: Options) -> UInt64Array | None:
-            ranges = MemoryRanges(batch.request, batch.piece_offset, batch.piece_nbytes)
-            return self._host.sum_segments(ranges, src, options)
-
-        return self._run(table.paths, table.file, table.file_offset, table.nbytes, options, here, fetched)[0]
-
-    def _run(
+    def __call__(
         self,
-        paths: Sequence[FilePath],
-        file: Int64Array,
-        offset: Int64Array,
-        nbytes: Int64Array,
-        options: Options,
-        here: Callable[[Int64Array, Options], UInt64Array | None],
-        fetched: Callable[[Requests, list[ByteArray], Options], UInt64Array | None],
-    ) -> tuple[UInt64Array | None, int]:
-        """Call ``here`` with the rows that are on a disk, and ``fetched`` with every batch of the others and its bytes.
-
-        Both return digests. Returns those of the operation, and the bytes that were requested.
-        """
-        check_crc32(options.crc32, len(nbytes))
-        totals, checksums = DigestTotals(options.digest), RowChecksums()
-        src_itemsize, dst_itemsize = cast_itemsizes(options.cast)
-
-        def add(
-            row: Int64Array,
-            start: Int64Array | None,
-            nbytes: Int64Array,
-            progress: ProgressFunction | None,
-            move: Callable[[Options], UInt64Array | None],
-        ) -> None:
-            crc32 = None if options.crc32 is None else np.zeros(len(row), dtype=np.uint32)
-            digest = totals.rows(row, start)
-            totals.add(row, move(replace(options, digest=digest, crc32=crc32, sync=False, progress=progress)))
-            if crc32 is not None:
-                checksums.add(row, nbytes // src_itemsize * dst_itemsize, crc32)
-
-        is_remote = np.array([isinstance(path, RemotePath) for path in paths], dtype=np.bool_)[file]
-        local, rows = np.flatnonzero(~is_remote), np.flatnonzero(is_remote)
-        if len(local):
-            add(local, None, nbytes[local], options.progress, partial(here, local))
-        request_bytes = min(_REQUEST_BYTES, self._batch_bytes)
-        max_gap = affordable_gap(file[rows], offset[rows], nbytes[rows])
-        plan = plan_requests(file[rows], offset[rows], nbytes[rows], request_bytes=request_bytes, max_gap=max_gap)
-        batches = request_batches(replace(plan, row=rows[plan.row]), self._batch_bytes)
+        table: Table,
+        options: Options = PLAIN,
+        *,
+        src_paths: Sequence[FilePath] | None = None,
+        src: Sequence[ByteArray] = (),
+        dst_paths: Sequence[Path] | None = None,
+        dst: Sequence[ByteBuffer] | None = None,
+    ) -> Moved:
+        """As the host engine, from files. The bytes that are read are those that are asked for, gaps included."""
+        assert src_paths is not None and not src, "the sources are files"
+        assert options.copies is None, "only files on this machine are converted beside"
+        check_rows(table, options, src_paths=src_paths, dst_paths=dst_paths, dst=dst)
+        host = partial(self._host, dst_paths=dst_paths, dst=dst)
+        totals = PieceTotals(replace(options, sync=False, progress=None))
         progress = Progress(options.progress)
-        ahead = _Fetching(paths, batches[0]) if batches else None
+        is_remote = np.array([isinstance(path, RemotePath) for path in src_paths], dtype=np.bool_)[table.src]
+        local, rows = np.flatnonzero(~is_remote), np.flatnonzero(is_remote)
+        num_read = 0
+        if len(local):
+            here, on_disk = table.rows(local), _on_disk(src_paths)
+            num_read = totals.run(
+                lambda some: host(here, replace(some, progress=options.progress), src_paths=on_disk),
+                local,
+                None,
+                here.nbytes,
+            )
+        file, offset, nbytes = table.src[rows], table.src_offset[rows], table.nbytes[rows]
+        request_bytes = min(_REQUEST_BYTES, self._batch_bytes)
+        plan = plan_requests(
+            file, offset, nbytes, request_bytes=request_bytes, max_gap=affordable_gap(file, offset, nbytes)
+        )
+        batches = request_batches(replace(plan, row=rows[plan.row]), self._batch_bytes)
+        ahead = _Fetching(src_paths, batches[0]) if batches else None
         for i, batch in enumerate(batches):
             assert ahead is not None
             answers = [np.frombuffer(answer, dtype=np.uint8) for answer in ahead.answers(progress)]
-            ahead = _Fetching(paths, batches[i + 1]) if i + 1 < len(batches) else None
-            add(batch.row, batch.piece_start, batch.piece_nbytes, None, partial(fetched, batch, answers))
-            del answers
+            ahead = _Fetching(src_paths, batches[i + 1]) if i + 1 < len(batches) else None
+            move = partial(host, _from_answers(batch, table, options.cast), src=answers)
+            totals.run(move, batch.row, batch.piece_start, batch.piece_nbytes)
+            del answers, move
             progress.add(int(batch.piece_nbytes.sum()))
         progress.finish()
-        if options.crc32 is not None:
-            options.crc32[:] = checksums.joined(len(nbytes))
-        return totals.totals, int(plan.nbytes.sum())
+        if options.sync and isinstance(table, CopyTable):
+            for number in np.unique(table.dst).tolist():
+                sync_path((dst_paths or ())[number])
+        return totals.finish(), num_read + int(plan.nbytes.sum())
 
 
 class _Fetching(threading.Thread):
@@ -190,18 +134,20 @@ class _Fetching(threading.Thread):
     def answers(self, progress: Progress) -> list[bytes]:
         """Wait for them. Raises what ``storage.read_ranges`` raises, and what a progress function does."""
         while self.is_alive():
-            self.join(INTERVAL if progress.wanted else None)
+            self.join(PROGRESS_INTERVAL_S if progress.wanted else None)
             progress.add(0)
         if self._error is not None:
             raise self._error
         return self._answers
 
 
-def _to_destinations(batch: Requests, dst: Int64Array, dst_offset: Int64Array, cast: Cast) -> CopyTable:
-    """The pieces of a batch, from its answers to where their rows go."""
+def _from_answers(batch: Requests, table: Table, cast: Cast) -> Table:
+    """The pieces of a batch in its answers, and where their rows go."""
+    if not isinstance(table, CopyTable):
+        return Ranges(batch.request, batch.piece_offset, batch.piece_nbytes)
     src_itemsize, dst_itemsize = cast_itemsizes(cast)
-    at = dst_offset[batch.row] + batch.piece_start // src_itemsize * dst_itemsize
-    return CopyTable(batch.request, batch.piece_offset, dst[batch.row], at, batch.piece_nbytes)
+    at = table.dst_offset[batch.row] + batch.piece_start // src_itemsize * dst_itemsize
+    return CopyTable(batch.request, batch.piece_offset, table.dst[batch.row], at, batch.piece_nbytes)
 
 
 def _on_disk(paths: Sequence[FilePath]) -> tuple[Path, ...]:

@@ -1,18 +1,25 @@
-"""The tables that executors run: byte ranges, their destinations, conversions, and the digests they add to."""
+"""What executors are given: tables of byte ranges, options, and a progress function; and what an engine is.
+
+An engine is one function: it takes a table, the files or the memory that its rows are in, the files or the memory that
+they go to, if they go anywhere, and options. ``dispatch`` has a function for each of the six operations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.core.digest import UInt64Array
+from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.io.paths import FilePath, local_paths
+from zeroelastic.errors import ConfigError
+from zeroelastic.io.paths import FilePath
 
 UInt32Array = npt.NDArray[np.uint32]
 
@@ -28,7 +35,14 @@ Cast = Literal["none", "float32->bfloat16", "float32->float16", "bfloat16->float
 CASTS: tuple[Cast, ...] = ("none", "float32->bfloat16", "float32->float16", "bfloat16->float32", "float16->float32")
 """Every conversion; the position is its number in the C interface."""
 
+ProgressFunction: TypeAlias = Callable[[int], None]
+"""Called with the bytes of the sources that are done since the last call; an exception in it ends the operation."""
+
+PROGRESS_INTERVAL_S = 0.05
+"""The least time between two calls of a progress function."""
+
 _MOST = 2**63 - 1
+_MAX_DEFAULT_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +80,6 @@ class CopyTable:
     dst_offset: Int64Array
     nbytes: Int64Array
 
-    def check(
-        self,
-        num_src: int,
-        src_nbytes: Sequence[int] | None,
-        num_dst: int,
-        dst_nbytes: Sequence[int] | None,
-        *,
-        digest: DigestRows | None = None,
-        cast: Cast = "none",
-    ) -> None:
-        """Assert once that every row is inside its sides, whose sizes are None where they are files.
-
-        A failure is a bug of ours: it names the first bad row. The native engine makes the same checks itself.
-        """
-        sides = ((self.src, self.src_offset, num_src, src_nbytes), (self.dst, self.dst_offset, num_dst, dst_nbytes))
-        _check_rows(self.nbytes, sides, digest, cast)
-
     @property
     def columns(self) -> tuple[Int64Array, ...]:
         """The arrays, in their order."""
@@ -93,24 +90,61 @@ class CopyTable:
         return CopyTable(*(column[index] for column in self.columns))
 
 
-def _check_rows(
-    nbytes: Int64Array,
-    sides: Sequence[tuple[Int64Array, Int64Array, int, Sequence[int] | None]],
-    digest: DigestRows | None,
-    cast: Cast = "none",
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Row i is ``nbytes[i]`` bytes at ``src_offset[i]`` of file or buffer ``src[i]``.
+
+    Rows may be in any order and overlap. Each array has shape ``(num_rows,)``; all quantities are in bytes.
+    """
+
+    src: Int64Array
+    src_offset: Int64Array
+    nbytes: Int64Array
+
+    def rows(self, index: Int64Array) -> Ranges:
+        """The table of some of the rows, in the order given."""
+        return Ranges(self.src[index], self.src_offset[index], self.nbytes[index])
+
+
+Table: TypeAlias = "CopyTable | Ranges"
+
+
+def check_rows(
+    table: Table,
+    options: Options,
+    *,
+    src_paths: Sequence[FilePath] | None = None,
+    src: Sequence[Sized] = (),
+    dst_paths: Sequence[Path] | None = None,
+    dst: Sequence[Sized] | None = None,
 ) -> None:
-    """``sides`` are the source and, if there is one, the destination: number, offset, count and sizes."""
-    for column in (column for side, offset, _, _ in sides for column in (side, offset)):
-        assert column.shape == nbytes.shape, f"a column has shape {column.shape}, not {nbytes.shape}"
-    src_itemsize, dst_itemsize = cast_itemsizes(cast)
+    """Assert once that every row is inside its sides, that digests are of whole elements, and checksums have a place.
+
+    A failure is a bug of ours: it names the first bad row. The native engine makes the same checks itself.
+    """
+    nbytes = table.nbytes
+    check_crc32(options.crc32, len(nbytes))
+    src_itemsize, dst_itemsize = cast_itemsizes(options.cast)
     good = (nbytes >= 0) & (nbytes <= _MOST // 2) & (nbytes % src_itemsize == 0)
     nbytes = np.where(good, nbytes, 0)
-    for side, length in zip(sides, (nbytes, nbytes // src_itemsize * dst_itemsize), strict=False):
-        good &= _inside(*side[:2], length, *side[2:])
-    if digest is not None:
-        good &= _digestible(digest, nbytes)
+    sides = [(table.src, table.src_offset, nbytes, src_paths, src)]
+    if isinstance(table, CopyTable):
+        made = nbytes // src_itemsize * dst_itemsize
+        sides.append((table.dst, table.dst_offset, made, dst_paths, dst or ()))
+    for number, offset, length, paths, buffers in sides:
+        sizes = None if paths is not None else np.array([len(buffer) for buffer in buffers], dtype=np.int64)
+        good &= _inside(number, offset, length, len(buffers if paths is None else paths), sizes)
+    if options.digest is not None:
+        good &= _digestible(options.digest, nbytes)
     bad = np.flatnonzero(~good)
     assert len(bad) == 0, f"row {bad[0]} of a segment table leaves its file or buffer"
+
+
+def check_crc32(crc32: UInt32Array | None, num_rows: int) -> None:
+    """Assert that the array of checksums, if there is one, has a place for each row."""
+    if crc32 is not None:
+        assert crc32.shape == (num_rows,) and crc32.dtype == np.uint32 and crc32.flags.c_contiguous
+        assert crc32.flags.writeable
 
 
 def _digestible(digest: DigestRows, nbytes: Int64Array) -> npt.NDArray[np.bool_]:
@@ -123,92 +157,14 @@ def _digestible(digest: DigestRows, nbytes: Int64Array) -> npt.NDArray[np.bool_]
 
 
 def _inside(
-    side: Int64Array, offset: Int64Array, nbytes: Int64Array, count: int, sizes: Sequence[int] | None
+    side: Int64Array, offset: Int64Array, nbytes: Int64Array, count: int, sizes: Int64Array | None
 ) -> npt.NDArray[np.bool_]:
+    for column in (side, offset):
+        assert column.shape == nbytes.shape, f"a column has shape {column.shape}, not {nbytes.shape}"
     good = (side >= 0) & (side < count) & (offset >= 0) & (offset <= _MOST - nbytes)
     if sizes is not None and count:
-        size = np.array(sizes, dtype=np.int64)[np.where(good, side, 0)]
-        good &= np.where(good, offset, 0) <= size - nbytes
+        good &= np.where(good, offset, 0) <= sizes[np.where(good, side, 0)] - nbytes
     return good
-
-
-@dataclass(frozen=True, slots=True)
-class ReadTable:
-    """Row i reads ``nbytes[i]`` bytes at ``file_offset[i]`` of ``paths[file[i]]`` to ``buffer_offset[i]`` of buffer i.
-
-    Invariants: rows are sorted by (file, file_offset), do not overlap in the buffers, and lie inside them
-    (``check``). Each array has shape ``(num_rows,)``; all quantities are in bytes. With a conversion, ``nbytes`` is
-    of the file.
-    """
-
-    paths: tuple[FilePath, ...]
-    file: Int64Array
-    file_offset: Int64Array
-    buffer: Int64Array
-    buffer_offset: Int64Array
-    nbytes: Int64Array
-
-    @property
-    def local_paths(self) -> tuple[Path, ...]:
-        """The files, for an engine that reads only what is on a disk."""
-        return local_paths(self.paths)
-
-    @property
-    def segments(self) -> CopyTable:
-        """The same rows, with the files as sources and the buffers as destinations."""
-        return CopyTable(self.file, self.file_offset, self.buffer, self.buffer_offset, self.nbytes)
-
-    @property
-    def files(self) -> tuple[FilePath, ...]:
-        """The files that rows name, in order: the ones that are opened."""
-        return tuple(self.paths[int(number)] for number in np.flatnonzero(np.bincount(self.file)))
-
-    def check(self, buffer_nbytes: Sequence[int], *, digest: DigestRows | None = None, cast: Cast = "none") -> None:
-        """Assert once that every row stays inside its buffer and file table; a failure is a bug of ours."""
-        self.segments.check(len(self.paths), None, len(buffer_nbytes), buffer_nbytes, digest=digest, cast=cast)
-
-    def rows(self, index: Int64Array) -> ReadTable:
-        """The table of some of the rows, in the order given."""
-        return ReadTable(self.paths, *(column[index] for column in self.segments.columns))
-
-
-@dataclass(frozen=True, slots=True)
-class FileRanges:
-    """Row i is ``nbytes[i]`` bytes at ``file_offset[i]`` of ``paths[file[i]]``.
-
-    Rows may be in any order, lie anywhere and overlap. Each array has shape ``(num_rows,)``; all quantities are in
-    bytes.
-    """
-
-    paths: tuple[FilePath, ...]
-    file: Int64Array
-    file_offset: Int64Array
-    nbytes: Int64Array
-
-    @property
-    def local_paths(self) -> tuple[Path, ...]:
-        """The files, for an engine that reads only what is on a disk."""
-        return local_paths(self.paths)
-
-    def check(self, *, digest: DigestRows | None = None) -> None:
-        """Assert once that every row is a range of one of the files; a failure is a bug of ours."""
-        _check_rows(self.nbytes, ((self.file, self.file_offset, len(self.paths), None),), digest)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryRanges:
-    """Row i is ``nbytes[i]`` bytes at ``offset[i]`` of buffer ``buffer[i]``.
-
-    Rows may be in any order and overlap. Each array has shape ``(num_rows,)``; all quantities are in bytes.
-    """
-
-    buffer: Int64Array
-    offset: Int64Array
-    nbytes: Int64Array
-
-    def check(self, buffer_nbytes: Sequence[int], *, digest: DigestRows | None = None) -> None:
-        """Assert once that every row is inside its buffer; a failure is a bug of ours."""
-        _check_rows(self.nbytes, ((self.buffer, self.offset, len(buffer_nbytes), buffer_nbytes),), digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +196,110 @@ class ReadResult:
     digests: UInt64Array | None
 
 
-def check_crc32(crc32: UInt32Array | None, num_rows: int) -> None:
-    """Assert that the array of checksums, if there is one, has a place for each row."""
-    if crc32 is not None:
-        assert crc32.shape == (num_rows,) and crc32.dtype == np.uint32 and crc32.flags.c_contiguous
-        assert crc32.flags.writeable
+@dataclass(frozen=True, slots=True)
+class ConvertedCopies:
+    """Memory that gets what is read a second time, converted: for each buffer, one with as many elements, or None."""
+
+    cast: Cast
+    buffers: Sequence[ByteBuffer | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What an engine does in the pass that moves the bytes.
+
+    ``digest``: what each row adds to which digest, which the operation returns. ``crc32``, shape ``(num_rows,)``: an
+    array that is filled with the CRC-32 of the bytes written of each row (read, where nothing is written).
+    ``cast``: a conversion of the elements. ``sync``: flush each file that was written to its device. ``threads``: None
+    for ``default_threads``. ``progress``: called with the bytes of the sources that are done. ``copies``: of what is
+    read without a conversion. The functions of ``dispatch`` show which options an operation uses; it ignores the
+    others.
+    """
+
+    digest: DigestRows | None = None
+    crc32: UInt32Array | None = None
+    cast: Cast = "none"
+    sync: bool = False
+    threads: int | None = None
+    progress: ProgressFunction | None = None
+    copies: ConvertedCopies | None = None
+
+
+PLAIN = Options()
+"""Bytes are moved as they are, and nothing is computed."""
+
+Moved: TypeAlias = "tuple[UInt64Array | None, int]"
+"""The digests, where they were asked for, and the bytes of the sources that were read."""
+
+
+Operation = Literal["read", "copy", "write", "move", "scan", "sum"]
+
+
+def operation_of(from_files: bool, to_files: bool, to_memory: bool) -> Operation:
+    """The name of what moves bytes between such sides."""
+    if to_files:
+        return "move" if from_files else "write"
+    if to_memory:
+        return "read" if from_files else "copy"
+    return "scan" if from_files else "sum"
+
+
+class HostEngine(Protocol):
+    """An engine of files and host memory.
+
+    The sources are ``src_paths``, or ``src``; the destinations ``dst_paths``, or ``dst``, or there are none.
+    """
+
+    def __call__(
+        self,
+        table: Table,
+        options: Options = PLAIN,
+        *,
+        src_paths: Sequence[FilePath] | None = None,
+        src: Sequence[ByteArray] = (),
+        dst_paths: Sequence[Path] | None = None,
+        dst: Sequence[ByteBuffer] | None = None,
+    ) -> Moved: ...
+
+
+class Progress:
+    """Counts for the engines in Python; does nothing without a function."""
+
+    def __init__(self, function: ProgressFunction | None) -> None:
+        self._function = function
+        self._done = 0
+        self._last = time.monotonic()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a progress function."""
+        return self._function is not None
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that are done."""
+        self._done += nbytes
+        if self._function is not None and time.monotonic() - self._last >= PROGRESS_INTERVAL_S:
+            self.finish()
+
+    def finish(self) -> None:
+        """Report what is done since the last report; in the end, the rest."""
+        if self._function is not None:
+            done, self._done, self._last = self._done, 0, time.monotonic()
+            self._function(done)
+
+
+def default_threads() -> int:
+    """Threads of one call: ``ZEROELASTIC_THREADS``, else this rank's share of the cores, at most 16.
+
+    Raises ConfigError when the variable is not a positive number.
+    """
+    asked = os.environ.get("ZEROELASTIC_THREADS")
+    if asked is not None:
+        if not asked.isdecimal() or int(asked) < 1:
+            raise ConfigError(
+                f"ZEROELASTIC_THREADS is {asked!r}, not a positive number of threads. Set it to one, or leave it out."
+            )
+        return int(asked)
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    sharing = int(local_ranks) if local_ranks.isdecimal() else 1
+    return max(1, min(_MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)) // max(1, sharing)))

@@ -10,6 +10,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,21 +18,23 @@ import torch
 
 from zeroelastic.core.digest import BLOCK, ByteArray, UInt64Array, block_weights, element_weights
 from zeroelastic.errors import ConfigError
-from zeroelastic.executors.batches import DigestTotals, RowChecksums, batches
-from zeroelastic.executors.cast import BFLOAT16_NAN
-from zeroelastic.executors.engine import PLAIN, FileEngine, HostEngine, Options
-from zeroelastic.executors.progress import Progress
+from zeroelastic.executors.batches import PieceTotals, batches
+from zeroelastic.executors.numpy_executor import BFLOAT16_NAN
 from zeroelastic.executors.tables import (
+    PLAIN,
     ByteBuffer,
     Cast,
     CopyTable,
     DigestRows,
-    MemoryRanges,
-    ReadResult,
-    ReadTable,
+    HostEngine,
+    Moved,
+    Options,
+    Progress,
+    Table,
     cast_itemsizes,
-    check_crc32,
+    check_rows,
 )
+from zeroelastic.io.paths import FilePath
 
 STAGING_BYTES = 16 << 20
 """Host memory that reads and writes go through."""
@@ -67,116 +70,73 @@ def current_stream(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-def copy_segments(
-    table: CopyTable,
-    src: Sequence[ByteArray | torch.Tensor],
-    dst: Sequence[ByteBuffer | torch.Tensor],
-    options: Options = PLAIN,
-) -> UInt64Array | None:
-    """Copy row by row with ``Tensor.copy_``, on whatever devices the sides are. Returns the digests, when asked.
-
-    Digests are taken where the source is; they cost a few MiB of its memory, and end with a synchronization.
-    """
-    from_bytes, to_bytes = [bytes_of(buffer) for buffer in src], [bytes_of(buffer) for buffer in dst]
-    assert all(isinstance(b, torch.Tensor) or b.flags.writeable for b in dst), "a destination is read-only"
-    sizes = [b.numel() for b in from_bytes], [b.numel() for b in to_bytes]
-    digest, cast = options.digest, options.cast
-    table.check(len(src), sizes[0], len(dst), sizes[1], digest=digest, cast=cast)
-    src_itemsize, dst_itemsize = cast_itemsizes(cast)
-    parts: list[tuple[int, torch.Tensor]] = []
-    for i, (s, s_offset, d, d_offset, nbytes) in enumerate(zip(*(c.tolist() for c in table.columns), strict=True)):
-        data = from_bytes[s][s_offset : s_offset + nbytes]
-        made = to_bytes[d][d_offset : d_offset + nbytes // src_itemsize * dst_itemsize]
-        _copy(data, made, cast)
-        if digest is not None:
-            parts += _row_digests(digest, i, data)
-    return None if digest is None else _added_up(parts, len(digest.seeds))
-
-
-def read_segments(
-    table: ReadTable,
-    buffers: Sequence[ByteBuffer | torch.Tensor],
-    options: Options = PLAIN,
-    *,
-    host: FileEngine,
-) -> ReadResult:
-    """Fill tensors on any device from files: ``host`` reads into ``STAGING_BYTES`` of host memory, torch copies on.
-
-    Raises what ``host`` raises. A file is opened once for each batch that needs it.
-    """
-    targets = [bytes_of(buffer) for buffer in buffers]
-    table.check([target.numel() for target in targets], digest=options.digest, cast=options.cast)
-    src_itemsize, dst_itemsize = cast_itemsizes(options.cast)
-    staging = np.empty(min(STAGING_BYTES, int(table.nbytes.sum()) + 8 * max(1, len(table.nbytes))), dtype=np.uint8)
-    totals, total, progress = DigestTotals(options.digest), 0, Progress(options.progress)
-    for batch in batches(table.nbytes, len(staging)):
-        row, zero = batch.row, np.zeros(len(batch.row), dtype=np.int64)
-        reads = ReadTable(
-            table.paths, table.file[row], table.file_offset[row] + batch.start, zero, batch.offset, batch.nbytes
-        )
-        digest = totals.rows(row, batch.start)
-        result = host.read_segments(reads, [staging], Options(digest, threads=options.threads))
-        total += result.bytes_read
-        totals.add(row, result.digests)
-        to = table.buffer_offset[row] + batch.start // src_itemsize * dst_itemsize
-        copies = CopyTable(zero, batch.offset, table.buffer[row], to, batch.nbytes)
-        copy_segments(copies, [staging], targets, Options(cast=options.cast))
-        progress.add(result.bytes_read)
-    progress.finish()
-    return ReadResult(total, table.files, totals.totals)
-
-
-def write_segments(
-    table: CopyTable,
-    src: Sequence[ByteArray | torch.Tensor],
-    paths: Sequence[Path],
+def run(
+    table: Table,
     options: Options = PLAIN,
     *,
     host: HostEngine,
-) -> UInt64Array | None:
-    """Write tensors on any device into files: torch copies into ``STAGING_BYTES`` of host memory, ``host`` writes on.
+    src_paths: Sequence[FilePath] | None = None,
+    src: Sequence[ByteArray | torch.Tensor] = (),
+    dst_paths: Sequence[Path] | None = None,
+    dst: Sequence[ByteBuffer | torch.Tensor] | None = None,
+) -> Moved:
+    """As ``tables.HostEngine``, for memory on any devices; it neither moves nor scans files.
 
-    Raises what ``host`` raises. With ``sync`` a file is flushed after each batch that fills the staging memory.
+    ``host`` reads and writes files by ``STAGING_BYTES`` of host memory, torch copies to and from it. A file is opened
+    once for each of these batches, and with ``sync`` flushed as often. Digests of memory are taken where it is: they
+    cost a few MiB there, and a synchronization in the end.
     """
+    assert dst is None or all(isinstance(b, torch.Tensor) or b.flags.writeable for b in dst), "read-only destination"
     sources = [bytes_of(buffer) for buffer in src]
-    sizes = [source.numel() for source in sources]
-    table.check(len(src), sizes, len(paths), None, digest=options.digest, cast=options.cast)
-    check_crc32(options.crc32, len(table.nbytes))
+    targets = None if dst is None else [bytes_of(buffer) for buffer in dst]
+    check_rows(table, options, src_paths=src_paths, src=sources, dst_paths=dst_paths, dst=targets)
+    if src_paths is None and dst_paths is None:
+        assert options.crc32 is None, "torch makes digests, not checksums"
+        return _copy_rows(table, sources, targets, options.cast, options.digest), 0
+    assert isinstance(table, CopyTable)
     src_itemsize, dst_itemsize = cast_itemsizes(options.cast)
     room = min(STAGING_BYTES, int(table.nbytes.sum()) + 8 * max(1, len(table.nbytes)))
     staging = torch.empty(room, dtype=torch.uint8, pin_memory=any(source.is_cuda for source in sources))
-    totals, progress, checksums = DigestTotals(options.digest), Progress(options.progress), RowChecksums()
+    memory, progress, num_read = staging.numpy(), Progress(options.progress), 0
+    by_host = replace(options, progress=None, cast=options.cast if src_paths is None else "none")
+    totals = PieceTotals(by_host)
     for batch in batches(table.nbytes, len(staging)):
         row, zero = batch.row, np.zeros(len(batch.row), dtype=np.int64)
-        begin = table.src_offset[row] + batch.start
-        copy_segments(CopyTable(table.src[row], begin, zero, batch.offset, batch.nbytes), sources, [staging])
         to = table.dst_offset[row] + batch.start // src_itemsize * dst_itemsize
-        crc32 = None if options.crc32 is None else np.zeros(len(row), dtype=np.uint32)
-        some = replace(options, digest=totals.rows(row, batch.start), crc32=crc32, progress=None)
-        writes = CopyTable(zero, batch.offset, table.dst[row], to, batch.nbytes)
-        totals.add(row, host.write_segments(writes, [staging.numpy()], paths, some))
-        if crc32 is not None:
-            checksums.add(row, batch.nbytes // src_itemsize * dst_itemsize, crc32)
+        stage = CopyTable(table.src[row], table.src_offset[row] + batch.start, zero, batch.offset, batch.nbytes)
+        unstage = CopyTable(zero, batch.offset, table.dst[row], to, batch.nbytes)
+        if src_paths is not None:
+            read = partial(host, stage, src_paths=src_paths, dst=[memory])
+            num_read += totals.run(read, row, batch.start, batch.nbytes)
+            _copy_rows(unstage, [staging], targets, options.cast)
+        else:
+            _copy_rows(stage, sources, [staging])
+            write = partial(host, unstage, src=[memory], dst_paths=dst_paths)
+            totals.run(write, row, batch.start, batch.nbytes)
         progress.add(int(batch.nbytes.sum()))
     progress.finish()
-    if options.crc32 is not None:
-        options.crc32[:] = checksums.joined(len(table.nbytes))
-    return totals.totals
+    return totals.finish(), num_read
 
 
-def sum_segments(table: MemoryRanges, src: Sequence[ByteArray | torch.Tensor], options: Options) -> UInt64Array | None:
-    """The digests of tensors, made where they are; a few MiB of memory there, and a synchronization in the end."""
-    assert options.crc32 is None, "torch makes digests, not checksums"
-    sources = [bytes_of(buffer) for buffer in src]
-    table.check([source.numel() for source in sources], digest=options.digest)
-    digest = options.digest
-    if digest is None:
-        return None
+def _copy_rows(
+    table: Table,
+    src: Sequence[torch.Tensor],
+    dst: Sequence[torch.Tensor] | None,
+    cast: Cast = "none",
+    digest: DigestRows | None = None,
+) -> UInt64Array | None:
+    """Copy row by row with ``Tensor.copy_``, where there is a destination. Returns the digests, when asked."""
+    src_itemsize, dst_itemsize = cast_itemsizes(cast)
     parts: list[tuple[int, torch.Tensor]] = []
-    columns = (table.buffer, table.offset, table.nbytes)
-    for i, (buffer, offset, nbytes) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-        parts += _row_digests(digest, i, sources[buffer][offset : offset + nbytes])
-    return _added_up(parts, len(digest.seeds))
+    columns = (table.src, table.src_offset, table.nbytes)
+    for i, (number, offset, nbytes) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        data = src[number][offset : offset + nbytes]
+        if dst is not None and isinstance(table, CopyTable):
+            begin = int(table.dst_offset[i])
+            _copy(data, dst[int(table.dst[i])][begin : begin + nbytes // src_itemsize * dst_itemsize], cast)
+        if digest is not None:
+            parts += _row_digests(digest, i, data)
+    return None if digest is None else _added_up(parts, len(digest.seeds))
 
 
 def _row_digests(digest: DigestRows, row: int, data: torch.Tensor) -> list[tuple[int, torch.Tensor]]:

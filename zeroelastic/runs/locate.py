@@ -6,7 +6,6 @@ directory, a ``checkpoint-N`` of the Hugging Face Trainer, a directory of accele
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from zeroelastic.runs.names import (
     holds_something,
     list_tags,
     named_latest,
+    neighbours,
     normal,
     not_a_directory,
     read_latest,
@@ -210,13 +210,7 @@ def about_absent(root: FilePath) -> str:
         tags = _tags(root)
         return _without_latest(root, tags) if tags else f"{root}: holds no checkpoint."
     kind = "is not a directory" if root.exists() else "no such directory"
-    above = next(path for path in root.parents if path.is_dir())
-    try:
-        inside = sorted(entry.name for entry in os.scandir(above) if entry.is_dir() and not entry.name.startswith("."))
-    except OSError:
-        inside = []
-    sought = root.relative_to(above).parts[0]
-    alike = difflib.get_close_matches(sought, inside, _MAX_LISTED)
+    above, inside, alike = neighbours(root, _MAX_LISTED)
     found = [name for name in inside if (above / name / LATEST).is_file() and name not in alike]
     named = [*alike, *found]
     return f"{root}: {kind}. In {above} there {_are(named) if named else 'is nothing like it'}."

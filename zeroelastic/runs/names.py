@@ -231,13 +231,18 @@ def _meant(path: Path) -> str:
     url = _URL_WITH_ONE_SLASH.fullmatch("/".join(path.parts[scheme:]))
     if url is not None:
         return f"A URL has two slashes: {url[1]}://{url[2]}."
+    above, _, near = neighbours(path, 1)
+    return f"Did you mean {printable(str(above / near[0]))}?" if near else WHAT_TO_GIVE
+
+
+def neighbours(path: Path, number: int) -> tuple[Path, list[str], list[str]]:
+    """The lowest directory above a path that exists, the directories in it, and up to ``number`` of similar names."""
     above = next(parent for parent in path.parents if parent.is_dir())
     try:
-        inside = [entry.name for entry in os.scandir(above) if entry.is_dir()]
+        inside = sorted(entry.name for entry in os.scandir(above) if entry.is_dir() and not entry.name.startswith("."))
     except OSError:
         inside = []
-    near = difflib.get_close_matches(path.relative_to(above).parts[0], inside, 1)
-    return f"Did you mean {printable(str(above / near[0]))}?" if near else WHAT_TO_GIVE
+    return above, inside, difflib.get_close_matches(path.relative_to(above).parts[0], inside, number)
 
 
 def named_latest(root: FilePath) -> tuple[str | None, str | None]:

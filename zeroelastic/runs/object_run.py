@@ -28,7 +28,7 @@ from zeroelastic.io.objects import (
 from zeroelastic.io.paths import FilePath, RemotePath, relative_name
 from zeroelastic.runs.names import LATEST
 from zeroelastic.runs.order import Tag
-from zeroelastic.runs.run_store import CHANGED, MIN_AGE_S, Leftover, Links, RunStore, Tree
+from zeroelastic.runs.run_store import CHANGED, MIN_AGE_S, Leftover, RunStore, Tree, why_alive
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,6 @@ class ObjectRun(RunStore):
             "commit, so that `resume` does not take it for a rollback. Run it again in a minute.",
             remedy="",
         )
-
-    def links(self, tags: Sequence[Tag]) -> tuple[Links, Links]:
-        return {}, {}
 
     def tree(self, tag: Tag) -> Tree:
         tree = _tree(_within(self._objects, relative_name(tag.path, self.root)))
@@ -123,16 +120,6 @@ class ObjectRun(RunStore):
             found.remove()
             logger.warning("%s: removed what a save that did not finish has left", found.tag_dir)
 
-    @property
-    def interrupted(self) -> tuple[str, ...]:
-        return ()
-
-    def interrupted_bytes(self) -> int:
-        return 0
-
-    def finish_removals(self) -> None:
-        """Nothing: what a removal has left has a mark, and is among the leftovers."""
-
     @cached_property
     def _objects(self) -> list[StoredObject]:
         try:
@@ -179,12 +166,9 @@ class UnfinishedTag:
 
     def why_kept(self, min_age_s: float = MIN_AGE_S) -> str | None:
         """The reason to keep it, None where what made it is dead."""
-        life = "unknown" if self.mark is None else self.mark.life
-        if life == "lives" and self.mark is not None and not self.mark.is_own:
-            return "its save is on its way: the process that makes it is running"
-        if life == "unknown" and time.time() - self.began_at < min_age_s:
-            return f"a save may be on its way: it changed within the last {min_age_s / 60:.0f} minutes"
-        return None
+        if self.mark is not None and self.mark.is_own:
+            return None
+        return why_alive("unknown" if self.mark is None else self.mark.life, lambda: self.began_at, min_age_s)
 
     def remove(self) -> None:
         """Abort its uploads, then remove its objects, the mark last. Raises OSError."""

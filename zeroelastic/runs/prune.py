@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from zeroelastic.errors import CheckpointError, UsageError
 from zeroelastic.io.paths import FilePath
@@ -66,16 +65,6 @@ def refuse_to_keep_none(keep: int) -> None:
         raise UsageError(f"--keep {keep}: at least 1 checkpoint is kept. Give 1 or more.")
 
 
-class _Rules(NamedTuple):
-    """What ``plan_prune`` is asked for."""
-
-    keep: int
-    invalid: bool
-    min_age_s: float
-    check: Check
-    of: str | None
-
-
 def plan_prune(
     root: FilePath,
     *,
@@ -102,34 +91,35 @@ def plan_prune(
             return PrunePlan(store.root, (), interrupted, unfinished)
         raise
     run = replace(run, tags=store.without_parts(run.tags))
-    decisions = _decide_runs(store, run, _Rules(keep, invalid, min_age_s, check, of))
-    return PrunePlan(store.root, tuple(decisions), interrupted, unfinished or store.leftovers(run.tags, min_age_s))
-
-
-def _decide_runs(store: RunStore, run: Run, rules: _Rules) -> list[Decision]:
-    """What becomes of each tag, newest first.
-
-    Each run in the directory is decided on by itself. A tag that cannot be assigned to one of them stays.
-    """
     runs, links = runs_of(run.tags), store.links(run.tags)
     decisions: dict[str, Decision] = {}
-    for tags in runs:
-        if rules.of is None or any(tag.name == rules.of for tag in tags):
-            for decision in _decide(store, replace(run, tags=tags), rules, links):
-                decisions[decision.tag.name] = decision
-    assigned = {tag.name for tags in runs for tag in tags}
     for tag in run.tags:
-        if tag.name not in decisions:
-            reason = OTHER_RUN if tag.name in assigned else "cannot be assigned to one of the runs that save here"
-            decisions[tag.name] = Decision(tag, False, reason, valid=False)
-    return [decisions[tag.name] for tag in run.tags]
+        assigned = any(tag in tags for tags in runs)
+        reason = OTHER_RUN if assigned else "cannot be assigned to one of the runs that save here"
+        decisions[tag.name] = Decision(tag, False, reason, valid=False)
+    for tags in runs:
+        if of is None or any(tag.name == of for tag in tags):
+            one = replace(run, tags=tags)
+            for decision in _decide(store, one, links, keep=keep, invalid=invalid, min_age_s=min_age_s, check=check):
+                decisions[decision.tag.name] = decision
+    unfinished = unfinished or store.leftovers(run.tags, min_age_s)
+    return PrunePlan(store.root, tuple(decisions.values()), interrupted, unfinished)
 
 
-def _decide(store: RunStore, run: Run, rules: _Rules, found: tuple[Links, Links]) -> Iterator[Decision]:
+def _decide(
+    store: RunStore,
+    run: Run,
+    found: tuple[Links, Links],
+    *,
+    keep: int,
+    invalid: bool,
+    min_age_s: float,
+    check: Check,
+) -> Iterator[Decision]:
+    """What becomes of each tag of one run."""
     latest, problem = named_latest(run.root)
     links, linked = found
-    keep, invalid = rules.keep, rules.invalid
-    verdicts = [check_tag(tag, rules.check) for tag in run.tags]
+    verdicts = [check_tag(tag, check) for tag in run.tags]
     whole = [tag for tag, verdict in zip(run.tags, verdicts, strict=True) if verdict is None]
     at = 0 if run.in_folders else going_on_from(run.root, run.tags)
     newer = {tag.name for tag in run.tags[:at]}
@@ -172,7 +162,7 @@ def _decide(store: RunStore, run: Run, rules: _Rules, found: tuple[Links, Links]
         else:
             try:
                 tree = store.tree(tag)
-                reason = _why_in_use(tree, rules.min_age_s, committed=valid and tree.is_committed)
+                reason = _why_in_use(tree, min_age_s, committed=valid and tree.is_committed)
             except FileNotFoundError:
                 reason = CHANGED
         if reason:

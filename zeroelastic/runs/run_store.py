@@ -14,13 +14,15 @@ import shutil
 import stat
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.tag_files import is_temporary
+from zeroelastic.distributed.process_identity import Life
 from zeroelastic.errors import UsageError
 from zeroelastic.io.atomic import sync_directory, write_atomically
 from zeroelastic.io.paths import FilePath, RemotePath
@@ -87,9 +89,9 @@ class RunStore(ABC):
     def roll_back(self, name: str, tags: Sequence[Tag], at: int) -> None:
         """Let ``latest`` name the tag ``tags[at]``, and look later than all of the run's tags. Raises OSError."""
 
-    @abstractmethod
     def links(self, tags: Sequence[Tag]) -> tuple[Links, Links]:
         """The symbolic links in the folders of the tags, and for the paths that they lead to or into, the link."""
+        return {}, {}
 
     @abstractmethod
     def tree(self, tag: Tag) -> Tree:
@@ -99,9 +101,9 @@ class RunStore(ABC):
     def leftovers(self, tags: Sequence[Tag], min_age_s: float) -> tuple[Leftover, ...]:
         """What saves have left, or are using now, in the folders that hold tags."""
 
-    @abstractmethod
     def without_parts(self, tags: Sequence[Tag]) -> tuple[Tag, ...]:
         """The tags but those whose files are of a save that did not finish."""
+        return tuple(tags)
 
     @abstractmethod
     def remove(self, tag: Tag, tree: Tree) -> str | None:
@@ -119,17 +121,17 @@ class RunStore(ABC):
         """
 
     @property
-    @abstractmethod
     def interrupted(self) -> tuple[str, ...]:
-        """What a removal that was killed has left to be deleted, where a store has such things."""
+        """What a removal that was killed has left to be deleted; in a store that is among the ``leftovers``."""
+        return ()
 
-    @abstractmethod
     def interrupted_bytes(self) -> int:
         """Bytes that ``finish_removals`` frees."""
+        return 0
 
-    @abstractmethod
     def finish_removals(self) -> None:
         """Delete what is ``interrupted``. Raises OSError."""
+        assert not self.interrupted
 
 
 def open_run(root: FilePath) -> RunStore:
@@ -185,9 +187,7 @@ class LocalRun(RunStore):
         return replace(found, is_committed=(Path(str(tag.tag_dir)) / RECORD_NAME).exists())
 
     def leftovers(self, tags: Sequence[Tag], min_age_s: float) -> tuple[Leftover, ...]:
-        return tuple(self._leftovers(tags, min_age_s))
-
-    def _leftovers(self, tags: Sequence[Tag], min_age_s: float) -> Iterator[Leftover]:
+        found: list[Leftover] = []
         for path in (folder / name for folder in self._folders(tags) for name in leftover_names(folder)):
             try:
                 tree = survey(path)
@@ -197,15 +197,13 @@ class LocalRun(RunStore):
             if kept is None and not tree.one_device:
                 kept = "another file system is mounted in it"
             name = str(path.relative_to(self.root))
-            yield Leftover(name, tree, kept is None, kept or "of a save that did not finish")
+            found.append(Leftover(name, tree, kept is None, kept or "of a save that did not finish"))
+        return tuple(found)
 
     def _folders(self, tags: Sequence[Tag]) -> list[Path]:
         """The directory itself, and the folders between it and its tags; none without tags."""
         above = {parent for tag in tags for parent in Path(str(tag.path)).parents if parent.is_relative_to(self.root)}
         return sorted({self.root, *above}) if tags else []
-
-    def without_parts(self, tags: Sequence[Tag]) -> tuple[Tag, ...]:
-        return tuple(tags)
 
     def remove(self, tag: Tag, tree: Tree) -> str | None:
         path = Path(str(tag.path))
@@ -312,10 +310,14 @@ def why_kept(left: Path, min_age_s: float = _MIN_AGE_UNASKED_S) -> str | None:
     """
     if replaces_nothing(left):
         return "the tag that it belongs to is not there: a load or save of that tag puts it back"
-    life = life_of_owner(left)
+    return why_alive(life_of_owner(left), partial(_changed_at, left), min_age_s)
+
+
+def why_alive(life: Life, changed_at: Callable[[], float], min_age_s: float) -> str | None:
+    """The reason why a save may still be on its way, by its process and by when it changed last; None if it is dead."""
     if life == "lives":
         return "its save is on its way: the process that makes it is running"
-    if life == "unknown" and time.time() - _changed_at(left) < min_age_s:
+    if life == "unknown" and time.time() - changed_at() < min_age_s:
         return f"a save may be on its way: it changed within the last {min_age_s / 60:.0f} minutes"
     return None
 

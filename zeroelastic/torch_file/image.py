@@ -27,7 +27,7 @@ import torch
 
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.executors.dispatch import Executor, MemoryRanges, sum_segments
+from zeroelastic.executors.dispatch import Executor, Ranges, sum_segments
 from zeroelastic.io.atomic import name_in_errors, write_fully
 from zeroelastic.torch_file.save import DigestRange, TorchSaveSkeleton, as_bytes, reserve
 
@@ -194,7 +194,7 @@ class FileImage:
 
         def sum_rows(chosen: Int64Array) -> None:
             for rows in payload.kinds(chosen):
-                table = MemoryRanges(np.zeros(len(rows), dtype=np.int64), payload.dst[rows], payload.nbytes[rows])
+                table = Ranges(np.zeros(len(rows), dtype=np.int64), payload.dst[rows], payload.nbytes[rows])
                 run = partial(sum_segments, table, [image], threads=_THREADS, executor=executor)
                 payload.checksums[rows] = payload.run(rows, run)
 

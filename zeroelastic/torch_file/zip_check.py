@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError
-from zeroelastic.executors.dispatch import Executor, FileRanges, scan_segments
+from zeroelastic.executors.dispatch import Executor, Ranges, scan_segments
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import BlockFile, LocalFile
 from zeroelastic.torch_file.zip_directory import (
@@ -295,8 +295,8 @@ def check_archive(path: FilePath, size: int, *, digested: Int64Array | None = No
     places = np.sort(digested) if digested is not None else np.empty(0, dtype=np.int64)
     read = np.flatnonzero((np.searchsorted(places, begins) == np.searchsorted(places, ends)) & (ends > begins))
     found = np.zeros(len(read), dtype=np.uint32)
-    table = FileRanges((path,), np.zeros(len(read), dtype=np.int64), begins[read], records.nbytes[read])
-    scan_segments(table, crc32=found, executor=executor)
+    table = Ranges(np.zeros(len(read), dtype=np.int64), begins[read], records.nbytes[read])
+    scan_segments(table, [path], crc32=found, executor=executor)
     for number in np.flatnonzero(found != records.crc32[read])[:1].tolist():
         record = records[int(read[number])]
         raise CheckpointError(

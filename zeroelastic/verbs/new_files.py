@@ -20,12 +20,10 @@ from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, DigestMismatchError
-from zeroelastic.executors.cast import cast_bytes
 from zeroelastic.executors.dispatch import (
     Cast,
     CopyTable,
     DigestRows,
-    ReadTable,
     UInt32Array,
     batches,
     join_crc32,
@@ -34,8 +32,8 @@ from zeroelastic.executors.dispatch import (
     read_segments,
     write_segments,
 )
-from zeroelastic.executors.progress import ProgressFunction
-from zeroelastic.executors.tables import cast_between, cast_itemsizes
+from zeroelastic.executors.numpy_executor import cast_bytes
+from zeroelastic.executors.tables import ProgressFunction, cast_between, cast_itemsizes
 from zeroelastic.io.atomic import write_at
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.graph import Archive, Storage
@@ -331,9 +329,9 @@ def _move_through_memory(
         some = rows.pieces(batch.row, batch.start // src_itemsize, batch.nbytes // src_itemsize)
         buffer = np.empty(int(batch.offset[-1] + batch.nbytes[-1]), dtype=np.uint8)
         zero = np.zeros(some.num_rows, dtype=np.int64)
-        table = ReadTable(some.paths, some.file, some.file_offset, zero, batch.offset, some.nbytes)
+        table = CopyTable(some.file, some.file_offset, zero, batch.offset, some.nbytes)
         digest = _digest_rows(some, seeds)
-        found = read_segments(table, [buffer], digest=digest, progress=progress).digests
+        found = read_segments(table, some.paths, [buffer], digest=digest, progress=progress).digests
         made = convert_elements(buffer, *dtypes)
         offset, numel = batch.offset // src_itemsize * dst_itemsize, some.numel * dst_itemsize
         files.write_rows(made, offset, numel, slots[some.target], some.target_offset * dst_itemsize)

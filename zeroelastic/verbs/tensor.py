@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import UnsupportedError, UsageError
-from zeroelastic.executors.cast import cast_bytes
+from zeroelastic.executors.numpy_executor import cast_bytes
 from zeroelastic.extras import require_torch
 from zeroelastic.torch_file.header import DTYPE_BYTES
 

@@ -24,7 +24,7 @@ from zeroelastic.checkpoint.saved_state import SavedState, frozen_part, trained_
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable, with_remedy
-from zeroelastic.executors.dispatch import ReadTable, read_segments
+from zeroelastic.executors.dispatch import CopyTable, read_segments
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
@@ -352,13 +352,15 @@ class CheckpointView(Mapping[str, TensorHandle]):
             if isinstance(source, Place):
                 rows = self._state.parts[source.part].tensor_rows(source.param, source.key, start, start + numel)
                 at = rows.target_offset * rows.itemsize
-                table = ReadTable(rows.paths, rows.file, rows.file_offset, rows.target, at, rows.nbytes)
+                table = CopyTable(rows.file, rows.file_offset, rows.target, at, rows.nbytes)
+                paths = rows.paths
             elif source.stride is None:
                 row = (0, source.extent.offset + start * itemsize, 0, 0, len(data))
-                table = ReadTable((source.extent.path,), *(np.array([value], dtype=np.int64) for value in row))
+                table = CopyTable(*(np.array([value], dtype=np.int64) for value in row))
+                paths = (source.extent.path,)
             else:
                 return read_buffer(tensor, limit=_NO_LIMIT)[start * itemsize : (start + numel) * itemsize]
-            read_segments(table, [data])
+            read_segments(table, paths, [data])
         return data
 
     def _with_handles(self, name: str, value: object, file: TorchFile, seen: dict[int, object]) -> object:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.core.digest import ParamContent, ScalarValue, combine, stream_seed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.executors.dispatch import DigestRows, MemoryRanges, sum_segments
+from zeroelastic.executors.dispatch import DigestRows, Ranges, sum_segments
 
 T = TypeVar("T")
 
@@ -185,9 +185,7 @@ def digest_pieces(pieces: Sequence[LivePiece]) -> list[int]:
         tensors = [pieces[i].tensor.contiguous() for i in there]
         number = np.arange(len(there), dtype=np.int64)
         totals = sum_segments(
-            MemoryRanges(
-                number, np.zeros_like(number), np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
-            ),
+            Ranges(number, np.zeros_like(number), np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)),
             tensors,
             digest=DigestRows(
                 seeds=np.array([stream_seed(pieces[i].param, pieces[i].key) for i in there], dtype=np.uint64),

@@ -22,8 +22,7 @@ from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, ex
 from zeroelastic.executors.dispatch import (
     CopyTable,
     Executor,
-    MemoryRanges,
-    ReadTable,
+    Ranges,
     copy_segments,
     host_executor,
     read_segments,
@@ -73,8 +72,8 @@ def fill_from_others(
         file, offset, nbytes, at = asked[:, 0], asked[:, 1] + parts.skip, parts.nbytes, parts.at
         _, first, same = np.unique(np.stack((file, offset, nbytes), 1), axis=0, return_index=True, return_inverse=True)
         same = same.reshape(-1)
-        table = ReadTable(paths, file[first], offset[first], np.zeros_like(first), at[first], nbytes[first])
-        result = read_segments(table, [buffer], executor=host_executor(executor))
+        table = CopyTable(file[first], offset[first], np.zeros_like(first), at[first], nbytes[first])
+        result = read_segments(table, paths, [buffer], executor=host_executor(executor))
         for i in np.flatnonzero(first[same] != np.arange(len(same))).tolist():
             source, count = int(at[first[same[i]]]), int(nbytes[i])
             buffer[int(at[i]) : int(at[i]) + count] = buffer[source : source + count]
@@ -131,6 +130,6 @@ def _put(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer,
 def _digest(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> tuple[RowStreams, UInt64Array]:
     """The digests of pieces, each of which is at ``at`` in a buffer, and where they go."""
     streams = RowStreams.of(part.plan, pieces, part.targets)
-    totals = sum_segments(MemoryRanges(np.zeros_like(at), at, pieces.nbytes), [buffer], digest=streams.table)
+    totals = sum_segments(Ranges(np.zeros_like(at), at, pieces.nbytes), [buffer], digest=streams.table)
     assert totals is not None
     return streams, totals

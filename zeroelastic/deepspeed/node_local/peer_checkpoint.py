@@ -29,7 +29,7 @@ from zeroelastic.deepspeed.patching import patched
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.multicast import Request, multicast
 from zeroelastic.errors import CheckpointError
-from zeroelastic.executors.dispatch import Executor, ReadTable, host_executor, read_segments
+from zeroelastic.executors.dispatch import CopyTable, Executor, host_executor, read_segments
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import BlockFile, LocalFile
 from zeroelastic.torch_file.header import Blocks
@@ -280,8 +280,8 @@ def _read(model: ModelStates, executor: Executor) -> bytes:
     offset, nbytes, place = _without_params(model)
     buffer = np.empty(int(nbytes.sum()), dtype=np.uint8)
     first = np.zeros_like(offset)
-    table = ReadTable((model.path,), first, offset, first, place, nbytes)
-    read_segments(table, [buffer], executor=host_executor(executor))
+    table = CopyTable(first, offset, first, place, nbytes)
+    read_segments(table, [model.path], [buffer], executor=host_executor(executor))
     return buffer.tobytes()
 
 

@@ -20,7 +20,7 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import SavedState, open_state
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UsageError, with_remedy
-from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.storage import file_size
 from zeroelastic.runs.locate import find_source
 from zeroelastic.verbs.convert.from_universal import find_universal, plan_from_universal

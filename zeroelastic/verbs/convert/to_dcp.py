@@ -26,8 +26,8 @@ from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor
 from zeroelastic.core.digest import ByteArray, ScalarValue
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UnsupportedError
-from zeroelastic.executors.dispatch import DigestRows, ReadTable, read_segments
-from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors.dispatch import CopyTable, DigestRows, read_segments
+from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.extras import require_torch
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.model_tensors import (
@@ -192,8 +192,8 @@ class _Reader:
         zeros = np.zeros(rows.num_rows, dtype=np.int64)
         seeds = self._digests.seeds(tensors)
         digest = None if seeds is None else DigestRows(seeds, zeros, rows.start, rows.itemsize)
-        table = ReadTable(rows.paths, rows.file, rows.file_offset, zeros, (rows.start - first) * size, rows.nbytes)
-        found = read_segments(table, [buffer], digest=digest, progress=self._progress).digests
+        table = CopyTable(rows.file, rows.file_offset, zeros, (rows.start - first) * size, rows.nbytes)
+        found = read_segments(table, rows.paths, [buffer], digest=digest, progress=self._progress).digests
         if found is not None:
             total = self._found.get(key, (tensors[0], 0))[1] + int(found[0])
             self._found[key] = tensors[0], total % (1 << 64)

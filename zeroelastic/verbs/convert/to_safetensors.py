@@ -19,7 +19,7 @@ from zeroelastic.checkpoint.optimizer_file import FP32, OptionValue
 from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, UnsupportedError
-from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.atomic import start_writeback
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, read_whole

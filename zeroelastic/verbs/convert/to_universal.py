@@ -29,7 +29,7 @@ from zeroelastic.checkpoint.tag_files import model_file_name
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, DigestRows, move_segments
-from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.runs.names import LATEST_UNIVERSAL
 from zeroelastic.torch_file.graph import Storage, entry, new_storage, pairs_of, read_graph, tensor, write_graph
 from zeroelastic.torch_file.header import TensorRef, read_torch_file

@@ -20,7 +20,7 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.saved_state import SavedState, open_state
 from zeroelastic.errors import UsageError, brief, shown, with_remedy
-from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.runs.locate import find_source
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType, Stub, TensorRef, TorchFile, read_torch_file
 from zeroelastic.verbs.diff.tensors import (

@@ -15,8 +15,8 @@ from pydantic import Field
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.executors.batches import Batch, batches
-from zeroelastic.executors.dispatch import ReadTable, read_segments
-from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors.dispatch import CopyTable, read_segments
+from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile
 from zeroelastic.verbs.diff.element_stats import CHUNK, ElementStats, compare_elements
 from zeroelastic.verbs.report import Part, Sides
@@ -191,8 +191,8 @@ def _read(
     rows = rows.pieces(inside, (begin - rows.target_offset)[inside], (end - begin)[inside])
     at = offset[rows.target] + rows.target_offset - first[rows.target]
     buffer = np.empty(int(batch.offset[-1] + batch.nbytes[-1]) * itemsize, dtype=np.uint8)
-    table = ReadTable(rows.paths, rows.file, rows.file_offset, np.zeros_like(at), at * itemsize, rows.nbytes)
-    read_segments(table, [buffer], progress=progress)
+    table = CopyTable(rows.file, rows.file_offset, np.zeros_like(at), at * itemsize, rows.nbytes)
+    read_segments(table, rows.paths, [buffer], progress=progress)
     return buffer
 
 

@@ -23,7 +23,7 @@ from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import make_plan, match_params
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.executors.dispatch import DigestRows
-from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.torch_file.graph import Storage
 from zeroelastic.verbs.model_tensors import optimizer_tensors

@@ -35,7 +35,7 @@ from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, some, with_remedy
-from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import Source, find_source

@@ -21,8 +21,8 @@ from zeroelastic.checkpoint.tag_files import saved_as
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError
-from zeroelastic.executors.dispatch import DigestRows, FileRanges, join_crc32_groups, scan_segments
-from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors.dispatch import DigestRows, Ranges, join_crc32_groups, scan_segments
+from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.zip_check import ZipRecord, ZipRecords, read_zip_records
@@ -184,7 +184,8 @@ def _scan_file(
 
     try:
         sums = scan_segments(
-            FileRanges((path,), zeros, table.offset, table.nbytes),
+            Ranges(zeros, table.offset, table.nbytes),
+            [path],
             digest=digest,
             crc32=crc32,
             progress=advance,

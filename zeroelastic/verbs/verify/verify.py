@@ -18,7 +18,7 @@ from zeroelastic.checkpoint.marks import lift_mark
 from zeroelastic.checkpoint.one_save import may_mix_saves, one_save, pin, saved_again, was_saved_again
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, UsageError, with_remedy
-from zeroelastic.executors.progress import ProgressFunction
+from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.runs.locate import find_source
 from zeroelastic.verbs.options import Progress, no_progress
