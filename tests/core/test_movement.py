@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from movements import least_moved, moved_elements
 
 from zeroelastic.core.layout import (
     Layout,
@@ -21,7 +22,7 @@ from zeroelastic.core.layout import (
     round_robin_order,
     unpacked_layout,
 )
-from zeroelastic.core.movement import Recut, assign_ranks, least_moved, moved_elements
+from zeroelastic.core.movement import Recut, assign_ranks
 from zeroelastic.core.plan import make_plan
 
 Groups = list[list[Param]]

@@ -14,8 +14,9 @@ import numpy as np
 import torch.distributed as dist
 
 from zeroelastic.core.digest import ByteArray
+from zeroelastic.core.layout import Int64Array
 from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise, all_or_raise
-from zeroelastic.distributed.exchange import Piece, RowStream, TransferCost, all_to_all_stream
+from zeroelastic.distributed.exchange import Arrived, TransferCost, exchange_rows
 
 FAN_OUT = 8
 """A rank sends one content to at most so many others."""
@@ -65,52 +66,35 @@ def multicast(requests: Sequence[Request], read: Callable[[Sequence[str]], Mappi
             content[request.name] = bytearray(lengths[request.reader][request.name])
     sent = received = 0
     for hops in tree_steps(askers, FAN_OUT):
-        outgoing, incoming = _streams(hops, rank, lengths)
-        cost = all_or_raise(partial(_send, outgoing, incoming, content))
+        cost = all_or_raise(partial(_send, [hop for hop in hops if hop.dst == rank], list(askers), content))
         sent, received = sent + cost.sent, received + cost.received
     return Answers({request.name: content[request.name] for request in requests}, sent, received)
 
 
-Streams = dict[int, tuple[list[str], RowStream]]
-"""By peer, the names of the contents on the way to it or from it, and where each is in the stream."""
+def _send(
+    incoming: Sequence[Hop], requests: Sequence[Request], content: Mapping[str, bytes | bytearray]
+) -> TransferCost:
+    """One step: fill the contents that come to this rank, and send what other ranks ask of it. Collective."""
+    number = {request: i for i, request in enumerate(requests)}
+    rows = np.array(
+        [(number[hop.request], 0, len(content[hop.request.name])) for hop in incoming], dtype=np.int64
+    ).reshape(-1, 3)
 
+    def places(asked: Int64Array, parts: Arrived, buffer: ByteArray) -> Iterator[tuple[ByteArray, ByteArray]]:
+        """Each part of a content, and its place in the buffer."""
+        for i, skip, nbytes, at in zip(asked[:, 0].tolist(), *(c.tolist() for c in parts[1:]), strict=True):
+            data = np.frombuffer(content[requests[i].name], dtype=np.uint8)
+            yield data[skip : skip + nbytes], buffer[at : at + nbytes]
 
-def _streams(hops: Sequence[Hop], rank: int, lengths: Sequence[Mapping[str, int]]) -> tuple[Streams, Streams]:
-    """What this rank sends in a step, and what it receives."""
-    found: tuple[dict[int, list[Request]], dict[int, list[Request]]] = ({}, {})
-    for hop in hops:
-        if hop.src == rank:
-            found[0].setdefault(hop.dst, []).append(hop.request)
-        if hop.dst == rank:
-            found[1].setdefault(hop.src, []).append(hop.request)
+    def serve(asked: Int64Array, parts: Arrived, buffer: ByteArray) -> None:
+        for data, place in places(asked, parts, buffer):
+            place[:] = data
 
-    def stream(requests: Sequence[Request]) -> tuple[list[str], RowStream]:
-        rows = [(number, 0, lengths[request.reader][request.name]) for number, request in enumerate(requests)]
-        return [request.name for request in requests], RowStream.of(np.array(rows, dtype=np.int64))
+    def put(parts: Arrived, buffer: ByteArray) -> None:
+        for data, place in places(rows[parts.row], parts, buffer):
+            data[:] = place
 
-    outgoing, incoming = ({peer: stream(requests) for peer, requests in side.items()} for side in found)
-    return outgoing, incoming
-
-
-def _send(outgoing: Streams, incoming: Streams, content: Mapping[str, bytes | bytearray]) -> TransferCost:
-    """One step: send contents, and fill those that come. Collective."""
-
-    def parts(streams: Streams, pieces: Sequence[Piece]) -> Iterator[tuple[ByteArray, int, int]]:
-        for piece in pieces:
-            names, stream = streams[piece.peer]
-            for row, skip, nbytes, at in zip(*(column.tolist() for column in stream.cut(piece)), strict=True):
-                data = np.frombuffer(content[names[row]], dtype=np.uint8)
-                yield data[skip : skip + nbytes], at, nbytes
-
-    def fill(pieces: Sequence[Piece], buffer: ByteArray) -> None:
-        for data, at, nbytes in parts(outgoing, pieces):
-            buffer[at : at + nbytes] = data
-
-    def take(pieces: Sequence[Piece], buffer: ByteArray) -> None:
-        for data, at, nbytes in parts(incoming, pieces):
-            data[:] = buffer[at : at + nbytes]
-
-    return all_to_all_stream({peer: stream.nbytes for peer, (_, stream) in outgoing.items()}, fill, take)
+    return exchange_rows(rows, np.array([hop.src for hop in incoming], dtype=np.int64), serve, put)
 
 
 def tree_steps(askers: Mapping[Request, Sequence[int]], fan_out: int) -> Iterator[list[Hop]]:

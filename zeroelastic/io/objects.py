@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import errno
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import UnreadableError
@@ -28,6 +27,8 @@ from zeroelastic.io.paths import RemotePath, missing_directory, reason
 from zeroelastic.io.remote import call, remote_size, with_retries
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_PARTS = 10_000
 """The most parts that S3 takes for an object."""
@@ -74,12 +75,7 @@ def put_object(path: RemotePath, data: bytes, *, create: bool = False) -> None:
                 raise FileExistsError(str(path)) from None
             raise
 
-    try:
-        with_retries(put, path)
-    except FileExistsError:
-        raise
-    except Exception as error:  # file systems raise errors of many kinds
-        raise written_wrong(path, error) from error
+    _write(path, put)
     forget_listing(path)
 
 
@@ -98,10 +94,7 @@ def remove_objects(paths: Iterable[RemotePath]) -> None:
                 with suppress(FileNotFoundError):
                     call(system, "rm_file", path.path)
 
-        try:
-            with_retries(remove, some[0])
-        except Exception as error:  # file systems raise errors of many kinds
-            raise written_wrong(some[0], error) from error
+        _write(some[0], remove)
         for path in some:
             forget_listing(path)
 
@@ -167,10 +160,15 @@ def forget_listing(path: RemotePath) -> None:
     path.system.invalidate_cache(path.parent.path)
 
 
-def written_wrong(path: RemotePath, error: BaseException) -> OSError:
-    """The error for an object that cannot be written or removed."""
-    number = error.errno if isinstance(error, OSError) else None
-    return OSError(number or 5, f"{_kind(error)}{reason(error)}", str(path))
+def _write(path: RemotePath, request: Callable[[], T]) -> T:
+    """The result of a request that writes or removes. Raises OSError naming the object, FileExistsError as it comes."""
+    try:
+        return with_retries(request, path)
+    except FileExistsError:
+        raise
+    except Exception as error:  # file systems raise errors of many kinds
+        number = error.errno if isinstance(error, OSError) else None
+        raise OSError(number or errno.EIO, f"{_kind(error)}{reason(error)}", str(path)) from error
 
 
 def _kind(error: BaseException) -> str:
@@ -213,10 +211,11 @@ def part_size(nbytes: int, wanted: int) -> int:
     return max(wanted, -(-least // _MIB) * _MIB)
 
 
-class Upload(ABC):
+class Upload:
     """One object on its way; ``data``, shape ``(nbytes,)``, must not change until it is completed.
 
-    Methods raise OSError naming the object. One thread at a time.
+    To a store of which fsspec knows one step only, which ``complete`` takes. Methods raise OSError naming the object.
+    One thread at a time.
     """
 
     def __init__(self, path: RemotePath, data: ByteArray, part_bytes: int) -> None:
@@ -229,15 +228,27 @@ class Upload(ABC):
         """The size of the object."""
         return len(self._data)
 
-    @abstractmethod
     def send(self) -> None:
         """Transfer as much as can be without the object being seen."""
 
-    @abstractmethod
     def complete(self) -> None:
         """Make the object, in place of one that there was."""
+        _write(self.path, self._complete)
+        self.completed = True
+        forget_listing(self.path)
 
-    @abstractmethod
+    def _complete(self) -> None:
+        file = self.path.system.open(self.path.path, "wb", block_size=self._part_bytes)
+        try:
+            for number in range(self._num_parts):
+                file.write(self._part(number))
+            file.close()
+        except BaseException:
+            discard = getattr(file, "discard", None)
+            if discard is not None:
+                discard()
+            raise
+
     def abort(self) -> None:
         """Give up what is not completed; failures are logged."""
 
@@ -258,12 +269,6 @@ class Upload(ABC):
     def _num_parts(self) -> int:
         return max(1, -(-self.nbytes // self._part_bytes))
 
-    def _attempt(self, request: Callable[[], Any]) -> Any:
-        try:
-            return with_retries(request, self.path)
-        except Exception as error:  # file systems raise errors of many kinds
-            raise written_wrong(self.path, error) from error
-
 
 class MultipartUpload(Upload):
     """An upload to S3, by s3fs' client."""
@@ -274,7 +279,7 @@ class MultipartUpload(Upload):
         self._tags: list[str] = []
 
     def send(self) -> None:
-        self._upload_id = str(self._attempt(lambda: self._call("create_multipart_upload"))["UploadId"])
+        self._upload_id = str(_write(self.path, lambda: self._call("create_multipart_upload"))["UploadId"])
         pool = ThreadPoolExecutor(THREADS)
         try:
             futures = [pool.submit(copy_context().run, self._send_part, i) for i in range(self._num_parts)]
@@ -285,22 +290,20 @@ class MultipartUpload(Upload):
     def _send_part(self, number: int) -> str:
         body = self._part(number)
         of = {"UploadId": self._upload_id, "PartNumber": number + 1}
-        return str(self._attempt(lambda: self._call("upload_part", Body=body, **of))["ETag"])
+        return str(_write(self.path, lambda: self._call("upload_part", Body=body, **of))["ETag"])
 
     def complete(self) -> None:
+        super().complete()
+        self._upload_id = None
+
+    def _complete(self) -> None:
         parts = [{"PartNumber": number + 1, "ETag": tag} for number, tag in enumerate(self._tags)]
-
-        def ask() -> None:
-            try:
-                self._call("complete_multipart_upload", UploadId=self._upload_id, MultipartUpload={"Parts": parts})
-            except Exception as error:
-                # The answer to an earlier attempt may have been lost.
-                if "NoSuchUpload" not in f"{error!r} {error.__cause__!r}" or remote_size(self.path) != self.nbytes:
-                    raise
-
-        self._attempt(ask)
-        self.completed, self._upload_id = True, None
-        forget_listing(self.path)
+        try:
+            self._call("complete_multipart_upload", UploadId=self._upload_id, MultipartUpload={"Parts": parts})
+        except Exception as error:
+            # The answer to an earlier attempt may have been lost.
+            if not _is_gone(error) or remote_size(self.path) != self.nbytes:
+                raise
 
     def abort(self) -> None:
         if self._upload_id is None:
@@ -316,37 +319,9 @@ class MultipartUpload(Upload):
         return call(self.path.system, "call_s3", method, Bucket=bucket, Key=key, **options)
 
 
-class StreamUpload(Upload):
-    """An upload to a store of which fsspec knows one step only."""
-
-    def send(self) -> None:
-        pass
-
-    def complete(self) -> None:
-        def write() -> None:
-            file = self.path.system.open(self.path.path, "wb", block_size=self._part_bytes)
-            try:
-                for number in range(self._num_parts):
-                    file.write(self._part(number))
-                file.close()
-            except BaseException:
-                discard = getattr(file, "discard", None)
-                if discard is not None:
-                    discard()
-                raise
-
-        self._attempt(write)
-        self.completed = True
-        forget_listing(self.path)
-
-    def abort(self) -> None:
-        pass
-
-
 def new_upload(path: RemotePath, data: ByteArray, part_bytes: int) -> Upload:
     """The upload of an object, not begun."""
-    kind = MultipartUpload if _is_s3(path) else StreamUpload
-    return kind(path, data, part_bytes)
+    return (MultipartUpload if _is_s3(path) else Upload)(path, data, part_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,21 +366,20 @@ def open_uploads(directory: RemotePath) -> list[OpenUpload]:
 def abort_upload(upload: OpenUpload) -> None:
     """Abort an upload; one that is gone is no error. Raises OSError naming the object."""
     bucket, key, _ = upload.path.system.split_path(upload.path.path)
+    of = {"Bucket": bucket, "Key": key, "UploadId": upload.upload_id}
 
     def ask() -> None:
         try:
-            call(
-                upload.path.system, "call_s3", "abort_multipart_upload",
-                Bucket=bucket, Key=key, UploadId=upload.upload_id,
-            )  # fmt: skip
+            call(upload.path.system, "call_s3", "abort_multipart_upload", **of)
         except Exception as error:
-            if not isinstance(error, FileNotFoundError) and "NoSuchUpload" not in f"{error!r} {error.__cause__!r}":
+            if not isinstance(error, FileNotFoundError) and not _is_gone(error):
                 raise
 
-    try:
-        with_retries(ask, upload.path)
-    except Exception as error:  # file systems raise errors of many kinds
-        raise written_wrong(upload.path, error) from error
+    _write(upload.path, ask)
+
+
+def _is_gone(error: Exception) -> bool:
+    return "NoSuchUpload" in f"{error!r} {error.__cause__!r}"
 
 
 def _is_s3(path: RemotePath) -> bool:

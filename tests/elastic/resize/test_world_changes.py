@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from movements import least_moved, moved_elements
 
 from zeroelastic.core.layout import Param, layout_from_sub_groups
-from zeroelastic.core.movement import Recut, least_moved, moved_elements
+from zeroelastic.core.movement import Recut
 from zeroelastic.elastic.resize.roster import World as Members
 from zeroelastic.elastic.resize.world import Changes
 
