@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from engines import Engine
 from hypothesis import strategies as st
 
-from zeroelastic.core.digest import combine, digest_range
-from zeroelastic.executors.dispatch import Buffer, Cast, CopyTable, DigestRows, Ranges
+from zeroelastic.core.digest import UInt64Array, combine, digest_range
+from zeroelastic.executors.dispatch import (
+    Buffer,
+    Cast,
+    CopyTable,
+    DigestRows,
+    Operation,
+    Ranges,
+    copy_segments,
+    move_segments,
+    read_segments,
+    scan_segments,
+    sum_segments,
+    write_segments,
+)
 from zeroelastic.executors.tables import CASTS, cast_itemsizes
 
 UNTOUCHED = 0xA5
@@ -113,10 +128,60 @@ def expected(case: Case) -> tuple[list[np.ndarray], list[int]]:
     return made, digests
 
 
-def parts(case: Case) -> Iterator[np.ndarray]:
-    """The source of each row."""
+def checksums(case: Case) -> list[int]:
+    """The checksum of what each row becomes."""
     rows = zip(*(c.tolist() for c in (case.rows.src, case.rows.src_offset, case.rows.nbytes)), strict=True)
-    return (case.src[number][offset : offset + nbytes] for number, offset, nbytes in rows)
+    made = (convert(case.cast, case.src[number][offset : offset + nbytes]) for number, offset, nbytes in rows)
+    return [zlib.crc32(bytes(part)) for part in made]
+
+
+def shuffled(case: Case, order: np.ndarray) -> Case:
+    """The same rows in another order."""
+    rows = case.digest
+    digest = DigestRows(rows.seeds, rows.stream[order], rows.start[order], rows.itemsize[order])
+    return replace(case, rows=case.rows.rows(order), digest=digest)
+
+
+READS_FILES: tuple[Operation, ...] = ("read", "move", "scan")
+FILLS_MEMORY: tuple[Operation, ...] = ("read", "copy")
+WRITES_FILES: tuple[Operation, ...] = ("write", "move")
+
+
+def run_case(
+    operation: Operation, engine: Engine, case: Case, folder: Path, **options: Any
+) -> tuple[list[bytes] | None, UInt64Array | None]:
+    """Run an operation on a case; what is in its destinations then, if it has any, and the digests."""
+    sources: Sequence[Any] = write_files(folder, case.src) if operation in READS_FILES else ()
+    sources = sources or [engine.put(part, case.misaligned) for part in case.src]
+    targets: Sequence[Any] = untouched(engine, case) if operation in FILLS_MEMORY else untouched_files(folder, case)
+    options = {"executor": engine.name, "digest": None, **options}
+    if operation not in ("scan", "sum"):
+        options["cast"] = case.cast
+    if operation == "read":
+        result = read_segments(case.rows, sources, targets, **options)
+        assert result.bytes_read == int(case.rows.nbytes.sum())
+        assert result.files == tuple(sources[i] for i in sorted(set(case.rows.src.tolist())))
+        totals = result.digests
+    elif operation == "copy":
+        totals = copy_segments(case.rows, sources, targets, **options)
+    elif operation == "write":
+        totals = write_segments(case.rows, sources, targets, **options)
+    elif operation == "move":
+        totals = move_segments(case.rows, sources, targets, **options)
+    elif operation == "scan":
+        totals = scan_segments(ranges(case.rows), sources, **options)
+    else:
+        totals = sum_segments(ranges(case.rows), sources, **options)
+    if operation not in READS_FILES:
+        for kept, part in zip(sources, case.src, strict=True):
+            assert np.array_equal(engine.get(kept), part)
+    made = None
+    if operation in FILLS_MEMORY:
+        made = [engine.get(target).tobytes() for target in targets]
+    elif operation in WRITES_FILES:
+        made = [target.read_bytes() for target in targets]
+    engine.free()
+    return made, totals
 
 
 def ranges(rows: CopyTable) -> Ranges:

@@ -15,19 +15,18 @@ import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engines import Engine
 from executor_cases import (
     DTYPES,
     UNTOUCHED,
     cases,
     convert,
     expected,
-    untouched_files,
-    write_files,
+    run_case,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -187,20 +186,11 @@ def test_every_table_moves_what_numpy_slices_move(
 ) -> None:
     """Read, copied, written and moved, with digests and conversions."""
     case = data.draw(cases())
-    src_paths, paths = write_files(folder, case.src), untouched_files(folder, case)
-    read, copied = ([np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.dst_sizes] for _ in range(2))
-    asked: dict[str, Any] = {"digest": case.digest, "cast": case.cast, "threads": threads}
-    result = read_segments(case.rows, src_paths, read, **asked)
-    totals = [result.digests, copy_segments(case.rows, case.src, copied, **asked)]
-    totals.append(write_segments(case.rows, case.src, paths, **asked))
-    written = [path.read_bytes() for path in paths]
-    totals.append(move_segments(case.rows, src_paths, untouched_files(folder, case), **asked))
     want, digests = expected(case)
-    for i, wanted in enumerate(want):
-        assert np.array_equal(read[i], wanted) and np.array_equal(copied[i], wanted)
-        assert written[i] == paths[i].read_bytes() == wanted.tobytes()
-    assert result.bytes_read == int(case.rows.nbytes.sum())
-    assert all(found is not None and found.tolist() == digests for found in totals)
+    for operation in ("read", "copy", "write", "move"):
+        made, totals = run_case(operation, Engine("native"), case, folder, digest=case.digest, threads=threads)
+        assert made == [part.tobytes() for part in want]
+        assert totals is not None and totals.tolist() == digests
 
 
 def test_long_misaligned_copies_past_the_caches(each_instruction_set: str) -> None:

@@ -9,7 +9,6 @@ import sys
 import textwrap
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,18 +16,9 @@ import numpy as np
 import pytest
 from engines import ENGINES, REPOSITORY, Engine, open_engine
 from executor_cases import (
-    cases,
-    convert,
-    expected,
-    parts,
     ranges,
     segment,
-    untouched,
-    untouched_files,
-    write_files,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from zeroelastic.errors import CheckpointError
 from zeroelastic.executors.build_info import describe_build
@@ -40,7 +30,6 @@ from zeroelastic.executors.dispatch import (
     scan_segments,
     write_segments,
 )
-from zeroelastic.executors.tables import CASTS
 
 TOLD = ("read", "write", "move", "scan")
 Progress = Callable[[int], None]
@@ -119,38 +108,6 @@ def test_the_caller_is_told_of_every_byte_on_its_own_thread(engine: Engine, tmp_
         assert {thread for _, thread in calls} == {threading.get_ident()}
         assert all(done >= 0 for done, _ in calls) and 1 <= len(calls) <= most
     engine.free()
-
-
-@settings(max_examples=40)
-@given(data=st.data(), operation=st.sampled_from(TOLD), threads=st.sampled_from([None, 1, 3]))
-def test_whoever_is_told_the_bytes_are_the_same(
-    data: st.DataObject, operation: str, threads: int | None, writer: Engine, folder: Path
-) -> None:
-    """Of any table, with a conversion too: what is reported is bytes of the sources."""
-    case = data.draw(cases(casts=("none",) if operation == "scan" else CASTS))
-    reported: list[int] = []
-    more = {"digest": case.digest, "threads": threads, "progress": reported.append, "executor": writer.name}
-    sources, targets = write_files(folder, case.src), untouched_files(folder, case)
-    want, digests = expected(case)
-    sums = np.zeros(len(case.rows.nbytes), dtype=np.uint32)
-    if operation == "read":
-        buffers = untouched(writer, case)
-        result = read_segments(case.rows, sources, buffers, cast=case.cast, **more)  # type: ignore[arg-type]
-        totals, got = result.digests, [writer.get(buffer).tobytes() for buffer in buffers]
-    elif operation == "scan":
-        totals = scan_segments(ranges(case.rows), sources, crc32=sums, **more)  # type: ignore[arg-type]
-        got = [part.tobytes() for part in want]
-    else:
-        if operation == "write":
-            totals = write_segments(case.rows, case.src, targets, crc32=sums, cast=case.cast, **more)  # type: ignore[arg-type]
-        else:
-            totals = move_segments(case.rows, sources, targets, crc32=sums, cast=case.cast, **more)  # type: ignore[arg-type]
-        got = [path.read_bytes() for path in targets]
-    assert sum(reported) == int(case.rows.nbytes.sum())
-    assert got == [part.tobytes() for part in want]
-    assert totals is not None and totals.tolist() == digests
-    if operation != "read":
-        assert sums.tolist() == [zlib.crc32(bytes(convert(case.cast, part))) for part in parts(case)]
 
 
 @pytest.mark.parametrize("kind", [Stop, KeyboardInterrupt])

@@ -21,11 +21,11 @@ from counted import CountedFileSystem, counted, forget, put
 from executor_cases import (
     Case,
     cases,
-    convert,
+    checksums,
     expected,
-    parts,
     ranges,
     segment,
+    shuffled,
     untouched_files,
     write_files,
 )
@@ -50,7 +50,7 @@ from zeroelastic.executors.dispatch import (
     scan_segments,
 )
 from zeroelastic.executors.remote_executor import MAX_GAP, RemoteEngine, affordable_gap, plan_requests
-from zeroelastic.executors.tables import Options
+from zeroelastic.executors.tables import CASTS, Options
 from zeroelastic.io import remote
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.remote import read_ranges
@@ -180,63 +180,32 @@ remote_or_not = st.lists(st.booleans(), min_size=4, max_size=4)
 
 
 @many
-@given(data=st.data(), remote=remote_or_not, digested=st.booleans())
-def test_reads_fill_every_row_and_nothing_else(data, remote, digested, host, folder):
-    case = data.draw(cases())
-    paths = placed(case, folder, remote)
+@given(data=st.data(), remote=remote_or_not, digested=st.booleans(), summed=st.booleans(), sync=st.booleans())
+@pytest.mark.parametrize("operation", ["read", "move", "scan"])
+def test_every_row_comes_and_nothing_else(data, remote, digested, summed, sync, operation, host, folder):
+    case = data.draw(cases(casts=("none",) if operation == "scan" else CASTS))
+    if operation != "read":
+        case = shuffled(case, np.array(data.draw(st.permutations(range(len(case.rows.nbytes)))), dtype=np.int64))
+    paths, targets = placed(case, folder, remote), untouched_files(folder, case)
     buffers = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.dst_sizes]
-    digest = case.digest if digested else None
+    sums = np.full(len(case.rows.nbytes), 1, dtype=np.uint32) if summed and operation != "read" else None
     reported: list[int] = []
-    engine = RemoteEngine(host, staging_bytes=STAGING)
-    options = Options(digest, cast=case.cast, threads=2, progress=reported.append)
-    totals, bytes_read = engine(case.rows, options, src_paths=paths, dst=buffers)
+    digest = case.digest if digested else None
+    options = Options(digest, sums, case.cast, sync, threads=2, progress=reported.append)
+    sides = {"read": {"dst": buffers}, "move": {"dst_paths": targets}, "scan": {}}[operation]
+    table = ranges(case.rows) if operation == "scan" else case.rows
+    totals, bytes_read = RemoteEngine(host, staging_bytes=STAGING)(table, options, src_paths=paths, **sides)
     want, digests = expected(case)
-    assert all(np.array_equal(got, wanted) for got, wanted in zip(buffers, want, strict=True))
-    assert totals is None if digest is None else totals.tolist() == digests
+    if operation != "scan":
+        got = [b.tobytes() for b in buffers] if operation == "read" else [path.read_bytes() for path in targets]
+        assert got == [part.tobytes() for part in want]
+    assert totals is None if digest is None else totals is not None and totals.tolist() == digests
+    assert sums is None or sums.tolist() == checksums(case)
     assert sum(reported) == int(case.rows.nbytes.sum())
     local = [n for i, n in zip(case.rows.src.tolist(), case.rows.nbytes.tolist(), strict=True) if not remote[i]]
     assert bytes_read == sum(local) + bytes_asked()
-    cuts = 7 * len(CountedFileSystem.ranges)
-    assert bytes_asked() <= most_bytes(case, remote) + cuts
+    assert bytes_asked() <= most_bytes(case, remote) + 7 * len(CountedFileSystem.ranges)
     assert all(end - start <= STAGING // 3 for _, start, end in CountedFileSystem.ranges)
-
-
-@many
-@given(data=st.data(), remote=remote_or_not, digested=st.booleans(), sync=st.booleans())
-def test_moves_fill_every_row_and_nothing_else(data, remote, digested, sync, host, folder):
-    case = data.draw(cases())
-    paths = placed(case, folder, remote)
-    targets = untouched_files(folder, case)
-    digest = case.digest if digested else None
-    sums = np.full(len(case.rows.nbytes), 1, dtype=np.uint32)
-    reported: list[int] = []
-    options = Options(digest, sums, case.cast, sync, progress=reported.append)
-    totals, _ = RemoteEngine(host, staging_bytes=STAGING)(case.rows, options, src_paths=paths, dst_paths=targets)
-    want, digests = expected(case)
-    assert all(path.read_bytes() == wanted.tobytes() for path, wanted in zip(targets, want, strict=True))
-    assert totals is None if digest is None else totals is not None and totals.tolist() == digests
-    assert sums.tolist() == [zlib.crc32(bytes(convert(case.cast, part))) for part in parts(case)]
-    assert sum(reported) == int(case.rows.nbytes.sum())
-
-
-@many
-@given(data=st.data(), remote=remote_or_not, digested=st.booleans(), summed=st.booleans())
-def test_scans_digest_and_sum_every_row(data, remote, digested, summed, host, folder):
-    case = data.draw(cases(casts=("none",)))
-    order = np.array(data.draw(st.permutations(range(len(case.rows.nbytes)))), dtype=np.int64)
-    paths = placed(case, folder, remote)
-    rows = DigestRows(
-        case.digest.seeds, case.digest.stream[order], case.digest.start[order], case.digest.itemsize[order]
-    )
-    sums = np.full(len(order), 1, dtype=np.uint32) if summed else None
-    reported: list[int] = []
-    options = Options(rows if digested else None, sums, progress=reported.append)
-    totals, _ = RemoteEngine(host, staging_bytes=STAGING)(ranges(case.rows).rows(order), options, src_paths=paths)
-    assert totals is None if not digested else totals is not None and totals.tolist() == expected(case)[1]
-    if sums is not None:
-        want = [zlib.crc32(bytes(part)) for part in parts(case)]
-        assert sums.tolist() == [want[i] for i in order]
-    assert sum(reported) == int(case.rows.nbytes.sum())
 
 
 @pytest.mark.parametrize("executor", ["auto", "numpy", "native", "torch"])
