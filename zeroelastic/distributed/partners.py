@@ -11,9 +11,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -38,24 +38,28 @@ _WITHDRAWN = "zeroelastic/withdrawn"
 
 @dataclass(slots=True)
 class _Known:
-    """What this process knows of its process group: that it has announced itself, that all have, and who runs here.
+    """What this process knows of a process group: that it has announced itself, that all have, and who runs here.
 
-    Each is of the group that it refers to, weakly, because a group ends with its last reference; it is unknown of every
-    other. ``here``: by rank, identities of processes.
+    ``here``: by rank, identities of processes; None where not all are known yet.
     """
 
-    announced_to: ref[Any] | None = None
-    complete: ref[Any] | None = None
-    here_of: ref[Any] | None = None
-    here: dict[int, str] = field(default_factory=dict)
+    announced: bool = False
+    complete: bool = False
+    here: dict[int, str] | None = None
 
 
-_known = _Known()
+_known_of: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+"""By process group, which ends with its last reference."""
+
+
+def _known() -> _Known:
+    """What is known of the default process group of now."""
+    return _known_of.setdefault(dist.group.WORLD, _Known())
 
 
 def announce() -> None:
     """Record in the store that this rank runs with zeroelastic; does nothing where there is no process group yet."""
-    if dist.is_initialized() and not _is_world(_known.announced_to):
+    if dist.is_initialized() and not _known().announced:
         store = _get_default_store()
         if store is None:  # MPI has none
             return
@@ -64,16 +68,16 @@ def announce() -> None:
         store.set(f"{_machine_key()}/{store.add(_machine_key(), 1)}", f"{rank} {name}")
         if store.add(f"{_PREFIX}/count", 1) == dist.get_world_size():
             store.set(_ALL, "1")
-        _known.announced_to = ref(dist.group.WORLD)
+        _known().announced = True
 
 
 def withdraw() -> None:
     """Remove the record that ``announce`` made."""
-    if dist.is_initialized() and _is_world(_known.announced_to):
+    if dist.is_initialized() and _known().announced:
         with suppress(RuntimeError):  # the store is gone, so no rank can ask any more
             _get_default_store().set(_WITHDRAWN, "1")
             _get_default_store().delete_key(_key(dist.get_rank()))
-    _known.announced_to = None
+        _known().announced = False
 
 
 def life_of_rank(rank: int) -> Life:
@@ -84,8 +88,9 @@ def life_of_rank(rank: int) -> Life:
 
 def identities_on_this_machine() -> dict[int, str]:
     """The identity of the process of each rank that has announced itself and runs on this machine, by rank."""
-    if _is_world(_known.here_of):
-        return _known.here
+    known = _known()
+    if known.here is not None:
+        return known.here
     store = _get_default_store()
     complete = store.check([_ALL])
     keys = [f"{_machine_key()}/{number + 1}" for number in range(store.add(_machine_key(), 0))]
@@ -93,7 +98,7 @@ def identities_on_this_machine() -> dict[int, str]:
     entries = [entry.decode().partition(" ") for entry in store.multi_get(named)] if named else []
     found = dict(sorted((int(rank), name) for rank, _, name in entries))
     if complete:
-        _known.here_of, _known.here = ref(dist.group.WORLD), found
+        known.here = found
     return found
 
 
@@ -159,15 +164,9 @@ def _all_are_here() -> bool:
     store = _get_default_store()
     if store.check([_WITHDRAWN]):
         return store.check([_key(rank) for rank in range(dist.get_world_size())])
-    if not _is_world(_known.complete) and store.check([_ALL]):
-        _known.complete = ref(dist.group.WORLD)
-    return _is_world(_known.complete)
-
-
-def _is_world(group: ref[Any] | None) -> bool:
-    """Whether a reference is to the default process group of now."""
-    world = dist.group.WORLD
-    return world is not None and group is not None and group() is world
+    known = _known()
+    known.complete = known.complete or store.check([_ALL])
+    return known.complete
 
 
 def _key(rank: int) -> str:
