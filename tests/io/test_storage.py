@@ -12,7 +12,6 @@ import pytest
 from counted import CountedFileSystem, counted, forget, put, upload
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from places import GOLDEN
 from synthetic import gather, write_checkpoint
 
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -211,23 +210,6 @@ def test_a_large_header_is_few_requests(counted, tmp_path):
     assert file.size > 3 << 20 and len(counted.ranges) <= 5
     assert file.read(file.root["t"]).view("<i8").tolist() == [0, 1, 2] and len(counted.ranges) <= 5
     assert file.header_bytes <= file.size
-
-
-@pytest.mark.parametrize("name", ["rigid2", "rigid3", "elastic2", "elastic3"])
-def test_a_remote_checkpoint_is_the_local_one(name):
-    local = next((GOLDEN / name).glob("global_step*"))
-    here, there = open_checkpoint(local), open_checkpoint(upload(local, "counted://run/t"))
-    assert here.record == there.record and here.world_size == there.world_size
-    assert gather(here) == gather(there)
-    for rank in range(here.world_size):
-        a, b = here.shard(rank), there.shard(rank)
-        assert str(b.path) == f"counted://run/t/{a.path.name}"
-        for field in ("size", "format", "save_id", "groups", "tensor_keys", "scalars", "scaler", "ds_config"):
-            assert getattr(a, field) == getattr(b, field), field
-        assert a.layout.params == b.layout.params
-        for key in a.extents:
-            assert a.extents[key].offset.tolist() == b.extents[key].offset.tolist()
-        assert here.model_states(rank).sub_groups == there.model_states(rank).sub_groups
 
 
 def test_errors_of_remote_files_are_those_of_local_ones(tmp_path):

@@ -8,31 +8,25 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from commands import run_command
 from documentation import documented_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN, ROOT
 from synthetic import edit, edit_optim, model_name, optim_name, write_checkpoint
-from typer.testing import CliRunner
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
-from zeroelastic.cli.app import app
 from zeroelastic.errors import CheckpointError, NewerFormatError, UnreadableError, UsageError
 from zeroelastic.runs.candidates import check_quickly, check_tag, find_newest, list_run
 from zeroelastic.runs.latest import fix_latest
 
-
-def latest(*arguments: object) -> SimpleNamespace:
-    """Run the verb in this process."""
-    done = CliRunner().invoke(app, ["latest", *map(str, arguments)], env={"COLUMNS": "200", "TERM": "dumb"})
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return SimpleNamespace(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
+latest = partial(run_command, "latest", env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def document(*arguments: object) -> dict[str, Any]:

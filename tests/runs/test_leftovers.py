@@ -13,12 +13,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from commands import run_command
 from places import ROOT
 from synthetic import write_checkpoint
 from training import Job, build_engine
-from typer.testing import CliRunner
 
-from zeroelastic.cli.app import app
 from zeroelastic.distributed.process_identity import identity
 from zeroelastic.runs.run_store import leftover_names, open_run, why_kept
 from zeroelastic.runs.tag_directory import (
@@ -158,7 +157,7 @@ def test_prune_removes_what_is_dead_and_keeps_what_runs(tmp_path: Path, start: S
     age(staging_dir_of(tmp_path / "running", OLD), 10 * DAY)
     (tmp_path / ".latest.7.tmp").touch()
     age(tmp_path / ".latest.7.tmp", DAY)
-    done = CliRunner().invoke(app, ["prune", str(tmp_path), "--keep", "1", "--yes", "--json"])
+    done = run_command("prune", tmp_path, "--keep", 1, "--yes", "--json")
     found = {one["name"]: one["action"] for one in json.loads(done.stdout)["unfinished"]}
     dead, running = (
         str(staging_dir_of(tmp_path / tag, OLD).relative_to(tmp_path)) for tag in ("epoch1/dead", "running")

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_command
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from synthetic import model_name, write_checkpoint
 from training import Job, build_engine, look, train_step
-from typer.testing import CliRunner
 
-from zeroelastic.cli.app import app
 from zeroelastic.elastic import resume
 from zeroelastic.errors import CheckpointError, UsageError
 from zeroelastic.runs.candidates import check_quickly, list_run, refuse_fresh_start
@@ -195,9 +194,8 @@ def test_resume_asks_before_it_begins_anew(rank_pool: RankPool, tmp_path: Path) 
 
 
 def verb(*arguments: object) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "200", "TERM": "dumb"})
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stdout, done.stderr
+    done = run_command(*arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    return done.returncode, done.stdout, done.stderr
 
 
 def test_every_verb_finds_tags_of_any_name(tmp_path: Path) -> None:

@@ -11,21 +11,19 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import no_result
+from commands import no_result, run_command
 from documentation import documented_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
 from synthetic import edit, model_name, optim_name, write_checkpoint, write_history
-from typer.testing import CliRunner
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.cli.app import app
 from zeroelastic.runs import run_store
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.runs.names import TRASH
@@ -34,11 +32,8 @@ from zeroelastic.runs.prune import plan_prune, remove_tag
 HOUR = 3600
 
 
-def prune(*arguments: object) -> SimpleNamespace:
-    """Run the verb in this process; nobody can be asked."""
-    done = CliRunner().invoke(app, ["prune", *map(str, arguments)], env={"COLUMNS": "200", "TERM": "dumb"})
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return SimpleNamespace(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
+prune = partial(run_command, "prune", env={"COLUMNS": "200", "TERM": "dumb"})
+"""In this process, where nobody can be asked."""
 
 
 def document(*arguments: object) -> dict[str, Any]:
