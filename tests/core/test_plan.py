@@ -125,18 +125,6 @@ def equal(left: list[list[np.ndarray]], right: list[list[np.ndarray]]) -> bool:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("saved", WORLD_SIZES)
-@pytest.mark.parametrize("current", WORLD_SIZES)
-def test_every_pair_of_small_world_sizes_moves_every_element(saved, current):
-    groups = groups_of(GROUPS)
-    src, dst = build(groups, saved, 40), build(groups, current, 25)
-    full = truth(src)
-    want = shards_of(dst, full)
-    got = reshard(src, dst, shards_of(src, full))
-    assert equal(got, want)
-    assert equal(reshard(dst, src, got), shards_of(src, full)), "there and back is not the identity"
-
-
 @pytest.mark.parametrize("source", FAMILIES)
 @pytest.mark.parametrize("target", FAMILIES)
 @given(sizes=groups_of_numels, saved=st.integers(1, 12), current=st.integers(1, 12))
@@ -153,7 +141,7 @@ def test_any_family_to_any_family_and_back_is_the_identity(source, target, sizes
 @pytest.mark.parametrize(("source", "target"), [(source, target) for source in FAMILIES for target in FAMILIES])
 def test_every_pair_of_small_world_sizes_of_every_family(source, target):
     groups = groups_of(GROUPS)
-    for saved, current in itertools.product((1, 2, 3, 4, 5, 6, 8), repeat=2):
+    for saved, current in itertools.product(WORLD_SIZES, repeat=2):
         src, dst = FAMILIES[source](groups, saved), FAMILIES[target](groups, current)
         full = truth(src)
         assert equal(reshard(src, dst, shards_of(src, full)), shards_of(dst, full)), (saved, current)
@@ -251,13 +239,6 @@ def test_neighbouring_ranks_read_neighbouring_files():
     assert make_plan(build(groups, 64), build(groups, 8), 7).source_ranks == tuple(range(56, 64))
 
 
-def test_a_rank_that_owns_nothing_reads_nothing():
-    groups = groups_of([[3, 1]])
-    plan = make_plan(build(groups, 2), build(groups, 8), 7)
-    check_plan(plan)
-    assert plan.num_segments == 0 and plan.source_ranks == ()
-
-
 def test_the_same_names_in_the_same_order_need_no_look_up(monkeypatch):
     src, dst = build(groups_of([[4, 5], [6]]), 2), build(groups_of([[4, 5], [6]]), 3)
     assert src.params is not dst.params and src.params[0] is not dst.params[0]
@@ -265,9 +246,10 @@ def test_the_same_names_in_the_same_order_need_no_look_up(monkeypatch):
     assert match_params(src, dst).tolist() == [0, 1, 2]
 
 
-def test_planning_needs_little_more_memory_than_the_plan():
+def test_a_hundred_thousand_parameters_take_array_time_and_little_more_memory_than_the_plan():
     groups = groups_of([[1000 + i % 977 for i in range(100_000)]])
     src, dst = build(groups, 64, 10**6), build(groups, 48, 10**6)
+    began = time.perf_counter()
     tracemalloc.start()
     plan = make_plan(src, dst, 17)
     peak = tracemalloc.get_traced_memory()[1]
@@ -275,6 +257,8 @@ def test_planning_needs_little_more_memory_than_the_plan():
     columns = [getattr(plan, field.name) for field in dataclasses.fields(plan)]
     nbytes = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
     assert peak < nbytes + (8 << 20)
+    check_plan(plan)
+    assert time.perf_counter() - began < 20, "orders of magnitude over what array arithmetic needs"
 
 
 def test_layouts_that_do_not_match_are_refused():
@@ -384,18 +368,3 @@ def test_padding_keeps_rows_apart():
     plan = make_plan(layout, layout, 1)
     merged = coalesce(plan.src_sub_group, plan.src_offset, plan.dst_sub_group, plan.dst_offset, plan.length)
     assert merged[1].tolist() == [0, 3] and merged[4].tolist() == [2, 2]
-
-
-def test_nothing_coalesces_to_nothing():
-    none = np.zeros(0, dtype=np.int64)
-    assert [len(column) for column in coalesce(none, none, none, none, none)] == [0] * 5
-
-
-def test_a_hundred_thousand_parameters_take_array_time():
-    groups = groups_of([[1000 + i % 977 for i in range(100_000)]])
-    src, dst = build(groups, 64, 10**6), build(groups, 48, 10**6)
-    began = time.perf_counter()
-    plan = make_plan(src, dst, 17)
-    check_plan(plan)
-    assert plan.length.sum() == dst.owned_numel(17)
-    assert time.perf_counter() - began < 20, "orders of magnitude over what array arithmetic needs"
