@@ -104,9 +104,9 @@ class RemoteEngine:
             del answers, move
             progress.add(int(batch.piece_nbytes.sum()))
         progress.finish()
-        if options.sync and isinstance(table, CopyTable):
+        if options.sync and dst_paths is not None and isinstance(table, CopyTable):
             for number in np.unique(table.dst).tolist():
-                sync_path((dst_paths or ())[number])
+                sync_path(dst_paths[number])
         return totals.finish(), num_read + int(plan.nbytes.sum())
 
 
