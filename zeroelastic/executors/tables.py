@@ -229,7 +229,7 @@ PLAIN = Options()
 """Bytes are moved as they are, and nothing is computed."""
 
 Moved: TypeAlias = "tuple[UInt64Array | None, int]"
-"""The digests, where they were asked for, and the bytes of the sources that were read."""
+"""The digests, where they were asked for, and of a read the bytes that were read."""
 
 
 Operation = Literal["read", "copy", "write", "move", "scan", "sum"]
