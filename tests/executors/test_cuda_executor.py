@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from engines import REPOSITORY, Engine, open_engine
+from executor_cases import segment
 from fake_gpu import open_fake_gpu, to_fake_gpu
 
 from zeroelastic.checkpoint.extents import Destination, TensorExtents, extent_windows
@@ -51,10 +52,6 @@ from zeroelastic.torch_file.save import DigestRange, write_torch_file
 
 CUDA = describe_build("cuda")
 built = pytest.mark.skipif(not CUDA.usable, reason=f"the CUDA engine is not built: {CUDA.reason}")
-
-
-def segment(src_offset: int, dst_offset: int, nbytes: int) -> CopyTable:
-    return CopyTable(*(np.array([value], dtype=np.int64) for value in (0, src_offset, 0, dst_offset, nbytes)))
 
 
 def memory_ranges(nbytes: list[int]) -> Ranges:

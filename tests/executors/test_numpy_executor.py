@@ -53,18 +53,6 @@ def preads(monkeypatch) -> list[tuple[int, int]]:
     return calls
 
 
-def test_rows_land_where_they_say(tmp_path):
-    paths = [tmp_path / "a", tmp_path / "b"]
-    a, b = make_file(paths[0], 100, 1), make_file(paths[1], 50, 2)
-    buffers = buffers_of(30, 20)
-    rows = [(0, 10, 1, 5, 10), (0, 20, 0, 0, 7), (1, 0, 0, 10, 20)]
-    result = read_numpy(table(rows), paths, buffers)
-    assert result.bytes_read == 37 and result.files == tuple(paths) and result.digests is None
-    want = buffers_of(30, 20)
-    want[1][5:15], want[0][0:7], want[0][10:30] = a[10:20], a[20:27], b[0:20]
-    assert all(np.array_equal(x, y) for x, y in zip(buffers, want, strict=True))
-
-
 def test_a_run_of_the_file_is_one_call_even_into_many_buffers(tmp_path, preads):
     data = make_file(tmp_path / "a", 1000)
     buffers = buffers_of(*[10] * 50)
@@ -96,15 +84,6 @@ def test_gaps_are_not_read(tmp_path, preads):
     result = read_numpy(table([(0, 100 * i, 0, 10 * i, 10) for i in range(4)]), [tmp_path / "a"], buffers)
     assert result.bytes_read == 40 and [offset for _, offset in preads] == [0, 100, 200, 300]
     assert np.array_equal(buffers[0], np.concatenate([data[100 * i :][:10] for i in range(4)]))
-
-
-def test_empty_rows_do_nothing(tmp_path, preads):
-    data = make_file(tmp_path / "a", 100)
-    buffers = buffers_of(20, 0)
-    rows = [(0, 0, 0, 0, 0), (0, 5, 0, 0, 5), (0, 10, 1, 0, 0), (0, 10, 0, 10, 5), (0, 99, 0, 20, 0), (0, 500, 0, 3, 0)]
-    assert read_numpy(table(rows), [tmp_path / "a"], buffers).bytes_read == 10
-    assert np.array_equal(buffers[0][:5], data[5:10]) and np.array_equal(buffers[0][10:15], data[10:15])
-    assert (buffers[0][5:10] == UNTOUCHED).all()
 
 
 def test_short_reads_are_continued(tmp_path, monkeypatch):

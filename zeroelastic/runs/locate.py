@@ -174,7 +174,6 @@ UNIVERSAL = (
 _DCP = "a torch.distributed.checkpoint directory, which torch.distributed.checkpoint.load reads"
 _SAFETENSORS = "a directory of safetensors files: weights alone, which from_pretrained and safetensors load"
 
-_MAX_LISTED = 8
 _MAX_LOOKED_AT = 64
 
 
