@@ -92,7 +92,7 @@ def test_every_operation_moves_its_rows_and_nothing_else(
     reported: list[int] = []
     if told and operation not in ("copy", "sum"):
         options["progress"] = reported.append
-    if operation in ("write", "move"):
+    if operation == "write":
         options["sync"] = sync
     made, totals = run_case(operation, engine, case, folder, **options)
     want, digests = expected(case)

@@ -224,7 +224,7 @@ def test_large_files_are_written_and_moved(tmp_path: Path) -> None:
     rows = table_of([(0, 0, 0, 100, 25_000_000), (0, 25_000_000, 0, 25_000_100, len(data) - 25_000_000)])
     write_segments(rows, [data], paths[:1], sync=True)
     assert np.array_equal(np.fromfile(paths[0], dtype=np.uint8)[100:], data)
-    move_segments(single_row(len(data), src_offset=100, dst_offset=7), paths[:1], paths[1:], sync=True)
+    move_segments(single_row(len(data), src_offset=100, dst_offset=7), paths[:1], paths[1:])
     assert np.array_equal(np.fromfile(paths[1], dtype=np.uint8)[7:-93], data)
 
 

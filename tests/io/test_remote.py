@@ -180,9 +180,9 @@ remote_or_not = st.lists(st.booleans(), min_size=4, max_size=4)
 
 
 @many
-@given(data=st.data(), remote=remote_or_not, digested=st.booleans(), summed=st.booleans(), sync=st.booleans())
+@given(data=st.data(), remote=remote_or_not, digested=st.booleans(), summed=st.booleans())
 @pytest.mark.parametrize("operation", ["read", "move", "scan"])
-def test_every_row_comes_and_nothing_else(data, remote, digested, summed, sync, operation, host, folder):
+def test_every_row_comes_and_nothing_else(data, remote, digested, summed, operation, host, folder):
     case = data.draw(cases(casts=("none",) if operation == "scan" else CASTS))
     if operation != "read":
         case = shuffled(case, np.array(data.draw(st.permutations(range(len(case.rows.nbytes)))), dtype=np.int64))
@@ -191,7 +191,7 @@ def test_every_row_comes_and_nothing_else(data, remote, digested, summed, sync, 
     sums = np.full(len(case.rows.nbytes), 1, dtype=np.uint32) if summed and operation != "read" else None
     reported: list[int] = []
     digest = case.digest if digested else None
-    options = Options(digest, sums, case.cast, sync, threads=2, progress=reported.append)
+    options = Options(digest, sums, case.cast, threads=2, progress=reported.append)
     sides = {"read": {"dst": buffers}, "move": {"dst_paths": targets}, "scan": {}}[operation]
     table = ranges(case.rows) if operation == "scan" else case.rows
     totals, bytes_read = RemoteEngine(host, staging_bytes=STAGING)(table, options, src_paths=paths, **sides)
@@ -221,7 +221,7 @@ def test_the_public_functions_take_remote_sources(tmp_path, executor):
     scan_segments(Ranges(int64(0), int64(10), int64(4000)), (path,), crc32=sums, executor=executor)
     assert sums.tolist() == [zlib.crc32(content[10:4010])]
     (tmp_path / "d").write_bytes(bytes(3000))
-    move_segments(segment(1000, 0, 3000), [path], [tmp_path / "d"], sync=True, executor=executor)
+    move_segments(segment(1000, 0, 3000), [path], [tmp_path / "d"], executor=executor)
     assert (tmp_path / "d").read_bytes() == content[1000:4000]
 
 
@@ -333,18 +333,6 @@ def test_progress_ends_a_call_that_waits_for_an_answer(counted, tmp_path, operat
     hold.set()
 
 
-def test_a_flush_that_fails_names_the_file(tmp_path, monkeypatch):
-    path = put("counted://b/f", bytes(10))
-    (tmp_path / "d").write_bytes(bytes(10))
-
-    def fail(fd):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match=r"Input/output error: '.*/d'"):
-        move_segments(segment(0, 0, 10), [path], [tmp_path / "d"], sync=True)
-
-
 # --- a real S3 server -----------------------------------------------------------------------------------------------
 
 
@@ -453,7 +441,7 @@ def test_reads_moves_and_scans_of_s3_are_those_of_a_disk(calm, checkpoints, tmp_
         asked = sum(request.nbytes for request in calm.payload_requests())
         (tmp_path / "d").write_bytes(bytes(size))
         sums = np.zeros((2, len(rows.nbytes)), dtype=np.uint32)
-        moved = move_segments(rows, paths, [tmp_path / "d"], digest=digest, crc32=sums[0], sync=True)
+        moved = move_segments(rows, paths, [tmp_path / "d"], digest=digest, crc32=sums[0])
         scanned = scan_segments(Ranges(rows.src, rows.src_offset, rows.nbytes), paths, digest=digest, crc32=sums[1])
         assert (tmp_path / "d").read_bytes() == bytes(buffer) and np.array_equal(sums[0], sums[1])
         assert read.digests.tolist() == moved.tolist() == scanned.tolist()

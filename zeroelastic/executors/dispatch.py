@@ -82,7 +82,6 @@ def read_segments(
     cast: Cast = "none",
     copies: ConvertedCopies | None = None,
     threads: int | None = None,
-    stream: int | None = None,
     progress: ProgressFunction | None = None,
     executor: Executor = "auto",
 ) -> ReadResult:
@@ -91,9 +90,9 @@ def read_segments(
     The rows are sorted by (source, source offset): neighbours are read together. With a conversion, their bytes are of
     the file.
 
-    ``executor`` names an engine; "auto" takes the fastest that is built for the memory that is filled. ``stream`` is
-    the CUDA stream that the cuda engine runs on: torch's current one, or the default one for a DeviceBuffer. Every
-    engine is done when the call returns. Raises ConfigError for an unknown engine, for one that is not built, and for
+    ``executor`` names an engine; "auto" takes the fastest that is built for the memory that is filled. The
+    cuda engine runs on torch's current stream, or the default one for a DeviceBuffer. Every engine is done when the
+    call returns. Raises ConfigError for an unknown engine, for one that is not built, and for
     one that cannot fill such memory; CheckpointError when a file ends early or cannot be read (with file and offset).
 
     ``copies``, of host memory and files on this machine, are made of what is in the cache.
@@ -107,7 +106,7 @@ def read_segments(
     assert copies is None or name in _HOST, "only host memory is converted beside"
     if name == "cuda" and any(isinstance(path, RemotePath) for path in paths):
         name = "torch"  # through host memory
-    digests, bytes_read = _run(name, table, options, stream=stream, src_paths=paths, dst=buffers)
+    digests, bytes_read = _run(name, table, options, src_paths=paths, dst=buffers)
     files = tuple(paths[int(number)] for number in np.flatnonzero(np.bincount(table.src)))
     return ReadResult(bytes_read, files, digests)
 
@@ -120,18 +119,17 @@ def copy_segments(
     digest: DigestRows | None = None,
     cast: Cast = "none",
     threads: int | None = None,
-    stream: int | None = None,
     executor: Executor = "auto",
 ) -> UInt64Array | None:
     """Copy between buffers: flatten, unflatten, repartition. Returns the digests of the sources, when asked.
 
     Source and destination runs must not overlap each other in memory. The cuda engine wants both sides on one device,
     and with a conversion elements that are aligned to their size; the torch executor takes sides on different devices.
-    ``stream`` and errors as of ``read_segments``.
+    Errors as of ``read_segments``.
     """
     options = Options(digest, cast=cast, threads=threads)
     name = _choose(executor, "copy", [*src, *dst])
-    return _run(name, table, options, stream=stream, torch_takes_over=executor != "cuda", src=src, dst=dst)[0]
+    return _run(name, table, options, torch_takes_over=executor != "cuda", src=src, dst=dst)[0]
 
 
 def write_segments(
@@ -144,7 +142,6 @@ def write_segments(
     cast: Cast = "none",
     sync: bool = False,
     threads: int | None = None,
-    stream: int | None = None,
     progress: ProgressFunction | None = None,
     executor: Executor = "auto",
 ) -> UInt64Array | None:
@@ -153,8 +150,8 @@ def write_segments(
     ``crc32``, shape ``(num_rows,)``, is filled with the checksum of what was written of each row, as ``zlib.crc32``.
     ``sync`` flushes each file to its device before it returns. What is on a GPU goes through pinned host memory, while
     the copies of what comes next are under way ("cuda"), or by turns ("torch", and a host engine that is named). Raises
-    OSError naming the file, and the byte at which writing failed; ConfigError as ``read_segments``. ``stream`` and
-    ``progress`` as there, in bytes of the sources.
+    OSError naming the file, and the byte at which writing failed; ConfigError as ``read_segments``. ``progress`` as
+    there, in bytes of the sources.
     """
     options = Options(digest, crc32, cast, sync, threads, progress)
     staged_by = executor if executor in _HOST and not all(_kind(buffer) == "host" for buffer in src) else None
@@ -162,7 +159,7 @@ def write_segments(
     takes_over = executor != "cuda"
     return _run(
         name, table, options,
-        stream=stream, staged_by=staged_by, torch_takes_over=takes_over, src=src, dst_paths=paths,
+        staged_by=staged_by, torch_takes_over=takes_over, src=src, dst_paths=paths,
     )[0]  # fmt: skip
 
 
@@ -174,18 +171,17 @@ def move_segments(
     digest: DigestRows | None = None,
     crc32: UInt32Array | None = None,
     cast: Cast = "none",
-    sync: bool = False,
     threads: int | None = None,
     progress: ProgressFunction | None = None,
     executor: Executor = "auto",
 ) -> UInt64Array | None:
     """Move runs between files that exist already, through at most 1 MiB per thread; digests in the same pass.
 
-    ``crc32`` and ``sync`` as of ``write_segments``. Raises CheckpointError for a source that is missing, ends early or
+    ``crc32`` as of ``write_segments``. Raises CheckpointError for a source that is missing, ends early or
     cannot be read, OSError for a destination, both naming the file; ConfigError as ``read_segments``. ``progress`` as
     there.
     """
-    options = Options(digest, crc32, cast, sync, threads, progress)
+    options = Options(digest, crc32, cast, threads=threads, progress=progress)
     return _run(choose_executor(executor, "move"), table, options, src_paths=src_paths, dst_paths=dst_paths)[0]
 
 
@@ -215,7 +211,6 @@ def sum_segments(
     digest: DigestRows | None = None,
     crc32: UInt32Array | None = None,
     threads: int | None = None,
-    stream: int | None = None,
     executor: Executor = "auto",
 ) -> UInt64Array | None:
     """Digests and checksums of what is in memory, in one pass over it.
@@ -225,7 +220,7 @@ def sum_segments(
     """
     options = Options(digest, crc32, threads=threads)
     name = _choose(executor, "sum", src)
-    return _run(name, table, options, stream=stream, torch_takes_over=executor != "cuda", src=src)[0]
+    return _run(name, table, options, torch_takes_over=executor != "cuda", src=src)[0]
 
 
 def _run(
@@ -233,7 +228,6 @@ def _run(
     table: Table,
     options: Options,
     *,
-    stream: int | None = None,
     staged_by: str | None = None,
     torch_takes_over: bool = False,
     src_paths: Sequence[FilePath] | None = None,
@@ -253,7 +247,7 @@ def _run(
     if name == "cuda":
         buffers = [*src, *(dst or ())]
         here, there = _device_buffers(src), None if dst is None else _device_buffers(dst)
-        on = _stream(buffers, stream)
+        on = _stream(buffers)
         try:
             return cuda_executor.run(
                 table, options, stream=on, src_paths=src_paths, src=here, dst_paths=dst_paths, dst=there
@@ -368,9 +362,7 @@ def _bytes_of(buffer: Buffer) -> torch.Tensor:
     return torch_executor.bytes_of(buffer)
 
 
-def _stream(buffers: Sequence[Buffer], stream: int | None) -> int:
-    if stream is not None:
-        return stream
+def _stream(buffers: Sequence[Buffer]) -> int:
     for buffer in buffers:
         if not isinstance(buffer, (DeviceBuffer, np.ndarray)):
             from zeroelastic.executors import torch_executor

@@ -35,7 +35,6 @@ from zeroelastic.executors.tables import (
     cast_itemsizes,
     check_rows,
 )
-from zeroelastic.io.atomic import sync_path
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.remote import read_ranges
 
@@ -75,7 +74,7 @@ class RemoteEngine:
         assert options.copies is None, "only files on this machine are converted beside"
         check_rows(table, options, src_paths=src_paths, dst_paths=dst_paths, dst=dst)
         host = partial(self._host, dst_paths=dst_paths, dst=dst)
-        totals = PieceTotals(replace(options, sync=False, progress=None))
+        totals = PieceTotals(replace(options, progress=None))
         progress = Progress(options.progress)
         is_remote = np.array([isinstance(path, RemotePath) for path in src_paths], dtype=np.bool_)[table.src]
         local, rows = np.flatnonzero(~is_remote), np.flatnonzero(is_remote)
@@ -104,9 +103,6 @@ class RemoteEngine:
             del answers, move
             progress.add(int(batch.piece_nbytes.sum()))
         progress.finish()
-        if options.sync and dst_paths is not None and isinstance(table, CopyTable):
-            for number in np.unique(table.dst).tolist():
-                sync_path(dst_paths[number])
         return totals.finish(), num_read + int(plan.nbytes.sum())
 
 
