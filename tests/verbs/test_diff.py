@@ -242,7 +242,9 @@ def test_long_tensors_are_compared_in_pieces_of_bounded_size(tmp_path: Path, mon
     done: list[int] = []
     read = diff_tensors.read_segments
     monkeypatch.setattr(
-        diff_tensors, "read_segments", lambda t, b, **o: (sizes.append(sum(x.nbytes for x in b)), read(t, b, **o))[1]
+        diff_tensors,
+        "read_segments",
+        lambda t, p, b, **o: (sizes.append(sum(x.nbytes for x in b)), read(t, p, b, **o))[1],
     )
     left, right = (open_state(open_checkpoint(tmp_path / side)) for side in "ab")
     found = compare_checkpoints(left, right, max_memory=1 << 20, progress=done.append)
