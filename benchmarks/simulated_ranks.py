@@ -111,7 +111,8 @@ class SimulatedRanks:
 
     def _restore(self, rank: int) -> None:
         """What a process knows, as if this rank were one of its own."""
-        partners._known, barrier._known = self._known[rank]
+        known, barrier._known = self._known[rank]
+        partners._known = lambda: known
 
     def _leave(self, rank: int) -> None:
         before, after = self._previous.pop(rank), self._next.pop(rank)

@@ -124,6 +124,7 @@ def test_a_sound_environment_is_usable_and_the_document_has_the_documented_keys(
     assert [(entry["path"], entry["state"]) for entry in found["build_locks"]] == [(str(lock), "held")]
 
 
+@pytest.mark.extended
 def test_a_lock_that_a_killed_build_left_is_a_problem_that_names_it(quick: Path, tmp_path: Path) -> None:
     lock = tmp_path / "ops" / "py311_cpu" / "cpu adam" / "lock"
     lock.parent.mkdir(parents=True)
@@ -177,6 +178,7 @@ def test_colours_are_for_terminals_and_NO_COLOR_is_honoured(quick: Path, env: di
 # --- engines --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_without_libraries_it_says_why_not_and_how_to_build_them(quick: Path, tmp_path: Path) -> None:
     copy = package_copy(tmp_path)
     (copy / "zeroelastic/_native.log").write_text("there was no C++ compiler on the PATH\nmore\n")
@@ -226,6 +228,7 @@ def tools(folder: Path, **programs: str) -> str:
 
 
 @built
+@pytest.mark.extended
 def test_build_cuda_compiles_the_engine_into_the_installed_package(quick: Path, tmp_path: Path) -> None:
     copy = installed_copy(tmp_path / "site")
     path = tools(tmp_path / "bin", nvcc=NVCC)
@@ -400,6 +403,7 @@ def test_a_deepspeed_that_cannot_be_imported_is_a_problem_and_its_noise_stays_ou
     assert done.stderr == ""
 
 
+@pytest.mark.extended
 def test_noise_on_import_stays_out_of_results_that_are_sound(tmp_path: Path) -> None:
     """The real one, behind a module that prints."""
     folder = write_package(tmp_path, {"noise.py": NOISE})
@@ -430,6 +434,7 @@ def fake_deepspeed(folder: Path, *, missing: str = "", renamed: str = "") -> Pat
     return write_package(folder, texts)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("change", "name", "problem"),
     [
@@ -459,6 +464,7 @@ def test_a_changed_seam_is_a_problem_that_names_it(
     assert len(re.findall(r"^  .{4}  (?:wrapped|called) ", shown, re.MULTILINE)) == 1, "the others have no problem"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("verbose", [False, True])
 def test_methods_that_are_as_expected_are_named_with_verbose_only(verbose: bool) -> None:
     from zeroelastic.deepspeed.install.seams import SEAMS, USED
@@ -540,6 +546,7 @@ def measured(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_a_directory_is_measured_and_left_empty(quick: Path, tmp_path: Path, scratch: str) -> None:
     folder = measured(tmp_path)
     found = document(doctor("--json", "--disk", str(folder), "--disk-size", "9.5MiB", path=[quick], code=scratch))[
@@ -617,6 +624,7 @@ def test_a_limit_reached_in_the_middle_is_a_problem_and_leaves_nothing(
     assert "ulimit -f" in found["disk"]["problem"] and list(folder.iterdir()) == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_in_the_middle_leaves_no_file_and_no_output(
     quick: Path, tmp_path: Path, scratch: str, number: signal.Signals, code: int

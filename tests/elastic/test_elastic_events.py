@@ -141,7 +141,8 @@ def limits_of_groups(seconds: float, in_place: bool) -> set[float]:
     return {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
 
 
-@pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("in_place", [False, True])
 def test_the_timeout_reaches_every_group_also_the_default_one(in_place: bool) -> None:
     assert run_ranks(limits_of_groups, 1, 77.0, in_place) == [{77.0}]
 
@@ -179,6 +180,7 @@ torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1]
 """
 
 
+@pytest.mark.extended
 def test_a_rank_that_never_comes_to_the_rendezvous_is_given_up_on(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEET, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -32,7 +32,7 @@ def train_until_told(
     from zeroelastic.torch_file import image, save
 
     engine = build_engine(job)
-    write, write_image, reserve, sent = save._Payload.write, image.write_past_cache, save.reserve, [0]
+    write, write_image, reserve, sent = save._write_rows, image.write_past_cache, save.reserve, [0]
 
     def tell() -> None:
         if dist.get_rank() == rank:
@@ -40,9 +40,9 @@ def train_until_told(
                 os.kill(os.getpid(), signal.SIGTERM)
                 sent[0] += 1
 
-    def write_and_tell(self: Any, chosen: Any) -> None:
+    def write_and_tell(*args: Any, **kwargs: Any) -> None:
         tell()
-        write(self, chosen)
+        write(*args, **kwargs)
         tell()
 
     def write_image_and_tell(*args: Any, **kwargs: Any) -> None:
@@ -60,7 +60,7 @@ def train_until_told(
                 raise OSError(28, "No space left on device", str(path))
         reserve(path)
 
-    save._Payload.write, image.write_past_cache = write_and_tell, write_image_and_tell  # type: ignore[method-assign]
+    save._write_rows, image.write_past_cache = write_and_tell, write_image_and_tell
     save.reserve = image.reserve = full
     with preemption(engine, directory, saving=every(steps=3, background=background), grace=200) as stop:
         for step in range(STEPS):

@@ -506,7 +506,7 @@ def answered(status: int) -> Translated:
     [
         (Translated(errno.EIO, status=416), True),
         (Translated(errno.EIO, code=416), True),
-        (Translated(errno.EINVAL, status=500), False),
+        pytest.param(Translated(errno.EINVAL, status=500), False, marks=pytest.mark.extended),
         (Translated(errno.EINVAL, answered(416)), True),
         pytest.param(Translated(errno.EINVAL, answered(400)), False, marks=pytest.mark.extended),
         (Translated(errno.EINVAL), True),
@@ -578,6 +578,7 @@ def test_a_transient_fault_is_retried(calm, checkpoints):
     assert not left and np.array_equal(wanted, got)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("fault", "message", "most_s"),
     [("cut", r".*not completed", 60), ("stall", r"no answer in 2 s\.$", 20)],

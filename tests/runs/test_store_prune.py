@@ -197,6 +197,7 @@ def test_prune_says_the_same_of_a_store_as_of_a_disk(server: S3Server, url: str,
     assert said[0] == said[1]
 
 
+@pytest.mark.extended
 def test_the_commands_and_options_of_the_page_are_right(server: S3Server, url: str, tmp_path: Path) -> None:
     (page,) = (ROOT / "docs").rglob("object-stores.md")
     found = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)

@@ -250,6 +250,7 @@ def test_results_come_by_rank(rank_pool):
     assert [total.item() for _, total in results] == [33, 33, 33]
 
 
+@pytest.mark.extended
 def test_new_interpreters_give_the_same_results_and_are_silent(capfd):
     assert run_ranks(say_something, 2, 10) == [(0, 10), (1, 10)]
     assert capfd.readouterr() == ("", "")
@@ -375,6 +376,7 @@ def test_bad_requests_are_refused(rank_pool):
         run_ranks(os.getpid, 1000, backend="nccl")
 
 
+@pytest.mark.extended
 def test_output_is_shown_when_asked_for(capfd):
     run_ranks(say_something, 1, env={"ZEROELASTIC_TEST_VERBOSE": "1"})
     shown = "".join(capfd.readouterr())
@@ -412,6 +414,7 @@ def test_the_pool_goes_on_after_failures_and_after_its_own_death():
     assert not is_alive(after)
 
 
+@pytest.mark.extended
 def test_the_plugin_skips_what_needs_more_gpus(tmp_path):
     (tmp_path / "test_it.py").write_text("import pytest\n@pytest.mark.gpu(1000)\ndef test_it(): assert False\n")
     command = [

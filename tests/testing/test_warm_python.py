@@ -23,6 +23,7 @@ def python(request: pytest.FixtureRequest) -> str:
     return sys.executable if request.param == "python" else executable()
 
 
+@pytest.mark.extended
 def test_arguments_environment_directory_and_files_are_those_of_the_command(python: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PRINTS)
     env = {**os.environ, "SHOWN": "yes", "PYTHONPATH": str(tmp_path)}

@@ -177,6 +177,7 @@ def load_images(copies: list[str]) -> list[tuple[int, dict[str, Any], bool]]:
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("behind", [False, True], ids=["waited for", "in the background"])
 def test_every_boundary_of_a_save_leaves_a_checkpoint_that_verifies_and_resumes(
     rank_pool: RankPool, tmp_path: Path, behind: bool

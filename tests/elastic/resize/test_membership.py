@@ -324,6 +324,7 @@ def test_survivors_take_in_newcomers_and_wait_for_them_where_they_are_too_few(ne
     assert call(newcomer.first).result(LIMIT_S) == going_on.result(LIMIT_S) == expected
 
 
+@pytest.mark.extended
 def test_those_that_stay_too_few_give_up_at_the_limit(new_job: Callable[..., Job]) -> None:
     job = new_job((2, 4), join_timeout=1.0, failure_timeout=1.2)
     members, world = job.first(2)
@@ -417,6 +418,7 @@ def stopped() -> Iterator[Callable[[], tuple[int, int]]]:
             process.kill()
 
 
+@pytest.mark.extended
 def test_every_request_has_a_limit_where_the_network_is_cut(stopped: Callable[[], tuple[int, int]]) -> None:
     port, pid = stopped()
     settings = InPlace("127.0.0.1", port, "job", 0, 1, 1, **{**QUICK, "store_timeout": 2.0})
@@ -502,7 +504,8 @@ def test_process_groups_of_worlds_do_not_see_each_other(job: Job) -> None:
     assert not members[0].store_of(World(1, world.members)).check(["key"])
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_first_world_is_formed_whenever_one_dies(new_job: Callable[..., Job], victim: int) -> None:
     """Member 0 leads. Whichever request is its last, or that of another, the others are soon in one world."""
 
@@ -530,7 +533,8 @@ def agree(members: list[Membership], worlds: set[World], dead: int) -> None:
         assert set(together([lambda m=m: m.meet(after) for m in members])) == {True}
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("victim", [0, 1])
 def test_survivors_agree_whenever_another_one_dies_meanwhile(new_job: Callable[..., Job], victim: int) -> None:
     """One of four has died, and a second one does at each of its requests; member 0 leads."""
 
