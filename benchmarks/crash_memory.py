@@ -70,7 +70,8 @@ def work(directory: Path, kind: str) -> None:
 
         return call
 
-    checkpoints.capture = noted("copy", checkpoints.capture)  # type: ignore[assignment]
+    kept = checkpoints.MemoryCheckpoints
+    kept._copy = noted("copy", kept._copy)  # type: ignore[method-assign]
     checkpoints.protect = noted("exchange", checkpoints.protect)  # type: ignore[assignment]
     checkpoints.record_text = noted("swap", checkpoints.record_text)  # type: ignore[assignment]
 
