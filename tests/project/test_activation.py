@@ -316,7 +316,7 @@ OUTER = [str(path) for path in Path(sysconfig.get_path("purelib")).glob("zeroela
 
 def test_doctor_says_whether_it_is_on_and_where_the_file_lies(real):
     site = str(next((real.work.parent / "venv/lib").glob("python*/site-packages")) / "zeroelastic.pth")
-    files = tuple(sorted((site, *OUTER)))
+    files = sorted((site, *OUTER))
     assert real.output(LOOK) == f"off|None|{files}|\n"
     assert real.output(LOOK, ZEROELASTIC="0") == f"off|0|{files}|\n"
     assert real.output(LOOK, ZEROELASTIC="1") == f"on|1|{files}|\n"
@@ -330,7 +330,7 @@ def test_doctor_names_a_variable_that_nothing_reads(real, tmp_path):
         said = real.output(LOOK, ZEROELASTIC="1")
     finally:
         shutil.move(tmp_path / "zeroelastic.pth", site)
-    assert said.startswith(f"broken|1|{tuple(OUTER)}|ZEROELASTIC=1 has no effect")
+    assert said.startswith(f"broken|1|{OUTER}|ZEROELASTIC=1 has no effect")
     if OUTER:
         assert f"has not read {OUTER[0]}: leave out -S" in said
     else:

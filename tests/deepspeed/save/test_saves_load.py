@@ -73,7 +73,7 @@ jobs = st.builds(
     frozen=st.booleans(),
     sub_group_size=st.sampled_from([60, 200, 10**6]),
     options=st.sampled_from([{}, {"async_save": True}]),
-)
+).filter(lambda job: job.optimizer != "adagrad" or job.groups == 1)  # DeepSpeed makes it anew, with one group
 runs = st.builds(
     Run,
     job=jobs,
