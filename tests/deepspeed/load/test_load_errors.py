@@ -346,3 +346,26 @@ def test_ranks_exchange_few_of_the_names_that_are_wrong(monkeypatch: pytest.Monk
         verify.raise_mismatch(live, verify.Verification("a", None, False, None, wrong), plan)
     assert "layers.00007.weight: fp32 ..." in str(caught.value) and "layers.00008" not in str(caught.value)
     assert sum(len(pickle.dumps(value)) for value in sent) < 1000
+
+
+def attempt_where_one_fails_unforeseen(directory: str) -> tuple[str, str]:
+    """What a load raises where rank 1 meets an error that is none of ours, before anything is read."""
+    import torch.distributed as dist
+
+    from zeroelastic.deepspeed.load import preflight
+
+    engine = build_engine(Job().other())
+    if dist.get_rank() == 1:
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("unforeseen")
+
+        preflight._open = fail
+    return raised(partial(engine.load_checkpoint, directory))
+
+
+def test_an_unforeseen_error_of_one_rank_ends_the_load_on_all(rank_pool: RankPool, elastic_save: Path) -> None:
+    errors = rank_pool.run(attempt_where_one_fails_unforeseen, 3, str(elastic_save), timeout=LIMIT_S)
+    assert errors[1] == ("RuntimeError", "unforeseen")
+    assert {name for name, _ in (errors[0], errors[2])} == {"RemoteRankError"}
+    assert all("rank 1 failed with RuntimeError: unforeseen" in text for _, text in (errors[0], errors[2]))

@@ -48,7 +48,7 @@ from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.errors import CheckpointError, SavedAgainError, UnsupportedError, ZeroElasticError
+from zeroelastic.errors import CheckpointError, RemoteRankError, SavedAgainError, UnsupportedError, ZeroElasticError
 from zeroelastic.io.paths import FilePath, PinnedPath, absolute, is_url
 from zeroelastic.io.remote import retrying
 from zeroelastic.monitoring.observers import publish
@@ -250,6 +250,8 @@ def _check(
         request = replace(request, options=request.options.model_copy(update={"verify": level}))
     try:
         plan = preflight(tag_dir, live, request, lambda model: check_loaded_values(engine, model, request))
+    except RemoteRankError:  # the rank that failed raises an error of another kind, and takes part in nothing more
+        raise
     except ZeroElasticError as error:
         if is_url(request.load_dir) or any_rank(_changes(tag_dir)):
             raise
