@@ -32,8 +32,8 @@ def test_what_a_rank_asks_for_is_the_same_at_any_number_of_ranks() -> None:
             assert many["load"][whose][what] == pytest.approx(few["load"][whose][what], rel=0.02)
     for row in (few, many):
         assert row["load"]["rank 0"]["header bytes"] < 1.5 * row["load"]["worst"]["header bytes"]
-        # the pickled sizes and digests of the two files of each rank
-        assert row["commit"]["rank 0"]["received bytes"] < row["commit"]["world_size"] * 280 + 100
+        # of either file of each rank a size and a digest
+        assert row["commit"]["rank 0"]["received bytes"] < row["commit"]["world_size"] * 88 + 100
     page = markdown({part: [few[part], many[part]] for part in few})
     assert page.count("| 40 | any rank but 0 |") == 2
 

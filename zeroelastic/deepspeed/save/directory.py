@@ -125,7 +125,9 @@ class Destination(ABC):
         with self.discarded_on_failure(), barrier.attribute_failures():
             own = barrier.all_or_raise(lambda: self.read_back(save, barrier), self.reading)
             # to the ranks that write a record: rank 0, or leaders
-            committed_at, unreadable, written = gather_written(own, save.lineage, to_all=any(self.leaders))
+            committed_at, unreadable, written = gather_written(
+                own, save.file_names, save.lineage, to_all=any(self.leaders)
+            )
             for stage, action in self.steps(save, barrier, written, committed_at):
                 barrier.all_or_raise(action, stage)
         if not unreadable:

@@ -365,7 +365,8 @@ class MemoryCheckpoints:
             raise different
         sizes = {name: len(data) for name, (data, _) in files.items()}
         directories = {name: directory for name, (_, directory) in files.items()}
-        committed_at, _, written = gather_written(Written(sizes, directories), lineage_of(self._engine), to_all=True)
+        own_files, lineage = Written(sizes, directories), lineage_of(self._engine)
+        committed_at, _, written = gather_written(own_files, copied.save.file_names, lineage, to_all=True)
         shared = _on_other_nodes(written)
         own = {name: data for name, (data, _) in files.items()}
         staging = self._staging(made)
