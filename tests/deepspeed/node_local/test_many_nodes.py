@@ -49,12 +49,13 @@ def seen_by_rank_9(monkeypatch: pytest.MonkeyPatch, record: CommitRecord) -> Loo
         saved = {name: size for rank in range(num_ranks) for name, size in files_of(rank).items()}
         whole = record.model_copy(update={"files": saved, "directories": {}, "world_size": num_ranks})
         own = {RECORD_NAME: 100} if with_record else {}
-        facts: dict[str, Any] = {"save": "its id"} if with_record else {"world_size": num_ranks}
+        facts: dict[str, Any] = {"save": "its id"} if with_record else {}
         nodes: list[Any] = [None] * num_ranks
         for rank in range(0, num_ranks, NODE):
             files = {name: size for other in range(rank, rank + NODE) for name, size in files_of(other).items()}
             nodes[rank] = visibility._Node(own | files, **facts)
-        gathered = iter([nodes, [whole if with_record and rank == 0 else None for rank in range(num_ranks)]])
+        said = [num_ranks if rank % NODE == 0 else None for rank in range(num_ranks)]
+        gathered = iter([nodes, [whole if with_record and rank == 0 else None for rank in range(num_ranks)], said])
         monkeypatch.setattr(dist, "get_rank", lambda group=None: 9)
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: num_ranks)
         replaced: dict[str, Any] = {

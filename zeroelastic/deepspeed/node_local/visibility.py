@@ -141,7 +141,7 @@ def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> Listing | FileVi
     node_of = [firsts.setdefault(one, other) for other, one in enumerate(all_gather_alike(_identity(tag_dir)))]
     if len(firsts) == 1:
         return _list_together(tag_dir)
-    record, own = all_or_raise(lambda: _look(tag_dir, tp) if node_of[rank] == rank else (None, None))
+    record, own = all_or_raise(lambda: _look(tag_dir) if node_of[rank] == rank else (None, None))
     nodes = {first: node for first, node in enumerate(all_gather(own)) if node is not None}
     members: dict[int, list[int]] = {}
     for other, first in enumerate(node_of):
@@ -166,6 +166,10 @@ def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> Listing | FileVi
         if (led := sent[leader]) is not None
     ]
     if not found:
+        said = all_or_raise(lambda: _stated_world_size(tag_dir, here.files, tp) if node_of[rank] == rank else None)
+        for first, world_size in enumerate(all_gather(said)):
+            if first in nodes:
+                nodes[first].world_size = world_size
         return _visibility_without_record(tag_dir, nodes, here)
 
     def order(one: tuple[int, FileVisibility]) -> tuple[bool, int]:
@@ -176,17 +180,22 @@ def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> Listing | FileVi
     return max(found, key=order)[1]  # the newest of the complete saves, or else of all
 
 
-def _look(tag_dir: Path, tp: TensorParallel) -> tuple[CommitRecord | None, _Node]:
+def _stated_world_size(tag_dir: Path, names: Iterable[str], tp: TensorParallel) -> int | None:
+    """How many ranks saved, as the first of the model states files says; None where there is none."""
+    models = [(file, name) for name in names if (file := parse_rank_file(name)) and file.kind != "optimizer"]
+    if not models:
+        return None
+    file, name = min(models)
+    place = TensorParallel(file.tp_rank, tp.size)
+    return open_model_states(tag_dir / name, file.rank, world_size=None, tp=place).world_size
+
+
+def _look(tag_dir: Path) -> tuple[CommitRecord | None, _Node]:
     """What this rank finds in a directory, for the ranks of its node."""
     sizes = _list(tag_dir)
     record = read_record(tag_dir) if RECORD_NAME in sizes else None
     node = _Node({name: size for name, size in sizes.items() if is_rank_file(name) or name == RECORD_NAME})
     if record is None:
-        models = [(file, name) for name in node.files if (file := parse_rank_file(name)) and file.kind != "optimizer"]
-        if models:
-            file, name = min(models)
-            place = TensorParallel(file.tp_rank, tp.size)
-            node.world_size = open_model_states(tag_dir / name, file.rank, world_size=None, tp=place).world_size
         return None, node
     node.save = record.save_id + record.content_root
     stated = {name: size for name, size in record.files.items() if _is_whole_module(name)}
