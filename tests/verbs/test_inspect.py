@@ -502,6 +502,14 @@ def test_tensor_parallel_checkpoints_are_shown_and_not_supported(tmp_path: Path)
     found, code = document(tag_dir)
     assert code == 1 and found["tp_size"] == 2 and "tensor parallel" in found["unsupported"][0]
     assert "2 tensor parallel" in inspect(tag_dir).stdout
+    # each data parallel rank's header is opened, and one that is damaged is named
+    found, _ = document(tag_dir, "--all-ranks")
+    assert found["problems"] == [] and found["headers_read"] == 4
+    with open(tag_dir / optim_name(1), "r+b") as file:
+        file.truncate(100)
+    assert document(tag_dir)[0]["problems"] == []
+    (problem,) = document(tag_dir, "--all-ranks")[0]["problems"]
+    assert optim_name(1) in problem
 
 
 def test_state_that_cannot_be_resharded_is_not_supported(tmp_path: Path) -> None:

@@ -77,14 +77,17 @@ class Problem:
     bytes: int | None = None
 
 
-def check_headers(tag_dir: FilePath, *, headers: Headers = "all", listing: TagListing | None = None) -> TagHeaders:
+def check_headers(
+    tag_dir: FilePath, *, headers: Headers = "all", listing: TagListing | None = None, first_tp: bool = False
+) -> TagHeaders:
     """Check the files of a tag, and keep those that agree with each other; ``listing`` where it was listed already.
 
     Of a checkpoint of ZeRO stage 0 or of several tensor parallel ranks only names and sizes are checked here; it is
-    ``unsupported``. Raises MissingFileError where there is no directory or no checkpoint in it. Everything else is
+    ``unsupported``. With ``first_tp`` the headers of the first tensor parallel rank are opened nevertheless, and
+    compared. Raises MissingFileError where there is no directory or no checkpoint in it. Everything else is
     returned in ``problems``.
     """
-    checked = TagHeaders(list_tag(tag_dir) if listing is None else listing, headers)
+    checked = TagHeaders(list_tag(tag_dir) if listing is None else listing, headers, first_tp)
     checked.check()
     return checked
 
@@ -102,9 +105,9 @@ class TagHeaders:
     not problems. ``stated_world_size`` is None where no file states one, and ``world_size`` then a guess.
     """
 
-    def __init__(self, listing: TagListing, headers: Headers) -> None:
+    def __init__(self, listing: TagListing, headers: Headers, first_tp: bool) -> None:
         self.tag_dir, self.listing, self.sizes = listing.directory, listing, listing.sizes
-        self._headers = headers
+        self._headers, self._first_tp = headers, first_tp
         self.problems: list[Problem] = []
         self.missing: list[Problem] = []
         self.notes: list[str] = []
@@ -210,7 +213,7 @@ class TagHeaders:
             self.stated_world_size = self.record.world_size
         else:
             self._open_models(None)
-            if self.unsupported and not self.models and self._headers != "first":
+            if self.unsupported and not self.models and not self._first_tp:
                 self._check_names(None)  # the files of one of several tensor parallel ranks
                 return
             self.stated_world_size = self._likely_world_size()
@@ -251,13 +254,15 @@ class TagHeaders:
         recorded = () if record is None else record.files
         self._other_names = sorted({*listing.optim.values(), *listing.models.values(), *self._other_names, *recorded})
         self._files, self.optim_files, self.model_files = None, {}, {}
-        if self._headers == "first" and not self.is_stage_0:
+        if self._first_tp and not self.is_stage_0:
             self.model_files, self.optim_files = (
                 self._paths({rank: name for (rank, tp_rank), name in names.items() if tp_rank == 0})
                 for names in (listing.models, listing.optim)
             )
             self._open_models(self.stated_world_size)
+            self._choose_models()
             self._open_shards()
+            self._choose_shards()
 
     @contextmanager
     def _noting(self, name: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from zeroelastic.checkpoint.checker import TagHeaders, check_headers
+from zeroelastic.checkpoint.checker import Headers, TagHeaders, check_headers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
 from zeroelastic.checkpoint.model_states import client_state_keys
@@ -127,8 +127,8 @@ def inspect_source(source: Source, *, all_ranks: bool = False) -> InspectReport:
             raise UnsupportedError(
                 f"{listing.directory}: is {UNIVERSAL}. zeroelastic reads the checkpoint that it was made from."
             )
-        every = all_ranks and listing.tp_size == 1
-        checked = check_headers(source.tag_dir, headers="all" if every else "first", listing=listing)
+        headers: Headers = "all" if all_ranks else "first"
+        checked = check_headers(source.tag_dir, headers=headers, listing=listing, first_tp=True)
         if checked.is_stage_0:
             raise UnsupportedError(
                 f"{listing.directory}: {min(listing.models.values())} holds the optimizer too. It is of ZeRO stage 0, "
