@@ -72,11 +72,11 @@ def save_for_ever(directory: str, notes: str, stage: int) -> None:
         while True:
             step = engine.global_steps
             train_step(engine, step)
-            told = state_hash(engine)
+            state = state_hash(engine)
             tags = [f"global_step{step + 1}", *(["last"] if step % 2 else [])]
             for tag in tags:
                 if rank == 0:
-                    append_line(log / "states", step + 1, told)
+                    append_line(log / "states", step + 1, state)
                     append_line(log / "moments", "save", tag)
                 engine.save_checkpoint(directory, tag=tag)
                 if rank == 0:
@@ -168,11 +168,11 @@ class Campaign:
             record = read_record(self.root / tag)
             assert record is not None and record.global_steps >= self.committed.get(tag, 0), tag
         written = words_of_lines(self.log / "states")
-        states = {int(step): told for step, told in written}
-        assert len({(step, told) for step, told in written}) == len(states), "training differs"
+        states = {int(step): state for step, state in written}
+        assert len({(step, state) for step, state in written}) == len(states), "training differs"
         size = (2, 3)[number % 2]
-        step, told = self.pool.run(load_latest, size, str(self.root), self.stage, timeout=300)[0]
-        assert states[step] == told, f"step {step} is not what was saved"
+        step, state = self.pool.run(load_latest, size, str(self.root), self.stage, timeout=300)[0]
+        assert states[step] == state, f"step {step} is not what was saved"
         assert step >= max(self.committed.values(), default=0), "an older checkpoint than the last that was saved"
         self.counts[f"resumed on {size} ranks"] += 1
         self.counts["hidden directories left"] += sum(is_unfinished(name) for name in os.listdir(self.root))

@@ -74,9 +74,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(max_examples=300)
-@given(data=st.data(), digested=st.booleans(), summed=st.booleans(), told=st.booleans(), sync=st.booleans())
+@given(data=st.data(), digested=st.booleans(), summed=st.booleans(), with_progress=st.booleans(), sync=st.booleans())
 def test_every_operation_moves_its_rows_and_nothing_else(
-    data: st.DataObject, digested: bool, summed: bool, told: bool, sync: bool, engine: Engine, folder: Path
+    data: st.DataObject, digested: bool, summed: bool, with_progress: bool, sync: bool, engine: Engine, folder: Path
 ) -> None:
     """With digests, checksums and progress in the same pass, by any number of threads."""
     operation = data.draw(st.sampled_from(OPERATIONS[engine.name]))
@@ -90,7 +90,7 @@ def test_every_operation_moves_its_rows_and_nothing_else(
     if summed and operation in ("write", "move", "scan", "sum") and (engine.can("scan") or operation == "write"):
         options["crc32"] = np.full(len(case.rows.nbytes), 1, dtype=np.uint32)
     reported: list[int] = []
-    if told and operation not in ("copy", "sum"):
+    if with_progress and operation not in ("copy", "sum"):
         options["progress"] = reported.append
     if operation == "write":
         options["sync"] = sync

@@ -72,7 +72,7 @@ def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
         return None if record is None else (record.committed_at or 0.0, record.global_steps)
 
     _, ages = all_gather_or_raise(age)
-    newest: dict[str, tuple[float, int]] = {}  # of the tags that are there; _ABSENT where no rank can tell
+    newest: dict[str, tuple[float, int]] = {}  # of the tags that are there; _ABSENT where no rank knows
     for name, found in zip(named, ages, strict=True):
         if name is not None and found != _ABSENT:
             newest[name] = max(newest.get(name, _ABSENT), found or _ABSENT)

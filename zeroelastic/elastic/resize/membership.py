@@ -347,7 +347,7 @@ class Membership:
             _of_this_process = None
 
     def _beat(self) -> None:
-        """Tell the store that this member lives, until it is closed; look, and remove what there is of ended worlds."""
+        """Renew the heartbeat until this member is closed; read the others', and remove the keys of ended worlds."""
         keys: list[str] = []
         while not self._stopped.wait(self.settings.heartbeat_interval):
             began = time.monotonic()
