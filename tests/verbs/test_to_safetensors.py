@@ -448,7 +448,6 @@ def train_llama(directory: str) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.extended
 @pytest.mark.support("Frameworks", "`from_pretrained` on exported weights", "exact", "tied embeddings too")
 def test_a_llama_with_tied_embeddings_loads_by_from_pretrained(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
