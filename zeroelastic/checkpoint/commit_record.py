@@ -37,6 +37,7 @@ from zeroelastic.checkpoint.param_table import (
     read_params,
     table_text,
 )
+from zeroelastic.checkpoint.shared_files import SharedFile
 from zeroelastic.core.digest import ParamContent
 from zeroelastic.errors import CheckpointError, MissingFileError, NewerFormatError, without_pydantic
 from zeroelastic.io.paths import FilePath
@@ -87,8 +88,9 @@ class CommitRecord(Schema):
     or had committed before. ``run`` is the same in every save of a run and of what is resumed from it; its first 16
     digits are the time at which the run began, in microseconds since 1970.
     ``trained_params`` is the digest of the trained parameters' names and shapes (``params_digest``), of tensor parallel
-    rank 0. Both distinguish the checkpoints of two engines in one directory (``runs.order``). What stands before
-    ``versions`` is short: ``read_head``.
+    rank 0. Both distinguish the checkpoints of two engines in one directory (``runs.order``). ``shared`` are the files
+    beside the tag that have its frozen weights, of a lean save. What stands before ``versions`` is short:
+    ``read_head``.
     """
 
     format_version: Annotated[int, Field(ge=RECORD_VERSION, le=RECORD_VERSION)]
@@ -104,6 +106,7 @@ class CommitRecord(Schema):
     parent: _Id | None = None
     run: _Id | None = None
     trained_params: _Id | None = None
+    shared: Annotated[tuple[SharedFile, ...], Field(strict=False)] = ()
     versions: Versions
     files: Annotated[Mapping[str, int], SkipValidation]
     directories: Annotated[Mapping[str, str], SkipValidation] = Field(default={})
@@ -269,7 +272,7 @@ def _first_problem(error: Exception) -> str:
 def record_text(record: CommitRecord) -> bytes:
     """The bytes of ``zeroelastic.json``: one parameter and one file a line, so that records can be compared by eye.
 
-    Tensor parallelism, lost micro batches, time, parent and run are not mentioned where there are none.
+    Tensor parallelism, lost micro batches, time, parent, run and shared files are not mentioned where there are none.
     """
     names = FileNames.of(record.files)
     fields = record.model_dump(mode="json", exclude={"params", "files", "directories", "versions", "content_root"})
@@ -284,6 +287,8 @@ def record_text(record: CommitRecord) -> bytes:
         del data["tp_size"]
     if record.lost_micro_batches == 0:
         del data["lost_micro_batches"]
+    if not record.shared:
+        del data["shared"]
     for key in ("committed_at", "parent", "run", "trained_params"):
         if data[key] is None:
             del data[key]

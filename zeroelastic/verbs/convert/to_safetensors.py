@@ -1,9 +1,7 @@
 """A checkpoint's weights as safetensors files that Hugging Face's libraries load: planned from headers, then streamed.
 
-The files are laid out here: 8 bytes of header length, a JSON header padded to 8 bytes, and the tensors' bytes without
-gaps (safetensors 0.8). Larger elements come first in a file, so each tensor is aligned to its elements. Names, the
-order of shards and the index are those of ``huggingface_hub.save_torch_state_dict``; a tied weight is stored once and
-its other names are in the metadata, as ``safetensors.torch.save_model`` keeps them.
+Names, the order of shards and the index are those of ``huggingface_hub.save_torch_state_dict``; a tied weight is stored
+once and its other names are in the metadata, as ``safetensors.torch.save_model`` keeps them.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from zeroelastic.io.atomic import start_writeback
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, read_whole
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType
+from zeroelastic.torch_file.safetensors import DTYPE_NAMES, check_name, lay_out
 from zeroelastic.verbs.model_tensors import ModelTensor, model_tensors, optimizer_tensors
 from zeroelastic.verbs.new_directory import reserve_file
 from zeroelastic.verbs.new_files import NewFiles, RecordedDigests, TensorCopy, convertible, copy_tensors
@@ -53,27 +52,6 @@ HF_FILES = (
 )
 """What the Hugging Face Trainer leaves beside the tag that ``from_pretrained`` asks for."""
 
-_SAFETENSORS_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "complex64": "C64",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-_MOST_HEADER_BYTES = 100_000_000  # safetensors reads no larger one
 _MOST_COPIED_BYTES = 1 << 30
 _FLUSH_EVERY = 128 << 20
 
@@ -206,7 +184,7 @@ def plan_export(
         write_plan(plan, Path("weights"))
     """
     model = model_tensors(state)
-    others = [t for t in model.tensors if t.kind == "buffer" and t.dtype not in _SAFETENSORS_DTYPES]
+    others = [t for t in model.tensors if t.kind == "buffer" and t.dtype not in DTYPE_NAMES]
     left_out = (*model.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in others))
     wanted = [(tensor.name, tensor, _export_dtype(tensor, dtype)) for tensor in model.tensors if tensor not in others]
     if tied == "all":
@@ -284,11 +262,11 @@ def _lay_out(
 ) -> tuple[list[SafetensorsFile], dict[str, bytes]]:
     """The files that hold some tensors, and the index where there are more than one."""
     for name, tensor, _ in wanted:
-        _check_name(name)
-        if tensor.dtype not in _SAFETENSORS_DTYPES:
+        check_name(name)
+        if tensor.dtype not in DTYPE_NAMES:
             raise UnsupportedError(f"{name}: safetensors files cannot hold {tensor.dtype}.")
     for alias in aliases:
-        _check_name(alias)
+        check_name(alias)
         if alias == "format":
             raise UnsupportedError(f"{alias} is a tied name that the metadata of safetensors files has no place for.")
     shards: list[list[tuple[str, ModelTensor, str]]] = [[]]
@@ -316,32 +294,10 @@ def _lay_out(
 
 
 def _one_file(name: str, shard: Sequence[tuple[str, ModelTensor, str]], metadata: Mapping[str, str]) -> SafetensorsFile:
-    header: dict[str, object] = {"__metadata__": {**metadata, "format": "pt"}}
-    entries: list[Entry] = []
-    offset = 0
-    for tensor_name, tensor, dtype in sorted(shard, key=lambda item: -DTYPE_BYTES[item[2]]):
-        entry = Entry(tensor_name, tensor, dtype, offset)
-        header[tensor_name] = {
-            "dtype": _SAFETENSORS_DTYPES[dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + entry.nbytes],
-        }
-        offset += entry.nbytes
-        entries.append(entry)
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > _MOST_HEADER_BYTES:
-        raise UnsupportedError(f"{name}: its header would have {len(text)} bytes, which safetensors refuses to read.")
-    return SafetensorsFile(name, len(text).to_bytes(8, "little") + text, tuple(entries))
-
-
-def _check_name(name: str) -> None:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise UnsupportedError(f"{name!r} is not Unicode text, so no safetensors file can hold it.") from None
-    if name == "__metadata__":
-        raise UnsupportedError(f"{name} is a name that safetensors files keep for themselves.")
+    header, head = lay_out(name, [(entry, dtype, tensor.shape) for entry, tensor, dtype in shard], metadata)
+    of = {entry: tensor for entry, tensor, _ in shard}
+    entries = [Entry(at, of[at], place.dtype, place.offset - len(header)) for at, place in head.tensors.items()]
+    return SafetensorsFile(name, header, tuple(entries))
 
 
 def _text(document: object) -> bytes:
