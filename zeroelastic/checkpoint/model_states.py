@@ -14,6 +14,7 @@ import numpy as np
 
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.optimizer_file import checked_column, checked_param, checked_params, checked_table
+from zeroelastic.checkpoint.shared_weights import SHARED_KEY, SharedWeights, shared_weights_of
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, TensorParallel, expert_file_name, other_tp_size, saved_as
 from zeroelastic.core.layout import Int64Array, Layout, Param, partition_numel, unpacked_layout
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
@@ -53,6 +54,7 @@ _OF_DEEPSPEED = frozenset(
         "csr_tensor_module_names",
         "num_experts",
         "autoep_layers",
+        SHARED_KEY,
     ]
 )
 
@@ -70,6 +72,9 @@ class ModelStates:
     the (offset, nbytes) of all payload that nothing but a parameter uses; storages that a parameter shares with a
     buffer, or with client state, are not in it. Both ascend, with shape ``(num_ranges, 2)``. ``expert_files`` are the
     names of the files that have the weights of the experts of mixture-of-experts layers.
+
+    ``shared`` is what a lean save takes from files beside the tag: then ``frozen`` is a layout of one rank, whatever
+    the world size, and ``frozen_extents`` are in those files.
     """
 
     path: FilePath
@@ -87,10 +92,11 @@ class ModelStates:
     weights: Int64Array = field(default_factory=lambda: _NO_RANGES)
     params_alone: Int64Array = field(default_factory=lambda: _NO_RANGES)
     expert_files: tuple[str, ...] = ()
+    shared: SharedWeights | None = None
 
     def fragments(self) -> list[tuple[int, int]]:
         """(offset, nbytes) in the file of this rank's part of each frozen parameter that has elements."""
-        if self.frozen is None or self.frozen_extents is None:
+        if self.frozen is None or self.frozen_extents is None or self.shared is not None:
             return []
         return [
             (int(self.frozen_extents.offset[i]), int(self.frozen.part[i]) * DTYPE_BYTES[self.frozen_extents.dtype[i]])
@@ -149,7 +155,13 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
     if isinstance(fragments, Mapping):
         others_of.append((fragments, ()))
     is_part = WHOLE_MODEL_FILE.match(path.name) is None
-    if is_part:
+    shared = shared_weights_of(root, path)
+    frozen: Layout | None
+    extents: TensorExtents | None
+    if shared is not None:
+        others = _entries(module, but=trained | shared.left_out)
+        frozen, extents = shared.frozen(path.parent)
+    elif is_part:
         others = _entries(module, but=trained)
         frozen, extents = _frozen_parts(file, trained, count)
     else:
@@ -178,10 +190,12 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
             str(name): value.shape if isinstance(value, TensorRef) else None
             for name, value in others.items()
             if not isinstance(value, Stub)
-        },
+        }
+        | ({name: tensor.shape for name, tensor in shared.buffers.items()} if shared is not None else {}),
         weights=weights,
         params_alone=params_alone,
         expert_files=() if is_part else _expert_files(root, 0 if tp is None else tp.rank),
+        shared=shared,
     )
 
 

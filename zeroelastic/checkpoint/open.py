@@ -19,6 +19,7 @@ from zeroelastic.checkpoint.model_states import ModelStates, model_states_of, op
 from zeroelastic.checkpoint.one_save import pin
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import open_shard
+from zeroelastic.checkpoint.shared_weights import SharedWeights
 from zeroelastic.checkpoint.tag_files import (
     NO_TENSOR_PARALLEL,
     OFFLINE_TENSOR_PARALLEL,
@@ -146,6 +147,11 @@ class Checkpoint:
     def has_models(self) -> bool:
         """Whether a model states header was parsed, which names the parameters of a rigid checkpoint."""
         return bool(self._models)
+
+    @property
+    def shared(self) -> SharedWeights | None:
+        """What the checkpoint takes from shared files, by a model states header that was parsed."""
+        return next((model.shared for model in self._models.values()), None)
 
     @property
     def header_bytes(self) -> int:

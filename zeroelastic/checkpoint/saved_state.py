@@ -194,7 +194,9 @@ def frozen_part(models: Mapping[int, ModelStates]) -> SavedPart | None:
         assert model.frozen_extents is not None
         if model.frozen_extents.dtype != dtypes:
             raise CheckpointError(f"{model.path} and {first.path} differ in the dtypes of frozen parameters. {MIXED}")
-        extents[model.rank] = {FROZEN: model.frozen_extents}
+        if model.shared != first.shared:
+            raise CheckpointError(f"{model.path} and {first.path} take frozen weights from other places. {MIXED}")
+        extents[0 if model.shared is not None else model.rank] = {FROZEN: model.frozen_extents}
     return SavedPart(
         layout=layout,
         dtypes=tuple({FROZEN: dtypes[p]} for p in range(layout.num_params)),

@@ -92,6 +92,8 @@ class EngineState:
     """The ``Background`` that the engine's asynchronous saves share (``save.background``)."""
     memory: object = None
     """Whatever makes checkpoints in memory (``memory.checkpoints``); True once their absence was logged."""
+    shared_files: object = None
+    """The ``KnownFiles`` that lean saves refer to (``save.lean``)."""
     warned_of_waiting: bool = False
     """Whether the reason why saves are not asynchronous was logged (``save.background``)."""
 

@@ -100,6 +100,12 @@ class Options(BaseModel):
         description="make files durable before the commit record names them; `false` leaves it, the record and "
         "`latest` to the system",
     )
+    lean: bool = Field(
+        default=False,
+        description="`true`: a checkpoint holds what training changes. Frozen weights are written once, beside the "
+        "tags of the run, and 16-bit weights that the master weights give are not written, "
+        "[see here](../guides/smaller-checkpoints.md)",
+    )
     async_save: bool = Field(
         default=False,
         description="`save_checkpoint` returns when the state is copied to host memory; the files are written and "

@@ -18,12 +18,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from zeroelastic.checkpoint.model_states import COUNTERS, ModelStates
 from zeroelastic.checkpoint.param_changes import GroupMatch
+from zeroelastic.checkpoint.shared_weights import BUFFER, SharedWeights
+from zeroelastic.core.digest import stream_seed
 from zeroelastic.deepspeed.client_state import states_to_load
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import state_of
@@ -34,12 +37,16 @@ from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import (
     CheckpointError,
     ConfigError,
+    DigestMismatchError,
     LayoutMismatchError,
     UnreadableError,
     UnsafePickleError,
     shown,
 )
+from zeroelastic.executors.dispatch import digest_range
+from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_range
+from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.torch_file.safe_unpickler import split_global
 
 _FRAGMENTS = "frozen_param_fragments"
@@ -117,6 +124,9 @@ class _ModelStatesReader:
         state = copy.deepcopy(state) if mapped else state
         if names:
             state["module"].update({name: self._own[name].data for name in names})
+        model = self._load_plan.model
+        if isinstance(module, dict) and model.shared is not None:
+            state["module"].update(_shared_buffers(model.shared, self._load_plan.checkpoint.tag_dir))
         return state
 
     def _unpickle(self, *, mmap: bool) -> dict[str, Any]:
@@ -140,6 +150,19 @@ class _ModelStatesReader:
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")
         return state
+
+
+def _shared_buffers(shared: SharedWeights, tag_dir: FilePath) -> dict[str, torch.Tensor]:
+    """The buffers that a lean save has left to shared files. Raises DigestMismatchError, and as ``read_range``."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in shared.buffers.items():
+        path, place = shared.files[tensor.file].at(tag_dir), tensor.place
+        data = np.frombuffer(bytearray(read_range(path, place.offset, place.nbytes)), dtype=np.uint8)
+        digest = digest_range(data, DTYPE_BYTES[place.dtype], seed=stream_seed(name, BUFFER), start=0)
+        if len(data) != place.nbytes or digest != tensor.digest:
+            raise DigestMismatchError(f"{path}: buffer {name} is not what was saved. The file is damaged.")
+        found[name] = torch.from_numpy(data).view(getattr(torch, place.dtype)).reshape(place.shape)
+    return found
 
 
 def _enum_member(owner: Any, name: str) -> ZeroStageEnum:

@@ -28,6 +28,7 @@ from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
 from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, wrapper_advice
+from zeroelastic.checkpoint.shared_files import check_shared_files
 from zeroelastic.checkpoint.tag_files import model_file_name
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, in_own_buffers
@@ -196,6 +197,8 @@ def _open(
     record = checkpoint.record
     if (mixed := other_step(model, record)) is not None:
         raise CheckpointError(mixed)
+    if model.shared is not None and (rank == 0 or isinstance(tag_dir, Path)):  # in a store one rank asks for all
+        check_shared_files(model.shared.files, tag_dir)
     membership = compare(
         ParamSet(head.layout.params, None if model.frozen is None else model.frozen.params),
         ParamSet(layout.params, live.frozen.params),
@@ -364,7 +367,8 @@ def _open_frozen(
         _planned(model.frozen, own_buffers, live.rank),
     )
     sources = sorted({source for plan in plans if plan for source in plan.source_ranks})
-    models = {source: checkpoint.model_states(source) for source in sources}
+    is_shared = model.shared is not None  # which every model states file says
+    models = {source: model if is_shared else checkpoint.model_states(source) for source in sources}
     frozen_layouts({model.rank: model, **models})
     extents = {source: states.frozen_extents for source, states in models.items()}
     return *plans, {source: piece for source, piece in extents.items() if piece is not None}
@@ -392,6 +396,7 @@ def _consistency_digest(load_plan: LoadPlan, *, weights_only: bool) -> Consisten
     facts["world size"] = str(load_plan.checkpoint.world_size)
     facts["global step"] = str(load_plan.model.global_steps)
     facts["frozen parameters"] = repr(None if load_plan.model.frozen is None else load_plan.model.frozen.params)
+    facts["shared weights"] = repr(None if load_plan.model.shared is None else load_plan.model.shared.entry())
     record = load_plan.checkpoint.record
     facts["commit record"] = "none" if record is None else record.save_id + record.content_root
     return tuple((what, hashlib.sha256(text.encode()).hexdigest()) for what, text in facts.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -234,7 +235,15 @@ def _damaged_files(
             bad |= {path.name} if is_bad else set()
         except (ZeroElasticError, OSError) as error:  # the others wait for this sentence
             return False, f"({error})"
-    if any(key == FROZEN for _, key in wrong):
+    shared = checkpoint.shared
+    if shared is not None:
+        for name in [name for name, key in wrong if key == FROZEN and name in shared.params]:
+            tensor = shared.params[name]
+            path = shared.files[tensor.file].at(checkpoint.tag_dir)
+            holders.add(path.name)
+            found = _range_digest(path, tensor.place.dtype, tensor.offset, math.prod(tensor.shape), name, FROZEN)
+            bad |= {path.name} if found != tensor.digest else set()
+    elif any(key == FROZEN for _, key in wrong):
         sizes = file_sizes(checkpoint.tag_dir)
         for path in filter(is_read_here, checkpoint.model_files):
             label = path.name if visibility is None else visibility.label(path.name)
@@ -266,11 +275,18 @@ def _part_digest(shard: Shard, index: int) -> int:
     start, length = (int(column[index]) for column in shard.layout.owned(shard.rank))
     sub_group, name, total = int(shard.layout.sub_group[index]), shard.layout.params[index].name, 0
     for key in shard.tensor_keys[sub_group]:
-        itemsize, offset = DTYPE_BYTES[shard.extents[key].dtype[sub_group]], int(shard.extents[key].offset[index])
+        dtype, offset = shard.extents[key].dtype[sub_group], int(shard.extents[key].offset[index])
+        total = combine(total, _range_digest(shard.path, dtype, offset, length, name, key, start=start))
+    return total
+
+
+def _range_digest(path: FilePath, dtype: str, offset: int, numel: int, name: str, key: str, *, start: int = 0) -> int:
+    """The digest of ``numel`` elements of a tensor from element ``start`` on, which are at ``offset`` of a file."""
+    itemsize, total = DTYPE_BYTES[dtype], 0
+    for done in range(0, numel * itemsize, _CHUNK_BYTES):
+        data = _read(path, offset + done, min(_CHUNK_BYTES, numel * itemsize - done))
         seed = stream_seed(name, key)
-        for done in range(0, length * itemsize, _CHUNK_BYTES):
-            data = _read(shard.path, offset + done, min(_CHUNK_BYTES, length * itemsize - done))
-            total = combine(total, digest_range(data, itemsize, seed=seed, start=start + done // itemsize))
+        total = combine(total, digest_range(data, itemsize, seed=seed, start=start + done // itemsize))
     return total
 
 

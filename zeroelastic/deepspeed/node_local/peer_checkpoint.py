@@ -195,7 +195,8 @@ def open_with_peers(visibility: FileVisibility, live: LiveOptimizer, *, compare_
         headers.read(checkpoint.optim_files[nearest].name)
         optim, models = all_or_raise(lambda: _sources(checkpoint, live, own=own, nearest=nearest))
     wanted = [checkpoint.optim_files[source].name for source in sorted(optim)]
-    if checkpoint.model_states(own).frozen is not None and not checkpoint.whole_model:
+    model = checkpoint.model_states(own)
+    if model.frozen is not None and model.shared is None and not checkpoint.whole_model:
         wanted += [checkpoint.model_files[source].name for source in sorted(models - {own})]
     headers.fetch(wanted)
     return checkpoint

@@ -24,6 +24,7 @@ from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
+from zeroelastic.checkpoint.shared_weights import SharedWeights
 from zeroelastic.checkpoint.tag_files import TensorParallel, model_file_name, parse_rank_file
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.layout import Layout, Param
@@ -52,6 +53,7 @@ class PendingCommit:
 
     ``file_names`` are the names of this rank's module states and optimizer file. These have to say its place ``rank``
     and ``tp``, the step, and the parameters as they were when it saved; ``frozen`` are None where they are excluded.
+    ``shared`` says where a lean save has its frozen weights.
     ``allow_globals`` are the names in the run's options. ``contents`` are of the state at the moment of the save, over
     all ranks; ``trained`` names the trained parameters among them.
     """
@@ -72,6 +74,7 @@ class PendingCommit:
     lost_micro_batches: int
     contents: tuple[ParamContent, ...] = ()
     trained: frozenset[str] = frozenset()
+    shared: SharedWeights | None = None
 
 
 class Written(NamedTuple):
@@ -154,6 +157,7 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
         directories={name: digest for each in own_last for name, digest in sorted(each.directories.items())},
         params=param_records(save.contents, save.trained),
         content_root=content_root(save.contents),
+        shared=() if save.shared is None else save.shared.files,
     )
 
 
@@ -248,6 +252,7 @@ def _facts_of_model(
             _by_name(None if model.frozen is None else model.frozen.params),
             _by_name(save.frozen),
         ),
+        "the shared weights": (model.shared, save.shared),
     }
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
+from zeroelastic.checkpoint.shared_files import check_shared_files
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.commit import (
     PendingCommit,
@@ -61,6 +62,11 @@ class Destination(ABC):
 
     reading: str
     """The stage in which a rank reads its files back."""
+
+    @property
+    @abstractmethod
+    def place(self) -> FilePath:
+        """The tag directory, with no symbolic link on the way to it."""
 
     def __init__(
         self, tag_dir: FilePath, *, run_dir: FilePath, deepspeed_dir: Path, staging_dir: Path, leaders: tuple[int, ...]
@@ -159,6 +165,10 @@ class Directory(Destination):
         )
         self._save_id, self._save_latest, self._fsync = save_id, save_latest, fsync
 
+    @property
+    def place(self) -> Path:
+        return self._place
+
     def begin(self) -> None:
         """Make the directory in which this rank sees others' files appear, where ``latest`` can be written too."""
         try:
@@ -242,6 +252,7 @@ class Directory(Destination):
             logger.warning("%s: saved without a commit record, only DeepSpeed loads it: %s", self.tag_dir, unreadable)
         record = record_of(save, written, committed_at)
         with self.as_not_committed():
+            check_shared_files(record.shared, self.tag_dir)
             carry_over(self._place, self.staging_dir)
             if unreadable is None:
                 write_atomically(self.staging_dir / RECORD_NAME, record_text(record), sync=self._fsync)

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
+from zeroelastic.checkpoint.shared_weights import SharedWeights
 from zeroelastic.deepspeed.client_state import checked_client_state, saved_step
 from zeroelastic.deepspeed.engine import (
     Engine,
@@ -27,7 +28,7 @@ from zeroelastic.deepspeed.engine import (
     saves_elastic,
 )
 from zeroelastic.deepspeed.engine_state import lineage_of, link, refuse_to_save, state_of
-from zeroelastic.deepspeed.live.digests import gather_over_tp, live_streams, whole_contents
+from zeroelastic.deepspeed.live.digests import LiveStreams, gather_over_tp, live_streams, whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, listed_by_optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
@@ -39,6 +40,7 @@ from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, written_files
 from zeroelastic.deepspeed.save.directory import Destination, Directory
 from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
+from zeroelastic.deepspeed.save.lean import LeanStates, refuse_lean, share_weights, without_fragments
 from zeroelastic.deepspeed.save.pending import DecoupledSave, check_alive, finish_pending, unfinished
 from zeroelastic.deepspeed.save.shard_writer import (
     HostMemory,
@@ -107,9 +109,9 @@ class SaveRequest:
 class Save:
     """One save: ``write`` has DeepSpeed write its files, or a snapshot of them; ``commit`` makes the tag of them.
 
-    A snapshot goes into ``memory``; None: files are written at once. ``shard``, ``pending`` and ``commit_info``, which
-    DeepSpeed announced, are there when ``write`` has returned. It has no reference to the engine, which may end before
-    the save does.
+    A snapshot goes into ``memory``; None: files are written at once. ``shard``, ``pending``, ``commit_info``, which
+    DeepSpeed announced, and ``shared``, of a lean save, are there when ``write`` has returned. It has no reference to
+    the engine, which may end before the save does.
     """
 
     request: SaveRequest
@@ -123,28 +125,38 @@ class Save:
     shard: ShardWriter = field(init=False)
     pending: PendingCommit = field(init=False)
     commit_info: Any = field(init=False)
+    shared: SharedWeights | None = None
 
     def write(self, engine: Engine, original: Method) -> Any:
         """DeepSpeed's own save, by this save's writer; returns what it returns. Collective."""
         request, destination, live, options = self.request, self.destination, self.live, options_of(engine)
         checkpoint_engine = engine.checkpoint_engine
 
-        def begin() -> ShardWriter:
+        def begin() -> tuple[ShardWriter, LiveStreams]:
             if destination.is_leader:
                 destination.begin()
             streams = live_streams(live, with_frozen=not request.exclude_frozen_parameters)
             if not writes_with_torch(checkpoint_engine):
-                return OtherEngineWriter(checkpoint_engine, live, streams, options)
+                return OtherEngineWriter(checkpoint_engine, live, streams, options), streams
             if self.memory is not None:
-                return Snapshot(checkpoint_engine, live, streams, options, self.memory)
-            return ShardWriter(checkpoint_engine, live, streams, options)
+                return Snapshot(checkpoint_engine, live, streams, options, self.memory), streams
+            return ShardWriter(checkpoint_engine, live, streams, options), streams
 
         with destination.discarded_on_failure(), span("save.write"):
-            shard = self.shard = all_or_raise(begin)
+            shard, streams = all_or_raise(begin)
+            self.shard = shard
             link(engine.optimizer, engine)
+            save: Callable[[Any, str], None] = shard.save
+            if options.lean:
+                self.shared, digests = share_weights(
+                    engine, live, streams, destination, tag=request.tag, save_id=self.save_id, options=options
+                )
+                shard.learn(digests)
+                model_name, _ = written_files(engine, destination.deepspeed_dir, request.tag)
+                save = LeanStates(save, self.shared, model_name)
             proxy = CheckpointEngineProxy(
                 checkpoint_engine,
-                shard.save,
+                save,
                 tag_dir=destination.deepspeed_dir / request.tag,
                 staging_dir=destination.staging_dir,
             )
@@ -161,6 +173,7 @@ class Save:
                 patched(engine.optimizer, **state),
                 listed_by_optimizer(engine, live.trained),
                 one_module_writer(engine, live, destination.leaders),
+                without_fragments(engine) if options.lean else nullcontext(),
                 live.saving(engine, elastic=self.elastic, written=partial(self.barrier.wait, "write")),
             ):
                 done = replace(
@@ -223,6 +236,7 @@ class Save:
             file_names=written_files(engine, self.destination.deepspeed_dir, request.tag),
             lineage=lineage_of(engine),
             lost_micro_batches=_warn_of_lost_micro_batches(engine, request.tag_dir),
+            shared=self.shared,
         )
 
 
@@ -276,6 +290,8 @@ def _save(
         return _save_by_deepspeed_alone(engine, original, request, prepared)
     live, client_state = prepared
     request = replace(request, client_state=client_state)
+    if options_of(engine).lean:  # the frozen weights are not in the tag, and there is nothing to exclude
+        request = replace(request, exclude_frozen_parameters=False)
     # DeepSpeed's own files of stages 1 and 2 have all that another size needs.
     elastic = elastic and live.per_param
     options, is_decoupled = options_of(engine), engine.checkpoint_engine.is_decoupled()
@@ -354,6 +370,8 @@ def _prepare(
         refuse_to_save(engine, request.tag_dir)
         live = covered_live(engine, engine.optimizer)
         refuse_unwritable(engine, live)
+        if options_of(engine).lean:
+            refuse_lean(live)
         if not local:
             refuse_in_store(engine, live)
         facts = replicated_facts(live)

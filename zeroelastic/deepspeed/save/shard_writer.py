@@ -163,7 +163,7 @@ class ShardWriter:
             self._fill_table([None] * len(self._runs))
             self._save_by_torch(state_dict, path)
         else:
-            self._learn(found)
+            self.learn(found)
 
     def complete(self) -> None:
         """Digest what no file held; from here on nothing of the live state is used."""
@@ -173,11 +173,12 @@ class ShardWriter:
         """The partial digests of this rank, complete: what no file held is digested now."""
         return self._streams.digest(self._known)
 
-    def _learn(self, found: Sequence[int | None]) -> None:
+    def learn(self, found: Sequence[int | None]) -> None:
+        """Take the partial digests of pieces that are known, None for the others."""
         self._known = [old if old is not None else new for old, new in zip(self._known, found, strict=True)]
 
     def _fill_table(self, found: Sequence[int | None]) -> None:
-        self._learn(found)
+        self.learn(found)
         made = self.digests()
         self._known = list(made.partial)
         self.table.copy_(digest_sums(self._live, made))
@@ -278,7 +279,7 @@ class Snapshot(ShardWriter):
         """Digest all files, and have ``put`` write each. Raises SaveError naming the file."""
         for image in self._images:
             try:
-                self._learn(image.complete(before_last=self._fill_table, executor=self._options.host_io_engine))
+                self.learn(image.complete(before_last=self._fill_table, executor=self._options.host_io_engine))
                 put(image)
             except OSError as error:
                 raise not_written(image.path, error) from error

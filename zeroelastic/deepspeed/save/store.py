@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head, record_text
 from zeroelastic.checkpoint.marks import MARK_NAME, UNFINISHED_NAME, new_mark, read_unfinished
+from zeroelastic.checkpoint.shared_files import check_shared_files
 from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.deepspeed.engine import Engine
@@ -98,6 +99,10 @@ class StoreTarget(Destination):
         self._uploads: list[Upload] = []
         self._marked = False
         self.files: dict[str, ByteArray] = {}
+
+    @property
+    def place(self) -> RemotePath:
+        return self.tag_dir
 
     def begin(self) -> None:
         """Remove what dead saves have left, and mark the tag. Raises SaveError."""
@@ -229,6 +234,7 @@ class StoreTarget(Destination):
             if wrong:
                 why = f"{', '.join(wrong[:3])}: the store does not have what was uploaded"
                 raise not_committed(self.tag_dir, why)
+            check_shared_files(record.shared, self.tag_dir)
             self._require_ours()
             remove_objects(self.tag_dir / name for name in there if is_rank_file(name) and name not in record.files)
             try:

@@ -126,7 +126,7 @@ class _MemorySnapshot(Snapshot):
         done = {}
         for image, skeleton_path, name in self._files:
             try:
-                self._learn(image.complete(before_last=self._fill_table, executor=self._options.host_io_engine))
+                self.learn(image.complete(before_last=self._fill_table, executor=self._options.host_io_engine))
                 skeleton_path.unlink()
             except OSError as error:
                 raise SaveError(f"{error.filename or name}: {error.strerror}") from error

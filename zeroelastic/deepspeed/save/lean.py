@@ -1,0 +1,338 @@
+"""A lean save leaves out of its tag what other files have: frozen weights, and 16-bit weights that the masters give.
+
+``share_weights`` sees to it, before DeepSpeed writes, that the frozen weights are in shared files of the run
+(``checkpoint.shared_files``). What is there already is found by content: the digests of all frozen weights are made
+at every save, and compared with those that the files state. ``LeanStates`` then takes the weights out of the module
+states that DeepSpeed hands to its checkpoint engine, and puts in where they are.
+
+What is left out has an empty tensor in its place, so that DeepSpeed alone fails on such a tag: shapes differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zeroelastic.checkpoint.optimizer_file import FROZEN
+from zeroelastic.checkpoint.shared_files import (
+    SHARED_NAME,
+    SharedFile,
+    digest_of,
+    frozen_folder,
+    metadata_of,
+    read_shared_head,
+    shared_name,
+)
+from zeroelastic.checkpoint.shared_weights import BUFFER, SHARED_KEY, SharedTensor, SharedWeights
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.engine_state import state_of
+from zeroelastic.deepspeed.live.digests import LivePiece, LiveStreams, digest_pieces, sum_over_ranks
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.options import Options
+from zeroelastic.deepspeed.patching import patched
+from zeroelastic.deepspeed.save.directory import Destination
+from zeroelastic.deepspeed.storage_rules import saves_nothing
+from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, broadcast_or_raise, collective_device
+from zeroelastic.errors import CheckpointError, MissingFileError, SaveError, UnreadableError, UnsupportedError
+from zeroelastic.executors.dispatch import CopyTable, write_segments
+from zeroelastic.io.atomic import name_in_errors, reserve_space, sync_directory, sync_path, write_fully
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import list_directory
+from zeroelastic.runs.names import CHECKPOINT_FOLDER
+from zeroelastic.torch_file.safetensors import DTYPE_NAMES, Head, check_name, lay_out
+
+logger = logging.getLogger(__name__)
+
+MIN_BUFFER_BYTES = 64 << 10
+"""Smaller buffers stay in the tag: they cost nothing, and those that training changes are mostly small."""
+
+_FRAGMENTS = "frozen_param_fragments"
+
+
+@dataclass
+class KnownFiles:
+    """What this process knows of shared files: the headers by path, and the buffers that were seen to change.
+
+    ``buffers`` are the digests of shared buffers at the last save, by name.
+    """
+
+    heads: dict[FilePath, tuple[Head, dict[str, int]]] = field(default_factory=dict)
+    buffers: dict[str, int] = field(default_factory=dict)
+    changing: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A tensor that is to be in a shared file, by its content; ``digest`` is that of the whole tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: int
+
+    @property
+    def content(self) -> tuple[str, tuple[int, ...], int]:
+        """As ``digest_of`` takes it."""
+        return self.dtype, self.shape, self.digest
+
+
+def refuse_lean(live: LiveOptimizer) -> None:
+    """Raise UnsupportedError for a run whose frozen weights cannot be shared."""
+    if live.tp.size > 1:
+        raise UnsupportedError(
+            'lean saves do not cover tensor parallelism, where each rank has slices of its own. Leave "lean" out.'
+        )
+    for p, param in enumerate(live.frozen.params):
+        check_name(param.name)
+        dtype = dtype_name(live.frozen_tensor(p))
+        if dtype not in DTYPE_NAMES:
+            raise UnsupportedError(
+                f"frozen parameter {param.name} is {dtype}, which safetensors files do not hold, and lean saves put "
+                'frozen weights there. Leave "lean" out.'
+            )
+
+
+def place_of(destination: Destination, tag: str) -> tuple[FilePath, str]:
+    """The folder of the run's shared files, and the way to it from the tag directory."""
+    run = destination.place
+    steps = len(tag.split("/"))
+    for _ in range(steps):
+        run = run.parent
+    if CHECKPOINT_FOLDER.fullmatch(run.name):  # a framework's folder of one checkpoint, beside those of the others
+        run, steps = run.parent, steps + 1
+    folder = frozen_folder(run)
+    return folder, "../" * steps + folder.name
+
+
+def share_weights(
+    engine: Engine,
+    live: LiveOptimizer,
+    streams: LiveStreams,
+    destination: Destination,
+    *,
+    tag: str,
+    save_id: str,
+    options: Options,
+) -> tuple[SharedWeights, list[int | None]]:
+    """Have all frozen weights in shared files, and say where. Collective; raises the same error on every rank.
+
+    Also returns the partial digests of those pieces of ``streams`` that were made for it. Raises SaveError,
+    UnsupportedError.
+    """
+    state = state_of(engine)
+    known = state.shared_files = state.shared_files if isinstance(state.shared_files, KnownFiles) else KnownFiles()
+    frozen = [i for i, piece in enumerate(streams.pieces) if piece.key == FROZEN]
+    partial = all_or_raise(lambda: digest_pieces([streams.pieces[i] for i in frozen]))
+    totals = sum_over_ranks(partial, device=collective_device(), group=live.dp_group)
+    params = {
+        param.name: _Wanted(dtype_name(streams.pieces[i].tensor), param.shape, total)
+        for i, param, total in zip(frozen, live.frozen.params, totals, strict=True)
+    }
+    with torch.no_grad():
+        module = engine.module_state_dict()
+    names = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)} & module.keys()
+    tensors = _frozen_buffers(module, names, known) if not any(destination.leaders) else {}
+    buffers = {name: wanted for name, (wanted, _) in tensors.items()}
+    wanted = {**params, **buffers}
+    folder, way = place_of(destination, tag)
+    with saves_nothing(destination.tag_dir):
+        found, files = broadcast_or_raise(lambda: _find(folder, wanted, known))
+        if missing := {name: wanted[name] for name in wanted if name not in found}:
+            pieces = [streams.pieces[i] for i in frozen if streams.pieces[i].param in missing]
+            if destination.is_leader:
+                pieces += [LivePiece(name, BUFFER, t, 0) for name, (_, t) in tensors.items() if name in missing]
+            head, digest = _write_new(folder, missing, pieces, destination, save_id, options)
+            files = [*files, (shared_name(digest), head.nbytes, digest)]
+            for name, place in head.tensors.items():
+                found[name] = SharedTensor(len(files) - 1, place.offset, place.dtype, place.shape, wanted[name].digest)
+    shared = SharedWeights(
+        tuple(SharedFile(path=f"{way}/{name}", nbytes=nbytes, digest=digest) for name, nbytes, digest in files),
+        {name: found[name] for name in params},
+        {name: found[name] for name in buffers},
+        frozenset(names | buffers.keys()),
+    )
+    learned: list[int | None] = [None] * len(streams.pieces)
+    for i, digest_of_piece in zip(frozen, partial, strict=True):
+        learned[i] = digest_of_piece
+    return shared, learned
+
+
+def _frozen_buffers(
+    module: Mapping[str, Any], params: Collection[str], known: KnownFiles
+) -> dict[str, tuple[_Wanted, torch.Tensor]]:
+    """The large tensors of the module's state beside its parameters that are not seen to change. Collective.
+
+    They are alike on all ranks. One that was shared and changed since is training's, and stays in the tags.
+    """
+    tensors = {
+        name: value.detach().contiguous().view(-1)
+        for name, value in module.items()
+        if name not in params
+        and isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.nbytes >= MIN_BUFFER_BYTES
+        and dtype_name(value) in DTYPE_NAMES
+    }
+    digests = digest_pieces([LivePiece(name, BUFFER, tensor, 0) for name, tensor in tensors.items()])
+    own = {
+        name: _Wanted(dtype_name(tensor), tuple(module[name].shape), digest)
+        for (name, tensor), digest in zip(tensors.items(), digests, strict=True)
+    }
+    tables = all_gather_alike(own)
+    alike = {name: wanted for name, wanted in own.items() if all(table.get(name) == wanted for table in tables)}
+    known.changing |= {name for name, digest in known.buffers.items() if name in alike and alike[name].digest != digest}
+    known.changing |= {name for name in known.buffers if name not in alike}
+    found = {name: (wanted, tensors[name]) for name, wanted in alike.items() if name not in known.changing}
+    known.buffers = {name: wanted.digest for name, (wanted, _) in found.items()}
+    return found
+
+
+def _find(
+    folder: FilePath, wanted: Mapping[str, _Wanted], known: KnownFiles
+) -> tuple[dict[str, SharedTensor], list[tuple[str, int, str]]]:
+    """The wanted tensors that shared files of a folder have, and those files: name, bytes, digest.
+
+    The files are touched, so that they do not look old to a removal. A file that is damaged is not taken.
+    """
+    try:
+        sizes = {name: size for name, size in list_directory(folder)[0].items() if SHARED_NAME.fullmatch(name)}
+    except MissingFileError:
+        sizes = {}
+    has: dict[str, set[str]] = {}
+    for name, size in sizes.items():
+        path = folder / name
+        try:
+            if path not in known.heads:
+                known.heads[path] = read_shared_head(path)
+            head, digests = known.heads[path]
+        except (CheckpointError, UnreadableError) as error:
+            logger.warning("%s: is not used: %s", path, error)
+            continue
+        if head.nbytes == size:
+            has[name] = {
+                each
+                for each, want in wanted.items()
+                if each in head.tensors and (*head.tensors[each][:2], digests[each]) == want.content
+            }
+    found: dict[str, SharedTensor] = {}
+    files: list[tuple[str, int, str]] = []
+    while has:
+        name = max(has, key=lambda other: (len(has[other] - found.keys()), other))
+        new, path = has.pop(name) - found.keys(), folder / name
+        if not new:
+            break
+        if isinstance(path, Path):
+            try:
+                os.utime(path)
+            except FileNotFoundError:  # removed meanwhile
+                continue
+        head, digests = known.heads[path]
+        for each in new:
+            found[each] = SharedTensor(len(files), head.tensors[each].offset, *head.tensors[each][:2], digests[each])
+        files.append((name, head.nbytes, digest_of({n: (*at[:2], digests[n]) for n, at in head.tensors.items()})))
+    return found, files
+
+
+def _write_new(
+    folder: FilePath,
+    missing: Mapping[str, _Wanted],
+    pieces: Sequence[LivePiece],
+    destination: Destination,
+    save_id: str,
+    options: Options,
+) -> tuple[Head, str]:
+    """Write a shared file of these tensors, of which this rank has ``pieces``: its header, and its digest. Collective.
+
+    Every rank writes its ranges. The file appears by a rename when all of it is on the device. Raises OSError.
+    """
+    digest = digest_of({name: want.content for name, want in missing.items()})
+    digests = {name: want.digest for name, want in missing.items()}
+    tensors = [(name, want.dtype, want.shape) for name, want in missing.items()]
+    header, head = lay_out(shared_name(digest), tensors, metadata_of(digests))
+    assert isinstance(folder, Path)
+    path = folder / shared_name(digest)
+    temporary = folder / f".{path.name}.{save_id}.tmp"
+
+    def begin() -> None:
+        if not destination.is_leader:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with name_in_errors(temporary), open(temporary, "xb", buffering=0) as file:
+            reserve_space(file.fileno(), head.nbytes)
+            file.truncate(head.nbytes)
+            write_fully(file.fileno(), header, 0)
+
+    def write() -> None:
+        offsets = [head.tensors[p.param].offset + p.start * p.tensor.element_size() for p in pieces]
+        number = np.arange(len(pieces), dtype=np.int64)
+        zeros = np.zeros_like(number)
+        nbytes = np.array([piece.tensor.nbytes for piece in pieces], dtype=np.int64)
+        write_segments(
+            CopyTable(number, zeros, zeros, np.array(offsets, dtype=np.int64), nbytes),
+            [piece.tensor for piece in pieces],
+            [temporary],
+            sync=options.fsync,
+            executor=options.io_engine,
+        )
+
+    def finish() -> None:
+        if not destination.is_leader:
+            return
+        if options.fsync:
+            sync_path(temporary)
+        if read_shared_head(temporary)[0].tensors != head.tensors:
+            raise SaveError(f"{temporary}: its header reads back as another. Nothing was saved.")
+        os.replace(temporary, path)
+        if options.fsync:
+            sync_directory(folder)
+            sync_directory(folder.parent)
+
+    try:
+        for action in (begin, write, finish):
+            all_or_raise(action)
+    except Exception:
+        if destination.is_leader:
+            temporary.unlink(missing_ok=True)
+        raise
+    return head, digest
+
+
+class LeanStates:
+    """Takes the module states that DeepSpeed saves, and passes them on without what ``shared`` says is elsewhere."""
+
+    def __init__(self, save: Callable[[Any, str], None], shared: SharedWeights, name: str) -> None:
+        self._save, self._shared, self._name = save, shared, name
+
+    def __call__(self, state_dict: Any, path: str) -> None:
+        if Path(path).name == self._name:
+            state_dict = {**state_dict, SHARED_KEY: self._shared.entry()}
+            for key in ("module", _FRAGMENTS):
+                if isinstance(state_dict.get(key), dict):
+                    state_dict[key] = self._without_weights(state_dict[key])
+        self._save(state_dict, path)
+
+    def _without_weights(self, table: dict[str, Any]) -> dict[str, Any]:
+        table = copy.copy(table)  # with the attributes of a module's state dict
+        for name in table.keys() & (self._shared.left_out | self._shared.params.keys()):
+            table[name] = torch.empty(0, dtype=table[name].dtype)
+        return table
+
+
+@contextmanager
+def without_fragments(engine: Engine) -> Iterator[None]:
+    """While it lasts, DeepSpeed's save copies no frozen parameters, which ``LeanStates`` takes out again."""
+    with patched(engine, _get_param_fragment_func=lambda param: torch.empty(0, dtype=param.dtype)):
+        yield
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """What files call the dtype of a tensor."""
+    return str(tensor.dtype).removeprefix("torch.")
