@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from training import LOSS_RTOL, Job, Outcome, build_engine, look, resume, train_and_save, train_step
+from training import LOSS_RTOL, Job, Outcome, build_engine, look, resume, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
