@@ -204,7 +204,8 @@ class Directory(Destination):
             try:
                 return Written(sizes, read_back(self.staging_dir, save))
             except (CheckpointError, UnsupportedError) as error:
-                if save.checkpoint_format == "rigid" and isinstance(error, (UnsafePickleError, UnsupportedError)):
+                only_stock_reads = isinstance(error, (UnsafePickleError, UnsupportedError)) and save.shared is None
+                if save.checkpoint_format == "rigid" and only_stock_reads:
                     return Written(sizes, {}, str(error))  # as stock DeepSpeed saves it
                 raise not_committed(self.tag_dir, f"no load would take it: {str(error).rstrip('.')}") from error
 

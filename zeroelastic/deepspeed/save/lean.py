@@ -14,7 +14,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,7 +231,8 @@ def _find(
             break
         if isinstance(path, Path):
             try:
-                os.utime(path)
+                with suppress(PermissionError):  # another user's
+                    os.utime(path)
             except FileNotFoundError:  # removed meanwhile
                 continue
         head, digests = known.heads[path]

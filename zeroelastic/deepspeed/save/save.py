@@ -256,6 +256,7 @@ def save_checkpoint(
                 f"{save_dir}: this save would be DeepSpeed's own, which writes to no URLs. To object stores "
                 "zeroelastic saves at ZeRO stages 1 to 3. Save to a directory, and copy it."
             )
+        _warn_of_full_save(self, save_dir)
         return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
     tag = normal(f"global_step{self.global_steps}" if tag is None else str(tag))
     began = time.monotonic()
@@ -342,6 +343,7 @@ def _save_by_deepspeed_alone(engine: Engine, original: Method, request: SaveRequ
     assert isinstance(tag_dir, Path)
     if dist.get_rank() == 0:
         notice(logger, f"{tag_dir}: saved by DeepSpeed alone; no commit record is written: {why}")
+    _warn_of_full_save(engine, tag_dir)
     done = request.call_deepspeed(original, engine)
     record = tag_dir / RECORD_NAME
     all_or_raise(lambda: record.unlink(missing_ok=True))  # of a save that this one has overwritten
@@ -418,6 +420,12 @@ def _refuse_tag_of_another(engine: Engine, tag_dir: FilePath) -> None:
             f"{tag_dir}: {problem}. Nothing was written. Two engines cannot save under one tag: give each tags, or a "
             "directory, of its own."
         )
+
+
+def _warn_of_full_save(engine: Engine, place: object) -> None:
+    """Say that ``"lean"`` has no effect on a save that is DeepSpeed's own."""
+    if options_of(engine).lean and place and dist.get_rank() == 0:
+        logger.warning('%s: "lean" has no effect: this save is DeepSpeed\'s own, which holds all weights.', place)
 
 
 def _warn_without_memory(engine: Engine) -> None:
