@@ -63,6 +63,7 @@ class TrainerJob:
     iterable: bool = False
     tracker_fails: bool = False
     events: str | None = None
+    model_seed: int = 7
 
     def at(self, **changes: Any) -> TrainerJob:
         return replace(self, **changes)
@@ -161,7 +162,7 @@ def run_trainer(job: TrainerJob) -> Seen:
         num_key_value_heads=2,
         attention_dropout=job.dropout,
     )
-    torch.manual_seed(7)
+    torch.manual_seed(job.model_seed)
     model = LlamaForCausalLM(config)
     if job.lora:
         from peft import LoraConfig, get_peft_model
