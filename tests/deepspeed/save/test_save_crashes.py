@@ -26,11 +26,13 @@ from training import Job, build_engine, look, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.runs.tag_directory import is_unfinished, recover
 from zeroelastic.testing import RankPool, compare_states
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 JOB = Job()
+LEAN = Job(options={"verify": True, "lean": True})
 
 
 def tree(directory: Path, *, visible: bool = False) -> str:
@@ -117,14 +119,17 @@ REAL_OPEN = builtins.open
 
 
 def patch(images: Images) -> None:
+    from zeroelastic.deepspeed.save import lean
     from zeroelastic.runs import tag_directory
     from zeroelastic.torch_file import image, save
 
-    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "link", "fsync", "chmod"):
+    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "link", "fsync", "chmod", "utime"):
         setattr(os, name, images.changing(getattr(os, name), name))
     tag_directory.exchange = images.changing(tag_directory.exchange, "exchange")  # type: ignore[assignment]
     for name in ("write_skeleton", "reserve", "write_segments", "_complete", "write_fully"):
         setattr(save, name, images.changing(getattr(save, name), name))
+    for name in ("reserve_space", "write_fully", "write_segments"):
+        setattr(lean, name, images.changing(getattr(lean, name), f"shared {name}"))
     for name in ("reserve", "write_past_cache", "write_fully"):
         setattr(image, name, images.changing(getattr(image, name), name))
     os.pwrite = images.changing(os.pwrite, "pwrite")  # type: ignore[assignment]
@@ -138,15 +143,15 @@ def patch(images: Images) -> None:
     builtins.open = opened  # type: ignore[assignment]
 
 
-def save_under_watch(directory: str, copies: str, behind: bool) -> dict[int, Any]:
+def save_under_watch(directory: str, copies: str, behind: bool, job: Job) -> dict[int, Any]:
     """Saves: the first, one under a new tag, that tag again by exchange, and again by two renames. States by step.
 
-    In the background, training goes a step on before it waits.
+    In the background, training goes a step on before it waits. Frozen weights change before the second save.
     """
     from zeroelastic.deepspeed.save.background import saving_in_background
     from zeroelastic.runs import tag_directory
 
-    engine = build_engine(JOB)
+    engine = build_engine(job)
     states: dict[int, Any] = {}
     images = Images(Path(directory), Path(copies))
     Path(directory).mkdir(exist_ok=True)
@@ -154,6 +159,8 @@ def save_under_watch(directory: str, copies: str, behind: bool) -> dict[int, Any
     patch(images)
     for step, tag in enumerate(("first", "second", "second", "second")):
         train_step(engine, 2 * step)
+        if step == 1:
+            engine.module.adapter.weight.ds_tensor.add_(1.0)
         states[engine.global_steps] = look(engine)[0]
         if step == 3:
             tag_directory.exchange = lambda staging_dir, place: False  # type: ignore[assignment]
@@ -178,15 +185,19 @@ def load_images(copies: list[str]) -> list[tuple[int, dict[str, Any], bool]]:
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("job", [JOB, LEAN], ids=["full", "lean"])
 @pytest.mark.parametrize("behind", [False, True], ids=["waited for", "in the background"])
 def test_every_boundary_of_a_save_leaves_a_checkpoint_that_verifies_and_resumes(
-    rank_pool: RankPool, tmp_path: Path, behind: bool
+    rank_pool: RankPool, tmp_path: Path, behind: bool, job: Job
 ) -> None:
     root, copies = tmp_path / "run", tmp_path / "images"
     copies.mkdir()
-    states = rank_pool.run(save_under_watch, 2, str(root), str(copies), behind, timeout=280)[0]
+    states = rank_pool.run(save_under_watch, 2, str(root), str(copies), behind, job, timeout=280)[0]
     trace = (copies / "trace").read_text().splitlines()
     writing = ("write_past_cache", "pwrite") if behind else ("write_segments",)
+    folders = {FROZEN_FOLDER} if job is LEAN else set()
+    if folders:
+        writing = (*writing, "shared write_segments", "shared reserve_space", "replace", "utime")
     for name in ("exchange", "rename", "fsync", "open", "mkdir", "all_reduce", *writing):
         assert any(line.endswith(f" {name}") for line in trace), name
     images = [path for path in sorted(copies.iterdir()) if path.is_dir()]
@@ -194,7 +205,8 @@ def test_every_boundary_of_a_save_leaves_a_checkpoint_that_verifies_and_resumes(
     mended = 0
     for image in images:
         latest = image / "latest"
-        tags = [name for name in os.listdir(image) if (image / name).is_dir() and not is_unfinished(name)]
+        inside = {name for name in os.listdir(image) if (image / name).is_dir()}
+        tags = [name for name in inside - folders if not is_unfinished(name)]
         for tag in tags:  # whatever has the name of a tag is whole
             assert verify_checkpoint(image / tag).valid and read_record(image / tag) is not None, (image, tag)
         if not latest.exists():
@@ -214,7 +226,9 @@ def test_every_boundary_of_a_save_leaves_a_checkpoint_that_verifies_and_resumes(
         steps.add(step)
         assert not recover(image / "second")
     assert steps == {1, 3, 5, 7}
-    assert sorted(os.listdir(root)) == ["first", "latest", "second", "zero_to_fp32.py", "zero_to_torch.py"]
+    files = {"first", "latest", "second", "zero_to_fp32.py", "zero_to_torch.py"}
+    assert {*os.listdir(root)} == files | folders
+    assert not folders or len(os.listdir(root / FROZEN_FOLDER)) == 2
 
 
 def test_everything_is_durable_before_it_gets_its_name(rank_pool: RankPool, tmp_path: Path) -> None:
