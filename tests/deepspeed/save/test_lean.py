@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
-from training import LOSS_RTOL, Job, Outcome, build_engine, look, resume, train_step
+from training import LOSS_RTOL, Job, Outcome, build_engine, look, raised, resume, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.testing import RankPool
 
@@ -75,3 +77,84 @@ def test_a_tag_holds_trained_state_alone(rank_pool: RankPool, tmp_path: Path, st
     record = read_record(tmp_path / "lean/global_step3")
     assert record is not None
     assert [file.name for file in record.shared] == [shared.name]
+
+
+def save_ten(job: Job, directory: str) -> None:
+    engine = build_engine(job)
+    for step in range(10):
+        train_step(engine, step)
+        engine.save_checkpoint(directory)
+
+
+def nbytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("stage", [3, 2, 1])
+def test_ten_tags_of_a_run_that_trains_two_percent_take_little_more_than_what_changes(
+    rank_pool: RankPool, tmp_path: Path, stage: int
+) -> None:
+    """98 % frozen: the frozen weights once, and ten times the trained state, and at most 5 % more."""
+    job = replace(JOB, frozen_table=1_000_000, tables=(20_000,), sub_group_size=10**9, **STAGES[stage])
+    rank_pool.run(save_ten, 2, job, str(tmp_path), timeout=240)
+    assert len(shared_files(tmp_path)) == 1
+    record = read_record(tmp_path / "global_step10")
+    assert record is not None
+    trained = sum(content.param.numel for content in record.contents() if FROZEN not in content.tensors)
+    frozen = sum(content.param.numel for content in record.contents() if FROZEN in content.tensors)
+    assert frozen > 0.97 * (trained + frozen)
+    assert nbytes(tmp_path) <= 1.05 * (2 * frozen + 10 * 12 * trained)
+    assert len([*tmp_path.glob("global_step*")]) == 10
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_run_that_trains_everything_writes_no_16_bit_weights(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
+    """12 of 14 bytes a parameter remain, but for headers."""
+    job = replace(JOB, frozen=False, frozen_table=0, tables=(200_000,), **STAGES[stage])
+    rank_pool.run(save_both, 2, job, str(tmp_path / "lean"), str(tmp_path / "full"), timeout=240)
+    lean, full = (nbytes(tmp_path / name / "global_step3") for name in ("lean", "full"))
+    assert lean / full == pytest.approx(12 / 14, abs=0.005)
+    assert not (tmp_path / "lean" / FROZEN_FOLDER).exists()
+
+
+def save_where_the_file_goes(job: Job, directory: str) -> list[tuple[str, str]]:
+    """The errors of saves during which the shared file is removed, and is there again."""
+    from zeroelastic.deepspeed.save import save
+
+    engine = build_engine(job)
+    train_step(engine, 0)
+    share = save.share_weights
+
+    def share_and_lose(*args: Any, **kwargs: Any) -> Any:
+        found = share(*args, **kwargs)
+        if dist.get_rank() == 0:
+            for path in (Path(directory) / FROZEN_FOLDER).iterdir():
+                path.unlink()
+        return found
+
+    save.share_weights = share_and_lose
+    found = [raised(lambda: engine.save_checkpoint(directory))]
+    save.share_weights = share
+    return [*found, raised(lambda: engine.save_checkpoint(directory))]
+
+
+def test_no_tag_is_committed_whose_shared_file_is_gone(rank_pool: RankPool, tmp_path: Path) -> None:
+    for (kind, text), after in rank_pool.run(save_where_the_file_goes, 2, JOB, str(tmp_path)):
+        assert kind == "SaveError"
+        assert FROZEN_FOLDER in text and "not committed" in text
+        assert after == ("", "")
+    assert sorted(path.name for path in tmp_path.glob("global_step*")) == ["global_step1"]
+    assert [read_record(tmp_path / "global_step1").shared[0].name] == [path.name for path in shared_files(tmp_path)]  # type: ignore[union-attr]
+
+
+def refused(job: Job, directory: str) -> tuple[str, str]:
+    engine = build_engine(job)
+    engine.module.register_parameter("odd", torch.nn.Parameter(torch.zeros(3, dtype=torch.complex128), False))
+    return raised(lambda: engine.save_checkpoint(directory))
+
+
+def test_frozen_weights_that_no_safetensors_file_holds_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    for kind, text in rank_pool.run(refused, 2, replace(JOB, stage=2), str(tmp_path)):
+        assert kind == "UnsupportedError"
+        assert "odd is complex128" in text and '"lean"' in text
+    assert not any(tmp_path.iterdir())
