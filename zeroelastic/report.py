@@ -96,6 +96,7 @@ class SaveReport:
     ``stall_seconds`` is how long ``save_checkpoint`` kept the training loop waiting, with the wait for an earlier save
     in the background; ``seconds`` the time from that call to the commit. ``bytes`` are those of all files of all ranks.
     ``removed`` are the older tags that the option ``"keep"`` removed. ``error`` is None for a committed save.
+    ``shared_bytes`` are those of the weights that a lean save has not in the tag but in a file that tags share.
     """
 
     path: str
@@ -108,6 +109,7 @@ class SaveReport:
     bytes: int = 0
     removed: tuple[str, ...] = ()
     error: str | None = None
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import ref
 
 import torch.distributed as dist
 
+from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.errors import ZeroElasticError, printable, some
@@ -40,12 +42,14 @@ class AfterSave:
     """One save from the call of ``save_checkpoint`` to its report, which is made once; on every rank.
 
     ``began`` is the monotonic time of the call. ``remove_old`` is called after the commit, and returns the tags that it
-    removed; the save sets it when it knows its options.
+    removed; the save sets it when it knows its options. ``shared_bytes`` are those of weights that it has in shared
+    files, which it sets when it is written.
     """
 
     def __init__(self, engine: Engine, tag_dir: FilePath, tag: str, *, began: float) -> None:
         self.remove_old: Callable[[], tuple[str, ...]] = tuple
         self.removed: tuple[str, ...] = ()
+        self.shared_bytes = 0
         self._engine, self._tag_dir, self._tag, self._began = ref(engine), tag_dir, tag, began
         self._step, self._world_size, self._rank = int(engine.global_steps), dist.get_world_size(), dist.get_rank()
         self._stall: float | None = None
@@ -84,6 +88,12 @@ class AfterSave:
         self.removed = self.remove_old()
         self._report(nbytes=nbytes)
 
+    @property
+    def note(self) -> str:
+        """The end of the line about a save: what it has in shared files, and which tags are gone; mostly empty."""
+        shared = f", and {format_size(self.shared_bytes)} in {FROZEN_FOLDER}" if self.shared_bytes else ""
+        return shared + (f"; removed {', '.join(self.removed)}" if self.removed else "")
+
     def _report(self, *, nbytes: int = 0, error: str | None = None) -> None:
         if self._reported or self._rank != 0:
             return
@@ -98,6 +108,7 @@ class AfterSave:
             stall_seconds=seconds if self._stall is None else self._stall,
             seconds=seconds,
             bytes=nbytes,
+            shared_bytes=self.shared_bytes,
             removed=self.removed,
             error=error,
         )
@@ -187,8 +198,3 @@ def _check_own_files(tag_dir: FilePath) -> tuple[str, ...]:
         for name, size in file_sizes(tag_dir).items()
         if name in record.files and record.files[name] != size
     )
-
-
-def removal_note(removed: Sequence[str]) -> str:
-    """The end of the line about a save: which tags are gone; empty where none is."""
-    return f"; removed {', '.join(removed)}" if removed else ""

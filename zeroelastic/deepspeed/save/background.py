@@ -22,7 +22,6 @@ from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.deepspeed.save.after_save import removal_note
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.pending import Pending, unfinished
 from zeroelastic.deepspeed.save.shard_writer import HostMemory, writes_with_torch
@@ -142,7 +141,7 @@ class BackgroundSave(Pending):
             ):
                 self._save.commit(self._group)
             if self._after.removed:
-                logger.info("%s: saved%s", self.tag_dir, removal_note(self._after.removed))
+                logger.info("%s: saved%s", self.tag_dir, self._after.note)
             if self._rank == 0:
                 seconds = self._after.seconds
                 notice(logger, f"{self.tag_dir}: saved in the background, {seconds:.2f} s after it began")

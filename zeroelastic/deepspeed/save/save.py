@@ -34,7 +34,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.deepspeed.save.after_save import AfterSave, removal_note, remove_old_tags
+from zeroelastic.deepspeed.save.after_save import AfterSave, remove_old_tags
 from zeroelastic.deepspeed.save.background import BackgroundSave, background_for
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, written_files
@@ -151,6 +151,7 @@ class Save:
                 self.shared, digests = share_weights(
                     engine, live, streams, destination, tag=request.tag, save_id=self.save_id, options=options
                 )
+                self.after.shared_bytes = self.shared.nbytes
                 shard.learn(digests)
                 model_name, _ = written_files(engine, destination.deepspeed_dir, request.tag)
                 save = LeanStates(save, self.shared, model_name)
@@ -321,7 +322,7 @@ def _save(
             save.commit()
         barrier.close()
         if dist.get_rank() == 0:
-            notice(logger, f"{request.tag_dir}: saved in {after.seconds:.2f} s{removal_note(after.removed)}")
+            notice(logger, f"{request.tag_dir}: saved in {after.seconds:.2f} s{after.note}")
     return done
 
 
