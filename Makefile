@@ -281,6 +281,7 @@ bench: $(STAMP)
 	$(PY) benchmarks/bench_kernel.py --out benchmarks/results
 	$(PY) benchmarks/bench_load.py --out benchmarks/results
 	$(PY) benchmarks/bench_save.py --out benchmarks/results
+	$(PY) benchmarks/bench_lean.py --out benchmarks/results
 	$(PY) benchmarks/bench_phases.py --out benchmarks/results
 	$(PY) benchmarks/bench_cli.py --out benchmarks/results
 	$(PY) benchmarks/figures.py

@@ -140,7 +140,7 @@ class BackgroundSave(Pending):
                 span("save.background", tag=self._save.request.tag),
             ):
                 self._save.commit(self._group)
-            if self._after.removed:
+            if self._after.note:
                 logger.info("%s: saved%s", self.tag_dir, self._after.note)
             if self._rank == 0:
                 seconds = self._after.seconds
