@@ -63,6 +63,7 @@ def test_what_takes_too_long_is_marked_as_not_measured(tmp_path: Path) -> None:
     assert text.count("| ~") == len(document["rows"])
 
 
+@pytest.mark.extended
 def test_lean_saves_are_measured_beside_full_ones(tmp_path: Path) -> None:
     document, text = results("bench_lean.py", "lean", tmp_path)
     assert len(document["cases"]) == text.count("trained, stage")
