@@ -42,6 +42,9 @@ def save_both(job: Job, lean: str, full: str) -> Outcome:
     return Outcome(state, seen, [train_step(engine, step) for step in range(3, 5)])
 
 
+@pytest.mark.support(
+    "Using it", '`"lean": true`: frozen weights once per run', "exact", "stages 1 to 3, any size and stage"
+)
 @pytest.mark.parametrize(
     ("stage", "ranks", "other_stage", "other_ranks", "elastic"),
     [(3, 3, 3, 2, True), (3, 3, 2, 2, False), (2, 3, 3, 4, True), (2, 2, 2, 3, True), (1, 3, 1, 2, True)],
