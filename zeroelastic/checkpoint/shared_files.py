@@ -21,13 +21,13 @@ from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_size
 from zeroelastic.torch_file.safetensors import Head, read_head
 
-FROZEN_FOLDER = "zeroelastic-frozen"
-"""The folder of a run's shared files, beside its tags."""
+FROZEN_FOLDER = "_zeroelastic_frozen"
+"""The folder of a run's shared files, beside its tags. The Trainer pushes nothing to the Hub whose name begins so."""
 
 SHARED_NAME = re.compile(r"frozen-[0-9a-f]{32}\.safetensors")
 """The name of a shared file: the first digits of its digest."""
 
-_RELATIVE = rf"(\.\./){{1,8}}{FROZEN_FOLDER}/{SHARED_NAME.pattern}"
+_RELATIVE = rf"(\.\./){{1,8}}{FROZEN_FOLDER}(_[^/\x00]+)?/{SHARED_NAME.pattern}"
 _OF_OTHERS = r"(/|[a-z][a-z0-9+.-]*://)[^\x00]*\.safetensors"
 _METADATA_KEY = "zeroelastic"
 
@@ -123,3 +123,8 @@ def missing_shared_file(path: FilePath, file: SharedFile, tag_dir: FilePath) -> 
 def frozen_folder(run: FilePath) -> FilePath:
     """The folder of a run's shared files."""
     return run / FROZEN_FOLDER
+
+
+def frozen_folder_beside(run: FilePath) -> FilePath:
+    """The same where nothing may be added to the run's directory: accelerate takes all in it for its checkpoints."""
+    return run.parent / f"{FROZEN_FOLDER}_{run.name}"
