@@ -42,6 +42,7 @@ from zeroelastic.checkpoint.saved_state import (
     frozen_part,
     trained_part,
 )
+from zeroelastic.checkpoint.shared_check import CheckedShared, check_shared, record_contradictions
 from zeroelastic.checkpoint.tag_files import TagListing, TensorParallel, list_tag
 from zeroelastic.core.digest import ParamContent, UInt64Array
 from zeroelastic.errors import CheckpointError, UnsupportedError, counted, some
@@ -100,6 +101,8 @@ class TagHeaders:
     each other and with the record; ``parts`` the parameters in them. ``first_shard`` and ``first_model`` are the first
     that could be read, whatever contradicts them, and ``root`` is the tree of that model states file.
 
+    ``shared`` are the files beside the tag that it takes frozen weights from.
+
     ``problems`` are about the files by their paths, ``missing`` those of them about files that are not there.
     ``unsupported`` says what of a checkpoint that may be sound is not read here; ``notes`` are observations that are
     not problems. ``stated_world_size`` is None where no file states one, and ``world_size`` then a guess.
@@ -125,6 +128,7 @@ class TagHeaders:
         self.num_opened = 0
         self.parts: tuple[SavedPart, ...] = ()
         self.tensors: tuple[SavedTensor, ...] = ()
+        self.shared: tuple[CheckedShared, ...] = ()
         self.is_stage_0 = False
         self._files: StateFiles | None = None
         pipelines = (name for name in listing.unknown_files if name.endswith("_states.pt"))
@@ -160,6 +164,12 @@ class TagHeaders:
         ranks = max(1, self.world_size)
         return {rank: tuple(here[rank::ranks]) for rank in range(min(ranks, len(here)))}
 
+    @cached_property
+    def shared_files(self) -> dict[int, tuple[CheckedShared, ...]]:
+        """The shared files that can be read, dealt to the ranks of which files can be read."""
+        ranks, whole = self.ranks, [shared for shared in self.shared if shared.problem is None]
+        return {rank: tuple(whole[i :: len(ranks)]) for i, rank in enumerate(ranks[: len(whole)])}
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of which at least one file can be read."""
@@ -172,8 +182,9 @@ class TagHeaders:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files that can be read."""
-        return sum(self.sizes[path.name] for rank in self.ranks for path in self.files(rank))
+        """Bytes of all files that can be read; of shared ones, of the tensors that the tag takes from them."""
+        of_ranks = sum(self.sizes[path.name] for rank in self.ranks for path in self.files(rank))
+        return of_ranks + sum(shared.nbytes for shared in self.shared if shared.problem is None)
 
     def contents(self, digests: UInt64Array) -> list[ParamContent]:
         """What was saved of each parameter, given the digest of each of ``tensors``."""
@@ -231,6 +242,7 @@ class TagHeaders:
             self._put_together()
             if self.record is not None and self.parts:
                 self._compare_with_record(self.record)
+        self._check_shared()
         if self._headers != "first":
             self._find_experts()
 
@@ -372,6 +384,17 @@ class TagHeaders:
             self.missing.append(self._add("", f"{count} files of {self.world_size} ranks are missing."))
         if stale := self.listing.stale(self.world_size):
             self.notes.append(f"{some(stale)}: left by an earlier save with more ranks, not part of this checkpoint")
+
+    def _check_shared(self) -> None:
+        """Check the files beside the tag that it takes frozen weights from."""
+        model = next(iter(self.models.values()), None)
+        if model is not None and self.record is not None:
+            for sentence, param in record_contradictions(model, self.record):
+                self._add(model.path.name, sentence, param=param)
+        self.shared = check_shared(self.tag_dir, None if model is None else model.shared, self.record)
+        for shared in self.shared:
+            if shared.problem is not None:
+                self._add(shared.file.path, shared.problem)
 
     def _find_experts(self) -> None:
         """Find which files of experts the save wrote: those that the model states count."""
@@ -533,4 +556,5 @@ def _model_facts(model: ModelStates) -> dict[str, str]:
         "parameters": repr(model.sub_groups),
         "frozen parameters": repr(frozen),
         "the dtypes of frozen parameters": repr(dtypes),
+        "where shared weights are": repr(None if model.shared is None else model.shared.entry()),
     }

@@ -16,7 +16,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints
 
 from zeroelastic.checkpoint.param_table import Schema
-from zeroelastic.errors import CheckpointError, MissingFileError
+from zeroelastic.errors import CheckpointError, MissingFileError, shown
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_size
 from zeroelastic.torch_file.safetensors import Head, read_head
@@ -30,6 +30,7 @@ SHARED_NAME = re.compile(r"frozen-[0-9a-f]{32}\.safetensors")
 _RELATIVE = rf"(\.\./){{1,8}}{FROZEN_FOLDER}(_[^/\x00]+)?/{SHARED_NAME.pattern}"
 _OF_OTHERS = r"(/|[a-z][a-z0-9+.-]*://)[^\x00]*\.safetensors"
 _METADATA_KEY = "zeroelastic"
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 class SharedFile(Schema):
@@ -80,6 +81,13 @@ def metadata_of(digests: Mapping[str, int]) -> dict[str, str]:
     return {_METADATA_KEY: json.dumps({name: f"{digest:016x}" for name, digest in digests.items()})}
 
 
+def digest_from_text(text: object) -> int:
+    """The digest of a tensor as files have it: 16 hexadecimal digits. Raises ValueError for anything else."""
+    if not isinstance(text, str) or not _DIGEST.fullmatch(text):
+        raise ValueError(f"a digest is {shown(text)}")
+    return int(text, 16)
+
+
 def read_shared_head(path: FilePath) -> tuple[Head, dict[str, int]]:
     """The header of a shared file, and the digests of its tensors that it states.
 
@@ -88,7 +96,7 @@ def read_shared_head(path: FilePath) -> tuple[Head, dict[str, int]]:
     head = read_head(path)
     try:
         stated = json.loads(head.metadata[_METADATA_KEY])
-        digests = {name: int(stated[name], 16) for name in head.tensors}
+        digests = {name: digest_from_text(stated[name]) for name in head.tensors}
     except (KeyError, TypeError, ValueError, RecursionError):
         raise CheckpointError(f"{path}: does not state the digests of its tensors. The file is damaged.") from None
     digest = digest_of({name: (at.dtype, at.shape, digests[name]) for name, at in head.tensors.items()})
@@ -105,10 +113,15 @@ def check_shared_files(files: Iterable[SharedFile], tag_dir: FilePath) -> None:
         if size is None:
             raise missing_shared_file(path, file, tag_dir)
         if size != file.nbytes:
-            raise CheckpointError(
-                f"{path}: has {size} bytes, and the checkpoint {tag_dir} takes its frozen weights from a file of "
-                f"{file.nbytes}. It is damaged, or another file."
-            )
+            raise other_shared_size(path, size, file, tag_dir)
+
+
+def other_shared_size(path: FilePath, size: int, file: SharedFile, tag_dir: FilePath) -> CheckpointError:
+    """The error for a shared file that has another size than the tag states."""
+    return CheckpointError(
+        f"{path}: has {size} bytes, and the checkpoint {tag_dir} takes its frozen weights from a file of "
+        f"{file.nbytes}. It is damaged, or another file."
+    )
 
 
 def missing_shared_file(path: FilePath, file: SharedFile, tag_dir: FilePath) -> MissingFileError:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.optimizer_file import checked_param, checked_params
-from zeroelastic.checkpoint.shared_files import SharedFile
+from zeroelastic.checkpoint.optimizer_file import FROZEN, checked_param, checked_params
+from zeroelastic.checkpoint.shared_files import SharedFile, digest_from_text
 from zeroelastic.core.layout import Layout, unpacked_layout
 from zeroelastic.errors import CheckpointError, brief, shown
 from zeroelastic.io.paths import FilePath
@@ -27,6 +27,8 @@ BUFFER = "buffer"
 """The state key under which a shared buffer is digested; that of a parameter is ``FROZEN``."""
 
 _VERSION = 1
+_MAX_FILES = 1 << 12
+_MAX_DIMENSIONS = 64
 _ENTRIES = ("version", "files", "params", "buffers", "left_out")
 
 
@@ -72,6 +74,11 @@ class SharedWeights:
         """Bytes of all tensors that are shared."""
         return sum(tensor.place.nbytes for table in (self.params, self.buffers) for tensor in table.values())
 
+    def in_file(self, number: int) -> dict[tuple[str, str], SharedTensor]:
+        """The tensors that are in a file, by name and the state key under which they are digested."""
+        tables = (FROZEN, self.params), (BUFFER, self.buffers)
+        return {(name, key): tensor for key, table in tables for name, tensor in table.items() if tensor.file == number}
+
     def frozen(self, tag_dir: FilePath) -> tuple[Layout, TensorExtents]:
         """The frozen parameters as a layout of one rank, and where they are."""
         where = tag_dir / SHARED_KEY
@@ -101,19 +108,17 @@ def shared_weights_of(root: Mapping[object, object], path: FilePath) -> SharedWe
         raise CheckpointError(f"{path}: {SHARED_KEY} is {shown(entry)}. The file is damaged, or of a newer version.")
     files, params, buffers, left_out = (entry.get(key) for key in _ENTRIES[1:])
     try:
-        found = tuple(
-            SharedFile(path=where, nbytes=nbytes, digest=digest)
-            for where, nbytes, digest in (files if isinstance(files, (list, tuple)) else ())
-        )
+        if not isinstance(files, (list, tuple)) or len(files) > _MAX_FILES:
+            raise ValueError(f"files is {shown(files)}")
+        found = tuple(SharedFile(path=where, nbytes=nbytes, digest=digest) for where, nbytes, digest in files)
         tables = [_checked_tensors(table, found) for table in (params, buffers)]
-        names = frozenset(name for name in left_out) if isinstance(left_out, (list, tuple)) else frozenset[str]()
-        if not all(isinstance(name, str) for name in names):
-            raise ValueError("left_out has names that are no text")
+        if not isinstance(left_out, (list, tuple)) or not all(isinstance(name, str) for name in left_out):
+            raise ValueError(f"left_out is {shown(left_out)}")
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: {SHARED_KEY} cannot be understood: {brief(str(error))}. It is damaged."
         ) from None
-    return SharedWeights(found, tables[0], tables[1], names)
+    return SharedWeights(found, tables[0], tables[1], frozenset(left_out))
 
 
 def _checked_tensors(table: object, files: tuple[SharedFile, ...]) -> dict[str, SharedTensor]:
@@ -127,14 +132,15 @@ def _checked_tensors(table: object, files: tuple[SharedFile, ...]) -> dict[str, 
             not isinstance(name, str)
             or type(file) is not int
             or not 0 <= file < len(files)
+            or not isinstance(dtype, str)
             or dtype not in DTYPE_NAMES
             or not isinstance(shape, (tuple, list))
+            or len(shape) > _MAX_DIMENSIONS
             or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
             or type(offset) is not int
-            or not isinstance(digest, str)
         ):
-            raise ValueError(f"{name} is {row}")
-        tensor = SharedTensor(file, offset, dtype, tuple(shape), int(digest, 16))
+            raise ValueError(f"{shown(name)} is {shown(row)}")
+        tensor = SharedTensor(file, offset, dtype, tuple(shape), digest_from_text(digest))
         if offset <= 0 or offset + tensor.place.nbytes > files[file].nbytes:
             raise ValueError(f"{name} is outside of its file")
         found[name] = tensor

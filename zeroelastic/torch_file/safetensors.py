@@ -44,6 +44,7 @@ METADATA = "__metadata__"
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # safetensors reads no larger one
 _LENGTH_BYTES = 8
+_MAX_DIMENSIONS = 64
 
 
 class TensorPlace(NamedTuple):
@@ -155,6 +156,7 @@ def _checked_entry(path: FilePath, name: str, entry: object) -> tuple[str | None
         if (
             isinstance(dtype, str)
             and isinstance(shape, list)
+            and len(shape) <= _MAX_DIMENSIONS
             and all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
             and isinstance(ends, list)
             and len(ends) == 2

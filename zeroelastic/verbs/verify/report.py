@@ -10,11 +10,15 @@ from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
 
 
 class VerifiedFile(Part):
-    """A file that a rank has written: its name, which rank, of which kind, and its size in bytes."""
+    """A file that a rank has written: its name, which rank, of which kind, and its size in bytes.
+
+    ``shared``: a file beside the tag, which no rank has alone; its name is relative to the tag, an absolute path or a
+    URL.
+    """
 
     name: str
-    rank: int
-    kind: Literal["optimizer", "model", "whole_model"]
+    rank: int | None
+    kind: Literal["optimizer", "model", "whole_model", "shared"]
     bytes: int
 
 
@@ -25,9 +29,9 @@ class VerifyReport(Report):
     ``quarantine`` is the mark of damage in the tag, also where no damage was found this time. ``content_root`` is
     computed from the files: None with ``quick``, or where not all of them could be read. ``recorded_root`` is that of
     the commit record. ``remedy`` says what to do about the problems. ``files`` are those that ranks have written,
-    damaged or not. ``bytes_read`` bytes were read, the CRC-32 of ``num_records`` records and the digests of
-    ``num_tensors`` tensors were computed. ``lifted``: the mark of damage was removed. ``read_seconds`` is the part of
-    ``seconds`` in which the payload was read.
+    damaged or not, and the shared files that the tag takes frozen weights from. ``bytes_read`` bytes were read, the
+    CRC-32 of ``num_records`` records and the digests of ``num_tensors`` tensors were computed. ``lifted``: the mark of
+    damage was removed. ``read_seconds`` is the part of ``seconds`` in which the payload was read.
     """
 
     path: GivenPath

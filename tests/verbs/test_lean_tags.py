@@ -1,0 +1,283 @@
+"""Lean tags: the verbs say what is where, and whatever is damaged in a shared file is found and named, by loads too."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lean_tags import BUFFER, JOB, RANKS, build_lean_engine, copied, make_lean, shared_file
+from synthetic import believe_sizes, edit
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, SharedFile, digest_of, metadata_of, shared_name
+from zeroelastic.checkpoint.shared_weights import SHARED_KEY
+from zeroelastic.errors import ZeroElasticError
+from zeroelastic.testing import RankPool
+from zeroelastic.torch_file.safetensors import lay_out, read_head
+from zeroelastic.verbs.inspect.inspect import inspect
+from zeroelastic.verbs.verify.report import VerifyReport
+from zeroelastic.verbs.verify.verify import verify
+
+STAGES = (3, 2)
+TAG = "global_step3"
+FROZEN = {"adapter.weight", "adapter.bias", "frozen_table.weight"}
+
+
+@pytest.fixture(scope="module")
+def runs(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By stage, a run of two lean tags."""
+    roots = {stage: tmp_path_factory.mktemp(f"stage{stage}") for stage in STAGES}
+    return {stage: make_lean(rank_pool, root, stage) for stage, root in roots.items()}
+
+
+@pytest.fixture
+def run(runs: dict[int, Path], tmp_path: Path) -> Path:
+    """A copy of the run of stage 3."""
+    return copied(runs[3], tmp_path / "run")
+
+
+def model_files(run: Path) -> list[Path]:
+    return sorted((run / TAG).glob("*model_states.pt"))
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def flip_tensor(name: str) -> Callable[[Path], None]:
+    """Flip a bit in the last byte of a tensor of the shared file."""
+
+    def damage(run: Path) -> None:
+        place = read_head(shared_file(run)).tensors[name]
+        flip(shared_file(run), place.offset + place.nbytes - 1)
+
+    return damage
+
+
+def truncate(run: Path) -> None:
+    os.truncate(shared_file(run), shared_file(run).stat().st_size - 1)
+
+
+def grow(run: Path) -> None:
+    with open(shared_file(run), "ab") as file:
+        file.write(b"\0")
+
+
+def empty(run: Path) -> None:
+    shared_file(run).write_bytes(b"")
+
+
+def put(run: Path, make: Callable[[Path], object]) -> None:
+    """Put something else in the place of the shared file."""
+    path = shared_file(run)
+    path.unlink()
+    make(path)
+
+
+def write_other(path: Path) -> None:
+    """A shared file of the same size as any of this run, of a run whose frozen weights are other ones."""
+    tensors = [(BUFFER, "float32", (1 << 15,)), *((name, "bfloat16", SHAPES[name]) for name in sorted(FROZEN))]
+    digests = {name: 7 for name, *_ in tensors}
+    digest = digest_of({name: (dtype, shape, digests[name]) for name, dtype, shape in tensors})
+    header, head = lay_out(shared_name(digest), tensors, metadata_of(digests))
+    path.write_bytes(header + bytes(head.nbytes - len(header)))
+
+
+SHAPES = {"adapter.weight": (7, 16), "adapter.bias": (7,), "frozen_table.weight": (60, 16)}
+
+
+def link_other(path: Path) -> None:
+    other = path.parent.parent / "other"
+    write_other(other)
+    os.link(other, path)
+
+
+def link_outside(path: Path) -> None:
+    outside = path.parent.parent.parent / "outside.safetensors"
+    write_other(outside)
+    path.symlink_to(outside)
+
+
+HEADER = {
+    "length": lambda run: flip(shared_file(run), 1),
+    "a brace": lambda run: flip(shared_file(run), 8),
+    "a digest in the header": lambda run: flip(shared_file(run), shared_file(run).read_bytes().index(b"adapter") + 20),
+    "a shape": lambda run: flip(shared_file(run), shared_file(run).read_bytes().index(b"[7,16]") + 1),
+}
+PAYLOAD = {name: flip_tensor(name) for name in (*sorted(FROZEN), BUFFER)}
+PLACE: dict[str, Callable[[Path], None]] = {
+    "truncated": truncate,
+    "longer": grow,
+    "empty": empty,
+    "removed": lambda run: shared_file(run).unlink(),
+    "its folder removed": lambda run: shutil.rmtree(run / FROZEN_FOLDER),
+    "a fifo": lambda run: put(run, os.mkfifo),
+    "a directory": lambda run: put(run, Path.mkdir),
+}
+OTHERS: dict[str, Callable[[Path], None]] = {
+    "of another run": lambda run: put(run, write_other),
+    "a hard link to another": lambda run: put(run, link_other),
+    "a link out of the run": lambda run: put(run, link_outside),
+}
+
+
+def only_blames(report: VerifyReport, file: SharedFile) -> None:
+    assert not report.valid
+    assert {problem.file for problem in report.problems} == {file.path}
+    assert all(file.name in problem.sentence for problem in report.problems)
+
+
+def recorded_shared(run: Path) -> SharedFile:
+    record = read_record(run / TAG)
+    assert record is not None
+    (file,) = record.shared
+    return file
+
+
+@pytest.mark.parametrize("with_record", [True, False], ids=["record", "no record"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_lean_tag_is_valid_and_its_shared_file_is_one_of_the_files(
+    runs: dict[int, Path], tmp_path: Path, stage: int, with_record: bool
+) -> None:
+    run = copied(runs[stage], tmp_path / "run")
+    name = recorded_shared(run).path
+    if not with_record:
+        (run / TAG / RECORD_NAME).unlink()
+    report, full = verify(run), verify(runs[stage].parent / "full")
+    assert report.valid, report.problems
+    assert report.content_root == full.content_root
+    (shared,) = (file for file in report.files if file.kind == "shared")
+    assert (shared.name, shared.rank, shared.bytes) == (name, None, shared_file(run).stat().st_size)
+    assert report.num_files == full.num_files + 1 and report.num_tensors == full.num_tensors + 1
+    payload = sum(place.nbytes for place in read_head(shared_file(run)).tensors.values())
+    assert report.bytes_read == payload + sum(file.stat().st_size for file in (run / TAG).glob("*.pt"))
+    assert any("shared files: 1 of 1" in clause and "4 of 4 tensors" in clause for clause in report.checked)
+    quick = verify(run, quick=True)
+    assert quick.valid and any("shared files: 1 of 1" in clause for clause in quick.checked)
+    assert inspect(run, all_ranks=True).problems == []
+
+
+@pytest.mark.parametrize("what", [*HEADER, *PLACE, *OTHERS])
+def test_damage_outside_of_the_payload_is_found_by_inspect_and_verify(run: Path, what: str) -> None:
+    file = recorded_shared(run)
+    {**HEADER, **PLACE, **OTHERS}[what](run)
+    only_blames(verify(run), file)
+    (problem,) = inspect(run).problems
+    assert file.name in problem
+    if what in PLACE:
+        only_blames(verify(run, quick=True), file)
+
+
+@pytest.mark.parametrize("with_record", [True, False], ids=["record", "no record"])
+@pytest.mark.parametrize("name", PAYLOAD)
+def test_a_flipped_bit_of_a_shared_tensor_is_found_where_it_is(run: Path, name: str, with_record: bool) -> None:
+    file, place = recorded_shared(run), read_head(shared_file(run)).tensors[name]
+    if not with_record:
+        (run / TAG / RECORD_NAME).unlink()
+    PAYLOAD[name](run)
+    report = verify(run)
+    only_blames(report, file)
+    (problem,) = report.problems
+    key = "buffer" if name == BUFFER else "frozen"
+    assert (problem.param, problem.key, problem.offset, problem.bytes) == (name, key, place.offset, place.nbytes)
+    assert inspect(run).problems == []  # no payload is read
+
+
+def test_tensors_that_the_tag_does_not_take_are_not_read(run: Path) -> None:
+    def forget(data: dict[str, Any]) -> None:
+        del data[SHARED_KEY]["buffers"][BUFFER]
+
+    (run / TAG / RECORD_NAME).unlink()
+    for path in model_files(run):
+        edit(path, forget)
+    PAYLOAD[BUFFER](run)
+    report = verify(run)
+    assert report.valid and report.bytes_read < (1 << 17)
+
+
+def retell(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    """Let the row of a parameter in a model states file say something else."""
+
+    def change(data: dict[str, Any]) -> None:
+        file, offset, dtype, shape, digest = data[SHARED_KEY]["params"]["adapter.weight"]
+        row = {"file": file, "offset": offset, "dtype": dtype, "shape": shape, "digest": digest, **changes}
+        data[SHARED_KEY]["params"]["adapter.weight"] = tuple(row.values())
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change", [{"offset": 131100}, {"dtype": "float16"}, {"shape": (14, 8)}, {"digest": "0123456789abcdef"}], ids=str
+)
+def test_a_table_that_contradicts_the_header_is_noticed(run: Path, change: dict[str, Any]) -> None:
+    (run / TAG / RECORD_NAME).unlink()
+    for path in model_files(run):
+        edit(path, retell(**change))
+    for problems in (inspect(run).problems, [problem.sentence for problem in verify(run).problems]):
+        assert any("its header contradicts the tag" in text and "adapter.weight" in text for text in problems), problems
+
+
+def test_ranks_that_say_different_tables_are_named(run: Path) -> None:
+    (run / TAG / RECORD_NAME).unlink()
+    edit(model_files(run)[1], retell(digest="0123456789abcdef"))
+    for problems in (inspect(run, all_ranks=True).problems, [one.sentence for one in verify(run).problems]):
+        assert any("differ in where shared weights are" in text for text in problems), problems
+
+
+def test_a_record_that_lists_other_shared_files_or_digests_is_noticed(run: Path) -> None:
+    for path in model_files(run):
+        edit(path, retell(digest="0123456789abcdef"))
+        edit(path, lambda data: data[SHARED_KEY].update(files=[*data[SHARED_KEY]["files"], OTHER]))
+    believe_sizes(run / TAG)
+    for problems in (inspect(run).problems, [one.sentence for one in verify(run).problems]):
+        assert any("refers to other shared files than" in text for text in problems), problems
+        assert any("says that the digest of adapter.weight is 0123456789abcdef" in text for text in problems), problems
+
+
+OTHER = (f"../{FROZEN_FOLDER}/frozen-{'0' * 32}.safetensors", 8, "0" * 64)
+
+
+def test_a_table_without_a_parameter_of_the_record_is_noticed(run: Path) -> None:
+    for path in model_files(run):
+        edit(path, lambda data: data[SHARED_KEY]["params"].pop("adapter.weight"))
+    believe_sizes(run / TAG)
+    for problems in (inspect(run).problems, [one.sentence for one in verify(run).problems]):
+        assert any("they do not hold adapter.weight" in text for text in problems), problems
+
+
+# --- loads ------------------------------------------------------------------------------------------------------------
+
+
+def load_each(job: Any, directories: list[str]) -> list[tuple[bool, str]]:
+    """Load each run, on ranks: whether the error is one of ours, and its text; empty where it loads."""
+    engine = build_lean_engine(job)
+    found: list[tuple[bool, str]] = []
+    for directory in directories:
+        try:
+            engine.load_checkpoint(directory, tag=TAG)
+            found.append((True, ""))
+        except Exception as error:
+            found.append((isinstance(error, ZeroElasticError), str(error)))
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_load_names_the_damaged_shared_file(
+    rank_pool: RankPool, runs: dict[int, Path], tmp_path: Path, stage: int
+) -> None:
+    damages = {**PAYLOAD, **PLACE, **OTHERS}
+    name = recorded_shared(runs[stage]).name
+    copies = [copied(runs[stage], tmp_path / str(i) / "run") for i in range(len(damages) + 1)]
+    for damage, copy in zip(damages.values(), copies, strict=False):
+        damage(copy)
+    told = rank_pool.run(load_each, RANKS, replace(JOB, stage=stage), [str(copy) for copy in copies])
+    for what, outcomes in zip([*damages, "nothing"], zip(*told, strict=True), strict=True):
+        for is_ours, text in outcomes:
+            assert is_ours and (name in text if what != "nothing" else text == ""), (what, text)
