@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import datetime
@@ -167,8 +167,13 @@ def _write(path: RemotePath, request: Callable[[], T]) -> T:
     except FileExistsError:
         raise
     except Exception as error:  # file systems raise errors of many kinds
-        number = error.errno if isinstance(error, OSError) else None
-        raise OSError(number or errno.EIO, f"{_kind(error)}{reason(error)}", str(path)) from error
+        raise not_written_error(path, error) from error
+
+
+def not_written_error(path: RemotePath, error: Exception) -> OSError:
+    """What a store raised for a request that writes or removes, as an OSError that names the object."""
+    number = error.errno if isinstance(error, OSError) else None
+    return OSError(number or errno.EIO, f"{_kind(error)}{reason(error)}", str(path))
 
 
 def _kind(error: BaseException) -> str:
@@ -211,6 +216,24 @@ def part_size(nbytes: int, wanted: int) -> int:
     return max(wanted, -(-least // _MIB) * _MIB)
 
 
+@contextmanager
+def object_stream(path: RemotePath, part_bytes: int) -> Iterator[Callable[[bytes], object]]:
+    """Write an object piece by piece, to any store: it is there when the context ends, and not when that fails.
+
+    Memory: some parts. Nothing is repeated. Raises what the file system raises.
+    """
+    file = path.system.open(path.path, "wb", block_size=part_bytes)
+    try:
+        yield file.write
+        file.close()
+    except BaseException:
+        discard = getattr(file, "discard", None)
+        if discard is not None:
+            discard()
+        raise
+    forget_listing(path)
+
+
 class Upload:
     """One object on its way; ``data``, shape ``(nbytes,)``, must not change until it is completed.
 
@@ -238,16 +261,9 @@ class Upload:
         forget_listing(self.path)
 
     def _complete(self) -> None:
-        file = self.path.system.open(self.path.path, "wb", block_size=self._part_bytes)
-        try:
+        with object_stream(self.path, self._part_bytes) as write:
             for number in range(self._num_parts):
-                file.write(self._part(number))
-            file.close()
-        except BaseException:
-            discard = getattr(file, "discard", None)
-            if discard is not None:
-                discard()
-            raise
+                write(self._part(number))
 
     def abort(self) -> None:
         """Give up what is not completed; failures are logged."""
@@ -275,11 +291,11 @@ class MultipartUpload(Upload):
 
     def __init__(self, path: RemotePath, data: ByteArray, part_bytes: int) -> None:
         super().__init__(path, data, part_bytes)
-        self._upload_id: str | None = None
+        self._open: OpenUpload | None = None
         self._tags: list[str] = []
 
     def send(self) -> None:
-        self._upload_id = str(_write(self.path, lambda: self._call("create_multipart_upload"))["UploadId"])
+        self._open = begin_upload(self.path)
         pool = ThreadPoolExecutor(THREADS)
         try:
             futures = [pool.submit(copy_context().run, self._send_part, i) for i in range(self._num_parts)]
@@ -288,40 +304,32 @@ class MultipartUpload(Upload):
             pool.shutdown(cancel_futures=True)
 
     def _send_part(self, number: int) -> str:
-        body = self._part(number)
-        of = {"UploadId": self._upload_id, "PartNumber": number + 1}
-        return str(_write(self.path, lambda: self._call("upload_part", Body=body, **of))["ETag"])
+        assert self._open is not None
+        return send_part(self._open, number, self._part(number))
 
     def complete(self) -> None:
-        super().complete()
-        self._upload_id = None
-
-    def _complete(self) -> None:
-        parts = [{"PartNumber": number + 1, "ETag": tag} for number, tag in enumerate(self._tags)]
-        try:
-            self._call("complete_multipart_upload", UploadId=self._upload_id, MultipartUpload={"Parts": parts})
-        except Exception as error:
-            # The answer to an earlier attempt may have been lost.
-            if not _is_gone(error) or remote_size(self.path) != self.nbytes:
-                raise
+        assert self._open is not None
+        complete_upload(self._open, self._tags, self.nbytes)
+        self.completed, self._open = True, None
 
     def abort(self) -> None:
-        if self._upload_id is None:
+        if self._open is None:
             return
         try:
-            abort_upload(OpenUpload(self.path, self._upload_id, 0.0))
+            abort_upload(self._open)
         except OSError as error:
             logger.warning("%s: its upload cannot be aborted: %s", self.path, error.strerror)
-        self._upload_id = None
-
-    def _call(self, method: str, **options: Any) -> Any:
-        bucket, key, _ = self.path.system.split_path(self.path.path)
-        return call(self.path.system, "call_s3", method, Bucket=bucket, Key=key, **options)
+        self._open = None
 
 
 def new_upload(path: RemotePath, data: ByteArray, part_bytes: int) -> Upload:
     """The upload of an object, not begun."""
-    return (MultipartUpload if _is_s3(path) else Upload)(path, data, part_bytes)
+    return (MultipartUpload if has_parts(path) else Upload)(path, data, part_bytes)
+
+
+def has_parts(path: RemotePath) -> bool:
+    """Whether the store takes parts of an object from several processes (``begin_upload``): S3."""
+    return hasattr(path.system, "_call_s3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,12 +341,46 @@ class OpenUpload:
     began_at: float
 
 
+def begin_upload(path: RemotePath) -> OpenUpload:
+    """Begin the upload of an object, to which every process that has the result can send parts. Raises OSError."""
+    answer = _write(path, lambda: _call(path, "create_multipart_upload"))
+    return OpenUpload(path, str(answer["UploadId"]), 0.0)
+
+
+def send_part(upload: OpenUpload, number: int, body: bytes) -> str:
+    """Send a part, the first of which is number 0: what ``complete_upload`` has to know of it. Raises OSError."""
+    of = {"UploadId": upload.upload_id, "PartNumber": number + 1}
+    return str(_write(upload.path, lambda: _call(upload.path, "upload_part", Body=body, **of))["ETag"])
+
+
+def complete_upload(upload: OpenUpload, tags: Sequence[str], nbytes: int) -> None:
+    """Make the object of all of its parts, in place of one that there was. Raises OSError naming it."""
+    parts = [{"PartNumber": number + 1, "ETag": tag} for number, tag in enumerate(tags)]
+    of = {"UploadId": upload.upload_id, "MultipartUpload": {"Parts": parts}}
+
+    def ask() -> None:
+        try:
+            _call(upload.path, "complete_multipart_upload", **of)
+        except Exception as error:
+            # The answer to an earlier attempt may have been lost.
+            if not _is_gone(error) or remote_size(upload.path) != nbytes:
+                raise
+
+    _write(upload.path, ask)
+    forget_listing(upload.path)
+
+
+def _call(path: RemotePath, method: str, **options: Any) -> Any:
+    bucket, key, _ = path.system.split_path(path.path)
+    return call(path.system, "call_s3", method, Bucket=bucket, Key=key, **options)
+
+
 def open_uploads(directory: RemotePath) -> list[OpenUpload]:
     """The uploads of objects below a directory that are on their way, or were left; none where the store lists none.
 
     One request for each thousand. Raises UnreadableError.
     """
-    if not _is_s3(directory):
+    if not has_parts(directory):
         return []
     bucket, key, _ = directory.system.split_path(directory.path)
     prefix = f"{key.rstrip('/')}/" if key else ""
@@ -365,12 +407,10 @@ def open_uploads(directory: RemotePath) -> list[OpenUpload]:
 
 def abort_upload(upload: OpenUpload) -> None:
     """Abort an upload; one that is gone is no error. Raises OSError naming the object."""
-    bucket, key, _ = upload.path.system.split_path(upload.path.path)
-    of = {"Bucket": bucket, "Key": key, "UploadId": upload.upload_id}
 
     def ask() -> None:
         try:
-            call(upload.path.system, "call_s3", "abort_multipart_upload", **of)
+            _call(upload.path, "abort_multipart_upload", UploadId=upload.upload_id)
         except Exception as error:
             if not isinstance(error, FileNotFoundError) and not _is_gone(error):
                 raise
@@ -380,7 +420,3 @@ def abort_upload(upload: OpenUpload) -> None:
 
 def _is_gone(error: Exception) -> bool:
     return "NoSuchUpload" in f"{error!r} {error.__cause__!r}"
-
-
-def _is_s3(path: RemotePath) -> bool:
-    return hasattr(path.system, "_call_s3")

@@ -13,14 +13,14 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 
 from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.checkpoint.shared_files import (
@@ -40,12 +40,18 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.save.directory import Destination
+from zeroelastic.deepspeed.save.shared_file import NewFile, write_shared_file
 from zeroelastic.deepspeed.storage_rules import saves_nothing
-from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, broadcast_or_raise, collective_device
-from zeroelastic.errors import CheckpointError, MissingFileError, SaveError, UnreadableError, UnsupportedError
-from zeroelastic.executors.dispatch import CopyTable, write_segments
-from zeroelastic.io.atomic import name_in_errors, reserve_space, sync_directory, sync_path, write_fully
+from zeroelastic.distributed.collective import (
+    all_gather,
+    all_gather_alike,
+    all_or_raise,
+    broadcast_or_raise,
+    collective_device,
+)
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsupportedError
 from zeroelastic.io.paths import FilePath
+from zeroelastic.io.remote import retrying
 from zeroelastic.io.storage import list_directory
 from zeroelastic.runs.names import CHECKPOINT_FOLDER
 from zeroelastic.torch_file.safetensors import DTYPE_NAMES, Head, check_name, lay_out
@@ -139,20 +145,25 @@ def share_weights(
     with torch.no_grad():
         module = engine.module_state_dict()
     names = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)} & module.keys()
-    tensors = _frozen_buffers(module, names, known) if not any(destination.leaders) else {}
+    tensors = _frozen_buffers(module, names, known)
     buffers = {name: wanted for name, (wanted, _) in tensors.items()}
     wanted = {**params, **buffers}
     folder, way = place_of(destination, tag)
-    with saves_nothing(destination.tag_dir):
-        found, files = broadcast_or_raise(lambda: _find(folder, wanted, known))
-        if missing := {name: wanted[name] for name in wanted if name not in found}:
+    with retrying(options.retries):
+        found, files = _find(folder, wanted, known, destination)
+        if missing := {name: want for name, want in wanted.items() if name not in found}:
             pieces = [streams.pieces[i] for i in frozen if streams.pieces[i].param in missing]
-            if destination.is_leader:
+            if dist.get_rank() == 0:
                 pieces += [LivePiece(name, BUFFER, t, 0) for name, (_, t) in tensors.items() if name in missing]
-            head, digest = _write_new(folder, missing, pieces, destination, save_id, options)
+            digest = digest_of({name: want.content for name, want in missing.items()})
+            digests = {name: want.digest for name, want in missing.items()}
+            shapes = [(name, want.dtype, want.shape) for name, want in missing.items()]
+            header, head = lay_out(shared_name(digest), shapes, metadata_of(digests))
+            new = NewFile(destination.tag_dir, folder / shared_name(digest), header, head, pieces)
+            write_shared_file(new, destination, save_id, options)
             files = [*files, (shared_name(digest), head.nbytes, digest)]
             for name, place in head.tensors.items():
-                found[name] = SharedTensor(len(files) - 1, place.offset, place.dtype, place.shape, wanted[name].digest)
+                found[name] = SharedTensor(len(files) - 1, place.offset, place.dtype, place.shape, digests[name])
     shared = SharedWeights(
         tuple(SharedFile(path=f"{way}/{name}", nbytes=nbytes, digest=digest) for name, nbytes, digest in files),
         {name: found[name] for name in params},
@@ -196,16 +207,33 @@ def _frozen_buffers(
 
 
 def _find(
-    folder: FilePath, wanted: Mapping[str, _Wanted], known: KnownFiles
+    folder: FilePath, wanted: Mapping[str, _Wanted], known: KnownFiles, destination: Destination
 ) -> tuple[dict[str, SharedTensor], list[tuple[str, int, str]]]:
-    """The wanted tensors that shared files of a folder have, and those files: name, bytes, digest.
+    """The wanted tensors that shared files of the folder have, and those files: name, bytes, digest. Collective.
 
-    The files are touched, so that they do not look old to a removal. A file that is damaged is not taken.
+    Where each node has such a folder, files count that all of them have.
+    """
+
+    def look() -> dict[str, set[str]]:
+        with saves_nothing(destination.tag_dir):
+            return _look(folder, wanted, known) if destination.is_leader else {}
+
+    has = all_or_raise(look)
+    if any(destination.leaders):
+        tables = all_gather(has if destination.is_leader else None)
+        has = {name: names for name, names in has.items() if all(table is None or name in table for table in tables)}
+    return broadcast_or_raise(lambda: _chosen(folder, has, known))
+
+
+def _look(folder: FilePath, wanted: Mapping[str, _Wanted], known: KnownFiles) -> dict[str, set[str]]:
+    """The names of the wanted tensors that each shared file of a folder has, by the file's name.
+
+    These files are touched, so that they do not look old to a removal. A file that is damaged is not taken.
     """
     try:
         sizes = {name: size for name, size in list_directory(folder)[0].items() if SHARED_NAME.fullmatch(name)}
     except MissingFileError:
-        sizes = {}
+        return {}
     has: dict[str, set[str]] = {}
     for name, size in sizes.items():
         path = folder / name
@@ -216,94 +244,40 @@ def _find(
         except (CheckpointError, UnreadableError) as error:
             logger.warning("%s: is not used: %s", path, error)
             continue
-        if head.nbytes == size:
-            has[name] = {
-                each
-                for each, want in wanted.items()
-                if each in head.tensors and (*head.tensors[each][:2], digests[each]) == want.content
-            }
-    found: dict[str, SharedTensor] = {}
-    files: list[tuple[str, int, str]] = []
-    while has:
-        name = max(has, key=lambda other: (len(has[other] - found.keys()), other))
-        new, path = has.pop(name) - found.keys(), folder / name
-        if not new:
-            break
+        names = {
+            each
+            for each, want in wanted.items()
+            if each in head.tensors and (*head.tensors[each][:2], digests[each]) == want.content
+        }
+        if not names or head.nbytes != size:
+            continue
         if isinstance(path, Path):
             try:
                 with suppress(PermissionError):  # another user's
                     os.utime(path)
             except FileNotFoundError:  # removed meanwhile
                 continue
-        head, digests = known.heads[path]
+        has[name] = names
+    return has
+
+
+def _chosen(
+    folder: FilePath, has: Mapping[str, set[str]], known: KnownFiles
+) -> tuple[dict[str, SharedTensor], list[tuple[str, int, str]]]:
+    """Where each tensor is taken from, and the files that this takes, few of them: name, bytes, digest."""
+    found: dict[str, SharedTensor] = {}
+    files: list[tuple[str, int, str]] = []
+    left = dict(has)
+    while left:
+        name = max(left, key=lambda other: (len(left[other] - found.keys()), other))
+        new = left.pop(name) - found.keys()
+        if not new:
+            break
+        head, digests = known.heads[folder / name]
         for each in new:
             found[each] = SharedTensor(len(files), head.tensors[each].offset, *head.tensors[each][:2], digests[each])
         files.append((name, head.nbytes, digest_of({n: (*at[:2], digests[n]) for n, at in head.tensors.items()})))
     return found, files
-
-
-def _write_new(
-    folder: FilePath,
-    missing: Mapping[str, _Wanted],
-    pieces: Sequence[LivePiece],
-    destination: Destination,
-    save_id: str,
-    options: Options,
-) -> tuple[Head, str]:
-    """Write a shared file of these tensors, of which this rank has ``pieces``: its header, and its digest. Collective.
-
-    Every rank writes its ranges. The file appears by a rename when all of it is on the device. Raises OSError.
-    """
-    digest = digest_of({name: want.content for name, want in missing.items()})
-    digests = {name: want.digest for name, want in missing.items()}
-    tensors = [(name, want.dtype, want.shape) for name, want in missing.items()]
-    header, head = lay_out(shared_name(digest), tensors, metadata_of(digests))
-    assert isinstance(folder, Path)
-    path = folder / shared_name(digest)
-    temporary = folder / f".{path.name}.{save_id}.tmp"
-
-    def begin() -> None:
-        if not destination.is_leader:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        with name_in_errors(temporary), open(temporary, "xb", buffering=0) as file:
-            reserve_space(file.fileno(), head.nbytes)
-            file.truncate(head.nbytes)
-            write_fully(file.fileno(), header, 0)
-
-    def write() -> None:
-        offsets = [head.tensors[p.param].offset + p.start * p.tensor.element_size() for p in pieces]
-        number = np.arange(len(pieces), dtype=np.int64)
-        zeros = np.zeros_like(number)
-        nbytes = np.array([piece.tensor.nbytes for piece in pieces], dtype=np.int64)
-        write_segments(
-            CopyTable(number, zeros, zeros, np.array(offsets, dtype=np.int64), nbytes),
-            [piece.tensor for piece in pieces],
-            [temporary],
-            sync=options.fsync,
-            executor=options.io_engine,
-        )
-
-    def finish() -> None:
-        if not destination.is_leader:
-            return
-        if options.fsync:
-            sync_path(temporary)
-        if read_shared_head(temporary)[0].tensors != head.tensors:
-            raise SaveError(f"{temporary}: its header reads back as another. Nothing was saved.")
-        os.replace(temporary, path)
-        if options.fsync:
-            sync_directory(folder)
-            sync_directory(folder.parent)
-
-    try:
-        for action in (begin, write, finish):
-            all_or_raise(action)
-    except Exception:
-        if destination.is_leader:
-            temporary.unlink(missing_ok=True)
-        raise
-    return head, digest
 
 
 class LeanStates:

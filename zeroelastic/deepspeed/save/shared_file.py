@@ -1,0 +1,317 @@
+"""Writes a shared file of which each rank has ranges: on a disk, on the disk of each node, or into an object store.
+
+On a disk that all ranks see, each writes what it has. Elsewhere the ranks send what they have to those that write, in
+rounds of bounded size: on each node its ranks share the rows of the file among them, and into a store each rank sends
+parts of one upload. Either way the file appears as a whole, under its name, when all of it is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.shared_files import read_shared_head
+from zeroelastic.core.digest import ByteArray
+from zeroelastic.core.layout import Int64Array
+from zeroelastic.deepspeed.live.digests import LivePiece
+from zeroelastic.deepspeed.options import Options
+from zeroelastic.deepspeed.save.directory import Destination
+from zeroelastic.deepspeed.storage_rules import saves_nothing
+from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
+from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
+from zeroelastic.errors import SaveError
+from zeroelastic.executors.dispatch import CopyTable, copy_segments, write_segments
+from zeroelastic.io.atomic import name_in_errors, reserve_space, sync_directory, sync_path, write_fully
+from zeroelastic.io.objects import (
+    OpenUpload,
+    abort_upload,
+    begin_upload,
+    complete_upload,
+    has_parts,
+    not_written_error,
+    object_stream,
+    part_size,
+    remove_objects,
+    send_part,
+)
+from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.torch_file.safetensors import Head
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A file to be written at ``path``: the ``header`` that says what ``head`` does, and what this rank has of it.
+
+    ``tag_dir`` is that of the save, which errors name.
+    """
+
+    tag_dir: FilePath
+    path: FilePath
+    header: bytes
+    head: Head
+    pieces: Sequence[LivePiece]
+
+    def offsets(self) -> Int64Array:
+        """Where in the file each piece begins."""
+        places = [self.head.tensors[p.param].offset + p.start * p.tensor.element_size() for p in self.pieces]
+        return np.array(places, dtype=np.int64)
+
+    def all_or_raise(self, action: Callable[[], object]) -> None:
+        """Run a step on all ranks; one that fails on any raises the same SaveError on every rank. Collective."""
+
+        def act() -> None:
+            with saves_nothing(self.tag_dir):
+                action()
+
+        all_or_raise(act)
+
+    def check(self, written: FilePath) -> None:
+        """Raise SaveError unless what was written has the header that this file has to have."""
+        if read_shared_head(written)[0].tensors != self.head.tensors:
+            raise SaveError(f"{written}: its header reads back as another. Nothing was saved.")
+
+
+def write_shared_file(file: NewFile, destination: Destination, save_id: str, options: Options) -> None:
+    """Write the file, of which each rank has some pieces. Collective. Raises SaveError on every rank."""
+    if isinstance(file.path, RemotePath):
+        _write_to_store(file, file.path, options)
+    else:
+        _write_to_disks(file, file.path, destination, save_id, options)
+
+
+def _write_to_disks(file: NewFile, path: Path, destination: Destination, save_id: str, options: Options) -> None:
+    """Write the file on the disk of each leader. It appears by a rename when all of it is on the device."""
+    folder, temporary = path.parent, path.with_name(f".{path.name}.{save_id}.tmp")
+
+    def begin() -> None:
+        if not destination.is_leader:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with name_in_errors(temporary), open(temporary, "xb", buffering=0) as made:
+            reserve_space(made.fileno(), file.head.nbytes)
+            made.truncate(file.head.nbytes)
+            write_fully(made.fileno(), file.header, 0)
+
+    def write_own() -> None:
+        number = np.arange(len(file.pieces), dtype=np.int64)
+        nbytes = np.array([piece.tensor.nbytes for piece in file.pieces], dtype=np.int64)
+        table = CopyTable(number, np.zeros_like(number), np.zeros_like(number), file.offsets(), nbytes)
+        tensors = [piece.tensor for piece in file.pieces]
+        write_segments(table, tensors, [temporary], sync=options.fsync, executor=options.io_engine)
+
+    def put(at: Int64Array, arrived: Arrived, buffer: RoundBuffer) -> None:
+        zeros = np.zeros_like(at)
+        write_segments(CopyTable(zeros, arrived.at, zeros, at, arrived.nbytes), [buffer], [temporary])
+
+    def finish() -> None:
+        if not destination.is_leader:
+            return
+        if options.fsync:
+            sync_path(temporary)
+        file.check(temporary)
+        os.replace(temporary, path)
+        if options.fsync:
+            sync_directory(folder)
+            sync_directory(folder.parent)
+
+    try:
+        file.all_or_raise(begin)
+        if any(destination.leaders):
+            rank, leaders = dist.get_rank(), destination.leaders
+            mates = [other for other, leader in enumerate(leaders) if leader == leaders[rank]]
+            rows = _Rows.of_all_ranks(file)
+            mine = np.arange(len(rows.offset)) % len(mates) == mates.index(rank)
+            rows.gather(rows.offset, np.where(mine, rows.offset + rows.nbytes, rows.offset), put)
+        else:
+            file.all_or_raise(write_own)
+        file.all_or_raise(finish)
+    except Exception:
+        if destination.is_leader:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        raise
+
+
+def _write_to_store(file: NewFile, path: RemotePath, options: Options) -> None:
+    """Write the object in parts, which all ranks send where the store can take them from several.
+
+    Memory: a part, twice while it is sent, and the buffers of an exchange.
+    """
+    rank, rows, nbytes = dist.get_rank(), _Rows.of_all_ranks(file), file.head.nbytes
+    part_bytes = part_size(nbytes, options.store_part_mib * _MIB)
+    upload = _PartsUpload(file, path) if has_parts(path) else _StreamUpload(file, path, part_bytes)
+    senders = range(dist.get_world_size() if isinstance(upload, _PartsUpload) else 1)
+    try:
+        upload.begin()
+        for first in range(0, -(-nbytes // part_bytes), len(senders)):
+            begin = min((first + rank) * part_bytes, nbytes) if rank in senders else nbytes
+            part = rows.range_of(begin, min(begin + part_bytes, nbytes))
+            file.all_or_raise(partial(upload.send, first + rank, part) if len(part) else lambda: None)
+        upload.complete(nbytes)
+        file.all_or_raise(lambda: file.check(path) if rank == 0 else None)
+    except Exception:
+        upload.discard()
+        raise
+
+
+class _PartsUpload:
+    """A multipart upload of which every rank sends parts. ``begin`` and ``complete`` are collective."""
+
+    def __init__(self, file: NewFile, path: RemotePath) -> None:
+        self._file, self._path = file, path
+        self._upload: OpenUpload | None = None
+        self._tags: dict[int, str] = {}
+        self._completed = False
+
+    def begin(self) -> None:
+        def act() -> OpenUpload:
+            with saves_nothing(self._file.tag_dir):
+                return begin_upload(self._path)
+
+        self._upload = broadcast_or_raise(act)
+
+    def send(self, number: int, part: ByteArray) -> None:
+        assert self._upload is not None
+        self._tags[number] = send_part(self._upload, number, part.tobytes())
+
+    def complete(self, nbytes: int) -> None:
+        tags = {number: tag for sent in all_gather(self._tags) for number, tag in sent.items()}
+
+        def act() -> None:
+            if dist.get_rank() == 0:
+                assert self._upload is not None
+                complete_upload(self._upload, [tags[number] for number in sorted(tags)], nbytes)
+                self._completed = True
+
+        self._file.all_or_raise(act)
+
+    def discard(self) -> None:
+        """On rank 0, abort the upload, or remove what it has made. Failures are logged."""
+        if dist.get_rank() != 0 or self._upload is None:
+            return
+        try:
+            if self._completed:
+                remove_objects([self._path])
+            else:
+                abort_upload(self._upload)
+        except OSError as error:
+            logger.warning("%s: what a save has left could not be removed: %s", self._path, error.strerror)
+
+
+class _StreamUpload:
+    """An object that rank 0 alone writes, in a store of which fsspec knows one step only. All but ``send`` collective.
+
+    An object that is there by then is complete, so nothing is left to be removed.
+    """
+
+    def __init__(self, file: NewFile, path: RemotePath, part_bytes: int) -> None:
+        self._file, self._path, self._part_bytes, self._open = file, path, part_bytes, ExitStack()
+        self._write: Callable[[bytes], object] | None = None
+
+    def begin(self) -> None:
+        def act() -> None:
+            if dist.get_rank() == 0:
+                with self._errors():
+                    self._write = self._open.enter_context(object_stream(self._path, self._part_bytes))
+
+        self._file.all_or_raise(act)
+
+    def send(self, number: int, part: ByteArray) -> None:
+        assert self._write is not None
+        with self._errors():
+            self._write(part.tobytes())
+
+    def complete(self, nbytes: int) -> None:
+        def act() -> None:
+            with self._errors():
+                self._open.close()
+
+        self._file.all_or_raise(act)
+
+    def discard(self) -> None:
+        with suppress(Exception):
+            self._open.__exit__(SaveError, SaveError("the save has failed"), None)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # file systems raise errors of many kinds
+            raise not_written_error(self._path, error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The pieces of all ranks by their place in the file: columns of shape ``(num_rows,)``, in bytes.
+
+    Row i is piece ``number[i]`` of rank ``owner[i]``.
+    """
+
+    file: NewFile
+    owner: Int64Array
+    number: Int64Array
+    offset: Int64Array
+    nbytes: Int64Array
+
+    @classmethod
+    def of_all_ranks(cls, file: NewFile) -> _Rows:
+        """Collective."""
+        nbytes = np.array([piece.tensor.nbytes for piece in file.pieces], dtype=np.int64)
+        tables = all_gather((file.offsets(), nbytes))
+        counts = [len(offset) for offset, _ in tables]
+        owner = np.repeat(np.arange(len(counts)), counts)
+        number = np.concatenate([np.arange(count) for count in counts])
+        offset, nbytes = (np.concatenate(column) for column in zip(*tables, strict=True))
+        order = np.argsort(offset, kind="stable")
+        order = order[nbytes[order] > 0]
+        columns = (column[order] for column in (owner, number, offset, nbytes))
+        return cls(file, *columns)
+
+    def gather(
+        self, begin: Int64Array, end: Int64Array, put: Callable[[Int64Array, Arrived, RoundBuffer], None]
+    ) -> None:
+        """Have the bytes of each row from ``begin`` to ``end`` in the file sent here, none where they meet. Collective.
+
+        ``put`` gets where in the file what has arrived belongs. Memory: four buffers of ``ROUND_BYTES``.
+        """
+        index = np.flatnonzero(end > begin)
+        at = begin[index]
+        rows = np.stack((self.number[index], at - self.offset[index], end[index] - at), 1)
+
+        def serve(asked: Int64Array, parts: Arrived, buffer: RoundBuffer) -> None:
+            numbers, src = np.unique(asked[:, 0], return_inverse=True)
+            table = CopyTable(
+                src.reshape(-1), asked[:, 1] + parts.skip, np.zeros_like(parts.at), parts.at, parts.nbytes
+            )
+            copy_segments(table, [self.file.pieces[number].tensor for number in numbers.tolist()], [buffer])
+
+        def take(arrived: Arrived, buffer: RoundBuffer) -> None:
+            put(at[arrived.row] + arrived.skip, arrived, buffer)
+
+        source = device_of(piece.tensor for piece in self.file.pieces)
+        self.file.all_or_raise(lambda: exchange_rows(rows, self.owner[index], serve, take, filled_on=source))
+
+    def range_of(self, begin: int, end: int) -> ByteArray:
+        """The bytes of the file from ``begin`` to ``end``, its header among them. Collective."""
+        found: ByteArray = np.empty(end - begin, dtype=np.uint8)
+        header = np.frombuffer(self.file.header, dtype=np.uint8)[begin:end]
+        found[: len(header)] = header
+
+        def put(at: Int64Array, arrived: Arrived, buffer: RoundBuffer) -> None:
+            zeros = np.zeros_like(at)
+            copy_segments(CopyTable(zeros, arrived.at, zeros, at - begin, arrived.nbytes), [buffer], [found])
+
+        self.gather(np.maximum(self.offset, begin), np.minimum(self.offset + self.nbytes, end), put)
+        return found
