@@ -83,6 +83,9 @@ def reshard(
     ] = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")] = "1GiB",
     verify: Annotated[bool, typer.Option("--verify", help="Read the result again before it appears.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Write what a lean checkpoint has in shared files into the result.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
     distributed: DistributedOption = False,
     quiet: QuietOption = False,
@@ -102,6 +105,7 @@ def reshard(
         zeroelastic reshard ckpt ckpt-stage2 --world-size 4 --stage 2
         zeroelastic reshard ckpt dealt -n 4 --stage 2 --round-robin-gradients
         zeroelastic reshard ckpt plain -n 2 --stage 0
+        zeroelastic reshard ckpt whole -n 2 --full
     """
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -245,11 +246,12 @@ class RecordedDigests:
 
 
 class TensorCopy(NamedTuple):
-    """One tensor to copy, the dtype to write, and the slot for it."""
+    """One tensor to copy, the dtype to write, and the slot for it, where it begins at element ``start``."""
 
     tensor: ModelTensor
     dtype: str
     slot: int
+    start: int = 0
 
 
 def copy_tensors(
@@ -268,7 +270,7 @@ def copy_tensors(
     DigestMismatchError naming the parameter and the state key, UnsupportedError for a buffer that needs more memory,
     CheckpointError and OSError as ``move_segments``.
     """
-    classes: dict[tuple[int, str, str, str, int], list[tuple[int, int]]] = {}
+    classes: dict[tuple[int, str, str, str, int], list[tuple[int, int, int]]] = {}
     times: dict[Place, int] = {}
     for copy in copies:
         place = copy.tensor.source
@@ -276,7 +278,7 @@ def copy_tensors(
             # Copies that are moved together have one conversion, and a parameter once.
             number = times[place] = times.get(place, -1) + 1
             kind = (place.part, place.key, copy.tensor.dtype, copy.dtype, number)
-            classes.setdefault(kind, []).append((place.param, copy.slot))
+            classes.setdefault(kind, []).append((place.param, copy.slot, copy.start))
         elif copy.tensor.numel:
             _copy_buffer(files, copy, place, max_memory, progress)
     for (part_number, key, saved, dtype, _), members in classes.items():
@@ -284,8 +286,9 @@ def copy_tensors(
         # A parameter has one row of each rank that holds some of it.
         at_once = max(1, max_memory // 2 // _ROW_BYTES // part.layout.world_size)
         for begin in range(0, len(members), at_once):
-            params, numbers = zip(*members[begin : begin + at_once], strict=True)
+            params, numbers, starts = zip(*members[begin : begin + at_once], strict=True)
             tensors, rows = part.whole_rows(params, keys=(key,))
+            rows = replace(rows, target_offset=rows.target_offset + np.array(starts, dtype=np.int64)[rows.target])
             seeds = None if digests is None else digests.seeds(tensors)
             slots = np.array(numbers, dtype=np.int64)
             cast = cast_between(saved, dtype)

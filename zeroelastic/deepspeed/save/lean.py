@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -181,15 +182,23 @@ def _frozen_buffers(
 ) -> dict[str, tuple[_Wanted, torch.Tensor]]:
     """The large tensors of the module's state beside its parameters that are not seen to change. Collective.
 
-    They are alike on all ranks. One that was shared and changed since is training's, and stays in the tags.
+    They are alike on all ranks. One that was shared and changed since is training's, and stays in the tags, and so do
+    views of memory that is saved once.
     """
-    tensors = {
-        name: value.detach().contiguous().view(-1)
+    strided = {
+        name: value
         for name, value in module.items()
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+    }
+    memory = Counter(value.untyped_storage().data_ptr() for value in strided.values())
+    tensors = {
+        name: value.detach().view(-1)
+        for name, value in strided.items()
         if name not in params
-        and isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
         and value.nbytes >= MIN_BUFFER_BYTES
+        and value.is_contiguous()
+        and value.nbytes == value.untyped_storage().nbytes()
+        and memory[value.untyped_storage().data_ptr()] == 1
         and dtype_name(value) in DTYPE_NAMES
     }
     digests = digest_pieces([LivePiece(name, BUFFER, tensor, 0) for name, tensor in tensors.items()])
@@ -297,7 +306,8 @@ class LeanStates:
     def _without_weights(self, table: dict[str, Any]) -> dict[str, Any]:
         table = copy.copy(table)  # with the attributes of a module's state dict
         for name in table.keys() & (self._shared.left_out | self._shared.params.keys()):
-            table[name] = torch.empty(0, dtype=table[name].dtype)
+            if table[name].untyped_storage().nbytes():  # at stage 3 none has elements
+                table[name] = torch.empty(0, dtype=table[name].dtype, device=table[name].device)
         return table
 
 

@@ -33,10 +33,12 @@ from zeroelastic.torch_file.graph import (
     new_storage,
     ordered_dict,
     pairs_of,
+    storage_of,
     tensor,
     torch_size,
 )
-from zeroelastic.verbs.reshard.source import ReshardSource, configured_dtype, storage_of, whole_module
+from zeroelastic.verbs.reshard.lean_source import WeightPlace
+from zeroelastic.verbs.reshard.source import ReshardSource, configured_dtype, whole_module
 from zeroelastic.verbs.reshard.target import ReshardTarget
 
 Root: TypeAlias = dict[object, object]
@@ -51,14 +53,15 @@ class RankFiles:
     """The graphs of one rank's files, in the order of ``file_names``, and from where their storages are filled.
 
     ``flats[i, key]`` is the storage of flat buffer i of a state key, ``frozen[p, "frozen"]`` that of the rank's part of
-    frozen parameter p, ``weights[name]`` that of a whole weight, made from the master weights; ``digests`` takes int64
-    by parameter, in elastic files; every other storage of the graphs has its ``data``, or an ``extent`` to be copied.
+    frozen parameter p, ``weights[name]`` the place of a whole weight, made from the master weights; ``digests`` takes
+    int64 by parameter, in elastic files; every other storage of the graphs has its ``data``, or an ``extent`` to be
+    copied.
     """
 
     graphs: tuple[Root, ...]
     flats: Flats
     frozen: Flats
-    weights: Mapping[str, Storage]
+    weights: Mapping[str, WeightPlace]
     digests: Storage | None
 
 
@@ -70,11 +73,12 @@ def rank_files(source: ReshardSource, target: ReshardTarget, rank: int, *, save_
         for i, keys in enumerate(target.keys)
         for key, dtype in keys.items()
     }
-    weights: dict[str, Storage] = {}
+    weights: dict[str, WeightPlace] = {}
     frozen: dict[str, Storage] = {}
     if target.has_model(rank):
-        whole = [param for param in layout.params if param.name in target.weights]
-        weights = {param.name: new_storage(target.weights[param.name], param.numel) for param in whole}
+        for param in [param for param in layout.params if param.name in target.weights]:
+            own = source.weights.get(param.name)
+            weights[param.name] = own or WeightPlace(new_storage(target.weights[param.name], param.numel), 0)
     if target.has_model(rank) and source.frozen is not None and target.frozen is not None:
         columns = zip(target.frozen.params, source.frozen.dtypes, target.frozen.part.tolist(), strict=True)
         frozen = {param.name: new_storage(keys[FROZEN], numel) for param, keys, numel in columns}
@@ -296,13 +300,13 @@ def _shapes(params: Sequence[Param]) -> Node:
 
 
 def _whole_model(
-    source: ReshardSource, target: ReshardTarget, weights: Mapping[str, Storage], frozen: Mapping[str, Storage]
+    source: ReshardSource, target: ReshardTarget, weights: Mapping[str, WeightPlace], frozen: Mapping[str, Storage]
 ) -> Root:
     """The module states at stages 1 and 2, with whole weights."""
     root = _model_root(source, target, 0)
     params = () if target.frozen is None else target.frozen.params
     pieces = _whole_tensors(params, frozen)
-    root["module"] = whole_module(root, {**_whole_tensors(target.layout.params, weights), **pieces})
+    root["module"] = whole_module(root, {**_made_weights(source, target, weights), **pieces})
     excluded = root.get("frozen_param_shapes") is None and source.stage != 1 and not frozen
     if target.stage == 1 or excluded:  # stage 1 lists no frozen parameters
         root["frozen_param_shapes"] = root["frozen_param_fragments"] = None
@@ -310,6 +314,13 @@ def _whole_model(
         root["frozen_param_shapes"] = _shapes(params)
         root["frozen_param_fragments"] = ordered_dict(pieces.items())
     return root
+
+
+def _made_weights(source: ReshardSource, target: ReshardTarget, weights: Mapping[str, WeightPlace]) -> dict[str, Node]:
+    """The whole weights that are made of master weights, but those that have a place in the source's module states."""
+    return _whole_tensors(
+        target.layout.params, {name: place.storage for name, place in weights.items() if name not in source.weights}
+    )
 
 
 def _whole_tensors(params: Sequence[Param], storages: Mapping[str, Storage]) -> dict[str, Node]:
@@ -320,12 +331,12 @@ def _whole_root(
     source: ReshardSource,
     target: ReshardTarget,
     flats: Flats,
-    weights: Mapping[str, Storage],
+    weights: Mapping[str, WeightPlace],
     frozen: Mapping[str, Storage],
 ) -> Root:
     """The only file of stage 0."""
     params = target.layout.params
-    made = _whole_tensors(params, weights)
+    made = _made_weights(source, target, weights)
     if target.wrapper == "none":  # the weights of the module are the master weights
         made = {param.name: _flat(flats[i, FP32], param.shape) for i, param in enumerate(params)}
     root = dict(source.model_root(0))

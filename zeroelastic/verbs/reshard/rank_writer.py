@@ -25,10 +25,10 @@ from zeroelastic.distributed.processes import Processes
 from zeroelastic.executors.dispatch import DigestRows
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.atomic import write_atomically
-from zeroelastic.torch_file.graph import Storage
 from zeroelastic.verbs.model_tensors import optimizer_tensors
 from zeroelastic.verbs.new_files import Archives, TensorCopy, copy_tensors
 from zeroelastic.verbs.reshard.files import Flats, rank_files
+from zeroelastic.verbs.reshard.lean_source import WeightPlace
 from zeroelastic.verbs.reshard.source import ReshardSource
 from zeroelastic.verbs.reshard.target import ReshardTarget, file_names
 
@@ -166,16 +166,16 @@ class RankWriter:
         counts = np.array([len(dtypes) for dtypes in parts[number].dtypes], dtype=np.int64)
         return sum(len(part.tensors()) for part in parts[:number]) + np.cumsum(counts) - counts
 
-    def _make_weights(self, archives: Archives, weights: Mapping[str, Storage]) -> None:
+    def _make_weights(self, archives: Archives, weights: Mapping[str, WeightPlace]) -> None:
         """Fill the whole weights by rounding the master weights to their dtypes, on the way from file to file."""
         if not weights:
             return
         state, params = self._saved.state, self._saved.trained.layout.params
         masters = optimizer_tensors(state, keys=frozenset([FP32]))
         by_name = {param.name: master for param, master in zip(params, masters, strict=True)}
-        slots = archives.slots(list(weights.values())).tolist()
+        slots = archives.slots([place.storage for place in weights.values()]).tolist()
         copies = [
-            TensorCopy(by_name[name], storage.dtype, slot)
-            for (name, storage), slot in zip(weights.items(), slots, strict=True)
+            TensorCopy(by_name[name], place.storage.dtype, slot, place.start)
+            for (name, place), slot in zip(weights.items(), slots, strict=True)
         ]
         copy_tensors(archives, copies, state, max_memory=self._max_memory)

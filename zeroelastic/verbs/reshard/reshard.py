@@ -31,10 +31,11 @@ from zeroelastic.checkpoint.one_save import check_one_save, one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import open_state
+from zeroelastic.checkpoint.shared_files import check_shared_files
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, some, with_remedy
+from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError, some, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.io.paths import FilePath
@@ -136,6 +137,7 @@ def reshard(
     parameter_alignment: bool | None = None,
     max_memory: int | str = "1GiB",
     verify: bool = False,
+    full: bool = False,
     dry_run: bool = False,
     processes: Processes | None = None,
     progress: Progress = no_progress,
@@ -147,9 +149,10 @@ def reshard(
     there is one; ``verify`` reads the result again before it appears. ``stage`` is the ZeRO stage of the
     result, by default that of the source; one of stage 0, plain data parallel, DeepSpeed alone can read. ``format``
     "rigid" is what stock DeepSpeed writes; "elastic", the default at stage 3, describes itself, and does not exist at
-    the others. ``round_robin_gradients`` and ``parameter_alignment`` are those of the run that will load a result of
-    stage 1 or 2, by default those of the saved configuration; ``sub_group_size`` is the same for stage 3. Several
-    ``processes`` share the work; collective.
+    the others. ``full`` writes what a lean source leaves to shared files into the result, which stock DeepSpeed then
+    loads; without it such a source is refused. ``round_robin_gradients`` and ``parameter_alignment`` are those of the
+    run that will load a result of stage 1 or 2, by default those of the saved configuration; ``sub_group_size`` is the
+    same for stage 3. Several ``processes`` share the work; collective.
 
     Raises UsageError where ``dst`` exists or there is no checkpoint, CheckpointError, DigestMismatchError,
     UnsupportedError, OSError.
@@ -171,6 +174,7 @@ def reshard(
         parameter_alignment=parameter_alignment,
         max_memory=memory,
         verify=verify,
+        full=full,
     )
     processes = processes or Processes()
     source = processes.all_or_raise(lambda: find_source(src, tag=tag))
@@ -191,6 +195,13 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     Raises CheckpointError, UnsupportedError, UsageError.
     """
     state = open_state(open_checkpoint(source.tag_dir))
+    if (shared := state.models[0].shared) is not None:
+        check_shared_files(shared.files, source.tag_dir)
+        if not options.full:
+            raise UsageError(
+                f"{source.tag_dir}: takes its frozen weights from files that the tags of its run share. Add --full, to "
+                "have them in the result itself."
+            )
     options.check(state.head.stage if options.stage is None else options.stage)
     saved = reshard_source(state)
     sizes = (options.world_size, state.checkpoint.world_size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,7 +24,8 @@ from zeroelastic.core.layout import Param, pack_sub_groups
 from zeroelastic.errors import CheckpointError, UnsupportedError, some
 from zeroelastic.executors.tables import cast_between
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.graph import Node, Storage, entry, ordered_dict, pairs_of, read_graph
+from zeroelastic.torch_file.graph import Node, entry, ordered_dict, pairs_of, read_graph, storage_of
+from zeroelastic.verbs.reshard.lean_source import WeightPlace, completed, group_weights, not_lean
 
 _MAX_LISTED = 4
 _BOTH = ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count", "base_optimizer_state")
@@ -61,7 +62,8 @@ class ReshardSource:
 
     ``optim_root`` is an optimizer file's graph; ``model_root(rank)`` the module states that target rank ``rank`` takes
     over; ``config`` the saved DeepSpeed configuration, from the file ``config_path``. ``buffers`` are the parameters of
-    each flat buffer of the ranks that saved it, in the order of the optimizer.
+    each flat buffer of the ranks that saved it, in the order of the optimizer. ``weights`` are places in the module's
+    whole state for trained weights that the files do not have, as in a lean tag.
     """
 
     state: SavedState
@@ -72,6 +74,7 @@ class ReshardSource:
     config: Mapping[str, object]
     config_path: FilePath
     bf16_names: bool
+    weights: Mapping[str, WeightPlace] = field(default_factory=dict)
 
     @property
     def stage(self) -> int:
@@ -130,7 +133,14 @@ def reshard_source(state: SavedState) -> ReshardSource:
             f"{state.head.path}: optimizer_state_dict holds {', '.join(unknown)}, which is not known to be the same at "
             "another world size. Load it with zeroelastic in the training job, which restores what it knows."
         )
-    layout = state.head.layout
+    layout, checkpoint, shared = state.head.layout, state.checkpoint, state.models[0].shared
+    weights: dict[str, WeightPlace] = {}
+    if shared is not None and checkpoint.whole_model:
+        weights = group_weights(layout, pairs_of(read_graph(checkpoint.model_files[0])))
+
+    def complete(found: Mapping[object, object]) -> Mapping[object, object]:
+        return found if shared is None else completed(found, shared, checkpoint.tag_dir, layout, weights)
+
     return ReshardSource(
         state=state,
         groups=_groups(state, inner),
@@ -138,11 +148,12 @@ def reshard_source(state: SavedState) -> ReshardSource:
             [layout.params[p] for p in np.flatnonzero(layout.sub_group == i).tolist()]
             for i in range(layout.num_sub_groups)
         ],
-        optim_root=root,
-        model_root=model_roots(state.checkpoint.model_files),
+        optim_root=root if shared is None else not_lean(root),
+        model_root=model_roots(checkpoint.model_files, complete),
         config=state.head.ds_config,
         config_path=state.head.path,
         bf16_names=state.head.path.name.startswith("bf16_"),
+        weights=weights,
     )
 
 
@@ -179,13 +190,20 @@ def train_batch_size(record: CommitRecord | None, head: Shard, world_size: int) 
     return configured_batch(head.ds_config, world_size)
 
 
-def model_roots(files: Sequence[FilePath]) -> Callable[[int], Mapping[object, object]]:
-    """The module states of each target rank: those of the same saved rank, or of rank 0 for a new rank.
+def model_roots(
+    files: Sequence[FilePath],
+    complete: Callable[[Mapping[object, object]], Mapping[object, object]] = lambda found: found,
+) -> Callable[[int], Mapping[object, object]]:
+    """The module states of each target rank, by ``complete``: those of the same saved rank, or rank 0's for a new rank.
 
     Each file is read once; rank 0's stays in memory for the new ranks.
     """
-    read_first = functools.cache(lambda: pairs_of(read_graph(files[0])))
-    return lambda rank: pairs_of(read_graph(files[rank])) if 0 < rank < len(files) else read_first()
+
+    def read(rank: int) -> Mapping[object, object]:
+        return complete(pairs_of(read_graph(files[rank])))
+
+    read_first = functools.cache(lambda: read(0))
+    return lambda rank: read(rank) if 0 < rank < len(files) else read_first()
 
 
 def saved_sub_group_size(source: ReshardSource) -> int:
@@ -247,8 +265,9 @@ def _repeats(listed: object) -> int:
 
 
 # The whole weights of a module, which the model states file of stages 0 to 2 has and no file of stage 3. A source of
-# stage 1 or 2 has them as well: they are copied. From one of stage 3 they are made: trained weights by rounding the
-# master weights to the dtype of the run, as DeepSpeed does after every step, frozen ones from their parts.
+# stage 1 or 2 has them as well: they are copied. From one of stage 3, and from a lean one, they are made: trained
+# weights by rounding the master weights to the dtype of the run, as DeepSpeed does after every step, frozen ones from
+# their parts.
 
 
 def weight_dtypes(source: ReshardSource) -> dict[str, str]:
@@ -274,7 +293,7 @@ def made_weights(source: ReshardSource) -> dict[str, str]:
 
     Raises UnsupportedError for a dtype to which master weights cannot be rounded.
     """
-    if source.whole_model:
+    if source.whole_model and not source.weights:
         return {}
     dtypes = weight_dtypes(source)
     part = source.trained
@@ -336,9 +355,3 @@ def whole_module(root: Mapping[object, object], whole: Mapping[str, Node]) -> No
         return whole.get(str(name), tied.get(shared.get(name, name), value))
 
     return ordered_dict((name, weight(name, value)) for name, value in pairs_of(root.get("module")).items())
-
-
-def storage_of(value: object) -> Storage | None:
-    """The storage of a tensor; None for another object."""
-    storage = value.args[0] if isinstance(value, Node) and value.args else None
-    return storage if isinstance(storage, Storage) else None

@@ -57,7 +57,7 @@ class ReshardOptions:
     ``stage`` is the ZeRO stage of the result, by default that of the source. ``format`` is by default elastic at stage
     3, and always rigid below it. ``sub_group_size`` overrides that of the saved configuration, and at stages 1
     and 2 ``round_robin_gradients`` and ``parameter_alignment`` theirs; ``verify`` reads the result back before it is
-    published. Raises UsageError for invalid values.
+    published; ``full`` writes what a lean source has in shared files. Raises UsageError for invalid values.
     """
 
     world_size: int
@@ -68,6 +68,7 @@ class ReshardOptions:
     parameter_alignment: bool | None = None
     max_memory: int = 1 << 30
     verify: bool = False
+    full: bool = False
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

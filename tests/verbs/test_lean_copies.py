@@ -1,0 +1,115 @@
+"""What is made of a lean tag is what is made of the full tag of the same state, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import run_command
+from lean_saves import JOB, save_lean_and_full
+from made_once import made_once
+
+import zeroelastic
+from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, read_shared_head
+from zeroelastic.errors import DigestMismatchError, MissingFileError, UsageError
+from zeroelastic.testing import RankPool
+from zeroelastic.verbs.reshard import reshard as reshard_module
+
+SAVES = {
+    "3": (3, JOB),
+    "3-rigid-fp16": (2, replace(JOB, elastic=False, precision="fp16")),
+    "2": (3, replace(JOB, stage=2, zero={"round_robin_gradients": True})),
+    "2-fp16": (2, replace(JOB, stage=2, precision="fp16")),
+    "1": (3, replace(JOB, stage=1, zero={"parameter_alignment": True})),
+    "1-fp32": (2, replace(JOB, stage=1, precision="fp32")),
+}
+
+
+@pytest.fixture(scope="module", params=[*SAVES])
+def saved(request: pytest.FixtureRequest, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders ``lean`` and ``full``."""
+    ranks, job = SAVES[request.param]
+    return made_once(
+        tmp_path_factory,
+        f"lean-{request.param}",
+        lambda directory: rank_pool.run(save_lean_and_full, ranks, job, str(directory)) and None,
+    )
+
+
+@pytest.fixture
+def same_save_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reshard has the same id, which its files have in them."""
+    original = reshard_module.new_directory
+
+    @contextmanager
+    def new_directory(*arguments: Any, **options: Any) -> Iterator[tuple[Path, str]]:
+        with original(*arguments, **options) as (directory, save_id):
+            yield directory, "0" * len(save_id)
+
+    monkeypatch.setattr(reshard_module, "new_directory", new_directory)
+
+
+def contents(directory: Path) -> dict[str, object]:
+    """Every file, but what names the source: its id and time, and scripts of DeepSpeed that a save copies."""
+    found: dict[str, object] = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        if path.name == "zeroelastic.json":
+            record = json.loads(path.read_text())
+            found[path.name] = {key: record[key] for key in record.keys() - {"parent", "committed_at", "checksum"}}
+        elif path.suffix != ".py":
+            found[str(path.relative_to(directory))] = path.read_bytes()
+    return found
+
+
+@pytest.mark.usefixtures("same_save_id")
+@pytest.mark.parametrize(("stage", "world_size"), [(3, 2), (3, 5), (2, 2), (2, 1), (1, 3), (0, 2)])
+def test_a_full_reshard_is_that_of_the_full_tag(saved: Path, tmp_path: Path, stage: int, world_size: int) -> None:
+    for name in ("lean", "full"):
+        options: dict[str, Any] = {"world_size": world_size, "stage": stage, "full": True}
+        zeroelastic.reshard(saved / name, tmp_path / name, **options)
+    assert contents(tmp_path / "lean") == contents(tmp_path / "full")
+    assert not (tmp_path / "lean" / FROZEN_FOLDER).exists()
+
+
+def test_without_full_a_lean_tag_is_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Add --full"):
+        zeroelastic.reshard(saved / "lean", tmp_path / "out", world_size=2)
+    assert not list(tmp_path.iterdir())
+    done = run_command("reshard", saved / "lean", tmp_path / "out", "-n", 2, "--full", "--dry-run", "--json")
+    assert done.returncode == 0
+    assert not any(FROZEN_FOLDER in note for note in json.loads(done.stdout)["notes"])
+
+
+def test_a_shared_file_that_is_gone_is_named(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "lean", tmp_path / "lean")
+    (shared,) = (tmp_path / "lean" / FROZEN_FOLDER).iterdir()
+    shared.rename(tmp_path / "away")
+    with pytest.raises(MissingFileError, match=shared.name):
+        zeroelastic.reshard(tmp_path / "lean", tmp_path / "out", world_size=2, full=True)
+
+
+@pytest.mark.parametrize("name", ["frozen_table.weight", "mask"])
+def test_damage_in_a_shared_file_is_found(saved: Path, tmp_path: Path, name: str) -> None:
+    """In a frozen parameter, by the commit record, and in a buffer, by the digest that the tag states."""
+    shutil.copytree(saved / "lean", tmp_path / "lean")
+    (shared,) = (tmp_path / "lean" / FROZEN_FOLDER).iterdir()
+    damage(shared, name)
+    with pytest.raises(DigestMismatchError, match=name):
+        zeroelastic.reshard(tmp_path / "lean", tmp_path / "out", world_size=2, full=True)
+    assert not (tmp_path / "out").exists()
+
+
+def damage(shared: Path, name: str) -> None:
+    """Flip a bit of a tensor in a shared file."""
+    place = read_shared_head(shared)[0].tensors[name]
+    with open(shared, "r+b") as file:
+        file.seek(place.offset + 8)
+        byte = file.read(1)
+        file.seek(place.offset + 8)
+        file.write(bytes([byte[0] ^ 1]))

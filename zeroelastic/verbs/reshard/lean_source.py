@@ -1,0 +1,117 @@
+"""The module states of a lean tag, with what they leave out: as a save of everything would have written them.
+
+Buffers come back as storages in the shared files. At stages 1 and 2 trained weights come back as tensors in the flat
+buffers of the optimizer groups, where DeepSpeed has them; these storages are to be filled from the master weights.
+Frozen parameters are not put back here: whatever is made of a checkpoint takes them from the saved state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from zeroelastic.checkpoint.shared_weights import BUFFER, SHARED_KEY, SharedWeights
+from zeroelastic.core.digest import combine, stream_seed
+from zeroelastic.core.layout import Layout
+from zeroelastic.errors import CheckpointError, DigestMismatchError
+from zeroelastic.executors.dispatch import digest_range
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import read_range
+from zeroelastic.torch_file.graph import Storage, new_storage, pairs_of, storage_of, tensor, with_pairs
+from zeroelastic.torch_file.header import DTYPE_BYTES, Extent
+
+_CHUNK_BYTES = 8 << 20
+_LEAN_OPTIONS = ("lean", "frozen")
+
+
+class WeightPlace(NamedTuple):
+    """Where a trained weight is to be made: its first element in a storage."""
+
+    storage: Storage
+    start: int
+
+
+def group_weights(layout: Layout, root: Mapping[object, object]) -> dict[str, WeightPlace]:
+    """The place of each trained weight in the flat buffers of the ranks that saved at stages 1 and 2, by name.
+
+    Dtype and device are those of the first weight of a group in the module's state ``root``, where it has no elements.
+    """
+    module = pairs_of(root.get("module"))
+    storages: dict[int, Storage] = {}
+    places: dict[str, WeightPlace] = {}
+    for param, group, start in zip(layout.params, layout.sub_group.tolist(), layout.origin.tolist(), strict=True):
+        if group not in storages:
+            saved = storage_of(module.get(param.name))
+            if saved is None:
+                raise CheckpointError(f"the module's state has no entry for {param.name}. The file is damaged.")
+            numel = int(layout.sub_group_numel[group]) * layout.world_size
+            storages[group] = _like(saved, new_storage(saved.dtype, numel))
+        places[param.name] = WeightPlace(storages[group], start)
+    return places
+
+
+def completed(
+    root: Mapping[object, object],
+    shared: SharedWeights,
+    tag_dir: FilePath,
+    layout: Layout,
+    weights: Mapping[str, WeightPlace],
+) -> dict[object, object]:
+    """The module states ``root`` of a lean tag with its buffers, and with the trained ``weights`` of ``layout``.
+
+    Raises CheckpointError, DigestMismatchError when a buffer's bytes are looked up.
+    """
+    tied = pairs_of(root.get("shared_params"))
+    trained = {
+        tied.get(param.name, param.name): (weights[param.name], param.shape)
+        for param in layout.params
+        if param.name in weights
+    }
+
+    def entry(name: object, value: object) -> object:
+        saved = storage_of(value)
+        if name not in shared.left_out or saved is None:
+            return value
+        if (buffer := shared.buffers.get(str(name))) is not None:
+            find = partial(_checked_buffer, shared, str(name), tag_dir)
+            storage = _like(saved, new_storage(buffer.dtype, buffer.place.nbytes // DTYPE_BYTES[buffer.dtype]))
+            storage.find = find
+            return tensor(storage, 0, buffer.shape)
+        place = trained.get(tied.get(name, name))
+        return value if place is None else tensor(place[0].storage, place[0].start, place[1])
+
+    saved_module = root.get("module")
+    module = with_pairs(saved_module, ((name, entry(name, value)) for name, value in pairs_of(saved_module).items()))
+    return not_lean({**{key: value for key, value in root.items() if key != SHARED_KEY}, "module": module})
+
+
+def not_lean(root: Mapping[object, object]) -> dict[object, object]:
+    """The root of a file whose configuration asks for lean saves, as one that does not ask for them has it."""
+    config = pairs_of(root.get("ds_config"))
+    own = config.get("zeroelastic")
+    if not isinstance(own, dict):
+        return dict(root)
+    block = {key: value for key, value in own.items() if key not in _LEAN_OPTIONS}
+    return {**root, "ds_config": {**config, "zeroelastic": block}}
+
+
+def _like(saved: Storage, made: Storage) -> Storage:
+    made.location = saved.location
+    return made
+
+
+def _checked_buffer(shared: SharedWeights, name: str, tag_dir: FilePath) -> Extent:
+    """Where a buffer is in its shared file, whose bytes are compared with the digest that the tag states."""
+    buffer = shared.buffers[name]
+    path, nbytes, itemsize = shared.files[buffer.file].at(tag_dir), buffer.place.nbytes, DTYPE_BYTES[buffer.dtype]
+    digest, seed = 0, stream_seed(name, BUFFER)
+    for begin in range(0, nbytes, _CHUNK_BYTES):
+        data = read_range(path, buffer.offset + begin, min(_CHUNK_BYTES, nbytes - begin))
+        part = np.frombuffer(data, dtype=np.uint8)
+        digest = combine(digest, digest_range(part, itemsize, seed=seed, start=begin // itemsize))
+    if digest != buffer.digest:
+        raise DigestMismatchError(f"{path}: buffer {name} is not what was saved. The file is damaged.")
+    return Extent(path, buffer.offset, nbytes, buffer.dtype)
