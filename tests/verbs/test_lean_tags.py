@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import shutil
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_command
 from lean_tags import BUFFER, JOB, RANKS, build_lean_engine, copied, make_lean, shared_file
 from synthetic import believe_sizes, edit
 
+from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, SharedFile, digest_of, metadata_of, shared_name
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY
@@ -162,6 +165,32 @@ def test_a_lean_tag_is_valid_and_its_shared_file_is_one_of_the_files(
     quick = verify(run, quick=True)
     assert quick.valid and any("shared files: 1 of 1" in clause for clause in quick.checked)
     assert inspect(run, all_ranks=True).problems == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_inspect_says_what_is_where_and_what_it_saved(runs: dict[int, Path], tmp_path: Path, stage: int) -> None:
+    page = tmp_path / "page.html"
+    done = run_command("inspect", runs[stage], "--html", page)
+    assert done.returncode == 0
+    found, full = inspect(runs[stage]), inspect(runs[stage].parent / "full")
+    assert full.lean is None and found.lean is not None
+    assert (found.buffers, found.totals.state_bytes) == (full.buffers, full.totals.state_bytes)
+    (file,) = found.lean.files
+    assert (file.state, file.num_tensors, file.bytes) == ("whole", 4, shared_file(runs[stage]).stat().st_size)
+    assert found.lean.tag_bytes == found.totals.disk_bytes
+    assert found.lean.weight_bytes == (0 if stage == 3 else 2 * found.totals.trained_numel)
+    # Beside the tensors, both tags have tables, which the lean one has more of.
+    assert abs(full.totals.disk_bytes - found.totals.disk_bytes - found.lean.saved_bytes) < 6000
+    for text in (done.stdout, html.unescape(page.read_text())):
+        assert file.path in text.replace("<wbr>", "") and format_size(found.lean.saved_bytes) in text
+    assert f"in shared files: {format_size(file.tensor_bytes)}" in page.read_text()
+
+
+@pytest.mark.parametrize(("what", "state"), [("removed", "missing"), ("truncated", "damaged"), ("a shape", "damaged")])
+def test_inspect_says_that_a_shared_file_is_not_there_or_not_whole(run: Path, what: str, state: str) -> None:
+    {**HEADER, **PLACE}[what](run)
+    lean = inspect(run).lean
+    assert lean is not None and [file.state for file in lean.files] == [state]
 
 
 @pytest.mark.parametrize("what", [*HEADER, *PLACE, *OTHERS])

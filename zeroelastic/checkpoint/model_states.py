@@ -156,6 +156,8 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         others_of.append((fragments, ()))
     is_part = WHOLE_MODEL_FILE.match(path.name) is None
     shared = shared_weights_of(root, path)
+    if shared is not None and (both := trained & shared.params.keys()):
+        raise CheckpointError(f"{path}: {shown(sorted(map(str, both))[0])} is trained and frozen. The file is damaged.")
     frozen: Layout | None
     extents: TensorExtents | None
     if shared is not None:
