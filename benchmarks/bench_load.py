@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from statistics import median
 from typing import Any
@@ -130,15 +130,12 @@ def add_universal(rows: Sequence[Row]) -> list[Row]:
         raw = tuple(a + b for a, b in zip(before.raw_seconds, row.raw_seconds, strict=False))
         low, middle, high = (a + b for a, b in zip(before.seconds, row.seconds, strict=True))
         result.append(
-            Row(
+            replace(
+                row,
                 system="universal",
-                cache=row.cache,
-                first=True,
-                ranks=row.ranks,
                 seconds=(low, middle, high),
                 cpu_seconds=before.cpu_seconds + row.cpu_seconds,
                 rank_bytes=max(before.rank_bytes, row.rank_bytes),
-                owned_bytes=row.owned_bytes,
                 amplification=before.amplification + row.amplification,
                 mapped_bytes=0,
                 disk_bytes=before.disk_bytes + row.disk_bytes,
@@ -146,7 +143,6 @@ def add_universal(rows: Sequence[Row]) -> list[Row]:
                 files=before.files + row.files,
                 extra_rss=max(before.extra_rss, row.extra_rss),
                 other_cpu=max(before.other_cpu, row.other_cpu),
-                verified=row.verified,
                 raw_seconds=raw,
             )
         )
@@ -220,8 +216,9 @@ def rounds_of(groups: Sequence[Sequence[Sample]]) -> dict[tuple[str, str, bool],
 def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
     """The results as Markdown."""
     about, saved = document["machine"], document["saved"]
+    stage = "" if document["stage"] == 3 else f", ZeRO stage {document['stage']}"
     lines = [
-        f"# Loading: {document['save_ranks']} -> {document['load_ranks']} ranks",
+        f"# Loading: {document['save_ranks']} -> {document['load_ranks']} ranks{stage}",
         "",
         f"{saved['numel']:,} parameters in {saved['num_params']} tensors, {saved['state_bytes'] / 1e9:.2f} GB of fp32 "
         f"state (master weights, exp_avg, exp_avg_sq); {document['filesystem']}, DeepSpeed {about['deepspeed']}.",
@@ -295,19 +292,26 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    every = [system.name for system in (*RESHARDED, *SAME_SIZE) if system.checkpoint != "universal"] + ["universal"]
+    known = (*RESHARDED, *SAME_SIZE)
+    stages = {"universal" if one.checkpoint == "universal" else one.name: one.stages for one in known}
     parser = job_arguments(__doc__)
     parser.add_argument("--save-ranks", type=int, default=4)
     parser.add_argument("--load-ranks", type=int, default=3)
     parser.add_argument("--caches", nargs="+", choices=("warm", "cold"), default=["warm", "cold"])
-    parser.add_argument("--systems", nargs="+", choices=every, default=every)
+    parser.add_argument("--systems", nargs="+", choices=stages)
     parser.add_argument("--ceiling-threads", type=int, default=2)
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="the ZeRO stage of both runs")
     arguments = parser.parse_args()
+    stage = arguments.stage
+    systems = arguments.systems or [name for name in stages if stage in stages[name]]
+    if refused := [name for name in systems if stage not in stages[name]]:
+        parser.error(f"of stage 3 alone: {', '.join(refused)}")
     about = machine() | {"deepspeed": version("deepspeed")}
     ranks = arguments.save_ranks, arguments.load_ranks
-    with temporary_job("bench-load", arguments, *ranks, ceiling_threads=arguments.ceiling_threads) as job:
+    threads = arguments.ceiling_threads
+    with temporary_job("bench-load", arguments, *ranks, ceiling_threads=threads, stage=stage) as job:
         where = filesystem(job.directory)
-        saved, groups = run_all(job, set(arguments.systems), arguments.caches, arguments.repeats)
+        saved, groups = run_all(job, set(systems), arguments.caches, arguments.repeats)
     about["load_average_after"] = os.getloadavg()[0]
     by_system = rounds_of(groups)
     rows = [summarise(rounds, saved["state_bytes"]) for rounds in by_system.values()]
@@ -318,6 +322,7 @@ def main() -> None:
         "filesystem": where,
         "save_ranks": job.save_ranks,
         "load_ranks": job.load_ranks,
+        "stage": stage,
         "model": job.model,
         "caches": arguments.caches,
         "saved": saved,
@@ -329,7 +334,8 @@ def main() -> None:
             for rank, sample in enumerate(ranks)
         ],
     }
-    write_results(arguments.out, "load", document, tables(document, rows))
+    name = "load" if stage == 3 else f"load_stage{stage}"
+    write_results(arguments.out, name, document, tables(document, rows))
     wrong = {f"{sample.system}: {line}" for samples in groups for sample in samples for line in sample.wrong}
     if wrong:
         sys.exit("not loaded right:\n  " + "\n  ".join(sorted(wrong)))

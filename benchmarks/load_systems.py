@@ -1,4 +1,4 @@
-"""The systems that bench_load compares, and the ranks on which they run: real ZeRO-3 engines on the CPU.
+"""The systems that bench_load compares, and the ranks on which they run: real ZeRO engines on the CPU.
 
 A system that loads an engine gets a new process for each sample, whose engine has not stepped: the first load is what
 a resumed job waits for. Other systems fill tensors of the same size in memory that is new each time. A second load of
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ _GARBAGE = 1.5
 
 @dataclass(frozen=True)
 class Job:
-    """One benchmark: the model, where its checkpoints are, the two world sizes; picklable."""
+    """One benchmark: the model, where its checkpoints are, the two world sizes, the ZeRO stage; picklable."""
 
     hidden: int
     num_layers: int
@@ -47,6 +47,7 @@ class Job:
     save_ranks: int
     load_ranks: int
     ceiling_threads: int
+    stage: int = 3
 
     def checkpoint(self, name: str) -> Path:
         """Directory of one of the saved forms: elastic, rigid, dcp or universal."""
@@ -73,12 +74,18 @@ def params_of(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def temporary_job(
-    name: str, arguments: argparse.Namespace, save_ranks: int, load_ranks: int, *, ceiling_threads: int = 1
+    name: str,
+    arguments: argparse.Namespace,
+    save_ranks: int,
+    load_ranks: int,
+    *,
+    ceiling_threads: int = 1,
+    stage: int = 3,
 ) -> Iterator[Job]:
     """A job with the model that the command line asks for, in a directory that is removed at the end."""
     with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=arguments.directory) as directory:
         shape = shape_of(params_of(arguments))
-        yield Job(*shape, Path(directory).resolve(), save_ranks, load_ranks, ceiling_threads)
+        yield Job(*shape, Path(directory).resolve(), save_ranks, load_ranks, ceiling_threads, stage)
 
 
 def shape_of(params: int) -> tuple[int, int, int]:
@@ -169,7 +176,7 @@ class Run:
             "bf16": {"enabled": True},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": 3, "elastic_checkpoint": True, "sub_group_size": 10**12},
+            "zero_optimization": {"stage": job.stage, "elastic_checkpoint": job.stage == 3, "sub_group_size": 10**12},
             "zeroelastic": {"verify": "full"},
         }
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -195,14 +202,28 @@ class Run:
         live = self.live()
         return {"fp32": live.fp32(0)} | live.split_state(0)[0]
 
+    def low(self) -> torch.Tensor:
+        """The 16-bit weights that this rank has in one buffer: its part at stage 3, else those of all ranks."""
+        optimizer = self.engine.optimizer
+        low = optimizer.fp16_partitioned_groups_flat if self.job.stage == 3 else optimizer.bit16_groups_flat
+        return cast(torch.Tensor, low[0])
+
+    def rounded(self) -> torch.Tensor:
+        """What ``low`` is when it is made from the master weights. Collective at stages 1 and 2."""
+        part, low = self.tensors()["fp32"].to(self.low().dtype), torch.empty_like(self.low())
+        if self.job.stage == 3:
+            return part
+        dist.all_gather_into_tensor(low.view(torch.uint8), part.view(torch.uint8))
+        return low
+
     def use_new_memory(self) -> None:
         """From here on the tensors are new ones, which nothing has touched."""
         self.new_tensors = {key: torch.empty_like(self.live().fp32(0)) for key in KEYS}
 
     def use_zeroelastic(self, verify: str) -> None:
-        """From here on the engine is one of a run with zeroelastic and ``"elastic_checkpoint": true``."""
+        """From here on the engine is one of a run with zeroelastic, at stage 3 with ``"elastic_checkpoint": true``."""
         zeroelastic.install()
-        self.engine._config.zero_config.elastic_checkpoint = True
+        self.engine._config.zero_config.elastic_checkpoint = self.job.stage == 3
         self.engine._config.load_universal_checkpoint = False
         self.engine._config._param_dict["zeroelastic"] = {"verify": verify}
 
@@ -221,7 +242,7 @@ class Run:
             tensor.fill_(_GARBAGE)
         if (step := self.live().state(0).get("step")) is not None:
             step.fill_(77.0)
-        self.engine.optimizer.fp16_partitioned_groups_flat[0].fill_(-_GARBAGE)
+        self.low().fill_(-_GARBAGE)
 
     def differences(self, *, whole_engine: bool, record: CommitRecord | None = None) -> tuple[str, ...]:
         """What is not as it was saved: digests over all ranks against a commit record, that of the elastic save.
@@ -242,8 +263,7 @@ class Run:
         assert loaded.keys() == saved.keys()
         wrong = [f"{key} of {name}" for (name, key), digest in saved.items() if loaded[name, key] != digest]
         if whole_engine:
-            low = self.engine.optimizer.fp16_partitioned_groups_flat[0]
-            if not torch.equal(low.view(torch.int16), self.tensors()["fp32"].to(low.dtype).view(torch.int16)):
+            if not torch.equal(self.low().view(torch.int16), self.rounded().view(torch.int16)):
                 wrong.append("16-bit weights")
             if float(self.live().state(0)["step"]) != 1:
                 wrong.append("step")
@@ -256,7 +276,8 @@ Load = Callable[[], object]
 @dataclass(frozen=True)
 class System:
     """A way to load. ``prepare`` returns the measured part; ``whole_engine`` says that it restores an engine, not only
-    its tensors; ``long`` that it takes long, and is measured less often and never a second time in a process."""
+    its tensors; ``long`` that it takes long, and is measured less often and never a second time in a process;
+    ``stages`` at which ZeRO stages there is one."""
 
     name: str
     title: str
@@ -264,6 +285,7 @@ class System:
     prepare: Callable[[Run, Path], Load]
     whole_engine: bool = False
     long: bool = False
+    stages: tuple[int, ...] = (1, 2, 3)
 
 
 def load_engine(verify: str) -> Callable[[Run, Path], Load]:
@@ -336,7 +358,7 @@ def owned_params(run: Run) -> list[tuple[str, int, int, int, int]]:
     """Name, size, offset in the flat tensor, first element and number of elements of every parameter of this rank."""
     layout = run.live().layout
     start, owned = layout.owned(run.rank)
-    columns = (layout.numel.tolist(), layout.offset.tolist(), start.tolist(), owned.tolist())
+    columns = (layout.numel.tolist(), layout.buffer_offset(run.rank).tolist(), start.tolist(), owned.tolist())
     return list(zip([param.name for param in layout.params], *columns, strict=True))
 
 
@@ -425,9 +447,9 @@ RESHARDED = (
     System("rigid-quick", 'zeroelastic, rigid, verify "quick"', "rigid", load_engine("quick"), True),
     System("rigid-read", 'zeroelastic, rigid, verify "read"', "rigid", load_engine("read"), True),
     System("rigid", 'zeroelastic, rigid, verify "full"', "rigid", load_engine("full"), True),
-    System("mmap", "every rank maps every file, merges", "elastic", load_every_file, long=True),
-    System("dcp", "torch DCP load with resharding", "dcp", load_dcp),
-    System("universal-load", "Universal Checkpoint, load", "universal", load_universal, True, long=True),
+    System("mmap", "every rank maps every file, merges", "elastic", load_every_file, long=True, stages=(3,)),
+    System("dcp", "torch DCP load with resharding", "dcp", load_dcp, stages=(3,)),
+    System("universal-load", "Universal Checkpoint, load", "universal", load_universal, True, long=True, stages=(3,)),
 )
 """Loads at another world size."""
 
@@ -449,7 +471,7 @@ def fill_with_noise(run: Run) -> None:
             tensor.uniform_(1e-12, 1e-4, generator=generator)
         else:
             tensor.normal_(std=0.02, generator=generator)
-    run.engine.optimizer.fp16_partitioned_groups_flat[0].copy_(run.tensors()["fp32"])
+    run.low().copy_(run.rounded())
 
 
 def save_all(job: Job, forms: Collection[str]) -> dict[str, Any]:
@@ -468,8 +490,8 @@ def save_all(job: Job, forms: Collection[str]) -> dict[str, Any]:
     seconds = {"elastic": _timed(lambda: save(job.checkpoint("elastic")), job.checkpoint("elastic"))}
     run.use_stock()
     seconds["rigid"] = _timed(lambda: save(job.checkpoint("rigid")), job.checkpoint("rigid"))
-    state = sharded_tensors(run)
     if "dcp" in forms:
+        state = sharded_tensors(run)
         seconds["dcp"] = _timed(lambda: dcp.save(state, checkpoint_id=job.checkpoint("dcp")), job.checkpoint("dcp"))
     record = read_record(job.checkpoint("elastic") / TAG)
     assert record is not None
