@@ -165,17 +165,31 @@ class GroupSplit(LiveOptimizer):
     def state_filled(self) -> None:
         """DeepSpeed's views of the state are made again in ``end_load``."""
 
+    def _low(self, sub_group: int) -> torch.Tensor:
+        """This rank's part of the 16-bit weights."""
+        return self.lists(self.optimizer).parts[sub_group][self.rank].detach()
+
+    def rounded(self, sub_group: int) -> torch.Tensor | None:
+        low = self._low(sub_group)
+        from_fp32 = self.fp32(sub_group).dtype == torch.float32
+        in_host_memory = low.device.type == "cpu" and low.is_contiguous()
+        return low if from_fp32 and in_host_memory and low.dtype in (torch.bfloat16, torch.float16) else None
+
     def finish_weights(self, *, from_16_bit: bool, rounded: Collection[int] = ()) -> None:
-        """Round the master weights, if asked to; ``end_load`` makes the 16-bit weights from them."""
-        for i, parts in enumerate(self.lists(self.optimizer).parts if from_16_bit else ()):
-            parts[self.rank].copy_(self.fp32(i))
-            self.fp32(i).copy_(parts[self.rank])
+        """Make this rank's part of the 16-bit weights, which ``end_load`` hands to the others."""
+        for i in range(self.layout.num_sub_groups):
+            low = self._low(i)
+            if i in rounded:
+                for begin, end in self.layout.padding(self.rank, i):
+                    low[begin:end].zero_()
+            else:
+                low.copy_(self.fp32(i))
+            if from_16_bit:
+                self.fp32(i).copy_(low)
 
     def end_load(self) -> None:
         """Have every rank's part of the 16-bit weights and of frozen parameters on all ranks. Collective."""
-        lists = self.lists(self.optimizer)
-        for weights, parts, master in zip(lists.weights, lists.parts, lists.master, strict=True):
-            parts[self.rank].data.copy_(master.data)
+        for weights in self.lists(self.optimizer).weights:
             self._all_gather(weights.data)
         for number, (param, part) in enumerate(zip(self._frozen, self.frozen.part.tolist(), strict=True)):
             if not param.numel():
