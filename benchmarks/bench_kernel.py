@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from report import NOISY, Others, benchmark_arguments, describe, machine, spread, table, write_results
+from report import Others, benchmark_arguments, describe, machine, noise, spread, table, write_results
 from torch._utils import _flatten_dense_tensors
 
 from zeroelastic.core.digest import digest_range as digest_range_reference
@@ -386,12 +386,7 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
                 ],
             ),
         ]  # fmt: skip
-    noisy = sum(row.other_cpu > NOISY for row in rows)
-    if noisy:
-        lines += [
-            "",
-            f"Other processes used more than {NOISY:.0%} of the processors during {noisy} of {len(rows)} rows.",
-        ]
+    lines += noise([row.other_cpu for row in rows])
     return "\n".join(lines) + "\n"
 
 

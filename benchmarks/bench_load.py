@@ -17,6 +17,7 @@ from importlib.metadata import version
 from statistics import median
 from typing import Any
 
+from figures import times
 from load_systems import (
     FEW_ROUNDS,
     RESHARDED,
@@ -32,7 +33,8 @@ from load_systems import (
     save_all,
     temporary_job,
 )
-from report import describe, machine, write_results
+from meter import others_share
+from report import describe, machine, noise, write_results
 
 from zeroelastic.testing import RankPool
 
@@ -90,12 +92,7 @@ def summarise(rounds: Sequence[Round], state_bytes: int) -> Row:
     seconds = [max(sample.cost.seconds for sample in ranks) for ranks in rounds]
     samples = [sample for ranks in rounds for sample in ranks]
     reported = [sample.reported / sample.cost.seconds for sample in samples if sample.reported is not None]
-    cores = len(os.sched_getaffinity(0))
-    others = [
-        max(0.0, ranks[0].cost.busy_cpu_seconds - sum(sample.cost.cpu_seconds for sample in ranks))
-        / (ranks[0].cost.seconds * cores)
-        for ranks in rounds
-    ]
+    others = [others_share([sample.cost for sample in ranks]) for ranks in rounds]
     return Row(
         system=samples[0].system,
         cache=samples[0].cache,
@@ -147,13 +144,6 @@ def add_universal(rows: Sequence[Row]) -> list[Row]:
             )
         )
     return result
-
-
-def ratio(row: Row, other: Row) -> float:
-    """How many times longer the other takes: the median over rounds, or of the medians when one has fewer rounds."""
-    if len(row.raw_seconds) == len(other.raw_seconds):
-        return median(theirs / ours for ours, theirs in zip(row.raw_seconds, other.raw_seconds, strict=True))
-    return other.seconds[1] / row.seconds[1]
 
 
 def run_all(
@@ -257,15 +247,12 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
                 "|---|" + "--:|" * len(ours),
             ]
             for name in compared:
-                cells = [f"{ratio(found[mine], found[name]):.2f}" for mine in ours]
+                cells = [f"{times(vars(found[mine]), vars(found[name])):.2f}" for mine in ours]
                 lines.append(f"| {TITLES[name]} | " + " | ".join(cells) + " |")
         if "stock" in found:
-            for mine in ("same-quick", "same-read", "same", "same-rigid"):
-                if mine in found:
-                    lines += [
-                        "",
-                        f"{TITLES['stock']} against {TITLES[mine]}: {ratio(found[mine], found['stock']):.2f}.",
-                    ]
+            for mine in [name for name in ("same-quick", "same-read", "same", "same-rigid") if name in found]:
+                times_ours = times(vars(found[mine]), vars(found["stock"]))
+                lines += ["", f"{TITLES['stock']} against {TITLES[mine]}: {times_ours:.2f}."]
         if reported := [bound for row in shown if row.reported is not None for bound in row.reported]:
             lines += [
                 "",
@@ -281,13 +268,7 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
         )
         + ". (elastic is made durable and digested, dcp made durable, rigid neither.)",
     ]
-    noisy = sum(row.other_cpu > 0.07 for row in rows)
-    if noisy:
-        lines += [
-            "",
-            f"Other processes used more than 7 % of the processors during {noisy} of {len(rows)} rows (column others' "
-            "cpu): the seconds of these rows are too high.",
-        ]
+    lines += noise([row.other_cpu for row in rows])
     return "\n".join(lines) + "\n"
 
 
@@ -308,8 +289,8 @@ def main() -> None:
         parser.error(f"of stage 3 alone: {', '.join(refused)}")
     about = machine() | {"deepspeed": version("deepspeed")}
     ranks = arguments.save_ranks, arguments.load_ranks
-    threads = arguments.ceiling_threads
-    with temporary_job("bench-load", arguments, *ranks, ceiling_threads=threads, stage=stage) as job:
+    options = {"ceiling_threads": arguments.ceiling_threads, "stage": stage}
+    with temporary_job("bench-load", arguments, *ranks, **options) as job:
         where = filesystem(job.directory)
         saved, groups = run_all(job, set(systems), arguments.caches, arguments.repeats)
     about["load_average_after"] = os.getloadavg()[0]

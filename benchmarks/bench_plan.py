@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from bench_kernel import gpt_params, llama_params
-from report import NOISY, Others, benchmark_arguments, describe, machine, spread, table, write_results
+from report import Others, benchmark_arguments, describe, machine, noise, spread, table, write_results
 
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.core.plan import Plan, check_plan, make_plan
@@ -211,12 +211,7 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
         "",
         f"The goal is less than {MOST_SECONDS:.0f} s for the plan of one rank of a million parameters.",
     ]  # fmt: skip
-    noisy = sum(row.other_cpu > NOISY for row in rows)
-    if noisy:
-        lines += [
-            "",
-            f"Other processes used more than {NOISY:.0%} of the processors during {noisy} of {len(rows)} rows.",
-        ]
+    lines += noise([row.other_cpu for row in rows])
     return "\n".join(lines) + "\n"
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from figures import times
 from load_systems import (
     FEW_ROUNDS,
     KEYS,
@@ -35,8 +36,8 @@ from load_systems import (
     sharded_tensors,
     temporary_job,
 )
-from meter import Cost, Meter, files_below, touch_free_memory
-from report import describe, machine, write_results
+from meter import Cost, Meter, files_below, others_share, touch_free_memory
+from report import describe, machine, noise, write_results
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.core.digest import stream_seed
@@ -351,12 +352,7 @@ def summarise(rounds: Sequence[Sequence[Sample]], state_bytes: int) -> Row:
     """One row from all rounds of a system; each round has a sample of every rank."""
     seconds = [max(sample.cost.seconds for sample in ranks) for ranks in rounds]
     samples = [sample for ranks in rounds for sample in ranks]
-    cores = len(os.sched_getaffinity(0))
-    others = [
-        max(0.0, ranks[0].cost.busy_cpu_seconds - sum(sample.cost.cpu_seconds for sample in ranks))
-        / (ranks[0].cost.seconds * cores)
-        for ranks in rounds
-    ]
+    others = [others_share([sample.cost for sample in ranks]) for ranks in rounds]
     return Row(
         system=samples[0].system,
         durable=samples[0].durable,
@@ -369,11 +365,6 @@ def summarise(rounds: Sequence[Sequence[Sample]], state_bytes: int) -> Row:
         verified=not any(sample.wrong for sample in samples),
         raw_seconds=tuple(seconds),
     )
-
-
-def ratio(row: Row, other: Row) -> float:
-    """How many times longer the other takes: the median over the rounds that both have."""
-    return median(theirs / ours for ours, theirs in zip(row.raw_seconds, other.raw_seconds, strict=False))
 
 
 def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
@@ -416,15 +407,9 @@ def tables(document: dict[str, Any], rows: Sequence[Row]) -> str:
         ]
         for name in COMPARED:
             if name in found:
-                cells = [f"{ratio(found[mine], found[name]):.2f}" for mine in ours]
+                cells = [f"{times(vars(found[mine]), vars(found[name])):.2f}" for mine in ours]
                 lines.append(f"| {TITLES[name]} | " + " | ".join(cells) + " |")
-    noisy = sum(row.other_cpu > 0.07 for row in rows)
-    if noisy:
-        lines += [
-            "",
-            "Other processes, or the kernel on behalf of these, used more than 7 % of the processors during "
-            f"{noisy} of {len(rows)} rows (column others' cpu).",
-        ]
+    lines += noise([row.other_cpu for row in rows])
     return "\n".join(lines) + "\n"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -46,7 +47,7 @@ class Job:
     directory: Path
     save_ranks: int
     load_ranks: int
-    ceiling_threads: int
+    ceiling_threads: int = 1
     stage: int = 3
 
     def checkpoint(self, name: str) -> Path:
@@ -74,18 +75,12 @@ def params_of(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def temporary_job(
-    name: str,
-    arguments: argparse.Namespace,
-    save_ranks: int,
-    load_ranks: int,
-    *,
-    ceiling_threads: int = 1,
-    stage: int = 3,
+    name: str, arguments: argparse.Namespace, save_ranks: int, load_ranks: int, **options: int
 ) -> Iterator[Job]:
     """A job with the model that the command line asks for, in a directory that is removed at the end."""
     with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=arguments.directory) as directory:
         shape = shape_of(params_of(arguments))
-        yield Job(*shape, Path(directory).resolve(), save_ranks, load_ranks, ceiling_threads, stage)
+        yield Job(*shape, Path(directory).resolve(), save_ranks, load_ranks, **options)
 
 
 def shape_of(params: int) -> tuple[int, int, int]:
@@ -530,7 +525,7 @@ def convert(job: Job, cache: str, rounds: int) -> list[Sample]:
     source, target = job.checkpoint("rigid"), job.checkpoint("universal")
     samples = []
     for number in range(1, rounds + 1):
-        _remove(target)
+        shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
         os.sync()
         _set_cache(cache, source)
@@ -549,13 +544,6 @@ def convert(job: Job, cache: str, rounds: int) -> list[Sample]:
         samples.append(Sample("universal-convert", cache, True, number, meter.stop(), 0, ()))
     (target / "latest_universal").write_text(f"{TAG}_universal")
     return samples
-
-
-def _remove(directory: Path) -> None:
-    import shutil
-
-    if directory.exists():
-        shutil.rmtree(directory)
 
 
 def _set_cache(cache: str, directory: Path) -> None:

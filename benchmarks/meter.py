@@ -14,7 +14,7 @@ import os
 import resource
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,12 @@ class Cost:
     def bytes_in(self) -> int:
         """Bytes taken from files, read and mapped."""
         return self.read_bytes + self.mapped_bytes
+
+
+def others_share(costs: Sequence[Cost]) -> float:
+    """The share of the processors that others used while these processes worked."""
+    busy = costs[0].busy_cpu_seconds - sum(cost.cpu_seconds for cost in costs)
+    return max(0.0, busy) / (costs[0].seconds * len(os.sched_getaffinity(0)))
 
 
 class OpenedFiles:

@@ -125,6 +125,13 @@ def words_of_lines(path: Path) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def noise(shares: Sequence[float]) -> list[str]:
+    """The lines of Markdown about rows in which other processes, or the kernel for these, used so much."""
+    noisy = sum(share > NOISY for share in shares)
+    where = f"{noisy} of {len(shares)} rows: their seconds are too high"
+    return ["", f"Other processes used more than {NOISY:.0%} of the processors during {where}."] if noisy else []
+
+
 class Others:
     """The share of the processors that other processes used, from its creation to ``share``."""
 
