@@ -6,7 +6,7 @@ docs/concepts/format.md describes it. It is read as hostile input.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,12 +79,14 @@ class SharedWeights:
         tables = (FROZEN, self.params), (BUFFER, self.buffers)
         return {(name, key): tensor for key, table in tables for name, tensor in table.items() if tensor.file == number}
 
-    def frozen(self, tag_dir: FilePath) -> tuple[Layout, TensorExtents]:
-        """The frozen parameters as a layout of one rank, and where they are."""
+    def frozen(
+        self, tag_dir: FilePath, at: Callable[[SharedFile], FilePath] | None = None
+    ) -> tuple[Layout, TensorExtents]:
+        """The frozen parameters as a layout of one rank, and where they are: in files that are ``at`` their places."""
         where = tag_dir / SHARED_KEY
         params = [checked_param(name, tensor.shape, where) for name, tensor in self.params.items()]
         layout = unpacked_layout(checked_params(params, where), 1)
-        paths = [file.at(tag_dir) for file in self.files]
+        paths = [at(file) if at is not None else file.at(tag_dir) for file in self.files]
         tensors = [*self.params.values()]
         offset = np.array([t.offset if t.place.nbytes else -1 for t in tensors], dtype=np.int64)
         extents = TensorExtents(

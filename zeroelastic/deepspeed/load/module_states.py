@@ -44,7 +44,6 @@ from zeroelastic.errors import (
     shown,
 )
 from zeroelastic.executors.dispatch import digest_range
-from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.torch_file.safe_unpickler import split_global
@@ -54,12 +53,18 @@ _FRAGMENTS = "frozen_param_fragments"
 
 @contextmanager
 def model_states_reader(
-    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, path: str, options: Options
+    engine: Engine,
+    live: LiveOptimizer,
+    load_plan: LoadPlan,
+    path: str,
+    buffers: Mapping[str, bytes | bytearray],
+    options: Options,
 ) -> Iterator[None]:
     """Within this context DeepSpeed reads the chosen module states once, from ``path``, without payload of parameters.
 
     Frozen parameters are filled from their parts; where the file has the whole module (saved at stages 1 and 2), or the
     run keeps it whole, weights are made from the master weights. In their place DeepSpeed finds the run's own tensors.
+    ``buffers`` are those of shared files.
 
     With ``weights_only_load``, only objects of torch's allow-list, DeepSpeed's own classes and ``allow_globals`` are
     made. Raises ConfigError for one of these that cannot be imported.
@@ -70,7 +75,7 @@ def model_states_reader(
         safe = [*of_deepspeed, (_enum_member, "builtins.getattr"), *map(_imported, options.allow_globals)]
     kept = load_plan.checkpoint.whole_model or not live.per_param
     own = dict(engine.module.named_parameters(remove_duplicate=False)) if kept else {}
-    reader = _ModelStatesReader(engine, load_plan, path, safe, own)
+    reader = _ModelStatesReader(engine, load_plan, path, buffers, safe, own)
     with patched(engine, checkpoint_engine=reader), patched(state_of(engine), module_paths=reader.paths):
         yield
 
@@ -86,11 +91,13 @@ class _ModelStatesReader:
         engine: Engine,
         load_plan: LoadPlan,
         path: str,
+        buffers: Mapping[str, bytes | bytearray],
         safe: list[Any] | None,
         own: Mapping[str, torch.nn.Parameter],
     ) -> None:
         self._original, self._scheduler = engine.checkpoint_engine, engine.lr_scheduler
         self._load_plan, self._path, self._safe, self._own = load_plan, path, safe, own
+        self._buffers = buffers
         # DeepSpeed wants one for each tensor parallel rank, and that of its own to exist.
         self.paths = (
             (path,) * load_plan.checkpoint.tp.size if load_plan.reads_model_elsewhere else load_plan.model_paths
@@ -126,7 +133,7 @@ class _ModelStatesReader:
             state["module"].update({name: self._own[name].data for name in names})
         model = self._load_plan.model
         if isinstance(module, dict) and model.shared is not None:
-            state["module"].update(_shared_buffers(model.shared, self._load_plan.checkpoint.tag_dir))
+            state["module"].update(_shared_buffers(model.shared, self._buffers))
         return state
 
     def _unpickle(self, *, mmap: bool) -> dict[str, Any]:
@@ -152,15 +159,17 @@ class _ModelStatesReader:
         return state
 
 
-def _shared_buffers(shared: SharedWeights, tag_dir: FilePath) -> dict[str, torch.Tensor]:
-    """The buffers that a lean save has left to shared files. Raises DigestMismatchError, and as ``read_range``."""
+def _shared_buffers(shared: SharedWeights, content: Mapping[str, bytes | bytearray]) -> dict[str, torch.Tensor]:
+    """The buffers that a lean save has left to shared files, from their bytes. Raises DigestMismatchError."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in shared.buffers.items():
-        path, place = shared.files[tensor.file].at(tag_dir), tensor.place
-        data = np.frombuffer(bytearray(read_range(path, place.offset, place.nbytes)), dtype=np.uint8)
+        place = tensor.place
+        data = np.frombuffer(bytearray(content[name]), dtype=np.uint8)
         digest = digest_range(data, DTYPE_BYTES[place.dtype], seed=stream_seed(name, BUFFER), start=0)
         if len(data) != place.nbytes or digest != tensor.digest:
-            raise DigestMismatchError(f"{path}: buffer {name} is not what was saved. The file is damaged.")
+            raise DigestMismatchError(
+                f"{shared.files[tensor.file].path}: buffer {name} is not what was saved. The file is damaged."
+            )
         found[name] = torch.from_numpy(data).view(getattr(torch, place.dtype)).reshape(place.shape)
     return found
 

@@ -36,6 +36,7 @@ from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
 from zeroelastic.deepspeed.node_local.peer_checkpoint import open_with_peers
+from zeroelastic.deepspeed.node_local.shared_places import SharedPlaces, find_shared_files, with_shared
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility, stat_assigned_files
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise
@@ -64,7 +65,8 @@ class LoadPlan:
     (None when there are none to restore). ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to
     a buffer of its own, which is its part of the master weights; ``newly_frozen_plan`` the other way.
     ``states[i]`` is what target sub-group i gets. ``visibility`` says which rank sees which file; None
-    where every rank sees all of them. ``checked_bytes`` were read for checksums alone.
+    where every rank sees all of them. ``shared_places``, of a lean save, says where its shared files are.
+    ``checked_bytes`` were read for checksums alone.
     """
 
     checkpoint: Checkpoint
@@ -81,6 +83,7 @@ class LoadPlan:
     states: tuple[TargetState, ...]
     train_batch_size: int | None
     visibility: FileVisibility | None = None
+    shared_places: SharedPlaces | None = None
     checked_bytes: int = 0
 
     @property
@@ -129,6 +132,11 @@ def preflight(
     options = request.options
     compare_directories = options.verify != "off"
     found = gather_visibility(tag_dir, live.tp)
+    record = found.listing.record if isinstance(found, FileVisibility) else found.record
+    places: SharedPlaces | None = None
+    if record is not None and record.shared:
+        places = find_shared_files(record.shared, tag_dir)
+        found = with_shared(found, places)
     visibility = found if isinstance(found, FileVisibility) else None
     if isinstance(found, FileVisibility):
         opened = open_with_peers(found, live, compare_directories=compare_directories)
@@ -145,7 +153,7 @@ def preflight(
                 compare_directories=compare_directories,
             )
         )
-        plan = _open(checkpoint, visibility, live, request)
+        plan = _open(checkpoint, visibility, places, live, request)
         check_values(plan.model)
         return _with_checksums(plan, options.host_io_engine) if options.verifies_content else plan
 
@@ -181,7 +189,11 @@ def _check_consistent(tag_dir: FilePath, digests: Sequence[ConsistencyDigest], o
 
 
 def _open(
-    checkpoint: Checkpoint, visibility: FileVisibility | None, live: LiveOptimizer, request: LoadRequest
+    checkpoint: Checkpoint,
+    visibility: FileVisibility | None,
+    places: SharedPlaces | None,
+    live: LiveOptimizer,
+    request: LoadRequest,
 ) -> LoadPlan:
     layout, rank, tag_dir = live.layout, live.rank, checkpoint.tag_dir
     saved = checkpoint.world_size
@@ -197,8 +209,10 @@ def _open(
     record = checkpoint.record
     if (mixed := other_step(model, record)) is not None:
         raise CheckpointError(mixed)
-    if model.shared is not None and (rank == 0 or isinstance(tag_dir, Path)):  # in a store one rank asks for all
+    if model.shared is not None and places is None:  # there is no record, which lists the shared files
         check_shared_files(model.shared.files, tag_dir)
+        places = SharedPlaces(tag_dir, {}, {})
+    model = model if places is None else places.applied(model)
     membership = compare(
         ParamSet(head.layout.params, None if model.frozen is None else model.frozen.params),
         ParamSet(layout.params, live.frozen.params),
@@ -238,6 +252,7 @@ def _open(
         states=states,
         train_batch_size=batch if batch is not None else configured_batch(head.ds_config, saved),
         visibility=visibility,
+        shared_places=places,
     )
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
 from zeroelastic.core.digest import ParamContent, combine, content_root, stream_seed
 from zeroelastic.deepspeed.engine import Engine
@@ -26,7 +25,6 @@ from zeroelastic.deepspeed.live.digests import (
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.deepspeed.load.restore import Restored
-from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError
@@ -192,7 +190,7 @@ def _describe(
         if visibility is None
         else any(visibility.reader(name) == visibility.rank for name in visibility.names)
     )
-    found = all_gather(_damaged_files(own[:_NAMED], load_plan.checkpoint, visibility) if looks and own else None)
+    found = all_gather(_damaged_files(own[:_NAMED], load_plan) if looks and own else None)
     reports = [report for report in found if report is not None]
     any_named = any(are_named for are_named, _ in reports)
     files = " ".join(text for are_named, text in reports if text and are_named == any_named)
@@ -205,13 +203,13 @@ def _describe(
     )
 
 
-def _damaged_files(
-    wrong: Sequence[Stream], checkpoint: Checkpoint, visibility: FileVisibility | None
-) -> tuple[bool, str]:
+def _damaged_files(wrong: Sequence[Stream], load_plan: LoadPlan) -> tuple[bool, str]:
     """Whether damaged files are known, and a sentence that names them, or else what is known.
 
     They are files whose payload is not what their own digests or checksums state, among those that this rank reads.
+    Of shared files every node may have a copy.
     """
+    checkpoint, visibility = load_plan.checkpoint, load_plan.visibility
 
     def is_read_here(path: FilePath) -> bool:
         return visibility is None or visibility.reader(path.name) == visibility.rank
@@ -235,11 +233,15 @@ def _damaged_files(
             bad |= {path.name} if is_bad else set()
         except (ZeroElasticError, OSError) as error:  # the others wait for this sentence
             return False, f"({error})"
-    shared = checkpoint.shared
-    if shared is not None:
+    shared, places = load_plan.model.shared, load_plan.shared_places
+    if shared is not None and places is not None:
         for name in [name for name, key in wrong if key == FROZEN and name in shared.params]:
             tensor = shared.params[name]
-            path = shared.files[tensor.file].at(checkpoint.tag_dir)
+            path = places.at(shared.files[tensor.file])
+            if visibility is not None and (
+                not is_read_here(path) if visibility.in_store else path.name in visibility.listing.remote_files
+            ):
+                continue
             holders.add(path.name)
             found = _range_digest(path, tensor.place.dtype, tensor.offset, math.prod(tensor.shape), name, FROZEN)
             bad |= {path.name} if found != tensor.digest else set()

@@ -51,7 +51,7 @@ def fill_from_others(
     """
     names = visibility.names
     numbers = {name: number for number, name in enumerate(names)}
-    paths = tuple(visibility.tag_dir / name for name in names)
+    paths = tuple(map(visibility.path, names))
     tables: list[Int64Array] = [np.empty((0, 4), dtype=np.int64)]  # number of the file, offset, nbytes, reader
     first_row = [0]
     for one in filled:

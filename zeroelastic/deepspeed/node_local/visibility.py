@@ -52,7 +52,8 @@ class FileVisibility:
     of its record, or all of them without a record. ``listing`` is what ``open_checkpoint`` needs to know of files that
     are not all seen here. ``partial_ranks`` are the ranks that do not see all files. ``in_store``: the files are behind
     a URL, where every rank can read all of them; then ``readers_of`` says who reads a header for all, and ``sizes`` of
-    many files are read from the record as they are asked for.
+    many files are read from the record as they are asked for. ``shared`` says where the shared files of a lean tag are,
+    by name, which are among ``readers_of``.
     """
 
     tag_dir: FilePath
@@ -62,6 +63,11 @@ class FileVisibility:
     listing: Listing
     partial_ranks: tuple[int, ...] = ()
     in_store: bool = False
+    shared: Mapping[str, FilePath] = field(default_factory=dict)
+
+    def path(self, name: str) -> FilePath:
+        """Where a file is."""
+        return self.shared.get(name) or self.tag_dir / name
 
     @property
     def names(self) -> tuple[str, ...]:
