@@ -26,16 +26,17 @@ LONG = {"mmap", "universal-convert", "universal-load", "universal"}
 pytestmark = pytest.mark.skipif(not describe_build("native").usable, reason="the benchmarks need the native engine")
 
 
-def measured(factory: pytest.TempPathFactory, name: str, *arguments: str) -> dict[str, Any]:
-    """What a benchmark writes of a run of one repeat; its page is ``text``."""
+def measured(factory: pytest.TempPathFactory, name: str, *arguments: str, result: str = "") -> dict[str, Any]:
+    """What a benchmark writes of a run of one repeat, as ``result``; its page is ``text``."""
+    result = result or name
 
     def measure(out: Path) -> None:
         places = ("--out", str(out), "--directory", str(factory.mktemp("checkpoints")))
         done = run_benchmark(f"bench_{name}.py", "--small", "--repeats", "1", *arguments, *places)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    out = made_once(factory, f"bench_{name}", measure)
-    return json.loads((out / f"{name}.json").read_text()) | {"text": (out / f"{name}.md").read_text()}
+    out = made_once(factory, f"bench_{result}", measure)
+    return json.loads((out / f"{result}.json").read_text()) | {"text": (out / f"{result}.md").read_text()}
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,22 @@ def test_files_opened(rows: Rows, cache: str) -> None:
     assert found["mmap"] == SAVE_RANKS
     assert found["stock"] >= latest + model_states + 1
     assert found["universal-load"] > 100
+
+
+def test_loads_at_stage_2_are_verified(tmp_path_factory: pytest.TempPathFactory) -> None:
+    systems = ("ceiling", "tensors", "elastic-read", "rigid", "stock")
+    chosen = ("--stage", "2", "--caches", "warm", "--systems", *systems)
+    found = measured(tmp_path_factory, "load", *chosen, result="load_stage2")
+    assert found["stage"] == 2 and "ZeRO stage 2" in found["text"]
+    rows = {row["system"]: row for row in found["rows"] if row["first"]}
+    assert set(rows) == set(systems)
+    assert all(row["verified"] for row in found["rows"])
+    assert 1.0 <= rows["elastic-read"]["amplification"] < 1.03
+
+
+def test_what_is_of_stage_3_alone_is_refused_by_name() -> None:
+    done = run_benchmark("bench_load.py", "--stage", "1", "--systems", "dcp", "mmap", "stock")
+    assert done.returncode == 2 and "of stage 3 alone: dcp, mmap" in done.stderr
 
 
 def test_the_results_are_written(document: dict[str, Any], rows: Rows, saves: dict[str, Any]) -> None:
