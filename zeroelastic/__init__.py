@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from zeroelastic.verbs.reshard.reshard import reshard as reshard
     from zeroelastic.verbs.show import show as show
     from zeroelastic.verbs.verify.verify import verify as verify
+    from zeroelastic.verbs.verify.verify import verify_all as verify_all
     from zeroelastic.verbs.view import open as open
 
 __all__ = [
@@ -101,6 +102,7 @@ __all__ = [
     "show",
     "uninstall",
     "verify",
+    "verify_all",
     "wait_for_save",
 ]
 
@@ -118,6 +120,7 @@ _IMPORTED_WHEN_USED = {
     "reshard": "zeroelastic.verbs.reshard.reshard",
     "show": "zeroelastic.verbs.show",
     "verify": "zeroelastic.verbs.verify.verify",
+    "verify_all": "zeroelastic.verbs.verify.verify",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from commands import run_command
 from lean_tags import BUFFER, JOB, RANKS, build_lean_engine, copied, make_lean, shared_file
 from synthetic import believe_sizes, edit
 
+import zeroelastic
 from zeroelastic.byte_sizes import format_size
+from zeroelastic.checkpoint.checker import check_headers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, SharedFile, digest_of, metadata_of, shared_name
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY
@@ -23,6 +26,8 @@ from zeroelastic.errors import ZeroElasticError
 from zeroelastic.testing import RankPool
 from zeroelastic.torch_file.safetensors import lay_out, read_head
 from zeroelastic.verbs.inspect.inspect import inspect
+from zeroelastic.verbs.verify.findings import full_report
+from zeroelastic.verbs.verify.payload_scan import combine, scan_ranks
 from zeroelastic.verbs.verify.report import VerifyReport
 from zeroelastic.verbs.verify.verify import verify
 
@@ -279,6 +284,82 @@ def test_a_table_without_a_parameter_of_the_record_is_noticed(run: Path) -> None
     believe_sizes(run / TAG)
     for problems in (inspect(run).problems, [one.sentence for one in verify(run).problems]):
         assert any("they do not hold adapter.weight" in text for text in problems), problems
+
+
+# --- all tags of a run ------------------------------------------------------------------------------------------------
+
+
+def test_all_tags_are_verified_and_what_they_share_is_read_once(runs: dict[int, Path]) -> None:
+    report = zeroelastic.verify_all(runs[3])
+    assert report.ok and [Path(tag.path).name for tag in report.tags] == ["global_step3", "global_step2"]
+    newer, older = report.tags
+    for tag in report.tags:
+        alone = verify(tag.path)
+        assert (alone.checked, alone.content_root, alone.files) == (tag.checked, tag.content_root, tag.files)
+    assert newer.bytes_read == verify(newer.path).bytes_read
+    assert older.bytes_read == sum(file.stat().st_size for file in Path(older.path).glob("*.pt"))
+    assert report.bytes_read == newer.bytes_read + older.bytes_read
+    assert report.path == str(runs[3]) and report.mode == "full"
+
+
+def test_damage_of_what_tags_share_is_a_problem_of_each(run: Path) -> None:
+    PAYLOAD["adapter.weight"](run)
+    report = zeroelastic.verify_all(run)
+    assert not report.ok and len(report.tags) == 2
+    for tag in report.tags:
+        only_blames(tag, recorded_shared(run))
+
+
+def test_a_shared_file_that_one_tag_takes_another_tensor_from_is_read_for_that_alone(run: Path) -> None:
+    def forget(data: dict[str, Any]) -> None:
+        del data[SHARED_KEY]["buffers"][BUFFER]
+
+    (run / TAG / RECORD_NAME).unlink()
+    for path in model_files(run):
+        edit(path, forget)
+    place = read_head(shared_file(run)).tensors[BUFFER]
+    found = {Path(tag.path).name: tag for tag in zeroelastic.verify_all(run).tags}
+    own = {name: sum(file.stat().st_size for file in (run / name).glob("*.pt")) for name in found}
+    read = sum(tag.bytes_read - own[name] for name, tag in found.items())
+    assert read == sum(one.nbytes for one in read_head(shared_file(run)).tensors.values()) > place.nbytes
+
+
+def test_a_tag_that_cannot_be_checked_hides_no_other(run: Path) -> None:
+    """A Universal checkpoint beside the tags."""
+    universal = run / "global_step3_universal"
+    (universal / "zero/w").mkdir(parents=True)
+    (universal / "zero/w/fp32.pt").write_bytes(b"")
+    shutil.copy(model_files(run)[0], universal)
+    done = run_command("verify", run, "--all", "--json")
+    document = json.loads(done.stdout)
+    kinds = {Path(tag["path"]).name: (tag["ok"], bool(tag["problems"])) for tag in document["tags"]}
+    assert done.returncode == 1
+    assert kinds == {name: (name != universal.name, False) for name in ("global_step3", "global_step2", universal.name)}
+    assert f"{universal}: is a Universal checkpoint" in run_command("verify", run, "--all").stdout
+
+
+def test_the_verb_shows_each_tag_and_the_damage(run: Path) -> None:
+    done = run_command("verify", run, "--all")
+    assert done.returncode == 0 and done.stdout.endswith("2 of 2 checkpoints valid.\n")
+    assert done.stdout.index("global_step3: 5 files") < done.stdout.index("global_step2: 5 files")
+    (run / "global_step2" / model_files(run)[0].name).unlink()
+    done = run_command("verify", run, "--all")
+    assert done.returncode == 3 and done.stdout.endswith("1 of 2 checkpoints valid.\n")
+    assert "Invalid: 1 problem in zero_pp_rank_0_mp_rank_00_model_states.pt." in done.stdout
+    assert run_command("verify", run, "--all", "--quick").returncode == 3
+
+
+@pytest.mark.parametrize("option", [("--html", "x.html"), ("--tag", TAG), ("--lift-quarantine",)], ids=lambda o: o[0])
+def test_options_of_one_tag_are_refused_for_all(run: Path, option: tuple[str, ...]) -> None:
+    done = run_command("verify", run, "--all", *option)
+    assert done.returncode == 2 and f"{option[0]}: cannot be given with --all" in done.stderr
+
+
+def test_shared_files_are_dealt_to_the_ranks_that_are_scanned(runs: dict[int, Path]) -> None:
+    headers = check_headers(runs[3] / TAG)
+    scans = [scan_ranks(headers, [rank]) for rank in (1, 0)]
+    assert [len(scan.shared) for scan in scans] == [0, 4]
+    assert full_report(headers, combine(scans, headers)).valid
 
 
 # --- loads ------------------------------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ import os
 import signal
 import sys
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -68,17 +68,31 @@ def verb(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+class Variant(NamedTuple):
+    """A command that calls ``function`` where its argument ``option`` is given, by the ``flag``, and shows its report.
+
+    There is no page of that report.
+    """
+
+    option: str
+    flag: str
+    function: str
+    show: Callable[..., None]
+
+
 def reports(
     module: str,
     show: Callable[..., None],
     *,
     code: Callable[[Any], int] = lambda report: 0 if report.ok else INVALID,
     draw: Callable[..., None] | None = None,
+    variant: Variant | None = None,
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """The body of a command: call the function of its name in ``module``, show its report, exit with its ``code``.
 
     ``show`` prints the report for people, ``draw`` makes the picture of ``--plot``. The function and ``show`` get those
-    arguments of the command that they have, too. Under ``--distributed`` the first process reports for all.
+    arguments of the command that they have, too. Under ``--distributed`` the first process reports for all. Options
+    that the function of a ``variant`` does not have are refused with it.
     """
 
     def decorate(command: Callable[P, None]) -> Callable[P, None]:
@@ -89,11 +103,16 @@ def reports(
 
             bound = signature(command).bind(*args, **kwargs)
             bound.apply_defaults()
-            given, name = bound.arguments, command.__name__
+            given, name, present = bound.arguments, command.__name__, show
+            if variant is not None and given.pop(variant.option):
+                name, present = variant.function, variant.show
             html, plot, force = given.get("html"), given.get("plot"), bool(given.get("force"))
             function = getattr(import_module(module), name)
-            wanted, shown = (signature(each).parameters for each in (function, show))
-            assert given.keys() <= {*wanted, *shown, "html", "plot", "force", "quiet", "as_json", "distributed"}
+            wanted, shown = (signature(each).parameters for each in (function, present))
+            without = given.keys() - {*wanted, *shown, "quiet", "as_json", "distributed"}
+            if variant is not None and name == variant.function:
+                _refuse(variant, {option: given[option] for option in without}, command)
+            assert without <= {"html", "plot", "force"} or name != command.__name__
             options = {option: value for option, value in given.items() if option in wanted}
             processes = Processes()
             with ExitStack() as stack:
@@ -113,7 +132,7 @@ def reports(
                 if given["as_json"]:
                     print_report(report)
                 else:
-                    show(report, **{option: value for option, value in given.items() if option in shown})
+                    present(report, **{option: value for option, value in given.items() if option in shown})
                     print_written(html)
             if found := code(report):
                 raise typer.Exit(found)
@@ -121,6 +140,16 @@ def reports(
         return run
 
     return decorate
+
+
+def _refuse(variant: Variant, given: Mapping[str, object], command: Callable[..., None]) -> None:
+    """Raise UsageError for an option that is given and that the function of a variant does not have."""
+    parameters = signature(command).parameters
+    for option, value in sorted(given.items()):
+        if value != parameters[option].default:
+            raise UsageError(
+                f"--{option.replace('_', '-')}: cannot be given with {variant.flag}. Leave one of them out."
+            )
 
 
 @contextmanager

@@ -28,12 +28,13 @@ from zeroelastic.verbs.prune import PruneReport
 from zeroelastic.verbs.report import Failure, Report
 from zeroelastic.verbs.reshard.reshard import ReshardReport
 from zeroelastic.verbs.show import ShowReport
-from zeroelastic.verbs.verify.report import VerifyReport
+from zeroelastic.verbs.verify.report import VerifyAllReport, VerifyReport
 
 DOCUMENTS: dict[str, type[Report]] = {
     "inspect": InspectReport,
     "show": ShowReport,
     "verify": VerifyReport,
+    "verify-all": VerifyAllReport,
     "diff": DiffReport,
     "plan": PlanReport,
     "reshard": ReshardReport,
@@ -46,12 +47,14 @@ DOCUMENTS: dict[str, type[Report]] = {
     "timeline": Timeline,
     "doctor": Doctor,
 }
-"""What each verb prints, unless it fails."""
+"""What each verb prints, unless it fails; ``verify --all`` prints another document than ``verify``."""
 
 
 def check(verb: str, text: str) -> Report:
     """The document that a verb has printed. Raises pydantic.ValidationError for one that does not fit its schema."""
-    model = Failure if "error" in json.loads(text) else DOCUMENTS[verb]
+    data = json.loads(text)
+    name = "verify-all" if verb == "verify" and "tags" in data else verb
+    model = Failure if "error" in data else DOCUMENTS[name]
     return model.model_validate_json(text)
 
 

@@ -17,6 +17,7 @@ from zeroelastic.cli.app import (
     JsonOption,
     QuietOption,
     TagOption,
+    Variant,
     reports,
 )
 from zeroelastic.cli.terminal import print_styled, print_wrapped, whole_table_console
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from zeroelastic.checkpoint.checker import Problem
     from zeroelastic.verbs.diff.diff import DiffReport
     from zeroelastic.verbs.diff.tensors import ComparedTensor
-    from zeroelastic.verbs.verify.report import VerifyReport
+    from zeroelastic.verbs.verify.report import VerifyAllReport, VerifyReport
 
 _MOST_PROBLEMS = 20
 _MOST_TENSORS = 15
@@ -75,6 +76,31 @@ def _show_verified(report: VerifyReport) -> None:
     print_styled(("Invalid: ", "bold red"), _blame(report.problems))
     if report.remedy is not None:
         print_wrapped(report.remedy, first="", rest="")
+
+
+def _show_all(report: VerifyAllReport) -> None:
+    for tag in report.tags:
+        if tag.valid and not tag.unsupported and tag.quarantine is None:
+            root = "" if tag.content_root is None else f", content root {tag.content_root[:12]}"
+            print_styled("  ", ("ok  ", "green"), "  ", f"{tag.path}: {counted(tag.num_files, 'file')}{root}")
+        elif tag.valid or tag.problems:
+            _show_verified(tag)
+        else:
+            print_styled("  ", ("not checked", "yellow"), "  ", " ".join(tag.unsupported))
+    if report.bytes_read:
+        rate = format_size(report.bytes_read / max(report.read_seconds, 1e-9))
+        print_styled(f"        {format_size(report.bytes_read)} read in {report.read_seconds:.2f} s, {rate}/s")
+    valid = sum(tag.valid for tag in report.tags)
+    every = f"{valid} of {counted(len(report.tags), 'checkpoint')} "
+    what = "valid" if report.mode == "full" else "with nothing wrong with names and sizes"
+    print_styled((f"{every}{what}", "green" if report.ok else "bold red"), ".")
+
+
+def _verify_code(report: VerifyReport | VerifyAllReport) -> int:
+    from zeroelastic.verbs.verify.report import VerifyReport
+
+    reports = (report,) if isinstance(report, VerifyReport) else report.tags
+    return 0 if report.ok else INVALID if any(one.problems for one in reports) else FAILED
 
 
 def _blame(problems: tuple[Problem, ...]) -> str:
@@ -198,10 +224,18 @@ def _tensor_row(tensor: ComparedTensor) -> tuple[str, ...]:
     )
 
 
-@reports("zeroelastic.verbs.verify.verify", _show_verified, code=lambda report: 0 if report.valid else INVALID)
+@reports(
+    "zeroelastic.verbs.verify.verify",
+    _show_verified,
+    code=_verify_code,
+    variant=Variant("all_tags", "--all", "verify_all", _show_all),
+)
 def verify(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: its tag directory, or the one above.")],
     tag: TagOption = None,
+    all_tags: Annotated[
+        bool, typer.Option("--all", help="Every checkpoint of the run in SRC, newest first; shared files once for all.")
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Look at names, sizes and the commit record only; open no payload.")
     ] = False,
@@ -221,6 +255,7 @@ def verify(
     processes of one torchrun or srun share the reading.
     A checkpoint that was found damaged on a load may have a mark, by which it is passed over; --lift-quarantine removes
     it from one that turns out valid.
+    With --all, every checkpoint of the run is checked; what several of them take from a shared file is read once.
     Exit code 0: valid, or sound and not supported; 1: it could not be checked; 2: wrong usage; 3: invalid.
 
     \b
@@ -228,6 +263,7 @@ def verify(
         zeroelastic verify ckpt
         zeroelastic verify ckpt --tag global_step2 --json
         zeroelastic verify ckpt/global_step4 --quick
+        zeroelastic verify ckpt --all
         zeroelastic verify ckpt --tag global_step4 --lift-quarantine
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from zeroelastic.checkpoint.shared_weights import BUFFER
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import content_root
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.errors import COPY_OR_GO_BACK, CheckpointError, counted, finding, some
+from zeroelastic.errors import COPY_OR_GO_BACK, CheckpointError, ZeroElasticError, counted, finding, some
 from zeroelastic.verbs.verify.payload_scan import (
     BadRecord,
     RankRows,
@@ -31,17 +31,22 @@ _Flags: TypeAlias = npt.NDArray[np.bool_]
 
 def damaged(name: str, error: CheckpointError, *, quick: bool) -> VerifyReport:
     """The report on a checkpoint whose files cannot be opened at all."""
-    mode: Literal["full", "quick"] = "quick" if quick else "full"
-    problems, unchecked = (Problem(file="", sentence=finding(error)),), ("not checked: anything else",)
+    problems = (Problem(file="", sentence=finding(error)),)
+    return not_checked(name, error, quick=quick).model_copy(update={"problems": problems, "unsupported": ()})
+
+
+def not_checked(name: str, error: ZeroElasticError, *, quick: bool) -> VerifyReport:
+    """The report on a checkpoint of which it cannot be known whether it is valid: it is not ``ok``."""
     return VerifyReport(
         ok=False,
         path=name,
-        mode=mode,
+        mode="quick" if quick else "full",
         format=None,
         world_size=0,
-        problems=problems,
+        problems=(),
         checked=(),
-        unchecked=unchecked,
+        unchecked=("not checked: anything else",),
+        unsupported=(finding(error),),
         remedy=error.remedy or None,
     )
 

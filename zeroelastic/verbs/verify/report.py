@@ -60,3 +60,17 @@ class VerifyReport(Report):
     def valid(self) -> bool:
         """Whether nothing is wrong with what was checked."""
         return self.ok
+
+
+class VerifyAllReport(Report):
+    """The results for all tags of a run, newest first. It is ``ok`` where all are valid.
+
+    ``bytes_read`` counts once what tags share: a tensor of a shared file that several of them take is read once.
+    """
+
+    path: GivenPath
+    mode: Literal["full", "quick"]
+    tags: tuple[VerifyReport, ...]
+    bytes_read: int = 0
+    seconds: Seconds = 0.0
+    read_seconds: Seconds = 0.0

@@ -11,20 +11,26 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 from zeroelastic.checkpoint.checker import TagHeaders, check_headers
 from zeroelastic.checkpoint.marks import lift_mark
 from zeroelastic.checkpoint.one_save import may_mix_saves, one_save, pin, saved_again, was_saved_again
+from zeroelastic.checkpoint.shared_check import SharedStream
+from zeroelastic.checkpoint.tag_files import is_universal
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import CheckpointError, UsageError, with_remedy
+from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, UsageError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
-from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.runs.locate import find_source
+from zeroelastic.io.paths import FilePath, RemotePath, as_path
+from zeroelastic.runs.candidates import list_run
+from zeroelastic.runs.locate import UNIVERSAL, find_source
+from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.verbs.options import Progress, no_progress
-from zeroelastic.verbs.verify.findings import damaged, full_report, quick_report
+from zeroelastic.verbs.verify.findings import damaged, full_report, not_checked, quick_report
 from zeroelastic.verbs.verify.payload_scan import combine, scan_ranks
-from zeroelastic.verbs.verify.report import VerifyReport
+from zeroelastic.verbs.verify.report import VerifyAllReport, VerifyReport
 
 
 @with_remedy()
@@ -58,21 +64,102 @@ def verify(
             "--lift-quarantine: only a full verification shows that a checkpoint is valid; leave --quick out."
         )
     processes = processes or Processes()
+    return _verified(
+        lambda: find_source(src, tag=tag).tag_dir,
+        os.fspath(src),
+        quick=quick,
+        lift_quarantine=lift_quarantine,
+        processes=processes,
+        progress=progress,
+    )
+
+
+@with_remedy()
+def verify_all(
+    src: str | os.PathLike[str],
+    *,
+    quick: bool = False,
+    processes: Processes | None = None,
+    progress: Progress = no_progress,
+) -> VerifyAllReport:
+    """Check every checkpoint of a run, newest first, each as ``verify`` does.
+
+    What several tags take from a shared file is read once for all of them. A tag that cannot be checked is in the
+    report, not ``ok`` and without problems; the others are checked all the same. Raises UsageError where there are no
+    checkpoints, UnreadableError where the directory cannot be listed.
+
+    Example::
+
+        import zeroelastic
+        for report in zeroelastic.verify_all("ckpt").tags:
+            print(report.path, report.valid)
+    """
+    processes = processes or Processes()
+    began = time.monotonic()
+    root = as_path(src)
+    own = processes.all_or_raise(lambda: [str(tag.tag_dir) for tag in list_run(root).tags])
+    known: dict[SharedStream, int] = {}
+    reports: list[VerifyReport] = []
+    for name in processes.all_gather(own)[0]:
+        try:
+            found = _verified(
+                partial(_open_native, as_path(name)),
+                name,
+                quick=quick,
+                processes=processes,
+                progress=progress,
+                known=known,
+            )
+        except (UnreadableError, UnsupportedError) as error:
+            found = not_checked(name, error, quick=quick)
+        reports.append(found)
+    return VerifyAllReport(
+        ok=all(report.ok for report in reports),
+        path=os.fspath(src),
+        mode="quick" if quick else "full",
+        tags=tuple(reports),
+        bytes_read=sum(report.bytes_read for report in reports),
+        seconds=time.monotonic() - began,
+        read_seconds=sum(report.read_seconds for report in reports),
+    )
+
+
+def _open_native(path: FilePath) -> FilePath:
+    """Open a tag of a run. Raises UnsupportedError for a Universal checkpoint."""
+    tag_dir = open_tag(path)
+    if is_universal(tag_dir):
+        raise UnsupportedError(f"{path}: is {UNIVERSAL}.")
+    return tag_dir
+
+
+def _verified(
+    find: Callable[[], FilePath],
+    name: str,
+    *,
+    quick: bool,
+    lift_quarantine: bool = False,
+    processes: Processes,
+    progress: Progress,
+    known: dict[SharedStream, int] | None = None,
+) -> VerifyReport:
+    """The report on the tag that ``find`` finds; ``name`` is that of one that cannot be opened. Collective.
+
+    ``known`` as of ``verify_from_headers``.
+    """
     began = time.monotonic()
 
     def open_headers() -> TagHeaders:
-        tag_dir = find_source(src, tag=tag).tag_dir
+        tag_dir = find()
         with one_save(tag_dir):
             return check_headers(tag_dir, headers="none" if quick else "all")
 
     try:
         headers = processes.all_or_raise(open_headers)
     except CheckpointError as error:  # a checkpoint whose headers cannot be read is a finding, too
-        found = damaged(os.fspath(src), error, quick=quick)
-        return found.model_copy(update={"seconds": time.monotonic() - began})
+        return damaged(name, error, quick=quick).model_copy(update={"seconds": time.monotonic() - began})
     opened = time.monotonic()
     with nullcontext() if quick else progress("verify", headers.nbytes // processes.size) as advance:
-        report = verify_from_headers(headers, quick=quick, progress=advance, processes=processes)
+        report = verify_from_headers(headers, quick=quick, progress=advance, processes=processes, known=known)
     done = time.monotonic()
     lifted = lift_quarantine and report.valid and processes.rank == 0 and _lift(headers.tag_dir)
     read_seconds = 0.0 if quick else done - opened
@@ -116,13 +203,17 @@ def verify_from_headers(
     quick: bool = False,
     progress: ProgressFunction | None = None,
     processes: Processes | None = None,
+    known: dict[SharedStream, int] | None = None,
 ) -> VerifyReport:
     """``verify_checkpoint`` for headers that are open already.
 
     Several ``processes``, each with the same headers, share the reading by rank and get the same report. Collective.
+    ``known`` are the digests of tensors in shared files that were read before, and are not read again; those that are
+    read now are added.
     """
     processes = processes or Processes()
-    report = quick_report(headers) if quick else _read_all(headers, progress, processes)
+    known = {} if known is None else known
+    report = quick_report(headers) if quick else _read_all(headers, progress, processes, known)
     tag_dir = headers.tag_dir
     again = may_mix_saves(tag_dir, alone=processes.size == 1) if report.valid else was_saved_again(tag_dir)
     if any(processes.all_gather(again)):
@@ -130,7 +221,11 @@ def verify_from_headers(
     return report
 
 
-def _read_all(headers: TagHeaders, progress: ProgressFunction | None, processes: Processes) -> VerifyReport:
+def _read_all(
+    headers: TagHeaders, progress: ProgressFunction | None, processes: Processes, known: dict[SharedStream, int]
+) -> VerifyReport:
     mine = [headers.ranks[number] for number in processes.mine(len(headers.ranks))]
-    own = processes.all_or_raise(lambda: scan_ranks(headers, mine, progress=progress))
-    return full_report(headers, combine(processes.all_gather(own), headers))
+    own = processes.all_or_raise(lambda: scan_ranks(headers, mine, progress=progress, known=known))
+    scan = combine(processes.all_gather(own), headers)
+    known.update(scan.shared)
+    return full_report(headers, scan)
