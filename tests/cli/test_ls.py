@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from commands import run_command
 from documentation import documented_keys
+from lean_runs import FIRST, SECOND, THIRD, lean_tag, shared_path, write_shared
 from places import GOLDEN
 
 import zeroelastic
@@ -65,10 +66,70 @@ def test_for_people_it_is_a_table(run: Path) -> None:
 
 
 def test_the_document_has_the_documented_keys_and_the_order_of_latest(run: Path) -> None:
+    write_shared(run)
     found = json.loads(run_command("ls", run, "--json").stdout)
     table = documented_keys("ls")
-    assert {*found} - {"tags"} | {f"tags[].{key}" for tag in found["tags"] for key in tag} == table
+    lists = ("tags", "shared")
+    assert {*found}.difference(lists) | {f"{name}[].{key}" for name in lists for key in found[name][0]} == table
     assert found["latest"] == "global_step2" and found["directory"] == str(run)
+
+
+@pytest.fixture
+def lean(tmp_path: Path) -> Path:
+    """Two tags that share a file, a third one with two files, and a file to which none refers."""
+    root = tmp_path / "lean"
+    for step, digests in ((1, [FIRST]), (2, [FIRST]), (3, [FIRST, SECOND])):
+        lean_tag(root / f"s{step}", step, *digests)
+    for digest in (FIRST, SECOND, THIRD):
+        write_shared(root, digest)
+    return root
+
+
+def test_a_tag_has_its_own_bytes_and_those_that_it_shares(lean: Path) -> None:
+    report = zeroelastic.ls(lean)
+    own = {tag.tag: sum(file.stat().st_size for file in (lean / tag.tag).iterdir()) for tag in report.tags}
+    assert {tag.tag: tag.bytes for tag in report.tags} == own
+    assert {tag.tag: tag.shared_bytes for tag in report.tags} == {"s3": 2000, "s2": 1000, "s1": 1000}
+    assert {tag.status for tag in report.tags} == {"committed"}
+    files = {file.name: (file.bytes, file.tags) for file in report.shared}
+    assert files == {
+        str(shared_path(Path(), FIRST)): (1000, ("s3", "s2", "s1")),
+        str(shared_path(Path(), SECOND)): (1000, ("s3",)),
+        str(shared_path(Path(), THIRD)): (1000, ()),
+    }
+    assert report.bytes == sum(own.values()) + 3000 and report.saved_bytes == 2000
+
+
+def test_for_people_what_is_shared_is_a_column_and_a_line(lean: Path) -> None:
+    *lines, last = run_command("ls", lean).stdout.splitlines()
+    assert lines[0].split() == ["tag", "step", "ranks", "stage", "size", "shared", "saved", "status"]
+    assert re.fullmatch(r"s3 +3 +2 +3 +[\d.]+ KiB +2.0 KiB  [-\d]{10} [:\d]{8}  committed", lines[1]), lines[1]
+    said = r"3 shared files of 2.9 KiB; the run takes [\d.]+ KiB, and would take 2.0 KiB more without sharing"
+    assert re.fullmatch(said, last), last
+
+
+def test_a_tag_whose_shared_file_is_gone_or_another_is_incomplete(lean: Path) -> None:
+    shared_path(lean, FIRST).write_bytes(b"x")
+    shared_path(lean, SECOND).unlink()
+    found = {tag.tag: (tag.status, str(tag.why)) for tag in zeroelastic.ls(lean).tags}
+    assert found["s1"][0] == found["s3"][0] == "incomplete" and str(shared_path(lean, FIRST)) in found["s1"][1]
+    write_shared(lean, FIRST)
+    found = {tag.tag: (tag.status, str(tag.why)) for tag in zeroelastic.ls(lean).tags}
+    assert found["s1"][0] == "committed" and str(shared_path(lean, SECOND)) in found["s3"][1]
+
+
+def test_folders_of_a_framework_share_the_files_beside_them(tmp_path: Path) -> None:
+    for step in (1, 2):
+        lean_tag(tmp_path / f"checkpoint-{step}" / f"global_step{step}", step, FIRST, depth=2)
+        (tmp_path / f"checkpoint-{step}" / "latest").write_text(f"global_step{step}")
+    write_shared(tmp_path, FIRST)
+    report = zeroelastic.ls(tmp_path)
+    assert [(file.name, file.tags) for file in report.shared] == [
+        (str(shared_path(Path(), FIRST)), ("checkpoint-2", "checkpoint-1"))
+    ]
+    assert report.saved_bytes == 1000
+    one = zeroelastic.ls(tmp_path / "checkpoint-1")
+    assert [file.name for file in one.shared] == [str(shared_path(tmp_path, FIRST))] and one.saved_bytes == 0
 
 
 def test_a_directory_without_checkpoints_is_misuse(tmp_path: Path) -> None:

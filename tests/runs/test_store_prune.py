@@ -13,18 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lean_runs import FIRST, SECOND, lean_tag, write_shared
 from places import ROOT
 from s3_server import BUCKET, S3Server, forget_clients, serve_s3
 from synthetic import write_checkpoint
 
 import zeroelastic
 from zeroelastic.checkpoint.marks import UNFINISHED_NAME, new_mark
+from zeroelastic.checkpoint.shared_files import shared_name
 from zeroelastic.core.layout import Param
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.distributed.process_identity import machine
 from zeroelastic.errors import CheckpointError, UsageError
 from zeroelastic.io.paths import as_path
-from zeroelastic.runs.candidates import going_on_from, list_run
+from zeroelastic.runs.candidates import check_quickly, going_on_from, list_run
 from zeroelastic.runs.run_store import open_run
 
 support = pytest.mark.support
@@ -195,6 +197,66 @@ def test_prune_says_the_same_of_a_store_as_of_a_disk(server: S3Server, url: str,
         report = zeroelastic.prune(where, keep=2, invalid=True, min_age=0)
         said.append([(d.tag.name, d.remove, d.valid, d.reason.replace(where, "")) for d in report.plan.decisions])
     assert said[0] == said[1]
+
+
+@pytest.fixture
+def lean_url(server: S3Server, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """A run of two tags in a store, each with a shared file."""
+    for step, digest in ((1, FIRST), (2, SECOND)):
+        lean_tag(tmp_path / "lean" / f"s{step}", step, digest)
+        write_shared(tmp_path / "lean", digest)
+    (tmp_path / "lean" / "latest").write_text("s2")
+    found = server.upload(tmp_path / "lean", f"{request.node.name}/lean")
+    forget_clients()
+    return found
+
+
+def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + seconds)
+
+
+def test_a_shared_file_goes_a_day_after_it_was_written(
+    server: S3Server, lean_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = zeroelastic.prune(lean_url, keep=1, dry_run=False)
+    assert report.removed == ("s1",)
+    assert [(one.action, one.reason) for one in report.shared] == [
+        ("kept", "a save may be on its way: it changed within the last 1440 minutes"),
+        ("kept", "s2 refers to it"),
+    ]
+    later(monkeypatch, 25 * 3600.0)
+    report = zeroelastic.prune(lean_url, keep=1, dry_run=False)
+    first = f"_zeroelastic_frozen/{shared_name(FIRST)}"
+    assert report.removed == (first,) and report.freed_bytes == 1000
+    assert first not in keys(server, lean_url) and f"_zeroelastic_frozen/{shared_name(SECOND)}" in keys(
+        server, lean_url
+    )
+    assert check_quickly(as_path(f"{lean_url}/s2")) == ()
+    report = zeroelastic.ls(lean_url)
+    assert [tag.status for tag in report.tags] == ["committed"] and report.shared[0].tags == ("s2",)
+
+
+def test_while_a_save_may_be_on_its_way_no_shared_file_goes(
+    server: S3Server, lean_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later(monkeypatch, 25 * 3600.0)
+    mark(server, lean_url, "s3", _identity_of_parent(), time.time())
+    forget_clients()
+    report = zeroelastic.prune(lean_url, keep=1, dry_run=False)
+    assert report.removed == ("s1",) and report.shared[0].reason.startswith("s3: its save is on its way")
+    mark(server, lean_url, "s3", DEAD, time.time())
+    forget_clients()
+    report = zeroelastic.prune(lean_url, keep=1, dry_run=False)
+    assert report.removed == ("s3", f"_zeroelastic_frozen/{shared_name(FIRST)}")
+
+
+def test_a_tag_in_a_store_whose_shared_file_is_gone_is_not_whole(server: S3Server, lean_url: str) -> None:
+    prefix = lean_url.removeprefix(f"s3://{BUCKET}/")
+    server.client().delete_object(Bucket=BUCKET, Key=f"{prefix}/_zeroelastic_frozen/{shared_name(SECOND)}")
+    forget_clients()
+    assert zeroelastic.latest(lean_url, quick=True).tag.name == "s1"
+    assert [tag.status for tag in zeroelastic.ls(lean_url).tags] == ["incomplete", "committed"]
 
 
 @pytest.mark.extended

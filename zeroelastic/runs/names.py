@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable
 from zeroelastic.io.paths import FilePath
@@ -40,9 +41,11 @@ HERE = "."
 CHECKPOINT_FOLDER = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
 """A folder of a framework around one tag, which a ``latest`` of its own names when it is complete."""
 
+MAX_PARTS = 4
+"""How many parts a tag may have to be found."""
+
 _MAX_LATEST_BYTES = 4096
 _MAX_NAME_BYTES = 255
-_MAX_PARTS = 4
 _MAX_FOLDERS = 1000
 _THREADS = 16
 
@@ -79,8 +82,8 @@ def directory_of(root: FilePath, tag: str) -> FilePath:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a folder's name is that of a hidden folder in which zeroelastic makes saves or removes checkpoints."""
-    return is_unfinished(name) or name == TRASH
+    """Whether a folder's name is one that zeroelastic uses for saves on their way, removals, or shared files."""
+    return is_unfinished(name) or name in (TRASH, FROZEN_FOLDER) or name.startswith(f"{FROZEN_FOLDER}_")
 
 
 def why_not_saved(directory: FilePath, tag: str) -> str | None:
@@ -98,8 +101,8 @@ def why_not_saved(directory: FilePath, tag: str) -> str | None:
         return "it has a name that zeroelastic gives to folders of its own"
     if parts[0] == LATEST:
         return f"`{LATEST}` is the file that names the tag"
-    if len(parts) > _MAX_PARTS:
-        return f"it has more than {_MAX_PARTS} parts, and tags are not looked for deeper"
+    if len(parts) > MAX_PARTS:
+        return f"it has more than {MAX_PARTS} parts, and tags are not looked for deeper"
     for name in above:
         if holds_checkpoint(directory / name):
             return f"it lies in another tag, {directory / name}"
@@ -149,13 +152,13 @@ def look_for_tags(root: FilePath, look: Callable[[str], T | None]) -> list[T]:
     names = [name for name in inside if _is_name(name)]
     left = _MAX_FOLDERS
     with ThreadPoolExecutor(_THREADS) as pool:  # for slow file systems
-        for part in range(_MAX_PARTS):
+        for part in range(MAX_PARTS):
             seen = list(pool.map(look, names))
             found += [one for one in seen if one is not None]
             bare = [name for name, one in zip(names, seen, strict=True) if one is None]
             if LATEST not in files:  # an unfinished checkpoint of a framework is no tag of this directory
                 bare = [name for name in bare if not CHECKPOINT_FOLDER.fullmatch(name.rpartition("/")[2])]
-            if not bare or part == _MAX_PARTS - 1:
+            if not bare or part == MAX_PARTS - 1:
                 break
             below = pool.map(lambda name: _folders_of_tags(root / name), bare)
             names = [f"{name}/{inner}" for name, inners in zip(bare, below, strict=True) for inner in inners]

@@ -67,14 +67,14 @@ class ObjectRun(RunStore):
         )
 
     def tree(self, tag: Tag) -> Tree:
-        tree = _tree(_within(self._objects, relative_name(tag.path, self.root)))
+        tree = _tree(_within(self.objects, relative_name(tag.path, self.root)))
         if not tree.mark:
             raise FileNotFoundError(str(tag.path))
         return tree
 
     def leftovers(self, tags: Sequence[Tag], min_age_s: float) -> tuple[Leftover, ...]:
         found: list[Leftover] = []
-        for left in self._unfinished:
+        for left in self.unfinished:
             kept = left.why_kept(min_age_s)
             count = len(left.uploads)
             uploads = f" ({count} {'upload' if count == 1 else 'uploads'} not completed)" if count else ""
@@ -83,7 +83,7 @@ class ObjectRun(RunStore):
         return tuple(found)
 
     def without_parts(self, tags: Sequence[Tag]) -> tuple[Tag, ...]:
-        parts = {str(left.tag_dir) for left in self._unfinished if any(o.name != UNFINISHED_NAME for o in left.objects)}
+        parts = {str(left.tag_dir) for left in self.unfinished if any(o.name != UNFINISHED_NAME for o in left.objects)}
         return tuple(tag for tag in tags if str(tag.tag_dir) not in parts)
 
     def remove(self, tag: Tag, tree: Tree) -> str | None:
@@ -121,21 +121,22 @@ class ObjectRun(RunStore):
             logger.warning("%s: removed what a save that did not finish has left", found.tag_dir)
 
     @cached_property
-    def _objects(self) -> list[StoredObject]:
+    def objects(self) -> list[StoredObject]:
+        """All objects below the directory."""
         try:
             return objects_below(self.root)
         except MissingFileError:
             return []
 
     @cached_property
-    def _unfinished(self) -> list[UnfinishedTag]:
+    def unfinished(self) -> list[UnfinishedTag]:
         """What is unfinished of each tag, by the tag's name."""
         by_tag = self._uploads()
-        for one in self._objects:
+        for one in self.objects:
             folder, _, name = one.name.rpartition("/")
             if name == UNFINISHED_NAME and folder:
                 by_tag.setdefault(folder, [])
-        found = (unfinished_of(self.root / n, up, _within(self._objects, n)) for n, up in sorted(by_tag.items()))
+        found = (unfinished_of(self.root / n, up, _within(self.objects, n)) for n, up in sorted(by_tag.items()))
         return [one for one in found if one is not None]
 
     def _uploads(self) -> dict[str, list[OpenUpload]]:

@@ -14,21 +14,22 @@ import shutil
 import stat
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.tag_files import is_temporary
+from zeroelastic.checkpoint.shared_files import SHARED_NAME, frozen_folder, frozen_folder_beside
+from zeroelastic.checkpoint.tag_files import is_rank_file, is_temporary
 from zeroelastic.distributed.process_identity import Life
-from zeroelastic.errors import UsageError
+from zeroelastic.errors import UnreadableError, UsageError
 from zeroelastic.io.atomic import sync_directory, write_atomically
-from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.runs.names import LATEST, TRASH
+from zeroelastic.io.paths import FilePath, RemotePath, relative_name
+from zeroelastic.runs.names import LATEST, MAX_PARTS, TRASH, is_ours
 from zeroelastic.runs.order import Tag
-from zeroelastic.runs.tag_directory import is_unfinished, life_of_owner, replaces_nothing
+from zeroelastic.runs.tag_directory import is_unfinished, life_of_owner, replaces_nothing, save_id_of
 
 MIN_AGE_S = 3600.0
 """A save whose process cannot be seen counts as dead when nothing has changed for this long."""
@@ -36,7 +37,10 @@ MIN_AGE_S = 3600.0
 CHANGED = "it changed while this ran"
 """The reason to keep a tag, or the files of a dead save, that a save or another removal is changing."""
 
-_TEMPORARY = re.compile(r"\.(latest|\.zeroelastic-attempts\.json)\.\d+(\.[0-9a-f]+)?\.tmp")
+_TEMPORARY = re.compile(
+    r"\.(latest|\.zeroelastic-attempts\.json)\.\d+(\.[0-9a-f]+)?\.tmp"
+    rf"|\.{SHARED_NAME.pattern}\.[0-9a-f]{{32}}\.tmp"
+)
 _MIN_AGE_UNASKED_S = 24 * 3600.0
 
 Links = dict[str, str]
@@ -134,6 +138,11 @@ class RunStore(ABC):
         assert not self.interrupted
 
 
+def shared_folders(root: Path) -> tuple[Path, ...]:
+    """The folders of a run's shared files, of which there is one at most: in its directory, or beside it."""
+    return tuple(Path(str(folder)) for folder in (frozen_folder(root), frozen_folder_beside(root)))
+
+
 def open_run(root: FilePath) -> RunStore:
     """The store of a run's directory."""
     from zeroelastic.runs.object_run import ObjectRun
@@ -188,15 +197,15 @@ class LocalRun(RunStore):
 
     def leftovers(self, tags: Sequence[Tag], min_age_s: float) -> tuple[Leftover, ...]:
         found: list[Leftover] = []
-        for path in (folder / name for folder in self._folders(tags) for name in leftover_names(folder)):
+        for path, directory in self._left(self._folders(tags)):
             try:
                 tree = survey(path)
             except FileNotFoundError:  # a save has just put it in place, or removed it
                 continue
-            kept = why_kept(path, min_age_s)
+            kept = why_kept(directory, min_age_s)
             if kept is None and not tree.one_device:
                 kept = "another file system is mounted in it"
-            name = str(path.relative_to(self.root))
+            name = relative_name(path, self.root)
             found.append(Leftover(name, tree, kept is None, kept or "of a save that did not finish"))
         return tuple(found)
 
@@ -245,11 +254,25 @@ class LocalRun(RunStore):
         self.finish_removals()
         return None
 
+    def _left(self, folders: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
+        """What saves have left, or are using now, in some folders and of shared files.
+
+        The second path is that by which to judge whether the save is dead: of a shared file the save's directory.
+        """
+        shared = [path for path in shared_folders(self.root) if not path.is_symlink()]
+        files = [path / name for path in shared for name in leftover_names(path)]
+        directories: dict[str, Path] = {}
+        with suppress(UnreadableError):  # then the time of the last change decides
+            directories = staging_dirs(self.root) if files else {}
+        for path in files:
+            yield path, directories.get(save_id_of(path.name) or "", path)
+        for path in (folder / name for folder in folders for name in leftover_names(folder)):
+            yield path, path
+
     def remove_dead_saves(self) -> None:
-        for name in leftover_names(self.root):
-            left = self.root / name
+        for left, directory in self._left([self.root]):
             try:
-                if why_kept(left) is not None:
+                if why_kept(directory) is not None:
                     continue
                 _delete(left)
             except OSError as error:
@@ -300,6 +323,44 @@ def leftover_names(directory: Path) -> tuple[str, ...]:
         if (is_unfinished(entry.name) and entry.is_dir(follow_symlinks=False))
         or (_TEMPORARY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False))
     )
+
+
+def folders_of_run(root: Path) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
+    """The folders of a run with what is in each, as deep as there may be tags; folders in tags are left out.
+
+    Unlike ``look_for_tags`` this also finds what is in the folders of frameworks and in other runs below the
+    directory. Symbolic links are followed in ``root`` only. Raises UnreadableError.
+    """
+    level = [root]
+    for _ in range(MAX_PARTS + 2):  # the folder of a framework, and the tag in it
+        below: list[Path] = []
+        for folder in level:
+            try:
+                entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise UnreadableError(f"{folder}: cannot be listed: {error.strerror}.") from None
+            yield folder, entries
+            if folder == root or not holds_tag(entries):
+                inside = (entry for entry in entries if not is_ours(entry.name))
+                below += [Path(entry.path) for entry in inside if entry.is_dir(follow_symlinks=folder == root)]
+        level = below
+
+
+def holds_tag(entries: Iterable[os.DirEntry[str]]) -> bool:
+    """Whether a folder with these entries is a tag, whole or not."""
+    return any(entry.name == RECORD_NAME or is_rank_file(entry.name) for entry in entries)
+
+
+def staging_dirs(root: Path) -> dict[str, Path]:
+    """The hidden directories of a run's saves, on their way or dead, by the saves' ids. Raises UnreadableError."""
+    return {
+        save_id: folder / entry.name
+        for folder, entries in folders_of_run(root)
+        for entry in entries
+        if (save_id := save_id_of(entry.name)) is not None and entry.is_dir(follow_symlinks=False)
+    }
 
 
 def why_kept(left: Path, min_age_s: float = _MIN_AGE_UNASKED_S) -> str | None:

@@ -12,8 +12,17 @@ from pydantic import PrivateAttr
 
 from zeroelastic.errors import UnreadableError, with_remedy
 from zeroelastic.io.paths import absolute, as_path
-from zeroelastic.runs.prune import Decision, PrunePlan, plan_prune, removable, remove_tag
+from zeroelastic.runs.prune import (
+    Decision,
+    PrunePlan,
+    plan_prune,
+    put_back_shared_files,
+    removable,
+    remove_shared_file,
+    remove_tag,
+)
 from zeroelastic.runs.run_store import Leftover, open_run
+from zeroelastic.runs.shared_folder import SharedDecision, name_from
 from zeroelastic.verbs.options import Progress, no_progress, seconds_option
 from zeroelastic.verbs.report import Part, Report
 
@@ -39,8 +48,8 @@ class PrunedTag(Part):
     bytes: int | None
 
 
-class UnfinishedSave(Part):
-    """A save that did not finish, what became of it and why."""
+class BesideTags(Part):
+    """Something that is no tag, by its name from the directory; what became of it, as of a tag, and why."""
 
     name: str
     action: str
@@ -48,14 +57,23 @@ class UnfinishedSave(Part):
     bytes: int
 
 
+class UnfinishedSave(BesideTags):
+    """A save that did not finish."""
+
+
+class PrunedFile(BesideTags):
+    """A file of frozen weights that tags share."""
+
+
 class PruneReport(Report):
-    """What was removed, or would be. ``removed`` names the tags and unfinished saves that are gone."""
+    """What was removed, or would be. ``removed`` names the tags, unfinished saves and shared files that are gone."""
 
     directory: str
     keep: int
     dry_run: bool
     tags: tuple[PrunedTag, ...]
     unfinished: tuple[UnfinishedSave, ...]
+    shared: tuple[PrunedFile, ...]
     removed: tuple[str, ...]
     freed_bytes: int
     leftovers: int
@@ -69,7 +87,8 @@ class PruneReport(Report):
     @property
     def has_work(self) -> bool:
         """Whether the plan removes anything."""
-        return bool(self.plan.removals or self.plan.leftovers or self.dead)
+        aside = any(decision.file.is_aside for decision in self.plan.shared)
+        return bool(self.plan.removals or self.plan.leftovers or self.dead or self.plan.shared_removals or aside)
 
     @property
     def dead(self) -> tuple[Leftover, ...]:
@@ -79,7 +98,14 @@ class PruneReport(Report):
     @property
     def failed(self) -> bool:
         """Whether something could not be removed."""
-        return "failed" in {item.action for item in self.tags} | {item.action for item in self.unfinished}
+        others = any(item.action == "failed" for item in (*self.unfinished, *self.shared))
+        return others or any(item.action == "failed" for item in self.tags)
+
+    @property
+    def removable_bytes(self) -> int:
+        """Bytes that all removals of the plan free."""
+        dead = sum(found.tree.nbytes for found in self.dead)
+        return removable(self.plan.removals) + dead + sum(one.file.nbytes for one in self.plan.shared_removals)
 
 
 @with_remedy()
@@ -97,7 +123,8 @@ def prune(
     The command asks before it removes anything. This function cannot ask, so **it removes nothing unless it is called
     with** ``dry_run=False``. ``invalid`` also removes checkpoints that do not verify and are older than one that does.
     What has no commit record and changed within ``min_age`` (seconds, or a text such as "15m") stays. Where no
-    checkpoint verifies, none is removed (``plan.has_valid``).
+    checkpoint verifies, none is removed (``plan.has_valid``). Files of frozen weights that tags share go when no tag
+    refers to them any more.
 
     ``directory`` may be a URL; of dead saves there, open uploads are aborted.
 
@@ -123,30 +150,35 @@ def carry_out(report: PruneReport, *, progress: Progress = no_progress) -> Prune
     store = open_run(plan.root)
     if plan.leftovers:
         store.finish_removals()
-    nbytes = removable(plan.removals) + sum(found.tree.nbytes for found in report.dead)
-    with progress("removing", nbytes) as advance:
+    with progress("removing", report.removable_bytes) as advance:
         for decision in plan.removals:
             outcomes[decision.tag.name] = _outcome(partial(remove_tag, plan, decision))
             advance(removable([decision]))
         for found in report.dead:
             outcomes[found.name] = _outcome(partial(store.remove_leftover, found))
             advance(found.tree.nbytes)
+        for shared in plan.shared_removals:
+            outcomes[str(shared.file.path)] = _outcome(partial(remove_shared_file, plan, shared))
+            advance(shared.file.nbytes)
+    put_back_shared_files(plan)
     return _report(plan, report.keep, dry_run=False, outcomes=outcomes)
 
 
 def _report(
     plan: PrunePlan, keep: int, *, dry_run: bool, outcomes: Mapping[str, Outcome] = MappingProxyType({})
 ) -> PruneReport:
-    def fate(item: Decision | Leftover, name: str) -> dict[str, str]:
+    def fate(item: Decision | Leftover | SharedDecision, name: str) -> dict[str, str]:
         outcome = outcomes.get(name, Outcome())
         action = "failed" if outcome.failed else "kept" if outcome.why or not item.remove else "removed"
         if item.remove and dry_run:
             action = "would be removed"
         return {"action": action, "reason": outcome.why or item.reason}
 
-    removed = tuple(name for name, outcome in outcomes.items() if not outcome.why)
+    names = {str(one.file.path): name_from(one.file.path, plan.root) for one in plan.shared}
+    removed = tuple(names.get(key, key) for key, outcome in outcomes.items() if not outcome.why)
     freed = sum(d.tree.nbytes for d in plan.removals if d.tree is not None and d.tag.name in removed)
     freed += sum(found.tree.nbytes for found in plan.unfinished if found.name in removed)
+    freed += sum(one.file.nbytes for one in plan.shared if names[str(one.file.path)] in removed)
     failed = any(outcome.failed for outcome in outcomes.values())
     report = PruneReport(
         ok=not failed and (plan.has_valid or not plan.decisions),
@@ -169,6 +201,10 @@ def _report(
         unfinished=tuple(
             UnfinishedSave(name=found.name, bytes=found.tree.nbytes, **fate(found, found.name))
             for found in plan.unfinished
+        ),
+        shared=tuple(
+            PrunedFile(name=name_from(one.file.path, plan.root), bytes=one.file.nbytes, **fate(one, str(one.file.path)))
+            for one in plan.shared
         ),
         removed=removed,
         freed_bytes=freed,

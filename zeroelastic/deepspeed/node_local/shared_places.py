@@ -19,6 +19,7 @@ from zeroelastic.distributed.collective import all_gather_alike, all_or_raise
 from zeroelastic.distributed.multicast import Request, multicast
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_size, read_range
+from zeroelastic.runs.shared_folder import put_back_missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ def find_shared_files(files: Sequence[SharedFile], tag_dir: FilePath) -> SharedP
     """
 
     def look() -> list[bool]:
+        put_back_missing(files, tag_dir)
         paths = [file.at(tag_dir) for file in files]
         return [
             file_size(path) == file.nbytes if dist.get_rank() == 0 or not isinstance(path, RemotePath) else True

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
+from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, check_shared_files
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.errors import ZeroElasticError, printable, some
@@ -29,7 +29,16 @@ from zeroelastic.monitoring.spans import continued, current_context
 from zeroelastic.report import SaveReport
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.runs.names import CHECKPOINT_FOLDER
-from zeroelastic.runs.prune import OTHER_RUN, Decision, PrunePlan, plan_prune, remove_tag
+from zeroelastic.runs.prune import (
+    OTHER_RUN,
+    Decision,
+    PrunePlan,
+    plan_prune,
+    put_back_shared_files,
+    remove_shared_file,
+    remove_tag,
+)
+from zeroelastic.runs.shared_folder import SharedDecision
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +127,8 @@ class AfterSave:
 def remove_old_tags(root: FilePath, tag: str, options: Options, *, over_nodes: bool) -> tuple[str, ...]:
     """Remove the tags of ``root`` beyond the newest ``options.keep``; returns the names of those that are gone.
 
-    ``tag`` was just committed. ``over_nodes``: this directory has the files of some ranks only. Never raises: this is
-    called on one rank, and others would wait for it.
+    Shared files to which no tag refers then go, too. ``tag`` was just committed. ``over_nodes``: this directory has the
+    files of some ranks only. Never raises: this is called on one rank, and others would wait for it.
     """
     if options.keep is None:
         return ()
@@ -138,6 +147,9 @@ def remove_old_tags(root: FilePath, tag: str, options: Options, *, over_nodes: b
             stays = every is not None and (step is None or step % every == 0)
             if not stays and _remove(plan, decision):
                 removed.append(decision.tag.name)
+        for shared in plan.shared_removals:
+            _remove_shared(plan, shared)
+        put_back_shared_files(plan)
     except Exception as error:
         expected = isinstance(error, (ZeroElasticError, OSError))
         logger.warning('%s: "keep": old tags were not removed: %s', root, error, exc_info=not expected)
@@ -171,6 +183,17 @@ def _remove(plan: PrunePlan, decision: Decision) -> bool:
     return kept is None
 
 
+def _remove_shared(plan: PrunePlan, decision: SharedDecision) -> None:
+    """Remove a shared file to which no tag refers any more; the log says what became of it."""
+    path = decision.file.path
+    try:
+        kept = remove_shared_file(plan, decision)
+    except OSError as error:
+        logger.warning('%s: "keep": no tag refers to it, and it was not removed: %s', path, error.strerror or error)
+        return
+    logger.info('%s: "keep": %s', path, "removed, no tag refers to it" if kept is None else f"not removed: {kept}")
+
+
 def _limit_of_framework(root: FilePath, tag: str) -> str | None:
     """The setting of a framework that gives each checkpoint a folder of its own, beside which it has other files."""
     if tag == "pytorch_model":
@@ -189,10 +212,11 @@ def _check(tag_dir: FilePath) -> tuple[str, ...]:
 
 
 def _check_own_files(tag_dir: FilePath) -> tuple[str, ...]:
-    """``_check`` where the files of other ranks are on other nodes."""
+    """``_check`` where the files of other ranks are on other nodes. Raises CheckpointError."""
     record = read_record(tag_dir)
     if record is None:
         return _NO_RECORD
+    check_shared_files(record.shared, tag_dir)
     return tuple(
         f"{name} has {size} bytes, {record.files[name]} by the commit record."
         for name, size in file_sizes(tag_dir).items()

@@ -44,6 +44,7 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_names, file_size
 from zeroelastic.runs.names import LATEST
 from zeroelastic.runs.run_store import open_run
+from zeroelastic.runs.shared_folder import put_back_missing
 from zeroelastic.runs.tag_directory import carry_over, make_staging_dir, publish_tag, staging_dir_of
 
 logger = logging.getLogger(__name__)
@@ -253,6 +254,7 @@ class Directory(Destination):
             logger.warning("%s: saved without a commit record, only DeepSpeed loads it: %s", self.tag_dir, unreadable)
         record = record_of(save, written, committed_at)
         with self.as_not_committed():
+            put_back_missing(record.shared, self.tag_dir)
             check_shared_files(record.shared, self.tag_dir)
             carry_over(self._place, self.staging_dir)
             if unreadable is None:

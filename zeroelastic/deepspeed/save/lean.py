@@ -55,6 +55,7 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.io.remote import retrying
 from zeroelastic.io.storage import list_directory
 from zeroelastic.runs.names import CHECKPOINT_FOLDER
+from zeroelastic.runs.shared_folder import put_back
 from zeroelastic.torch_file.safetensors import DTYPE_NAMES, Head, check_name, lay_out
 
 logger = logging.getLogger(__name__)
@@ -237,8 +238,11 @@ def _find(
 def _look(folder: FilePath, wanted: Mapping[str, _Wanted], known: KnownFiles) -> dict[str, set[str]]:
     """The names of the wanted tensors that each shared file of a folder has, by the file's name.
 
-    These files are touched, so that they do not look old to a removal. A file that is damaged is not taken.
+    These files are touched, so that they do not look old to a removal, and those that a killed removal has set aside
+    are put back first. A file that is damaged is not taken.
     """
+    with suppress(OSError):  # of a folder that cannot be written: what is missing is written again
+        put_back(folder)
     try:
         sizes = {name: size for name, size in list_directory(folder)[0].items() if SHARED_NAME.fullmatch(name)}
     except MissingFileError:
