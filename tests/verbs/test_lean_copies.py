@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import run_command
+from exports import plain
 from lean_saves import JOB, save_lean_and_full
 from made_once import made_once
 
@@ -86,12 +88,82 @@ def test_without_full_a_lean_tag_is_refused(saved: Path, tmp_path: Path) -> None
     assert not any(FROZEN_FOLDER in note for note in json.loads(done.stdout)["notes"])
 
 
-def test_a_shared_file_that_is_gone_is_named(saved: Path, tmp_path: Path) -> None:
+def loaded(path: Path) -> object:
+    return plain(torch.load(path, weights_only=False)["module"])
+
+
+def test_an_export_is_that_of_the_full_tag(saved: Path, tmp_path: Path) -> None:
+    for name in ("lean", "full"):
+        report = zeroelastic.export(saved / name, tmp_path / name, optimizer=True)
+        assert report.digests_compared
+    assert contents(tmp_path / "lean") == contents(tmp_path / "full")
+
+
+def test_a_universal_checkpoint_is_that_of_the_full_tag(saved: Path, tmp_path: Path) -> None:
+    """The module states are those of a reshard, whose pickles number their objects in another way."""
+    for name in ("lean", "full"):
+        zeroelastic.convert(saved / name, tmp_path / name, to="universal")
+    lean, full = contents(tmp_path / "lean"), contents(tmp_path / "full")
+    assert lean.keys() == full.keys()
+    for name in full:
+        if name.endswith("model_states.pt"):
+            assert loaded(tmp_path / "lean" / name) == loaded(tmp_path / "full" / name)
+        else:
+            assert lean[name] == full[name], name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "lean"]
+
+
+def test_a_distributed_checkpoint_is_that_of_the_full_tag(saved: Path, tmp_path: Path) -> None:
+    """All but the metadata, which name the checkpoint."""
+    for name in ("lean", "full"):
+        zeroelastic.convert(saved / name, tmp_path / name, to="dcp")
+    lean, full = contents(tmp_path / "lean"), contents(tmp_path / "full")
+    assert lean.pop(".metadata") and full.pop(".metadata")
+    assert lean == full
+
+
+def test_lean_and_full_do_not_differ(saved: Path) -> None:
+    report = zeroelastic.diff(saved / "full", saved / "lean")
+    assert report.equal and not report.state
+    assert "mask" in {tensor.param for tensor in report.equal_tensors}
+
+
+def test_every_tensor_is_read_and_shown_from_where_it_is(saved: Path) -> None:
+    (shared,) = (saved / "lean" / FROZEN_FOLDER).iterdir()
+    with zeroelastic.open(saved / "lean") as lean, zeroelastic.open(saved / "full") as full:
+        assert [*lean] == [*full]
+        assert all(lean[name].numpy().tobytes() == full[name].numpy().tobytes() for name in full)
+        assert all(lean[name].kind == full[name].kind for name in full)
+        assert [place.path for place in lean.places("mask")] == [shared]
+    shown, other = (zeroelastic.show(saved / name, "*frozen_table*").tensors[0] for name in ("lean", "full"))
+    assert [place.file for place in shown.places] == [shared.name]
+    assert (shown.digest, shown.statistics) == (shown.recorded_digest, other.statistics)
+
+
+@pytest.fixture
+def without_file(saved: Path, tmp_path: Path) -> tuple[Path, str]:
+    """A lean run whose shared file is gone, and the name of the file."""
     shutil.copytree(saved / "lean", tmp_path / "lean")
     (shared,) = (tmp_path / "lean" / FROZEN_FOLDER).iterdir()
     shared.rename(tmp_path / "away")
-    with pytest.raises(MissingFileError, match=shared.name):
-        zeroelastic.reshard(tmp_path / "lean", tmp_path / "out", world_size=2, full=True)
+    return tmp_path / "lean", shared.name
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda run: zeroelastic.reshard(run, run.parent / "out", world_size=2, full=True),
+        lambda run: zeroelastic.export(run, run.parent / "out"),
+        lambda run: zeroelastic.convert(run, run.parent / "out", to="dcp"),
+        lambda run: zeroelastic.diff(run, run),
+        lambda run: zeroelastic.show(run, "frozen_table.weight"),
+    ],
+    ids=["reshard", "export", "convert", "diff", "show"],
+)
+def test_a_shared_file_that_is_gone_is_named(without_file: tuple[Path, str], read: Callable[[Path], object]) -> None:
+    run, name = without_file
+    with pytest.raises(MissingFileError, match=name):
+        read(run)
 
 
 @pytest.mark.parametrize("name", ["frozen_table.weight", "mask"])

@@ -14,10 +14,14 @@ import numpy as np
 
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.optimizer_file import FROZEN, checked_param, checked_params
-from zeroelastic.checkpoint.shared_files import SharedFile, digest_from_text
+from zeroelastic.checkpoint.shared_files import SharedFile, check_shared_files, digest_from_text
+from zeroelastic.core.digest import combine, stream_seed
 from zeroelastic.core.layout import Layout, unpacked_layout
-from zeroelastic.errors import CheckpointError, brief, shown
+from zeroelastic.errors import CheckpointError, DigestMismatchError, brief, shown
+from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import read_range
+from zeroelastic.torch_file.header import DTYPE_BYTES, Extent
 from zeroelastic.torch_file.safetensors import DTYPE_NAMES, TensorPlace
 
 SHARED_KEY = "zeroelastic_shared"
@@ -27,6 +31,7 @@ BUFFER = "buffer"
 """The state key under which a shared buffer is digested; that of a parameter is ``FROZEN``."""
 
 _VERSION = 1
+_CHUNK_BYTES = 8 << 20
 _MAX_FILES = 1 << 12
 _MAX_DIMENSIONS = 64
 _ENTRIES = ("version", "files", "params", "buffers", "left_out")
@@ -78,6 +83,27 @@ class SharedWeights:
         """The tensors that are in a file, by name and the state key under which they are digested."""
         tables = (FROZEN, self.params), (BUFFER, self.buffers)
         return {(name, key): tensor for key, table in tables for name, tensor in table.items() if tensor.file == number}
+
+    def extent(self, tensor: SharedTensor, tag_dir: FilePath) -> Extent:
+        """The bytes of one of the tensors."""
+        return Extent(self.files[tensor.file].at(tag_dir), tensor.offset, tensor.place.nbytes, tensor.dtype)
+
+    def check(self, tag_dir: FilePath) -> None:
+        """Raise unless the files are there, and the buffers in them are what was saved.
+
+        Commit records have the digests of frozen parameters, and not those of buffers. Raises MissingFileError,
+        CheckpointError, DigestMismatchError.
+        """
+        check_shared_files(self.files, tag_dir)
+        for name, buffer in self.buffers.items():
+            extent, itemsize, digest = self.extent(buffer, tag_dir), DTYPE_BYTES[buffer.dtype], 0
+            for at in range(0, extent.nbytes, _CHUNK_BYTES):
+                raw = read_range(extent.path, extent.offset + at, min(_CHUNK_BYTES, extent.nbytes - at))
+                data = np.frombuffer(raw, dtype=np.uint8)
+                part = digest_range(data, itemsize, seed=stream_seed(name, BUFFER), start=at // itemsize)
+                digest = combine(digest, part)
+            if digest != buffer.digest:
+                raise DigestMismatchError(f"{extent.path}: buffer {name} is not what was saved. It is damaged.")
 
     def frozen(
         self, tag_dir: FilePath, at: Callable[[SharedFile], FilePath] | None = None

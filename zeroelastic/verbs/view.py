@@ -21,6 +21,7 @@ from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup
 from zeroelastic.checkpoint.saved_state import SavedState, frozen_part, trained_part
+from zeroelastic.checkpoint.shared_files import check_shared_files
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable, with_remedy
@@ -300,6 +301,8 @@ class CheckpointView(Mapping[str, TensorHandle]):
             head, model = checkpoint.shard(0), checkpoint.model_states(0)
             check_same_models((model,), head, checkpoint.record)
             frozen = frozen_part({0: model})
+            if model.shared is not None:
+                check_shared_files(model.shared.files, checkpoint.tag_dir)
 
         def trained_extents(rank: int) -> Mapping[str, TensorExtents]:
             shard = checkpoint.shard(rank)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, Protocol
 
 from pydantic import Field
@@ -22,17 +25,18 @@ from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.storage import file_size
-from zeroelastic.runs.locate import find_source
+from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.verbs.convert.from_universal import find_universal, plan_from_universal
 from zeroelastic.verbs.convert.to_dcp import plan_dcp
 from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export
 from zeroelastic.verbs.convert.to_universal import plan_universal
+from zeroelastic.verbs.model_tensors import check_shared
 from zeroelastic.verbs.new_directory import check_free, new_directory
 from zeroelastic.verbs.new_files import MINIMUM_MEMORY, RecordedDigests
 from zeroelastic.verbs.options import Progress, local_sources, local_target, no_progress
 from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
-from zeroelastic.verbs.reshard.reshard import check_target, run_reshard
-from zeroelastic.verbs.reshard.target import ReshardOptions
+from zeroelastic.verbs.reshard.reshard import check_target, plan_reshard, run_reshard
+from zeroelastic.verbs.reshard.target import LEAST_MEMORY, ReshardOptions
 
 
 class ConvertReport(Report):
@@ -209,6 +213,7 @@ def export(
     def make_plan() -> ExportPlan:
         check_free(target.absolute(), sources=local_sources(source))
         state = open_state(open_checkpoint(source.tag_dir), resizable=False)
+        check_shared(state)
         return plan_export(
             state, dtype=dtype, max_shard_size=shard_nbytes, optimizer=optimizer, tied=tied, model_dir=source.root
         )
@@ -258,10 +263,13 @@ def _convert_to(
     compared: int | None = None
     with one_save(source.tag_dir):
         state = open_state(open_checkpoint(source.tag_dir))
-        plan = plan_universal(state, tag=source.tag) if to == "universal" else plan_dcp(state)
-        if not dry_run:
-            with progress("converting", plan.nbytes) as advance:
-                compared = write_plan(plan, dst, max_memory=max_memory, progress=advance)
+        check_shared(state)
+        needs_files = to == "universal" and not dry_run
+        with _self_contained(source, state, dst, max_memory) if needs_files else nullcontext(state) as read:
+            plan = plan_universal(read, tag=source.tag) if to == "universal" else plan_dcp(read)
+            if not dry_run:
+                with progress("converting", plan.nbytes) as advance:
+                    compared = write_plan(plan, dst, max_memory=max_memory, progress=advance)
     return ConvertReport(
         ok=True,
         path=str(source.tag_dir),
@@ -278,6 +286,26 @@ def _convert_to(
         content_root=None,
         notes=tuple(plan.notes),
     )
+
+
+@contextmanager
+def _self_contained(source: Source, state: SavedState, dst: Path, max_memory: int) -> Iterator[SavedState]:
+    """The state, or for a lean checkpoint that of a full copy of it, which is beside ``dst`` for so long.
+
+    A Universal checkpoint has the module states of DeepSpeed's own files, whole at stages 1 and 2.
+    """
+    if state.models[0].shared is None:
+        yield state
+        return
+    with TemporaryDirectory(dir=dst.absolute().parent, prefix=f".{dst.name}.") as folder:
+        options = ReshardOptions(
+            world_size=state.checkpoint.world_size,
+            format=state.head.format,
+            max_memory=max(max_memory, LEAST_MEMORY),
+            full=True,
+        )
+        run_reshard(plan_reshard(source, options), Path(folder) / "full")
+        yield open_state(open_checkpoint(Path(folder) / "full" / source.tag))
 
 
 def _convert_from(

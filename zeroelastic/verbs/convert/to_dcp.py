@@ -171,6 +171,8 @@ class _Reader:
         tensor = self._tensors.get(key)
         if tensor is None:
             return None
+        if not math.prod(shape):
+            return torch.empty(shape, dtype=getattr(torch, tensor.dtype))
         if isinstance(tensor.source, Buffer):
             data = read_buffer(tensor, limit=self._most)
             if self._progress is not None:

@@ -19,12 +19,14 @@ from zeroelastic.executors.dispatch import CopyTable, read_segments
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile
 from zeroelastic.verbs.diff.element_stats import CHUNK, ElementStats, compare_elements
+from zeroelastic.verbs.model_tensors import ModelTensor, read_buffer, shared_buffers, stored_tensor
 from zeroelastic.verbs.report import Part, Sides
 
 BUFFER = "buffer"
 """The state key of the module's tensors that are not parameters. Every rank's model states file holds them whole."""
 
 _Tensor = tuple[str, str]
+_NO_LIMIT = 1 << 62
 
 
 class ComparedTensor(Part):
@@ -58,7 +60,7 @@ class ComparedTensor(Part):
 
 
 def _compared(
-    tensor: _Tensor, left: Side | TensorRef, right: Side | TensorRef, stats: ElementStats | None
+    tensor: _Tensor, left: Side | ModelTensor, right: Side | ModelTensor, stats: ElementStats | None
 ) -> ComparedTensor:
     dtype, shape = Sides(a=left.dtype, b=right.dtype), Sides(a=list(left.shape), b=list(right.shape))
     if stats is None:
@@ -138,9 +140,9 @@ def compare_tensors(
 
 
 def compare_buffers(left: SavedState, right: SavedState, files: tuple[TorchFile, TorchFile]) -> TensorComparison:
-    """Compare the buffers in two model states files."""
+    """Compare the buffers in two model states files, and in the shared files of a lean checkpoint."""
     x, y = (_buffers(file, side) for file, side in zip(files, (left, right), strict=True))
-    found = [_compare_buffer(name, x[name], y[name], *files) for name in x if name in y]
+    found = [_compare_buffer(name, x[name], y[name]) for name in x if name in y]
     return TensorComparison(
         found, [(name, BUFFER) for name in x if name not in y], [(name, BUFFER) for name in y if name not in x]
     )
@@ -222,7 +224,7 @@ def _compare_batch(
         stats[job[0]] += found
 
 
-def _buffers(file: TorchFile, state: SavedState) -> dict[str, TensorRef]:
+def _buffers(file: TorchFile, state: SavedState) -> dict[str, ModelTensor]:
     """The tensors of the module that hold something; parameters are empty there at stage 3, and whole at 1 and 2."""
     root = file.root
     module = root.get("module") if isinstance(root, dict) else None
@@ -230,17 +232,18 @@ def _buffers(file: TorchFile, state: SavedState) -> dict[str, TensorRef]:
         return {}
     names = state.models[0].others if state.checkpoint.whole_model else module
     tensors = {str(key): value for key, value in module.items() if key in names and isinstance(value, TensorRef)}
-    return {name: ref for name, ref in tensors.items() if ref.numel and ref.is_contiguous}
+    tensors = {name: ref for name, ref in tensors.items() if ref.numel and ref.is_contiguous}
+    file.locate(ref.storage.key for ref in tensors.values())
+    return {name: stored_tensor(name, ref, file) for name, ref in tensors.items()} | shared_buffers(state)
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _compare_buffer(
-    name: str, x: TensorRef, y: TensorRef, left_file: TorchFile, right_file: TorchFile
-) -> ComparedTensor:
+def _compare_buffer(name: str, x: ModelTensor, y: ModelTensor) -> ComparedTensor:
     stats = None
     if x.shape == y.shape:
-        stats = compare_elements(left_file.read(x), right_file.read(y), x.dtype, y.dtype)
+        left, right = (read_buffer(one, limit=_NO_LIMIT) for one in (x, y))
+        stats = compare_elements(left, right, x.dtype, y.dtype)
     return _compared((name, BUFFER), x, y, stats)

@@ -7,23 +7,17 @@ Frozen parameters are not put back here: whatever is made of a checkpoint takes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
-from zeroelastic.checkpoint.shared_weights import BUFFER, SHARED_KEY, SharedWeights
-from zeroelastic.core.digest import combine, stream_seed
+from zeroelastic.checkpoint.shared_weights import SHARED_KEY, SharedWeights
 from zeroelastic.core.layout import Layout
-from zeroelastic.errors import CheckpointError, DigestMismatchError
-from zeroelastic.executors.dispatch import digest_range
+from zeroelastic.errors import CheckpointError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.graph import Storage, new_storage, pairs_of, storage_of, tensor, with_pairs
-from zeroelastic.torch_file.header import DTYPE_BYTES, Extent
 
-_CHUNK_BYTES = 8 << 20
 _LEAN_OPTIONS = ("lean", "frozen")
 
 
@@ -60,10 +54,7 @@ def completed(
     layout: Layout,
     weights: Mapping[str, WeightPlace],
 ) -> dict[object, object]:
-    """The module states ``root`` of a lean tag with its buffers, and with the trained ``weights`` of ``layout``.
-
-    Raises CheckpointError, DigestMismatchError when a buffer's bytes are looked up.
-    """
+    """The module states ``root`` of a lean tag with its buffers, and with the trained ``weights`` of ``layout``."""
     tied = pairs_of(root.get("shared_params"))
     trained = {
         tied.get(param.name, param.name): (weights[param.name], param.shape)
@@ -76,9 +67,8 @@ def completed(
         if name not in shared.left_out or saved is None:
             return value
         if (buffer := shared.buffers.get(str(name))) is not None:
-            find = partial(_checked_buffer, shared, str(name), tag_dir)
-            storage = _like(saved, new_storage(buffer.dtype, buffer.place.nbytes // DTYPE_BYTES[buffer.dtype]))
-            storage.find = find
+            storage = _like(saved, new_storage(buffer.dtype, math.prod(buffer.shape)))
+            storage.find = partial(shared.extent, buffer, tag_dir)
             return tensor(storage, 0, buffer.shape)
         place = trained.get(tied.get(name, name))
         return value if place is None else tensor(place[0].storage, place[0].start, place[1])
@@ -101,17 +91,3 @@ def not_lean(root: Mapping[object, object]) -> dict[object, object]:
 def _like(saved: Storage, made: Storage) -> Storage:
     made.location = saved.location
     return made
-
-
-def _checked_buffer(shared: SharedWeights, name: str, tag_dir: FilePath) -> Extent:
-    """Where a buffer is in its shared file, whose bytes are compared with the digest that the tag states."""
-    buffer = shared.buffers[name]
-    path, nbytes, itemsize = shared.files[buffer.file].at(tag_dir), buffer.place.nbytes, DTYPE_BYTES[buffer.dtype]
-    digest, seed = 0, stream_seed(name, BUFFER)
-    for begin in range(0, nbytes, _CHUNK_BYTES):
-        data = read_range(path, buffer.offset + begin, min(_CHUNK_BYTES, nbytes - begin))
-        part = np.frombuffer(data, dtype=np.uint8)
-        digest = combine(digest, digest_range(part, itemsize, seed=seed, start=begin // itemsize))
-    if digest != buffer.digest:
-        raise DigestMismatchError(f"{path}: buffer {name} is not what was saved. The file is damaged.")
-    return Extent(path, buffer.offset, nbytes, buffer.dtype)

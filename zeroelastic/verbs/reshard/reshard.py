@@ -31,7 +31,6 @@ from zeroelastic.checkpoint.one_save import check_one_save, one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import open_state
-from zeroelastic.checkpoint.shared_files import check_shared_files
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.distributed.processes import Processes
@@ -43,6 +42,7 @@ from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST
 from zeroelastic.torch_file.header import directory_digest
 from zeroelastic.torch_file.zip_check import check_archive
+from zeroelastic.verbs.model_tensors import check_shared
 from zeroelastic.verbs.new_directory import check_free, new_directory, staged_bytes, sweep
 from zeroelastic.verbs.options import Progress, local_target, no_progress
 from zeroelastic.verbs.report import Format, GivenPath, Report
@@ -195,13 +195,12 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     Raises CheckpointError, UnsupportedError, UsageError.
     """
     state = open_state(open_checkpoint(source.tag_dir))
-    if (shared := state.models[0].shared) is not None:
-        check_shared_files(shared.files, source.tag_dir)
-        if not options.full:
-            raise UsageError(
-                f"{source.tag_dir}: takes its frozen weights from files that the tags of its run share. Add --full, to "
-                "have them in the result itself."
-            )
+    check_shared(state)
+    if state.models[0].shared is not None and not options.full:
+        raise UsageError(
+            f"{source.tag_dir}: takes its frozen weights from files that the tags of its run share. Add --full, to "
+            "have them in the result itself."
+        )
     options.check(state.head.stage if options.stage is None else options.stage)
     saved = reshard_source(state)
     sizes = (options.world_size, state.checkpoint.world_size)

@@ -74,8 +74,7 @@ def plan_sidecar_files(source: Source, *, saved_world_size: int, world_size: int
         loaders = [name for name in copied if name.startswith("dl_state_dict")]
         if loaders:
             notes.append(f"{', '.join(loaders)}: carried as it is; it counts batches of {saved_world_size} processes")
-    own = (source.tag, FROZEN_FOLDER)
-    others = [name for name in folders(source.root) if name not in own and not name.startswith(".")]
+    others = [name for name in folders(source.root) if name != source.tag and not name.startswith((".", FROZEN_FOLDER))]
     if others:
         notes.append(f"not carried: {some(others)} (other tags and directories)")
     if left:
