@@ -232,6 +232,28 @@ def accelerate_run(
     return Seen(state, step, *history, draws, said, report.notes if report is not None else ())
 
 
+def accelerate_numbered(job: AccelerateJob, project: str, steps: int) -> Seen:
+    """Go on from the newest checkpoint that accelerate has named itself, and save each step; two are kept."""
+    from zeroelastic.testing import fingerprint, gather_state
+
+    warnings.simplefilter("ignore")
+    said = listen()
+    parts = prepare(job)
+    accelerator, model, *_ = parts
+    config = accelerator.project_configuration
+    config.set_directories(project)
+    config.automatic_checkpoint_naming, config.total_limit = True, 2
+    if Path(project, "checkpoints").exists():
+        accelerator.load_state()
+        config.iteration = int(model.global_steps)
+    state, step = fingerprint(gather_state(model)), accelerator.step
+    losses: list[float] = []
+    for stop in range(int(model.global_steps) + 1, steps + 1):
+        losses += accelerate_steps(parts, stop)[2]
+        accelerator.save_state()
+    return Seen(state, step, [], [], losses, (), said)
+
+
 def accelerate_metrics(job: AccelerateJob, save: str, events: str, steps: int, *, load: str | None = None) -> list[Any]:
     """What a tracker of accelerate got: a run to ``steps`` that saves there, after ``load``; (step, values) of each."""
     from accelerate.tracking import GeneralTracker

@@ -29,6 +29,7 @@ from zeroelastic.checkpoint.shared_files import (
     SharedFile,
     digest_of,
     frozen_folder,
+    frozen_folder_beside,
     metadata_of,
     read_shared_head,
     shared_name,
@@ -114,10 +115,13 @@ def place_of(destination: Destination, tag: str) -> tuple[FilePath, str]:
     steps = len(tag.split("/"))
     for _ in range(steps):
         run = run.parent
-    if CHECKPOINT_FOLDER.fullmatch(run.name):  # a framework's folder of one checkpoint, beside those of the others
-        run, steps = run.parent, steps + 1
-    folder = frozen_folder(run)
-    return folder, "../" * steps + folder.name
+    if not CHECKPOINT_FOLDER.fullmatch(run.name):
+        return frozen_folder(run), "../" * steps + frozen_folder(run).name
+    # a framework's folder of one checkpoint, beside those of the others
+    framework, run = run.name, run.parent
+    if run.name == "checkpoints" and framework.startswith("checkpoint_"):
+        return frozen_folder_beside(run), "../" * (steps + 2) + frozen_folder_beside(run).name
+    return frozen_folder(run), "../" * (steps + 1) + frozen_folder(run).name
 
 
 def share_weights(
