@@ -126,7 +126,11 @@ def other_shared_size(path: FilePath, size: int, file: SharedFile, tag_dir: File
 
 def missing_shared_file(path: FilePath, file: SharedFile, tag_dir: FilePath) -> MissingFileError:
     """The error for a shared file that is not there."""
-    how = f"put the folder {FROZEN_FOLDER} of the run there" if file.is_of_run else "put it back"
+    how = (
+        f"put the folder {FROZEN_FOLDER} of the run there"
+        if file.is_of_run
+        else ('put it back, or name the directory of the model in "frozen" in the "zeroelastic" block')
+    )
     return MissingFileError(
         f'{path}: no such file. The checkpoint {tag_dir} was saved with "lean": true and takes its frozen weights, '
         f"digest {file.digest[:12]}..., from it: {how}."

@@ -106,6 +106,12 @@ class Options(BaseModel):
         "tags of the run, and 16-bit weights that the master weights give are not written, "
         "[see here](../guides/smaller-checkpoints.md)",
     )
+    frozen: str | None = Field(
+        default=None,
+        description="with `lean`: a directory, a safetensors file or a URL of a base model. Frozen weights that it has "
+        "bit for bit are not written: checkpoints refer to it, and loads read them there, "
+        "[see here](../guides/smaller-checkpoints.md)",
+    )
     async_save: bool = Field(
         default=False,
         description="`save_checkpoint` returns when the state is copied to host memory; the files are written and "
@@ -265,12 +271,18 @@ def parse_options(config: Mapping[str, object]) -> Options:
         named = ", ".join(repr(name) + _meant(name) for name in unknown)
         raise ConfigError(f'"zeroelastic" has no option {named}. Known options: {known}.')
     try:
-        return Options.model_validate({**_from_environment(), **block})
+        options = Options.model_validate({**_from_environment(), **block})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         wrong = without_pydantic(first["msg"])
         raise ConfigError(f'"zeroelastic": {where} is {first["input"]!r}: {wrong}. Change it.') from None
+    if options.frozen is not None and not options.lean:
+        raise ConfigError(
+            f'"zeroelastic": frozen is {options.frozen!r}, which has no effect on full saves. Add "lean": true, or '
+            "leave it out."
+        )
+    return options
 
 
 def _from_environment() -> dict[str, bool]:

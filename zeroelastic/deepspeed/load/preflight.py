@@ -135,7 +135,7 @@ def preflight(
     record = found.listing.record if isinstance(found, FileVisibility) else found.record
     places: SharedPlaces | None = None
     if record is not None and record.shared:
-        places = find_shared_files(record.shared, tag_dir)
+        places = find_shared_files(record.shared, tag_dir, options.frozen)
         found = with_shared(found, places)
     visibility = found if isinstance(found, FileVisibility) else None
     if isinstance(found, FileVisibility):

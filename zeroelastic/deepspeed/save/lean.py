@@ -41,6 +41,7 @@ from zeroelastic.deepspeed.live.digests import LivePiece, LiveStreams, digest_pi
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.patching import patched
+from zeroelastic.deepspeed.save.base_model import BaseModel
 from zeroelastic.deepspeed.save.directory import Destination
 from zeroelastic.deepspeed.save.shared_file import NewFile, write_shared_file
 from zeroelastic.deepspeed.storage_rules import saves_nothing
@@ -52,7 +53,7 @@ from zeroelastic.distributed.collective import (
     collective_device,
 )
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsupportedError
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.paths import FilePath, absolute
 from zeroelastic.io.remote import retrying
 from zeroelastic.io.storage import list_directory
 from zeroelastic.runs.names import CHECKPOINT_FOLDER
@@ -71,12 +72,14 @@ _FRAGMENTS = "frozen_param_fragments"
 class KnownFiles:
     """What this process knows of shared files: the headers by path, and the buffers that were seen to change.
 
-    ``buffers`` are the digests of shared buffers at the last save, by name.
+    ``buffers`` are the digests of shared buffers at the last save, by name. ``base`` is the model that ``"frozen"``
+    names.
     """
 
     heads: dict[FilePath, tuple[Head, dict[str, int]]] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
     changing: set[str] = field(default_factory=set)
+    base: BaseModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,11 @@ def share_weights(
     wanted = {**params, **buffers}
     folder, way = place_of(destination, tag)
     with retrying(options.retries):
-        found, files = _find(folder, wanted, known, destination)
+        found, files = _find_in_base(wanted, buffers, known, destination, options)
+        others = {name: want for name, want in wanted.items() if name not in found}
+        own_found, own_files = _find(folder, others, known, destination)
+        found |= {name: tensor._replace(file=tensor.file + len(files)) for name, tensor in own_found.items()}
+        files += [SharedFile(path=f"{way}/{name}", nbytes=nbytes, digest=of) for name, nbytes, of in own_files]
         if missing := {name: want for name, want in wanted.items() if name not in found}:
             pieces = [streams.pieces[i] for i in frozen if streams.pieces[i].param in missing]
             if dist.get_rank() == 0:
@@ -167,11 +174,11 @@ def share_weights(
             header, head = lay_out(shared_name(digest), shapes, metadata_of(digests))
             new = NewFile(destination.tag_dir, folder / shared_name(digest), header, head, pieces)
             write_shared_file(new, destination, save_id, options)
-            files = [*files, (shared_name(digest), head.nbytes, digest)]
+            files.append(SharedFile(path=f"{way}/{shared_name(digest)}", nbytes=head.nbytes, digest=digest))
             for name, place in head.tensors.items():
                 found[name] = SharedTensor(len(files) - 1, place.offset, place.dtype, place.shape, digests[name])
     shared = SharedWeights(
-        tuple(SharedFile(path=f"{way}/{name}", nbytes=nbytes, digest=digest) for name, nbytes, digest in files),
+        tuple(files),
         {name: found[name] for name in params},
         {name: found[name] for name in buffers},
         frozenset(names | buffers.keys()),
@@ -218,6 +225,38 @@ def _frozen_buffers(
     found = {name: (wanted, tensors[name]) for name, wanted in alike.items() if name not in known.changing}
     known.buffers = {name: wanted.digest for name, (wanted, _) in found.items()}
     return found
+
+
+def _find_in_base(
+    wanted: Mapping[str, _Wanted],
+    buffers: Collection[str],
+    known: KnownFiles,
+    destination: Destination,
+    options: Options,
+) -> tuple[dict[str, SharedTensor], list[SharedFile]]:
+    """The wanted tensors that files of the base model have, and those files. Collective."""
+    if options.frozen is None:
+        return {}, []
+    location = absolute(options.frozen)
+    if known.base is None or known.base.location != location:
+        known.base = BaseModel(location)
+    keys = {name: BUFFER if name in buffers else FROZEN for name in wanted}
+    contents = {name: want.content for name, want in wanted.items()}
+    found = known.base.find(contents, keys, destination.tag_dir)
+    paths = sorted({tensor.path for tensor in found.values()}, key=str)
+    files = [
+        SharedFile(
+            path=str(path),
+            nbytes=next(tensor.file_bytes for tensor in found.values() if tensor.path == path),
+            digest=digest_of({name: contents[name] for name, tensor in found.items() if tensor.path == path}),
+        )
+        for path in paths
+    ]
+    tensors = {
+        name: SharedTensor(paths.index(tensor.path), tensor.place.offset, *contents[name])
+        for name, tensor in found.items()
+    }
+    return tensors, files
 
 
 def _find(
