@@ -15,6 +15,7 @@ import pytest
 from commands import run_command
 from lean_tags import BUFFER, JOB, RANKS, build_lean_engine, copied, make_lean, shared_file
 from synthetic import believe_sizes, edit
+from training import Job
 
 import zeroelastic
 from zeroelastic.byte_sizes import format_size
@@ -23,6 +24,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, SharedFile, digest_of, metadata_of, shared_name
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY
 from zeroelastic.errors import ZeroElasticError
+from zeroelastic.report import ResumeReport
 from zeroelastic.testing import RankPool
 from zeroelastic.torch_file.safetensors import lay_out, read_head
 from zeroelastic.verbs.inspect.inspect import inspect
@@ -362,10 +364,49 @@ def test_shared_files_are_dealt_to_the_ranks_that_are_scanned(runs: dict[int, Pa
     assert full_report(headers, combine(scans, headers)).valid
 
 
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+
+def load_report(job: Job, directory: str) -> ResumeReport | None:
+    """Load a run, on ranks: what it read."""
+    engine = build_lean_engine(job)
+    engine.load_checkpoint(directory)
+    return zeroelastic.last_report(engine)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_plan_of_a_lean_tag_is_what_its_load_reads(
+    rank_pool: RankPool, runs: dict[int, Path], tmp_path: Path, stage: int
+) -> None:
+    ranks = 3
+    report = rank_pool.run(load_report, ranks, replace(JOB, stage=stage), str(runs[stage]))[0]
+    assert report is not None
+    planned = zeroelastic.plan(runs[stage], world_size=ranks)
+    assert planned.worst.bytes_owned.value == report.bytes_owned
+    assert planned.worst.bytes_read.value == report.bytes_read
+    assert planned.total.bytes_read == report.total_bytes_read
+    assert planned.load.files_worst_rank == report.files_opened
+    buffer = read_head(shared_file(runs[stage])).tensors[BUFFER].nbytes
+    own = model_files(runs[stage])[0].stat().st_size
+    assert all(rank.header_bytes > 2 * own + buffer for rank in planned.ranks), "the frozen weights are not in the tag"
+    assert any("130 KiB of frozen weights are in 1 shared file" in note for note in planned.notes)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_plan_of_a_full_reshard_counts_what_shared_files_have(
+    runs: dict[int, Path], tmp_path: Path, stage: int
+) -> None:
+    planned = zeroelastic.plan(runs[stage], world_size=3, verb="reshard").reshard
+    zeroelastic.reshard(runs[stage], tmp_path / "new", world_size=3, full=True)
+    written = sum(file.stat().st_size for file in (tmp_path / "new" / TAG).iterdir())
+    assert planned.bytes_written == pytest.approx(written, rel=0.05)
+    assert planned.files_read == len(list((runs[stage] / TAG).glob("*.pt"))) + 1
+
+
 # --- loads ------------------------------------------------------------------------------------------------------------
 
 
-def load_each(job: Any, directories: list[str]) -> list[tuple[bool, str]]:
+def load_each(job: Job, directories: list[str]) -> list[tuple[bool, str]]:
     """Load each run, on ranks: whether the error is one of ours, and its text; empty where it loads."""
     engine = build_lean_engine(job)
     found: list[tuple[bool, str]] = []

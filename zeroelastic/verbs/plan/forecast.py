@@ -7,6 +7,7 @@ parameters that are cut alike are computed once. ``bytes_read`` is what the plan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -153,7 +154,36 @@ class Head:
         rank = np.arange(world_size)
         weights = int(self.model.weights[:, 1].sum())
         parts = len(self.model_sizes)
-        return self.model_sizes[np.where(rank < parts, rank, 0)] - self.frozen_payload(parts) - weights
+        frozen = 0 if self.model.shared is not None else self.frozen_payload(parts)
+        return self.model_sizes[np.where(rank < parts, rank, 0)] - frozen - weights
+
+    @property
+    def num_files(self) -> int:
+        """Files that the checkpoint is in, without its record."""
+        shared = self.model.shared
+        return len(self.optimizer_sizes) + len(self.model_sizes) + (0 if shared is None else len(shared.files))
+
+    @property
+    def shared_buffers(self) -> int:
+        """Bytes of the buffers in shared files, which every rank reads."""
+        shared = self.model.shared
+        return 0 if shared is None else sum(tensor.place.nbytes for tensor in shared.buffers.values())
+
+    def shared_files(self, world_size: int) -> Int64Array:
+        """Shared files that each target rank reads from: shape ``(world_size,)``.
+
+        A rank of few reads a part of every frozen parameter; a small parameter has no parts for the last of many.
+        """
+        found = np.zeros(world_size, dtype=np.int64)
+        if (shared := self.model.shared) is None:
+            return found
+        for number in range(len(shared.files)):
+            params = [tensor for tensor in shared.params.values() if tensor.file == number]
+            numel = np.array([math.prod(tensor.shape) for tensor in params] or [0], dtype=np.int64)
+            ranks = int((-(-numel // np.maximum(partition_numel(numel, world_size), 1))).max())
+            has_buffers = any(t.file == number and t.place.nbytes for t in shared.buffers.values())
+            found[: world_size if has_buffers else ranks] += 1
+        return found
 
 
 def read_head(checkpoint: Checkpoint) -> Head:
@@ -313,7 +343,10 @@ def make_forecast(head: Head, world_size: int, *, stage: int | None = None) -> F
         state_bytes += int((head.frozen.numel * sizes).sum())
     # A rank that owns nothing still opens one optimizer file.
     optimizer_files = np.maximum(optimizer.files_per_target(world_size), 1)
-    model_files = _model_files(frozen, len(head.model_sizes), world_size)
+    shared_files = head.shared_files(world_size)
+    model_files = np.ones(world_size, dtype=np.int64)  # of a lean checkpoint only a rank's own
+    if head.model.shared is None:
+        model_files = _model_files(frozen, len(head.model_sizes), world_size)
     module = head.module_bytes(world_size)
     return Forecast(
         head=head,
@@ -327,20 +360,23 @@ def make_forecast(head: Head, world_size: int, *, stage: int | None = None) -> F
         header_bytes=np.where(np.arange(world_size) == 0, head.record_bytes, 0)  # rank 0 reads it for all
         + optimizer_files * head.shard.header_bytes
         + model_files * head.model.header_bytes
-        + 2 * module,  # read for its checksums, and again when DeepSpeed loads it
+        + 2 * module  # read for its checksums, and again when DeepSpeed loads it
+        + head.shared_buffers,
         optimizer_files=optimizer_files,
-        model_files=model_files,
+        model_files=model_files + shared_files,
         segments=segments,
         requests=requests,
         memory=LOAD_STAGING_BYTES
         + PLAN_ROW_BYTES * segments
         + np.minimum(TABLE_ROW_BYTES * (segments + pieces), TABLE_WINDOW_BYTES)
-        + module,
+        + module
+        + head.shared_buffers,
         reshard_header_bytes=head.record_bytes
         + saved * head.shard.header_bytes
         + len(head.model_sizes) * head.model.header_bytes
-        + int(module.sum() if stage == 3 else module[0]),
-        reshard_bytes_written=_bytes_written(head, target, stage, module),
+        + int(module.sum() if stage == 3 else module[0])
+        + head.shared_buffers,
+        reshard_bytes_written=_bytes_written(head, target, stage, module + head.shared_buffers),
     )
 
 
