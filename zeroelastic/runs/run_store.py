@@ -388,8 +388,9 @@ def _walk(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
     found = os.lstat(path)
     yield path, found
     if stat.S_ISDIR(found.st_mode):
-        for entry in os.scandir(path):
-            yield from _walk(Path(entry.path))
+        with os.scandir(path) as entries:  # closed also where something is removed meanwhile
+            for entry in entries:
+                yield from _walk(Path(entry.path))
 
 
 def _changed_at(path: Path) -> float:
