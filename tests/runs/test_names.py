@@ -18,7 +18,7 @@ from zeroelastic.elastic import resume
 from zeroelastic.errors import CheckpointError, UsageError
 from zeroelastic.runs.candidates import check_quickly, list_run, refuse_fresh_start
 from zeroelastic.runs.locate import find_source
-from zeroelastic.runs.names import list_tags, normal, read_latest, why_not_saved
+from zeroelastic.runs.names import list_tags, normal, read_latest, run_of, why_not_saved
 from zeroelastic.testing import RankPool, compare_states
 
 JOB = Job(groups=1, frozen=False)
@@ -33,7 +33,7 @@ REFUSED = (
 NUM_SAVED, NUM_REFUSED = 4, 4
 
 PART = st.text(st.sampled_from("ab. \u00a0\u3000\t\n\x00\udcff~é👩") | st.characters(), max_size=6) | st.sampled_from(
-    ["latest", "..", ".", "", f".x.{'0' * 32}.old", "a" * 255, "a" * 256, "checkpoint-5", "zero"]
+    ["latest", "..", ".", "", f".x.{'0' * 32}.old", "a" * 255, "a" * 256, "checkpoint-5", "zero", "_zeroelastic_frozen"]
 )
 NAME = st.lists(PART, min_size=1, max_size=5).map("/".join)
 
@@ -226,3 +226,9 @@ def test_reshard_takes_a_nested_tag_along(tmp_path: Path) -> None:
     assert code == 0, err
     assert find_source(tmp_path / "new").tag == "epoch1/step5"
     assert check_quickly(tmp_path / "new" / "epoch1" / "step5") == ()
+
+
+@pytest.mark.parametrize("name", ["checkpoint-500", "checkpoint_3", "epoch=1.ckpt", "run"])
+def test_a_folder_of_a_framework_around_one_tag_is_in_the_directory_of_the_run(name: str) -> None:
+    directory = Path("out") / name
+    assert run_of(directory) == (directory if name == "run" else Path("out"))

@@ -251,6 +251,22 @@ def test_while_a_save_may_be_on_its_way_no_shared_file_goes(
     assert report.removed == ("s3", f"_zeroelastic_frozen/{shared_name(FIRST)}")
 
 
+def test_an_upload_of_a_shared_file_goes_when_no_save_is_on_its_way(server: S3Server, lean_url: str) -> None:
+    """Uploads always look old in this store."""
+    before = keys(server, lean_url)
+    begin_upload(server, lean_url, f"_zeroelastic_frozen/{shared_name('d' * 64)}")
+    mark(server, lean_url, "s3", _identity_of_parent(), time.time())
+    forget_clients()
+    open_run(as_path(lean_url)).remove_dead_saves()
+    report = zeroelastic.prune(lean_url, keep=2, dry_run=False)
+    assert {one.name: one.action for one in report.unfinished} == {"_zeroelastic_frozen": "kept", "s3": "kept"}
+    mark(server, lean_url, "s3", DEAD, time.time())
+    forget_clients()
+    report = zeroelastic.prune(lean_url, keep=2, dry_run=False)
+    assert {*report.removed} == {"_zeroelastic_frozen", "s3"}
+    assert open_uploads(server, lean_url) == [] and keys(server, lean_url) == before
+
+
 def test_a_tag_in_a_store_whose_shared_file_is_gone_is_not_whole(server: S3Server, lean_url: str) -> None:
     prefix = lean_url.removeprefix(f"s3://{BUCKET}/")
     server.client().delete_object(Bucket=BUCKET, Key=f"{prefix}/_zeroelastic_frozen/{shared_name(SECOND)}")

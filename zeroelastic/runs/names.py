@@ -76,6 +76,11 @@ def normal(tag: str) -> str:
     return "/".join(part for part in tag.split("/") if part not in ("", HERE)) or HERE
 
 
+def run_of(directory: FilePath) -> FilePath:
+    """The directory of the run that saves to a directory, which may be the folder of a framework around one tag."""
+    return directory.parent if CHECKPOINT_FOLDER.fullmatch(directory.name) else directory
+
+
 def directory_of(root: FilePath, tag: str) -> FilePath:
     """The directory of a tag."""
     return root if tag == HERE else root / tag

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.marks import UNFINISHED_NAME, Unfinished, new_mark, read_unfinished
+from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.errors import MissingFileError, UnreadableError
 from zeroelastic.io.objects import (
     OpenUpload,
@@ -75,7 +76,7 @@ class ObjectRun(RunStore):
     def leftovers(self, tags: Sequence[Tag], min_age_s: float) -> tuple[Leftover, ...]:
         found: list[Leftover] = []
         for left in self.unfinished:
-            kept = left.why_kept(min_age_s)
+            kept = self._why_kept(left, min_age_s)
             count = len(left.uploads)
             uploads = f" ({count} {'upload' if count == 1 else 'uploads'} not completed)" if count else ""
             reason = kept or f"of a save that did not finish{uploads}"
@@ -115,10 +116,18 @@ class ObjectRun(RunStore):
         """One request where nothing is open. A mark without open uploads is found by ``leftovers``, or a save."""
         for name, uploads in sorted(self._uploads().items()):
             found = unfinished_of(self.root / name, uploads)
-            if found is None or found.why_kept() is not None:
+            if found is None or self._why_kept(found, MIN_AGE_S) is not None:
                 continue
             found.remove()
             logger.warning("%s: removed what a save that did not finish has left", found.tag_dir)
+
+    def _why_kept(self, left: UnfinishedTag, min_age_s: float) -> str | None:
+        """The reason to keep what is unfinished; an upload of a shared file has no mark but that of the save's tag."""
+        kept = left.why_kept(min_age_s)
+        if kept is None and left.tag_dir.name == FROZEN_FOLDER:
+            saves = (other.why_kept(min_age_s) for other in self.unfinished if other.mark is not None)
+            return next((why for why in saves if why is not None), None)
+        return kept
 
     @cached_property
     def objects(self) -> list[StoredObject]:

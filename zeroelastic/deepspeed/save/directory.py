@@ -42,7 +42,7 @@ from zeroelastic.errors import (
 from zeroelastic.io.atomic import sync_path, write_atomically
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_names, file_size
-from zeroelastic.runs.names import LATEST
+from zeroelastic.runs.names import LATEST, run_of
 from zeroelastic.runs.run_store import open_run
 from zeroelastic.runs.shared_folder import put_back_missing
 from zeroelastic.runs.tag_directory import carry_over, make_staging_dir, publish_tag, staging_dir_of
@@ -175,7 +175,7 @@ class Directory(Destination):
         try:
             with saves_nothing(self._place):
                 self._root.mkdir(parents=True, exist_ok=True)
-                for directory in {self._root, self._place.parent}:
+                for directory in {self._root, self._place.parent, run_of(self._root)}:
                     open_run(directory).remove_dead_saves()
                 make_staging_dir(self._place, self._save_id)
                 with tempfile.TemporaryFile(dir=self._root):
