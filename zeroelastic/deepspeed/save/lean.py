@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -41,6 +42,7 @@ from zeroelastic.deepspeed.live.digests import LivePiece, LiveStreams, digest_pi
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.patching import patched
+from zeroelastic.deepspeed.save import recovery_script
 from zeroelastic.deepspeed.save.base_model import BaseModel
 from zeroelastic.deepspeed.save.directory import Destination
 from zeroelastic.deepspeed.save.shared_file import NewFile, write_shared_file
@@ -66,6 +68,7 @@ MIN_BUFFER_BYTES = 64 << 10
 """Smaller buffers stay in the tag: they cost nothing, and those that training changes are mostly small."""
 
 _FRAGMENTS = "frozen_param_fragments"
+_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 @dataclass
@@ -356,6 +359,18 @@ class LeanStates:
             if table[name].untyped_storage().nbytes():  # at stage 3 none has elements
                 table[name] = torch.empty(0, dtype=table[name].dtype, device=table[name].device)
         return table
+
+
+def copy_recovery_scripts(copy_own: Callable[[str], None], save_dir: str, *, lean: bool) -> None:
+    """Put DeepSpeed's scripts into a run directory, by ``copy_own``; ours instead from the first lean save on."""
+    paths = [Path(save_dir) / name for name in _SCRIPTS]
+    own = Path(recovery_script.__file__).read_bytes()
+    if not lean and not any(path.is_file() and path.read_bytes() == own for path in paths):
+        copy_own(save_dir)
+        return
+    for path in paths:
+        path.write_bytes(own)
+        path.chmod(path.stat().st_mode | stat.S_IEXEC)
 
 
 @contextmanager

@@ -40,7 +40,13 @@ from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, written_files
 from zeroelastic.deepspeed.save.directory import Destination, Directory
 from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
-from zeroelastic.deepspeed.save.lean import LeanStates, refuse_lean, share_weights, without_fragments
+from zeroelastic.deepspeed.save.lean import (
+    LeanStates,
+    copy_recovery_scripts,
+    refuse_lean,
+    share_weights,
+    without_fragments,
+)
 from zeroelastic.deepspeed.save.pending import DecoupledSave, check_alive, finish_pending, unfinished
 from zeroelastic.deepspeed.save.shard_writer import (
     HostMemory,
@@ -161,6 +167,7 @@ class Save:
                 tag_dir=destination.deepspeed_dir / request.tag,
                 staging_dir=destination.staging_dir,
             )
+            scripts = partial(copy_recovery_scripts, engine._copy_recovery_script, lean=options.lean)
             state = {"state_dict": elastic_state(engine, live, shard, self.save_id)} if self.elastic else {}
             # DeepSpeed keeps the wish for `latest` of a decoupled engine until it commits.
             save_latest = request.save_latest and checkpoint_engine.is_decoupled()
@@ -168,7 +175,7 @@ class Save:
                 patched(
                     engine,
                     checkpoint_engine=proxy,
-                    _copy_recovery_script=proxy.guarded(engine._copy_recovery_script),  # called on rank 0 only
+                    _copy_recovery_script=proxy.guarded(scripts),  # called on rank 0 only
                     _checkpoint_tag_validation=lambda tag: None,  # the tags have been compared
                 ),
                 patched(engine.optimizer, **state),
