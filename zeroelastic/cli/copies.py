@@ -144,6 +144,10 @@ def export(
     tied: Annotated[
         Literal["once", "all"], typer.Option(help="Store a tied weight once, or under each of its names.")
     ] = "once",
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Write the trained weights alone; those of PEFT as PEFT does.")
+    ] = False,
+    adapter: Annotated[str | None, typer.Option(metavar="NAME", help="The same for one of several adapters.")] = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that may be used.")] = "1GiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
     distributed: DistributedOption = False,
@@ -162,6 +166,7 @@ def export(
         zeroelastic export ckpt weights
         zeroelastic export ckpt weights-bf16 --dtype bf16 --max-shard-size 100KB
         zeroelastic export ckpt everything --tag global_step2 --optimizer --json
+        zeroelastic export ckpt trained --adapters
         zeroelastic export ckpt elsewhere --dry-run
     """
 

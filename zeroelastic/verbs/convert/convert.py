@@ -182,6 +182,8 @@ def export(
     max_shard_size: int | str = "5GB",
     optimizer: bool = False,
     tied: Tied = "once",
+    adapters: bool = False,
+    adapter: str | None = None,
     max_memory: int | str = "1GiB",
     dry_run: bool = False,
     processes: Processes | None = None,
@@ -191,8 +193,10 @@ def export(
 
     ``dst`` gets model.safetensors, or several files and their index, and the configuration and tokenizer of a Hugging
     Face checkpoint; it appears complete or not at all. ``dtype`` ("fp32", "bf16", "fp16") converts all floating-point
-    tensors of the model; ``optimizer`` writes the optimizer's state too. What is read is compared with the commit
-    record, where there is one. Several ``processes`` share the work; collective.
+    tensors of the model; ``optimizer`` writes the optimizer's state too. ``adapters`` writes the trained weights alone;
+    where they are those of PEFT, as adapter_model.safetensors with its names, which ``PeftModel.from_pretrained`` takes
+    with the adapter_config.json that the Trainer leaves beside a tag; ``adapter`` names one of several. What is read is
+    compared with the commit record, where there is one. Several ``processes`` share the work; collective.
 
     Raises UsageError where ``dst`` exists or there is no checkpoint, CheckpointError, DigestMismatchError,
     UnsupportedError, OSError.
@@ -215,7 +219,13 @@ def export(
         state = open_state(open_checkpoint(source.tag_dir), resizable=False)
         check_shared(state)
         return plan_export(
-            state, dtype=dtype, max_shard_size=shard_nbytes, optimizer=optimizer, tied=tied, model_dir=source.root
+            state,
+            dtype=dtype,
+            max_shard_size=shard_nbytes,
+            optimizer=optimizer,
+            tied=tied,
+            adapters=adapters if adapter is None else adapter,
+            model_dir=source.root,
         )
 
     compared: int | None = None
@@ -226,7 +236,7 @@ def export(
                 compared = write_plan(plan, target, max_memory=memory, progress=advance, processes=processes)
     files = [(file.name, file.nbytes, len(file.entries)) for file in plan.files]
     files += [(name, len(text), 0) for name, text in plan.texts.items()]
-    files += [(path.name, file_size(path) or 0, 0) for path in plan.copied]
+    files += [(name, file_size(path) or 0, 0) for name, path in plan.copied.items()]
     kinds = Counter(entry.tensor.kind for file in plan.files for entry in file.entries)
     return ExportReport(
         ok=True,

@@ -16,14 +16,15 @@ from typing import Literal
 from zeroelastic.checkpoint.optimizer_file import FP32, OptionValue
 from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, printable, some
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.atomic import start_writeback
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import file_sizes, read_whole
+from zeroelastic.io.storage import file_sizes, folders, read_whole
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType
 from zeroelastic.torch_file.safetensors import DTYPE_NAMES, check_name, lay_out
-from zeroelastic.verbs.model_tensors import ModelTensor, model_tensors, optimizer_tensors
+from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, folder_of
+from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, model_tensors, optimizer_tensors
 from zeroelastic.verbs.new_directory import reserve_file
 from zeroelastic.verbs.new_files import NewFiles, RecordedDigests, TensorCopy, convertible, copy_tensors
 
@@ -87,12 +88,15 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """What an export writes; ``texts`` are its small JSON files by name, ``copied`` are files taken as they are."""
+    """What an export writes; ``texts`` are its small JSON files by name, ``copied`` are files taken as they are.
+
+    Names of files may begin with a folder.
+    """
 
     state: SavedState
     files: tuple[SafetensorsFile, ...]
     texts: Mapping[str, bytes]
-    copied: tuple[FilePath, ...]
+    copied: Mapping[str, FilePath]
     tied: Mapping[str, str]
     left_out: tuple[str, ...]
 
@@ -136,13 +140,14 @@ class ExportPlan:
     def _write_headers(self, directory: Path) -> None:
         """Everything but tensors, whose files get their headers and their size."""
         for file in self.files:
+            (directory / file.name).parent.mkdir(exist_ok=True)
             reserve_file(directory / file.name, file.nbytes)
             with open(directory / file.name, "r+b", buffering=0) as opened:
                 opened.write(file.header)
         for name, text in self.texts.items():
             (directory / name).write_bytes(text)
-        for path in self.copied:
-            (directory / path.name).write_bytes(read_whole(path, limit=_MOST_COPIED_BYTES))
+        for name, path in self.copied.items():
+            (directory / name).write_bytes(read_whole(path, limit=_MOST_COPIED_BYTES))
 
 
 def _flush_early(path: Path, progress: ProgressFunction | None) -> ProgressFunction:
@@ -168,15 +173,19 @@ def plan_export(
     max_shard_size: int = 5 * 10**9,
     optimizer: bool = False,
     tied: Tied = "once",
+    adapters: bool | str = False,
     model_dir: FilePath | None = None,
 ) -> ExportPlan:
     """Lay out every file of an export.
 
     Without ``dtype`` parameters keep the dtype in which they were saved and 16-bit buffers become float32, as
     ``zero_to_fp32`` gives them; with it all floating-point tensors of the model are converted. Optimizer state never
-    is; where trained weights are, it includes the master weights. ``model_dir`` is where ``HF_FILES`` are taken from.
+    is; where trained weights are, it includes the master weights. ``adapters`` chooses the trained weights alone, in
+    PEFT's files and names where they are those of PEFT, or the adapter of a name. ``model_dir`` is where ``HF_FILES``
+    are taken from.
 
-    Raises CheckpointError, UnsupportedError naming the tensor that cannot be written.
+    Raises CheckpointError, UsageError for an adapter that is not there, UnsupportedError naming the tensor that cannot
+    be written.
 
     Example::
 
@@ -184,6 +193,11 @@ def plan_export(
         write_plan(plan, Path("weights"))
     """
     model = model_tensors(state)
+    if adapters:
+        trained = tuple(tensor for tensor in model.tensors if tensor.kind == "trained")
+        names = {tensor.name for tensor in trained}
+        tied_to = {alias: name for alias, name in model.tied.items() if name in names}
+        model = ModelTensors(trained, tied_to, ())
     others = [t for t in model.tensors if t.kind == "buffer" and t.dtype not in DTYPE_NAMES]
     left_out = (*model.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in others))
     wanted = [(tensor.name, tensor, _export_dtype(tensor, dtype)) for tensor in model.tensors if tensor not in others]
@@ -191,7 +205,24 @@ def plan_export(
         by_name = {name: (tensor, to) for name, tensor, to in wanted}
         wanted += [(alias, *by_name[name]) for alias, name in model.tied.items()]
     aliases = model.tied if tied == "once" else {}
-    files, texts = _lay_out("model", wanted, aliases, max_shard_size)
+    of_peft = adapters_of(tensor.name for tensor in model.tensors) if adapters else {}
+    copied = _model_files(model_dir)
+    if isinstance(adapters, str) and adapters not in of_peft:
+        raise UsageError(
+            f"{state.checkpoint.tag_dir}: there is no adapter {printable(adapters)}. "
+            + (f"There are {some(map(printable, of_peft))}." if of_peft else "Its trained weights are not PEFT's.")
+        )
+    files: list[SafetensorsFile] = []
+    texts: dict[str, bytes] = {}
+    if of_peft:
+        for adapter in [adapters] if isinstance(adapters, str) else of_peft:
+            own, base = of_peft[adapter], f"{folder_of(adapter)}{WEIGHTS_NAME}"
+            renamed = [(own[name], tensor, to) for name, tensor, to in wanted if name in own]
+            more, index = _lay_out(base, renamed, {}, max_shard_size)
+            files, texts = files + more, {**texts, **index}
+            copied = {**copied, **_model_files(model_dir, folder_of(adapter), (CONFIG_NAME,))}
+    else:
+        files, texts = _lay_out("model", wanted, aliases, max_shard_size)
     if optimizer:
         masters = all(to == tensor.dtype for _, tensor, to in wanted if tensor.kind == "trained")
         keys = frozenset(key for dtypes in state.parts[0].dtypes for key in dtypes if key != FP32 or not masters)
@@ -202,7 +233,7 @@ def plan_export(
             )
         more, index = _lay_out("optimizer", [(t.name, t, t.dtype) for t in tensors], {}, max_shard_size)
         files, texts = files + more, {**texts, **index, "optimizer.json": _text(optimizer_document(state))}
-    return ExportPlan(state, tuple(files), texts, _model_files(model_dir), model.tied, left_out)
+    return ExportPlan(state, tuple(files), texts, copied, model.tied, left_out)
 
 
 def optimizer_document(state: SavedState) -> dict[str, object]:
@@ -304,14 +335,17 @@ def _text(document: object) -> bytes:
     return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
 
 
-def _model_files(model_dir: FilePath | None) -> tuple[FilePath, ...]:
-    if model_dir is None:
-        return ()
-    sizes = file_sizes(model_dir)
-    found = [name for name in HF_FILES if name in sizes]
+def _model_files(model_dir: FilePath | None, folder: str = "", names: Sequence[str] = HF_FILES) -> dict[str, FilePath]:
+    """Those of the files that are in a folder of ``model_dir``, by their names with the folder."""
+    inside = folder.removesuffix("/")
+    if model_dir is None or (inside and inside not in folders(model_dir)):
+        return {}
+    directory = model_dir / inside if inside else model_dir
+    sizes = file_sizes(directory)
+    found = [name for name in names if name in sizes]
     for name in found:
         if sizes[name] > _MOST_COPIED_BYTES:
             raise CheckpointError(
-                f"{model_dir / name}: has more than {_MOST_COPIED_BYTES} bytes, which such a file never has."
+                f"{directory / name}: has more than {_MOST_COPIED_BYTES} bytes, which such a file never has."
             )
-    return tuple(model_dir / name for name in found)
+    return {f"{folder}{name}": directory / name for name in found}

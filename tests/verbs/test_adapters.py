@@ -1,0 +1,130 @@
+"""``export --adapters``: PEFT's own files, from lean and full tags of real DeepSpeed runs, and PEFT loads them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import run_command
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import zeroelastic
+from zeroelastic.errors import UsageError
+from zeroelastic.testing import RankPool
+from zeroelastic.verbs.convert.adapters import adapters_of
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+
+
+def base_model() -> LlamaForCausalLM:
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=False, **sizes))
+
+
+def peft_model(kind: str) -> Any:
+    targets = {"target_modules": ["q_proj", "v_proj"]}
+    if kind == "two":
+        model = get_peft_model(base_model(), LoraConfig(r=2, **targets))
+        model.add_adapter("other", LoraConfig(r=3, use_dora=True, target_modules=["o_proj"]))
+        model.base_model.set_adapter(["default", "other"])
+    else:
+        saved = {"modules_to_save": ["lm_head"]} if kind == "modules_to_save" else {"bias": "lora_only"}
+        model = get_peft_model(base_model(), LoraConfig(r=2, **targets, **saved))
+    return model
+
+
+def train_and_save(kind: str, stage: int, directory: str) -> None:
+    """Save lean, in full, and as PEFT does, in a folder of each."""
+    import deepspeed
+
+    zeroelastic.install()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "zeroelastic": {"verify": True, "lean": True},
+    }
+    model = peft_model(kind)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for step in range(2):
+        tokens = torch.randint(0, 40, (2, 6), generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    engine.save_checkpoint(f"{directory}/lean")
+    engine._config._param_dict["zeroelastic"] = {"verify": True}
+    engine.save_checkpoint(f"{directory}/full")
+    if stage != 3 and torch.distributed.get_rank() == 0:
+        engine.module.save_pretrained(f"{directory}/peft")
+
+
+@pytest.fixture(scope="module", params=["two", "modules_to_save", "bias"])
+def run(request: pytest.FixtureRequest, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders ``lean``, ``full`` and ``peft``; PEFT's configurations are beside the tags, as by the Trainer."""
+    directory = tmp_path_factory.mktemp(f"adapters-{request.param}")
+    rank_pool.run(train_and_save, 2, request.param, 2, str(directory))
+    for config in (directory / "peft").rglob(CONFIG):
+        for name in ("lean", "full"):
+            target = directory / name / config.relative_to(directory / "peft")
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(config, target)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["lean", "full"])
+def test_an_adapter_has_the_names_and_tensors_of_peft(run: Path, tmp_path: Path, name: str) -> None:
+    report = zeroelastic.export(run / name, tmp_path / "out", adapters=True)
+    assert report.frozen == report.buffers == 0
+    want = sorted(path.relative_to(run / "peft") for path in (run / "peft").rglob("adapter_*"))
+    assert sorted(path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*.*")) == want
+    assert sorted(file.name for file in report.files) == sorted(map(str, want))
+    for path in want:
+        if path.name == WEIGHTS:
+            ours, theirs = load_file(tmp_path / "out" / path), load_file(run / "peft" / path)
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+        else:
+            assert (tmp_path / "out" / path).read_bytes() == (run / "peft" / path).read_bytes()
+
+
+def test_peft_loads_it(run: Path, tmp_path: Path) -> None:
+    zeroelastic.export(run / "lean", tmp_path / "out", adapters=True)
+    loaded, same = (
+        PeftModel.from_pretrained(base_model(), str(folder)).state_dict() for folder in (tmp_path / "out", run / "peft")
+    )
+    assert loaded.keys() == same.keys()
+    assert all(torch.equal(loaded[key], same[key]) for key in same)
+
+
+def test_one_of_several_adapters(rank_pool: RankPool, tmp_path: Path) -> None:
+    """At stage 3, by the command line; a name that is none is refused with those that are."""
+    rank_pool.run(train_and_save, 2, "two", 3, str(tmp_path))
+    done = run_command("export", tmp_path / "lean", tmp_path / "out", "--adapter", "other", "--dtype", "bf16", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [str(path.relative_to(tmp_path)) for path in (tmp_path / "out").rglob("*.*")] == [f"out/other/{WEIGHTS}"]
+    weights = load_file(tmp_path / "out/other" / WEIGHTS)
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert "base_model.model.model.layers.0.self_attn.o_proj.lora_magnitude_vector" in weights
+    with pytest.raises(UsageError, match=r"no adapter nobody\. There are default, other"):
+        zeroelastic.export(tmp_path / "lean", tmp_path / "none", adapter="nobody")
+
+
+def test_names_of_no_adapter() -> None:
+    assert adapters_of(["up.weight", "lora_A.weight", "x.lora_A", "x.lora_A./etc.weight"]) == {}
+
+
+def test_without_peft_the_trained_weights_keep_their_names(samples: Path, tmp_path: Path) -> None:
+    report = zeroelastic.export(samples / "elastic", tmp_path / "out", adapters=True)
+    assert report.trained and not report.frozen and not report.buffers
+    assert [file.name for file in report.files] == ["model.safetensors"]
+    with pytest.raises(UsageError, match="are not PEFT's"):
+        zeroelastic.export(samples / "elastic", tmp_path / "none", adapter="default")
