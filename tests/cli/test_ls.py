@@ -14,7 +14,9 @@ from lean_runs import FIRST, SECOND, THIRD, lean_tag, shared_path, write_shared
 from places import GOLDEN
 
 import zeroelastic
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
 from zeroelastic.checkpoint.marks import write_mark
+from zeroelastic.checkpoint.shared_files import SharedFile
 
 
 @pytest.fixture
@@ -130,6 +132,23 @@ def test_folders_of_a_framework_share_the_files_beside_them(tmp_path: Path) -> N
     assert report.saved_bytes == 1000
     one = zeroelastic.ls(tmp_path / "checkpoint-1")
     assert [file.name for file in one.shared] == [str(shared_path(tmp_path, FIRST))] and one.saved_bytes == 0
+
+
+def test_a_file_of_a_base_model_is_listed_by_its_path_and_is_not_the_run_s(tmp_path: Path) -> None:
+    base = tmp_path / "base" / "model.safetensors"
+    base.parent.mkdir()
+    base.write_bytes(b"x" * 500)
+    for step in (1, 2):
+        tag_dir = lean_tag(tmp_path / "run" / f"s{step}", step)
+        record = read_record(tag_dir)
+        assert record is not None
+        shared = (SharedFile(path=str(base), nbytes=500, digest=FIRST),)
+        (tag_dir / RECORD_NAME).write_bytes(record_text(record.model_copy(update={"shared": shared})))
+    report = zeroelastic.ls(tmp_path / "run")
+    assert [(file.name, file.bytes, file.tags) for file in report.shared] == [(str(base), 500, ("s2", "s1"))]
+    assert report.saved_bytes == 1000 and report.bytes == sum(tag.bytes for tag in report.tags)
+    base.unlink()
+    assert {tag.status for tag in zeroelastic.ls(tmp_path / "run").tags} == {"incomplete"}
 
 
 def test_a_directory_without_checkpoints_is_misuse(tmp_path: Path) -> None:

@@ -571,6 +571,22 @@ def test_what_a_killed_removal_of_a_shared_file_left_is_finished(lean: Path) -> 
     assert document(lean, "--keep", 1, "--yes")["removed"][:2] == ["s1", "s2"]
 
 
+@pytest.mark.starts_processes
+@pytest.mark.parametrize(("where", "count"), [("rename", 3), ("unlink", 11)], ids=["before it is hidden", "hidden"])
+def test_a_kill_of_the_removal_of_a_shared_file_is_finished(lean: Path, where: str, count: int) -> None:
+    code = KILL.replace("SIGNUM", "SIGKILL")
+    arguments = [sys.executable, "-c", code, where, str(count), "prune", str(lean), "--keep", "1", "--yes"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -9, done.stderr
+    hidden = [path.name for path in (lean / FROZEN_FOLDER).iterdir() if path.name.startswith(".")]
+    assert len(hidden) == (where == "unlink") and shared_path(lean, SECOND).exists()
+    assert check_quickly(lean / "s3") == () and tags(lean) == {"s3", FROZEN_FOLDER}
+    again = shared(document(lean, "--keep", 1, "--yes"))
+    assert {digit: action for digit, (action, _) in again.items()} == {"a": "removed", "b": "kept"}
+    assert os.listdir(lean / FROZEN_FOLDER) == [shared_name(SECOND)]
+
+
 def test_a_shared_file_that_cannot_be_removed_is_told(lean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unlink = os.unlink
 
