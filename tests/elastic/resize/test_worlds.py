@@ -20,6 +20,8 @@ import warm_python
 from stock_programs import resume_on_stock
 from training import LOSS_RTOL, Job, build_engine, train_step
 
+from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.elastic import every, worlds
 from zeroelastic.elastic.resize.roster import Roster
 from zeroelastic.errors import ConfigError
@@ -198,6 +200,23 @@ def test_other_stages(job, rank_pool, stage):
     nodes.trains_on(2)
     stock_loads_the_save_after_the_death(nodes)
     trains_as_uninterrupted(nodes, rank_pool, lost=1)
+
+
+@pytest.mark.extended
+def test_a_lean_run_changes_size_and_saves_its_frozen_weights_once(job, rank_pool):
+    nodes = job(options={"lean": True, "verify": True}, save=2)
+    first = [nodes.add() for _ in range(3)]
+    nodes.trains_on(3)
+    first[1].send_signal(signal.SIGTERM)
+    nodes.trains_on(2, steps=4)
+    nodes.add()
+    nodes.trains_on(3, steps=4)
+    trains_as_uninterrupted(nodes, rank_pool)
+    nodes.close()
+    (shared,) = (nodes.directory / "ckpt" / FROZEN_FOLDER).glob("frozen-*")
+    records = [read_record(path.parent) for path in (nodes.directory / "ckpt").glob("global_step*/zeroelastic.json")]
+    assert {record.world_size for record in records} == {2, 3}
+    assert {file.name for record in records for file in record.shared} == {shared.name}
 
 
 def test_a_killed_node_costs_one_step_at_most_and_the_others_keep_their_processes(job, rank_pool):
