@@ -14,12 +14,13 @@ import pytest
 import torch
 from commands import run_command
 from exports import plain
-from lean_saves import JOB, save_lean_and_full
+from lean_saves import JOB, load_and_look, save_lean_and_full
 from made_once import made_once
 
 import zeroelastic
+from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, read_shared_head
-from zeroelastic.errors import DigestMismatchError, MissingFileError, UsageError
+from zeroelastic.errors import DigestMismatchError, MissingFileError
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.reshard import reshard as reshard_module
 
@@ -79,9 +80,37 @@ def test_a_full_reshard_is_that_of_the_full_tag(saved: Path, tmp_path: Path, sta
     assert not (tmp_path / "lean" / FROZEN_FOLDER).exists()
 
 
-def test_without_full_a_lean_tag_is_refused(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Add --full"):
-        zeroelastic.reshard(saved / "lean", tmp_path / "out", world_size=2)
+@pytest.mark.parametrize(("stage", "world_size"), [(3, 2), (2, 4), (1, 1)])
+def test_without_full_the_result_is_lean(saved: Path, tmp_path: Path, stage: int, world_size: int) -> None:
+    """With the same state; nothing is written that the source has in shared files. It can be made full from there."""
+    (shared,) = (saved / "lean" / FROZEN_FOLDER).iterdir()
+    report = zeroelastic.reshard(saved / "lean", tmp_path / "lean", world_size=world_size, stage=stage, verify=True)
+    assert report.content_root == report.recorded_root
+    assert (tmp_path / "lean" / FROZEN_FOLDER / shared.name).samefile(shared)
+    assert zeroelastic.diff(saved / "full", tmp_path / "lean").equal
+    record = read_record(tmp_path / "lean" / report.tag)
+    assert record is not None and [file.name for file in record.shared] == [shared.name]
+    for path in (tmp_path / "lean" / report.tag).glob("*model_states.pt"):
+        module = torch.load(path, weights_only=False)["module"]
+        assert {name for name, tensor in module.items() if tensor.numel()} == {"batches_seen", "part"}
+    zeroelastic.reshard(tmp_path / "lean", tmp_path / "full", world_size=3, full=True)
+    assert zeroelastic.diff(saved / "full", tmp_path / "full").equal
+    assert not (tmp_path / "full" / FROZEN_FOLDER).exists()
+
+
+def test_a_lean_result_resumes(saved: Path, rank_pool: RankPool, tmp_path: Path) -> None:
+    """As what is made of the full tag does."""
+    job = replace(SAVES[saved.name.removeprefix("once-lean-")][1], perturb=0.5)
+    found = []
+    for name in ("lean", "full"):
+        zeroelastic.reshard(saved / name, tmp_path / name, world_size=1)
+        found.append(rank_pool.run(load_and_look, 1, job, str(tmp_path / name)))
+    assert found[0] == found[1]
+
+
+def test_stage_0_needs_full(saved: Path, tmp_path: Path) -> None:
+    done = run_command("reshard", saved / "lean", tmp_path / "out", "-n", 2, "--stage", 0)
+    assert done.returncode == 2 and "Add --full" in done.stderr.replace("\n", " ")
     assert not list(tmp_path.iterdir())
     done = run_command("reshard", saved / "lean", tmp_path / "out", "-n", 2, "--full", "--dry-run", "--json")
     assert done.returncode == 0

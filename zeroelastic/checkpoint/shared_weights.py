@@ -79,6 +79,11 @@ class SharedWeights:
         """Bytes of all tensors that are shared."""
         return sum(tensor.place.nbytes for table in (self.params, self.buffers) for tensor in table.values())
 
+    @property
+    def nbytes_of_params(self) -> int:
+        """Bytes of the frozen parameters."""
+        return sum(tensor.place.nbytes for tensor in self.params.values())
+
     def in_file(self, number: int) -> dict[tuple[str, str], SharedTensor]:
         """The tensors that are in a file, by name and the state key under which they are digested."""
         tables = (FROZEN, self.params), (BUFFER, self.buffers)

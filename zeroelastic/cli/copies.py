@@ -84,7 +84,7 @@ def reshard(
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")] = "1GiB",
     verify: Annotated[bool, typer.Option("--verify", help="Read the result again before it appears.")] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="Write what a lean checkpoint has in shared files into the result.")
+        bool, typer.Option("--full", help="Write what a lean checkpoint has in shared files into the tag.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
     distributed: DistributedOption = False,

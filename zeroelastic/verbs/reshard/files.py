@@ -53,9 +53,9 @@ class RankFiles:
     """The graphs of one rank's files, in the order of ``file_names``, and from where their storages are filled.
 
     ``flats[i, key]`` is the storage of flat buffer i of a state key, ``frozen[p, "frozen"]`` that of the rank's part of
-    frozen parameter p, ``weights[name]`` the place of a whole weight, made from the master weights; ``digests`` takes
-    int64 by parameter, in elastic files; every other storage of the graphs has its ``data``, or an ``extent`` to be
-    copied.
+    frozen parameter p, which lean files do not have, ``weights[name]`` the place of a whole weight, made from the
+    master weights; ``digests`` takes int64 by parameter, in elastic files; every other storage of the graphs has its
+    ``data``, or an ``extent`` to be copied.
     """
 
     graphs: tuple[Root, ...]
@@ -81,7 +81,8 @@ def rank_files(source: ReshardSource, target: ReshardTarget, rank: int, *, save_
             weights[param.name] = own or WeightPlace(new_storage(target.weights[param.name], param.numel), 0)
     if target.has_model(rank) and source.frozen is not None and target.frozen is not None:
         columns = zip(target.frozen.params, source.frozen.dtypes, target.frozen.part.tolist(), strict=True)
-        frozen = {param.name: new_storage(keys[FROZEN], numel) for param, keys, numel in columns}
+        in_files = source.shared is None
+        frozen = {param.name: new_storage(keys[FROZEN], numel if in_files else 0) for param, keys, numel in columns}
     digests = new_storage("int64", layout.num_params) if target.format == "elastic" else None
     graphs: list[Root] = []
     if target.stage == 3:
@@ -93,7 +94,7 @@ def rank_files(source: ReshardSource, target: ReshardTarget, rank: int, *, save_
         graphs = [{**source.optim_root, "optimizer_state_dict": _group_state(source, target, rank, flats)}]
         if target.has_model(rank):
             graphs.append(_whole_model(source, target, weights, frozen))
-    parts = {(p, FROZEN): storage for p, storage in enumerate(frozen.values())}
+    parts = {(p, FROZEN): storage for p, storage in enumerate(frozen.values() if source.shared is None else ())}
     return RankFiles(tuple(graphs), flats, parts, weights, digests)
 
 
@@ -306,6 +307,8 @@ def _whole_model(
     root = _model_root(source, target, 0)
     params = () if target.frozen is None else target.frozen.params
     pieces = _whole_tensors(params, frozen)
+    if source.shared is not None:
+        pieces = {name: _flat(storage) for name, storage in frozen.items()}
     root["module"] = whole_module(root, {**_made_weights(source, target, weights), **pieces})
     excluded = root.get("frozen_param_shapes") is None and source.stage != 1 and not frozen
     if target.stage == 1 or excluded:  # stage 1 lists no frozen parameters

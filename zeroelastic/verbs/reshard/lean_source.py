@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY, SharedWeights
 from zeroelastic.core.layout import Layout
 from zeroelastic.errors import CheckpointError
@@ -26,6 +28,15 @@ class WeightPlace(NamedTuple):
 
     storage: Storage
     start: int
+
+
+def beside_copy(shared: SharedWeights) -> SharedWeights:
+    """The same for a copy of the tag that has the files of the run in a folder of its own run directory."""
+    files = [
+        file.model_copy(update={"path": f"../{FROZEN_FOLDER}/{file.name}"}) if file.is_of_run else file
+        for file in shared.files
+    ]
+    return replace(shared, files=tuple(files))
 
 
 def group_weights(layout: Layout, root: Mapping[object, object]) -> dict[str, WeightPlace]:

@@ -29,8 +29,10 @@ from zeroelastic.checkpoint.commit_record import (
 )
 from zeroelastic.checkpoint.one_save import check_one_save, one_save
 from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import open_state
+from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.distributed.processes import Processes
@@ -47,7 +49,7 @@ from zeroelastic.verbs.new_directory import check_free, new_directory, staged_by
 from zeroelastic.verbs.options import Progress, local_target, no_progress
 from zeroelastic.verbs.report import Format, GivenPath, Report
 from zeroelastic.verbs.reshard.rank_writer import RankWriter, WrittenRank
-from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, plan_sidecar_files, write_sidecar_files
+from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, link_or_copy, plan_sidecar_files, write_sidecar_files
 from zeroelastic.verbs.reshard.source import ReshardSource, reshard_source, saved_sub_group_size, with_zero_options
 from zeroelastic.verbs.reshard.target import LEAST_MEMORY, ReshardOptions, ReshardTarget, reshard_target, stage_notes
 
@@ -98,8 +100,9 @@ class ReshardPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.saved.state.nbytes
+        """Bytes of all tensors that are written."""
+        shared = self.saved.shared
+        return self.saved.state.nbytes - (0 if shared is None else shared.nbytes_of_params)
 
     def report(self, dst: Path) -> ReshardReport:
         """The report of a dry run."""
@@ -149,10 +152,10 @@ def reshard(
     there is one; ``verify`` reads the result again before it appears. ``stage`` is the ZeRO stage of the
     result, by default that of the source; one of stage 0, plain data parallel, DeepSpeed alone can read. ``format``
     "rigid" is what stock DeepSpeed writes; "elastic", the default at stage 3, describes itself, and does not exist at
-    the others. ``full`` writes what a lean source leaves to shared files into the result, which stock DeepSpeed then
-    loads; without it such a source is refused. ``round_robin_gradients`` and ``parameter_alignment`` are those of the
-    run that will load a result of stage 1 or 2, by default those of the saved configuration; ``sub_group_size`` is the
-    same for stage 3. Several ``processes`` share the work; collective.
+    the others. The result of a lean source is lean: ``dst`` has a hard link to each shared file, or a copy. ``full``
+    writes what is in them into the tag, which stock DeepSpeed then loads. ``round_robin_gradients`` and
+    ``parameter_alignment`` are those of the run that will load a result of stage 1 or 2, by default those of the saved
+    configuration; ``sub_group_size`` is the same for stage 3. Several ``processes`` share the work; collective.
 
     Raises UsageError where ``dst`` exists or there is no checkpoint, CheckpointError, DigestMismatchError,
     UnsupportedError, OSError.
@@ -196,13 +199,13 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     """
     state = open_state(open_checkpoint(source.tag_dir))
     check_shared(state)
-    if state.models[0].shared is not None and not options.full:
+    if state.models[0].shared is not None and not options.full and options.stage == 0:
         raise UsageError(
-            f"{source.tag_dir}: takes its frozen weights from files that the tags of its run share. Add --full, to "
-            "have them in the result itself."
+            f"{source.tag_dir}: takes its frozen weights from files that the tags of its run share. A file of stage 0 "
+            "is for DeepSpeed alone, which does not read them. Add --full, to have them in the file itself."
         )
     options.check(state.head.stage if options.stage is None else options.stage)
-    saved = reshard_source(state)
+    saved = reshard_source(state, full=options.full)
     sizes = (options.world_size, state.checkpoint.world_size)
     return complete_plan(source, saved, options, misfit_notes(saved.train_batch_size, *sizes, state.head.ds_config))
 
@@ -225,6 +228,11 @@ def complete_plan(source: Source, saved: ReshardSource, options: ReshardOptions,
     all_notes = [*stage_notes(saved, target, options), *notes]
     if saved.state.head.grad_scaler is not None and target.format == "rigid":
         all_notes.append("not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place")
+    if saved.shared is not None:
+        all_notes.append(
+            f"lean, as the source: frozen weights are in {FROZEN_FOLDER} beside the tag, and stock DeepSpeed does not "
+            "load it; with --full it does"
+        )
     return ReshardPlan(source, saved, target, sidecar_files, options, (*all_notes, *sidecar_files.notes))
 
 
@@ -303,6 +311,7 @@ def _manifest(plan: ReshardPlan) -> dict[str, object]:
         "format": plan.target.format,
         "sub_group_size": plan.options.sub_group_size,
         "zero_options": plan.options.zero_options,
+        "full": plan.options.full,
     }
 
 
@@ -325,10 +334,20 @@ def _finish(
     totals = np.zeros(len(streams), dtype=np.uint64)
     for rank in done:
         totals += rank.digests
-    contents = plan.saved.state.contents(dict(zip(streams, totals.tolist(), strict=True)))
+    digests = dict(zip(streams, totals.tolist(), strict=True))
+    shared = plan.saved.shared
+    if shared is not None:
+        digests |= {(name, FROZEN): tensor.digest for name, tensor in shared.params.items()}
+    contents = plan.saved.state.contents(digests)
     root = content_root(contents)
     _compare(plan, contents, root)
     source, tag_dir = plan.source, directory / plan.source.tag
+    if shared is not None:
+        saved = plan.saved.state.models[0].shared
+        assert saved is not None
+        for file in saved.files:
+            if file.is_of_run:
+                link_or_copy(file.at(source.tag_dir), directory / FROZEN_FOLDER / file.name)
     files = {name: size for rank in done for name, size in sorted(rank.files.items())}
     if plan.target.stage != 0:  # whose files DeepSpeed alone reads
         record = _record(plan, save_id, files, tag_dir, contents, root)
@@ -380,6 +399,7 @@ def _record(
         files=files,
         directories={name: directory for name, directory in found.items() if directory is not None},
         params=param_records(contents, frozenset(param.name for param in params)),
+        shared=() if plan.saved.shared is None else plan.saved.shared.files,
         content_root=root,
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,6 +152,18 @@ def _derive(origin: FilePath, path: Path, rank: int, identity: str, *, single: b
                 root = {**root, device: [state]}
     write_archive(path, root, sync=True)
     return left
+
+
+def link_or_copy(origin: FilePath, path: Path) -> None:
+    """Have a file that never changes at another path too. Raises OSError, CheckpointError."""
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if isinstance(origin, Path):
+        with suppress(OSError):  # another file system, or one without links
+            os.link(origin, path)
+            os.utime(path)  # young, as a file that a save refers to
+            return
+    _copy_file(origin, path)
 
 
 def _copy_file(origin: FilePath, path: Path) -> None:

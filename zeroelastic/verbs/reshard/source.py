@@ -20,12 +20,13 @@ from zeroelastic.checkpoint.optimizer_file import (
     configured_sub_group_size,
 )
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
+from zeroelastic.checkpoint.shared_weights import SHARED_KEY, SharedWeights
 from zeroelastic.core.layout import Param, pack_sub_groups
 from zeroelastic.errors import CheckpointError, UnsupportedError, some
 from zeroelastic.executors.tables import cast_between
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.graph import Node, entry, ordered_dict, pairs_of, read_graph, storage_of
-from zeroelastic.verbs.reshard.lean_source import WeightPlace, completed, group_weights, not_lean
+from zeroelastic.verbs.reshard.lean_source import WeightPlace, beside_copy, completed, group_weights, not_lean
 
 _MAX_LISTED = 4
 _BOTH = ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count", "base_optimizer_state")
@@ -61,9 +62,11 @@ class ReshardSource:
     """What the files of the new ranks are made from: the saved tensors, and the graphs of saved files for the rest.
 
     ``optim_root`` is an optimizer file's graph; ``model_root(rank)`` the module states that target rank ``rank`` takes
-    over; ``config`` the saved DeepSpeed configuration, from the file ``config_path``. ``buffers`` are the parameters of
-    each flat buffer of the ranks that saved it, in the order of the optimizer. ``weights`` are places in the module's
-    whole state for trained weights that the files do not have, as in a lean tag.
+    over; ``config`` the saved DeepSpeed configuration, from the file ``config_path``.
+
+    ``buffers`` are the parameters of each flat buffer of the ranks that saved it, in the order of the optimizer.
+    ``weights`` are places in the module's whole state for trained weights that the files do not have, as in a lean tag.
+    ``shared`` is what the new files, which are lean too then, leave to files beside them.
     """
 
     state: SavedState
@@ -75,6 +78,7 @@ class ReshardSource:
     config_path: FilePath
     bf16_names: bool
     weights: Mapping[str, WeightPlace] = field(default_factory=dict)
+    shared: SharedWeights | None = None
 
     @property
     def stage(self) -> int:
@@ -119,8 +123,8 @@ class ReshardSource:
         return [[table[name] for name in group.params if name in table] for group in self.groups]
 
 
-def reshard_source(state: SavedState) -> ReshardSource:
-    """The tensors and graphs of a saved checkpoint.
+def reshard_source(state: SavedState, *, full: bool = True) -> ReshardSource:
+    """The tensors and graphs of a saved checkpoint; with ``full`` those that a lean one leaves out, too.
 
     Raises UnsupportedError when an optimizer file holds something that is not known to be the same at every world size.
     """
@@ -135,10 +139,13 @@ def reshard_source(state: SavedState) -> ReshardSource:
         )
     layout, checkpoint, shared = state.head.layout, state.checkpoint, state.models[0].shared
     weights: dict[str, WeightPlace] = {}
-    if shared is not None and checkpoint.whole_model:
+    kept = None if full or shared is None else beside_copy(shared)
+    if shared is not None and kept is None and checkpoint.whole_model:
         weights = group_weights(layout, pairs_of(read_graph(checkpoint.model_files[0])))
 
     def complete(found: Mapping[object, object]) -> Mapping[object, object]:
+        if kept is not None:
+            return {**found, SHARED_KEY: kept.entry()}
         return found if shared is None else completed(found, shared, checkpoint.tag_dir, layout, weights)
 
     return ReshardSource(
@@ -148,12 +155,13 @@ def reshard_source(state: SavedState) -> ReshardSource:
             [layout.params[p] for p in np.flatnonzero(layout.sub_group == i).tolist()]
             for i in range(layout.num_sub_groups)
         ],
-        optim_root=root if shared is None else not_lean(root),
+        optim_root=root if shared is None or kept is not None else not_lean(root),
         model_root=model_roots(checkpoint.model_files, complete),
         config=state.head.ds_config,
         config_path=state.head.path,
         bf16_names=state.head.path.name.startswith("bf16_"),
         weights=weights,
+        shared=kept,
     )
 
 
@@ -289,11 +297,11 @@ def configured_dtype(config: Mapping[str, object]) -> str:
 
 
 def made_weights(source: ReshardSource) -> dict[str, str]:
-    """The dtypes of the weights that are made from master weights; none where the source has whole weights.
+    """The dtypes of weights that are made from master weights; none where the source has them, and in a lean result.
 
     Raises UnsupportedError for a dtype to which master weights cannot be rounded.
     """
-    if source.whole_model and not source.weights:
+    if source.shared is not None or (source.whole_model and not source.weights):
         return {}
     dtypes = weight_dtypes(source)
     part = source.trained
