@@ -2,6 +2,7 @@
 
     python benchmarks/damage.py --seed 0 --out benchmarks/results
     python benchmarks/damage.py --stage 2 --flips 400 --truncations 80 --out benchmarks/results
+    python benchmarks/damage.py --lean --flips 400 --truncations 80 --out benchmarks/results
 
 A run of 3 real DeepSpeed ranks saves two tags, another run saves the same steps. Then 2 ranks, with one engine whose
 state is made wrong before each load, load the newer tag again and again, each time with one piece of damage in it. A
@@ -9,7 +10,9 @@ load must
 
     raise an error of zeroelastic that names the damaged file, the same on every rank ("detected"); or
     load another tag, whole, and warn that ``latest`` does not name the newest ("warned"): only where it is damaged; or
-    restore, bit for bit, what was saved ("harmless"): only for bytes that a load does not use.
+    restore, bit for bit, what was saved ("harmless"): only for bytes, or whole files, that a load does not use.
+
+With ``--lean`` both runs save lean, and the file that the two tags share is damaged too.
 
 Anything else ends the campaign as failed: a state that differs, an error that does not name the file or is not the same
 everywhere, an exception of another kind, a crash, a hang. Damage is chosen by a seeded generator.
@@ -36,6 +39,10 @@ from report import describe, machine
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
+from zeroelastic.checkpoint.shared_weights import BUFFER
+from zeroelastic.checkpoint.tag_files import model_file_name
+from zeroelastic.deepspeed.save.lean import MIN_BUFFER_BYTES
 from zeroelastic.errors import ZeroElasticError
 from zeroelastic.testing import RankPool, fingerprint, gather_state
 from zeroelastic.torch_file.header import read_torch_file
@@ -62,6 +69,9 @@ SHARES = {
     ("model", "small record"): 3,
     ("model", "header"): 5,
     ("model", "directory"): 5,
+    ("shared", "parameter"): 8,
+    ("shared", "buffer"): 5,
+    ("shared", "header"): 4,
     ("record", "text"): 5,
     ("latest", "text"): 2,
 }
@@ -110,9 +120,12 @@ class Damage:
 
 
 class Model(torch.nn.Module):
-    """Two trained layers, a frozen one, a buffer, and a parameter of one element."""
+    """Two trained layers, a frozen one, a buffer, and a parameter of one element.
 
-    def __init__(self) -> None:
+    With ``frozen`` the frozen layer is scaled by it, and there is a buffer that is large enough to be shared.
+    """
+
+    def __init__(self, frozen: float | None = None) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.up = torch.nn.Linear(16, 40)
@@ -121,6 +134,9 @@ class Model(torch.nn.Module):
         self.adapter.requires_grad_(False)
         self.scale = torch.nn.Parameter(torch.ones(1))
         self.register_buffer("seen", torch.arange(64, dtype=torch.float32))
+        if frozen is not None:
+            self.adapter.weight.mul_(frozen)
+            self.register_buffer("table", torch.arange(MIN_BUFFER_BYTES // 4, dtype=torch.float32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -129,14 +145,14 @@ class Model(torch.nn.Module):
         return self.adapter(x).float().pow(2).mean()
 
 
-def build(stage: int, verify: str = "full") -> Any:
-    """The engine of both runs."""
+def build(stage: int, verify: str = "full", frozen: float | None = None) -> Any:
+    """The engine of both runs, which saves lean where the frozen layer is ``frozen`` times another one."""
     import deepspeed
 
     import zeroelastic
 
     zeroelastic.install()
-    model = Model()
+    model = Model(frozen)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(
         [
@@ -152,14 +168,14 @@ def build(stage: int, verify: str = "full") -> Any:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage, "elastic_checkpoint": True, "sub_group_size": 400},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}},
-        "zeroelastic": {"verify": verify, "fsync": False},
+        "zeroelastic": {"verify": verify, "fsync": False, "lean": frozen is not None},
     }
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def save(directory: str, factor: float, stage: int) -> None:
+def save(directory: str, factor: float, stage: int, lean: bool = False) -> None:
     """Train three steps and save after the second and the third; on ranks."""
-    engine = build(stage)
+    engine = build(stage, frozen=factor if lean else None)
     for step in range(3):
         x = torch.full((6 // dist.get_world_size(), 16), factor * (step + 1), dtype=torch.bfloat16)
         engine.backward(engine(x))
@@ -189,10 +205,10 @@ def spoil(engine: Any) -> None:
 
 
 def load_all(
-    directory: str, pristine: str, damages: Sequence[Damage], stage: int, verify: str = "full"
+    directory: str, pristine: str, damages: Sequence[Damage], stage: int, verify: str = "full", lean: bool = False
 ) -> list[tuple[str, str, str]]:
     """Load under each damage, on ranks; returns for each the outcome, the type of error, and its text or the report."""
-    engine = build(stage, verify)
+    engine = build(stage, verify, 1.0 if lean else None)
     truth: dict[str, Any] = {}
     for tag in (OLDER, TAG):
         spoil(engine)
@@ -247,7 +263,7 @@ def regions(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
         files = [("optimizer", shard.path, {place: "tensor" for place in used.items()})]
         if not rank or not checkpoint.whole_model:
             parts = dict.fromkeys(model.fragments(), "frozen fragment")
-            if checkpoint.whole_model:
+            if checkpoint.whole_model and model.shared is None:
                 file = read_torch_file(model.path, foreign="inert")
                 module: Any = file.root["module"]
                 weights = (file.extent(module[param.name]) for param in shard.layout.params)
@@ -274,6 +290,14 @@ def regions(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
                     found[kind, rest].append((name, gap, end - gap))
                 at = end
             found[kind, "directory"].append((name, at, size - at))
+    shared = checkpoint.shared
+    for number, file in enumerate(() if shared is None else shared.files):
+        name, at = f"{FROZEN_FOLDER}/{file.name}", file.nbytes
+        for (_, key), tensor in shared.in_file(number).items():
+            part = "buffer" if key == BUFFER else "parameter"
+            found["shared", part].append((name, tensor.offset, tensor.place.nbytes))
+            at = min(at, tensor.offset)
+        found["shared", "header"].append((name, 0, at))
     found["record", "text"].append((f"{TAG}/{RECORD_NAME}", 0, (tag / RECORD_NAME).stat().st_size))
     found["latest", "text"].append(("latest", 0, len(TAG)))
     return {key: [place for place in places if place[2] > 0] for key, places in found.items()}
@@ -298,35 +322,49 @@ def choose(root: Path, other: Path, *, flips: int, truncations: int, blocks: int
     names = sorted(path.name for path in (root / TAG).glob("*.pt"))
     files = [f"{TAG}/{name}" for name in names]
     kinds = {f: "optimizer" if "optim" in f else "model" for f in files} | {f"{TAG}/{RECORD_NAME}": "record"}
+    shared, of_other = (sorted((run / FROZEN_FOLDER).glob("*")) for run in (root, other))
+    files += [f"{FROZEN_FOLDER}/{path.name}" for path in shared]
     for _ in range(truncations):
         file = chance.choice([*files, *files, f"{TAG}/{RECORD_NAME}", "latest"])
         size = (root / file).stat().st_size
-        damages.append(Damage("truncate", kinds.get(file, "latest"), file, chance.randrange(size)))
+        kind = "shared" if file.startswith(FROZEN_FOLDER) else kinds.get(file, "latest")
+        damages.append(Damage("truncate", kind, file, chance.randrange(size)))
     large = [
         (file, at)
         for file in files
         for at in range(0, (root / file).stat().st_size - BLOCK + 1, BLOCK)
         if any((root / file).read_bytes()[at : at + BLOCK])
     ]
-    damages += [Damage("zero", kinds[file], file, at) for file, at in chance.choices(large, k=blocks)]
+    damages += [Damage("zero", kinds.get(file, "shared"), file, at) for file, at in chance.choices(large, k=blocks)]
     for kind in ("optim", "model"):
         of_kind = [file for file in files if f"{kind}_states" in file]
         for i, file in enumerate(of_kind):
             damages += [Damage("swap", kinds[file], file, source=later) for later in of_kind[i + 1 :]]
     for what, tag in (("of another run", other / TAG), ("older", root / OLDER)):
         damages += [Damage(what, kinds[file], file, source=str(tag / Path(file).name)) for file in kinds]
+    for path, replacement in zip(shared, of_other, strict=True):
+        damages.append(Damage("of another run", "shared", f"{FROZEN_FOLDER}/{path.name}", source=str(replacement)))
     return damages
 
 
-def verdict(damage: Damage, outcomes: Sequence[tuple[str, str, str]]) -> str:
-    """The verdict from the ranks' outcomes under one damage; one that begins with FAILED must not occur."""
+def unread_files(lean: bool) -> frozenset[str]:
+    """Files that a load does not open: of a lean save, the model states of ranks that the run does not have."""
+    return frozenset(f"{TAG}/{model_file_name(rank, 0, whole=False)}" for rank in range(LOADED, SAVED if lean else 0))
+
+
+def verdict(damage: Damage, outcomes: Sequence[tuple[str, str, str]], unread: frozenset[str] = frozenset()) -> str:
+    """The verdict from the ranks' outcomes under one damage; one that begins with FAILED must not occur.
+
+    Files that are ``unread`` may be replaced as a whole.
+    """
     outcome, _, text = outcomes[0]
     if any(other != outcomes[0] for other in outcomes):
         return f"FAILED: the ranks differ: {outcomes}"
     if outcome == "error":
         named = any(Path(name).name in text for name in damage.files)
+        named |= damage.where == "record" and FROZEN_FOLDER in text  # the shared file of another run, which is not here
         return "detected" if named else f"FAILED: names no damaged file: {text}"
-    if outcome == f"state of {TAG}" and damage.what in ("flip", "zero"):
+    if outcome == f"state of {TAG}" and (damage.what in ("flip", "zero") or unread.issuperset(damage.files)):
         return "harmless"
     if outcome == f"state of {OLDER}" and damage.file == "latest" and "latest" in text:
         return "warned"
@@ -342,12 +380,13 @@ def campaign(
     blocks: int,
     seed: int,
     stage: int = 3,
+    lean: bool = False,
     only: int | None = None,
 ) -> dict[str, Any]:
     """Run it: counts by class, and every damage with its verdict. ``only`` takes a seeded sample of the damages."""
     pristine, other, work = (directory / name for name in ("pristine", "other", "work"))
-    pool.run(save, SAVED, str(pristine), 1.0, stage)
-    pool.run(save, SAVED, str(other), 1.5, stage)
+    pool.run(save, SAVED, str(pristine), 1.0, stage, lean)
+    pool.run(save, SAVED, str(other), 1.5, stage, lean)
     shutil.copytree(pristine, work)
     damages = choose(pristine, other, flips=flips, truncations=truncations, blocks=blocks, seed=seed)
     if only is not None:
@@ -357,13 +396,14 @@ def campaign(
     for at in range(0, len(damages), 200):
         batch = damages[at : at + 200]
         limit = 120 + LIMIT_S * len(batch)
-        ranks = pool.run(load_all, LOADED, str(work), str(pristine), batch, stage, timeout=limit)
+        ranks = pool.run(load_all, LOADED, str(work), str(pristine), batch, stage, "full", lean, timeout=limit)
         for damage, outcomes in zip(batch, zip(*ranks, strict=True), strict=True):
-            rows.append((damage, verdict(damage, outcomes), outcomes[0][1], outcomes[0][2]))
+            rows.append((damage, verdict(damage, outcomes, unread_files(lean)), outcomes[0][1], outcomes[0][2]))
         print(f"{at + len(batch)} of {len(damages)}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return {
         "seed": seed,
         "stage": stage,
+        "lean": lean,
         "saved_on": SAVED,
         "loaded_on": LOADED,
         "damages": len(damages),
@@ -378,7 +418,8 @@ def _sample(damages: Sequence[Damage], size: int, chance: random.Random) -> list
     """Some of each class, as far as they go."""
     classes: dict[str, list[Damage]] = {}
     for damage in damages:
-        classes.setdefault(damage.what, []).append(damage)
+        shared = damage.where.partition(":")[0] == "shared"
+        classes.setdefault(f"{damage.what} {'shared' if shared else ''}", []).append(damage)
     queues = [chance.sample(members, len(members)) for members in classes.values()]
     chosen: list[Damage] = []
     while len(chosen) < size and any(queues):
@@ -410,11 +451,12 @@ def markdown(result: dict[str, Any]) -> str:
     for row in result["counts"]:
         total.update({key: row[key] for key in VERDICTS})
     lines = [
-        f"# Damage of checkpoints of ZeRO stage {result['stage']}",
+        f"# Damage of {'lean ' if result['lean'] else ''}checkpoints of ZeRO stage {result['stage']}",
         "",
         *describe(facts),
         "",
-        f"A checkpoint of ZeRO stage {result['stage']} and {result['saved_on']} ranks, loaded on {result['loaded_on']} "
+        f"A {'lean ' if result['lean'] else ''}checkpoint of ZeRO stage {result['stage']} and "
+        f"{result['saved_on']} ranks, loaded on {result['loaded_on']} "
         'with `"verify": "full"`, '
         f"{result['damages']} times, each time with one piece of damage; {result['seconds_per_load']} s a load, seed "
         f"{result['seed']}. Detected: an error of zeroelastic that names the file, the same on every rank. Warned: "
@@ -432,6 +474,7 @@ def markdown(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="the ZeRO stage of both runs")
+    parser.add_argument("--lean", action="store_true", help="both runs save lean")
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--truncations", type=int, default=200)
     parser.add_argument("--blocks", type=int, default=30, help="zeroed blocks of 4 KiB")
@@ -442,14 +485,17 @@ def main() -> None:
     sizes = {"flips": chosen.flips, "truncations": chosen.truncations, "blocks": chosen.blocks}
     facts = machine()
     with tempfile.TemporaryDirectory() as directory, RankPool(SAVED) as pool:
-        result = {"machine": facts, **campaign(pool, Path(directory), **sizes, seed=chosen.seed, stage=chosen.stage)}
+        result = {
+            "machine": facts,
+            **campaign(pool, Path(directory), **sizes, seed=chosen.seed, stage=chosen.stage, lean=chosen.lean),
+        }
     page = markdown(result)
     print(page)
     if chosen.out is not None:
         raw = result.pop("raw")
         text = json.dumps(result, indent=1)[:-2] + ',\n "raw": [\n'
         text += ",\n".join(f"  {json.dumps(row)}" for row in raw) + "\n ]\n}\n"
-        name = "damage" if chosen.stage == 3 else f"damage_stage{chosen.stage}"
+        name = f"damage{'_lean' if chosen.lean else ''}{'' if chosen.stage == 3 else f'_stage{chosen.stage}'}"
         (chosen.out / f"{name}.json").write_text(text)
         (chosen.out / f"{name}.md").write_text(page)
     for damage, told, text in result["failed"]:

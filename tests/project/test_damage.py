@@ -27,10 +27,14 @@ DETECTED = {"tensor", "pickle", "directory", "header", "small record", "frozen f
     "refused",
     "a file is named; unused bytes may differ",
 )
-@pytest.mark.parametrize("stage", [3, 2])
-def test_damage_of_every_class_is_noticed_or_harmless(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
-    result = campaign(rank_pool, tmp_path, flips=40, truncations=5, blocks=3, seed=11, stage=stage, only=24)
+@pytest.mark.parametrize(("stage", "lean"), [(3, False), (2, False), (3, True), (2, True)])
+def test_damage_of_every_class_is_noticed_or_harmless(
+    rank_pool: RankPool, tmp_path: Path, stage: int, lean: bool
+) -> None:
+    result = campaign(rank_pool, tmp_path, flips=40, truncations=25, blocks=3, seed=11, stage=stage, lean=lean, only=24)
     assert result["failed"] == [] and result["damages"] == 24
+    of_shared = {row["damage"] for row in result["counts"] if row["where"].startswith("shared")}
+    assert of_shared >= ({"flip", "truncate", "zero", "of another run"} if lean else set())
     assert {row["damage"] for row in result["counts"]} == {
         "flip", "truncate", "zero", "swap", "older", "of another run",
     }  # fmt: skip

@@ -20,7 +20,7 @@ from training import Job
 import zeroelastic
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.checker import check_headers
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, SharedFile, digest_of, metadata_of, shared_name
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY
 from zeroelastic.errors import ZeroElasticError
@@ -419,16 +419,29 @@ def load_each(job: Job, directories: list[str]) -> list[tuple[bool, str]]:
     return found
 
 
+def say_other_files(run: Path) -> None:
+    """Let the commit record list another shared file, which is there."""
+    record = read_record(run / TAG)
+    assert record is not None
+    other = run / FROZEN_FOLDER / f"frozen-{'0' * 32}.safetensors"
+    shutil.copyfile(shared_file(run), other)
+    file = record.shared[0].model_copy(update={"path": f"../{FROZEN_FOLDER}/{other.name}"})
+    (run / TAG / RECORD_NAME).write_bytes(record_text(record.model_copy(update={"shared": (file,)})))
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_load_names_the_damaged_shared_file(
     rank_pool: RankPool, runs: dict[int, Path], tmp_path: Path, stage: int
 ) -> None:
     damages = {**PAYLOAD, **PLACE, **OTHERS}
     name = recorded_shared(runs[stage]).name
-    copies = [copied(runs[stage], tmp_path / str(i) / "run") for i in range(len(damages) + 1)]
+    copies = [copied(runs[stage], tmp_path / str(i) / "run") for i in range(len(damages) + 2)]
     for damage, copy in zip(damages.values(), copies, strict=False):
         damage(copy)
+    say_other_files(copies[-1])
     told = rank_pool.run(load_each, RANKS, replace(JOB, stage=stage), [str(copy) for copy in copies])
-    for what, outcomes in zip([*damages, "nothing"], zip(*told, strict=True), strict=True):
+    *others, of_record = zip(*told, strict=True)
+    for what, outcomes in zip([*damages, "nothing"], others, strict=True):
         for is_ours, text in outcomes:
             assert is_ours and (name in text if what != "nothing" else text == ""), (what, text)
+    assert all(is_ours and "refers to other shared files than" in text for is_ours, text in of_record), of_record

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord
+from zeroelastic.checkpoint.contradictions import other_shared_files
 from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.checkpoint.shared_files import (
@@ -113,10 +114,9 @@ def _of_header(path: FilePath, file: SharedFile, tensors: Mapping[tuple[str, str
 
 def record_contradictions(model: ModelStates, record: CommitRecord) -> Iterator[tuple[str, str | None]]:
     """Where a model states file and the record differ in what is shared: a sentence, and the parameter if it is one."""
-    files = () if model.shared is None else model.shared.files
+    if (mixed := other_shared_files(model, record)) is not None:
+        yield mixed, None
     params = {} if model.shared is None else model.shared.params
-    if {*record.shared} != {*files}:
-        yield f"{model.path}: refers to other shared files than {RECORD_NAME} lists. One of the two is damaged.", None
     for content in record.contents() if params else ():
         name = content.param.name
         ours, theirs = params.get(name), content.tensors.get(FROZEN)

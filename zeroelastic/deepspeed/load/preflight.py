@@ -18,6 +18,7 @@ from zeroelastic.checkpoint.contradictions import (
     VALUE_FACTS,
     check_same_save,
     frozen_layouts,
+    other_shared_files,
     other_step,
     shard_facts,
     shard_values,
@@ -207,7 +208,7 @@ def _open(
     shards = {source: checkpoint.shard(source) for source in needed}
     head = shards[needed[0]]
     record = checkpoint.record
-    if (mixed := other_step(model, record)) is not None:
+    if (mixed := other_step(model, record) or other_shared_files(model, record)) is not None:
         raise CheckpointError(mixed)
     if model.shared is not None and places is None:  # there is no record, which lists the shared files
         check_shared_files(model.shared.files, tag_dir)
