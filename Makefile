@@ -274,6 +274,8 @@ bench-scale: $(STAMP)
 damage: warm
 	$(PY) benchmarks/damage.py --flips 1000 --truncations 200 --seed 0 --out benchmarks/results
 	$(PY) benchmarks/damage.py --stage 2 --flips 400 --truncations 80 --seed 0 --out benchmarks/results
+	$(PY) benchmarks/damage.py --lean --flips 400 --truncations 80 --seed 0 --out benchmarks/results
+	$(PY) benchmarks/damage.py --lean --stage 2 --flips 300 --truncations 60 --seed 0 --out benchmarks/results
 
 # Needs a quiet machine; raw results go to benchmarks/results.
 bench: $(STAMP)

@@ -186,6 +186,8 @@ CAMPAIGNS = (
     ),
     Campaign("damage", "make damage", "loads of a damaged checkpoint", describe_damage),
     Campaign("damage_stage2", "make damage", "the same at ZeRO stage 2", describe_damage),
+    Campaign("damage_lean", "make damage", "the same for lean checkpoints", describe_damage),
+    Campaign("damage_lean_stage2", "make damage", "the same for lean checkpoints at ZeRO stage 2", describe_damage),
     Campaign("fuzz", "make fuzz", "the readers on generated files, after fixing what it found", describe_fuzz),
     Campaign("scale", "make bench-scale", "5,000 tags, 1,000,000 parameters, 24 ranks", describe_scale),
     Campaign("crash_reshard", "make crash", "kills of `zeroelastic reshard`", describe_crash_reshard),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from commands import run_command
-from lean_tags import BUFFER, JOB, RANKS, build_lean_engine, copied, make_lean, shared_file
+from lean_tags import BUFFER, JOB, RANKS, build_lean_engine, copied, make_lean, save_lean, shared_file
 from synthetic import believe_sizes, edit
 from training import Job
 
@@ -144,10 +144,14 @@ def only_blames(report: VerifyReport, file: SharedFile) -> None:
     assert all(file.name in problem.sentence for problem in report.problems)
 
 
-def recorded_shared(run: Path) -> SharedFile:
+def recorded_files(run: Path) -> tuple[SharedFile, ...]:
     record = read_record(run / TAG)
     assert record is not None
-    (file,) = record.shared
+    return record.shared
+
+
+def recorded_shared(run: Path) -> SharedFile:
+    (file,) = recorded_files(run)
     return file
 
 
@@ -286,6 +290,35 @@ def test_a_table_without_a_parameter_of_the_record_is_noticed(run: Path) -> None
     believe_sizes(run / TAG)
     for problems in (inspect(run).problems, [one.sentence for one in verify(run).problems]):
         assert any("they do not hold adapter.weight" in text for text in problems), problems
+
+
+def test_weights_of_a_base_model_are_checked_where_they_are(
+    rank_pool: RankPool, runs: dict[int, Path], tmp_path: Path
+) -> None:
+    """The base model calls its tensors otherwise, and its file states no digests."""
+    base = tmp_path / "base" / "model.safetensors"
+    base.parent.mkdir()
+    head = read_head(shared_file(runs[3]))
+    data = shared_file(runs[3]).read_bytes()
+    begin = min(place.offset for place in head.tensors.values())
+    tensors = [(f"model.{name}", place.dtype, place.shape) for name, place in head.tensors.items()]
+    base.write_bytes(lay_out(base.name, tensors, {})[0] + data[begin:])
+    job = replace(JOB, options={**JOB.options, "frozen": str(base.parent)})
+    rank_pool.run(save_lean, RANKS, job, str(tmp_path / "run"), str(tmp_path / "full"))
+    (file,) = recorded_files(tmp_path / "run")
+    assert file.path == str(base)
+    report, lean = verify(tmp_path / "run"), inspect(tmp_path / "run").lean
+    assert report.valid, report.problems
+    assert report.content_root == verify(runs[3]).content_root
+    assert lean is not None and [(one.path, one.state, one.num_tensors) for one in lean.files] == [
+        (str(base), "whole", 4)
+    ]
+    place = read_head(base).tensors["model.adapter.weight"]
+    flip(base, place.offset)
+    (problem,) = verify(tmp_path / "run").problems
+    assert (problem.file, problem.param, problem.offset) == (str(base), "adapter.weight", place.offset)
+    base.write_bytes(lay_out(base.name, tensors[1:], {})[0] + bytes(head.nbytes))
+    assert not inspect(tmp_path / "run").ok
 
 
 # --- all tags of a run ------------------------------------------------------------------------------------------------
