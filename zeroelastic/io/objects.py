@@ -217,7 +217,7 @@ def part_size(nbytes: int, wanted: int) -> int:
 
 
 @contextmanager
-def object_stream(path: RemotePath, part_bytes: int) -> Iterator[Callable[[bytes], object]]:
+def object_stream(path: RemotePath, part_bytes: int) -> Iterator[Callable[[bytes | bytearray], object]]:
     """Write an object piece by piece, to any store: it is there when the context ends, and not when that fails.
 
     Memory: some parts. Nothing is repeated. Raises what the file system raises.
@@ -347,7 +347,7 @@ def begin_upload(path: RemotePath) -> OpenUpload:
     return OpenUpload(path, str(answer["UploadId"]), 0.0)
 
 
-def send_part(upload: OpenUpload, number: int, body: bytes) -> str:
+def send_part(upload: OpenUpload, number: int, body: bytes | bytearray) -> str:
     """Send a part, the first of which is number 0: what ``complete_upload`` has to know of it. Raises OSError."""
     of = {"UploadId": upload.upload_id, "PartNumber": number + 1}
     return str(_write(upload.path, lambda: _call(upload.path, "upload_part", Body=body, **of))["ETag"])

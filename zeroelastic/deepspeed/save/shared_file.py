@@ -19,7 +19,6 @@ import numpy as np
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.shared_files import read_shared_head
-from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.deepspeed.live.digests import LivePiece
 from zeroelastic.deepspeed.options import Options
@@ -27,7 +26,7 @@ from zeroelastic.deepspeed.save.directory import Destination
 from zeroelastic.deepspeed.storage_rules import saves_nothing
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
 from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
-from zeroelastic.errors import SaveError
+from zeroelastic.errors import CheckpointError, MissingFileError, SaveError, UnreadableError
 from zeroelastic.executors.dispatch import CopyTable, copy_segments, write_segments
 from zeroelastic.io.atomic import name_in_errors, reserve_space, sync_directory, sync_path, write_fully
 from zeroelastic.io.objects import (
@@ -48,6 +47,9 @@ from zeroelastic.torch_file.safetensors import Head
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
+
+_PART_MIB = 8
+"""Parts of an upload are no larger, where 10,000 of them suffice: a rank has one, beside the buffers of an exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,18 +149,21 @@ def _write_to_disks(file: NewFile, path: Path, destination: Destination, save_id
 def _write_to_store(file: NewFile, path: RemotePath, options: Options) -> None:
     """Write the object in parts, which all ranks send where the store can take them from several.
 
-    Memory: a part, twice while it is sent, and the buffers of an exchange.
+    Memory: a part, what the store's client takes for it, and the buffers of an exchange.
     """
     rank, rows, nbytes = dist.get_rank(), _Rows.of_all_ranks(file), file.head.nbytes
-    part_bytes = part_size(nbytes, options.store_part_mib * _MIB)
+    part_bytes = part_size(nbytes, min(options.store_part_mib, _PART_MIB) * _MIB)
     upload = _PartsUpload(file, path) if has_parts(path) else _StreamUpload(file, path, part_bytes)
     senders = range(dist.get_world_size() if isinstance(upload, _PartsUpload) else 1)
+    part = bytearray(min(part_bytes, nbytes) if rank in senders else 0)  # used for all: less memory than new ones
     try:
         upload.begin()
         for first in range(0, -(-nbytes // part_bytes), len(senders)):
             begin = min((first + rank) * part_bytes, nbytes) if rank in senders else nbytes
-            part = rows.range_of(begin, min(begin + part_bytes, nbytes))
-            file.all_or_raise(partial(upload.send, first + rank, part) if len(part) else lambda: None)
+            num_bytes = min(part_bytes, nbytes - begin)
+            rows.fill(part, begin, num_bytes)
+            body = part if num_bytes == len(part) else part[:num_bytes]
+            file.all_or_raise(partial(upload.send, first + rank, body) if num_bytes else lambda: None)
         upload.complete(nbytes)
         file.all_or_raise(lambda: file.check(path) if rank == 0 else None)
     except Exception:
@@ -182,9 +187,9 @@ class _PartsUpload:
 
         self._upload = broadcast_or_raise(act)
 
-    def send(self, number: int, part: ByteArray) -> None:
+    def send(self, number: int, part: bytearray) -> None:
         assert self._upload is not None
-        self._tags[number] = send_part(self._upload, number, part.tobytes())
+        self._tags[number] = send_part(self._upload, number, part)
 
     def complete(self, nbytes: int) -> None:
         tags = {number: tag for sent in all_gather(self._tags) for number, tag in sent.items()}
@@ -213,12 +218,12 @@ class _PartsUpload:
 class _StreamUpload:
     """An object that rank 0 alone writes, in a store of which fsspec knows one step only. All but ``send`` collective.
 
-    An object that is there by then is complete, so nothing is left to be removed.
+    Most stores show the object when it is complete.
     """
 
     def __init__(self, file: NewFile, path: RemotePath, part_bytes: int) -> None:
         self._file, self._path, self._part_bytes, self._open = file, path, part_bytes, ExitStack()
-        self._write: Callable[[bytes], object] | None = None
+        self._write: Callable[[bytes | bytearray], object] | None = None
 
     def begin(self) -> None:
         def act() -> None:
@@ -228,10 +233,10 @@ class _StreamUpload:
 
         self._file.all_or_raise(act)
 
-    def send(self, number: int, part: ByteArray) -> None:
+    def send(self, number: int, part: bytearray) -> None:
         assert self._write is not None
         with self._errors():
-            self._write(part.tobytes())
+            self._write(part)
 
     def complete(self, nbytes: int) -> None:
         def act() -> None:
@@ -241,8 +246,18 @@ class _StreamUpload:
         self._file.all_or_raise(act)
 
     def discard(self) -> None:
+        """Give the object up; what a store shows of it all the same goes, too."""
         with suppress(Exception):
             self._open.__exit__(SaveError, SaveError("the save has failed"), None)
+        if dist.get_rank() != 0:
+            return
+        try:
+            read_shared_head(self._path)
+        except (MissingFileError, UnreadableError):
+            return
+        except CheckpointError:
+            with suppress(OSError):
+                remove_objects([self._path])
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -303,15 +318,14 @@ class _Rows:
         source = device_of(piece.tensor for piece in self.file.pieces)
         self.file.all_or_raise(lambda: exchange_rows(rows, self.owner[index], serve, take, filled_on=source))
 
-    def range_of(self, begin: int, end: int) -> ByteArray:
-        """The bytes of the file from ``begin`` to ``end``, its header among them. Collective."""
-        found: ByteArray = np.empty(end - begin, dtype=np.uint8)
-        header = np.frombuffer(self.file.header, dtype=np.uint8)[begin:end]
-        found[: len(header)] = header
+    def fill(self, target: bytearray, begin: int, nbytes: int) -> None:
+        """Put ``nbytes`` bytes of the file from ``begin`` on, its header among them, into a buffer. Collective."""
+        header, end = self.file.header[begin : begin + nbytes], begin + nbytes
+        target[: len(header)] = header
+        place = np.frombuffer(target, dtype=np.uint8)
 
         def put(at: Int64Array, arrived: Arrived, buffer: RoundBuffer) -> None:
             zeros = np.zeros_like(at)
-            copy_segments(CopyTable(zeros, arrived.at, zeros, at - begin, arrived.nbytes), [buffer], [found])
+            copy_segments(CopyTable(zeros, arrived.at, zeros, at - begin, arrived.nbytes), [buffer], [place])
 
         self.gather(np.maximum(self.offset, begin), np.minimum(self.offset + self.nbytes, end), put)
-        return found
