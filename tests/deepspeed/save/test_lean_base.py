@@ -12,6 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from nodes import MOUNTS_NEED, NodeRun, can_mount
 from s3_server import S3Server, forget_clients, serve_s3
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -142,6 +144,26 @@ def test_weights_that_differ_from_the_base_model_are_copied(rank_pool: RankPool,
     assert own_tensors(run) == [{"adapter.bias", "frozen_table.weight"}]
     for outcome in rank_pool.run(load_codes, 3, JOB.other(), str(run)):
         assert compare_states(saved.state, outcome.state) == [] and outcome.report.root_matches
+
+
+def save_with_base_here(job: Job, directory: str) -> Outcome:
+    """A save by nodes each of which has the base model on its own disk."""
+    base = Path(directory) / "base"
+    if dist.get_rank() in (0, 2):
+        write_base(base)
+    dist.barrier()
+    return save_on_base(job, directory)
+
+
+def test_a_node_without_the_base_model_gets_it_from_others(rank_pool: RankPool, tmp_path: Path) -> None:
+    if not can_mount():
+        pytest.skip(MOUNTS_NEED)
+    base = tmp_path / "disk" / "base"  # where each node sees its own
+    job = on_base(base, config={"checkpoint": {"use_node_local_storage": True}})
+    run = NodeRun(tmp_path, rank_pool, job, (0, 0, 1), save_with_base_here)
+    for placed in ((1, 2, 0), (0, 1)):
+        for outcome in run.call(placed, load_codes, job.other(), run.nodes.path):
+            assert compare_states(run.outcome.state, outcome.state) == [] and outcome.report.root_matches
 
 
 def test_a_base_model_behind_a_url(rank_pool: RankPool, tmp_path: Path, s3: S3Server) -> None:
