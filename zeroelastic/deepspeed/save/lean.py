@@ -154,10 +154,7 @@ def share_weights(
         param.name: _Wanted(dtype_name(streams.pieces[i].tensor), param.shape, total)
         for i, param, total in zip(frozen, live.frozen.params, totals, strict=True)
     }
-    with torch.no_grad():
-        module = engine.module_state_dict()
-    names = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)} & module.keys()
-    tensors = _frozen_buffers(module, names, known)
+    names, tensors = _frozen_buffers(engine, known)
     buffers = {name: wanted for name, (wanted, _) in tensors.items()}
     wanted = {**params, **buffers}
     folder, way = place_of(destination, tag)
@@ -193,13 +190,28 @@ def share_weights(
 
 
 def _frozen_buffers(
-    module: Mapping[str, Any], params: Collection[str], known: KnownFiles
-) -> dict[str, tuple[_Wanted, torch.Tensor]]:
-    """The large tensors of the module's state beside its parameters that are not seen to change. Collective.
+    engine: Engine, known: KnownFiles
+) -> tuple[Collection[str], dict[str, tuple[_Wanted, torch.Tensor]]]:
+    """The names of parameters in the module's state, and its other large tensors that are frozen. Collective.
 
-    They are alike on all ranks. One that was shared and changed since is training's, and stays in the tags, and so do
+    These are alike on all ranks. One that was shared and changed since is training's, and stays in the tags, and so do
     views of memory that is saved once.
     """
+    params, own, tensors = all_or_raise(lambda: _large_buffers(engine))
+    tables = all_gather_alike(own)
+    alike = {name: wanted for name, wanted in own.items() if all(table.get(name) == wanted for table in tables)}
+    known.changing |= {name for name, digest in known.buffers.items() if name in alike and alike[name].digest != digest}
+    known.changing |= {name for name in known.buffers if name not in alike}
+    found = {name: (wanted, tensors[name]) for name, wanted in alike.items() if name not in known.changing}
+    known.buffers = {name: wanted.digest for name, (wanted, _) in found.items()}
+    return params, found
+
+
+def _large_buffers(engine: Engine) -> tuple[Collection[str], dict[str, _Wanted], dict[str, torch.Tensor]]:
+    """The names of parameters in the module's state, and what it has beside them that is worth sharing, 1-D."""
+    with torch.no_grad():
+        module = engine.module_state_dict()
+    params = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)} & module.keys()
     strided = {
         name: value
         for name, value in module.items()
@@ -221,13 +233,7 @@ def _frozen_buffers(
         name: _Wanted(dtype_name(tensor), tuple(module[name].shape), digest)
         for (name, tensor), digest in zip(tensors.items(), digests, strict=True)
     }
-    tables = all_gather_alike(own)
-    alike = {name: wanted for name, wanted in own.items() if all(table.get(name) == wanted for table in tables)}
-    known.changing |= {name for name, digest in known.buffers.items() if name in alike and alike[name].digest != digest}
-    known.changing |= {name for name in known.buffers if name not in alike}
-    found = {name: (wanted, tensors[name]) for name, wanted in alike.items() if name not in known.changing}
-    known.buffers = {name: wanted.digest for name, (wanted, _) in found.items()}
-    return found
+    return params, own, tensors
 
 
 def _find_in_base(
