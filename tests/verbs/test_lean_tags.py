@@ -25,6 +25,7 @@ from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, SharedFile, diges
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY
 from zeroelastic.errors import ZeroElasticError
 from zeroelastic.report import ResumeReport
+from zeroelastic.runs.candidates import list_run
 from zeroelastic.testing import RankPool
 from zeroelastic.torch_file.safetensors import lay_out, read_head
 from zeroelastic.verbs.inspect.inspect import inspect
@@ -357,6 +358,17 @@ def test_a_shared_file_that_one_tag_takes_another_tensor_from_is_read_for_that_a
     own = {name: sum(file.stat().st_size for file in (run / name).glob("*.pt")) for name in found}
     read = sum(tag.bytes_read - own[name] for name, tag in found.items())
     assert read == sum(one.nbytes for one in read_head(shared_file(run)).tensors.values()) > place.nbytes
+
+
+def test_a_tag_that_is_removed_meanwhile_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def list_and_remove(root: Path) -> Any:
+        found = list_run(root)
+        shutil.rmtree(run / "global_step2")
+        return found
+
+    monkeypatch.setattr("zeroelastic.verbs.verify.verify.list_run", list_and_remove)
+    report = zeroelastic.verify_all(run)
+    assert report.ok and [Path(tag.path).name for tag in report.tags] == [TAG]
 
 
 def test_a_tag_that_cannot_be_checked_hides_no_other(run: Path) -> None:

@@ -26,6 +26,7 @@ from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.locate import UNIVERSAL, find_source
+from zeroelastic.runs.names import holds_something
 from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.verbs.options import Progress, no_progress
 from zeroelastic.verbs.verify.findings import damaged, full_report, not_checked, quick_report
@@ -85,8 +86,8 @@ def verify_all(
     """Check every checkpoint of a run, newest first, each as ``verify`` does.
 
     What several tags take from a shared file is read once for all of them. A tag that cannot be checked is in the
-    report, not ``ok`` and without problems; the others are checked all the same. Raises UsageError where there are no
-    checkpoints, UnreadableError where the directory cannot be listed.
+    report, not ``ok`` and without problems; the others are checked all the same. One that is removed meanwhile is left
+    out. Raises UsageError where there are no checkpoints, UnreadableError where the directory cannot be listed.
 
     Example::
 
@@ -112,7 +113,9 @@ def verify_all(
             )
         except (UnreadableError, UnsupportedError) as error:
             found = not_checked(name, error, quick=quick)
-        reports.append(found)
+        is_gone = processes.rank == 0 and not found.ok and not holds_something(as_path(name))
+        if not any(processes.all_gather(is_gone)):
+            reports.append(found)
     return VerifyAllReport(
         ok=all(report.ok for report in reports),
         path=os.fspath(src),
