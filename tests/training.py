@@ -180,7 +180,7 @@ def ds_config(job: Job) -> dict[str, Any]:
     return config
 
 
-def build_engine(job: Job) -> Any:
+def build_engine(job: Job, config: dict[str, Any] | None = None) -> Any:
     import deepspeed
 
     import zeroelastic
@@ -193,7 +193,8 @@ def build_engine(job: Job) -> Any:
     model = build_model(job)
     optimizer = build_optimizer(job, model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(job), lr_scheduler=schedule)
+    config = ds_config(job) if config is None else config
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=schedule)
     if job.backup:
         use_backup_optimizer(engine.optimizer)
     return engine

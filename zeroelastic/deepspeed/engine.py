@@ -128,8 +128,9 @@ def options_of(engine: Engine) -> Options:
 
 
 def saves_elastic(engine: Engine) -> bool:
-    """Whether the configuration asks for elastic saves."""
-    return bool(engine._config.zero_config.elastic_checkpoint)
+    """Whether the configuration asks for elastic saves, by our option or by DeepSpeed's key, which may be gone."""
+    chosen = options_of(engine).format
+    return chosen == "elastic" if chosen else bool(getattr(engine._config.zero_config, "elastic_checkpoint", False))
 
 
 def accumulated_micro_batches(engine: Engine) -> int:

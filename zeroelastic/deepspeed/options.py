@@ -27,6 +27,8 @@ VERIFY_LEVELS: tuple[Verify, ...] = get_args(Verify)
 
 OnMismatch = Literal["error", "initialize"]
 
+SavedFormat = Literal["elastic", "rigid"]
+
 _BLOCK = "zeroelastic"
 _ELASTIC = "elastic_checkpoint"
 _ELASTIC_PLACE = 'move it into "zero_optimization"'
@@ -54,6 +56,12 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    format: SavedFormat | None = Field(
+        default=None,
+        description='`"elastic"`: saves at ZeRO stage 3 are elastic, as with `"elastic_checkpoint": true` under '
+        '`"zero_optimization"`, a key that a newer DeepSpeed may refuse; `"rigid"`: they are not. By default that key '
+        "decides",
+    )
     verify: Verify = Field(
         default="read",
         description="how much a load verifies, [see here](loading.md#what-a-load-verifies); where the state is on a "
@@ -277,12 +285,24 @@ def parse_options(config: Mapping[str, object]) -> Options:
         where = ".".join(str(part) for part in first["loc"])
         wrong = without_pydantic(first["msg"])
         raise ConfigError(f'"zeroelastic": {where} is {first["input"]!r}: {wrong}. Change it.') from None
+    _refuse_contradictions(options, config)
+    return options
+
+
+def _refuse_contradictions(options: Options, config: Mapping[str, object]) -> None:
+    """Raise ConfigError for options that contradict one another, or DeepSpeed's own key."""
     if options.frozen is not None and not options.lean:
         raise ConfigError(
             f'"zeroelastic": frozen is {options.frozen!r}, which has no effect on full saves. Add "lean": true, or '
             "leave it out."
         )
-    return options
+    zero = config.get("zero_optimization")
+    flag = zero.get(_ELASTIC) if isinstance(zero, Mapping) else None
+    if options.format is not None and flag is not None and bool(flag) != (options.format == "elastic"):
+        raise ConfigError(
+            f'"zeroelastic": format is "{options.format}", and "{_ELASTIC}" under "zero_optimization" is {flag!r}: '
+            "they ask for different formats. Leave one of them out."
+        )
 
 
 def _from_environment() -> dict[str, bool]:
@@ -306,7 +326,7 @@ def _refuse_misplaced(config: Mapping[str, object]) -> None:
 def _meant(name: str) -> str:
     """The option that an unknown one was meant to be, in brackets."""
     if name == _ELASTIC:
-        return f" ({_ELASTIC_PLACE})"
+        return f' ({_ELASTIC_PLACE}, or write "format": "elastic")'
     near = difflib.get_close_matches(name.lower(), Options.model_fields, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from saved_files import logged
+from training import Job, build_engine, ds_config, raised, train_step
 
+from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.testing import RankPool
 
 
@@ -162,6 +164,37 @@ def warnings_shown() -> list[bool]:
         DeepSpeedZeroConfig(stage=3, elastic_checkpoint=True)
         shown.append(any("elastic checkpointing is deprecated" in text for text in said))
     return shown
+
+
+@pytest.mark.support(
+    "Using it", '`"zeroelastic": {"format": "elastic"}`', "exact", "also where DeepSpeed refuses its key"
+)
+def test_our_option_asks_for_elastic_saves_where_deepspeed_has_no_key_for_them(tmp_path: Path) -> None:
+    with RankPool(2) as pool:  # its processes keep the other DeepSpeed
+        (refused, *formats), _ = pool.run(save_with_a_later_deepspeed, 2, str(tmp_path))
+    assert "elastic_checkpoint" in refused and "not permitted" in refused
+    assert formats == ["elastic", "rigid"]
+
+
+def save_with_a_later_deepspeed(directory: str) -> list[str]:
+    """What a DeepSpeed without the key says to it, and the formats of saves with our option and without."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    del DeepSpeedZeroConfig.model_fields["elastic_checkpoint"]
+    DeepSpeedZeroConfig.model_rebuild(force=True)
+    DeepSpeedZeroConfig.elastic_checkpoint = False  # which this version still reads
+    found = [raised(lambda: DeepSpeedZeroConfig(stage=3, elastic_checkpoint=True))[1]]
+    for number, options in enumerate(({"format": "elastic"}, {"verify": True})):
+        job = Job(options=options)
+        config = ds_config(job)
+        del config["zero_optimization"]["elastic_checkpoint"]
+        engine = build_engine(job, config)
+        train_step(engine, 0)
+        engine.save_checkpoint(directory, tag=f"tag{number}")
+        record = read_record(Path(directory) / f"tag{number}")
+        assert record is not None
+        found.append(record.checkpoint_format)
+    return found
 
 
 SCRIPT = """

@@ -44,6 +44,7 @@ def test_every_option_is_taken():
         "metrics": False, "metrics_file": "run.prom", "keep_global_batch": True,
         "memory": {"every": 2, "copies": 1},
         "store_retries": 2, "store_timeout_s": 30.0, "store_part_mib": 8,
+        "format": "rigid", "lean": True, "frozen": "/models/base",
     }  # fmt: skip
     assert parse_options({"zeroelastic": block}).model_dump() == block
 
@@ -79,7 +80,11 @@ def test_an_unknown_option_names_the_known_ones():
         ({"zeroelastics": {}, "zeroelastic": {}}, '"zeroelastics" .*: the block is called "zeroelastic"'),
         ({"async_save": True}, '"async_save" at the top level .* has no effect: move it into the block "zeroelastic"'),
         ({"elastic_checkpoint": True}, 'at the top level .* has no effect: move it into "zero_optimization"'),
-        ({"zeroelastic": {"elastic_checkpoint": True}}, r"\(move it into \"zero_optimization\"\)"),
+        ({"zeroelastic": {"elastic_checkpoint": True}}, r"\(move it into \"zero_optimization\", or write "),
+        (
+            {"zeroelastic": {"format": "rigid"}, "zero_optimization": {"elastic_checkpoint": True}},
+            'format is "rigid", and "elastic_checkpoint" under "zero_optimization" is True: they ask for different',
+        ),
         ({"zeroelastic": {"save_timeout": 1}}, r"'save_timeout' \(did you mean 'save_timeout_s'\?\)"),
     ],
 )
