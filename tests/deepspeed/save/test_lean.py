@@ -47,7 +47,13 @@ def save_both(job: Job, lean: str, full: str) -> Outcome:
 )
 @pytest.mark.parametrize(
     ("stage", "ranks", "other_stage", "other_ranks", "elastic"),
-    [(3, 3, 3, 2, True), (3, 3, 2, 2, False), (2, 3, 3, 4, True), (2, 2, 2, 3, True), (1, 3, 1, 2, True)],
+    [
+        pytest.param(3, 3, 3, 2, True, marks=pytest.mark.core),
+        (3, 3, 2, 2, False),
+        (2, 3, 3, 4, True),
+        (2, 2, 2, 3, True),
+        (1, 3, 1, 2, True),
+    ],
 )
 def test_a_lean_save_resumes_at_another_size_and_stage(
     rank_pool: RankPool, tmp_path: Path, stage: int, ranks: int, other_stage: int, other_ranks: int, elastic: bool
