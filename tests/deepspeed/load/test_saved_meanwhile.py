@@ -281,14 +281,12 @@ def load_again_and_again(directory: str, folder: str, num_loads: int) -> list[st
                 assert path is not None
             seconds = time.monotonic() - began
             state = look(engine)[0]
-            matching = [
-                i
-                for i in (number - 1, number)
-                if not compare_states(pickle.loads((asked / f"state{i}").read_bytes()), state)
-            ]
-            taken += matching
-            if not matching:
-                wrong.append(f"load {number}, verify {verify}: the state is that of no save")
+            different = {
+                i: compare_states(pickle.loads((asked / f"state{i}").read_bytes()), state) for i in (number - 1, number)
+            }
+            taken += [i for i, problems in different.items() if not problems]
+            if all(different.values()):
+                wrong.append(f"load {number}, verify {verify}: the state is that of no save: {different}")
         except Exception as error:
             wrong.append(f"load {number}, verify {verify}: {type(error).__name__}: {str(error)[:400]}")
     dist.barrier()

@@ -119,7 +119,7 @@ REAL_OPEN = builtins.open
 
 
 def patch(images: Images) -> None:
-    from zeroelastic.deepspeed.save import lean
+    from zeroelastic.deepspeed.save import shared_file
     from zeroelastic.runs import tag_directory
     from zeroelastic.torch_file import image, save
 
@@ -129,7 +129,7 @@ def patch(images: Images) -> None:
     for name in ("write_skeleton", "reserve", "write_segments", "_complete", "write_fully"):
         setattr(save, name, images.changing(getattr(save, name), name))
     for name in ("reserve_space", "write_fully", "write_segments"):
-        setattr(lean, name, images.changing(getattr(lean, name), f"shared {name}"))
+        setattr(shared_file, name, images.changing(getattr(shared_file, name), f"shared {name}"))
     for name in ("reserve", "write_past_cache", "write_fully"):
         setattr(image, name, images.changing(getattr(image, name), name))
     os.pwrite = images.changing(os.pwrite, "pwrite")  # type: ignore[assignment]
