@@ -184,7 +184,7 @@ def test_a_tag_replaced_before_any_open_of_a_load_is_loaded_whole(
 ) -> None:
     hows = (How("off", "exchange"), How("quick", "renames"), How("full", "exchange", resume=True))
     copies = tuple(map(str, saves.directories))
-    check(rank_pool.run(load_while_changed, 2, str(tmp_path / "c"), copies, saves.states, hows, 3))
+    check(rank_pool.run(load_while_changed, 2, str(tmp_path / "c"), copies, saves.states, hows, 1))
 
 
 def test_a_damaged_save_that_is_replaced_while_it_is_judged_leaves_no_mark_on_the_healthy_one(
