@@ -6,6 +6,7 @@ a full save of the same state.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.testing import RankPool
+from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 LEAN = {"verify": True, "lean": True}
 JOB = Job(options=LEAN, frozen_table=60)
@@ -154,6 +156,40 @@ def test_no_tag_is_committed_whose_shared_file_is_gone(rank_pool: RankPool, tmp_
         assert after == ("", "")
     assert sorted(path.name for path in tmp_path.glob("global_step*")) == ["global_step1"]
     assert [read_record(tmp_path / "global_step1").shared[0].name] == [path.name for path in shared_files(tmp_path)]  # type: ignore[union-attr]
+
+
+def save_with_a_damaged_header(job: Job, directory: str, was: bytes, becomes: bytes) -> list[tuple[str, str]]:
+    """The errors of a save whose shared file is damaged before it is read back, and of the next one."""
+    from zeroelastic.deepspeed.save import shared_file
+
+    engine = build_engine(job)
+    train_step(engine, 0)
+    write = shared_file.write_fully
+
+    def write_other(fd: int, data: bytes, offset: int) -> None:
+        write(fd, data.replace(was, becomes), offset)
+
+    shared_file.write_fully = write_other  # type: ignore[assignment]
+    found = [raised(lambda: engine.save_checkpoint(directory))]
+    shared_file.write_fully = write
+    return [*found, raised(lambda: engine.save_checkpoint(directory))]
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "said"),
+    [
+        (b"adapter.bias", b"adapter.bars", "its header reads back as another"),
+        (b'{"__meta', b'["__meta', "does not read back: .* is not JSON"),
+    ],
+)
+def test_a_shared_file_that_does_not_read_back_is_never_referred_to(
+    rank_pool: RankPool, tmp_path: Path, was: bytes, becomes: bytes, said: str
+) -> None:
+    for (kind, text), after in rank_pool.run(save_with_a_damaged_header, 2, JOB, str(tmp_path), was, becomes):
+        assert (kind, after) == ("SaveError", ("", ""))
+        assert re.search(said, text) and "Nothing was saved" in text
+    assert len(shared_files(tmp_path)) == 1
+    assert verify_checkpoint(tmp_path / "global_step1").valid
 
 
 def refused(job: Job, directory: str) -> tuple[str, str]:

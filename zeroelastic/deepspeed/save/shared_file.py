@@ -81,7 +81,11 @@ class NewFile:
 
     def check(self, written: FilePath) -> None:
         """Raise SaveError unless what was written has the header that this file has to have."""
-        if read_shared_head(written)[0].tensors != self.head.tensors:
+        try:
+            found = read_shared_head(written)[0].tensors
+        except CheckpointError as error:
+            raise SaveError(f"{written}: does not read back: {error} Nothing was saved.") from error
+        if found != self.head.tensors:
             raise SaveError(f"{written}: its header reads back as another. Nothing was saved.")
 
 
