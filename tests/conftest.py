@@ -12,10 +12,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
+
+if TYPE_CHECKING:
+    from s3_server import S3Server
 
 pytest_plugins = ["zeroelastic.testing.pytest_plugin", "support_table", "extended", "slowest"]
 
@@ -73,3 +78,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    """A server of object storage on this machine."""
+    from s3_server import serve_s3
+
+    with serve_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def calm(s3: S3Server) -> Iterator[S3Server]:
+    """The server, without faults before and after."""
+    from s3_server import forget_clients
+
+    s3.requests.clear()
+    yield s3
+    s3.fault = None
+    s3.reset_access(allow=True)
+    forget_clients()

@@ -11,7 +11,6 @@ import threading
 import time
 import tracemalloc
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -334,22 +333,6 @@ def test_progress_ends_a_call_that_waits_for_an_answer(counted, tmp_path, operat
 
 
 # --- a real S3 server -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with serve_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def calm(s3: S3Server) -> Iterator[S3Server]:
-    """The server, without faults before and after."""
-    s3.requests.clear()
-    yield s3
-    s3.fault = None
-    s3.reset_access(allow=True)
-    forget_clients()
 
 
 LARGE = (Param("w", (300, 1000)), Param("v", (100, 1000)), Param("b", (1000,)))

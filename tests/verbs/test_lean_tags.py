@@ -484,8 +484,8 @@ def test_a_load_names_the_damaged_shared_file(
     for damage, copy in zip(damages.values(), copies, strict=False):
         damage(copy)
     say_other_files(copies[-1])
-    told = rank_pool.run(load_each, RANKS, replace(JOB, stage=stage), [str(copy) for copy in copies])
-    *others, of_record = zip(*told, strict=True)
+    answers = rank_pool.run(load_each, RANKS, replace(JOB, stage=stage), [str(copy) for copy in copies])
+    *others, of_record = zip(*answers, strict=True)
     for what, outcomes in zip([*damages, "nothing"], others, strict=True):
         for is_ours, text in outcomes:
             assert is_ours and (name in text if what != "nothing" else text == ""), (what, text)

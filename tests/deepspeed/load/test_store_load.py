@@ -6,7 +6,6 @@ import itertools
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from io_counts import build, state_bytes
-from s3_server import BUCKET, Request, S3Server, forget_clients, serve_s3
+from s3_server import BUCKET, Request, S3Server
 from saves import Saver, check_resumed, save_once
 from training import Job, attempt, build_engine, look, resume
 
@@ -27,20 +26,6 @@ from zeroelastic.testing import RankPool
 support = pytest.mark.support
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with serve_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def calm(s3: S3Server) -> Iterator[S3Server]:
-    s3.requests.clear()
-    yield s3
-    s3.fault = None
-    forget_clients()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from nodes import MOUNTS_NEED, NodeRun, can_mount
-from s3_server import BUCKET, S3Server, forget_clients, serve_s3
+from s3_server import BUCKET, S3Server, forget_clients
 from saves import Saved, check_resumed
 from test_lean import LEAN
 from training import (
@@ -41,20 +40,6 @@ WIDE = 200_000
 """Rows of a frozen table of 6 MB: two parts of an upload of 5 MiB."""
 
 JOB = Job(options={**LEAN, "store_part_mib": 5}, frozen_table=WIDE)
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with serve_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def calm(s3: S3Server) -> Iterator[S3Server]:
-    s3.requests.clear()
-    yield s3
-    s3.fault = None
-    forget_clients()
 
 
 def keys(server: S3Server, prefix: str) -> dict[str, int]:

@@ -7,14 +7,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from s3_server import BUCKET, Request, S3Server, forget_clients, serve_s3
+from s3_server import BUCKET, Request, S3Server, forget_clients
 from saves import Saved, check_resumed
 from training import Job, build_engine, look, raised, resume, train_and_save, train_step
 
@@ -31,20 +30,6 @@ from zeroelastic.verbs.verify.verify import verify_checkpoint
 support = pytest.mark.support
 
 MARK = "zeroelastic-unfinished.json"
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with serve_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def calm(s3: S3Server) -> Iterator[S3Server]:
-    s3.requests.clear()
-    yield s3
-    s3.fault = None
-    forget_clients()
 
 
 def keys(server: S3Server, prefix: str) -> list[str]:

@@ -53,13 +53,13 @@ class BaseTensor(NamedTuple):
 class BaseModel:
     """What this process knows of the files at ``location``: the same on all ranks.
 
-    ``stamps`` tell whether a file is as it was when it was read. ``compared`` are the contents that were looked for,
-    and ``tensors`` those that were found, by our names.
+    ``versions`` are the size and time of change of each file when it was read. ``searched`` are the contents that were
+    looked for, and ``tensors`` those that were found, by our names.
     """
 
     location: str
-    stamps: dict[FilePath, tuple[int, int]] = field(default_factory=dict)
-    compared: dict[str, Content] = field(default_factory=dict)
+    versions: dict[FilePath, tuple[int, int]] = field(default_factory=dict)
+    searched: dict[str, Content] = field(default_factory=dict)
     tensors: dict[str, BaseTensor] = field(default_factory=dict)
 
     def find(self, wanted: Mapping[str, Content], keys: Mapping[str, str], tag_dir: FilePath) -> dict[str, BaseTensor]:
@@ -70,19 +70,19 @@ class BaseModel:
 
         def look() -> tuple[dict[FilePath, tuple[int, int]], dict[str, BaseTensor]]:
             try:
-                stamps = {path: _stamp(path) for path in base_files(self.location)}
-                known = self.compared if stamps == self.stamps else {}
+                versions = {path: _version(path) for path in base_files(self.location)}
+                known = self.searched if versions == self.versions else {}
                 new = {name: content for name, content in wanted.items() if known.get(name) != content}
-                return stamps, match_by_name(new, {path: read_head(path) for path in stamps} if new else {})
+                return versions, match_by_name(new, {path: read_head(path) for path in versions} if new else {})
             except (CheckpointError, UnreadableError, UsageError) as error:
                 raise SaveError(
                     f'{tag_dir}: "frozen" in the "zeroelastic" block is {self.location}: {error} Nothing was saved.'
                 ) from error
 
-        stamps, candidates = broadcast_or_raise(look)
-        if stamps != self.stamps:
-            self.stamps, self.compared, self.tensors = stamps, {}, {}
-        new = {name: content for name, content in wanted.items() if self.compared.get(name) != content}
+        versions, candidates = broadcast_or_raise(look)
+        if versions != self.versions:
+            self.versions, self.searched, self.tensors = versions, {}, {}
+        new = {name: content for name, content in wanted.items() if self.searched.get(name) != content}
         partial = all_or_raise(lambda: self._digests(candidates, keys, tag_dir))
         everyone = dist.group.WORLD
         assert everyone is not None
@@ -92,7 +92,7 @@ class BaseModel:
         for (name, tensor), total in zip(candidates.items(), totals, strict=True):
             if total == wanted[name][2]:
                 self.tensors[name] = tensor
-        self.compared.update(new)
+        self.searched.update(new)
         if dist.get_rank() == 0 and (missing := sorted(new.keys() - self.tensors.keys())):
             logger.warning(
                 "%s: has not %s of %s that are frozen, bit for bit (%s). They are written beside the tags.",
@@ -176,7 +176,7 @@ def _end_alike(own: str, other: str) -> bool:
     return own.endswith(f".{other}") or other.endswith(f".{own}")
 
 
-def _stamp(path: FilePath) -> tuple[int, int]:
+def _version(path: FilePath) -> tuple[int, int]:
     """What tells whether a file is as it was: its size, and when it was last changed. Raises as ``file_size``."""
     size = file_size(path)
     if size is None:
