@@ -86,9 +86,16 @@ class S3Server:
 
     def reset_access(self, *, allow: bool) -> None:
         """Whether requests of unknown users are answered."""
+        self._ask_moto("reset-auth", b"inf" if allow else b"0")
+
+    def forget_objects(self) -> None:
+        """Delete every bucket of this process."""
+        self._ask_moto("reset")
+
+    def _ask_moto(self, what: str, data: bytes = b"") -> None:
         import requests
 
-        asked = requests.post(f"{self.endpoint}/moto-api/reset-auth", data=b"inf" if allow else b"0", timeout=10)
+        asked = requests.post(f"{self.endpoint}/moto-api/{what}", data=data, timeout=10)
         assert asked.ok
         self.requests.clear()
 
@@ -133,9 +140,15 @@ class S3Server:
         raise ConnectionAbortedError("cut off on purpose")
 
 
+_running: list[S3Server] = []
+
+
 @contextlib.contextmanager
 def serve_s3() -> Iterator[S3Server]:
-    """A server with an empty bucket; the environment points its clients to it."""
+    """A server with an empty bucket; the environment points its clients to it.
+
+    moto keeps the objects of all servers of a process in one place, so the first of them empties it.
+    """
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -160,9 +173,15 @@ def serve_s3() -> Iterator[S3Server]:
             patch.setenv(name, value)
         patch.setenv("AWS_ENDPOINT_URL", server.endpoint)
         forget_clients()
+        if not _running:
+            server.forget_objects()
+        _running.append(server)
         server.client().create_bucket(Bucket=BUCKET)
         server.requests.clear()
-        yield server
+        try:
+            yield server
+        finally:
+            _running.remove(server)
         server.stop()
         thread.join(10)
         forget_clients()
