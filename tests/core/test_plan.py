@@ -277,7 +277,7 @@ def column(plan, name, change):
 
 
 def rows(plan, keep):
-    names = [field.name for field in dataclasses.fields(plan) if field.name not in ("src", "dst", "rank")]
+    names = [field.name for field in dataclasses.fields(plan) if field.name not in ("src", "dst", "rank", "runs")]
     return dataclasses.replace(plan, **{name: getattr(plan, name)[keep] for name in names})
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from zeroelastic.core.digest import UInt64Array, stream_seed
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.core.plan import Plan, match_params
+from zeroelastic.core.plan import Plan
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
@@ -33,6 +33,16 @@ class TensorExtents:
     dtype: Mapping[int, str]
     offset: Int64Array
     param_paths: tuple[FilePath, ...] | None = None
+
+    def among(self, number: Int64Array, num_params: int) -> TensorExtents:
+        """The same places in a layout of more parameters, where parameter i has the number ``number[i]``."""
+        offset = np.full(num_params, -1, dtype=np.int64)
+        offset[number] = self.offset
+        paths = None
+        if self.param_paths is not None:
+            by_number = dict(zip(number.tolist(), self.param_paths, strict=True))
+            paths = tuple(by_number.get(i, self.path) for i in range(num_params))
+        return replace(self, offset=offset, param_paths=paths)
 
 
 class Destination(NamedTuple):
@@ -107,10 +117,12 @@ def extent_table(
 ) -> ExtentTable:
     """What fills every target as ``plan`` says, from ``extents[source rank][key]``: each row once, sorted by place.
 
-    Every source rank that the plan names must be among the extents, with every key that a target asks of it.
+    Every source rank that the plan names must be among the extents, with every key that a target asks of it. Every row
+    of the plan is one run (``Plan.run_by_run``).
     """
+    assert plan.runs is None, "rows that are repeated are expanded before"
     paths: dict[FilePath, int] = {}
-    source = match_params(plan.src, plan.dst)[plan.param]
+    source = plan.src_param
     within = plan.src_offset - plan.src.offset[source]
     by_sub_group = _members(plan.dst_sub_group, plan.dst.num_sub_groups)
     columns: list[list[Int64Array]] = [[] for _ in range(8)]
@@ -150,12 +162,11 @@ def extent_windows(
 ) -> Iterator[ExtentTable]:
     """The rows of ``extent_table`` in tables of at most ``_WINDOW_ROWS``, each sorted by place; at least one table.
 
-    A row of the plan becomes one for each state key, so that a table of a million parameters would take a gigabyte.
+    A run of the plan becomes a row for each state key, so that a table of a million parameters would take a gigabyte.
     """
     keys = max(1, len({target.key for target in targets}))
-    rows = max(1, _WINDOW_ROWS // keys)
-    for begin in range(0, max(1, plan.num_segments), rows):
-        yield extent_table(plan.take(slice(begin, begin + rows)), extents, targets)
+    for window in plan.windows(max(1, _WINDOW_ROWS // keys)):
+        yield extent_table(window, extents, targets)
 
 
 def _members(sub_group: Int64Array, count: int) -> list[Int64Array]:

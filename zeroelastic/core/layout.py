@@ -18,21 +18,23 @@ not mirrored: it books the whole padding on the last rank, which is wrong for pa
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import overload
 
 import numpy as np
-import numpy.typing as npt
 
-Int64Array = npt.NDArray[np.int64]
+from zeroelastic.core import slices as whole_slices
+from zeroelastic.core.slices import Int64Array as Int64Array
+from zeroelastic.core.slices import RankSet, Slices, Strip, slices_of
 
 
 @overload
 def partition_numel(numel: int, world_size: int) -> int: ...
 @overload
-def partition_numel(numel: Int64Array, world_size: int) -> Int64Array: ...
-def partition_numel(numel: int | Int64Array, world_size: int) -> int | Int64Array:
+def partition_numel(numel: Int64Array, world_size: int | Int64Array) -> Int64Array: ...
+def partition_numel(numel: int | Int64Array, world_size: int | Int64Array) -> int | Int64Array:
     """Elements of one rank's padded part of a parameter, or of each: ``ceil(numel / world_size)``."""
     return -(-numel // world_size)
 
@@ -57,6 +59,10 @@ class Layout:
     Invariant: within a buffer no two parameters have an element in the same place, and ``sub_group_numel`` covers them
     all. A flat buffer is a sub-group of ZeRO-3, an optimizer group of ZeRO-1 and 2. The arrays have shape
     ``(num_params,)`` and run parallel to ``params``; ``origin``, ``part`` and ``offset`` are explained above.
+
+    ``slices`` says which part of which whole tensor each parameter is, and which ranks share it; ``shape`` and
+    ``numel`` are then those of the slice. None where every parameter is whole, and all ranks share it. A layout with
+    slices may have several of one tensor, which are in the buffers of different ranks.
     """
 
     world_size: int
@@ -67,6 +73,7 @@ class Layout:
     part: Int64Array
     offset: Int64Array
     sub_group_numel: Int64Array
+    slices: Slices | None = None
 
     @property
     def num_params(self) -> int:
@@ -78,18 +85,41 @@ class Layout:
         """Number of flat buffers of each rank."""
         return len(self.sub_group_numel)
 
+    @property
+    def tensors(self) -> tuple[Param, ...]:
+        """The whole tensor that each parameter is, or is a slice of."""
+        return self.params if self.slices is None else self.slices.tensors
+
+    @property
+    def whole_tensors(self) -> tuple[Param, ...]:
+        """Each whole tensor once."""
+        return self.params if self.slices is None else tuple({tensor.name: tensor for tensor in self.tensors}.values())
+
+    def part_number(self, rank: int) -> int | Int64Array:
+        """Which part a rank has of every parameter, or of each; as many as there are parts where it has none."""
+        return rank if self.slices is None else self.slices.part_number(rank)
+
     def owned(self, rank: int) -> tuple[Int64Array, Int64Array]:
-        """Global start and length of what ``rank`` really owns of each parameter, padding excluded.
+        """Start and length of what ``rank`` really owns of each parameter, padding excluded.
 
         Returns two arrays of shape ``(num_params,)``; the length is 0 where the rank owns nothing.
         """
-        start = np.clip(self.part * rank - self.origin, 0, self.numel)
-        return start, np.clip(self.part * (rank + 1) - self.origin, 0, self.numel) - start
+        number = self.part_number(rank)
+        start = np.clip(self.part * number - self.origin, 0, self.numel)
+        owned = np.clip(self.part * (number + 1) - self.origin, 0, self.numel) - start
+        return start, owned if self.slices is None else np.where(self.slices.has(rank), owned, 0)
 
     def buffer_offset(self, rank: int) -> Int64Array:
         """Where ``rank``'s buffers have the first element that it owns of each parameter: shape ``(num_params,)``."""
-        before: Int64Array = np.maximum(self.origin - self.part * rank, 0)
+        before: Int64Array = np.maximum(self.origin - self.part * self.part_number(rank), 0)
         return self.offset + before
+
+    def on_rank(self, rank: int) -> Layout:
+        """The parameters that a rank is among those to share: of every tensor at most one slice."""
+        if self.slices is None:
+            return self
+        there = self.slices.has(rank)
+        return self if there.all() else self._take(np.flatnonzero(there))
 
     def padding(self, rank: int, sub_group: int) -> list[tuple[int, int]]:
         """What of one of ``rank``'s buffers belongs to no parameter: begin and end of each run, ascending."""
@@ -123,7 +153,9 @@ class Layout:
         names = frozenset(names)
         if all(param.name in names for param in self.params):
             return self
-        keep = np.array([i for i, param in enumerate(self.params) if param.name in names], dtype=np.int64)
+        return self._take(np.array([i for i, param in enumerate(self.params) if param.name in names], dtype=np.int64))
+
+    def _take(self, keep: Int64Array) -> Layout:
         return Layout(
             world_size=self.world_size,
             params=tuple(self.params[i] for i in keep.tolist()),
@@ -133,7 +165,28 @@ class Layout:
             part=self.part[keep],
             offset=self.offset[keep],
             sub_group_numel=self.sub_group_numel,
+            slices=None if self.slices is None else self.slices.take(keep),
         )
+
+
+def joined_layouts(layouts: Sequence[Layout]) -> Layout:
+    """The parameters of several layouts of one world size, whose buffers are those of different ranks.
+
+    A buffer counts as long as the longest of its number. Raises ValueError for layouts without slices, of other world
+    sizes, or with other numbers of buffers.
+    """
+    first = layouts[0]
+    slices = [layout.slices for layout in layouts if layout.slices is not None]
+    if len(slices) < len(layouts) or len({(layout.world_size, layout.num_sub_groups) for layout in layouts}) > 1:
+        raise ValueError("layouts that are joined have slices, one world size, and buffers of the same numbers")
+    arrays = ("numel", "sub_group", "origin", "part", "offset")
+    return Layout(
+        world_size=first.world_size,
+        params=tuple(param for layout in layouts for param in layout.params),
+        **{name: np.concatenate([getattr(layout, name) for layout in layouts]) for name in arrays},
+        sub_group_numel=np.maximum.reduce([layout.sub_group_numel for layout in layouts]),
+        slices=whole_slices.joined(slices),
+    )
 
 
 def _columns(groups: Sequence[Sequence[Param]], world_size: int) -> tuple[tuple[Param, ...], Int64Array, Int64Array]:
@@ -160,13 +213,16 @@ def _end_to_end(lengths: Int64Array, group: Int64Array, num_groups: int) -> tupl
     return np.cumsum(lengths) - lengths - (np.cumsum(totals) - totals)[group], totals
 
 
-def layout_from_sub_groups(sub_groups: Sequence[Sequence[Param]], world_size: int) -> Layout:
+def layout_from_sub_groups(
+    sub_groups: Sequence[Sequence[Param]], world_size: int, *, num_parts: Sequence[int] | None = None
+) -> Layout:
     """The per-parameter split whose sub-groups hold these parameters in this order, parts laid end to end.
 
+    ``num_parts`` are the ranks that share each sub-group, all ranks by default; ``with_slices`` then says which.
     Raises ValueError for a world size below 1 or a parameter that appears twice.
     """
     params, numel, sub_group = _columns(sub_groups, world_size)
-    part = partition_numel(numel, world_size)
+    part = partition_numel(numel, world_size if num_parts is None else np.array(num_parts, dtype=np.int64)[sub_group])
     offset, totals = _end_to_end(part, sub_group, len(sub_groups))
     return Layout(
         world_size=world_size,
@@ -185,14 +241,19 @@ GROUP_ALIGNMENT = 2
 
 
 def group_split_layout(
-    groups: Sequence[Sequence[Param]], world_size: int, gaps: Sequence[Sequence[int]] | None = None
+    groups: Sequence[Sequence[Param]],
+    world_size: int,
+    gaps: Sequence[Sequence[int]] | None = None,
+    *,
+    num_parts: Sequence[int] | None = None,
 ) -> Layout:
     """The group split of optimizer groups whose parameters are given in buffer order.
 
     ``gaps`` are the elements left free behind each parameter (``param_alignment_gaps``). Under
     ``round_robin_gradients`` the buffer order depends on the world size (``round_robin_order``). Parameters without
-    elements are not in the layout, as they are in no sub-group. Raises ValueError for a world size below 1, a parameter
-    that appears twice, or gaps that do not fit.
+    elements are not in the layout, as they are in no sub-group. ``num_parts`` are the ranks that share each group, all
+    ranks by default; ``with_slices`` then says which. Raises ValueError for a world size below 1, a parameter that
+    appears twice, or gaps that do not fit.
     """
     params, numel, group = _columns(groups, world_size)
     gap = np.zeros_like(numel)
@@ -203,7 +264,8 @@ def group_split_layout(
         if (gap < 0).any():
             raise ValueError("a gap is negative")
     origin, totals = _end_to_end(numel + gap, group, len(groups))
-    parts = GROUP_ALIGNMENT * partition_numel(totals, GROUP_ALIGNMENT * world_size)
+    shared_by = np.full(len(groups), world_size) if num_parts is None else np.array(num_parts, dtype=np.int64)
+    parts = GROUP_ALIGNMENT * partition_numel(totals, GROUP_ALIGNMENT * shared_by)
     layout = Layout(
         world_size=world_size,
         params=params,
@@ -215,6 +277,26 @@ def group_split_layout(
         sub_group_numel=parts,
     )
     return layout.only([param.name for param in params if param.numel > 0])
+
+
+def with_slices(
+    layout: Layout,
+    ranks: Sequence[RankSet],
+    tensors: Mapping[str, tuple[Param, Sequence[Strip]]] = MappingProxyType({}),
+) -> Layout:
+    """The layout of one rank with what its parameters are of whole tensors.
+
+    ``ranks`` are those that share each buffer. ``tensors`` gives for the name of a parameter the whole tensor, under
+    whose name the parameter goes from then on, and the strips of the slice; other parameters are whole.
+    """
+    own = [
+        tensors.get(param.name, (param, (Strip(0, 0, param.numel),) if param.numel else ())) for param in layout.params
+    ]
+    slices = slices_of(
+        [tensor for tensor, _ in own], [ranks[i] for i in layout.sub_group.tolist()], [strips for _, strips in own]
+    )
+    params = tuple(Param(tensor.name, param.shape) for param, (tensor, _) in zip(layout.params, own, strict=True))
+    return replace(layout, params=params, slices=slices)
 
 
 def round_robin_order(params: Sequence[Param], world_size: int) -> list[Param]:

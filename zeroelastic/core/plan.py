@@ -8,15 +8,35 @@ is O(parameters + overlaps) and is built with array arithmetic only. All quantit
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.core.layout import Int64Array, Layout, partition_numel
+from zeroelastic.core.layout import Layout, partition_numel
+from zeroelastic.core.slice_plan import Rows, common_rows, cut_by_source, held_rows, slices_of_layout
+from zeroelastic.core.slices import Int64Array
 
 _CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """How often each row of a plan is repeated: ``count`` times, each time at a distance from the time before.
+
+    ``stride`` is the distance in the whole tensor, ``src_step`` and ``dst_step`` those in the flat buffers; 0 where
+    ``count`` is 1. Each array has shape ``(num_segments,)``.
+    """
+
+    count: Int64Array
+    stride: Int64Array
+    src_step: Int64Array
+    dst_step: Int64Array
+
+    def take(self, rows: slice | npt.NDArray[np.bool_] | Int64Array) -> Runs:
+        """Those of some of the rows."""
+        return Runs(self.count[rows], self.stride[rows], self.src_step[rows], self.dst_step[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +48,10 @@ class Plan:
     sub-group, source offset). Each array has shape ``(num_segments,)``:
 
     ``param`` index into the target layout's params; ``start`` position of the first element in the flattened
-    parameter; ``src_rank``, ``src_sub_group``, ``src_offset`` where it is in the source's flat buffers;
-    ``dst_sub_group``, ``dst_offset`` where it goes; ``length`` how many.
+    whole tensor; ``src_param`` index into the source layout's params; ``src_rank``, ``src_sub_group``, ``src_offset``
+    where it is in the source's flat buffers; ``dst_sub_group``, ``dst_offset`` where it goes; ``length`` how many.
+
+    ``runs`` is None where every row is one run of elements, as between layouts without slices.
     """
 
     src: Layout
@@ -43,16 +65,59 @@ class Plan:
     src_offset: Int64Array
     dst_sub_group: Int64Array
     dst_offset: Int64Array
+    src_param: Int64Array
+    runs: Runs | None = None
 
     @property
     def num_segments(self) -> int:
         """Rows of the plan."""
         return len(self.length)
 
-    def take(self, rows: slice | npt.NDArray[np.bool_]) -> Plan:
+    @property
+    def numel(self) -> Int64Array:
+        """Elements of each row: shape ``(num_segments,)``."""
+        return self.length if self.runs is None else self.length * self.runs.count
+
+    def take(self, rows: slice | npt.NDArray[np.bool_] | Int64Array) -> Plan:
         """Some of the rows, of a slice without a copy; by themselves they do not cover what the rank owns."""
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
-        return replace(self, **columns)
+        return replace(self, **columns, runs=None if self.runs is None else self.runs.take(rows))
+
+    def windows(self, num_rows: int) -> Iterator[Plan]:
+        """All rows in plans of at most ``num_rows``, in which every row is one run; at least one plan."""
+        count = None if self.runs is None else self.runs.count
+        ends = np.arange(1, self.num_segments + 1) if count is None else np.cumsum(count)
+        total = int(ends[-1]) if len(ends) else 0
+        for begin in range(0, max(1, total), num_rows):
+            end = min(begin + num_rows, total)
+            if self.runs is None:
+                yield self.take(slice(begin, end))
+                continue
+            first, last = np.searchsorted(ends, begin, side="right"), np.searchsorted(ends, end, side="left") + 1
+            here = self.take(slice(int(first), int(last) if end > begin else int(first)))
+            assert here.runs is not None and count is not None
+            before = (ends - count)[first : first + here.num_segments]
+            yield here._run_by_run(
+                np.maximum(before, begin) - before, np.minimum(before + here.runs.count, end) - before
+            )
+
+    def run_by_run(self) -> Plan:
+        """The same plan, in which every row is one run."""
+        return self if self.runs is None else self._run_by_run(np.zeros_like(self.length), self.runs.count)
+
+    def _run_by_run(self, first: Int64Array, end: Int64Array) -> Plan:
+        """The runs from ``first`` to ``end`` of each row, as rows."""
+        assert self.runs is not None
+        row, run = _counted(first, end - first)
+        rows = self.take(row)
+        assert rows.runs is not None
+        return replace(
+            rows,
+            start=rows.start + run * rows.runs.stride,
+            src_offset=rows.src_offset + run * rows.runs.src_step,
+            dst_offset=rows.dst_offset + run * rows.runs.dst_step,
+            runs=None,
+        )
 
     @property
     def source_ranks(self) -> tuple[int, ...]:
@@ -60,7 +125,17 @@ class Plan:
         return tuple(np.flatnonzero(np.bincount(self.src_rank)).tolist())  # np.unique would import numpy.ma, 50 ms
 
 
-_COLUMNS = ("param", "start", "length", "src_rank", "src_sub_group", "src_offset", "dst_sub_group", "dst_offset")
+_COLUMNS = (
+    "param",
+    "start",
+    "length",
+    "src_rank",
+    "src_sub_group",
+    "src_offset",
+    "dst_sub_group",
+    "dst_offset",
+    "src_param",
+)
 
 
 def match_params(src: Layout, dst: Layout) -> Int64Array:
@@ -101,7 +176,11 @@ def make_plan(src: Layout, dst: Layout, rank: int) -> Plan:
 
         plan = make_plan(saved_layout, live_layout, rank=2)
         plan.source_ranks        # the files to open
+
+    Raises ValueError for layouts that have not the same tensors.
     """
+    if src.slices is not None or dst.slices is not None:
+        return _slice_plan(src, dst, rank, common_rows(src, dst, rank))
     order = match_params(src, dst)
     param, src_rank = _rows(src, dst, rank, order)
     # Memory: the plan itself and one chunk of what it is computed from.
@@ -134,7 +213,43 @@ def make_plan(src: Layout, dst: Layout, rank: int) -> Plan:
         src_offset=src_offset,
         dst_sub_group=dst_sub_group,
         dst_offset=dst_offset,
+        src_param=order[param],
     )
+
+
+def held_plan(layout: Layout, rank: int) -> Plan:
+    """What a rank owns of its slices, where it is: a plan from the layout to itself."""
+    return _slice_plan(layout, layout, rank, held_rows(layout, rank), from_rank=rank)
+
+
+def _slice_plan(src: Layout, dst: Layout, rank: int, rows: Rows, *, from_rank: int | None = None) -> Plan:
+    """The plan of rows that ``rank`` of ``dst`` owns, which are cut here as the source is."""
+    rows, number = cut_by_source(rows, src)
+    src_rank = slices_of_layout(src).rank_of(rows.src, number)
+    if from_rank is not None:
+        assert (src_rank == from_rank).all(), "a rank holds only its own parts"
+    src_offset = src.offset[rows.src] + rows.src_at - (number * src.part[rows.src] - src.origin[rows.src])
+    mine = np.broadcast_to(dst.part_number(rank), dst.numel.shape)[rows.dst]
+    dst_offset = dst.offset[rows.dst] + rows.dst_at - (mine * dst.part[rows.dst] - dst.origin[rows.dst])
+    order = np.lexsort((src_offset, src.sub_group[rows.src], src_rank))
+    rows = rows.take(order)
+    plan = Plan(
+        src=src,
+        dst=dst,
+        rank=rank,
+        param=rows.dst,
+        start=rows.start,
+        length=rows.numel,
+        src_rank=src_rank[order],
+        src_sub_group=src.sub_group[rows.src],
+        src_offset=src_offset[order],
+        dst_sub_group=dst.sub_group[rows.dst],
+        dst_offset=dst_offset[order],
+        src_param=rows.src,
+    )
+    if (rows.count == 1).all():
+        return plan
+    return replace(plan, runs=Runs(rows.count, rows.stride, rows.src_step, rows.dst_step))
 
 
 def _rows(src: Layout, dst: Layout, rank: int, order: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -178,6 +293,9 @@ def check_plan(plan: Plan) -> None:
     """
     dst, src = plan.dst, plan.src
     assert (plan.length > 0).all(), "a segment is empty"
+    if src.slices is not None or dst.slices is not None:
+        _check_slice_plan(plan)
+        return
     start, owned = dst.owned(plan.rank)
     got = np.zeros(dst.num_params, dtype=np.int64)
     np.add.at(got, plan.param, plan.length)
@@ -192,12 +310,41 @@ def check_plan(plan: Plan) -> None:
     assert (within == plan.start - start[plan.param]).all(), "wrong target offset"
     assert np.array_equal(plan.dst_sub_group, dst.sub_group[plan.param]), "wrong target sub-group"
     source = match_params(src, dst)[plan.param]
+    assert np.array_equal(plan.src_param, source), "wrong source parameter"
     local = plan.src_offset - src.offset[source]
     assert (local >= 0).all() and (local + plan.length <= src.part[source]).all(), "a segment leaves its source part"
     on_axis = local + plan.src_rank * src.part[source]
     assert (on_axis == plan.start + src.origin[source]).all(), "wrong source offset"
     assert np.array_equal(plan.src_sub_group, src.sub_group[source]), "wrong source sub-group"
     assert ((plan.src_rank >= 0) & (plan.src_rank < src.world_size)).all(), "no such source rank"
+
+
+def _check_slice_plan(plan: Plan) -> None:
+    """``check_plan`` between layouts with slices, without expanding rows: cost as there."""
+    dst, src = plan.dst, plan.src
+    got = np.zeros(dst.num_params, dtype=np.int64)
+    np.add.at(got, plan.param, plan.numel)
+    assert np.array_equal(got, dst.owned(plan.rank)[1]), "the plan does not cover what the rank owns"
+    count = np.ones_like(plan.length) if plan.runs is None else plan.runs.count
+    zero = np.zeros_like(plan.length)
+    steps = (zero, zero) if plan.runs is None else (plan.runs.src_step, plan.runs.dst_step)
+    places = [
+        (src, plan.src_rank, plan.src_param, plan.src_offset, steps[0]),
+        (dst, np.full_like(plan.length, plan.rank), plan.param, plan.dst_offset, steps[1]),
+    ]
+    for layout, rank, param, offset, step in places:
+        slices = slices_of_layout(layout)
+        number, rest = np.divmod(rank - slices.first_rank[param], slices.rank_step[param])
+        inside = (rest == 0) & (number >= 0) & (number < slices.num_parts[param])
+        assert inside.all(), "a segment is of a rank that does not share the parameter"
+        part = layout.part[param]
+        begin = offset - layout.offset[param] + number * part - layout.origin[param]
+        end = begin + (count - 1) * step + plan.length
+        low, high = number * part - layout.origin[param], (number + 1) * part - layout.origin[param]
+        inside = (begin >= np.maximum(low, 0)) & (end <= np.minimum(high, layout.numel[param]))
+        assert inside.all(), "a segment leaves its part"
+    assert np.array_equal(plan.dst_sub_group, dst.sub_group[plan.param]), "wrong target sub-group"
+    assert np.array_equal(plan.src_sub_group, src.sub_group[plan.src_param]), "wrong source sub-group"
 
 
 def overlaps(

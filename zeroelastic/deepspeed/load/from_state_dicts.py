@@ -15,7 +15,7 @@ import torch
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.checkpoint.param_changes import ParamSet, compare
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups
-from zeroelastic.core.plan import Plan, check_plan, make_plan, match_params
+from zeroelastic.core.plan import Plan, check_plan, make_plan
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import begin_change, changing
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, scalar_value
@@ -159,14 +159,13 @@ def _saved_layout(state_dicts: Sequence[Mapping[str, Any]], live: LiveOptimizer)
 
 def _copy(plan: Plan, sub_group: int, target: torch.Tensor, sources: Sequence[Sequence[Any]], key: str | None) -> None:
     """Copy the segments of one target sub-group; ``key`` None means the flat master weights."""
-    source = match_params(plan.src, plan.dst)[plan.param]
     first_of_group = np.searchsorted(plan.src.sub_group, np.arange(plan.src.num_sub_groups))
     for row in np.flatnonzero(plan.dst_sub_group == sub_group).tolist():
         length, begin = int(plan.length[row]), int(plan.dst_offset[row])
         group, offset = int(plan.src_sub_group[row]), int(plan.src_offset[row])
         buffer = sources[int(plan.src_rank[row])][group]
         if key is not None:
-            p = int(source[row])
+            p = int(plan.src_param[row])
             buffer = buffer[key][p - int(first_of_group[group])]
             offset -= int(plan.src.offset[p])
         target[begin : begin + length].copy_(buffer.detach()[offset : offset + length])
