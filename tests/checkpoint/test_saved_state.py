@@ -10,11 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sliced import Topology, buffers_of, layout_of, tensor_lists, topologies
 from synthetic import GROUPS, edit_optim, model_name, optim_name, write_checkpoint
 
-from zeroelastic.checkpoint.extents import ExtentTable
+from zeroelastic.checkpoint.extents import ExtentTable, TensorExtents
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.saved_state import SavedTensor, open_state
+from zeroelastic.checkpoint.saved_state import SavedPart, SavedTensor, extents_over_ranks, open_state
+from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
@@ -63,6 +65,56 @@ def test_both_views_hold_every_element_once(tmp_path_factory, world_size, format
             (name, key): data for name, keys in truth.items() for key, (_, data) in keys.items() if data
         }
         assert nbytes == state.nbytes
+
+
+def sliced_part(folder: Path, tensors: list[tuple[Param, str]], topology: Topology) -> SavedPart:
+    """The trained parameters of a save of this topology, each element its own number; one file for each rank."""
+    layout, extents = layout_of(tensors, topology), {}
+    for rank, buffers in enumerate(buffers_of(tensors, topology)):
+        path, own = folder / f"rank{rank}", layout.on_rank(rank)
+        path.write_bytes(b"".join(buffer.tobytes() for buffer in buffers))
+        begins = np.cumsum([0, *(buffer.nbytes for buffer in buffers)])
+        offset = np.array([begins[group] for group in own.sub_group.tolist()], dtype=np.int64) + own.offset * 8
+        places = {"fp32": TensorExtents(path, {0: "int64", 1: "int64"}, offset)}
+        extents[rank] = extents_over_ranks(layout, rank, places)
+    params = layout.whole_tensors
+    return SavedPart(layout, params, ({"fp32": "int64"},) * len(params), ({},) * len(params), extents)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tensors=tensor_lists, topology=topologies, data=st.data())
+def test_views_of_slices_have_the_whole_tensors(tmp_path_factory, tensors, topology, data):
+    part = sliced_part(tmp_path_factory.mktemp("tag"), tensors, topology)
+    assert [param.name for param in part.params] == [*dict.fromkeys(tensor.name for tensor in part.layout.tensors)]
+    number = {tensor.name: i for i, (tensor, _) in enumerate(tensors)}
+    truth = {
+        (tensor.name, "fp32"): (np.arange(tensor.numel, dtype=np.int64) + number[tensor.name] * 10**6).tobytes()
+        for tensor, _ in tensors
+    }
+    by_rank: dict[tuple[str, str], np.ndarray] = {}
+    for rank in range(topology.world_size):
+        read_rows(*part.rank_rows(rank), by_rank)
+    whole: dict[tuple[str, str], np.ndarray] = {}
+    read_rows(*part.whole_rows(range(len(part.params))), whole)
+    for found in (by_rank, whole):
+        assert {stream: data.tobytes() for stream, data in found.items()} == truth
+    p = data.draw(st.integers(0, len(part.params) - 1))
+    param = part.params[p]
+    start = data.draw(st.integers(0, param.numel - 1))
+    rows = part.tensor_rows(p, "fp32", start, param.numel)
+    values = np.full(param.numel, -1, dtype=np.int64)
+    read_rows(part.tensors([p]), rows, some := {})
+    values[start:] = some[param.name, "fp32"].view("<i8")[start:]
+    assert int(rows.numel.sum()) == param.numel - start and (rows.target_offset == rows.start - start).all()
+    assert values[start:].tobytes() == truth[param.name, "fp32"][start * 8 :]
+    holders = [rank for rank in range(topology.world_size) if param.name in names_on(part, rank)]
+    assert part.holders(p) == holders
+
+
+def names_on(part: SavedPart, rank: int) -> set[str]:
+    """The names of the tensors that a rank has elements of."""
+    tensors, rows = part.rank_rows(rank)
+    return {tensors[target].param.name for target in rows.target.tolist()}
 
 
 def test_keys_can_be_chosen(tmp_path: Path) -> None:

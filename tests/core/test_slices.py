@@ -2,135 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sliced import Topology, buffers_of, ids, layout_of, shapes, tensor_lists, topologies
 
 from zeroelastic.core.layout import (
-    Layout,
     Param,
-    group_split_layout,
-    joined_layouts,
     layout_from_sub_groups,
     with_slices,
 )
 from zeroelastic.core.plan import check_plan, held_plan, make_plan
 from zeroelastic.core.slice_plan import check_slices
-from zeroelastic.core.slices import RankSet, Strip, strips_of_box, strips_of_view
-
-KINDS = ("whole", "dim 0", "dim 1", "dim 2", "pairs", "experts")
-
-
-@dataclass(frozen=True)
-class Topology:
-    """Data, tensor and expert parallel sizes; experts are cut over the data parallel ranks."""
-
-    dp: int
-    tp: int
-    ep: int
-    family: str
-
-    @property
-    def world_size(self) -> int:
-        return self.dp * self.tp
-
-
-def cut(total: int, count: int, number: int) -> tuple[int, int]:
-    """The begin and the size of one of ``count`` uneven parts."""
-    begins = [total * i // count for i in range(count + 1)]
-    return begins[number], begins[number + 1] - begins[number]
-
-
-def slice_of(tensor: Param, kind: str, topology: Topology, t: int, e: int) -> tuple[tuple[int, ...], tuple[Strip, ...]]:
-    """The shape and the strips of what tensor parallel rank t and expert parallel rank e have of a tensor."""
-    box = [(0, size) for size in tensor.shape]
-    if kind == "experts":
-        box[0] = cut(tensor.shape[0], topology.ep, e)
-    dim = {"dim 0": 0, "dim 1": 1, "dim 2": 2}.get(kind)
-    if kind == "experts" and len(box) > 1:
-        dim = 1
-    if dim is not None and dim < len(box):
-        box[dim] = cut(tensor.shape[dim], topology.tp, t)
-    if kind == "pairs":  # two tensor parallel ranks keep the same part, as heads of keys that are too few
-        box[0] = cut(tensor.shape[0], -(-topology.tp // 2), t // 2)
-    shape = tuple(size for _, size in box)
-    return shape, strips_of_box(tensor.shape, box)
-
-
-def layout_of(tensors: list[tuple[Param, str]], topology: Topology) -> Layout:
-    """The layout over all ranks: rank ``d * tp + t``."""
-    layouts = []
-    edp = topology.dp // topology.ep
-    for t in range(topology.tp):
-        for e in range(topology.ep):
-            buffers: list[list[Param]] = [[], []]
-            views = {}
-            for tensor, kind in tensors:
-                is_expert = kind == "experts"
-                if e and not is_expert:
-                    continue
-                shape, strips = slice_of(tensor, kind, topology, t, e)
-                buffers[is_expert].append(Param(tensor.name, shape))
-                views[tensor.name] = (tensor, strips)
-            counts = [topology.dp, edp]
-            make = layout_from_sub_groups if topology.family == "param" else group_split_layout
-            layout = make(buffers, topology.world_size, num_parts=counts)
-            ranks = [RankSet(t, topology.tp, topology.dp), RankSet(e * topology.tp + t, topology.ep * topology.tp, edp)]
-            layouts.append(with_slices(layout, ranks, views))
-    return joined_layouts(layouts)
-
-
-def ids(tensor: Param) -> np.ndarray:
-    return np.arange(tensor.numel, dtype=np.int64).reshape(tensor.shape)
-
-
-def buffers_of(tensors: list[tuple[Param, str]], topology: Topology) -> list[list[np.ndarray]]:
-    """What every rank's buffers hold, made without layouts: the number of the tensor and of the element, or -1."""
-    found = []
-    edp = topology.dp // topology.ep
-    for rank in range(topology.world_size):
-        d, t = divmod(rank, topology.tp)
-        e = d % topology.ep
-        buffers = []
-        for is_expert, parts, number in ((False, topology.dp, d), (True, edp, d // topology.ep)):
-            flats = []
-            for i, (tensor, kind) in enumerate(tensors):
-                if (kind == "experts") != is_expert:
-                    continue
-                values = ids(tensor) + i * 10**6
-                box = [slice(None)] * values.ndim
-                if kind == "experts":
-                    begin, size = cut(tensor.shape[0], topology.ep, e)
-                    box[0] = slice(begin, begin + size)
-                dim = {"dim 0": 0, "dim 1": 1, "dim 2": 2}.get(kind)
-                dim = 1 if kind == "experts" and values.ndim > 1 else dim
-                if dim is not None and dim < values.ndim:
-                    begin, size = cut(tensor.shape[dim], topology.tp, t)
-                    box[dim] = slice(begin, begin + size)
-                if kind == "pairs":
-                    begin, size = cut(tensor.shape[0], -(-topology.tp // 2), t // 2)
-                    box[0] = slice(begin, begin + size)
-                flats.append(values[tuple(box)].reshape(-1))
-            if topology.family == "param":
-                parts_of = []
-                for flat in flats:
-                    part = math.ceil(len(flat) / parts)
-                    padded = np.full(part * parts, -1, dtype=np.int64)
-                    padded[: len(flat)] = flat
-                    parts_of.append(padded[number * part : (number + 1) * part])
-                buffers.append(np.concatenate([np.empty(0, dtype=np.int64), *parts_of]))
-            else:
-                whole = np.concatenate([np.empty(0, dtype=np.int64), *flats])
-                part = 2 * math.ceil(len(whole) / (2 * parts))
-                padded = np.full(part * parts, -1, dtype=np.int64)
-                padded[: len(whole)] = whole
-                buffers.append(padded[number * part : (number + 1) * part])
-        found.append(buffers)
-    return found
+from zeroelastic.core.slices import RankSet, Strip, strips_of_view
 
 
 def run(plan, source, target) -> None:
@@ -143,15 +28,6 @@ def run(plan, source, target) -> None:
         into[to : to + length] = src[at : at + length]
         first = int(plan.start[row])
         assert (src[at : at + length] % 10**6 == np.arange(first, first + length)).all(), "start is not the place"
-
-
-shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
-tensor_lists = st.lists(st.tuples(shapes, st.sampled_from(KINDS)), min_size=1, max_size=5).map(
-    lambda found: [(Param(f"t{i}", shape), kind) for i, (shape, kind) in enumerate(found)]
-)
-topologies = st.tuples(
-    st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.sampled_from(["param", "group"])
-).map(lambda one: Topology(one[0] * one[2], one[1], one[2], one[3]))
 
 
 @given(tensors=tensor_lists, source=topologies, target=topologies)

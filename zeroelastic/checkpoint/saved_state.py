@@ -17,8 +17,8 @@ from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN, Shard
 from zeroelastic.core.digest import ParamContent, ScalarValue
-from zeroelastic.core.layout import Layout, Param, unpacked_layout
-from zeroelastic.core.plan import make_plan
+from zeroelastic.core.layout import Int64Array, Layout, Param, unpacked_layout
+from zeroelastic.core.plan import held_plan, make_plan
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
@@ -40,45 +40,63 @@ class SavedTensor(NamedTuple):
 class SavedPart:
     """The trained or the frozen parameters of a save.
 
-    ``dtypes`` and ``scalars`` run parallel to the layout's parameters: the dtype of each state key, and the replicated
-    values beside them. ``extents[rank][key]`` says where that saved rank's files have its parts.
+    ``params`` are the whole parameters, each once, and ``layout`` says which rank has which of their elements: of a
+    layout with slices, the parameters are the slices. ``dtypes`` and ``scalars`` run parallel to ``params``: the dtype
+    of each state key, and the replicated values beside them. ``extents[rank][key]`` says where that saved rank's files
+    have its parts of the layout's parameters.
     """
 
     layout: Layout
+    params: tuple[Param, ...]
     dtypes: tuple[Mapping[str, str], ...]
     scalars: tuple[Mapping[str, ScalarValue], ...]
     extents: Mapping[int, Mapping[str, TensorExtents]]
 
+    def numbers(self) -> Int64Array:
+        """Which of ``params`` each parameter of the layout is, or is a slice of: shape ``(layout.num_params,)``."""
+        return whole_numbers(self.layout, self.params)
+
+    def holders(self, param: int) -> list[int]:
+        """The ranks that have elements of one of ``params``, ascending."""
+        layout, ranks = self.layout, set[int]()
+        for p in np.flatnonzero(self.numbers() == param).tolist():
+            begin, cut = int(layout.origin[p]), int(layout.part[p])
+            parts = np.arange(begin // cut, -(-(begin + int(layout.numel[p])) // cut)) if cut else np.empty(0, np.int64)
+            ranks.update((parts if layout.slices is None else layout.slices.rank_of(p, parts)).tolist())
+        return sorted(ranks)
+
     def tensors(self, params: Sequence[int] | None = None) -> list[SavedTensor]:
         """The tensors of some parameters (all of them by default), by parameter and then by state key as saved."""
-        chosen = range(self.layout.num_params) if params is None else params
-        return [SavedTensor(self.layout.params[p], key, dtype) for p in chosen for key, dtype in self.dtypes[p].items()]
+        chosen = range(len(self.params)) if params is None else params
+        return [SavedTensor(self.params[p], key, dtype) for p in chosen for key, dtype in self.dtypes[p].items()]
 
     def rank_rows(self, rank: int) -> tuple[list[SavedTensor], ExtentTable]:
         """What one saved rank's files hold: ``rows.target`` is an index into the tensors that are returned with them.
 
-        ``rows.start`` is where a row begins in its parameter; padding is in no row.
+        ``rows.start`` is where a row begins in its whole parameter, and ``rows.param`` the parameter of the layout that
+        it is of; padding is in no row. What several ranks have copies of is in the rows of each of them.
         """
-        layout = self.layout
+        layout, numbers = self.layout, self.numbers()
         targets: list[Destination] = []
         position: list[int] = []  # of a target's key among those of its parameters
         for sub_group, first in enumerate(_first_members(layout)):
-            for number, (key, dtype) in enumerate(self.dtypes[first].items()):
+            for number, (key, dtype) in enumerate(self.dtypes[numbers[first]].items()):
                 targets.append(Destination(key, sub_group, dtype))
                 position.append(number)
-        rows = extent_table(make_plan(layout, layout, rank), self.extents, targets)
+        plan = make_plan(layout, layout, rank) if layout.slices is None else held_plan(layout, rank).run_by_run()
+        rows = extent_table(plan, self.extents, targets)
         counts = np.array([len(dtypes) for dtypes in self.dtypes], dtype=np.int64)
         first_tensor = np.cumsum(counts) - counts
         number_of = np.array(position, dtype=np.int64)
-        return self.tensors(), replace(rows, target=first_tensor[rows.param] + number_of[rows.target])
+        return self.tensors(), replace(rows, target=first_tensor[numbers[rows.param]] + number_of[rows.target])
 
     def tensor_rows(self, param: int, key: str, start: int = 0, stop: int | None = None) -> ExtentTable:
         """The elements of one tensor from ``start`` to ``stop``; ``rows.target_offset`` counts from ``start``.
 
         Only extents of saved ranks that hold some of them are looked up.
         """
-        stop = self.layout.params[param].numel if stop is None else stop
-        plan = make_plan(self.layout, unpacked_layout([self.layout.params[param]], 1), 0)
+        stop = self.params[param].numel if stop is None else stop
+        plan = make_plan(self.layout, unpacked_layout([self.params[param]], 1), 0).run_by_run()
         begin, end = np.maximum(plan.start, start), np.minimum(plan.start + plan.length, stop)
         src_offset = plan.src_offset + begin - plan.start
         plan = replace(plan, start=begin, length=end - begin, src_offset=src_offset, dst_offset=begin - start)
@@ -91,15 +109,15 @@ class SavedPart:
 
         ``keys`` chooses among their state keys. ``rows.target_offset`` is the position in the flattened tensor.
         """
-        chosen = [self.layout.params[p] for p in params]
+        chosen = [self.params[p] for p in params]
         tensors: list[SavedTensor] = []
         targets: list[Destination] = []
         for i, p in enumerate(params):
             for key, dtype in self.dtypes[p].items():
                 if keys is None or key in keys:
-                    tensors.append(SavedTensor(self.layout.params[p], key, dtype))
+                    tensors.append(SavedTensor(self.params[p], key, dtype))
                     targets.append(Destination(key, i, dtype))
-        plan = make_plan(self.layout, unpacked_layout(chosen, 1), 0)
+        plan = make_plan(self.layout, unpacked_layout(chosen, 1), 0).run_by_run()
         return tensors, extent_table(plan, self.extents, targets)
 
 
@@ -135,7 +153,7 @@ def contents_of(parts: Iterable[SavedPart], digests: Mapping[tuple[str, str], in
             part.scalars[p],
         )
         for part in parts
-        for p, param in enumerate(part.layout.params)
+        for p, param in enumerate(part.params)
     ]
 
 
@@ -166,43 +184,78 @@ def open_state(checkpoint: Checkpoint, *, resizable: bool = True) -> SavedState:
     return SavedState(checkpoint, head, models, tuple(parts))
 
 
-def trained_part(shards: Mapping[int, Shard], head: Shard) -> SavedPart:
-    """The trained parameters in the files of some ranks, whose headers say the same as ``head``."""
+def trained_part(shards: Mapping[int, Shard], head: Shard, layout: Layout | None = None) -> SavedPart:
+    """The trained parameters in the files of some ranks, whose headers say the same as ``head``.
+
+    ``layout`` is that of all ranks, by default that of ``head``.
+    """
+    layout = head.layout if layout is None else layout
+    params = layout.whole_tensors
+    sub_groups = _of_first(layout.sub_group, whole_numbers(layout, params), len(params)).tolist()
     return SavedPart(
-        layout=head.layout,
+        layout=layout,
+        params=params,
         dtypes=tuple(
-            {key: head.extents[key].dtype[sub_group] for key in head.tensor_keys[sub_group]}
-            for sub_group in head.layout.sub_group.tolist()
+            {key: head.extents[key].dtype[sub_group] for key in head.tensor_keys[sub_group]} for sub_group in sub_groups
         ),
-        scalars=tuple(head.scalars[sub_group] for sub_group in head.layout.sub_group.tolist()),
-        extents={rank: shard.extents for rank, shard in shards.items()},
+        scalars=tuple(head.scalars[sub_group] for sub_group in sub_groups),
+        extents={rank: extents_over_ranks(layout, rank, shard.extents) for rank, shard in shards.items()},
     )
 
 
-def frozen_part(models: Mapping[int, ModelStates]) -> SavedPart | None:
+def frozen_part(models: Mapping[int, ModelStates], layout: Layout | None = None) -> SavedPart | None:
     """The frozen parameters in the files of some ranks; None where none were saved.
 
-    Raises CheckpointError naming two files that disagree on them.
+    ``layout`` is that of all ranks, by default that of each of these. Raises CheckpointError naming two files that
+    disagree on them.
     """
     first = next(iter(models.values()))
     if first.frozen is None or first.frozen_extents is None or not first.frozen.num_params:
         return None
-    layout = frozen_layouts(models)
-    dtypes = first.frozen_extents.dtype
+    layout = frozen_layouts(models) if layout is None else layout
+    params = layout.whole_tensors
+    dtype_of: dict[str, str] = {}
     extents: dict[int, Mapping[str, TensorExtents]] = {}
     for model in models.values():
-        assert model.frozen_extents is not None
-        if model.frozen_extents.dtype != dtypes:
+        assert model.frozen is not None and model.frozen_extents is not None
+        own = {param.name: model.frozen_extents.dtype[i] for i, param in enumerate(model.frozen.params)}
+        if any(dtype_of.setdefault(name, dtype) != dtype for name, dtype in own.items()):
             raise CheckpointError(f"{model.path} and {first.path} differ in the dtypes of frozen parameters. {MIXED}")
         if model.shared != first.shared:
             raise CheckpointError(f"{model.path} and {first.path} take frozen weights from other places. {MIXED}")
-        extents[0 if model.shared is not None else model.rank] = {FROZEN: model.frozen_extents}
+        rank = 0 if model.shared is not None else model.rank
+        extents[rank] = extents_over_ranks(layout, rank, {FROZEN: model.frozen_extents})
     return SavedPart(
         layout=layout,
-        dtypes=tuple({FROZEN: dtypes[p]} for p in range(layout.num_params)),
-        scalars=tuple({} for _ in range(layout.num_params)),
+        params=params,
+        dtypes=tuple({FROZEN: dtype_of[param.name]} for param in params),
+        scalars=tuple({} for _ in params),
         extents=extents,
     )
+
+
+def whole_numbers(layout: Layout, params: Sequence[Param]) -> Int64Array:
+    """Which of its whole tensors, ``params``, each parameter of a layout is, or is a slice of."""
+    if layout.slices is None:
+        return np.arange(layout.num_params, dtype=np.int64)
+    number = {param.name: i for i, param in enumerate(params)}
+    return np.array([number[tensor.name] for tensor in layout.tensors], dtype=np.int64)
+
+
+def extents_over_ranks(layout: Layout, rank: int, extents: Mapping[str, TensorExtents]) -> Mapping[str, TensorExtents]:
+    """The extents of one rank's files, whose parameters are ``layout.on_rank(rank)``, numbered as ``layout`` does."""
+    if layout.slices is None:
+        return extents
+    own = np.flatnonzero(layout.slices.has(rank))
+    return {key: places.among(own, layout.num_params) for key, places in extents.items()}
+
+
+def _of_first(values: Int64Array, numbers: Int64Array, count: int) -> Int64Array:
+    """For each of ``count`` tensors the value of its first slice, where slice i is of tensor ``numbers[i]``."""
+    first = np.empty(count, dtype=np.int64)
+    first[numbers[::-1]] = np.arange(len(numbers))[::-1]
+    chosen: Int64Array = values[first]
+    return chosen
 
 
 def _first_members(layout: Layout) -> list[int]:

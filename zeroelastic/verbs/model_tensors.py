@@ -88,7 +88,7 @@ def model_tensors(state: SavedState) -> ModelTensors:
         raise CheckpointError(f"{path}: holds no module and buffer_names. It is not a ZeRO model states file.")
     found: dict[str, ModelTensor] = {}
     for p, part in enumerate(state.parts):
-        for i, param in enumerate(part.layout.params):
+        for i, param in enumerate(part.params):
             key = FP32 if FP32 in part.dtypes[i] else FROZEN
             kind: Kind = "trained" if key == FP32 else "frozen"
             found[param.name] = ModelTensor(param.name, param.shape, part.dtypes[i][key], kind, Place(p, i, key))
@@ -118,7 +118,7 @@ def optimizer_tensors(state: SavedState, *, keys: frozenset[str] | None = None) 
     trained = state.parts[0]
     return tuple(
         ModelTensor(f"{param.name}.{key}", param.shape, dtype, "state", Place(0, i, key))
-        for i, param in enumerate(trained.layout.params)
+        for i, param in enumerate(trained.params)
         for key, dtype in trained.dtypes[i].items()
         if keys is None or key in keys
     )

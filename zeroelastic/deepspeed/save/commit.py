@@ -212,7 +212,7 @@ def read_back(directory: FilePath, save: PendingCommit, through: Mapping[str, Bl
     found = {
         param.name: (param.shape, dict(part.dtypes[p]), {k: v.canonical() for k, v in part.scalars[p].items()})
         for part in parts
-        for p, param in enumerate(part.layout.params)
+        for p, param in enumerate(part.params)
     }
     want = {
         content.param.name: (

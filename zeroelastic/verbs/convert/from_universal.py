@@ -178,7 +178,7 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
         whole_model=whole,
     )
     frozen = frozen_part({model.rank: model for model in models})
-    trained = SavedPart(layout, dtypes, scalars, {0: extents})
+    trained = SavedPart(layout, layout.params, dtypes, scalars, {0: extents})
     model_root = model_roots(checkpoint.model_files)
     source = ReshardSource(
         state=SavedState(checkpoint, head, models, (trained,) if frozen is None else (trained, frozen)),

@@ -127,11 +127,11 @@ class _Reader:
         trained, head = plan.state.parts[0], plan.state.head
         states: dict[str, dict[str, Any]] = {
             param.name: {key: _value(value) for key, value in scalars.items()}
-            for param, scalars in zip(trained.layout.params, trained.scalars, strict=True)
+            for param, scalars in zip(trained.params, trained.scalars, strict=True)
         }
         for tensor in plan.optimizer:
             assert isinstance(tensor.source, Place)
-            name, key = trained.layout.params[tensor.source.param].name, tensor.source.key
+            name, key = trained.params[tensor.source.param].name, tensor.source.key
             states[name][key] = self._placeholder(f"optim.state.{name}.{key}", tensor)
         groups = [{**group.options, "params": list(group.params)} for group in head.groups]
         return {"model": model, "optim": {"state": states, "param_groups": groups}}

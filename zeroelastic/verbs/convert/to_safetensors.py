@@ -254,7 +254,7 @@ def optimizer_document(state: SavedState) -> dict[str, object]:
         ],
         "scalars": {
             param.name: {key: {"kind": value.kind, "value": _plain(value.value)} for key, value in scalars.items()}
-            for param, scalars in zip(trained.layout.params, trained.scalars, strict=True)
+            for param, scalars in zip(trained.params, trained.scalars, strict=True)
         },
         "loss_scaler": None
         if scaler is None

@@ -104,7 +104,7 @@ class UniversalPlan:
         tag_dir = directory / self.tag
         zero = tag_dir / ZERO_FOLDER
         zero.mkdir(parents=True)
-        params, scalars = trained.layout.params, trained.scalars
+        params, scalars = trained.params, trained.scalars
         tensors = [*optimizer_tensors(self.state), *self.module]
         for begin in range(0, len(tensors), _FILES_AT_ONCE):
             some = tensors[begin : begin + _FILES_AT_ONCE]
@@ -137,7 +137,7 @@ def plan_universal(state: SavedState, *, tag: str) -> UniversalPlan:
     """Collect what to write. Raises UnsupportedError naming what the format cannot represent."""
     trained = state.parts[0]
     folders: set[str] = {OPTIMIZER_STATE}
-    for param, dtypes in zip(trained.layout.params, trained.dtypes, strict=True):
+    for param, dtypes in zip(trained.params, trained.dtypes, strict=True):
         check_file_name(param.name, "a parameter")
         if param.name in folders:
             raise UnsupportedError(f"{param.name}: a Universal checkpoint has no place for a parameter of this name.")
@@ -147,7 +147,7 @@ def plan_universal(state: SavedState, *, tag: str) -> UniversalPlan:
     root, left_out = _optimizer_state(state)
     module: list[ModelTensor] = []
     if state.checkpoint.whole_model:
-        module, more = _rest_of_module(state, {param.name for param in trained.layout.params})
+        module, more = _rest_of_module(state, {param.name for param in trained.params})
         left_out += more
         for entry in module:
             check_file_name(entry.name, "an entry of the module")

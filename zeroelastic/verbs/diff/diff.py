@@ -209,13 +209,13 @@ def _scalar_differences(left: SavedState, right: SavedState, params: str | None)
         {
             (param.name, key): value.canonical()
             for part in state.parts
-            for p, param in enumerate(part.layout.params)
+            for p, param in enumerate(part.params)
             if params is None or fnmatch.fnmatchcase(param.name, params)
             for key, value in part.scalars[p].items()
         }
         for state in (left, right)
     ]
-    names = [{param.name for part in state.parts for param in part.layout.params} for state in (left, right)]
+    names = [{param.name for part in state.parts for param in part.params} for state in (left, right)]
     kinds: Counter[tuple[str, str | None, str | None]] = Counter()
     example: dict[tuple[str, str | None, str | None], str] = {}
     for name, key in dict.fromkeys((*tables[0], *tables[1])):

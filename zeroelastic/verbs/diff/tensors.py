@@ -164,7 +164,7 @@ def _sides(state: SavedState, params: str | None) -> dict[_Tensor, Side]:
     return {
         (param.name, key): Side(number, p, dtype, param.shape)
         for number, part in enumerate(state.parts)
-        for p, param in enumerate(part.layout.params)
+        for p, param in enumerate(part.params)
         if params is None or fnmatch.fnmatchcase(param.name, params)
         for key, dtype in part.dtypes[p].items()
     }

@@ -281,7 +281,7 @@ def _sharded_model(source: ReshardSource, target: ReshardTarget, rank: int, froz
 
 def _shard_module(root: Root, source: ReshardSource, trained: Collection[str]) -> None:
     """Turn the module states of stages 1 and 2 into those of stage 3, with frozen parameters listed."""
-    frozen = () if source.frozen is None else source.frozen.layout.params
+    frozen = () if source.frozen is None else source.frozen.params
     names = {*trained, *(param.name for param in frozen), *pairs_of(root.get("shared_params"))}
 
     def without_elements(value: object) -> object:

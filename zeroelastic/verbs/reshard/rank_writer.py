@@ -170,7 +170,7 @@ class RankWriter:
         """Fill the whole weights by rounding the master weights to their dtypes, on the way from file to file."""
         if not weights:
             return
-        state, params = self._saved.state, self._saved.trained.layout.params
+        state, params = self._saved.state, self._saved.trained.params
         masters = optimizer_tensors(state, keys=frozenset([FP32]))
         by_name = {param.name: master for param, master in zip(params, masters, strict=True)}
         slots = archives.slots([place.storage for place in weights.values()]).tolist()

@@ -118,7 +118,7 @@ class ReshardPlan:
             target_world_size=target.world_size,
             target_stage=target.stage,
             state_bytes=self.nbytes,
-            params=sum(part.layout.num_params for part in state.parts),
+            params=sum(len(part.params) for part in state.parts),
             sub_groups=target.layout.num_sub_groups if target.stage != 0 else len(self.saved.groups),
             files=target.num_files,
             extras=tuple(sorted([*self.sidecar_files.copied, *self.sidecar_files.derived])),

@@ -285,7 +285,7 @@ def weight_dtypes(source: ReshardSource) -> dict[str, str]:
     """
     module = pairs_of(source.model_root(0).get("module"))
     default = configured_dtype(source.config)
-    storages = {param.name: storage_of(module.get(param.name)) for param in source.trained.layout.params}
+    storages = {param.name: storage_of(module.get(param.name)) for param in source.trained.params}
     return {name: default if storage is None else storage.dtype for name, storage in storages.items()}
 
 
@@ -305,7 +305,7 @@ def made_weights(source: ReshardSource) -> dict[str, str]:
         return {}
     dtypes = weight_dtypes(source)
     part = source.trained
-    for param, saved in zip(part.layout.params, part.dtypes, strict=True):
+    for param, saved in zip(part.params, part.dtypes, strict=True):
         if cast_between(saved[FP32], dtypes[param.name]) is None:
             raise UnsupportedError(
                 f"{param.name}: its master weights are {saved[FP32]}, its weights {dtypes[param.name]}, which cannot "
@@ -333,12 +333,12 @@ def check_module(source: ReshardSource) -> None:
     At stages 1 and 2 these are its tensors that are neither trained, nor buffers, nor tied to another parameter.
     """
     root = source.model_root(0)
-    others = {param.name for param in source.trained.layout.params} | {*pairs_of(root.get("shared_params"))}
+    others = {param.name for param in source.trained.params} | {*pairs_of(root.get("shared_params"))}
     buffers = root.get("buffer_names")
     others |= set(buffers) if isinstance(buffers, list) else set()
     module = pairs_of(root.get("module"))
     found = {str(name) for name, value in module.items() if name not in others and storage_of(value) is not None}
-    frozen = set() if source.frozen is None else {param.name for param in source.frozen.layout.params}
+    frozen = set() if source.frozen is None else {param.name for param in source.frozen.params}
     if frozen - found:
         raise UnsupportedError(
             f"the module's state has no entry for {some(sorted(frozen - found), _MAX_LISTED)}, frozen parameters, "

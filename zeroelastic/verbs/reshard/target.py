@@ -173,7 +173,7 @@ def reshard_target(source: ReshardSource, options: ReshardOptions, stage: int) -
     if stage == 3:
         return _sub_group_target(source, options)
     _check_optimizer(source, stage)
-    params = [param for param in source.trained.layout.params if param.numel > 0]
+    params = [param for param in source.trained.params if param.numel > 0]
     groups = source.grouped(params)
     if stage == 0:
         return _whole_target(source, groups, options.world_size)
@@ -183,7 +183,7 @@ def reshard_target(source: ReshardSource, options: ReshardOptions, stage: int) -
 def _sub_group_target(source: ReshardSource, options: ReshardOptions) -> ReshardTarget:
     world_size, size = options.world_size, options.sub_group_size
     assert size is not None, "plan_reshard takes the saved one where none is given"
-    groups = source.grouped(source.trained.layout.params)
+    groups = source.grouped(source.trained.params)
     sub_groups = pack_sub_groups(groups, world_size=world_size, sub_group_size=size)
     return _target(
         source,
@@ -230,7 +230,7 @@ def _whole_target(source: ReshardSource, groups: list[list[Param]], world_size: 
     buffers = groups if wrapper == "FP16_Optimizer" else [[param] for param in trained]
     target = _target(source, 0, world_size, buffers, layout_from_sub_groups(buffers, 1), "an optimizer group")
     _check_state_dtypes(source, wrapper)
-    frozen = () if source.frozen is None else source.frozen.layout.params
+    frozen = () if source.frozen is None else source.frozen.params
     check_entries(source, [param.name for param in (*frozen, *(trained if wrapper == "none" else ()))])
     return replace(target, weights={} if wrapper == "none" else made_weights(source), wrapper=wrapper)
 
@@ -251,7 +251,7 @@ def _target(
     Raises UnsupportedError for parameters that share ``what`` with different contents; ``advice`` says what to do.
     """
     part = source.trained
-    number = part.layout.index()
+    number = {param.name: i for i, param in enumerate(part.params)}
     firsts = [number[members[0].name] for members in buffers]
     for first, members in zip(firsts, buffers, strict=True):
         for param in members[1:]:
@@ -271,7 +271,7 @@ def _target(
         world_size=world_size,
         format=format,
         layout=layout,
-        frozen=None if source.frozen is None else unpacked_layout(source.frozen.layout.params, frozen_ranks),
+        frozen=None if source.frozen is None else unpacked_layout(source.frozen.params, frozen_ranks),
         keys=tuple(part.dtypes[first] for first in firsts),
         scalars=tuple(part.scalars[first] for first in firsts),
         members=tuple(tuple(i for i, g in enumerate(owners) if g == group) for group in range(len(source.groups))),
@@ -303,7 +303,7 @@ def _check_state_dtypes(source: ReshardSource, wrapper: Optimizer) -> None:
     """
     part = source.trained
     weights = weight_dtypes(source)
-    for param, saved, scalars in zip(part.layout.params, part.dtypes, part.scalars, strict=True):
+    for param, saved, scalars in zip(part.params, part.dtypes, part.scalars, strict=True):
         stepped = weights[param.name] if wrapper == "none" else "float32"
         kinds = {key: scalar.kind for key, scalar in scalars.items() if key != "step" and scalar.kind in DTYPE_BYTES}
         for key, dtype in {**saved, **kinds}.items():

@@ -105,7 +105,7 @@ def _report(
     num_files: int,
 ) -> VerifyReport:
     record, directory = headers.record, str(headers.tag_dir)
-    params = len(record.params) if record is not None else sum(part.layout.num_params for part in headers.parts)
+    params = len(record.params) if record is not None else sum(len(part.params) for part in headers.parts)
     num_buffers = sum(key == BUFFER for shared in headers.shared for _, key in shared.tensors)
     return VerifyReport(
         ok=not problems,
@@ -288,13 +288,11 @@ def _unplaced(headers: TagHeaders, scan: RankScan, wrong: Sequence[int]) -> list
     """Digests that differ from the record although the checksums of all files are right."""
     problems: list[Problem] = []
     param_of = _params_of_tensors(headers)
-    params = [(part, p) for part in headers.parts for p in range(part.layout.num_params)]
+    params = [(part, p) for part in headers.parts for p in range(len(part.params))]
     for number in wrong:
         tensor, (part, p) = headers.tensors[number], params[int(param_of[number])]
-        begin, cut = int(part.layout.origin[p]), int(part.layout.part[p])
-        holders = range(begin // cut, -(-(begin + int(part.layout.numel[p])) // cut)) if cut else ()
         files = headers.optim_files if number < headers.num_trained else headers.model_files
-        names = [files[rank].name for rank in holders]
+        names = [files[rank].name for rank in part.holders(p)]
         where = names[0] if len(names) == 1 else f"one of {some(names, 4)}"
         sentence = (
             f"{tensor.key} of {tensor.param.name} is not what the commit record says was saved. It is in {where}, "
@@ -320,7 +318,7 @@ def _words(headers: TagHeaders, scan: RankScan, right: _Flags, comparable: _Flag
     """The clauses of ``VerifyReport.checked`` and ``unchecked``."""
     record, num_whole = headers.record, int(comparable.sum())
     num_headers = len(headers.shards) + len(headers.models)
-    params = counted(sum(part.layout.num_params for part in headers.parts), "parameter")
+    params = counted(sum(len(part.params) for part in headers.parts), "parameter")
     read = sum(len(headers.files(rank)) for rank in headers.ranks)
     checked = [
         f"{read:,} of {headers.num_files:,} files of {counted(headers.world_size, 'rank')} "
