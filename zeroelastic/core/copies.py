@@ -1,0 +1,42 @@
+"""Copies: strips of a whole tensor that several slices have, which must hold the same values; which strip a run is of."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zeroelastic.core.slices import Int64Array, Slices
+
+
+def first_copies(slices: Slices) -> Int64Array:
+    """For each strip the first one that is the same of the same tensor, itself where there is none before it."""
+    number = {tensor.name: i for i, tensor in enumerate(slices.tensors)}
+    tensor = np.array([number[each.name] for each in slices.tensors], dtype=np.int64)
+    strips = slices.strips
+    key = np.stack((strips.stride, strips.num_runs, strips.numel, strips.start, tensor[strips.param]))
+    order = np.lexsort((np.arange(len(strips)), *key))
+    begins = np.append(True, (key[:, order[1:]] != key[:, order[:-1]]).any(0))[: len(order)]
+    first = np.empty(len(strips), dtype=np.int64)
+    first[order] = order[np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))]
+    return first
+
+
+def strips_of_runs(slices: Slices, param: Int64Array, start: Int64Array) -> Int64Array:
+    """The strip that each run is of: one that begins at ``start`` of the whole tensor, in parameter ``param``.
+
+    Parameters that are one strip need no search; the strips of the others are tried one after the other.
+    """
+    strips = slices.strips
+    first = np.searchsorted(strips.param, param, side="left")
+    count = np.searchsorted(strips.param, param, side="right") - first
+    found = first.copy()
+    left = np.flatnonzero(count > 1)
+    for number in range(int(count.max(initial=0))):
+        strip = first[left] + number
+        before = start[left] - strips.start[strip]
+        far = np.maximum(strips.stride[strip], 1)
+        run = np.where(strips.num_runs[strip] > 1, before // far, 0)
+        within = before - run * strips.stride[strip]
+        inside = (run >= 0) & (run < strips.num_runs[strip]) & (within >= 0) & (within < strips.numel[strip])
+        found[left[inside]] = strip[inside]
+        left = left[~inside & (number + 1 < count[left])]
+    return found
