@@ -1,4 +1,4 @@
-"""Copies: strips of a whole tensor that several slices have, which must hold the same values; which strip a run is of."""
+"""Strips of a whole tensor that several slices have, copies of each other; and the strip that a run is of."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def strips_of_runs(slices: Slices, param: Int64Array, start: Int64Array) -> Int6
     strips = slices.strips
     first = np.searchsorted(strips.param, param, side="left")
     count = np.searchsorted(strips.param, param, side="right") - first
-    found = first.copy()
+    found: Int64Array = first.copy()
     left = np.flatnonzero(count > 1)
     for number in range(int(count.max(initial=0))):
         strip = first[left] + number
