@@ -1,6 +1,7 @@
 """The reproductions of docs/deepspeed-faults.md: what DeepSpeed alone does is still what the page says.
 
-Two of them, and the raw result of all (`make deepspeed-faults`). Where one of these fails with a newer DeepSpeed, the fault is mended, and the page and what works around it can go.
+Two of them run here, and the raw result of all is read (`make deepspeed-faults`). Where one of these fails with a newer
+DeepSpeed, the fault is mended, and the page and what works around it can go.
 """
 
 from __future__ import annotations
