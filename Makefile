@@ -35,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock deepspeed-faults test-gpu test-native native-tests \
+.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock deepspeed-faults test-gpu test-native native-tests \
     crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale reliability support sizes lint format clean
 
 help:
@@ -67,6 +67,7 @@ help:
 	@echo "make damage    a thousand flipped bits and other damage, each judged by a load"
 	@echo "make dist      a source distribution and a wheel for every Python and most Linux systems, in dist/"
 	@echo "make dist-aarch64  the wheel for ARM servers, cross-compiled, its C++ tests in an emulator"
+	@echo "make release-check  what has to hold before a release is tagged (RELEASING.md)"
 	@echo "make man       man pages from the text of --help, in man/"
 	@echo "make docs      the documentation as a site, in site/; a warning is an error"
 	@echo "make docs-serve  the same, served on this machine and built again whenever a page changes"
@@ -184,6 +185,9 @@ dist-aarch64: $(DIST)
 	    | grep -qE '"manylinux_2_(17|2[0-8])_aarch64"' || { tail -n 20 dist/build-aarch64.log; exit 1; }
 	@$(PY) -m wheel tags --remove --platform-tag manylinux_2_28_aarch64 dist/*-linux_aarch64.whl
 	$(MAKE) -C csrc test BUILD=build/aarch64 CXX="$(AARCH64_CXX)" TIME_LIMIT="timeout 1800 $(AARCH64_RUN)"
+
+release-check: $(STAMP)
+	@$(PY) tools/release_check.py
 
 demo: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 	$(PY) examples/demo.py --out demo
