@@ -196,7 +196,7 @@ def build_model(job: TopologyJob, *, ep: int) -> torch.nn.Module:
         model = _AutoEP() if job.model == "autoep" else _transformers_model(job.model)
     if job.adapters:
         _add_adapters(model)
-    numbers = _expert_numbers(model, ep)
+    numbers = _expert_numbers(model, job, ep)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.is_floating_point() and "inv_freq" not in name:
@@ -222,9 +222,15 @@ def _add_adapters(model: torch.nn.Module) -> None:
             setattr(model.get_submodule(parent), name, Lora(module))
 
 
-def _expert_numbers(model: torch.nn.Module, ep: int) -> dict[str, str]:
+def _expert_rank(job: TopologyJob, rank: int, ep: int) -> int:
+    """Which of ``ep`` parts of the experts a rank has."""
+    data_first = job.config.get("use_data_before_expert_parallelism")
+    return rank // (dist.get_world_size() // ep) if data_first else rank % ep
+
+
+def _expert_numbers(model: torch.nn.Module, job: TopologyJob, ep: int) -> dict[str, str]:
     """The name that each parameter of DeepSpeed's own experts has in the model, by its name on this rank."""
-    first = (dist.get_rank() % ep) * (EXPERTS // ep)
+    first = _expert_rank(job, dist.get_rank(), ep) * (EXPERTS // ep)
     names = [name for name, _ in model.named_parameters() if ".deepspeed_experts." in name]
     return {name: _renumbered(name, first) for name in names}
 
@@ -401,7 +407,7 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[s
 def _global_name(job: TopologyJob, rank: int, name: str) -> str:
     if job.model != "moe" or ".deepspeed_experts." not in name:
         return name
-    return _renumbered(name, (rank % job.ep) * (EXPERTS // job.ep))
+    return _renumbered(name, _expert_rank(job, rank, job.ep) * (EXPERTS // job.ep))
 
 
 def _joined(job: TopologyJob, name: str, key: str, parts: Mapping[int, Any], shape: torch.Size | None) -> Any:
@@ -413,7 +419,7 @@ def _joined(job: TopologyJob, name: str, key: str, parts: Mapping[int, Any], sha
     is_expert = job.model == "autoep" and ".experts." in name
     places: dict[int, torch.Tensor] = {}
     for rank, part in parts.items():
-        place = (rank % job.ep) if is_expert else rank % job.tp
+        place = _expert_rank(job, rank, job.ep) if is_expert else rank % job.tp
         assert hashed(places.setdefault(place, part)) == hashed(part), f"copies of {name}/{key} differ"
     ordered = [places[place] for place in sorted(places)]
     if all(part.shape == shape for part in ordered):

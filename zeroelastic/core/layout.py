@@ -115,11 +115,16 @@ class Layout:
         return self.offset + before
 
     def on_rank(self, rank: int) -> Layout:
-        """The parameters that a rank is among those to share: of every tensor at most one slice."""
+        """The parameters that a rank is among those to share, in its buffers: of every tensor at most one slice."""
         if self.slices is None:
             return self
         there = self.slices.has(rank)
-        return self if there.all() else self._take(np.flatnonzero(there))
+        if there.all():
+            return self
+        own = self._take(np.flatnonzero(there))
+        lengths = np.zeros(self.num_sub_groups, dtype=np.int64)
+        np.maximum.at(lengths, own.sub_group, own.offset + own.part)
+        return replace(own, sub_group_numel=lengths)
 
     def padding(self, rank: int, sub_group: int) -> list[tuple[int, int]]:
         """What of one of ``rank``'s buffers belongs to no parameter: begin and end of each run, ascending."""
@@ -172,21 +177,22 @@ class Layout:
 def joined_layouts(layouts: Sequence[Layout]) -> Layout:
     """The parameters of several layouts of one world size, whose buffers are those of different ranks.
 
-    A buffer counts as long as the longest of its number. Raises ValueError for layouts without slices, of other world
-    sizes, or with other numbers of buffers.
+    They are in the order of their buffers. A buffer counts as long as the longest of its number. Raises ValueError for
+    layouts without slices, of other world sizes, or with other numbers of buffers.
     """
     first = layouts[0]
     slices = [layout.slices for layout in layouts if layout.slices is not None]
     if len(slices) < len(layouts) or len({(layout.world_size, layout.num_sub_groups) for layout in layouts}) > 1:
         raise ValueError("layouts that are joined have slices, one world size, and buffers of the same numbers")
     arrays = ("numel", "sub_group", "origin", "part", "offset")
-    return Layout(
+    joined = Layout(
         world_size=first.world_size,
         params=tuple(param for layout in layouts for param in layout.params),
         **{name: np.concatenate([getattr(layout, name) for layout in layouts]) for name in arrays},
         sub_group_numel=np.maximum.reduce([layout.sub_group_numel for layout in layouts]),
         slices=whole_slices.joined(slices),
     )
+    return joined._take(np.argsort(joined.sub_group, kind="stable"))
 
 
 def _columns(groups: Sequence[Sequence[Param]], world_size: int) -> tuple[tuple[Param, ...], Int64Array, Int64Array]:

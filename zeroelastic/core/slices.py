@@ -102,10 +102,11 @@ class Slices:
         return rank
 
     def take(self, keep: Int64Array) -> Slices:
-        """Those of some parameters; ``keep`` ascends."""
+        """Those of some parameters, in the order given."""
         number = np.full(len(self.tensors), -1, dtype=np.int64)
         number[keep] = np.arange(len(keep))
-        strips = self.strips.take(np.flatnonzero(number[self.strips.param] >= 0))
+        found = np.flatnonzero(number[self.strips.param] >= 0)
+        strips = self.strips.take(found[np.argsort(number[self.strips.param[found]], kind="stable")])
         return Slices(
             tuple(self.tensors[i] for i in keep.tolist()),
             self.first_rank[keep],

@@ -114,6 +114,7 @@ class GroupOptimizer(Protocol):
 
     optimizer: torch.optim.Optimizer
     dp_process_group: dist.ProcessGroup
+    real_dp_process_group: Sequence[dist.ProcessGroup]
     _hp_optimizer_states_linked: bool
 
     def state_dict(self) -> dict[str, Any]: ...

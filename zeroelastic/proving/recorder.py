@@ -22,8 +22,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from zeroelastic import __version__
 from zeroelastic.deepspeed.live.kinds import kind_of
-from zeroelastic.deepspeed.live.live_optimizer import tensor_parallel
 from zeroelastic.deepspeed.live.replicated import precision_of
+from zeroelastic.deepspeed.live.topology import tensor_parallel
 from zeroelastic.distributed.collective import all_gather, broadcast
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.proving.records import RunRecord, RunSpec, write_record

@@ -21,10 +21,11 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import get_hp_fragment_mapping
 
-from zeroelastic.core.layout import Layout, Param, group_split_layout, group_split_of_run, unpacked_layout
+from zeroelastic.core.layout import Layout, Param, group_split_of_run
 from zeroelastic.deepspeed.engine import Engine, GroupOptimizer
 from zeroelastic.deepspeed.engine_state import engine_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, uncovered_groups
+from zeroelastic.deepspeed.live.topology import expert_group, is_expert, is_opaque
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError
 
@@ -65,23 +66,27 @@ class GroupSplit(LiveOptimizer):
             optimizer.groups_padding,
         )
 
-    def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+    def _module(self) -> torch.nn.Module:
         engine = engine_of(self.optimizer)
         assert engine is not None, "linked when the engine was configured"
-        self.module = engine.module
-        world_size = dist.get_world_size(group=self.dp_group)
-        lists = self.lists(self.optimizer)
+        module: torch.nn.Module = engine.module
+        return module
+
+    def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:
+        lists, sharing = self.lists(self.optimizer), self.sharing
         self.group_of = tuple(range(len(lists.params)))
-        self.groups = tuple(tuple(names[param] for param in group if param.numel()) for group in lists.params)
+        self.groups = tuple(
+            tuple(sharing.whole_name(names[param]) for param in group if param.numel()) for group in lists.params
+        )
         described = [[Param(names[param], tuple(param.shape)) for param in group] for group in lists.in_buffer]
         gaps = getattr(self.optimizer, "round_robin_bit16_padding", None)  # DeepSpeed before 0.19.8 leaves none
-        self.layout = group_split_layout(described, world_size, gaps)
-        self._check_places(lists, names)
         params = [param for group in lists.in_buffer for param in group if param.numel()]
         self.trained = frozenset(params)
         self._frozen = [param for param in self.module.parameters() if param not in self.trained]
         self._copies: dict[int, torch.Tensor] = {}
-        self.frozen = unpacked_layout([Param(names[param], tuple(param.shape)) for param in self._frozen], world_size)
+        frozen = [[Param(names[param], tuple(param.shape))] for param in self._frozen]
+        self._take_layouts(sharing.layout(described, stage=2, gaps=gaps), sharing.layout(frozen, stage=3))
+        self._check_places(lists, names)
 
     def _check_places(self, lists: _Lists, names: Mapping[torch.nn.Parameter, str]) -> None:
         """Raise UnsupportedError where a weight is not where the layout says that it is in its group's buffer."""
@@ -91,10 +96,11 @@ class GroupSplit(LiveOptimizer):
         for group, buffer in zip(lists.params, lists.weights, strict=True):
             for param in group:
                 begin = (param.data_ptr() - buffer.data_ptr()) // buffer.element_size()
-                if param.numel() and begin != computed[names[param]]:
+                name = self.sharing.whole_name(names[param])
+                if param.numel() and begin != computed[name]:
                     raise UnsupportedError(
-                        f"parameter {names[param]} begins at element {begin} of its group's buffer, where ZeRO-1 and 2 "
-                        f"imply {computed[names[param]]}."
+                        f"parameter {name} begins at element {begin} of its group's buffer, where ZeRO-1 and 2 imply "
+                        f"{computed[name]}."
                     )
         parts = [part.numel() for part in lists.master]
         if parts != self.layout.sub_group_numel.tolist():
@@ -112,7 +118,7 @@ class GroupSplit(LiveOptimizer):
         reasons = {
             type(optimizer).__name__: type(optimizer) not in (DeepSpeedZeroOptimizer, BF16_Optimizer),
             "a pipeline": isinstance(engine.module, PipelineModule),
-            "tensor parallelism": getattr(optimizer, "model_parallel_group", None) is not None,
+            "tensor parallelism": is_opaque(optimizer, engine.module),
             "ZenFlow": bool(getattr(optimizer, "zenflow", False)),
             "Muon": any(group.get("use_muon") for group in groups),
             "other optimizer groups than were given": len(groups) != len(cls.lists(optimizer).params),
@@ -167,7 +173,12 @@ class GroupSplit(LiveOptimizer):
 
     def _low(self, sub_group: int) -> torch.Tensor:
         """This rank's part of the 16-bit weights."""
-        return self.lists(self.optimizer).parts[sub_group][self.rank].detach()
+        number = dist.get_rank(group=self._group_of_buffer(sub_group))
+        return self.lists(self.optimizer).parts[sub_group][number].detach()
+
+    def _group_of_buffer(self, sub_group: int) -> dist.ProcessGroup:
+        """The ranks that share a buffer: those of the same experts, where it is one of experts."""
+        return self.optimizer.real_dp_process_group[sub_group]
 
     def rounded(self, sub_group: int) -> torch.Tensor | None:
         low = self._low(sub_group)
@@ -189,37 +200,20 @@ class GroupSplit(LiveOptimizer):
 
     def end_load(self) -> None:
         """Have every rank's part of the 16-bit weights and of frozen parameters on all ranks. Collective."""
-        for weights in self.lists(self.optimizer).weights:
-            self._all_gather(weights.data)
+        for i, weights in enumerate(self.lists(self.optimizer).weights):
+            _all_gather(weights.data, self._group_of_buffer(i))
         for number, (param, part) in enumerate(zip(self._frozen, self.frozen.part.tolist(), strict=True)):
             if not param.numel():
                 continue
-            nbytes = self.frozen.world_size * part * param.element_size()
+            group = expert_group(param) if is_expert(param) else self.dp_group
+            nbytes = dist.get_world_size(group=group) * part * param.element_size()
             whole = torch.zeros(nbytes, dtype=torch.uint8, device=param.device).view(param.dtype)  # any dtype has bytes
             piece = self.frozen_tensor(number)
-            whole[self.rank * part :][: piece.numel()].copy_(piece)
-            self._all_gather(whole)
+            whole[dist.get_rank(group=group) * part :][: piece.numel()].copy_(piece)
+            _all_gather(whole, group)
             param.data.copy_(whole[: param.numel()].view(param.shape))
         self._copies.clear()
         self._link_fragments()
-
-    def _all_gather(self, whole: torch.Tensor) -> None:
-        """Fill ``whole``, 1-D, in place: W equal parts, of which each rank has its own so far. Collective.
-
-        Bytes are sent, because no backend sends every dtype. gloo's all-gather goes through a second buffer of this
-        size; its broadcasts need none, and half of the time.
-        """
-        whole = whole.view(torch.uint8)
-        parts = whole.view(self.layout.world_size, -1).unbind()
-        if dist.get_backend(self.dp_group) != "gloo":
-            dist.all_gather_into_tensor(whole, parts[self.rank], group=self.dp_group)
-            return
-        works = [
-            dist.broadcast(part, source, group=self.dp_group, async_op=True)
-            for source, part in zip(dist.get_process_group_ranks(self.dp_group), parts, strict=True)
-        ]
-        for work in works:
-            work.wait()
 
     def _link_fragments(self) -> None:
         """Have DeepSpeed's fragments (``_hp_mapping``) be what is in the buffers.
@@ -240,11 +234,12 @@ class GroupSplit(LiveOptimizer):
         for g, (group, part) in enumerate(
             zip(optimizer.bit16_groups, self.layout.sub_group_numel.tolist(), strict=True)
         ):
-            begin, end = self.rank * part, (self.rank + 1) * part
+            begin = dist.get_rank(group=self._group_of_buffer(g)) * part
+            end = begin + part
             position = {id(param): i for i, param in enumerate(optimizer.params_in_partition[g])}
             for param in group:
                 param._hp_mapping = None
-                start = offset.get(optimizer.param_names[param])
+                start = offset.get(self.sharing.whole_name(optimizer.param_names[param]))
                 if start is None or not (start < end and begin < start + param.numel()):
                     continue
                 param._index_in_param_group = position[id(param)]
@@ -311,3 +306,22 @@ class Bf16GroupSplit(GroupSplit):
             optimizer.fp32_groups_flat_partition,
             (0,) * len(optimizer.bf16_groups),
         )
+
+
+def _all_gather(whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill ``whole``, 1-D, in place: equal parts, of which each rank of the group has its own so far. Collective.
+
+    Bytes are sent, because no backend sends every dtype. gloo's all-gather goes through a second buffer of this size;
+    its broadcasts need none, and half of the time.
+    """
+    whole = whole.view(torch.uint8)
+    parts = whole.view(dist.get_world_size(group=group), -1).unbind()
+    if dist.get_backend(group) != "gloo":
+        dist.all_gather_into_tensor(whole, parts[dist.get_rank(group=group)], group=group)
+        return
+    works = [
+        dist.broadcast(part, source, group=group, async_op=True)
+        for source, part in zip(dist.get_process_group_ranks(group), parts, strict=True)
+    ]
+    for work in works:
+        work.wait()

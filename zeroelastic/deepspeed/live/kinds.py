@@ -21,8 +21,9 @@ from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL, TensorParallel
 from zeroelastic.core.layout import Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.group_split import Bf16GroupSplit, GroupSplit
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, tensor_parallel
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.stage3 import Evaluation, Stage3
+from zeroelastic.deepspeed.live.topology import tensor_parallel
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError
 

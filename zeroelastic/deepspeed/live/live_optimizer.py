@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.optimizer_file import FP32
-from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL, TensorParallel
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.optimizers import live_form, state_dtype
+from zeroelastic.deepspeed.live.topology import Sharing, sharing_of, tensor_parallel, uncovered_sharing
 from zeroelastic.errors import UnsupportedError
 
 _LARGE_PAGE = 2 << 20
@@ -34,18 +34,23 @@ class LiveOptimizer(ABC):
     optimizer's own table; ``groups[g]`` names the parameters of optimizer group g in flat order, and ``group_of[i]`` is
     the group of sub-group i; ``trained`` are the parameters that the optimizer has, ``frozen`` is the layout of every
     other parameter of ``module``. Tensors are looked up when they are asked for, because DeepSpeed may replace them.
-    Under tensor parallelism ``rank`` and the layouts are those of one tensor parallel rank, ``tp``, over its data
-    parallel group.
+
+    Layouts go by the names of whole tensors: ``layout`` and ``frozen`` are what this rank has, ``whole`` and
+    ``whole_frozen`` what all ranks of ``process_group`` have, the same in a run without slices. ``rank`` is the number
+    of this rank in them. Where tensor parallelism is opaque (``topology``), they are those of one tensor parallel rank,
+    ``tp``, over its data parallel group.
 
     A subclass gives the attributes and the abstract methods. The methods with a body here are right for an optimizer
     that keeps all state in memory, in ``owner(i).state[flat(i)]``.
     """
 
     layout: Layout
+    whole: Layout
     groups: tuple[tuple[str, ...], ...]
     group_of: tuple[int, ...]
     trained: frozenset[torch.nn.Parameter]
     frozen: Layout
+    whole_frozen: Layout
     module: torch.nn.Module
     per_param: bool = True
     """Whether each parameter is cut by itself (ZeRO-3), or each optimizer group as a whole (ZeRO-1 and 2)."""
@@ -62,13 +67,34 @@ class LiveOptimizer(ABC):
         self.base: torch.optim.Optimizer = optimizer.optimizer
         self.dp_group: dist.ProcessGroup = optimizer.dp_process_group
         self.tp_group: dist.ProcessGroup | None = getattr(optimizer, "model_parallel_group", None)
-        self.rank, self.tp = dist.get_rank(group=self.dp_group), tensor_parallel(optimizer)
         self.grad_scaler: torch.amp.GradScaler | None = getattr(optimizer, "torch_autocast_gradscaler", None)
+        self.module = self._module()
+        self._share(sharing_of(optimizer, self.module, names))
         self._read(names)
+
+    def _share(self, sharing: Sharing) -> None:
+        self.sharing = sharing
+        self.topology, self.maps, self.rank, self.tp = sharing.topology, sharing.maps, sharing.rank, sharing.tp
+        self.process_group = sharing.group
+
+    @abstractmethod
+    def _module(self) -> torch.nn.Module:
+        """The module whose parameters the optimizer has."""
 
     @abstractmethod
     def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:
-        """Set the other attributes."""
+        """Set the layouts, the groups and ``trained``."""
+
+    def local_name(self, name: str) -> str:
+        """The name that a parameter has on this rank, of the name of its whole tensor."""
+        return self._local_names.get(name, name)
+
+    def _take_layouts(self, whole: Layout, frozen: Layout) -> None:
+        """Set the layouts, of those over all ranks."""
+        self.whole, self.whole_frozen = whole, frozen
+        self.layout, self.frozen = whole.on_rank(self.rank), frozen.on_rank(self.rank)
+        named = ((self.sharing.whole_name(name), name) for name in self.maps)
+        self._local_names = {name: local for name, local in named if name != local}
 
     @classmethod
     def left_to_deepspeed(cls, optimizer: Any) -> str | None:
@@ -325,14 +351,6 @@ def scalar_value(value: object, where: str) -> ScalarValue:
     )
 
 
-def tensor_parallel(optimizer: Any) -> TensorParallel:
-    """This rank's place among its tensor parallel peers, each of which partitions slices of its own."""
-    group = getattr(optimizer, "model_parallel_group", None)
-    if group is None:
-        return NO_TENSOR_PARALLEL
-    return TensorParallel(int(optimizer.model_parallel_rank), dist.get_world_size(group=group))
-
-
 def uncovered_groups(optimizer: Any, engine: object) -> list[str]:
     """The names of the process groups in use that elastic checkpoints do not cover.
 
@@ -340,8 +358,8 @@ def uncovered_groups(optimizer: Any, engine: object) -> list[str]:
     slices parameters first: ``data parallel size x tensor parallel size`` is the world.
     """
     problems: list[str] = []
-    if getattr(engine, "has_moe_layers", False):
-        problems.append("mixture-of-experts layers (experts are partitioned over groups of their own)")
+    if (experts := uncovered_sharing(optimizer, engine)) is not None:
+        problems.append(experts)
     world_size = dist.get_world_size()
     data_parallel = dist.get_world_size(group=optimizer.dp_process_group)
     tp = tensor_parallel(optimizer)

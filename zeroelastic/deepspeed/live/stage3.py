@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate, chain
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,12 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.checkpoint.optimizer_file import FP32
-from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups, unpacked_layout
+from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, scalar_value, uncovered_groups
 from zeroelastic.deepspeed.live.swap_files import SwapFiles, is_param_on_nvme, on_nvme
+from zeroelastic.deepspeed.live.topology import expert_group, is_expert, sharing_of_group
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError
 
@@ -46,36 +47,50 @@ class Stage3(LiveOptimizer):
     optimizer: Stage3Optimizer
     stages_in_files = (3,)
 
+    def _module(self) -> torch.nn.Module:
+        return self.optimizer.module
+
     def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:
-        optimizer = self.optimizer
-        self.module = optimizer.module
+        optimizer, sharing = self.optimizer, self.sharing
         self.on_nvme = on_nvme(optimizer)
         self._swap = SwapFiles(optimizer)
         self.group_of = tuple(optimizer.sub_group_to_group_id[i] for i in range(len(optimizer.fp16_groups)))
         self.refresh()
-        world_size = dist.get_world_size(group=self.dp_group)
         sub_groups = [[self._param(param, names) for param in members] for members in optimizer.fp16_groups]
-        groups: list[list[str]] = [[] for _ in self.base.param_groups]
+        groups: list[list[Param]] = [[] for _ in self.base.param_groups]
         for g, members in zip(self.group_of, sub_groups, strict=True):
-            groups[g] += [param.name for param in members]
+            groups[g] += members
         added = [g for g, group in enumerate(self.base.param_groups) if group["params"] and not groups[g]]
         if added:
             raise UnsupportedError(
                 f"optimizer group {added[0]} was added after deepspeed.initialize: ZeRO-3 partitions nothing of it, "
                 "and DeepSpeed does not train it. Give the optimizer all of its groups before."
             )
-        self.groups = tuple(map(tuple, groups))
-        self.layout = layout = layout_from_sub_groups(sub_groups, world_size)
+        self.groups = tuple(tuple(sharing.whole_name(param.name) for param in members) for members in groups)
         params = list(chain(*optimizer.fp16_groups))
+        self.trained = frozenset(params)
+        self._frozen = [param for param in self.module.parameters() if param not in self.trained]
+        whole = sharing.layout(sub_groups, stage=3, of_tensor_rank=partial(self._sub_groups_of, groups))
+        self._take_layouts(whole, sharing.layout([[self._param(param, names)] for param in self._frozen], stage=3))
+        layout = self.layout
         placed = [optimizer.grad_position[optimizer.get_param_id(param)] for param in params]
-        computed = zip(layout.sub_group.tolist(), layout.offset.tolist(), layout.part.tolist(), strict=True)
-        if [tuple(map(int, place[:3])) for place in placed] != list(computed):
+        computed = list(zip(layout.sub_group.tolist(), layout.offset.tolist(), layout.part.tolist(), strict=True))
+        in_order = [param.name for members in sub_groups for param in members] == [
+            *map(self.local_name, layout.index())
+        ]
+        if not in_order or [tuple(map(int, place[:3])) for place in placed] != computed:
             raise UnsupportedError(
                 "DeepSpeed places this model's parameters in another way than ZeRO-3's ceil split (is ZenFlow on?)."
             )
-        self.trained = frozenset(params)
-        self._frozen = [param for param in self.module.parameters() if param not in self.trained]
-        self.frozen = unpacked_layout([self._param(param, names) for param in self._frozen], world_size)
+
+    def _sub_groups_of(self, groups: Sequence[Sequence[Param]], tensor_rank: int) -> list[list[Param]]:
+        """The sub-groups of a tensor parallel rank, whose slices may be of other sizes than those of this rank."""
+        maps, size = self.maps, self.optimizer.sub_group_size
+        theirs = [
+            [Param(p.name, maps[p.name].views[tensor_rank].shape) if p.name in maps else p for p in members]
+            for members in groups
+        ]
+        return pack_sub_groups(theirs, world_size=self.topology.data_size, sub_group_size=size)
 
     @staticmethod
     def uncovered(optimizer: Any, engine: Engine) -> list[str]:
@@ -92,16 +107,17 @@ class Stage3(LiveOptimizer):
         return problems
 
     def _param(self, param: Any, names: Mapping[torch.nn.Parameter, str]) -> Param:
-        """A parameter as the layout has it. Raises UnsupportedError if it is not cut over the data parallel group."""
+        """A parameter as this rank has it. Raises UnsupportedError if it is not cut over the ranks that share it."""
         name = names.get(param)
         if name is None or not hasattr(param, "ds_id"):
             raise UnsupportedError(
                 f"parameter {name or '(without a name)'} is not managed by ZeRO-3: it was not in the model when "
                 "deepspeed.initialize was called. Build the whole model before."
             )
-        world_size, group = dist.get_world_size(group=self.dp_group), getattr(param, "ds_process_group", None)
+        shared_by = expert_group(param) if is_expert(param) else self.dp_group
+        world_size, group = dist.get_world_size(group=shared_by), getattr(param, "ds_process_group", None)
         count = world_size if group is None else dist.get_world_size(group=group)
-        if count != world_size or (group is not None and dist.get_rank(group=group) != self.rank):
+        if count != world_size or (group is not None and dist.get_rank(group=group) != dist.get_rank(group=shared_by)):
             raise UnsupportedError(
                 f"parameter {name} is partitioned over {count} ranks, the model over {world_size}. Expert and other "
                 "per-parameter partition groups cannot be resharded yet. (Under tensor parallelism, "
@@ -310,19 +326,17 @@ class Evaluation(Stage3):
         params = list(optimizer.module.parameters())
         world: Any = dist.group.WORLD
         self.dp_group = next((param.ds_process_group for param in params if hasattr(param, "ds_id")), world)
-        self.tp_group, self.grad_scaler = None, None
-        self.rank, self.tp = dist.get_rank(group=self.dp_group), NO_TENSOR_PARALLEL
+        self.tp_group, self.grad_scaler, self.module = None, None, optimizer.module
+        self._share(sharing_of_group(self.dp_group))
         self._read(names)
 
     def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:
-        self.module = self.optimizer.module
         self._swap = SwapFiles(self.optimizer)
-        world_size = dist.get_world_size(group=self.dp_group)
         self.groups, self.group_of = (), ()
-        self.layout = layout_from_sub_groups([], world_size)
         self.trained = frozenset()
         self._frozen = list(self.module.parameters())
-        self.frozen = unpacked_layout([self._param(param, names) for param in self._frozen], world_size)
+        frozen = [[self._param(param, names)] for param in self._frozen]
+        self._take_layouts(self.sharing.layout([], stage=3), self.sharing.layout(frozen, stage=3))
 
     @staticmethod
     def uncovered(optimizer: Any, engine: Engine) -> list[str]:

@@ -25,8 +25,9 @@ from zeroelastic.checkpoint.open import open_checkpoint, rank_files, saved_sizes
 from zeroelastic.checkpoint.tag_files import TensorParallel, other_tp_size, parse_rank_file
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, tensor_parallel
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SCHEDULED
+from zeroelastic.deepspeed.live.topology import tensor_parallel
 from zeroelastic.deepspeed.options import VERIFY_LEVELS, LoadRequest, Options, Verify
 from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise, any_rank
 from zeroelastic.errors import (

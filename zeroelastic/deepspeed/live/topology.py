@@ -1,0 +1,239 @@
+"""How a running engine shares its parameters: its topology, what each rank has of whole tensors, and process groups.
+
+A run is *described* where DeepSpeed says which slice of which tensor each rank has: AutoTP by
+``universal_checkpoint_info`` of the module, AutoEP by an attribute of each expert, DeepSpeed's own experts by their
+names. Its layouts are of all ranks. Any other tensor parallelism is opaque: each tensor parallel rank is a run of its
+own. Sources: ``collect_autotp_universal_checkpoint_info`` of module_inject/layers.py, module_inject/auto_ep_layer.py,
+``_create_expert_and_data_parallel`` of utils/groups.py, ``DeepSpeedEngine._save_moe_checkpoint`` (DeepSpeed 0.19.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
+
+from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL, TensorParallel
+from zeroelastic.checkpoint.topology import (
+    SliceMap,
+    SliceMaps,
+    Topology,
+    expert_maps,
+    layout_over_ranks,
+    native_expert_maps,
+    tensor_maps,
+)
+from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_from_sub_groups
+from zeroelastic.errors import CheckpointError, UnsupportedError
+
+Buffers = Sequence[Sequence[Param]]
+
+COVERED = False
+"""Whether runs with slices are saved and loaded as such: else tensor parallelism is opaque, and experts not covered."""
+
+_THIS_RUN = "this run"
+_EXPERT_META = "ds_autoep_uc_meta"
+_TENSOR_META = "universal_checkpoint_info"
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What a rank has to do with which others.
+
+    ``group`` are the ranks of the layouts in the order of their numbers, of which this one has the number ``rank``.
+    ``tp`` is the place of a rank whose tensor parallelism is opaque; ``topology`` is then of its data parallel group.
+    ``maps`` and ``expert_sizes``, the expert parallel size of each expert, are by the names that parameters have on
+    this rank.
+    """
+
+    topology: Topology
+    rank: int
+    group: dist.ProcessGroup
+    tp: TensorParallel = NO_TENSOR_PARALLEL
+    maps: SliceMaps = field(default_factory=dict)
+    expert_sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether some ranks have other parts of whole tensors than others."""
+        return self.topology.tensor_size > 1 or bool(self.expert_sizes)
+
+    def num_parts(self, members: Sequence[Param]) -> int:
+        """How many ranks share a flat buffer of these parameters."""
+        return self.topology.data_size // self._expert_size(members)
+
+    def whole_name(self, name: str) -> str:
+        """The name of the whole tensor of which a parameter is a slice."""
+        found = self.maps.get(name)
+        return name if found is None else found.views[self._part_of(found)].tensor.name
+
+    def layout(
+        self,
+        buffers: Buffers,
+        *,
+        stage: int,
+        gaps: Sequence[Sequence[int]] | None = None,
+        of_tensor_rank: Callable[[int], Buffers] | None = None,
+    ) -> Layout:
+        """The layout over all ranks of flat buffers with these parameters of this rank.
+
+        ``gaps`` as in ``group_split_layout``. ``of_tensor_rank`` gives the buffers of other tensor parallel ranks where
+        these may be cut in another way. Raises UnsupportedError for slices that do not make up their tensors.
+        """
+        if not self.has_slices:
+            size = self.topology.data_size
+            return layout_from_sub_groups(buffers, size) if stage == 3 else group_split_layout(buffers, size, gaps)
+
+        def own(tensor_rank: int) -> Buffers:
+            return buffers
+
+        try:
+            return layout_over_ranks(
+                own if of_tensor_rank is None or self.topology.tensor_size == 1 else of_tensor_rank,
+                self.topology,
+                self.maps,
+                stage=stage,
+                expert_sizes=[self._expert_size(members) for members in buffers],
+                gaps=gaps,
+            )
+        except ValueError as error:
+            raise UnsupportedError(f"the slices of this run are not those of whole tensors: {error}.") from None
+
+    def _expert_size(self, members: Sequence[Param]) -> int:
+        return self.expert_sizes.get(members[0].name, 1) if members else 1
+
+    def _part_of(self, found: SliceMap) -> int:
+        if found.axis == "tensor":
+            return self.topology.place(self.rank)[1]
+        return self.topology.expert_rank(self.rank, len(found.views))
+
+
+def sharing_of(optimizer: Any, module: torch.nn.Module, names: Mapping[torch.nn.Parameter, str]) -> Sharing:
+    """How the ranks of an engine share the parameters of its module; ``names`` are those of all parameters.
+
+    Raises UnsupportedError for experts that DeepSpeed does not describe, or shares in another way than is known.
+    """
+    dp_group, tp = optimizer.dp_process_group, tensor_parallel(optimizer)
+    data_size, data_rank = dist.get_world_size(group=dp_group), dist.get_rank(group=dp_group)
+    experts = {names[param]: param for param in module.parameters() if param in names and is_expert(param)}
+    if experts:
+        if tp.size > 1:
+            raise UnsupportedError("mixture-of-experts layers with tensor parallelism")
+        return _with_experts(experts, data_size, data_rank, dp_group)
+    maps = None if is_opaque(optimizer, module) else _tensor_maps(module, tp)
+    if not maps:
+        return Sharing(Topology(data_size), data_rank, dp_group, tp)
+    topology, world = Topology(data_size, tp.size), _world()
+    return Sharing(topology, topology.rank(data_rank, tp.rank), world, maps=maps)
+
+
+def is_opaque(optimizer: Any, module: torch.nn.Module) -> bool:
+    """Whether a run has tensor parallelism that is opaque.
+
+    AutoTP's is not, where its maps are of all parameters, each rank has elements of each, and the ranks are placed as
+    DeepSpeed places them.
+    """
+    tp, dp_group = tensor_parallel(optimizer), optimizer.dp_process_group
+    if getattr(optimizer, "model_parallel_group", None) is None:
+        return False
+    topology = Topology(dist.get_world_size(group=dp_group), tp.size)
+    place = topology.rank(dist.get_rank(group=dp_group), tp.rank), topology.world_size
+    maps = _tensor_maps(module, tp)
+    if not COVERED or not maps or place != (dist.get_rank(), dist.get_world_size()):
+        return True
+    described = {name: found.views[tp.rank].shape for name, found in maps.items()}
+    return any(described.get(name) != _shape(param) for name, param in module.named_parameters())
+
+
+def uncovered_sharing(optimizer: Any, engine: Any) -> str | None:
+    """What of the sharing of a run is not covered, if anything. ``engine`` is the optimizer's."""
+    if not getattr(engine, "has_moe_layers", False):
+        return None
+    if not COVERED:
+        return "mixture-of-experts layers (experts are partitioned over groups of their own)"
+    params = list(engine.module.parameters())
+    if not any(map(is_expert, params)):
+        return "mixture-of-experts layers (of which no parameter is an expert's)"
+    try:
+        sharing_of(optimizer, engine.module, {param: name for name, param in engine.module.named_parameters()})
+    except (CheckpointError, UnsupportedError) as error:
+        return str(error)
+    return None
+
+
+def sharing_of_group(group: dist.ProcessGroup) -> Sharing:
+    """That of a run in which all ranks of a process group share all parameters."""
+    return Sharing(Topology(dist.get_world_size(group=group)), dist.get_rank(group=group), group)
+
+
+def is_expert(param: torch.nn.Parameter) -> bool:
+    """Whether a parameter is an expert's: DeepSpeed marks those that not all data parallel ranks share."""
+    return not getattr(param, "allreduce", True) and isinstance(getattr(param, "group_name", None), str)
+
+
+def expert_group(param: torch.nn.Parameter) -> dist.ProcessGroup:
+    """The ranks that share an expert."""
+    group: dist.ProcessGroup = groups._get_expert_data_parallel_group(param.group_name)  # type: ignore[attr-defined]
+    return group
+
+
+def tensor_parallel(optimizer: Any) -> TensorParallel:
+    """This rank's place among its tensor parallel peers, each of which partitions slices of its own."""
+    group = getattr(optimizer, "model_parallel_group", None)
+    if group is None:
+        return NO_TENSOR_PARALLEL
+    return TensorParallel(int(optimizer.model_parallel_rank), dist.get_world_size(group=group))
+
+
+def _shape(param: Any) -> tuple[int, ...]:
+    return tuple(map(int, getattr(param, "ds_shape", param.shape)))
+
+
+def _tensor_maps(module: torch.nn.Module, tp: TensorParallel) -> SliceMaps | None:
+    """The maps of AutoTP; None where there are none, and where a rank has no elements of a parameter."""
+    try:
+        maps = tensor_maps(getattr(module, _TENSOR_META, None), tp.size, _THIS_RUN)
+    except (CheckpointError, UnsupportedError):  # scaled slices, and maps of another version
+        return None
+    return None if maps is None or any(0 in view.shape for each in maps.values() for view in each.views) else maps
+
+
+def _world() -> dist.ProcessGroup:
+    world: Any = dist.group.WORLD
+    found: dist.ProcessGroup = world
+    return found
+
+
+def _with_experts(
+    experts: Mapping[str, torch.nn.Parameter], data_size: int, data_rank: int, dp_group: dist.ProcessGroup
+) -> Sharing:
+    sizes = {name: data_size // dist.get_world_size(group=expert_group(param)) for name, param in experts.items()}
+    neighbours = (dist.get_process_group_ranks(expert_group(param))[:2] for param in experts.values())
+    steps = {ranks[1] - ranks[0] for ranks in neighbours if len(ranks) > 1}
+    topology = Topology(data_size, data_first=steps == {1} and max(sizes.values()) > 1)
+    for name, param in experts.items():
+        ep = sizes[name]
+        first, step, count = topology.sharers(0, topology.expert_rank(data_rank, ep), ep)
+        if dist.get_process_group_ranks(expert_group(param)) != list(range(first, first + step * count, step)):
+            raise UnsupportedError(
+                f"mixture-of-experts layers whose ranks are not placed as by DeepSpeed 0.19.8 (of {name})"
+            )
+    meta = {name: getattr(param, _EXPERT_META, None) for name, param in experts.items()}
+    by_size = {
+        ep: {name: found["affine_map"] for name, found in meta.items() if isinstance(found, dict) and sizes[name] == ep}
+        for ep in {*sizes.values()}
+    }
+    maps: dict[str, SliceMap] = {}
+    for ep, table in by_size.items():
+        layer = {"ep_size": ep, "affine_maps": {"version": 1, "params": table}}
+        maps |= expert_maps([layer], _THIS_RUN)[0] if table else {}
+        own = [Param(name, _shape(param)) for name, param in experts.items() if name not in table and sizes[name] == ep]
+        maps |= native_expert_maps(own, ep)
+    unknown = [name for name in experts if name not in maps]
+    if unknown:
+        raise UnsupportedError(f"mixture-of-experts layers that DeepSpeed does not describe (of {unknown[0]})")
+    return Sharing(topology, data_rank, dp_group, maps=maps, expert_sizes=sizes)
