@@ -35,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock test-gpu test-native native-tests \
+.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all slowest coverage same-as-stock deepspeed-faults test-gpu test-native native-tests \
     crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale reliability support sizes lint format clean
 
 help:
@@ -48,6 +48,7 @@ help:
 	@echo "make slowest   make test-all, and its slowest tests as tests/slowest.txt"
 	@echo "make coverage  branch coverage of make test-all, rank processes included, as coverage/coverage.json"
 	@echo "make same-as-stock  every configuration and load flag, with zeroelastic and without"
+	@echo "make deepspeed-faults  faults of the installed DeepSpeed, reproduced without zeroelastic"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-native  the C++ tests, with sanitizers"
 	@echo "make bench     the benchmarks; needs a quiet machine"
@@ -66,6 +67,7 @@ help:
 	@echo "make damage    a thousand flipped bits and other damage, each judged by a load"
 	@echo "make dist      a source distribution and a wheel for every Python and most Linux systems, in dist/"
 	@echo "make dist-aarch64  the wheel for ARM servers, cross-compiled, its C++ tests in an emulator"
+	@echo "make release-check  what has to hold before a release is tagged (RELEASING.md)"
 	@echo "make man       man pages from the text of --help, in man/"
 	@echo "make docs      the documentation as a site, in site/; a warning is an error"
 	@echo "make docs-serve  the same, served on this machine and built again whenever a page changes"
@@ -184,6 +186,9 @@ dist-aarch64: $(DIST)
 	@$(PY) -m wheel tags --remove --platform-tag manylinux_2_28_aarch64 dist/*-linux_aarch64.whl
 	$(MAKE) -C csrc test BUILD=build/aarch64 CXX="$(AARCH64_CXX)" TIME_LIMIT="timeout 1800 $(AARCH64_RUN)"
 
+release-check: $(STAMP)
+	@$(PY) tools/release_check.py
+
 demo: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 	$(PY) examples/demo.py --out demo
 
@@ -221,6 +226,9 @@ coverage: warm versions dist $(VENV)/front-ends/trl/.stamp
 # Every configuration and load flag, with zeroelastic and without; `make test-all` runs a few of them.
 same-as-stock: warm
 	SAME_AS_STOCK=all $(PY) -m pytest -q $(PYTEST_ARGS) tests/deepspeed/load/test_same_as_stock.py
+
+deepspeed-faults: warm
+	$(PY) examples/deepspeed_faults/run.py | tee benchmarks/results/deepspeed_faults.txt
 
 test-gpu: $(STAMP)
 	DS_ACCELERATOR=cuda $(PY) -m pytest -q -m gpu $(PYTEST_ARGS) tests

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sliced import Topology, buffers_of, ids, layout_of, shapes, tensor_lists, topologies
 
+from zeroelastic.core.copies import places_in_slices, strips_of_runs
 from zeroelastic.core.layout import (
     Param,
     layout_from_sub_groups,
@@ -16,6 +17,7 @@ from zeroelastic.core.layout import (
 from zeroelastic.core.plan import check_plan, held_plan, make_plan
 from zeroelastic.core.slice_plan import check_slices
 from zeroelastic.core.slices import RankSet, Strip, strips_of_view
+from zeroelastic.core.streams import stream_of, streams_of
 
 
 def run(plan, source, target) -> None:
@@ -58,6 +60,21 @@ def test_what_a_rank_holds_is_its_own_and_all_of_it(tensors, topology):
 @given(tensors=tensor_lists, topology=topologies)
 def test_slices_of_boxes_are_what_they_say(tensors, topology):
     check_slices(layout_of(tensors, topology))
+
+
+@given(tensors=tensor_lists, source=topologies, target=topologies)
+def test_places_of_whole_tensors_are_found_in_strips_and_slices(tensors, source, target):
+    src, dst = layout_of(tensors, source), layout_of(tensors, target)
+    for rank in range(target.world_size):
+        mine = dst.on_rank(rank)
+        rows = make_plan(src, mine, rank).run_by_run()
+        strip = strips_of_runs(mine.slices, rows.param, rows.start)
+        at = places_in_slices(mine.slices, strip, rows.start)
+        assert np.array_equal(mine.slices.strips.param[strip], rows.param)
+        begin = mine.buffer_offset(rank)[rows.param] - mine.owned(rank)[0][rows.param]
+        assert np.array_equal(begin + at, rows.dst_offset)
+        starts = {stream_of(mine, number, "k") for number in strip.tolist()}
+        assert starts <= {stream for group in range(mine.num_sub_groups) for stream in streams_of(mine, group, "k")}
 
 
 WRONG = {

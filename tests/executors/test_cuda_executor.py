@@ -28,6 +28,7 @@ from zeroelastic.checkpoint.extents import Destination, TensorExtents, extent_wi
 from zeroelastic.core.digest import digest_range, stream_seed
 from zeroelastic.core.layout import Param, layout_from_sub_groups
 from zeroelastic.core.plan import make_plan
+from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed import fill as fill_module
 from zeroelastic.deepspeed.fill import Filled, Target, fill
 from zeroelastic.deepspeed.live.digests import LivePiece, digest_pieces
@@ -194,7 +195,7 @@ def test_tensors_on_a_gpu_are_filled_by_the_cuda_engine(
         assert torch.equal(other.as_subclass(torch.Tensor)[:numel], saved.want.bfloat16())
         assert all((t.as_subclass(torch.Tensor)[numel:] == -1).all() for t in (same, other, host))
         assert filled.bytes_read == filled.bytes_owned == 3 * 4 * numel
-        assert set(filled.cast_digests) == {(f"p{i}", "fp32") for i in range(len(NUMELS))}
+        assert set(filled.cast_digests) == {Stream(f"p{i}", "fp32") for i in range(len(NUMELS))}
     assert caplog.text.count("moved by the cuda engine") == 1
 
 

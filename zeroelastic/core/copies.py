@@ -6,6 +6,8 @@ import numpy as np
 
 from zeroelastic.core.slices import Int64Array, Slices
 
+_BEHIND_ALL = 1 << 62
+
 
 def first_copies(slices: Slices) -> Int64Array:
     """For each strip the first one that is the same of the same tensor, itself where there is none before it."""
@@ -40,3 +42,13 @@ def strips_of_runs(slices: Slices, param: Int64Array, start: Int64Array) -> Int6
         found[left[inside]] = strip[inside]
         left = left[~inside & (number + 1 < count[left])]
     return found
+
+
+def places_in_slices(slices: Slices, strip: Int64Array, start: Int64Array) -> Int64Array:
+    """Where slices have the elements at ``start`` of whole tensors, each of which is in one of these strips."""
+    strips = slices.strips.take(strip)
+    far: Int64Array = np.where(strips.num_runs > 1, strips.stride, _BEHIND_ALL)
+    before: Int64Array = start - strips.start
+    run: Int64Array = np.floor_divide(before, far)
+    place: Int64Array = strips.offset + before - run * (far - strips.step)
+    return place

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_windows, stream_seeds
+from zeroelastic.core.copies import places_in_slices, strips_of_runs
 from zeroelastic.core.digest import UInt64Array, combine
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.plan import Plan
+from zeroelastic.core.streams import Stream, stream_of, streams_of
 from zeroelastic.deepspeed.live.digests import ReadDigest
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import (
@@ -39,12 +41,12 @@ _HOST = "host"
 logger = logging.getLogger(__name__)
 
 
-Digests = dict[tuple[str, str], int]
-"""A partial digest of each (parameter, state key)."""
+Digests = dict[Stream, int]
+"""A partial digest of each stream."""
 
 
-ReadDigests = dict[tuple[str, str], ReadDigest]
-"""What was read of each (parameter, state key)."""
+ReadDigests = dict[Stream, ReadDigest]
+"""What was read of each stream."""
 
 
 FillPath: TypeAlias = str
@@ -121,10 +123,10 @@ def fill(
 class Filled:
     """Targets that are filled table by table; what it has cost so far, and the digests of what was read.
 
-    ``cast_digests``, of what was cast on the way, has the same keys on every rank; 0 where the rank owns nothing of a
-    parameter. ``read_digests``, of what was not cast, is there if it was asked for, of parameters that the rank owns a
-    part of. ``unread`` are the rows of files that only other ranks see. ``rounded``: by sub-group, of how many elements
-    the 16-bit weights have been made.
+    ``cast_digests``, of what was cast on the way, has all streams of the rank's parameters; 0 where the rank owns
+    nothing of a parameter. ``read_digests``, of what was not cast, is there if it was asked for, of parameters that the
+    rank owns a part of. ``unread`` are the rows of files that only other ranks see. ``rounded``: by sub-group, of how
+    many elements the 16-bit weights have been made.
     """
 
     def __init__(self, plan: Plan, targets: Sequence[Target], executor: Executor, *, digest: bool) -> None:
@@ -138,10 +140,10 @@ class Filled:
         self.files: dict[FilePath, None] = {}
         self.read_digests: ReadDigests = {}
         self.cast_digests: Digests = {
-            (plan.dst.params[p].name, target.key): 0
+            stream: 0
             for target in targets
             if target.cast
-            for p in np.flatnonzero(plan.dst.sub_group == target.sub_group).tolist()
+            for stream in streams_of(plan.dst, target.sub_group, target.key)
         }
 
     def add(self, rows: ExtentTable) -> None:
@@ -249,13 +251,13 @@ def _rounded_copies(targets: Sequence[Target]) -> ConvertedCopies | None:
 
 @dataclass(frozen=True, slots=True)
 class RowStreams:
-    """The tensors, by (parameter, state key), whose digests some rows add to, and what each row adds (``table``).
+    """The streams whose digests some rows add to, and what each row adds (``table``).
 
-    ``origin``, ``begin`` and ``end``, of shape ``(num_streams,)``, say where the rows of each tensor go, as in
+    ``origin``, ``begin`` and ``end``, of shape ``(num_streams,)``, say where the rows of each stream go, as in
     ``ReadDigest``.
     """
 
-    names: list[tuple[str, str]]
+    names: list[Stream]
     table: DigestRows
     origin: list[int | None]
     begin: list[int]
@@ -264,24 +266,28 @@ class RowStreams:
     @classmethod
     def of(cls, plan: Plan, rows: ExtentTable, targets: Sequence[Target]) -> RowStreams:
         """Those of rows that go to ``targets``."""
-        numbers, stream = np.unique(rows.param * len(targets) + rows.target, return_inverse=True)
+        strip, at, slices = rows.param, rows.start, plan.dst.slices
+        if slices is not None:
+            strip = strips_of_runs(slices, rows.param, rows.start)
+            at = places_in_slices(slices, strip, rows.start)
+        numbers, stream = np.unique(strip * len(targets) + rows.target, return_inverse=True)
         stream = stream.reshape(-1)
-        names = [(plan.dst.params[n // len(targets)].name, targets[n % len(targets)].key) for n in numbers.tolist()]
+        names = [stream_of(plan.dst, n // len(targets), targets[n % len(targets)].key) for n in numbers.tolist()]
         addresses = np.array([target.address for target in targets], dtype=np.int64)[rows.target]
-        origin = np.where(addresses < 0, -1, addresses + (rows.target_offset - rows.start) * rows.itemsize)
+        origin = np.where(addresses < 0, -1, addresses + (rows.target_offset - at) * rows.itemsize)
         lowest, begin = (np.full(len(names), np.iinfo(np.int64).max) for _ in range(2))
         highest, end = (np.full(len(names), -1) for _ in range(2))
         for column, values, ufunc in (
             (lowest, origin, np.minimum),
             (highest, origin, np.maximum),
-            (begin, rows.start, np.minimum),
-            (end, rows.start + rows.numel, np.maximum),
+            (begin, at, np.minimum),
+            (end, at + rows.numel, np.maximum),
         ):
             ufunc.at(column, stream, values)
         same = (lowest == highest) & (lowest >= 0)
         return cls(
             names,
-            DigestRows(stream_seeds(names), stream, rows.start, rows.itemsize),
+            DigestRows(stream_seeds([(name.param, name.key) for name in names]), stream, rows.start, rows.itemsize),
             [at if agreed else None for at, agreed in zip(lowest.tolist(), same.tolist(), strict=True)],
             begin.tolist(),
             end.tolist(),

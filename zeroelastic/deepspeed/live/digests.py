@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.core.digest import ParamContent, ScalarValue, combine, stream_seed
+from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.executors.dispatch import DigestRows, Ranges, sum_segments
 
@@ -22,15 +23,15 @@ T = TypeVar("T")
 class LocalDigests:
     """The partial digests of the tensors that this rank owns, in the same order on all ranks, and the scalars.
 
-    ``streams`` are (parameter, state key); ``dtypes`` and ``partial`` run parallel to it.
+    ``dtypes`` and ``partial`` run parallel to ``streams``.
     """
 
-    streams: tuple[tuple[str, str], ...]
+    streams: tuple[Stream, ...]
     dtypes: tuple[str, ...]
     partial: tuple[int, ...]
     scalars: Mapping[str, Mapping[str, ScalarValue]]
 
-    def table(self) -> dict[tuple[str, str], int]:
+    def table(self) -> dict[Stream, int]:
         """The partial digest of each stream."""
         return dict(zip(self.streams, self.partial, strict=True))
 
@@ -86,7 +87,7 @@ class LiveStreams:
         known = known or [None] * len(self.pieces)
         new = iter(digest_pieces([piece for piece, found in zip(self.pieces, known, strict=True) if found is None]))
         return LocalDigests(
-            tuple((piece.param, piece.key) for piece in self.pieces),
+            tuple(Stream(piece.param, piece.key) for piece in self.pieces),
             tuple(_dtype_name(piece.tensor) for piece in self.pieces),
             tuple(next(new) if found is None else found for found in known),
             self.scalars,
@@ -121,19 +122,19 @@ def local_digests(
     *,
     weights_only: bool = False,
     with_frozen: bool = True,
-    read: Mapping[tuple[str, str], ReadDigest] | None = None,
+    read: Mapping[Stream, ReadDigest] | None = None,
 ) -> LocalDigests:
     """Digest what this rank owns, padding excluded. ``weights_only`` leaves out optimizer state.
 
-    Where what was ``read``, by (parameter, state key), went to its place, its digest is taken. Memory: a few MiB.
+    Where what was ``read`` went to its place, its digest is taken. Memory: a few MiB.
     """
     streams = live_streams(live, weights_only=weights_only, with_frozen=with_frozen)
     return streams.digest(known_digests(streams.pieces, read or {}))
 
 
-def known_digests(pieces: Sequence[LivePiece], read: Mapping[tuple[str, str], ReadDigest]) -> list[int | None]:
+def known_digests(pieces: Sequence[LivePiece], read: Mapping[Stream, ReadDigest]) -> list[int | None]:
     """The digest of each piece that what was read shows, None for the others."""
-    found = [read.get((piece.param, piece.key)) for piece in pieces]
+    found = [read.get(Stream(piece.param, piece.key)) for piece in pieces]
     return [
         each.digest if each is not None and each.shows(piece) else None
         for each, piece in zip(found, pieces, strict=True)
@@ -150,8 +151,8 @@ def whole_contents(
     """
     totals = sum_over_ranks(local.partial, device=device, group=group if group is not None else live.dp_group)
     by_name: dict[str, dict[str, tuple[str, int]]] = {}
-    for (name, key), dtype, total in zip(local.streams, local.dtypes, totals, strict=True):
-        by_name.setdefault(name, {})[key] = (dtype, total)
+    for stream, dtype, total in zip(local.streams, local.dtypes, totals, strict=True):
+        by_name.setdefault(stream.param, {})[stream.key] = (dtype, total)
     return [
         ParamContent(param, by_name[param.name], local.scalars.get(param.name, {}), live.tp.rank)
         for layout in (live.layout, live.frozen)

@@ -11,6 +11,7 @@ import torch
 
 from zeroelastic.checkpoint.one_save import check_one_save
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
+from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, Target, fill
 from zeroelastic.deepspeed.live.digests import LivePiece, LiveStreams, known_digests, local_digests
@@ -30,7 +31,7 @@ from zeroelastic.io.paths import FilePath, RemotePath
 class Restored:
     """What a load put into the engine: what DeepSpeed's own part returned, and the cost.
 
-    Digests are partial ones, by (parameter, state key). ``cast_digests``, of what was cast or is rounded afterwards,
+    Digests are partial ones. ``cast_digests``, of what was cast or is rounded afterwards,
     has the same keys on every rank; so has ``changed_digests``, of what the save has as trained and the run as frozen,
     or the other way. ``module`` and ``payload`` are what it cost to have other ranks read files; ``lost`` is what of
     the loss scale was not restored.
@@ -216,7 +217,7 @@ def _changed_digests(part: Filled, rank: int) -> Digests:
     live = [
         LivePiece(param.name, target.key, target.tensor[place : place + length], start)
         for param, target, start, length, place in zip(dst.params, part.targets, *columns, strict=True)
-        if (param.name, target.key) not in part.cast_digests
+        if Stream(param.name, target.key) not in part.cast_digests
     ]
     digests = LiveStreams(tuple(live), {}).digest(known_digests(live, part.read_digests)).table()
     return {**part.cast_digests, **digests}

@@ -13,6 +13,7 @@ import torch
 
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
 from zeroelastic.core.digest import ParamContent, combine, content_root, stream_seed
+from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import (
     differences,
@@ -40,8 +41,8 @@ _ROOT_DIGITS = 12
 _INCOMPARABLE = "content roots are not comparable, because the run does not train the parameters of the save"
 
 
-Stream = tuple[str, str]
-"""A parameter and a state key."""
+TensorKey = tuple[str, str]
+"""A whole tensor and a state key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Verification:
     loaded_root: str | None
     matches: bool | None
     note: str | None
-    wrong: tuple[Stream, ...] = ()
+    wrong: tuple[TensorKey, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -128,7 +129,7 @@ def verify(
 
 
 def _as_read(
-    contents: list[ParamContent], cast: Mapping[Stream, int], recorded: Mapping[str, ParamContent]
+    contents: list[ParamContent], cast: Mapping[TensorKey, int], recorded: Mapping[str, ParamContent]
 ) -> list[ParamContent]:
     """Live contents where a tensor that is kept in another dtype, or rounded, counts as it was read."""
     read: dict[str, dict[str, tuple[str, int]]] = {}
@@ -168,17 +169,17 @@ def _root(live: LiveOptimizer, contents: list[ParamContent]) -> str:
     return content_root(content for part in gather_over_tp(live, contents) for content in part)
 
 
-def _sums(live: LiveOptimizer, digests: Mapping[Stream, int], device: torch.device) -> dict[Stream, int]:
+def _sums(live: LiveOptimizer, digests: Mapping[Stream, int], device: torch.device) -> dict[TensorKey, int]:
     """Partial digests added up over all ranks, which have the same keys; sorted. Collective where there are any."""
     streams = sorted(digests)
     if not streams:
         return {}
     totals = sum_over_ranks([digests[stream] for stream in streams], device=device, group=live.dp_group)
-    return dict(zip(streams, totals, strict=True))
+    return {(stream.param, stream.key): total for stream, total in zip(streams, totals, strict=True)}
 
 
 def _describe(
-    own: Sequence[Stream], named: Sequence[Stream], num_wrong: int, live: LiveOptimizer, load_plan: LoadPlan
+    own: Sequence[TensorKey], named: Sequence[TensorKey], num_wrong: int, live: LiveOptimizer, load_plan: LoadPlan
 ) -> str:
     """The message: what is wrong on any rank, with the damaged files that some ranks look for. Collective.
 
@@ -203,7 +204,7 @@ def _describe(
     )
 
 
-def _damaged_files(wrong: Sequence[Stream], load_plan: LoadPlan) -> tuple[bool, str]:
+def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[bool, str]:
     """Whether damaged files are known, and a sentence that names them, or else what is known.
 
     They are files whose payload is not what their own digests or checksums state, among those that this rank reads.

@@ -115,9 +115,9 @@ def elastic_state(
 def digest_sums(live: LiveOptimizer, digests: LocalDigests) -> torch.Tensor:
     """The sum over state keys of each trained parameter's partial digests: int64, shape ``(num_params,)``."""
     sums = dict.fromkeys((param.name for param in live.layout.params), 0)
-    for (name, _), digest in zip(digests.streams, digests.partial, strict=True):
-        if name in sums:
-            sums[name] = combine(sums[name], digest)
+    for stream, digest in zip(digests.streams, digests.partial, strict=True):
+        if stream.param in sums:
+            sums[stream.param] = combine(sums[stream.param], digest)
     return torch.from_numpy(np.array(list(sums.values()), dtype=np.uint64).view(np.int64))
 
 
