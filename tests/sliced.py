@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
 
+from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.saved_state import SavedPart, extents_over_ranks
 from zeroelastic.core.layout import (
     Layout,
     Param,
@@ -127,6 +130,20 @@ def buffers_of(tensors: list[tuple[Param, str]], topology: Topology) -> list[lis
                 buffers.append(padded[number * part : (number + 1) * part])
         found.append(buffers)
     return found
+
+
+def sliced_part(folder: Path, tensors: list[tuple[Param, str]], topology: Topology) -> SavedPart:
+    """The trained parameters of a save of this topology, each element its own number; one file for each rank."""
+    layout, extents = layout_of(tensors, topology), {}
+    for rank, buffers in enumerate(buffers_of(tensors, topology)):
+        path, own = folder / f"rank{rank}", layout.on_rank(rank)
+        path.write_bytes(b"".join(buffer.tobytes() for buffer in buffers))
+        begins = np.cumsum([0, *(buffer.nbytes for buffer in buffers)])
+        offset = np.array([begins[group] for group in own.sub_group.tolist()], dtype=np.int64) + own.offset * 8
+        places = {"fp32": TensorExtents(path, {0: "int64", 1: "int64"}, offset)}
+        extents[rank] = extents_over_ranks(layout, rank, places)
+    params = layout.whole_tensors
+    return SavedPart(layout, params, ({"fp32": "int64"},) * len(params), ({},) * len(params), extents)
 
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)

@@ -10,13 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sliced import Topology, buffers_of, layout_of, tensor_lists, topologies
+from sliced import sliced_part, tensor_lists, topologies
 from synthetic import GROUPS, edit_optim, model_name, optim_name, write_checkpoint
 
-from zeroelastic.checkpoint.extents import ExtentTable, TensorExtents
+from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.saved_state import SavedPart, SavedTensor, extents_over_ranks, open_state
-from zeroelastic.core.layout import Param
+from zeroelastic.checkpoint.saved_state import SavedPart, SavedTensor, open_state
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
@@ -65,20 +64,6 @@ def test_both_views_hold_every_element_once(tmp_path_factory, world_size, format
             (name, key): data for name, keys in truth.items() for key, (_, data) in keys.items() if data
         }
         assert nbytes == state.nbytes
-
-
-def sliced_part(folder: Path, tensors: list[tuple[Param, str]], topology: Topology) -> SavedPart:
-    """The trained parameters of a save of this topology, each element its own number; one file for each rank."""
-    layout, extents = layout_of(tensors, topology), {}
-    for rank, buffers in enumerate(buffers_of(tensors, topology)):
-        path, own = folder / f"rank{rank}", layout.on_rank(rank)
-        path.write_bytes(b"".join(buffer.tobytes() for buffer in buffers))
-        begins = np.cumsum([0, *(buffer.nbytes for buffer in buffers)])
-        offset = np.array([begins[group] for group in own.sub_group.tolist()], dtype=np.int64) + own.offset * 8
-        places = {"fp32": TensorExtents(path, {0: "int64", 1: "int64"}, offset)}
-        extents[rank] = extents_over_ranks(layout, rank, places)
-    params = layout.whole_tensors
-    return SavedPart(layout, params, ({"fp32": "int64"},) * len(params), ({},) * len(params), extents)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

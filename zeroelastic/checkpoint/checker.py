@@ -43,6 +43,7 @@ from zeroelastic.checkpoint.saved_state import (
     trained_part,
 )
 from zeroelastic.checkpoint.shared_check import CheckedShared, check_shared, record_contradictions
+from zeroelastic.checkpoint.streams import Streams, streams_of
 from zeroelastic.checkpoint.tag_files import TagListing, TensorParallel, list_tag
 from zeroelastic.core.digest import ParamContent, UInt64Array
 from zeroelastic.errors import CheckpointError, UnsupportedError, counted, some
@@ -145,6 +146,11 @@ class TagHeaders:
     def seeds(self) -> UInt64Array:
         """The digest seed of each of ``tensors``."""
         return stream_seeds([(tensor.param.name, tensor.key) for tensor in self.tensors])
+
+    @cached_property
+    def streams(self) -> Streams:
+        """What of ``tensors`` is digested by itself."""
+        return streams_of(self.parts)
 
     @property
     def num_trained(self) -> int:

@@ -58,12 +58,19 @@ class SavedPart:
 
     def holders(self, param: int) -> list[int]:
         """The ranks that have elements of one of ``params``, ascending."""
-        layout, ranks = self.layout, set[int]()
-        for p in np.flatnonzero(self.numbers() == param).tolist():
-            begin, cut = int(layout.origin[p]), int(layout.part[p])
-            parts = np.arange(begin // cut, -(-(begin + int(layout.numel[p])) // cut)) if cut else np.empty(0, np.int64)
-            ranks.update((parts if layout.slices is None else layout.slices.rank_of(p, parts)).tolist())
-        return sorted(ranks)
+        ranks = (self.layout_holders(p) for p in np.flatnonzero(self.numbers() == param).tolist())
+        return sorted({rank for some in ranks for rank in some})
+
+    def layout_holders(self, param: int) -> list[int]:
+        """The ranks that have elements of a parameter of the layout."""
+        layout = self.layout
+        begin, cut = int(layout.origin[param]), int(layout.part[param])
+        parts = range(begin // cut, -(-(begin + int(layout.numel[param])) // cut)) if cut else ()
+        if layout.slices is None:
+            return [*parts]
+        numbers = np.array(parts, dtype=np.int64)
+        ranks: list[int] = layout.slices.rank_of(np.full_like(numbers, param), numbers).tolist()
+        return ranks
 
     def tensors(self, params: Sequence[int] | None = None) -> list[SavedTensor]:
         """The tensors of some parameters (all of them by default), by parameter and then by state key as saved."""

@@ -14,6 +14,7 @@ from zeroelastic.checkpoint.checker import Problem, TagHeaders
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
 from zeroelastic.checkpoint.shared_weights import BUFFER
+from zeroelastic.checkpoint.streams import Folded, fold
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import content_root
 from zeroelastic.core.layout import Int64Array
@@ -76,22 +77,23 @@ def full_report(headers: TagHeaders, scan: RankScan) -> VerifyReport:
     """The report on a checkpoint, given the scan of all its ranks."""
     record = headers.record
     numel = np.array([tensor.param.numel for tensor in headers.tensors], dtype=np.int64)
-    complete = scan.covered == numel
     saved = _saved_digests(headers)
+    whole_tensors = fold(headers.streams, scan.digests, scan.covered, saved)
+    complete = whole_tensors.covered == numel
     comparable = complete & np.array([digest is not None for digest in saved], dtype=bool)
     want = np.array([digest or 0 for digest in saved], dtype=np.uint64)
-    right = comparable & (scan.digests == want)
+    right = comparable & (whole_tensors.digests == want)
     wrong = comparable & ~right
     problems = list(_merged(headers.problems, scan))
     problems += _of_shared(headers, scan, right)
-    problems += _placed(headers, scan, right, wrong)
-    root = content_root(headers.contents(scan.digests)) if headers.parts and bool(complete.all()) else None
+    problems += _placed(headers, scan, whole_tensors, right, wrong)
+    root = content_root(headers.contents(whole_tensors.digests)) if headers.parts and bool(complete.all()) else None
     whole = bool(headers.shards) and bool(headers.models) and root is not None
     if record is not None and root is not None and whole and root != record.content_root and not problems:
         sentence = f"the files have content root {root[:12]}..., the commit record {record.content_root[:12]}...."
         problems.append(Problem(file=RECORD_NAME, sentence=sentence))
     problems += headers.other_directories({problem.file for problem in problems})
-    checked, unchecked = _words(headers, scan, right, comparable)
+    checked, unchecked = _words(headers, scan, whole_tensors, right, comparable)
     return _report(headers, scan, problems, checked, unchecked, root if whole else None, scan.num_files)
 
 
@@ -177,29 +179,35 @@ def _merged(problems: Iterable[Problem], scan: RankScan) -> Iterable[Problem]:
             yield Problem(file=damage.file, sentence=damage.sentence, offset=damage.offset, bytes=damage.nbytes)
 
 
-def _placed(headers: TagHeaders, scan: RankScan, right: _Flags, wrong: _Flags) -> list[Problem]:
+def _placed(
+    headers: TagHeaders, scan: RankScan, whole_tensors: Folded, tensor_right: _Flags, tensor_wrong: _Flags
+) -> list[Problem]:
     """Bad records and digests as problems: which tensor, in which file, at which bytes."""
+    tensor_of = headers.streams.tensor
+    right = tensor_right[tensor_of] & ~whole_tensors.differs
+    wrong = tensor_wrong[tensor_of] | (whole_tensors.differs & ~whole_tensors.unsure)
     records: dict[tuple[int, str], list[BadRecord]] = defaultdict(list)
     suspects: dict[tuple[int, str], list[int]] = defaultdict(list)
     for bad in scan.bad_records:
         records[bad.rank, bad.file].append(bad)
     for part in scan.bad_parts:
         suspects[part.rank, part.file].append(part.param)
-    param_of = _params_of_tensors(headers)
+    param_of = _params_of_tensors(headers)[tensor_of]
+    is_trained = tensor_of < headers.num_trained
     problems: list[Problem] = []
-    explained = np.zeros(len(wrong), dtype=bool)
-    explained[headers.num_trained :] = bool(headers.shared)  # by _of_shared, or by the headers
+    explained = ~is_trained & bool(headers.shared)  # by _of_shared, or by the headers
     for rank, file in sorted({*records, *suspects}):
         rows = file_rows(headers, rank, headers.tag_dir / file)
+        named_rows = rows._replace(tensor=tensor_of[rows.tensor])
         named = np.isin(param_of[rows.tensor], suspects[rank, file])  # by the file's own digests, if it has any
         sound = right[rows.tensor]
         if file in scan.tables:
-            sound |= ~named & (rows.tensor < headers.num_trained)
+            sound |= ~named & is_trained[rows.tensor]
         informed = sound | wrong[rows.tensor] | named
         placed = np.zeros(len(sound), dtype=bool)
         for bad in records[rank, file]:
             inside = (rows.offset >= bad.record.offset) & (rows.offset < bad.record.offset + bad.record.nbytes)
-            problems += _of_record(headers, bad, rows, inside, sound, informed)
+            problems += _of_record(headers, bad, named_rows, inside, sound, informed)
             placed |= inside & ~sound
         explained[rows.tensor[placed]] = True
         # A part that is not what the file's own digests say, although no checksum of it is wrong.
@@ -207,9 +215,40 @@ def _placed(headers: TagHeaders, scan: RankScan, right: _Flags, wrong: _Flags) -
         left &= wrong[rows.tensor] | ~np.isin(param_of[rows.tensor], param_of[rows.tensor[placed]])
         for p in np.unique(param_of[rows.tensor[left]]).tolist():
             here = np.flatnonzero(left & (param_of[rows.tensor] == p))
-            problems += _altered(headers, file, rows, here, wrong)
+            problems += _altered(headers, file, named_rows, here, wrong[rows.tensor])
             explained[rows.tensor[here]] = True
-    return problems + _unplaced(headers, scan, np.flatnonzero(wrong & ~explained).tolist())
+    problems += _differing_copies(headers, whole_tensors, explained)
+    np.logical_or.at(explained, tensor_of, explained)
+    unplaced = np.flatnonzero(tensor_wrong & ~explained[: len(tensor_wrong)])
+    return problems + _unplaced(headers, unplaced.tolist())
+
+
+def _differing_copies(headers: TagHeaders, whole_tensors: Folded, explained: _Flags) -> list[Problem]:
+    """Copies that are not what the other ranks have, although their checksums are right; they are then explained."""
+    streams = headers.streams
+    problems: list[Problem] = []
+    groups = np.unique(streams.group[whole_tensors.differs]).tolist()
+    for members in (np.flatnonzero(streams.group == group) for group in groups):
+        if explained[members].any():
+            continue
+        explained[members] = True
+        tensor = headers.tensors[int(streams.tensor[members[0]])]
+        files = headers.optim_files if streams.tensor[members[0]] < headers.num_trained else headers.model_files
+        chosen = members if whole_tensors.unsure[members].any() else members[whole_tensors.differs[members]]
+        names = [
+            files[rank].name
+            for stream in chosen.tolist()
+            for rank in headers.parts[int(streams.part[stream])].layout_holders(int(streams.slice[stream]))
+            if rank in files
+        ]
+        whose = "is not the same in" if len(chosen) == len(members) else "is not what other ranks have in"
+        sentence = (
+            f"{tensor.key} of {tensor.param.name}, of which ranks have copies, {whose} {some(names, 4)}, whose "
+            "checksums are right: files of another save, or altered."
+        )
+        file = names[0] if len(names) == 1 else ""
+        problems.append(Problem(file=file, sentence=sentence, param=tensor.param.name, key=tensor.key))
+    return problems
 
 
 def _of_shared(headers: TagHeaders, scan: RankScan, right: _Flags) -> list[Problem]:
@@ -232,9 +271,12 @@ def _of_shared(headers: TagHeaders, scan: RankScan, right: _Flags) -> list[Probl
 
 
 def _altered(headers: TagHeaders, file: str, rows: RankRows, here: Int64Array, wrong: _Flags) -> list[Problem]:
-    """One parameter's part that contradicts the file's own digests: which of its tensors, where that is known."""
+    """One parameter's part that contradicts the file's own digests: which of its tensors, where that is known.
+
+    ``wrong`` is by row.
+    """
     what = "is not what the file's own digests say, although its checksum is right: the file was altered"
-    known = here[wrong[rows.tensor[here]]] if len(here) > 1 else here
+    known = here[wrong[here]] if len(here) > 1 else here
     if len(known):
         return [_row_problem(headers, file, rows, i, what) for i in known.tolist()]
     tensors = [headers.tensors[t] for t in rows.tensor[here].tolist()]
@@ -284,7 +326,7 @@ def _row_problem(headers: TagHeaders, file: str, rows: RankRows, row: int, what:
     return Problem(file=file, sentence=sentence, param=tensor.param.name, key=tensor.key, offset=offset, bytes=nbytes)
 
 
-def _unplaced(headers: TagHeaders, scan: RankScan, wrong: Sequence[int]) -> list[Problem]:
+def _unplaced(headers: TagHeaders, wrong: Sequence[int]) -> list[Problem]:
     """Digests that differ from the record although the checksums of all files are right."""
     problems: list[Problem] = []
     param_of = _params_of_tensors(headers)
@@ -314,7 +356,9 @@ def _shared_words(headers: TagHeaders) -> str:
     return f"shared files: {whole} of {len(headers.shared)} there as the tag says"
 
 
-def _words(headers: TagHeaders, scan: RankScan, right: _Flags, comparable: _Flags) -> tuple[list[str], list[str]]:
+def _words(
+    headers: TagHeaders, scan: RankScan, whole_tensors: Folded, right: _Flags, comparable: _Flags
+) -> tuple[list[str], list[str]]:
     """The clauses of ``VerifyReport.checked`` and ``unchecked``."""
     record, num_whole = headers.record, int(comparable.sum())
     num_headers = len(headers.shards) + len(headers.models)
@@ -344,6 +388,9 @@ def _words(headers: TagHeaders, scan: RankScan, right: _Flags, comparable: _Flag
             "not checked, because there is no commit record: whether this is what was saved; a file that was altered, "
             "its checksums computed anew, would not be noticed"
         )
+    if headers.streams.num_copies:
+        equal = headers.streams.num_copies - int(whole_tensors.differs.sum())
+        checked.append(f"{equal} of {headers.streams.num_copies} copies that ranks have of the same elements are equal")
     if scan.tables:
         checked.append(f"the own digests of {counted(len(scan.tables), 'file')} against what is in them")
     if scan.shared:

@@ -42,7 +42,7 @@ class BadRecord(NamedTuple):
 
 
 class BadPart(NamedTuple):
-    """A rank's part of a parameter whose digest is not the one in the same file."""
+    """A rank's part of a trained parameter, by its number, whose digest is not the one in the same file."""
 
     rank: int
     file: str
@@ -62,7 +62,7 @@ class Damage(NamedTuple):
 class RankScan:
     """What reading some ranks' files found.
 
-    ``digests`` and ``covered`` run parallel to ``TagHeaders.tensors``: the sum of the partial digests of the elements
+    ``digests`` and ``covered`` run parallel to ``TagHeaders.streams``: the sum of the partial digests of the elements
     that were read, and their number. ``unread`` are files that could not be read to their end. ``tables`` are the files
     whose own digests were compared with what they hold. ``shared`` are the tensors in shared files, each with the
     digest of what is there.
@@ -107,7 +107,10 @@ def scan_ranks(
 
 
 class RankRows(NamedTuple):
-    """The runs of one file that belong to tensors, in file order; ``tensor`` indexes ``TagHeaders.tensors``."""
+    """The runs of one file that belong to tensors, in file order.
+
+    ``tensor`` indexes ``TagHeaders.tensors``, or the tensors and copies of ``TagHeaders.streams``.
+    """
 
     offset: Int64Array
     nbytes: Int64Array
@@ -121,15 +124,16 @@ class RankRows(NamedTuple):
 
 
 def file_rows(headers: TagHeaders, rank: int, path: FilePath) -> RankRows:
-    """Which bytes of a rank's file hold which elements of which tensor; no rows where its header could not be read."""
+    """Which bytes of a rank's file hold which elements of which stream; no rows where its header could not be read."""
     base = 0
     found = [RankRows(*np.empty((5, 0), dtype=np.int64))]
-    for part in headers.parts:
+    for number, part in enumerate(headers.parts):
         if rank in part.extents:
             _, rows = part.rank_rows(rank)
             if path in rows.paths:
                 rows = rows.take(np.flatnonzero((rows.file == rows.paths.index(path)) & (rows.numel > 0)))
-                found.append(RankRows(rows.file_offset, rows.nbytes, rows.target + base, rows.start, rows.itemsize))
+                stream = headers.streams.of_rows(headers.parts, number, rows, rows.target + base)
+                found.append(RankRows(rows.file_offset, rows.nbytes, stream, rows.start, rows.itemsize))
         base += sum(len(dtypes) for dtypes in part.dtypes)
     rows_of_file = RankRows(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
     return rows_of_file.take(np.argsort(rows_of_file.offset, kind="stable"))
@@ -189,9 +193,9 @@ def _scan_file(
     """Read a file. ``filled`` are the numbers of the records that are not empty, which ``table`` counts."""
     name, size = path.name, headers.sizes[path.name]
     crc32 = np.zeros(len(table.nbytes), dtype=np.uint32)
-    num_tensors = len(headers.tensors)
-    seeds = np.append(headers.seeds, np.uint64(0))
-    digest = DigestRows(seeds, np.where(table.tensor < 0, num_tensors, table.tensor), table.start, table.itemsize)
+    num_streams = len(headers.streams.tensor)
+    seeds = np.append(headers.seeds[headers.streams.tensor], np.uint64(0))
+    digest = DigestRows(seeds, np.where(table.tensor < 0, num_streams, table.tensor), table.start, table.itemsize)
     zeros = np.zeros(len(table.nbytes), dtype=np.int64)
     left = size
 
@@ -213,8 +217,8 @@ def _scan_file(
         return _pass_over(headers, path, error, left, progress)
     progress(left)
     assert sums is not None
-    digests = sums[:num_tensors]
-    covered = np.zeros(num_tensors, dtype=np.int64)
+    digests = sums[:num_streams]
+    covered = np.zeros(num_streams, dtype=np.int64)
     np.add.at(covered, rows.tensor, rows.nbytes // rows.itemsize)
     found = join_crc32_groups(table.record, crc32, table.nbytes, len(filled))
     bad = [
@@ -331,10 +335,13 @@ def _bad_parts(
     if any(found.record.offset <= place.offset < found.record.offset + found.record.nbytes for found in bad):
         return None
     want = np.frombuffer(read_range(shard.path, place.offset, place.nbytes), dtype="<u8")
-    counts = np.array([len(dtypes) for dtypes in headers.parts[0].dtypes], dtype=np.int64)
-    have = np.zeros(len(counts), dtype=np.uint64)
-    np.add.at(have, np.repeat(np.arange(len(counts)), counts), digests[: headers.num_trained])
-    return tuple(BadPart(shard.rank, shard.path.name, p) for p in np.flatnonzero(have != want).tolist())
+    part, tensor = headers.parts[0], headers.streams.tensor
+    param_of = np.repeat(np.arange(len(part.params)), [len(dtypes) for dtypes in part.dtypes])
+    trained = np.flatnonzero(tensor < headers.num_trained)
+    have = np.zeros(len(part.params), dtype=np.uint64)
+    np.add.at(have, param_of[tensor[trained]], digests[trained])
+    own = np.arange(len(have)) if part.layout.slices is None else part.numbers()[part.layout.slices.has(shard.rank)]
+    return tuple(BadPart(shard.rank, shard.path.name, p) for p in own[have[own] != want].tolist())
 
 
 def _pass_over(
@@ -347,5 +354,5 @@ def _pass_over(
 
 
 def _nothing(headers: TagHeaders) -> RankScan:
-    count = len(headers.tensors)
+    count = len(headers.streams.tensor)
     return RankScan(np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.int64))
