@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from zeroelastic.core.digest import UInt64Array, stream_seed
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.core.plan import Plan
+from zeroelastic.core.plan import Plan, Runs
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
@@ -91,6 +92,10 @@ class ExtentTable:
         """Some of the rows, in the order given."""
         return ExtentTable(self.paths, *(column[index] for column in self._columns))
 
+    def where(self, chosen: npt.NDArray[np.bool_]) -> ExtentTable:
+        """The rows that are chosen."""
+        return self if chosen.all() else self.take(np.flatnonzero(chosen))
+
     def joined(self, other: ExtentTable) -> ExtentTable:
         """The rows of both tables, of the same targets."""
         paths = dict.fromkeys((*self.paths, *other.paths))
@@ -117,17 +122,18 @@ def extent_table(
 ) -> ExtentTable:
     """What fills every target as ``plan`` says, from ``extents[source rank][key]``: each row once, sorted by place.
 
-    Every source rank that the plan names must be among the extents, with every key that a target asks of it. Every row
-    of the plan is one run (``Plan.run_by_run``).
+    Every source rank that the plan names must be among the extents, with every key that a target asks of it. Each run
+    of a row of the plan is a row.
     """
-    assert plan.runs is None, "rows that are repeated are expanded before"
     paths: dict[FilePath, int] = {}
     source = plan.src_param
     within = plan.src_offset - plan.src.offset[source]
     by_sub_group = _members(plan.dst_sub_group, plan.dst.num_sub_groups)
     columns: list[list[Int64Array]] = [[] for _ in range(8)]
+    segments: list[Int64Array] = []
     for t, target in enumerate(targets):
         mine = by_sub_group[target.sub_group]
+        segments.append(mine)
         itemsize = DTYPE_BYTES[target.dtype]
         base = np.empty(len(mine), dtype=np.int64)
         file = np.empty(len(mine), dtype=np.int64)
@@ -154,7 +160,34 @@ def extent_table(
             column.append(values)
     empty = np.empty(0, dtype=np.int64)
     rows = ExtentTable(tuple(paths), *(np.concatenate(column) if column else empty for column in columns))
-    return rows.take(np.lexsort((rows.file_offset, rows.file)))
+    order = np.lexsort((rows.file_offset, rows.file))
+    rows = rows.take(order)
+    if plan.runs is None:
+        return rows
+    rows = _run_by_run(rows, plan.runs.take(np.concatenate([empty, *segments])[order]))
+    follows = (rows.file[1:] > rows.file[:-1]) | (rows.file_offset[1:] >= rows.file_offset[:-1])
+    return rows if follows.all() else rows.take(np.lexsort((rows.file_offset, rows.file)))
+
+
+def _run_by_run(rows: ExtentTable, runs: Runs) -> ExtentTable:
+    """The rows, each repeated as ``runs`` says."""
+    count = runs.count
+    run = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+
+    def moved(column: Int64Array, distance: Int64Array) -> Int64Array:
+        return np.repeat(column, count) + run * np.repeat(distance, count)
+
+    return ExtentTable(
+        rows.paths,
+        file=np.repeat(rows.file, count),
+        file_offset=moved(rows.file_offset, runs.src_step * rows.itemsize),
+        target=np.repeat(rows.target, count),
+        target_offset=moved(rows.target_offset, runs.dst_step),
+        numel=np.repeat(rows.numel, count),
+        itemsize=np.repeat(rows.itemsize, count),
+        param=np.repeat(rows.param, count),
+        start=moved(rows.start, runs.stride),
+    )
 
 
 def extent_windows(

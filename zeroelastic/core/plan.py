@@ -83,32 +83,32 @@ class Plan:
         columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
         return replace(self, **columns, runs=None if self.runs is None else self.runs.take(rows))
 
-    def windows(self, num_rows: int) -> Iterator[Plan]:
-        """All rows in plans of at most ``num_rows``, in which every row is one run; at least one plan."""
-        count = None if self.runs is None else self.runs.count
-        ends = np.arange(1, self.num_segments + 1) if count is None else np.cumsum(count)
-        total = int(ends[-1]) if len(ends) else 0
-        for begin in range(0, max(1, total), num_rows):
-            end = min(begin + num_rows, total)
-            if self.runs is None:
-                yield self.take(slice(begin, end))
-                continue
+    def windows(self, num_runs: int) -> Iterator[Plan]:
+        """All rows in plans of at most ``num_runs`` runs, for which rows are cut between runs; at least one plan."""
+        if self.runs is None or self.num_segments == 0:
+            for begin in range(0, max(1, self.num_segments), num_runs):
+                yield self.take(slice(begin, begin + num_runs))
+            return
+        count = self.runs.count
+        ends = np.cumsum(count)
+        total = int(ends[-1])
+        for begin in range(0, total, num_runs):
+            end = min(begin + num_runs, total)
             first, last = np.searchsorted(ends, begin, side="right"), np.searchsorted(ends, end, side="left") + 1
-            here = self.take(slice(int(first), int(last) if end > begin else int(first)))
-            assert here.runs is not None and count is not None
-            before = (ends - count)[first : first + here.num_segments]
-            yield here._run_by_run(
-                np.maximum(before, begin) - before, np.minimum(before + here.runs.count, end) - before
-            )
+            rows = np.arange(first, last)
+            before = (ends - count)[rows]
+            skipped = np.maximum(before, begin) - before
+            yield self._from_run(rows, skipped, np.minimum(before + count[rows], end) - before - skipped)
 
     def run_by_run(self) -> Plan:
         """The same plan, in which every row is one run."""
-        return self if self.runs is None else self._run_by_run(np.zeros_like(self.length), self.runs.count)
+        if self.runs is None:
+            return self
+        row, run = _counted(np.zeros_like(self.length), self.runs.count)
+        return replace(self._from_run(row, run, np.ones_like(run)), runs=None)
 
-    def _run_by_run(self, first: Int64Array, end: Int64Array) -> Plan:
-        """The runs from ``first`` to ``end`` of each row, as rows."""
-        assert self.runs is not None
-        row, run = _counted(first, end - first)
+    def _from_run(self, row: Int64Array, run: Int64Array, count: Int64Array) -> Plan:
+        """Of each of some rows the runs from ``run`` on, ``count`` of them."""
         rows = self.take(row)
         assert rows.runs is not None
         return replace(
@@ -116,7 +116,7 @@ class Plan:
             start=rows.start + run * rows.runs.stride,
             src_offset=rows.src_offset + run * rows.runs.src_step,
             dst_offset=rows.dst_offset + run * rows.runs.dst_step,
-            runs=None,
+            runs=replace(rows.runs, count=count),
         )
 
     @property

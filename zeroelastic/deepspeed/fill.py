@@ -165,7 +165,7 @@ class Filled:
                 self._fill_paths = ["" if other == fill_path else other for other in self._fill_paths]
         staged = np.array([not fill_path for fill_path in self._fill_paths], dtype=bool)
         for is_cast in (False, True):
-            chosen = rows.take(np.flatnonzero(staged[rows.target] & (self._cast[rows.target] == is_cast)))
+            chosen = rows.where(staged[rows.target] & (self._cast[rows.target] == is_cast))
             for batch in batches(chosen.nbytes, STAGING_BYTES):
                 itemsize = chosen.itemsize[batch.row]
                 pieces = chosen.pieces(batch.row, batch.start // itemsize, batch.nbytes // itemsize)
@@ -176,7 +176,7 @@ class Filled:
         buffer = np.full(len(self.targets), -1, dtype=np.int64)
         buffer[members] = np.arange(len(members))
         targets = [self.targets[t] for t in members]
-        mine = rows.take(np.flatnonzero(buffer[rows.target] >= 0))
+        mine = rows.where(buffer[rows.target] >= 0)
         streams = RowStreams.of(self.plan, mine, self.targets) if self._digest else None
         result = read_segments(
             CopyTable(
@@ -270,8 +270,10 @@ class RowStreams:
         if slices is not None:
             strip = strips_of_runs(slices, rows.param, rows.start)
             at = places_in_slices(slices, strip, rows.start)
-        numbers, stream = np.unique(strip * len(targets) + rows.target, return_inverse=True)
-        stream = stream.reshape(-1)
+        number = strip * len(targets) + rows.target
+        first = np.flatnonzero(np.diff(number, prepend=-1))  # neighbours are of one stream: few numbers to sort
+        numbers, which = np.unique(number[first], return_inverse=True)
+        which = which.reshape(-1)
         names = [stream_of(plan.dst, n // len(targets), targets[n % len(targets)].key) for n in numbers.tolist()]
         addresses = np.array([target.address for target in targets], dtype=np.int64)[rows.target]
         origin = np.where(addresses < 0, -1, addresses + (rows.target_offset - at) * rows.itemsize)
@@ -283,8 +285,9 @@ class RowStreams:
             (begin, at, np.minimum),
             (end, at + rows.numel, np.maximum),
         ):
-            ufunc.at(column, stream, values)
+            ufunc.at(column, which, ufunc.reduceat(values, first) if len(first) else values)
         same = (lowest == highest) & (lowest >= 0)
+        stream = np.repeat(which, np.diff(first, append=len(number)))
         return cls(
             names,
             DigestRows(stream_seeds([(name.param, name.key) for name in names]), stream, rows.start, rows.itemsize),
