@@ -57,6 +57,14 @@ def test_plans_of_every_case_are_measured(tmp_path: Path) -> None:
     assert all(row["all_ranks_measured"] for row in document["rows"]) and "~0" not in text
 
 
+def test_plans_and_reading_of_slices_are_measured(tmp_path: Path) -> None:
+    arguments = ("--samples", "2", "--rounds", "2", "--directory", os.fspath(tmp_path))
+    document, text = results("bench_topology.py", "topology", tmp_path, *arguments)
+    assert len(document["plans"]) == 6 and len(document["reads"]) == 8
+    assert all(row["bytes_read"] == row["nbytes"] and row["num_runs"] > row["num_rows"] for row in document["reads"])
+    assert text.count("\n| tiny") == 0 and text.count("\n| Llama tiny") == 8
+
+
 def test_what_takes_too_long_is_marked_as_not_measured(tmp_path: Path) -> None:
     document, text = results("bench_plan.py", "plan", tmp_path, "--samples", "1", "--whole-seconds", "0")
     assert not any(row["all_ranks_measured"] for row in document["rows"])
