@@ -119,6 +119,8 @@ def _show_export(report: ExportReport) -> None:
         print_line(f"  and {len(report.files) - _SHOWN_FILES} more files")
     for alias, name in report.tied.items():
         print_line(f"tied: {alias} is {name}")
+    for sentence in report.notes or ():
+        print_line(f"note: {sentence}")
     for sentence in report.left_out:
         print_line(f"left out: {sentence}")
     if not report.dry_run:

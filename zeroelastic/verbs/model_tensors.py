@@ -69,12 +69,14 @@ class ModelTensor:
 class ModelTensors:
     """A model's tensors, each once, in the order of its state dict; ``tied`` maps further names to a tensor's name.
 
-    ``left_out`` has a sentence for each name of the module states that has no tensor here.
+    ``left_out`` has a sentence for each name of the module states that has no tensor here. ``autoep_blocks`` are the
+    names of the modules that AutoEP replaced by layers of its own.
     """
 
     tensors: tuple[ModelTensor, ...]
     tied: Mapping[str, str]
     left_out: tuple[str, ...]
+    autoep_blocks: tuple[str, ...] = ()
 
 
 def model_tensors(state: SavedState) -> ModelTensors:
@@ -107,7 +109,14 @@ def model_tensors(state: SavedState) -> ModelTensors:
     tied = _tied(root.get("shared_params"), found, left_out, state)
     order = {name: number for number, name in enumerate(module)}
     tensors = sorted(found.values(), key=lambda tensor: order.get(tensor.name, len(order)))
-    return ModelTensors(tuple(tensors), tied, tuple(left_out))
+    return ModelTensors(tuple(tensors), tied, tuple(left_out), _autoep_blocks(root))
+
+
+def _autoep_blocks(root: Mapping[object, object]) -> tuple[str, ...]:
+    layers = root.get("ds_autoep_layers")
+    layers = [layer for layer in layers if isinstance(layer, Mapping)] if isinstance(layers, list) else []
+    prefixes = (layer.get("expert_key_prefix") for layer in layers)
+    return tuple(prefix.removesuffix(".experts") for prefix in prefixes if isinstance(prefix, str))
 
 
 def optimizer_tensors(state: SavedState, *, keys: frozenset[str] | None = None) -> tuple[ModelTensor, ...]:

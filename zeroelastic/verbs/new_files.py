@@ -246,12 +246,17 @@ class RecordedDigests:
 
 
 class TensorCopy(NamedTuple):
-    """One tensor to copy, the dtype to write, and the slot for it, where it begins at element ``start``."""
+    """One tensor to copy, the dtype to write, and the slot for it, where it begins at element ``start``.
+
+    With ``run`` it is laid out in runs of so many elements, which begin ``step`` apart; without it is one run.
+    """
 
     tensor: ModelTensor
     dtype: str
     slot: int
     start: int = 0
+    run: int | None = None
+    step: int = 0
 
 
 def copy_tensors(
@@ -270,7 +275,7 @@ def copy_tensors(
     DigestMismatchError naming the parameter and the state key, UnsupportedError for a buffer that needs more memory,
     CheckpointError and OSError as ``move_segments``.
     """
-    classes: dict[tuple[int, str, str, str, int], list[tuple[int, int, int]]] = {}
+    classes: dict[tuple[int, str, str, str, int], list[TensorCopy]] = {}
     times: dict[Place, int] = {}
     for copy in copies:
         place = copy.tensor.source
@@ -278,7 +283,7 @@ def copy_tensors(
             # Copies that are moved together have one conversion, and a parameter once.
             number = times[place] = times.get(place, -1) + 1
             kind = (place.part, place.key, copy.tensor.dtype, copy.dtype, number)
-            classes.setdefault(kind, []).append((place.param, copy.slot, copy.start))
+            classes.setdefault(kind, []).append(copy)
         elif copy.tensor.numel:
             _copy_buffer(files, copy, place, max_memory, progress)
     for (part_number, key, saved, dtype, _), members in classes.items():
@@ -286,11 +291,12 @@ def copy_tensors(
         # A parameter has one row of each rank that holds some of it.
         at_once = max(1, max_memory // 2 // _ROW_BYTES // part.layout.world_size)
         for begin in range(0, len(members), at_once):
-            params, numbers, starts = zip(*members[begin : begin + at_once], strict=True)
+            together = members[begin : begin + at_once]
+            params = [copy.tensor.source.param for copy in together if isinstance(copy.tensor.source, Place)]
             tensors, rows = part.whole_rows(params, keys=(key,))
-            rows = replace(rows, target_offset=rows.target_offset + np.array(starts, dtype=np.int64)[rows.target])
+            rows = _laid_out(rows, together)
             seeds = None if digests is None else digests.seeds(tensors)
-            slots = np.array(numbers, dtype=np.int64)
+            slots = np.array([copy.slot for copy in together], dtype=np.int64)
             cast = cast_between(saved, dtype)
             if cast is None:
                 found = _move_through_memory(files, rows, slots, (saved, dtype), seeds, max_memory, progress)
@@ -298,6 +304,23 @@ def copy_tensors(
                 found = files.move(rows, slots, cast=cast, digest=_digest_rows(rows, seeds), progress=progress)
             if digests is not None and found is not None:
                 digests.compare(tensors, found.tolist())
+
+
+def _laid_out(rows: ExtentTable, copies: Sequence[TensorCopy]) -> ExtentTable:
+    """The rows of whole tensors, cut and placed in their slots as the copies say."""
+    starts = np.array([copy.start for copy in copies], dtype=np.int64)
+    if all(copy.run is None for copy in copies):
+        return replace(rows, target_offset=rows.target_offset + starts[rows.target])
+    runs = np.array([copy.tensor.numel if copy.run is None else copy.run for copy in copies], dtype=np.int64)
+    steps = np.array([copy.step for copy in copies], dtype=np.int64)
+    begin, end, run = rows.target_offset, rows.target_offset + rows.numel, runs[rows.target]
+    count = (end - 1) // run - begin // run + 1
+    row = np.repeat(np.arange(rows.num_rows), count)
+    number = (begin // run)[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    first = np.maximum(begin[row], number * run[row])
+    pieces = rows.pieces(row, first - begin[row], np.minimum(end[row], (number + 1) * run[row]) - first)
+    within = first - number * run[row]
+    return replace(pieces, target_offset=(starts[pieces.target] + number * steps[pieces.target] + within))
 
 
 def _copy_buffer(

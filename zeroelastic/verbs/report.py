@@ -6,9 +6,11 @@ The report of a verb is one pydantic model: its function returns it, ``--json`` 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, PlainSerializer
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, PlainSerializer
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from zeroelastic.io.paths import absolute
 from zeroelastic.json_document import SCHEMA_VERSION, json_proper
@@ -41,14 +43,27 @@ class Part(BaseModel):
 
 
 class Report(Part):
-    """What every report begins with; ``ok`` is whether the command exits with 0."""
+    """What every report begins with; ``ok`` is whether the command exits with 0.
 
+    The document has the fields ``only_where_given`` where they are not None.
+    """
+
+    only_where_given: ClassVar[frozenset[str]] = frozenset()
     schema_version: Literal[1] = SCHEMA_VERSION
     ok: bool
 
     def to_json(self) -> dict[str, Any]:
         """The document that the command prints with ``--json``; docs/reference/cli has its keys, verb by verb."""
-        return {key: json_proper(value) for key, value in self.model_dump(by_alias=True).items()}
+        absent = {name for name in self.only_where_given if getattr(self, name) is None}
+        return {key: json_proper(value) for key, value in self.model_dump(by_alias=True, exclude=absent).items()}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The schema, which requires only the fields that every document has."""
+        schema = handler(core_schema)
+        own = handler.resolve_ref_schema(schema)
+        own["required"] = [name for name in own.get("required", ()) if name not in cls.only_where_given]
+        return schema
 
 
 class Failure(Report):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from pydantic import Field
 
@@ -74,7 +74,8 @@ class ExportReport(Report):
     """What an export wrote, or would write. ``trained``, ``frozen`` and ``buffers`` are numbers of tensors.
 
     ``digests_compared`` is the number of tensors that were compared with the commit record, None after a dry run;
-    ``left_out`` says of each tensor of the model that is not there why.
+    ``left_out`` says of each tensor of the model that is not there why, ``notes`` which have other names than the model
+    gave them.
     """
 
     path: GivenPath
@@ -92,7 +93,10 @@ class ExportReport(Report):
     files: tuple[ExportedFile, ...]
     digests_compared: int | None
     left_out: tuple[str, ...]
+    notes: tuple[str, ...] | None = None
     seconds: Seconds
+
+    only_where_given: ClassVar[frozenset[str]] = frozenset({"notes"})
 
 
 @with_remedy()
@@ -237,7 +241,7 @@ def export(
     files = [(file.name, file.nbytes, len(file.entries)) for file in plan.files]
     files += [(name, len(text), 0) for name, text in plan.texts.items()]
     files += [(name, file_size(path) or 0, 0) for name, path in plan.copied.items()]
-    kinds = Counter(entry.tensor.kind for file in plan.files for entry in file.entries)
+    kinds = Counter(entry.tensor.first.kind for file in plan.files for entry in file.entries)
     return ExportReport(
         ok=True,
         path=str(source.tag_dir),
@@ -255,6 +259,7 @@ def export(
         files=tuple(ExportedFile(name=name, bytes=nbytes, tensors=count) for name, nbytes, count in files),
         digests_compared=compared,
         left_out=tuple(plan.left_out),
+        notes=plan.notes or None,
         seconds=time.monotonic() - began,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,8 @@ from zeroelastic.io.storage import file_sizes, folders, read_whole
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType
 from zeroelastic.torch_file.safetensors import DTYPE_NAMES, check_name, lay_out
 from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, folder_of
-from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, model_tensors, optimizer_tensors
+from zeroelastic.verbs.convert.autoep_names import NamedTensor, as_saved, named_model
+from zeroelastic.verbs.model_tensors import ModelTensor, model_tensors, optimizer_tensors
 from zeroelastic.verbs.new_directory import reserve_file
 from zeroelastic.verbs.new_files import NewFiles, RecordedDigests, TensorCopy, convertible, copy_tensors
 
@@ -59,17 +60,16 @@ _FLUSH_EVERY = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: its name there, what it is made of, its dtype there, and its place behind the header."""
+    """One tensor of a file: what it is made of, its dtype there, and its place behind the header."""
 
-    name: str
-    tensor: ModelTensor
+    tensor: NamedTensor
     dtype: str
     offset: int
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return self.tensor.numel * DTYPE_BYTES[self.dtype]
+        return math.prod(self.tensor.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,7 @@ class ExportPlan:
     copied: Mapping[str, FilePath]
     tied: Mapping[str, str]
     left_out: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +124,10 @@ class ExportPlan:
                 least = loads.index(min(loads))
                 loads[least] += entry.nbytes
                 if least == processes.rank and entry.nbytes:
-                    own.append(TensorCopy(entry.tensor, entry.dtype, slot))
+                    own += [
+                        TensorCopy(part.tensor, entry.dtype, slot, part.start, part.run, part.step)
+                        for part in entry.tensor.parts
+                    ]
 
         def write_tensors() -> None:
             for file, own in zip(self.files, copies, strict=True):
@@ -192,18 +196,20 @@ def plan_export(
         plan = plan_export(open_state(open_checkpoint("ckpt/global_step4")), dtype="bf16")
         write_plan(plan, Path("weights"))
     """
-    model = model_tensors(state)
+    saved = model_tensors(state)
     if adapters:
-        trained = tuple(tensor for tensor in model.tensors if tensor.kind == "trained")
+        trained = tuple(tensor for tensor in saved.tensors if tensor.kind == "trained")
         names = {tensor.name for tensor in trained}
-        tied_to = {alias: name for alias, name in model.tied.items() if name in names}
-        model = ModelTensors(trained, tied_to, ())
-    others = [t for t in model.tensors if t.kind == "buffer" and t.dtype not in DTYPE_NAMES]
-    left_out = (*model.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in others))
-    wanted = [(tensor.name, tensor, _export_dtype(tensor, dtype)) for tensor in model.tensors if tensor not in others]
+        tied_to = {alias: name for alias, name in saved.tied.items() if name in names}
+        saved = replace(saved, tensors=trained, tied=tied_to, left_out=())
+    others = [t for t in saved.tensors if t.kind == "buffer" and t.dtype not in DTYPE_NAMES]
+    left_out = (*saved.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in others))
+    saved = replace(saved, tensors=tuple(tensor for tensor in saved.tensors if tensor not in others))
+    model = named_model(saved, state.head.ds_config, _model_type(model_dir))
+    wanted = [(tensor, _export_dtype(tensor.first, dtype)) for tensor in model.tensors]
     if tied == "all":
-        by_name = {name: (tensor, to) for name, tensor, to in wanted}
-        wanted += [(alias, *by_name[name]) for alias, name in model.tied.items()]
+        by_name = {tensor.name: (tensor, to) for tensor, to in wanted}
+        wanted += [(replace(by_name[name][0], name=alias), by_name[name][1]) for alias, name in model.tied.items()]
     aliases = model.tied if tied == "once" else {}
     of_peft = adapters_of(tensor.name for tensor in model.tensors) if adapters else {}
     copied = _model_files(model_dir)
@@ -217,23 +223,23 @@ def plan_export(
     if of_peft:
         for adapter in [adapters] if isinstance(adapters, str) else of_peft:
             own, base = of_peft[adapter], f"{folder_of(adapter)}{WEIGHTS_NAME}"
-            renamed = [(own[name], tensor, to) for name, tensor, to in wanted if name in own]
+            renamed = [(replace(one, name=own[one.name]), to) for one, to in wanted if one.name in own]
             more, index = _lay_out(base, renamed, {}, max_shard_size)
             files, texts = files + more, {**texts, **index}
             copied = {**copied, **_model_files(model_dir, folder_of(adapter), (CONFIG_NAME,))}
     else:
         files, texts = _lay_out("model", wanted, aliases, max_shard_size)
     if optimizer:
-        masters = all(to == tensor.dtype for _, tensor, to in wanted if tensor.kind == "trained")
+        masters = all(to == tensor.first.dtype for tensor, to in wanted if tensor.first.kind == "trained")
         keys = frozenset(key for dtypes in state.parts[0].dtypes for key in dtypes if key != FP32 or not masters)
         tensors = optimizer_tensors(state, keys=keys)
         if len({tensor.name for tensor in tensors}) != len(tensors):
             raise UnsupportedError(
                 "two tensors of optimizer state have the same name PARAM.STATE_KEY. Export without them."
             )
-        more, index = _lay_out("optimizer", [(t.name, t, t.dtype) for t in tensors], {}, max_shard_size)
+        more, index = _lay_out("optimizer", [(as_saved(t), t.dtype) for t in tensors], {}, max_shard_size)
         files, texts = files + more, {**texts, **index, "optimizer.json": _text(optimizer_document(state))}
-    return ExportPlan(state, tuple(files), texts, copied, model.tied, left_out)
+    return ExportPlan(state, tuple(files), texts, copied, model.tied, left_out, model.notes)
 
 
 def optimizer_document(state: SavedState) -> dict[str, object]:
@@ -289,50 +295,63 @@ def _export_dtype(tensor: ModelTensor, dtype: ExportDtype | None) -> str:
 
 
 def _lay_out(
-    base: str, wanted: Sequence[tuple[str, ModelTensor, str]], aliases: Mapping[str, str], max_shard_size: int
+    base: str, wanted: Sequence[tuple[NamedTensor, str]], aliases: Mapping[str, str], max_shard_size: int
 ) -> tuple[list[SafetensorsFile], dict[str, bytes]]:
     """The files that hold some tensors, and the index where there are more than one."""
-    for name, tensor, _ in wanted:
-        check_name(name)
-        if tensor.dtype not in DTYPE_NAMES:
-            raise UnsupportedError(f"{name}: safetensors files cannot hold {tensor.dtype}.")
+    for tensor, _ in wanted:
+        check_name(tensor.name)
+        if tensor.first.dtype not in DTYPE_NAMES:
+            raise UnsupportedError(f"{tensor.name}: safetensors files cannot hold {tensor.first.dtype}.")
     for alias in aliases:
         check_name(alias)
         if alias == "format":
             raise UnsupportedError(f"{alias} is a tied name that the metadata of safetensors files has no place for.")
-    shards: list[list[tuple[str, ModelTensor, str]]] = [[]]
+    shards: list[list[tuple[NamedTensor, str]]] = [[]]
     filled = 0
-    for name, tensor, dtype in wanted:
-        nbytes = tensor.numel * DTYPE_BYTES[dtype]
+    for tensor, dtype in wanted:
+        nbytes = math.prod(tensor.shape) * DTYPE_BYTES[dtype]
         if shards[-1] and filled + nbytes > max_shard_size:
             shards.append([])
             filled = 0
-        shards[-1].append((name, tensor, dtype))
+        shards[-1].append((tensor, dtype))
         filled += nbytes
     files: list[SafetensorsFile] = []
     for number, shard in enumerate(shards, start=1):
         of = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        names = {name for name, _, _ in shard}
+        names = {tensor.name for tensor, _ in shard}
         metadata = {alias: name for alias, name in aliases.items() if name in names}
         files.append(_one_file(f"{base}{of}.safetensors", shard, metadata))
     if len(shards) == 1:
         return files, {}
     index = {
         "metadata": {"total_size": sum(entry.nbytes for file in files for entry in file.entries), **aliases},
-        "weight_map": {entry.name: file.name for file in files for entry in file.entries},
+        "weight_map": {entry.tensor.name: file.name for file in files for entry in file.entries},
     }
     return files, {f"{base}.safetensors.index.json": _text(index)}
 
 
-def _one_file(name: str, shard: Sequence[tuple[str, ModelTensor, str]], metadata: Mapping[str, str]) -> SafetensorsFile:
-    header, head = lay_out(name, [(entry, dtype, tensor.shape) for entry, tensor, dtype in shard], metadata)
-    of = {entry: tensor for entry, tensor, _ in shard}
-    entries = [Entry(at, of[at], place.dtype, place.offset - len(header)) for at, place in head.tensors.items()]
+def _one_file(name: str, shard: Sequence[tuple[NamedTensor, str]], metadata: Mapping[str, str]) -> SafetensorsFile:
+    header, head = lay_out(name, [(tensor.name, dtype, tensor.shape) for tensor, dtype in shard], metadata)
+    of = {tensor.name: tensor for tensor, _ in shard}
+    entries = [Entry(of[at], place.dtype, place.offset - len(header)) for at, place in head.tensors.items()]
     return SafetensorsFile(name, header, tuple(entries))
 
 
 def _text(document: object) -> bytes:
     return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
+
+
+def _model_type(model_dir: FilePath | None) -> str | None:
+    """The ``model_type`` of config.json in ``model_dir``; None where there is none."""
+    path = _model_files(model_dir, names=("config.json",)).get("config.json")
+    if path is None:
+        return None
+    try:
+        found = json.loads(read_whole(path, limit=_MOST_COPIED_BYTES))
+    except (ValueError, RecursionError):
+        return None
+    model_type = found.get("model_type") if isinstance(found, dict) else None
+    return model_type if isinstance(model_type, str) else None
 
 
 def _model_files(model_dir: FilePath | None, folder: str = "", names: Sequence[str] = HF_FILES) -> dict[str, FilePath]:
