@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.core.digest import ParamContent, ScalarValue
 from zeroelastic.core.layout import Param
+from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed.fill import RowStreams, Target
 from zeroelastic.deepspeed.live.digests import LivePiece, ReadDigest, differences, known_digests, with_saved_kinds
 
-PLAN: Any = SimpleNamespace(dst=SimpleNamespace(params=(Param("other", (5,)), Param("weight", (1000,)))))
-STREAM = ("weight", "exp_avg")
+PLAN: Any = SimpleNamespace(dst=SimpleNamespace(params=(Param("other", (5,)), Param("weight", (1000,))), slices=None))
+STREAM = Stream("weight", "exp_avg")
 
 
 def rows_into(target_offset: np.ndarray, start: np.ndarray, numel: np.ndarray) -> ExtentTable:
@@ -59,7 +60,7 @@ def test_a_read_shows_a_tensor_if_no_row_went_elsewhere(
     order = np.array(data.draw(st.permutations(range(len(numels)))))
     rows = rows_into(target_offset, first + begin, numel).take(order)
     read = read_of(rows, targets, data.draw(st.integers(0, len(numels))))
-    piece = LivePiece(*STREAM, flat[room : room + int(numel.sum())], first)
+    piece = LivePiece(*STREAM[:2], flat[room : room + int(numel.sum())], first)
     assert read.shows(piece) == (moved is None)
     assert known_digests([piece], {STREAM: read}) == [read.digest if moved is None else None]
 
@@ -69,8 +70,8 @@ def test_a_read_does_not_show_what_is_another_tensor_or_not_all_of_it() -> None:
     targets = [Target("fp32", 0, torch.zeros(3), "float32"), Target("exp_avg", 0, flat, "float32")]
     one = np.array([1])
     read = read_of(rows_into(2 * one, 7 * one, 10 * one), targets, 1)
-    assert read.shows(LivePiece(*STREAM, flat[2:12], 7))
-    assert read.shows(LivePiece(*STREAM, flat[1:13], 6))  # the digest is short of two elements, and so is not right
+    assert read.shows(LivePiece(*STREAM[:2], flat[2:12], 7))
+    assert read.shows(LivePiece(*STREAM[:2], flat[1:13], 6))  # the digest is short of two elements, and so is not right
     for other, start in (
         (flat.clone()[2:12], 7),
         (flat[2:11], 7),
@@ -79,7 +80,7 @@ def test_a_read_does_not_show_what_is_another_tensor_or_not_all_of_it() -> None:
         (flat[2:12].double(), 7),
         (torch.zeros(40)[4:24:2], 7),
     ):
-        assert not read.shows(LivePiece(*STREAM, other, start))
+        assert not read.shows(LivePiece(*STREAM[:2], other, start))
     strided = [targets[0], Target("exp_avg", 0, torch.zeros(40)[::2], "float32")]
     assert read_of(rows_into(2 * one, 7 * one, 10 * one), strided, 1).origin is None
 

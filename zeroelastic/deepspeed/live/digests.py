@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -11,12 +11,22 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
-from zeroelastic.core.digest import ParamContent, ScalarValue, combine, stream_seed
+from zeroelastic.core.copies import first_copies, places_in_slices, strips_of_runs
+from zeroelastic.core.digest import ParamContent, ScalarValue, UInt64Array, combine, stream_seed
+from zeroelastic.core.layout import Int64Array, Layout
+from zeroelastic.core.plan import held_plan
 from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.distributed.collective import all_gather_alike
+from zeroelastic.errors import DigestMismatchError, some
 from zeroelastic.executors.dispatch import DigestRows, Ranges, sum_segments
+from zeroelastic.torch_file.header import DTYPE_BYTES
 
 T = TypeVar("T")
+
+_MAX_NAMED = 4
+_WINDOW_RUNS = 1 << 16
+_DTYPES = tuple(DTYPE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +47,67 @@ class LocalDigests:
 
 
 class LivePiece(NamedTuple):
-    """This rank's part of one tensor without padding: a 1-D view that begins at global position ``start``."""
+    """This rank's part of one strip of a tensor, without padding: a 1-D view, whose first element is at ``start``.
+
+    ``start`` is a position in the flattened whole tensor, ``at`` the one in this rank's slice, the same without slices.
+    ``strip`` is where the strip begins in the whole tensor. ``runs`` are there where the view is not one run of the
+    whole tensor: what of it is which run.
+    """
 
     param: str
     key: str
     tensor: torch.Tensor
     start: int
+    at: int | None = None
+    strip: int = 0
+    runs: PieceRuns | None = None
+
+    @property
+    def stream(self) -> Stream:
+        """What it is a part of."""
+        return Stream(self.param, self.key, self.strip)
+
+    @property
+    def place(self) -> int:
+        """The position of the first element in this rank's slice."""
+        return self.start if self.at is None else self.at
+
+    def in_slice(self) -> LivePiece:
+        """The same part as one of the slice, as if that was the whole tensor."""
+        runs = None if self.runs is None else replace(self.runs, start=self.runs.offset + self.place)
+        return self._replace(start=self.place, runs=runs)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRuns:
+    """Runs of a whole tensor in a view: run i is the ``numel[i]`` elements from ``offset[i]`` on, at ``start[i]``."""
+
+    offset: Int64Array
+    start: Int64Array
+    numel: Int64Array
+
+    @classmethod
+    def whole(cls, piece: LivePiece) -> PieceRuns:
+        """Those of a piece that is one run."""
+        return cls(*(np.array([value], dtype=np.int64) for value in (0, piece.start, piece.tensor.numel())))
+
+
+class CopiesDifferError(DigestMismatchError):
+    """Ranks have other values of tensors of which they are to have copies.
+
+    ``tensors`` are (whole tensor, state key).
+    """
+
+    def __init__(self, tensors: Sequence[tuple[str, str]]) -> None:
+        named = some([f"{name}: {key}" for name, key in tensors], _MAX_NAMED)
+        super().__init__(f"the copies that tensor parallel ranks have of the same values differ: {named}.")
+        self.tensors = tuple(tensors)
 
 
 class ReadDigest(NamedTuple):
     """The partial digest of what was read of one tensor, and where in memory that went.
 
-    The element at global position p of the tensor went to address ``origin + p * itemsize``, for positions from
+    The element at position p of the rank's slice went to address ``origin + p * itemsize``, for positions from
     ``begin`` to ``end``. ``origin`` is None if that does not hold for all of them, or is not known.
     """
 
@@ -63,7 +122,7 @@ class ReadDigest(NamedTuple):
         A digest that is then right, over all ranks, shows what the pieces hold, because it depends on the position of
         each element: one that was read twice, or not at all, would change it.
         """
-        begin, tensor = piece.start, piece.tensor
+        begin, tensor = piece.place, piece.tensor
         origin = tensor.data_ptr() - begin * tensor.element_size()
         fits = begin <= self.begin and self.end <= begin + tensor.numel()
         return self.origin == origin and fits and tensor.is_contiguous()
@@ -87,33 +146,72 @@ class LiveStreams:
         known = known or [None] * len(self.pieces)
         new = iter(digest_pieces([piece for piece, found in zip(self.pieces, known, strict=True) if found is None]))
         return LocalDigests(
-            tuple(Stream(piece.param, piece.key) for piece in self.pieces),
+            tuple(piece.stream for piece in self.pieces),
             tuple(_dtype_name(piece.tensor) for piece in self.pieces),
             tuple(next(new) if found is None else found for found in known),
             self.scalars,
         )
 
 
+class _Part(NamedTuple):
+    """What this rank owns of one strip of a parameter: where its buffer has it, and what it is of the whole tensor."""
+
+    param: int
+    offset: int
+    numel: int
+    start: int
+    at: int
+    strip: int = 0
+    runs: PieceRuns | None = None
+
+    def piece(self, name: str, key: str, buffer: torch.Tensor) -> LivePiece:
+        """It as a piece of a flat buffer."""
+        view = buffer[self.offset : self.offset + self.numel]
+        return LivePiece(name, key, view, self.start, self.at, self.strip, self.runs)
+
+
+def _parts(layout: Layout, rank: int) -> list[_Part]:
+    """What a rank owns of each parameter, in the order of the layout's; without slices, of all that there are."""
+    start, length = layout.owned(rank)
+    place, slices = layout.buffer_offset(rank), layout.slices
+    if slices is None:
+        columns = zip(place.tolist(), length.tolist(), start.tolist(), strict=True)
+        return [_Part(p, offset, numel, begin, begin) for p, (offset, numel, begin) in enumerate(columns)]
+    plan = held_plan(layout, rank).run_by_run()
+    strip = strips_of_runs(slices, plan.param, plan.start)
+    at = places_in_slices(slices, strip, plan.start)
+    order = np.lexsort((plan.src_offset, strip))
+    first = np.flatnonzero(np.append(True, np.diff(strip[order]) != 0)[: len(order)])
+    parts: list[_Part] = []
+    for rows in np.split(order, first[1:]) if len(order) else []:
+        row = int(rows[0])
+        offset, begin = int(plan.src_offset[row]), int(plan.start[row])
+        end = int(plan.src_offset[rows[-1]] + plan.length[rows[-1]])
+        runs = None
+        if len(rows) > 1:
+            runs = PieceRuns(plan.src_offset[rows] - offset, plan.start[rows], plan.length[rows])
+        strip_at = int(slices.strips.start[strip[row]])
+        parts.append(_Part(int(plan.param[row]), offset, end - offset, begin, int(at[row]), strip_at, runs))
+    return parts
+
+
 def live_streams(live: LiveOptimizer, *, weights_only: bool = False, with_frozen: bool = True) -> LiveStreams:
     """What this rank owns. ``weights_only`` leaves out optimizer state."""
     pieces: list[LivePiece] = []
-    scalars: dict[str, dict[str, ScalarValue]] = {}
-    start, length = live.layout.owned(live.rank)
-    place = live.layout.buffer_offset(live.rank)
-    for i in range(live.layout.num_sub_groups):
-        tensors, replicated = ({}, {}) if weights_only else live.split_state(i)
-        tensors = {FP32: live.fp32(i), **tensors}
-        for p in np.flatnonzero(live.layout.sub_group == i).tolist():
-            name, offset = live.layout.params[p].name, int(place[p])
-            scalars[name] = replicated
-            for key in sorted(tensors):
-                part = tensors[key][offset : offset + int(length[p])]
-                pieces.append(LivePiece(name, key, part, int(start[p])))
+    states = [({}, {}) if weights_only else live.split_state(i) for i in range(live.layout.num_sub_groups)]
+    buffers = [{FP32: live.fp32(i), **tensors} for i, (tensors, _) in enumerate(states)]
+    sub_group = live.layout.sub_group.tolist()
+    for part in sorted(_parts(live.layout, live.rank), key=lambda part: sub_group[part.param]):
+        tensors = buffers[sub_group[part.param]]
+        name = live.layout.params[part.param].name
+        pieces += [part.piece(name, key, tensors[key]) for key in sorted(tensors)]
+    # of the parameters of all ranks, whose buffers of one number have the same scalars
+    of = zip(live.whole.params, live.whole.sub_group.tolist(), strict=True)
+    scalars = {param.name: states[i][1] for param, i in of}
     if with_frozen:
-        start, length = live.frozen.owned(live.rank)
-        for p, param in enumerate(live.frozen.params):
-            part = live.frozen_tensor(p).view(-1)[: int(length[p])]
-            pieces.append(LivePiece(param.name, FROZEN, part, int(start[p])))
+        for part in _parts(live.frozen, live.rank):
+            name = live.frozen.params[part.param].name
+            pieces.append(part.piece(name, FROZEN, live.frozen_tensor(part.param).view(-1)))
     return LiveStreams(tuple(pieces), scalars)
 
 
@@ -134,7 +232,7 @@ def local_digests(
 
 def known_digests(pieces: Sequence[LivePiece], read: Mapping[Stream, ReadDigest]) -> list[int | None]:
     """The digest of each piece that what was read shows, None for the others."""
-    found = [read.get(Stream(piece.param, piece.key)) for piece in pieces]
+    found = [read.get(piece.stream) for piece in pieces]
     return [
         each.digest if each is not None and each.shows(piece) else None
         for each, piece in zip(found, pieces, strict=True)
@@ -146,22 +244,93 @@ def whole_contents(
 ) -> list[ParamContent]:
     """Digests and scalars of every parameter over all ranks: the same list everywhere. Collective.
 
-    ``group`` is the data parallel group by default. Under tensor parallelism the list is of this tensor parallel rank,
-    and the same over its data parallel group.
+    ``group`` are the ranks of the layouts by default. Where tensor parallelism is opaque the list is of this tensor
+    parallel rank, and the same over its data parallel group. Raises CopiesDifferError where ranks have other values of
+    what they are to have copies of.
     """
-    totals = sum_over_ranks(local.partial, device=device, group=group if group is not None else live.dp_group)
+    found = dict(zip(local.streams, zip(local.dtypes, local.partial, strict=True), strict=True))
     by_name: dict[str, dict[str, tuple[str, int]]] = {}
-    for stream, dtype, total in zip(local.streams, local.dtypes, totals, strict=True):
-        by_name.setdefault(stream.param, {})[stream.key] = (dtype, total)
+    for (name, key), content in add_up(live, found, device=device, group=group).items():
+        by_name.setdefault(name, {})[key] = content
     return [
-        ParamContent(param, by_name[param.name], local.scalars.get(param.name, {}), live.tp.rank)
-        for layout in (live.layout, live.frozen)
-        for param in layout.params
-        if param.name in by_name
+        ParamContent(tensor, by_name[tensor.name], local.scalars.get(tensor.name, {}), live.tp.rank)
+        for layout in (live.whole, live.whole_frozen)
+        for tensor in layout.whole_tensors
+        if tensor.name in by_name
     ]
 
 
-def sum_over_ranks(partial: Sequence[int], *, device: torch.device, group: dist.ProcessGroup) -> list[int]:
+def add_up(
+    live: LiveOptimizer,
+    partial: Mapping[Stream, tuple[str, int]],
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> dict[tuple[str, str], tuple[str, int]]:
+    """The dtype and digest of each (whole tensor, state key), of partial digests over all ranks. Collective.
+
+    Without slices all ranks have the same streams in the same order; with them, each has those of its own. A strip that
+    several ranks have copies of counts once. Raises CopiesDifferError where copies differ, on all ranks.
+    """
+    group = live.process_group if group is None else group
+    if live.whole.slices is None:
+        totals = sum_over_ranks([digest for _, digest in partial.values()], device=device, group=group)
+        return {
+            (stream.param, stream.key): (dtype, total)
+            for (stream, (dtype, _)), total in zip(partial.items(), totals, strict=True)
+        }
+    own = sorted({stream.key for stream in partial})
+    keys = sorted({key for theirs in all_gather_alike(own) for key in theirs})
+    found: dict[tuple[str, str], tuple[str, int]] = {}
+    differing: list[tuple[str, str]] = []
+    for layout, chosen in ((live.whole, [key for key in keys if key != FROZEN]), (live.whole_frozen, [FROZEN])):
+        if not chosen or chosen[0] not in keys or layout.slices is None:
+            continue
+        numbers, copy_of = _strip_numbers(layout, live.rank), first_copies(layout.slices)
+        column = {key: i for i, key in enumerate(chosen)}
+        # of each strip and key: the digest, and the number of its dtype from 1 on, 0 where there is none
+        table = np.zeros((2, len(layout.slices.strips), len(chosen)), dtype=np.uint64)
+        for stream, (dtype, digest) in partial.items():
+            if stream.key in column:
+                strip, key_number = numbers[stream.param, stream.start], column[stream.key]
+                table[:, strip, key_number] = digest, 1 + _DTYPES.index(dtype)
+        digests = np.array(sum_over_ranks(table[0].ravel(), device=device, group=group), dtype=np.uint64)
+        digests = digests.reshape(table[0].shape)
+        kinds = _maximum(table[1], device, group)
+        of = [layout.tensors[p].name for p in layout.slices.strips.param.tolist()]
+        for strip, key_number in np.argwhere(kinds > 0).tolist():
+            tensor = of[strip], chosen[key_number]
+            first, kind, digest = int(copy_of[strip]), int(kinds[strip, key_number]), int(digests[strip, key_number])
+            dtype, total = found.get(tensor, (_DTYPES[kind - 1], 0))
+            if first == strip:
+                found[tensor] = dtype, combine(total, digest)
+            if dtype != _DTYPES[kind - 1] or digest != int(digests[first, key_number]):
+                differing.append(tensor)
+    if differing:
+        raise CopiesDifferError(tuple(dict.fromkeys(differing)))
+    return found
+
+
+def _strip_numbers(layout: Layout, rank: int) -> dict[tuple[str, int], int]:
+    """The number of each strip that a rank has, by the name of its tensor and its place in that."""
+    slices = layout.slices
+    assert slices is not None
+    own = np.flatnonzero(slices.has(rank)[slices.strips.param])
+    places = zip(slices.strips.param[own].tolist(), slices.strips.start[own].tolist(), strict=True)
+    return {(layout.tensors[p].name, start): n for (p, start), n in zip(places, own.tolist(), strict=True)}
+
+
+def _maximum(values: UInt64Array, device: torch.device, group: dist.ProcessGroup) -> Int64Array:
+    """The largest of each value over all ranks. Collective."""
+    table = torch.from_numpy(values.view(np.int64)).to(device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
+    largest: Int64Array = table.cpu().numpy()
+    return largest
+
+
+def sum_over_ranks(
+    partial: Sequence[int] | UInt64Array, *, device: torch.device, group: dist.ProcessGroup
+) -> list[int]:
     """Partial digests added up over all ranks: one int64 all-reduce, on ``device``. Collective."""
     table = torch.from_numpy(np.array(partial, dtype=np.uint64).view(np.int64)).to(device)
     dist.all_reduce(table, group=group)
@@ -179,26 +348,54 @@ def gather_over_tp(live: LiveOptimizer, value: T) -> list[T]:
 
 
 def digest_pieces(pieces: Sequence[LivePiece]) -> list[int]:
-    """The partial digest of each piece, made where it is: one call of the engine for each device. Memory: a few MiB."""
+    """The partial digest of each piece, made where it is: few calls of the engine for each device. Memory: some MiB."""
     found = [0] * len(pieces)
     for device in {piece.tensor.device for piece in pieces}:
         there = [i for i, piece in enumerate(pieces) if piece.tensor.device == device]
-        tensors = [pieces[i].tensor.contiguous() for i in there]
-        number = np.arange(len(there), dtype=np.int64)
-        totals = sum_segments(
-            Ranges(number, np.zeros_like(number), np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)),
-            tensors,
-            digest=DigestRows(
-                seeds=np.array([stream_seed(pieces[i].param, pieces[i].key) for i in there], dtype=np.uint64),
-                stream=number,
-                start=np.array([pieces[i].start for i in there], dtype=np.int64),
-                itemsize=np.array([tensor.element_size() for tensor in tensors], dtype=np.int64),
-            ),
-        )
-        assert totals is not None
-        for i, total in zip(there, totals.tolist(), strict=True):
-            found[i] = total
+        for window in _windows(pieces, there):
+            for i, total in zip(window, _digests([pieces[i] for i in window]), strict=True):
+                found[i] = total
     return found
+
+
+def _windows(pieces: Sequence[LivePiece], chosen: Sequence[int]) -> Iterator[list[int]]:
+    """Neighbours among some pieces that have at most ``_WINDOW_RUNS`` runs together, or one that has more."""
+    window: list[int] = []
+    count = 0
+    for i in chosen:
+        runs = pieces[i].runs
+        size = 1 if runs is None else len(runs.numel)
+        if window and count + size > _WINDOW_RUNS:
+            yield window
+            window, count = [], 0
+        window.append(i)
+        count += size
+    if window:
+        yield window
+
+
+def _digests(pieces: Sequence[LivePiece]) -> list[int]:
+    """The partial digests of pieces on one device."""
+    tensors = [piece.tensor.contiguous() for piece in pieces]
+    itemsize = np.array([tensor.element_size() for tensor in tensors], dtype=np.int64)
+    runs = [piece.runs or PieceRuns.whole(piece) for piece in pieces]
+    number = np.repeat(np.arange(len(pieces), dtype=np.int64), [len(each.numel) for each in runs])
+    offset, start, numel = (
+        np.concatenate([getattr(each, name) for each in runs]) for name in ("offset", "start", "numel")
+    )
+    totals = sum_segments(
+        Ranges(number, offset * itemsize[number], numel * itemsize[number]),
+        tensors,
+        digest=DigestRows(
+            seeds=np.array([stream_seed(piece.param, piece.key) for piece in pieces], dtype=np.uint64),
+            stream=number,
+            start=start,
+            itemsize=itemsize[number],
+        ),
+    )
+    assert totals is not None
+    sums: list[int] = totals.tolist()
+    return sums
 
 
 def differences(
