@@ -56,7 +56,8 @@ PHASES: Mapping[str, Sequence[str]] = {
     ),
     "headers: made and written": ("zeroelastic.torch_file.save:write_skeleton",),
     "headers: read and checked": (
-        "zeroelastic.checkpoint.open:open_shard",
+        "zeroelastic.checkpoint.open:read_optimizer_file",
+        "zeroelastic.checkpoint.open:shard_of",
         "zeroelastic.checkpoint.open:model_states_of",
         "zeroelastic.checkpoint.open:read_torch_file",
     ),

@@ -222,6 +222,10 @@ class UnsupportedError(ZeroElasticError, NotImplementedError):
     """A configuration that zeroelastic refuses by name because it cannot support it correctly."""
 
 
+class UndescribedSlicesError(UnsupportedError):
+    """A checkpoint of several tensor parallel ranks that does not say which slices of tensors each of them has."""
+
+
 class IncompatibleDeepSpeedError(ZeroElasticError, RuntimeError):
     """The installed DeepSpeed is too old, or one of the methods that install() wraps has changed."""
 

@@ -28,9 +28,16 @@ from zeroelastic.checkpoint.contradictions import frozen_layouts
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.param_changes import ParamSet, compare
+from zeroelastic.checkpoint.tag_files import TensorParallel
 from zeroelastic.core.layout import Param
 from zeroelastic.core.plan import source_ranks
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, ZeroElasticError
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    UndescribedSlicesError,
+    UnsupportedError,
+    ZeroElasticError,
+)
 
 FORMATS = ("elastic", "rigid")
 
@@ -252,18 +259,23 @@ def test_stage_0_is_refused_by_name(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_tensor_parallel_files_are_refused_by_name(tmp_path):
-    write_checkpoint(tmp_path, world_size=2)
-    shutil.copy(tmp_path / model_name(0), tmp_path / "zero_pp_rank_0_mp_rank_01_model_states.pt")
-    with pytest.raises(UnsupportedError, match=r"zero_pp_rank_0_mp_rank_01_model_states\.pt .*tensor parallel rank 1"):
-        open_checkpoint(tmp_path)
+@pytest.mark.parametrize("record", [False, True])
+def test_files_of_tensor_parallel_ranks_that_the_save_did_not_have_are_left_over(tmp_path, record):
+    truth = write_checkpoint(tmp_path, world_size=2, record=record)
+    left = "zero_pp_rank_0_mp_rank_01_model_states.pt"
+    shutil.copy(tmp_path / model_name(0), tmp_path / left)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.stale_files == (left,) and checkpoint.topology.tensor_size == 1
+    assert gather(checkpoint) == truth
 
 
-def test_a_tensor_parallel_header_is_refused_by_name(tmp_path):
+def test_tensor_parallel_ranks_that_do_not_say_what_they_have_are_refused_by_name(tmp_path):
     write_checkpoint(tmp_path, world_size=2)
     edit(tmp_path / model_name(0), lambda data: data.update(mp_world_size=2))
-    with pytest.raises(UnsupportedError, match="saved with 2 tensor parallel ranks"):
+    with pytest.raises(UndescribedSlicesError, match=r"saved with 2 tensor parallel ranks.* does not say which slices"):
         open_checkpoint(tmp_path)
+    with pytest.raises(UnsupportedError, match="saved with tensor parallel size 2, and the run has 1"):
+        open_checkpoint(tmp_path, tp=TensorParallel(0, 1))
 
 
 # ---- model states ----

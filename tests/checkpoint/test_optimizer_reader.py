@@ -246,6 +246,10 @@ def deep(depth: int = 60) -> list:
     return value
 
 
+def autoep_groups(*counts: int) -> list[dict]:
+    return [{"sub_group": i, "partition_count": count} for i, count in enumerate(counts)]
+
+
 FLAT = r"fp32_flat_groups\[0\] has {} elements; 2 ranks imply 10\. The file is damaged or not from this tag"
 BOTH = {
     "stage 2": (lambda s: s.update(zero_stage=2), "holds no single_partition_of_fp32_groups", CheckpointError),
@@ -253,7 +257,16 @@ BOTH = {
     "stage 0": (lambda s: s.update(zero_stage=0), "ZeRO stage 0; stages 1, 2 and 3 are read", UnsupportedError),
     "no stage": (lambda s: s.pop("zero_stage"), "ZeRO stage None", UnsupportedError),
     "stage deep": (lambda s: s.update(zero_stage=deep()), "hold one another too often", CheckpointError),
-    "AutoEP": (lambda s: s.update(ds_zero_partition_groups=[1]), "AutoEP expert parameters", UnsupportedError),
+    "no AutoEP group": (lambda s: s.update(ds_zero_partition_groups=[1]), "has 1 for sub-group 0", CheckpointError),
+    "AutoEP groups a dict": (lambda s: s.update(ds_zero_partition_groups={}), "None for sub-group 0", CheckpointError),
+    "an AutoEP group of 3": (
+        lambda s: s.update(ds_zero_partition_groups=autoep_groups(2, 3)), "'partition_count': 3", CheckpointError,
+    ),
+    "AutoEP": (
+        lambda s: s.update(ds_zero_partition_groups=autoep_groups(2, 1)),
+        r"\[2, 1\] ranks share its flat buffers: .*\(MoE\), and nothing says which",
+        UnsupportedError,
+    ),
     "other world": (lambda s: s.update(partition_count=4), "was saved by 4 ranks, .* by 2. .*mixed", CheckpointError),
     "count missing": (lambda s: s.pop("partition_count"), "saved by None ranks", CheckpointError),
     "count deep": (lambda s: s.update(partition_count=deep()), "hold one another too often", CheckpointError),

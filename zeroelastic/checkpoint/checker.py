@@ -44,7 +44,7 @@ from zeroelastic.checkpoint.saved_state import (
 )
 from zeroelastic.checkpoint.shared_check import CheckedShared, check_shared, record_contradictions
 from zeroelastic.checkpoint.streams import Streams, streams_of
-from zeroelastic.checkpoint.tag_files import TagListing, TensorParallel, list_tag
+from zeroelastic.checkpoint.tag_files import TagListing, TensorParallel, list_tag, other_tp_size
 from zeroelastic.core.digest import ParamContent, UInt64Array
 from zeroelastic.errors import CheckpointError, UnsupportedError, counted, some
 from zeroelastic.io.paths import FilePath
@@ -217,6 +217,8 @@ class TagHeaders:
             self._add("", error)
         try:
             self._files = rank_files(self.tag_dir, [name for name in self.sizes if name not in self.listing.duplicates])
+            if self.listing.tp_size > 1:
+                raise other_tp_size(self.tag_dir, self.listing.tp_size, None)
         except UnsupportedError as error:
             self._check_names(error)
             return
@@ -328,7 +330,10 @@ class TagHeaders:
             tp = None
             if root.get("mp_world_size") == self.listing.tp_size > 1:
                 tp = TensorParallel(0, self.listing.tp_size)
-            self.models[rank] = model_states_of(file, rank, world_size=world_size, tp=tp)
+            model = model_states_of(file, rank, world_size=world_size, tp=tp)
+            if model.tensor_size > 1 and tp is None:
+                raise other_tp_size(path, model.tensor_size, None)
+            self.models[rank] = model
             self.first_model = self.first_model or self.models[rank]
 
         self._each(self.model_files, read)

@@ -67,7 +67,12 @@ def other_directory(path: FilePath) -> str:
 
 
 def other_trained_params(model: ModelStates, shard: Shard) -> str | None:
-    """Whether a model states file lists other trained parameters than an optimizer file has."""
+    """Whether a model states file lists other trained parameters than an optimizer file has.
+
+    Those of slices are compared with the maps of slices when an optimizer file is opened.
+    """
+    if shard.layout.slices is not None:
+        return None
     # Tuples, which are hashed faster than parameters.
     listed = {(param.name, param.shape) for sub_group in model.sub_groups for param in sub_group if param.numel > 0}
     if listed == {(param.name, param.shape) for param in shard.layout.params if param.numel > 0}:
@@ -165,13 +170,17 @@ def shard_values(shard: Shard) -> Values:
 
 
 def shard_facts(shard: Shard) -> dict[str, str]:
-    """What every shard of one save must say."""
+    """What every shard of one save must say.
+
+    Of a checkpoint with slices ranks have other parameters, which are compared with the maps of slices.
+    """
+    has_slices = shard.layout.slices is not None
     return {
         "format": shard.format,
         "save id": str(shard.save_id),
-        "parameters": repr(shard.layout.params),
-        "sub-groups": repr(shard.layout.sub_group_numel.tolist()),
-        "hyper-parameters": repr([(sorted(g.options.items()), g.params) for g in shard.groups]),
+        "parameters": "slices" if has_slices else repr(shard.layout.params),
+        "sub-groups": "slices" if has_slices else repr(shard.layout.sub_group_numel.tolist()),
+        "hyper-parameters": repr([(sorted(g.options.items()), () if has_slices else g.params) for g in shard.groups]),
         "optimizer state keys": repr(shard.tensor_keys),
         "step and other scalars": repr([sorted((k, v.canonical()) for k, v in s.items()) for s in shard.scalars]),
         "loss scale": repr((shard.scaler, shard.grad_scaler)),
@@ -188,14 +197,16 @@ def check_same_models(models: Sequence[ModelStates], head: Shard, record: Commit
         raise CheckpointError(mixed)
     if (mixed := other_trained_params(first, head)) is not None:
         raise CheckpointError(mixed)
-    for model in models[1:]:
-        for what, ours, theirs in (
-            ("the step", first.global_steps, model.global_steps),
-            ("parameters", first.sub_groups, model.sub_groups),
-            ("frozen parameters", _frozen_params(first), _frozen_params(model)),
+    first_of: dict[int, ModelStates] = {}  # by tensor parallel rank
+    for model in models:
+        peer = first_of.setdefault(model.rank % model.tensor_size, model)
+        for what, other, ours, theirs in (
+            ("the step", first, first.global_steps, model.global_steps),
+            ("parameters", peer, peer.sub_groups, model.sub_groups),
+            ("frozen parameters", peer, _frozen_params(peer), _frozen_params(model)),
         ):
             if ours != theirs:
-                raise CheckpointError(f"{model.path} and {first.path} differ in {what}. {MIXED}")
+                raise CheckpointError(f"{model.path} and {other.path} differ in {what}. {MIXED}")
 
 
 def _frozen_params(model: ModelStates) -> tuple[Param, ...] | None:

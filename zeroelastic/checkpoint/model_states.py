@@ -15,7 +15,14 @@ import numpy as np
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.optimizer_file import checked_column, checked_param, checked_params, checked_table
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY, SharedWeights, shared_weights_of
-from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, TensorParallel, expert_file_name, other_tp_size, saved_as
+from zeroelastic.checkpoint.tag_files import (
+    WHOLE_MODEL_FILE,
+    TensorParallel,
+    expert_file_name,
+    other_tp_size,
+    parse_rank_file,
+    saved_as,
+)
 from zeroelastic.core.layout import Int64Array, Layout, Param, partition_numel, unpacked_layout
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
@@ -27,6 +34,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 _NO_RANGES = np.empty((0, 2), dtype=np.int64)
 _MAX_WORLD_SIZE = 1 << 24
+_MAX_TENSOR_SIZE = 1 << 16
 _MAX_EXPERTS = 1 << 16
 _STATES = ("lr_scheduler", "random_ltd", "data_sampler")
 _OF_DEEPSPEED = frozenset(
@@ -63,6 +71,8 @@ _OF_DEEPSPEED = frozenset(
 class ModelStates:
     """What one rank's ``*_model_states.pt`` says about the layout; the module itself is not looked at.
 
+    ``world_size`` are the data parallel ranks, and ``tensor_size`` the tensor parallel ones. Names and shapes are those
+    on the rank: of slices, under the names that DeepSpeed has there.
     ``sub_groups`` are the trained parameters in flat order, by sub-group at stage 3 and by optimizer group at stages 1
     and 2; ``frozen`` those that the optimizer does not have, or None where they were excluded from the save;
     ``frozen_extents`` where this rank's parts of them are; ``directory`` is the file's digest of its zip directory.
@@ -81,6 +91,7 @@ class ModelStates:
     size: int
     rank: int
     world_size: int
+    tensor_size: int
     global_steps: int
     sub_groups: tuple[tuple[Param, ...], ...]
     frozen: Layout | None
@@ -110,7 +121,8 @@ def open_model_states(
 ) -> ModelStates:
     """Parse what a model states file says about the layout; objects of unknown classes in it stay inert.
 
-    With ``world_size`` given, a file that says otherwise raises CheckpointError.
+    With ``world_size`` given, the data parallel ranks, a file that says otherwise raises CheckpointError; with ``tp``,
+    a file of another tensor parallel size UnsupportedError.
     """
     return model_states_of(read_torch_file(path, foreign="inert", columns=True), rank, world_size=world_size, tp=tp)
 
@@ -138,9 +150,11 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
             f"{path}: was saved by {count} ranks, the rest of the checkpoint by {world_size}. Files of two saves are "
             "mixed in this directory."
         )
-    mp_world_size = root.get("mp_world_size", 1)
-    if mp_world_size != (1 if tp is None else tp.size):
-        raise other_tp_size(path, mp_world_size, tp)
+    tensor_size = root.get("mp_world_size", 1)
+    if type(tensor_size) is not int or not 1 <= tensor_size <= _MAX_TENSOR_SIZE:
+        raise CheckpointError(f"{path}: mp_world_size is {shown(tensor_size)}. It is not a ZeRO model states file.")
+    if tp is not None and tensor_size != tp.size:
+        raise other_tp_size(path, tensor_size, tp)
     params = trained_tables(root, path)
     tables = root["param_shapes"]
     module = root.get("module")
@@ -181,6 +195,7 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         size=file.size,
         rank=rank,
         world_size=count,
+        tensor_size=tensor_size,
         global_steps=steps if type(steps) is int else 0,
         sub_groups=params,
         frozen=frozen,
@@ -196,13 +211,15 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         | ({name: tensor.shape for name, tensor in shared.buffers.items()} if shared is not None else {}),
         weights=weights,
         params_alone=params_alone,
-        expert_files=() if is_part else _expert_files(root, 0 if tp is None else tp.rank),
+        expert_files=() if is_part else _expert_files(root, path),
         shared=shared,
     )
 
 
-def _expert_files(root: Mapping[object, object], tp_rank: int) -> tuple[str, ...]:
+def _expert_files(root: Mapping[object, object], path: FilePath) -> tuple[str, ...]:
     """The files with the weights of experts, which a file of the whole module counts by layer and does not have."""
+    file = parse_rank_file(path.name)
+    tp_rank = 0 if file is None else file.tp_rank
     counts = with_lists(root.get("num_experts"))
     if not isinstance(counts, list) or not all(type(count) is int and count <= _MAX_EXPERTS for count in counts):
         return ()

@@ -7,32 +7,53 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple, overload
 
+import numpy as np
+
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.contradictions import other_directory, other_save, other_stage
+from zeroelastic.checkpoint.contradictions import MIXED, other_directory, other_save, other_stage
+from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.file_table import FileNames, FileSizes
 from zeroelastic.checkpoint.marks import refuse_unfinished
-from zeroelastic.checkpoint.model_states import ModelStates, model_states_of, open_model_states
+from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.one_save import pin
-from zeroelastic.checkpoint.optimizer_file import Shard
-from zeroelastic.checkpoint.optimizer_reader import open_shard
+from zeroelastic.checkpoint.optimizer_file import ParamGroup, Shard
+from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file, shard_of
+from zeroelastic.checkpoint.saved_layout import (
+    SavedMaps,
+    SlicedLayout,
+    saved_maps,
+    sliced_frozen_layout,
+    sliced_layout,
+)
 from zeroelastic.checkpoint.shared_weights import SharedWeights
 from zeroelastic.checkpoint.tag_files import (
     NO_TENSOR_PARALLEL,
-    OFFLINE_TENSOR_PARALLEL,
     TensorParallel,
     claimed_twice,
     model_file_name,
     other_tp_size,
     parse_rank_file,
 )
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, counted, some
+from zeroelastic.checkpoint.topology import Topology
+from zeroelastic.core.layout import Layout, Param
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    UndescribedSlicesError,
+    UnsupportedError,
+    counted,
+    some,
+)
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.torch_file.header import Blocks, read_torch_file
+
+_DATA_FIRST = "use_data_before_expert_parallelism"
+"""The entry of a DeepSpeed configuration that is ``Topology.data_first``."""
 
 _ON_NO_NODE = "The nodes that hold it have to take part, or use an older tag."
 
@@ -81,16 +102,18 @@ class Checkpoint:
     """The files of one tag and what is known of them.
 
     Invariants: each of ``world_size`` ranks has an optimizer file in ``optim_files``; ``model_files`` has a file of
-    each rank at ZeRO stage 3, and one file of the whole model at stages 1 and 2 (``whole_model``); where there is a
-    commit record, every file has the size that it states. Of a tensor parallel run
-    these are the files of one tensor parallel rank, ``tp``, and ``world_size`` is the data parallel size.
-    ``remote_files`` are names of files that only other ranks see: their headers are parsed from bytes that a rank which
-    sees the file has read (``through``).
+    each rank at ZeRO stage 3, and at stages 1 and 2 (``whole_model``) one file of the whole model of each tensor
+    parallel rank; where there is a commit record, every file has the size that it states. Ranks are counted over all of
+    ``topology``. Where files of several tensor parallel ranks do not say which slices they have, these are the files of
+    one of these ranks, ``tp``, and ``topology`` has its data parallel ranks alone.
+
+    ``near_rank`` chooses among headers of which any will do. ``remote_files`` are names of files that only other ranks
+    see: their headers are parsed from bytes that a rank which sees the file has read (``through``).
     ``compare_directories``: whether a file that is opened must have the zip directory that the record states.
     """
 
     tag_dir: FilePath
-    world_size: int
+    topology: Topology
     optim_files: Sequence[FilePath]
     model_files: Sequence[FilePath]
     record: CommitRecord | None
@@ -100,21 +123,109 @@ class Checkpoint:
     remote_files: frozenset[str] = frozenset()
     compare_directories: bool = True
     whole_model: bool = False
+    near_rank: int = 0
     _shards: dict[int, Shard] = field(default_factory=dict, repr=False)
     _models: dict[int, ModelStates] = field(default_factory=dict, repr=False)
+    _maps: SavedMaps | None = field(default=None, repr=False)
+    _sliced: SlicedLayout | None = field(default=None, repr=False)
+    _frozen: Layout | None = field(default=None, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved."""
+        return self.topology.world_size
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the trained parameters over all ranks.
+
+        Opens an optimizer file's header, and where there are slices, those of ``layout_models``. Raises as ``shard``.
+        """
+        if self._sliced is None:
+            layout = self.shard(self._near(0)).layout
+            if self._sliced is None:
+                return layout
+        return self._sliced.layout
+
+    @property
+    def layout_models(self) -> tuple[int, ...]:
+        """The ranks whose model states headers say what slices there are: one of each tensor parallel rank."""
+        opened = {self.topology.place(rank)[1]: rank for rank in reversed(self._models)}
+        return tuple(opened.get(t, self._near(t)) for t in range(self.topology.tensor_size))
+
+    def _near(self, tensor_rank: int) -> int:
+        """The rank of a tensor parallel rank that is near ``near_rank``."""
+        near = self.near_rank if self.near_rank < self.world_size else 0
+        return self.topology.rank(self.topology.place(near)[0], tensor_rank)
+
+    def extents(self, rank: int) -> Mapping[str, TensorExtents]:
+        """Where a rank's optimizer file has its parts of the parameters of ``layout``, by state key. Opens as that."""
+        extents = self.shard(rank).extents
+        slices = self.layout.slices
+        if slices is None:
+            return extents
+        number = np.flatnonzero(slices.has(rank))
+        return {key: one.among(number, self.layout.num_params) for key, one in extents.items()}
+
+    def groups(self, head: Shard) -> tuple[ParamGroup, ...]:
+        """The optimizer groups of one rank's file, with the parameters of all ranks by the names of whole tensors."""
+        return head.groups if self._sliced is None else self._sliced.groups(head)
+
+    @property
+    def frozen_layout(self) -> Layout | None:
+        """The layout of the frozen parameters over the ranks that saved some; None where none were saved.
+
+        At stages 1 and 2 and of a lean save one data parallel rank has all. Opens the headers of ``layout_models``.
+        """
+        if self.topology.tensor_size == 1:
+            return self.model_states(self.layout_models[0]).frozen
+        if self._frozen is None:
+            models = [self.model_states(rank) for rank in self.layout_models]
+            topology = Topology(1, self.topology.tensor_size) if self.whole_model else self.topology
+            assert self._maps is not None, "read with the first model states"
+            self._frozen = sliced_frozen_layout(models, topology, self._maps)
+        return self._frozen
+
+    def frozen_extents(self, rank: int) -> TensorExtents | None:
+        """Where a rank's file has its parts of the parameters of ``frozen_layout``; None where it has none.
+
+        Raises CheckpointError where it lists others.
+        """
+        layout = self.frozen_layout
+        if layout is None or rank >= layout.world_size:
+            return None
+        shared = next((model for model in self._models.values() if model.shared is not None), None)
+        model = self.model_states(rank) if shared is None else shared
+        if model.frozen is None or model.frozen_extents is None:
+            return None
+        if model.frozen.params != layout.on_rank(rank).params:
+            raise CheckpointError(f"{model.path}: lists other frozen parameters than its neighbours. {MIXED}")
+        if layout.slices is None:
+            return model.frozen_extents
+        return model.frozen_extents.among(np.flatnonzero(layout.slices.has(rank)), layout.num_params)
+
+    @property
+    def expert_files(self) -> tuple[str, ...]:
+        """The names of the files of experts that belong to the tag, by a model states header that was parsed."""
+        return next((model.expert_files for model in self._models.values()), ())
 
     def shard(self, rank: int, *, through: Blocks | None = None) -> Shard:
-        """The header of one rank's optimizer file; parsed once. Raises CheckpointError, UnsupportedError."""
+        """The header of one rank's optimizer file; parsed once. Raises CheckpointError, UnsupportedError.
+
+        Where there are slices, the headers of ``layout_models`` are opened before.
+        """
         if rank not in self._shards:
             path = self.optim_files[rank]
-            rigid = None
-            recorded_rigid = self.record is not None and self.record.checkpoint_format == "rigid"
-            if not self._models and (self.whole_model or recorded_rigid):
-                self.model_states(rank)
-            if self._models:
-                rigid = next(iter(self._models.values())).sub_groups
-            shard = open_shard(
-                path, rank, world_size=self.world_size, rigid_params=rigid, tp_rank=self.tp.rank, through=through
+            data_rank, tensor_rank = self.topology.place(rank)
+            opened = read_optimizer_file(path, world_size=self.topology.data_size, through=through)
+            slices = self._slices(rank, opened)
+            shard = shard_of(
+                opened,
+                data_rank,
+                world_size=self.topology.data_size,
+                rigid_params=self._rigid_params(rank),
+                tp_rank=tensor_rank if self.tp.size == 1 else self.tp.rank,
+                slices=slices,
             )
             mixed = other_stage(shard, self.model_files[0].name) or other_save(shard, self.record)
             if mixed is not None:
@@ -123,20 +234,48 @@ class Checkpoint:
             self._shards[rank] = shard
         return self._shards[rank]
 
+    def _rigid_params(self, rank: int) -> Sequence[Sequence[Param]] | None:
+        """The parameters by flat buffer, which stock optimizer files do not name; None where no header is needed."""
+        recorded_rigid = self.record is not None and self.record.checkpoint_format == "rigid"
+        if not self._models and (self.whole_model or recorded_rigid):
+            self.model_states(rank)
+        if not self._models:
+            return None
+        return self.model_states(self.layout_models[self.topology.place(rank)[1]]).sub_groups
+
+    def _slices(self, rank: int, opened: OptimizerFile) -> RankSlices | None:
+        """Which slices a rank has; None where ranks have no slices, or do not say which."""
+        if self.tp.size > 1 or (self.topology.tensor_size == 1 and opened.num_parts is None):
+            return None
+        if self._sliced is None:
+            models = [self.model_states(each) for each in self.layout_models]
+            assert self._maps is not None, "read with the first model states"
+            data_first = isinstance(opened.config, dict) and opened.config.get(_DATA_FIRST) is True
+            self.topology = replace(self.topology, data_first=data_first)
+            self._sliced = sliced_layout(models, opened, self.topology, self._maps)
+        return self._sliced.of_rank(rank)
+
     def model_states(self, rank: int, *, through: Blocks | None = None) -> ModelStates:
-        """The layout part of one rank's model states file, or of the only one; parsed once. Raises CheckpointError."""
-        rank = 0 if self.whole_model else rank
+        """The layout part of a rank's model states file, or of its tensor parallel rank's; parsed once.
+
+        Raises CheckpointError, UndescribedSlicesError.
+        """
+        tensor_rank = self.topology.place(rank)[1]
+        rank = tensor_rank if self.whole_model else rank
         if rank not in self._models:
-            path = self.model_file(rank)
+            path = self.model_files[rank]
             file = read_torch_file(path, foreign="inert", through=through, columns=True)
-            model = model_states_of(file, rank, world_size=self.world_size, tp=self.tp)
+            tp = self.tp if self.tp.size > 1 else TensorParallel(tensor_rank, self.topology.tensor_size)
+            model = model_states_of(file, rank, world_size=self.topology.data_size, tp=tp)
             self._check_directory(path, model.directory)
+            if self._maps is None and self.tp.size == 1:
+                self._maps = saved_maps(file.root, model.tensor_size, path)
             self._models[rank] = model
         return self._models[rank]
 
     def model_file(self, rank: int) -> FilePath:
-        """The model states file that is a saved rank's: its own, or the one of the whole module."""
-        return self.model_files[0 if self.whole_model else rank]
+        """The model states file that is a saved rank's: its own, or the one of its tensor parallel rank."""
+        return self.model_files[self.topology.place(rank)[1] if self.whole_model else rank]
 
     def _check_directory(self, path: FilePath, found: str) -> None:
         recorded = self.record.directories.get(path.name) if self.record is not None else None
@@ -186,11 +325,12 @@ def open_checkpoint(
     ``sizes`` are its files by name, where a caller has listed it already.
 
     ``near_rank`` is the rank whose own model states file is read when no record tells the world size; a rank that the
-    save did not have takes rank 0's. ``tp`` chooses the files of one tensor parallel rank, and states how many there
-    have to be; without it there may be only one. ``compare_directories`` holds the zip directory of each file that is
+    save did not have takes rank 0's. Tensor parallel ranks have to say which slices of tensors they have, as
+    DeepSpeed's maps do. For those that do not, ``tp`` chooses the files of one, and states how many there have to be:
+    each is then a checkpoint of its own. ``compare_directories`` holds the zip directory of each file that is
     opened against the record's digest of it. Raises MissingFileError (no directory, a rank's file missing),
     CheckpointError (sizes that contradict the record, files of two precisions), UnsupportedError (other stages, another
-    tensor parallel size).
+    tensor parallel size than that of ``tp``), and its subclass UndescribedSlicesError.
 
     Example::
 
@@ -204,72 +344,108 @@ def open_checkpoint(
     else:
         sizes, names = listing.sizes, listing.names
     refuse_unfinished(tag_dir, names)
-    files, record = _files_and_record(tag_dir, names, tp, listing)
-    early: ModelStates | None = None
+    record = read_record(tag_dir) if listing is None else listing.record
+    files = _state_files(tag_dir, names, record, tp)
+    first: _First | None = None
     if record is not None:
-        world_size = record.world_size
+        data_size = record.world_size
     elif listing is not None and listing.world_size is not None:
-        world_size = listing.world_size
+        data_size = listing.world_size
     else:
-        early = _first_model_states(tag_dir, files.models, near_rank, tp)
-        world_size = early.world_size
-    tp_rank = tp.rank if tp is not None else 0
+        first = _first_model_states(tag_dir, files, near_rank, tp)
+        data_size = first.model.world_size
+        if first.model.tensor_size != files.tensor_size and not _is_one_of_several(tp):
+            files = rank_files(tag_dir, names, tensor_size=first.model.tensor_size)
+    topology = Topology(data_size, files.tensor_size)
     over_nodes = listing is not None and listing.over_nodes
-    _check_none_missing(tag_dir, files, world_size, tp_rank=tp_rank, over_nodes=over_nodes)
+    tp_rank = tp.rank if tp is not None else 0
+    _check_none_missing(tag_dir, files, topology, tp_rank=tp_rank, over_nodes=over_nodes)
     if record is not None:
         check_sizes(tag_dir, names, sizes, record)
+    world_size = topology.world_size
     stale = [names[rank] for names in (files.optim, files.models) for rank in sorted(names) if rank >= world_size]
     checkpoint = Checkpoint(
         tag_dir=tag_dir,
-        world_size=world_size,
+        topology=topology,
         optim_files=FilesByRank(tag_dir, (files.optim[rank] for rank in range(world_size))),
-        model_files=FilesByRank(tag_dir, (files.models[rank] for rank in range(files.num_models(world_size)))),
+        model_files=FilesByRank(tag_dir, (files.models[rank] for rank in range(files.num_models(data_size)))),
         record=record,
-        stale_files=tuple(stale),
+        stale_files=(*stale, *files.others),
         record_bytes=_record_bytes(sizes, record) if listing is None else listing.record_bytes,
         tp=tp or NO_TENSOR_PARALLEL,
         remote_files=frozenset() if listing is None else listing.remote_files,
         compare_directories=compare_directories,
         whole_model=files.whole_model,
+        near_rank=near_rank,
     )
-    if early is not None:
-        checkpoint._models[early.rank] = early
+    if first is not None:
+        rank = checkpoint.topology.rank(*first.place)
+        checkpoint._models[rank] = replace(first.model, rank=rank)
+        checkpoint._maps = first.maps
     return checkpoint
 
 
-def _files_and_record(
-    tag_dir: FilePath, names: Collection[str], tp: TensorParallel | None, listing: Listing | None
-) -> tuple[StateFiles, CommitRecord | None]:
-    """The optimizer and the model states files of ``tp`` by rank, and the commit record."""
-    if tp is None:
-        files = rank_files(tag_dir, names)
-        return files, read_record(tag_dir) if listing is None else listing.record
-    record = read_record(tag_dir) if listing is None else listing.record
-    _check_tp_size(tag_dir, names, record, tp)
-    return rank_files(tag_dir, names, tp.rank), record
+def _is_one_of_several(tp: TensorParallel | None) -> bool:
+    """Whether the files of one of several tensor parallel ranks are asked for."""
+    return tp is not None and tp.size > 1
 
 
-def _first_model_states(
-    tag_dir: FilePath, models: Mapping[int, str], near_rank: int, tp: TensorParallel | None
-) -> ModelStates:
+def _state_files(
+    tag_dir: FilePath, names: Collection[str], record: CommitRecord | None, tp: TensorParallel | None
+) -> StateFiles:
+    """The optimizer and the model states files by rank: of all ranks, or of the tensor parallel rank ``tp``."""
+    if tp is not None and tp.size > 1:
+        _check_tp_size(tag_dir, names, record, tp)
+        return rank_files(tag_dir, names, tp.rank)
+    tensor_size = None if record is None else record.tp_size
+    if record is not None and any(group.tp_rank for group in record.params.groups):
+        raise UndescribedSlicesError(
+            f"{other_tp_size(tag_dir, tensor_size, tp)} Its tensor parallel ranks were recorded each by itself."
+        )
+    return rank_files(tag_dir, names, tensor_size=tensor_size)
+
+
+class _First(NamedTuple):
+    """The first model states header that is opened, its data and its tensor parallel rank, and its maps."""
+
+    model: ModelStates
+    place: tuple[int, int]
+    maps: SavedMaps | None
+
+
+def _first_model_states(tag_dir: FilePath, files: StateFiles, near_rank: int, tp: TensorParallel | None) -> _First:
     """The model states of ``near_rank``, or of rank 0 where the save has no such rank."""
-    rank = near_rank if near_rank in models else 0
-    if rank not in models:
+    rank = near_rank % files.tensor_size if files.whole_model else near_rank
+    rank = rank if rank in files.models else 0
+    if rank not in files.models:
         name = model_file_name(rank, 0 if tp is None else tp.rank, whole=False)
         raise MissingFileError(f"{tag_dir}: {name} is missing. The checkpoint is incomplete.")
-    return open_model_states(tag_dir / models[rank], rank, world_size=None, tp=tp)
+    path = tag_dir / files.models[rank]
+    named = parse_rank_file(path.name)
+    assert named is not None
+    file = read_torch_file(path, foreign="inert", columns=True)
+    if tp is not None and tp.size > 1:
+        return _First(model_states_of(file, rank, world_size=None, tp=tp), (named.rank, 0), None)
+    model = model_states_of(file, rank, world_size=None)
+    try:
+        return _First(model, (named.rank, named.tp_rank), saved_maps(file.root, model.tensor_size, path))
+    except UndescribedSlicesError as error:
+        raise UndescribedSlicesError(f"{other_tp_size(tag_dir, model.tensor_size, tp)} {error}") from None
 
 
 def _check_none_missing(
     tag_dir: FilePath,
     files: StateFiles,
-    world_size: int,
+    topology: Topology,
     *,
     tp_rank: int,
     over_nodes: bool,
 ) -> None:
-    """Raise MissingFileError unless each rank has both files; ``over_nodes``: the files that any rank sees."""
-    num_models = files.num_models(world_size)
+    """Raise MissingFileError unless each rank has both files; ``over_nodes``: the files that any rank sees.
+
+    ``tp_rank`` is that of the files where they are of one of several tensor parallel ranks.
+    """
+    world_size, num_models = topology.world_size, files.num_models(topology.data_size)
     expected = (files.optim, world_size), (files.models, num_models)
     num_missing = sum(count - sum(rank < count for rank in names) for names, count in expected)
     if not num_missing:
@@ -277,9 +453,10 @@ def _check_none_missing(
     names = (
         name
         for rank in range(world_size)
+        for data_rank, tensor_rank in [topology.place(rank)]
         for present, count, name in (
-            (files.optim, world_size, f"*zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}_optim_states.pt"),
-            (files.models, num_models, model_file_name(rank, tp_rank, whole=files.whole_model)),
+            (files.optim, world_size, f"*zero_pp_rank_{data_rank}_mp_rank_{tensor_rank + tp_rank:02d}_optim_states.pt"),
+            (files.models, num_models, model_file_name(data_rank, tensor_rank + tp_rank, whole=files.whole_model)),
         )
         if rank not in present and rank < count
     )
@@ -339,49 +516,59 @@ def _check_tp_size(tag_dir: FilePath, names: Iterable[str], record: CommitRecord
 class StateFiles(NamedTuple):
     """The names of the optimizer and the model states files of a tag by rank.
 
-    ``whole_model``: rank 0's model states file has the whole weights, and no other rank writes one (stages 1 and 2).
+    Ranks are counted over ``tensor_size`` tensor parallel ranks. ``whole_model``: the model states files have the whole
+    weights of a tensor parallel rank, by which they are numbered (stages 1 and 2). ``others`` are files of further
+    tensor parallel ranks.
     """
 
     optim: dict[int, str]
     models: dict[int, str]
     whole_model: bool
+    tensor_size: int = 1
+    others: tuple[str, ...] = ()
 
-    def num_models(self, world_size: int) -> int:
-        """How many ranks of a save of ``world_size`` ranks write a model states file."""
-        return 1 if self.whole_model else world_size
+    def num_models(self, data_size: int) -> int:
+        """How many model states files a save of ``data_size`` data parallel ranks has."""
+        return self.tensor_size if self.whole_model else self.tensor_size * data_size
 
 
-def rank_files(tag_dir: FilePath, names: Iterable[str], tp_rank: int | None = None) -> StateFiles:
+def rank_files(
+    tag_dir: FilePath, names: Iterable[str], tp_rank: int | None = None, *, tensor_size: int | None = None
+) -> StateFiles:
     """The optimizer and the model states file of each rank among the files of a directory.
 
-    Without ``tp_rank``, files of several tensor parallel ranks are refused. Raises MissingFileError where there are
-    none, CheckpointError where two claim the same rank, UnsupportedError.
+    With ``tp_rank``, those of that tensor parallel rank alone; else of ``tensor_size`` such ranks, by default as many
+    as there are names of. Raises MissingFileError where there are none, CheckpointError where two claim the same rank,
+    UnsupportedError for ZeRO stage 0.
     """
+    files = {name: file for name in sorted(names) if (file := parse_rank_file(name)) is not None}
+    if tp_rank is not None:
+        files = {name: file._replace(tp_rank=0) for name, file in files.items() if file.tp_rank == tp_rank}
+    if tensor_size is None:
+        tensor_size = max((file.tp_rank + 1 for file in files.values()), default=1)
     found: dict[str, dict[int, str]] = {"optimizer": {}, "model": {}, "whole_model": {}}
-    for name in sorted(names):
-        file = parse_rank_file(name)
-        if file is None or (tp_rank is not None and file.tp_rank != tp_rank):
+    others: list[str] = []
+    for name, file in files.items():
+        if file.tp_rank >= tensor_size:
+            others.append(name)
             continue
-        if tp_rank is None and file.tp_rank != 0:
-            raise UnsupportedError(
-                f"{tag_dir}: {name} belongs to tensor parallel rank {file.tp_rank}. {OFFLINE_TENSOR_PARALLEL}"
-            )
-        files = found[file.kind]
-        if file.rank in files:
-            raise claimed_twice(tag_dir, files[file.rank], name, file.rank)
-        files[file.rank] = name
+        rank = file.rank * tensor_size + file.tp_rank
+        of_kind = found[file.kind]
+        if rank in of_kind:
+            raise claimed_twice(tag_dir, of_kind[rank], name, file.rank)
+        of_kind[rank] = name
     optim, models, whole = found.values()
     if whole and not models and not optim:
         raise UnsupportedError(
-            f"{tag_dir}: has {whole[0]} and no optimizer files (*_optim_states.pt). It is of ZeRO stage 0, whose "
-            "optimizer state does not name its parameters, so that only a stage 0 run resumes it, or of stage 1 or 2 "
-            "without its optimizer files."
+            f"{tag_dir}: has {whole[min(whole)]} and no optimizer files (*_optim_states.pt). It is of ZeRO stage 0, "
+            "whose optimizer state does not name its parameters, so that only a stage 0 run resumes it, or of stage 1 "
+            "or 2 without its optimizer files."
         )
     if not models and not optim:
         raise MissingFileError(
             f"{tag_dir}: holds no ZeRO checkpoint (zero_pp_rank_*_optim_states.pt and *_model_states.pt)."
         )
-    return StateFiles(optim, models or whole, bool(whole) and not models)
+    return StateFiles(optim, models or whole, bool(whole) and not models, tensor_size, tuple(others))
 
 
 def check_sizes(tag_dir: FilePath, names: Collection[str], sizes: Mapping[str, int], record: CommitRecord) -> None:

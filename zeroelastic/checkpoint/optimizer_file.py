@@ -132,28 +132,46 @@ def checked_params(params: Sequence[Param], path: FilePath) -> Sequence[Param]:
     return params
 
 
-def checked_groups(groups: Sequence[Sequence[Param]], world_size: int, gaps: object, path: FilePath) -> Layout:
+def checked_groups(
+    groups: Sequence[Sequence[Param]],
+    world_size: int,
+    gaps: object,
+    path: FilePath,
+    *,
+    num_parts: Sequence[int] | None = None,
+) -> Layout:
     """The group split of a file's parameters by group; ``gaps`` as the file states them, or None.
 
-    Raises CheckpointError where there is none.
+    ``num_parts`` as of ``group_split_layout``. Raises CheckpointError where there is none.
     """
     checked_params([param for group in groups for param in group], path)
-    if gaps is not None and not (
-        isinstance(gaps, list)
-        and all(isinstance(group, list) and all(type(n) is int and 0 <= n < 16 for n in group) for group in gaps)
-    ):
-        raise damaged(path, f"param_alignment_paddings is {shown(gaps)}")
     try:
-        return group_split_layout(groups, world_size, gaps)
+        return group_split_layout(groups, world_size, checked_gaps(gaps, path), num_parts=num_parts)
     except (ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: {error}. The file is damaged.") from None
 
 
-def checked_layout(sub_groups: Sequence[Sequence[Param]], world_size: int, path: FilePath) -> Layout:
-    """The layout of a file's parameters by sub-group. Raises CheckpointError where there is none."""
+def checked_gaps(gaps: object, path: FilePath) -> list[list[int]] | None:
+    """What is left free behind each parameter of each group, where a file states it. Raises CheckpointError."""
+    if gaps is None:
+        return None
+    if not isinstance(gaps, list) or not all(
+        isinstance(group, list) and all(type(n) is int and 0 <= n < 16 for n in group) for group in gaps
+    ):
+        raise damaged(path, f"param_alignment_paddings is {shown(gaps)}")
+    return gaps
+
+
+def checked_layout(
+    sub_groups: Sequence[Sequence[Param]], world_size: int, path: FilePath, *, num_parts: Sequence[int] | None = None
+) -> Layout:
+    """The layout of a file's parameters by sub-group; ``num_parts`` as of ``layout_from_sub_groups``.
+
+    Raises CheckpointError where there is none.
+    """
     checked_params([param for sub_group in sub_groups for param in sub_group], path)
     try:
-        return layout_from_sub_groups(sub_groups, world_size)
+        return layout_from_sub_groups(sub_groups, world_size, num_parts=num_parts)
     except (ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: {error}. The file is damaged.") from None
 
@@ -207,7 +225,8 @@ class ScalerState:
 class Shard:
     """One rank's optimizer state: which tensors and scalars each flat buffer has and where the tensors are.
 
-    A flat buffer is a sub-group at ZeRO ``stage`` 3, an optimizer group at stages 1 and 2.
+    A flat buffer is a sub-group at ZeRO ``stage`` 3, an optimizer group at stages 1 and 2. ``rank`` is counted over all
+    ranks; of a checkpoint with slices, ``layout`` is that of the rank, and parameters go by the names of whole tensors.
 
     Invariants: every flat buffer and lean tensor has exactly the size that the layout implies, and every extent lies
     inside its file. ``tensor_keys[i]`` and ``scalars[i]`` belong to sub-group i; ``tensor_keys`` includes "fp32".

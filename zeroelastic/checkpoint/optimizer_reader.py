@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +38,10 @@ from zeroelastic.checkpoint.optimizer_file import (
     read_scalar,
     zero_option,
 )
+from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Int64Array, Layout, Param, original_order
+from zeroelastic.core.layout import Int64Array, Layout, Param, original_order, with_slices
+from zeroelastic.core.slices import RankSet
 from zeroelastic.errors import CheckpointError, NewerFormatError, UnsupportedError, shown
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.columns import IntColumn, TensorColumn, with_lists
@@ -63,6 +67,38 @@ _WITH_COLUMNS = ("base_optimizer_state", "zeroelastic")
 """The entries of an elastic file that have an item for each parameter."""
 
 
+class OptimizerFile(NamedTuple):
+    """An optimizer file whose tree was read, and whose tensors are not placed yet: ``shard_of`` does it.
+
+    ``num_parts`` are the ranks that share each flat buffer, where these are not all data parallel ranks: those of
+    experts. ``config`` is the DeepSpeed configuration.
+    """
+
+    file: TorchFile
+    state: _State
+    config: object
+    stage: int
+    num_parts: tuple[int, ...] | None
+
+    @property
+    def gaps(self) -> object:
+        """What is left free behind each parameter of each group, as the file states it."""
+        return self.state.get("param_alignment_paddings")
+
+
+class RankSlices(NamedTuple):
+    """Which slices a rank's files have to hold.
+
+    ``rank`` is counted over all ranks, ``layout`` is what the checkpoint's maps say that it has, and ``names`` are
+    those of whole tensors by the name in the files, where they differ.
+    """
+
+    topology: Topology
+    rank: int
+    layout: Layout
+    names: Mapping[str, str]
+
+
 def open_shard(
     path: FilePath,
     rank: int,
@@ -71,23 +107,22 @@ def open_shard(
     rigid_params: Sequence[Sequence[Param]] | None,
     tp_rank: int = 0,
     through: Blocks | None = None,
+    slices: RankSlices | None = None,
 ) -> Shard:
-    """Parse one optimizer file of a ``world_size``-rank save, that of tensor parallel rank ``tp_rank``.
+    """Parse the optimizer file of a data parallel rank of ``world_size``, that of tensor parallel rank ``tp_rank``.
 
     ``rigid_params`` are the parameters by flat buffer, in buffer order, which the optimizer files of stock DeepSpeed do
     not name (they come from a ``*_model_states.pt``); elastic files of stage 3 name them themselves. ``through`` as of
-    ``read_torch_file``. Raises CheckpointError, UnsupportedError.
+    ``read_torch_file``. ``slices`` are those of the rank, where the checkpoint has slices. Raises CheckpointError,
+    UnsupportedError.
     """
+    opened = read_optimizer_file(path, world_size=world_size, through=through)
+    return shard_of(opened, rank, world_size=world_size, rigid_params=rigid_params, tp_rank=tp_rank, slices=slices)
+
+
+def read_optimizer_file(path: FilePath, *, world_size: int, through: Blocks | None = None) -> OptimizerFile:
+    """Read the tree of an optimizer file of ``world_size`` data parallel ranks. Raises as ``open_shard``."""
     file = read_torch_file(path, through=through, columns=True)
-    with file.one_open():
-        return _shard_of(file, rank, world_size=world_size, rigid_params=rigid_params, tp_rank=tp_rank)
-
-
-def _shard_of(
-    file: TorchFile, rank: int, *, world_size: int, rigid_params: Sequence[Sequence[Param]] | None, tp_rank: int
-) -> Shard:
-    """What ``open_shard`` returns, of a file whose tree, which is let go, was read."""
-    path = file.path
     root, file.root = file.root, None
     state = root.pop("optimizer_state_dict", None) if isinstance(root, dict) else None
     if isinstance(state, dict) and "zeroelastic" in state:
@@ -100,36 +135,160 @@ def _shard_of(
     stage = state.get("zero_stage", 1 if _GROUPS in state else None)
     if stage not in (1, 2, 3):
         raise UnsupportedError(f"{path}: was saved with ZeRO stage {shown(stage)}; stages 1, 2 and 3 are read.")
-    if state.get("ds_zero_partition_groups") is not None:
-        raise UnsupportedError(f"{path}: holds AutoEP expert parameters, which cannot be resharded yet.")
-    count = state.get("partition_count")
-    if stage != 3 and isinstance(count, list) and len(set(map(repr, count))) > 1:
-        raise UnsupportedError(
-            f"{path}: its optimizer groups are cut for {shown(count)} ranks: it has groups of experts (MoE), which "
-            "cannot be resharded yet."
-        )
-    count = count[0] if stage != 3 and isinstance(count, list) and count else count
-    if count != world_size:
+    num_parts = _num_parts(path, state, int(stage), world_size)
+    return OptimizerFile(file, state, with_lists(root.get("ds_config")), int(stage), num_parts)
+
+
+def _num_parts(path: FilePath, state: _State, stage: int, world_size: int) -> tuple[int, ...] | None:
+    """``OptimizerFile.num_parts``. Raises CheckpointError for numbers that do not divide the data parallel ranks."""
+    stated = state.get("partition_count")
+    counts: list[object] = stated if stage != 3 and isinstance(stated, list) and stated else [stated]
+    groups = state.get("ds_zero_partition_groups") if stage == 3 else None
+    numbers = [count for count in counts if type(count) is int and count > 0 and world_size % count == 0]
+    if len(numbers) < len(counts) or (world_size not in numbers and not _has_experts_alone(state)):
+        said = next((count for count in counts if count not in numbers), counts[0])
         raise CheckpointError(
-            f"{path}: was saved by {shown(count)} ranks, the rest of the checkpoint by {world_size}. Files of "
+            f"{path}: was saved by {shown(said)} ranks, the rest of the checkpoint by {world_size}. Files of "
             "two saves are mixed in this directory."
         )
-    file.locate()
-    config = with_lists(root.get("ds_config"))
-    make = partial(_build, file, state, rank=rank, config=config, stage=int(stage))
-    if stage == 3 and "base_optimizer_state" in state:
-        return _read_elastic(file, state, make, rank=rank, world_size=world_size, tp_rank=tp_rank)
-    if rigid_params is None:
-        raise damaged(path, "names no parameters and no model states file does")
-    if stage == 3:
-        return _read_rigid(file, state, make, rigid_params, world_size=world_size)
-    return _read_groups(file, state, make, config, rigid_params, rank=rank, world_size=world_size)
+    if groups is not None:
+        numbers = _partition_counts(path, groups, world_size)
+    return tuple(numbers) if any(count != world_size for count in numbers) else None
 
 
-def _read_rigid(
-    file: TorchFile, state: _State, make: _Make, sub_groups: Sequence[Sequence[Param]], *, world_size: int
+def _has_experts_alone(state: _State) -> bool:
+    """Whether all optimizer groups of a file of stage 1 or 2 are groups of experts."""
+    base = state.get("base_optimizer_state")
+    groups = base.get("param_groups") if isinstance(base, dict) else None
+    return isinstance(groups, list) and all(isinstance(group, dict) and group.get("moe") is True for group in groups)
+
+
+def _partition_counts(path: FilePath, groups: object, world_size: int) -> list[int]:
+    """How many ranks share each sub-group of an AutoEP run at stage 3."""
+    counts: list[int] = []
+    for i, group in enumerate(groups if isinstance(groups, list) else [None]):
+        number, count = (
+            group.get(key) if isinstance(group, dict) else None for key in ("sub_group", "partition_count")
+        )
+        if number != i or type(count) is not int or count < 1 or world_size % count:
+            raise damaged(path, f"ds_zero_partition_groups has {shown(group)} for sub-group {i} of {world_size} ranks")
+        counts.append(count)
+    return counts
+
+
+def shard_of(
+    opened: OptimizerFile,
+    rank: int,
+    *,
+    world_size: int,
+    rigid_params: Sequence[Sequence[Param]] | None,
+    tp_rank: int = 0,
+    slices: RankSlices | None = None,
 ) -> Shard:
-    layout = checked_layout(sub_groups, world_size, file.path)
+    """What ``open_shard`` returns, of a file that was read already."""
+    with opened.file.one_open():
+        return _shard_of(opened, rank, world_size=world_size, rigid_params=rigid_params, tp_rank=tp_rank, slices=slices)
+
+
+def _shard_of(
+    opened: OptimizerFile,
+    rank: int,
+    *,
+    world_size: int,
+    rigid_params: Sequence[Sequence[Param]] | None,
+    tp_rank: int,
+    slices: RankSlices | None,
+) -> Shard:
+    file, state, config, stage, num_parts = opened
+    path = file.path
+    if num_parts is not None and slices is None:
+        raise UnsupportedError(
+            f"{path}: {shown(list(num_parts))} ranks share its flat buffers: it has groups of experts (MoE), and "
+            "nothing says which rank has which."
+        )
+    cut = _Cut(world_size, rank, num_parts) if slices is None else _cut_of(path, state, slices, num_parts)
+    file.locate()
+    make = partial(_build, file, state, rank=cut.rank, config=config, stage=stage)
+    if stage == 3 and "base_optimizer_state" in state:
+        shard = _read_elastic(file, state, make, cut, rank=rank, world_size=world_size, tp_rank=tp_rank)
+    elif rigid_params is None:
+        raise damaged(path, "names no parameters and no model states file does")
+    elif stage == 3:
+        shard = _read_rigid(file, state, make, rigid_params, cut)
+    else:
+        shard = _read_groups(file, state, make, config, rigid_params, cut)
+    return shard if slices is None else _of_whole_tensors(shard, slices)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How many ranks there are, which of them a file is of, and the ranks that share each flat buffer.
+
+    Without ``num_parts`` all ranks share all.
+    """
+
+    world_size: int
+    rank: int
+    num_parts: tuple[int, ...] | None = None
+    ranks: tuple[RankSet, ...] | None = None
+
+    def layout(self, layout: Layout) -> Layout:
+        """A layout of as many buffers, with the ranks."""
+        return layout if self.ranks is None else with_slices(layout, self.ranks)
+
+    def parts(self, num_buffers: int, path: FilePath) -> tuple[int, ...]:
+        """The ranks that share each flat buffer. Raises CheckpointError where the file has not as many buffers."""
+        parts = (self.world_size,) * num_buffers if self.num_parts is None else self.num_parts
+        if len(parts) != num_buffers:
+            raise damaged(path, f"states how many ranks share {len(parts)} flat buffers, and has {num_buffers}")
+        return parts
+
+
+def _cut_of(path: FilePath, state: _State, slices: RankSlices, num_parts: tuple[int, ...] | None) -> _Cut:
+    """How the flat buffers of a rank of a checkpoint with slices are cut."""
+    topology, rank = slices.topology, slices.rank
+    parts = num_parts or (topology.data_size,) * slices.layout.num_sub_groups
+    tensor_rank = topology.place(rank)[1]
+    ranks: list[RankSet] = []
+    for count in parts:
+        ep = topology.data_size // count
+        ranks.append(topology.sharers(tensor_rank, topology.expert_rank(rank, ep), ep))
+    groups = state.get("ds_zero_partition_groups") if num_parts is not None else None
+    for i, group in enumerate(groups if isinstance(groups, list) else ()):
+        first, step, count = ranks[i]
+        if group.get("partition_ranks") != [first + step * number for number in range(count)]:
+            raise UnsupportedError(
+                f"{path}: the ranks {shown(group.get('partition_ranks'))} share its sub-group {i}, and not {count} "
+                f"ranks from {first} on, each {step} further, as DeepSpeed groups them."
+            )
+    return _Cut(topology.world_size, rank, parts, tuple(ranks))
+
+
+def _of_whole_tensors(shard: Shard, slices: RankSlices) -> Shard:
+    """A shard with the layout and the names that the checkpoint's maps give it.
+
+    Raises CheckpointError where the file has other slices.
+    """
+    own, layout, names = shard.layout, slices.layout, slices.names
+    params = [Param(names.get(param.name, param.name), param.shape) for param in own.params]
+    same = params == [*layout.params] and own.num_sub_groups == layout.num_sub_groups
+    if not same or not all(
+        np.array_equal(getattr(own, column), getattr(layout, column))
+        for column in ("sub_group", "origin", "part", "offset")
+    ):
+        raise CheckpointError(
+            f"{shard.path}: has other slices of tensors than the maps in the model states files give to rank "
+            f"{slices.rank}. Files of two saves are mixed in this directory."
+        )
+    groups = [
+        ParamGroup(group.options, tuple(names.get(name, name) for name in group.params)) for group in shard.groups
+    ]
+    return replace(shard, layout=layout, groups=tuple(groups))
+
+
+def _read_rigid(file: TorchFile, state: _State, make: _Make, sub_groups: Sequence[Sequence[Param]], cut: _Cut) -> Shard:
+    parts = cut.parts(len(sub_groups), file.path)
+    layout = cut.layout(checked_layout(sub_groups, cut.world_size, file.path, num_parts=parts))
     flats = _flat_groups(file, state, layout)
     members, values = _nested_state(file, state.get("optimizer_state_dict"), len(flats))
     groups = tuple(
@@ -192,26 +351,27 @@ def _read_groups(
     make: _Make,
     config: object,
     groups: Sequence[Sequence[Param]],
-    *,
-    rank: int,
-    world_size: int,
+    cut: _Cut,
 ) -> Shard:
     """Read a file of stage 1 or 2, of ``DeepSpeedZeroOptimizer`` or ``BF16_Optimizer`` (DeepSpeed 0.19.8)."""
     gaps = state.get("param_alignment_paddings")
-    layout = checked_groups(groups, world_size, gaps, file.path)
+    parts = cut.parts(len(groups), file.path)
+    layout = cut.layout(checked_groups(groups, cut.world_size, gaps, file.path, num_parts=parts))
     flats = state.get(_GROUPS)
     if not isinstance(flats, list) or not all(isinstance(flat, TensorRef) for flat in flats):
         raise damaged(file.path, f"holds no {_GROUPS}")
     if len(flats) != len(groups):
         raise damaged(file.path, f"{_GROUPS} has {len(flats)} entries; the model states file has {len(groups)} groups")
-    lean = lean_numel(layout, rank)
+    lean = lean_numel(layout, cut.rank)
     for i, flat in enumerate(flats):
         # DeepSpeedZeroOptimizer leaves the padding out, BF16_Optimizer does not.
         padded = int(layout.sub_group_numel[i])
         if len(flat.shape) != 1 or not lean[i] <= flat.numel <= padded:
-            raise damaged(file.path, f"{_GROUPS}[{i}] has {flat.numel} elements; {world_size} ranks imply {padded}")
+            raise damaged(file.path, f"{_GROUPS}[{i}] has {flat.numel} elements; {parts[i]} ranks imply {padded}")
     is_round_robin = "zero_stage" in state and bool(zero_option(config, "round_robin_gradients"))
-    ordered = [original_order(group, world_size) if is_round_robin else group for group in groups]
+    ordered = [
+        original_order(group, count) if is_round_robin else group for group, count in zip(groups, parts, strict=True)
+    ]
     names = [tuple(param.name for param in group) for group in ordered]
     make = partial(make, format="rigid", layout=layout, flats=flats)
     base = state.get("base_optimizer_state")
@@ -230,13 +390,16 @@ def _read_groups(
 
 def lean_numel(layout: Layout, rank: int) -> Int64Array:
     """The elements of a rank's part of each group up to the group's last one: shape ``(num_sub_groups,)``."""
-    ends = np.zeros(layout.num_sub_groups, dtype=np.int64)
+    ends, number = (np.zeros(layout.num_sub_groups, dtype=np.int64) for _ in range(2))
     np.maximum.at(ends, layout.sub_group, layout.origin + layout.numel)
-    lean: Int64Array = np.clip(ends - rank * layout.sub_group_numel, 0, layout.sub_group_numel)
+    number[layout.sub_group] = layout.part_number(rank)
+    lean: Int64Array = np.clip(ends - number * layout.sub_group_numel, 0, layout.sub_group_numel)
     return lean
 
 
-def _read_elastic(file: TorchFile, state: _State, make: _Make, *, rank: int, world_size: int, tp_rank: int) -> Shard:
+def _read_elastic(
+    file: TorchFile, state: _State, make: _Make, cut: _Cut, *, rank: int, world_size: int, tp_rank: int
+) -> Shard:
     table = state.get("zeroelastic")
     if not isinstance(table, dict):
         raise damaged(file.path, "has base_optimizer_state but no zeroelastic table")
@@ -261,14 +424,16 @@ def _read_elastic(file: TorchFile, state: _State, make: _Make, *, rank: int, wor
     save_id = table.get("save_id")
     if not isinstance(save_id, str):
         raise damaged(file.path, "has no save id")
-    layout = checked_layout(_table_params(file, table), world_size, file.path)
+    sub_groups = _table_params(file, table)
+    parts = cut.parts(len(sub_groups), file.path)
+    layout = cut.layout(checked_layout(sub_groups, cut.world_size, file.path, num_parts=parts))
     batch, optimizer = table.get("train_batch_size"), table.get("optimizer")
     if not isinstance(optimizer, (str, type(None))):
         raise damaged(file.path, f"names an optimizer {shown(optimizer)}")
     groups, grad_scaler = _table_groups(file, table.get("param_groups")), _grad_scaler(file, table.get("grad_scaler"))
     digests = _digests(file, table.get("digests"), layout)
     flats = _flat_groups(file, state, layout)
-    _check_owned_ranges(file, table["sub_groups"], layout, rank)
+    _check_owned_ranges(file, table["sub_groups"], layout, cut.rank)
     values = state["base_optimizer_state"]
     if not isinstance(values, list) or len(values) != len(flats) or not all(isinstance(e, dict) for e in values):
         raise damaged(file.path, f"base_optimizer_state does not hold one entry for each of {len(flats)} flat groups")

@@ -16,6 +16,7 @@ from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExten
 from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN, Shard
+from zeroelastic.checkpoint.tag_files import other_tp_size
 from zeroelastic.core.digest import ParamContent, ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param, unpacked_layout
 from zeroelastic.core.plan import held_plan, make_plan
@@ -178,6 +179,8 @@ def open_state(checkpoint: Checkpoint, *, resizable: bool = True) -> SavedState:
     UnsupportedError if ``resizable``; else those of the first rank stand for all. A save with files of
     experts, which no verb rewrites, is not ``resizable`` either.
     """
+    if checkpoint.topology.tensor_size > 1:
+        raise other_tp_size(checkpoint.tag_dir, checkpoint.topology.tensor_size, None)
     models = tuple(checkpoint.model_states(rank) for rank in range(len(checkpoint.model_files)))
     if resizable and models[0].expert_files:
         raise UnsupportedError(f"{checkpoint.tag_dir}: {SEPARATE_EXPERTS}")
@@ -185,8 +188,8 @@ def open_state(checkpoint: Checkpoint, *, resizable: bool = True) -> SavedState:
     head = shards[0]
     check_same_save(shards, head, recorded=checkpoint.record is not None, resizable=resizable)
     check_same_models(models, head, checkpoint.record)
-    parts = [trained_part(shards, head)]
-    if (frozen := frozen_part({model.rank: model for model in models})) is not None:
+    parts = [trained_part(shards, head, checkpoint.layout)]
+    if (frozen := frozen_part({model.rank: model for model in models}, checkpoint.frozen_layout)) is not None:
         parts.append(frozen)
     return SavedState(checkpoint, head, models, tuple(parts))
 

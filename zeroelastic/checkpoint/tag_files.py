@@ -78,8 +78,8 @@ class TensorParallel(NamedTuple):
 NO_TENSOR_PARALLEL = TensorParallel()
 
 OFFLINE_TENSOR_PARALLEL = (
-    "The command line works on checkpoints without tensor parallelism. A training job of the same tensor parallel size "
-    "resumes this one at any data parallel size, and DeepSpeed's ds_to_universal converts it."
+    "Its files do not say which slices of tensors they have. A training job of the same tensor parallel size resumes "
+    "it at any data parallel size, and DeepSpeed's ds_to_universal converts it."
 )
 
 

@@ -8,8 +8,9 @@ in their names. Ranks are counted as their files are: rank ``data rank * tensor 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -22,13 +23,14 @@ from zeroelastic.core.layout import (
     with_slices,
 )
 from zeroelastic.core.slice_plan import check_slices
-from zeroelastic.core.slices import RankSet, Strip, strips_of_box, strips_of_view
+from zeroelastic.core.slices import MOST_STRIPS, RankSet, Strip, strips_of_box, strips_of_view
 from zeroelastic.errors import CheckpointError, UnsupportedError, shown
 
 _AFFINE_VERSION = 1
 _MAX_PIECES = 1 << 16
 _MAX_RANKS = 1 << 16
 _MAX_DIMENSIONS = 64
+_MAX_NUMEL = 1 << 60
 _LOCAL_EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,6})(\..*)")
 
 
@@ -135,9 +137,7 @@ def native_expert_maps(params: Sequence[Param], ep: int) -> dict[str, SliceMap]:
     ``DeepSpeedEngine._save_moe_checkpoint`` (DeepSpeed 0.19.8).
     """
     found = [(param, match) for param in params if (match := _LOCAL_EXPERT.fullmatch(param.name)) is not None]
-    num_local: dict[str, int] = {}
-    for _, match in found:
-        num_local[match[1]] = max(num_local.get(match[1], 0), int(match[2]) + 1)
+    num_local = local_experts(param.name for param in params)
     maps: dict[str, SliceMap] = {}
     for param, match in found:
         strips = (Strip(0, 0, param.numel),) if param.numel else ()
@@ -146,6 +146,30 @@ def native_expert_maps(params: Sequence[Param], ep: int) -> dict[str, SliceMap]:
             "expert", tuple(SliceView(Param(name, param.shape), param.shape, strips) for name in names)
         )
     return maps
+
+
+def local_experts(names: Iterable[str]) -> dict[str, int]:
+    """How many experts of each of DeepSpeed's own MoE layers there are among parameters; other names do not count."""
+    counts: dict[str, int] = {}
+    for name in names:
+        match = _LOCAL_EXPERT.fullmatch(name)
+        if match is not None:
+            counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    return counts
+
+
+def in_order_of_experts(names: Sequence[str]) -> list[str]:
+    """The same names, those of one of DeepSpeed's own MoE layers together and by the number of the expert."""
+    first: dict[str, int] = {}
+
+    def place(numbered: tuple[int, str]) -> tuple[int, int, int]:
+        position, name = numbered
+        match = _LOCAL_EXPERT.fullmatch(name)
+        if match is None:
+            return position, 0, 0
+        return first.setdefault(match[1], position), int(match[2]), position
+
+    return [name for _, name in sorted(enumerate(names), key=place)]
 
 
 def pattern_maps(info: object, params: Sequence[Param], tensor_size: int, where: object) -> dict[str, SliceMap] | None:
@@ -272,7 +296,7 @@ def _map_of(
 ) -> SliceMap:
     """One affine map. Raises CheckpointError, UnsupportedError."""
     shape, ranks = _ints(entry.get("logical_shape")), entry.get("ranks")
-    if shape is None or not isinstance(ranks, Mapping) or {*ranks} != {*range(size)}:
+    if shape is None or math.prod(shape) >= _MAX_NUMEL or not isinstance(ranks, Mapping) or {*ranks} != {*range(size)}:
         raise CheckpointError(f"{where}: the map of {name} is not of {size} ranks. The file is damaged.")
     views: list[SliceView] = []
     for number in range(size):
@@ -281,12 +305,19 @@ def _map_of(
         local = _ints(local)
         if local is None or not isinstance(pieces, (list, tuple)) or len(pieces) > _MAX_PIECES:
             raise CheckpointError(f"{where}: the map of {name} has no slice of rank {number}. The file is damaged.")
-        strips = [strip for piece in pieces for strip in _strips(name, piece, where)]
-        views.append(SliceView(Param(name, shape), local, tuple(strips)))
+        view = SliceView(Param(name, shape), local, ())
+        strips: list[Strip] = []
+        for piece in pieces:
+            strips += _strips(view, piece, where)
+            if len(strips) > MOST_STRIPS:
+                raise UnsupportedError(f"{where}: the map of {name} is of more than {MOST_STRIPS} strips.")
+        views.append(view._replace(strips=tuple(strips)))
     return SliceMap(axis, tuple(views))
 
 
-def _strips(name: str, piece: object, where: object) -> tuple[Strip, ...]:
+def _strips(view: SliceView, piece: object, where: object) -> tuple[Strip, ...]:
+    """The strips of a piece of a map, which is inside of the whole tensor and of the slice of ``view``."""
+    name = view.tensor.name
     if not isinstance(piece, Mapping):
         raise CheckpointError(f"{where}: the map of {name} has a piece {shown(piece)}. The file is damaged.")
     if piece.get("scale", 1.0) != 1.0:
@@ -296,12 +327,25 @@ def _strips(name: str, piece: object, where: object) -> tuple[Strip, ...]:
         )
     shape = _ints(piece.get("shape"))
     (start, strides), (offset, steps) = (_place(piece.get(side)) for side in ("source", "dest"))
-    if shape is None or strides is None or steps is None or not len(shape) == len(strides) == len(steps):
+    if (
+        shape is None
+        or strides is None
+        or steps is None
+        or not len(shape) == len(strides) == len(steps)
+        or not _is_inside(shape, start, strides, view.tensor.shape)
+        or not _is_inside(shape, offset, steps, view.shape)
+    ):
         raise CheckpointError(f"{where}: the map of {name} has a piece {shown(piece)}. The file is damaged.")
     try:
         return strips_of_view(shape, start, strides, offset, steps)
     except ValueError as error:
         raise UnsupportedError(f"{where}: {name}: {error}. Resume at the sizes that saved.") from None
+
+
+def _is_inside(shape: Sequence[int], start: int, strides: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether all elements of a view are elements of a tensor of the shape ``whole``."""
+    last = start + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return 0 in shape or last < math.prod(whole)
 
 
 def _ints(value: object) -> tuple[int, ...] | None:

@@ -30,7 +30,7 @@ from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
 from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, wrapper_advice
 from zeroelastic.checkpoint.shared_files import check_shared_files
-from zeroelastic.checkpoint.tag_files import model_file_name
+from zeroelastic.checkpoint.tag_files import model_file_name, other_tp_size
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, in_own_buffers
 from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks
@@ -197,6 +197,8 @@ def _open(
     request: LoadRequest,
 ) -> LoadPlan:
     layout, rank, tag_dir = live.layout, live.rank, checkpoint.tag_dir
+    if checkpoint.topology.tensor_size > 1:
+        raise other_tp_size(tag_dir, checkpoint.topology.tensor_size, live.tp)
     saved = checkpoint.world_size
     model = checkpoint.model_states(rank if rank < saved else 0)
     any_rank = min(rank, saved - 1)

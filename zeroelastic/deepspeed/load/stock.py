@@ -155,7 +155,8 @@ def _has_own_rigid_files(tag_dir: Path, rank: int, world_size: int) -> bool:
         own = 0 if files.whole_model else rank
         if rank not in files.optim or own not in files.models:
             return False
-        if open_model_states(tag_dir / files.models[own], own, world_size=None).world_size != world_size:
+        model = open_model_states(tag_dir / files.models[own], own, world_size=None)
+        if (model.world_size, model.tensor_size) != (world_size, 1):
             return False
         root = read_torch_file(tag_dir / files.optim[rank]).root
     except CheckpointError:

@@ -27,7 +27,8 @@ from zeroelastic.checkpoint.optimizer_file import (
     zero_option,
 )
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState, frozen_part
-from zeroelastic.checkpoint.tag_files import model_file_name, parse_rank_file
+from zeroelastic.checkpoint.tag_files import model_file_name, other_tp_size, parse_rank_file
+from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param, original_order, unpacked_layout
 from zeroelastic.errors import (
@@ -170,7 +171,7 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
     )
     checkpoint = Checkpoint(
         tag_dir=tag_dir,
-        world_size=first.world_size,
+        topology=Topology(first.world_size),
         optim_files=(file.path, *files),
         model_files=tuple(model.path for model in models),
         record=None,
@@ -212,6 +213,8 @@ def _models(tag_dir: Path) -> tuple[ModelStates, ...]:
     if 0 not in names:
         raise MissingFileError(f"{tag_dir}: zero_pp_rank_0_mp_rank_00_model_states.pt is missing.")
     first = open_model_states(tag_dir / names[0], 0, world_size=None)
+    if first.tensor_size > 1:
+        raise other_tp_size(first.path, first.tensor_size, None)
     if kind == "whole_model":
         return (first,)
     missing = [rank for rank in range(first.world_size) if rank not in names]

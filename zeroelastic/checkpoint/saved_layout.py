@@ -1,0 +1,244 @@
+"""The layout over all ranks of a checkpoint with slices, by what its files say of them.
+
+Model states files have the maps of AutoTP and AutoEP and the parameters of each flat buffer; optimizer files say how
+many ranks share each buffer. The experts of DeepSpeed's own MoE layers have no maps: their names and the sizes of their
+groups say which they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zeroelastic.checkpoint.model_states import ModelStates, trained_tables
+from zeroelastic.checkpoint.optimizer_file import ParamGroup, Shard, checked_gaps, checked_params
+from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices
+from zeroelastic.checkpoint.topology import (
+    SliceMaps,
+    Topology,
+    expert_maps,
+    in_order_of_experts,
+    layout_over_ranks,
+    local_experts,
+    native_expert_maps,
+    pattern_maps,
+    tensor_maps,
+)
+from zeroelastic.core.layout import Layout, Param
+from zeroelastic.errors import CheckpointError, UndescribedSlicesError, UnsupportedError, brief, shown, some
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.columns import with_lists
+
+_FOLDING = "folding"
+"""The entry of the model states of a run with AutoEP and AutoTP (``FOLDING_METADATA_KEY``, DeepSpeed 0.19.8)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedMaps:
+    """What a model states file says of the slices of all ranks.
+
+    ``maps`` are those of AutoTP and AutoEP, by the names that parameters have on a rank, and ``ep`` the expert parallel
+    size of AutoEP. ``num_experts`` are those of each mixture-of-experts layer.
+    """
+
+    maps: SliceMaps
+    ep: int
+    num_experts: tuple[int, ...]
+
+
+def saved_maps(root: object, tensor_size: int, path: FilePath) -> SavedMaps:
+    """The maps in a model states file, whose tree is ``root``.
+
+    Raises UndescribedSlicesError for slices of tensor parallel ranks without maps, CheckpointError for maps that are
+    damaged, UnsupportedError for experts with tensor parallelism.
+    """
+    if not isinstance(root, Mapping):
+        return SavedMaps({}, 1, ())
+    experts, ep = expert_maps(with_lists(root.get("ds_autoep_layers")), path)
+    counts = with_lists(root.get("num_experts"))
+    num_experts = tuple(count for count in counts if type(count) is int) if isinstance(counts, list) else ()
+    if tensor_size == 1:
+        return SavedMaps(experts, ep, num_experts)
+    if num_experts or experts or root.get(_FOLDING) is not None:
+        raise UnsupportedError(
+            f"{path}: was saved with experts (MoE) and {tensor_size} tensor parallel ranks. Experts are loaded at any "
+            "expert parallel size without tensor parallelism only. DeepSpeed alone loads it, in the arrangement that "
+            "saved."
+        )
+    return SavedMaps(_maps_of_tensor_ranks(root, tensor_size, path), 1, ())
+
+
+def _maps_of_tensor_ranks(root: Mapping[object, object], tensor_size: int, path: FilePath) -> SliceMaps:
+    """The maps of all parameters, trained and frozen, by affine maps or by patterns."""
+    info = with_lists(root.get("universal_checkpoint_info"))
+    try:
+        maps = tensor_maps(info, tensor_size, path)
+        params = [param for table in trained_tables(root, path) for param in table]
+        frozen = with_lists(root.get("frozen_param_shapes"))
+        if maps is None:
+            shapes = frozen.items() if isinstance(frozen, dict) else ()
+            params += [Param(str(name), tuple(shape)) for name, shape in shapes if isinstance(shape, (list, tuple))]
+            maps = pattern_maps(info, params, tensor_size, path)
+            if maps is None:
+                raise UndescribedSlicesError(f"{path}: does not say which slices of tensors it has.")
+            return maps
+    except UnsupportedError as error:
+        raise UndescribedSlicesError(str(error)) from None
+    check_described(maps, [param.name for param in params], path)
+    return maps
+
+
+def check_described(maps: SliceMaps, names: Iterable[str], path: FilePath) -> None:
+    """Raise UndescribedSlicesError for a parameter of which DeepSpeed's maps say nothing."""
+    missing = [name for name in names if name not in maps]
+    if missing:
+        raise UndescribedSlicesError(f"{path}: does not say which slices of {some(map(brief, missing), 4)} it has.")
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedLayout:
+    """The layout over all ranks, and the maps of all parameters, those of DeepSpeed's own MoE layers included."""
+
+    topology: Topology
+    layout: Layout
+    maps: SliceMaps
+
+    def of_rank(self, rank: int) -> RankSlices:
+        """Which slices a rank has."""
+        names: dict[str, str] = {}
+        for name, one in self.maps.items():
+            if one.axis == "expert":
+                whole = one.views[self.topology.expert_rank(rank, len(one.views))].tensor.name
+                if whole != name:
+                    names[name] = whole
+        return RankSlices(self.topology, rank, self.layout.on_rank(rank), names)
+
+    def groups(self, head: Shard) -> tuple[ParamGroup, ...]:
+        """The optimizer groups of one rank's file, with the parameters of all ranks.
+
+        Those that the rank does not have are in the group whose buffers have them elsewhere. Experts of a layer follow
+        each other, as on one rank that has all.
+        """
+        group_of_name = {name: g for g, group in enumerate(head.groups) for name in group.params}
+        group_of_buffer = {
+            int(buffer): group_of_name[param.name]
+            for param, buffer in zip(head.layout.params, head.layout.sub_group, strict=True)
+            if param.name in group_of_name
+        }
+        members = [list(group.params) for group in head.groups]
+        for param, buffer in zip(self.layout.params, self.layout.sub_group.tolist(), strict=True):
+            if param.name not in group_of_name and buffer in group_of_buffer:
+                group_of_name[param.name] = group_of_buffer[buffer]
+                members[group_of_buffer[buffer]].append(param.name)
+        return tuple(
+            ParamGroup(group.options, tuple(in_order_of_experts(names)))
+            for group, names in zip(head.groups, members, strict=True)
+        )
+
+
+def sliced_layout(
+    models: Sequence[ModelStates], opened: OptimizerFile, topology: Topology, saved: SavedMaps
+) -> SlicedLayout:
+    """The layout of the trained parameters; ``models`` is a model states header of each tensor parallel rank.
+
+    Raises CheckpointError where files contradict each other, UnsupportedError for experts that nothing describes.
+    """
+    path, buffers = models[0].path, models[0].sub_groups
+    parts = opened.num_parts or (topology.data_size,) * len(buffers)
+    if len(parts) != len(buffers):
+        raise CheckpointError(
+            f"{opened.file.path}: has {len(parts)} flat buffers, and {path} has parameters of {len(buffers)}. Files of "
+            "two saves are mixed in this directory."
+        )
+    sizes = [topology.data_size // count for count in parts]
+    maps = _with_native_experts(buffers, sizes, opened.stage, saved, path)
+    for model in models:
+        _check_shapes(model, maps, topology)
+        checked_params([param for members in model.sub_groups for param in members], model.path)
+    try:
+        layout = layout_over_ranks(
+            lambda t: models[t].sub_groups,
+            topology,
+            maps,
+            stage=opened.stage,
+            expert_sizes=sizes,
+            gaps=checked_gaps(opened.gaps, opened.file.path) if opened.stage != 3 else None,
+        )
+    except (ValueError, OverflowError) as error:
+        raise CheckpointError(f"{path}: {error}. The file is damaged.") from None
+    return SlicedLayout(topology, layout, maps)
+
+
+def sliced_frozen_layout(models: Sequence[ModelStates], topology: Topology, saved: SavedMaps) -> Layout | None:
+    """The layout of the frozen parameters, whose parts are the files' own; None where none were saved.
+
+    ``topology`` is that of the ranks that have files of them.
+    """
+    layouts = [model.frozen for model in models if model.frozen is not None]
+    if len(layouts) < len(models):
+        return None
+    for model, layout in zip(models, layouts, strict=True):
+        if topology.tensor_size > 1:
+            check_described(saved.maps, (param.name for param in layout.params), model.path)
+    experts = [param.name for param in layouts[0].params if _is_cut_expert(param.name, saved.maps)]
+    if experts:
+        raise UnsupportedError(
+            f"{models[0].path}: has frozen experts, of which each expert parallel rank saved some: "
+            f"{some(map(brief, experts), 4)}. DeepSpeed alone loads it, in the arrangement that saved."
+        )
+    try:
+        return layout_over_ranks(lambda t: [[param] for param in layouts[t].params], topology, saved.maps, stage=3)
+    except (ValueError, OverflowError) as error:
+        raise CheckpointError(f"{models[0].path}: {error}. The file is damaged.") from None
+
+
+def _is_cut_expert(name: str, maps: SliceMaps) -> bool:
+    found = maps.get(name)
+    return found is not None and found.axis == "expert" and len(found.views) > 1
+
+
+def _with_native_experts(
+    buffers: Sequence[Sequence[Param]], sizes: Sequence[int], stage: int, saved: SavedMaps, path: FilePath
+) -> SliceMaps:
+    """The maps, with those of experts that have none: of DeepSpeed's own MoE layers."""
+    maps = dict(saved.maps)
+    for ep in sorted({*sizes} - {1}):
+        members = [param for params, size in zip(buffers, sizes, strict=True) if size == ep for param in params]
+        others = [param for param in members if param.name not in saved.maps]
+        if len(others) < len(members) and ep != saved.ep:
+            raise CheckpointError(
+                f"{path}: has maps of {saved.ep} expert parallel ranks, and the optimizer files have groups of {ep}. "
+                "Files of two saves are mixed in this directory."
+            )
+        native = native_expert_maps(others, ep) if stage != 3 else {}
+        unknown = [param.name for param in others if param.name not in native]
+        if unknown:
+            raise UnsupportedError(
+                f"{path}: has parameters in groups of {ep} expert parallel ranks of which nothing says which experts "
+                f"they are: {some(map(brief, unknown), 4)}. DeepSpeed alone loads it, in the arrangement that saved."
+            )
+        for layer, num_local in local_experts(native).items():
+            if num_local * ep not in saved.num_experts:
+                raise UnsupportedError(
+                    f"{path}: trains {num_local * ep} experts of {layer}, and its layers have "
+                    f"{shown(list(saved.num_experts))}. DeepSpeed alone loads it, in the arrangement that saved."
+                )
+        maps |= native
+    return maps
+
+
+def _check_shapes(model: ModelStates, maps: SliceMaps, topology: Topology) -> None:
+    """Raise CheckpointError where a file has other shapes of its parameters than the maps give to its rank."""
+    frozen = () if model.frozen is None else model.frozen.params
+    for param in (*(param for members in model.sub_groups for param in members), *frozen):
+        found = maps.get(param.name)
+        if found is None:
+            continue
+        number = topology.place(model.rank)[1]
+        if found.axis == "expert":
+            number = topology.expert_rank(model.rank, len(found.views))
+        if found.views[number].shape != param.shape:
+            raise CheckpointError(
+                f"{model.path}: {brief(param.name)} has shape {list(param.shape)}; the maps say "
+                f"{list(found.views[number].shape)}. The file is damaged or not from this tag."
+            )
