@@ -83,13 +83,15 @@ def other_trained_params(model: ModelStates, shard: Shard) -> str | None:
 def frozen_layouts(models: Mapping[int, ModelStates]) -> Layout:
     """The saved layout of the frozen parameters; all the given ranks must agree on it."""
     layouts = [model.frozen for model in models.values() if model.frozen is not None]
-    first = layouts[0]
+    check_frozen(models, layouts[0])
+    return layouts[0]
+
+
+def check_frozen(models: Mapping[int, ModelStates], layout: Layout) -> None:
+    """Raise CheckpointError for model states that list other frozen parameters than the layout gives to their rank."""
     for model in models.values():
-        if model.frozen is None or model.frozen.params != first.params:
-            raise CheckpointError(
-                f"{model.path}: lists other frozen parameters than its neighbours. Files of two saves are mixed."
-            )
-    return first
+        if model.frozen is None or model.frozen.params != layout.on_rank(model.rank).params:
+            raise CheckpointError(f"{model.path}: lists other frozen parameters than its neighbours. {MIXED}")
 
 
 def check_same_save(shards: Mapping[int, Shard], head: Shard, *, recorded: bool, resizable: bool = True) -> None:
@@ -162,7 +164,8 @@ def shard_values(shard: Shard) -> Values:
     """The hyper-parameters and the replicated state of a rank's optimizer."""
     found: dict[str, tuple[str, object]] = {}
     for g, group in enumerate(shard.groups):
-        found[f"the parameters of optimizer group {g}"] = ("params", group.params)
+        if shard.layout.slices is None:
+            found[f"the parameters of optimizer group {g}"] = ("params", group.params)
         found |= {f"{key!r} of optimizer group {g}": (key, value) for key, value in group.options.items()}
     for i, scalars in enumerate(shard.scalars):
         found |= {f"state {key!r} of sub-group {i}": (key, value.value) for key, value in scalars.items()}

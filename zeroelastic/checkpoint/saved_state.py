@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint.contradictions import MIXED, check_same_models, check_same_save, frozen_layouts
+from zeroelastic.checkpoint.contradictions import MIXED, check_frozen, check_same_models, check_same_save
 from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table
 from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.optimizer_file import FROZEN, Shard
-from zeroelastic.checkpoint.tag_files import other_tp_size
+from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard
 from zeroelastic.core.digest import ParamContent, ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param, unpacked_layout
 from zeroelastic.core.plan import held_plan, make_plan
@@ -133,14 +132,20 @@ class SavedPart:
 class SavedState:
     """All headers of one checkpoint. Invariant: every rank says the same of what all ranks share.
 
-    ``head`` is rank 0's optimizer header; ``models`` are the model states of every rank, or the only ones at stages 1
-    and 2. ``parts`` are the trained parameters and, where frozen ones were saved, these; each has its own layout.
+    ``head`` is rank 0's optimizer header; ``models`` are the model states of every rank, at stages 1 and 2 of each
+    tensor parallel rank. ``parts`` are the trained parameters and, where frozen ones were saved, these; each has its
+    own layout.
     """
 
     checkpoint: Checkpoint
     head: Shard
     models: tuple[ModelStates, ...]
     parts: tuple[SavedPart, ...]
+
+    @property
+    def groups(self) -> tuple[ParamGroup, ...]:
+        """The optimizer groups with the parameters of all ranks."""
+        return self.checkpoint.groups(self.head)
 
     @property
     def nbytes(self) -> int:
@@ -166,8 +171,7 @@ def contents_of(parts: Iterable[SavedPart], digests: Mapping[tuple[str, str], in
 
 
 SEPARATE_EXPERTS = (
-    "has mixture-of-experts layers, whose experts are in files of their own, which cannot be resharded yet. DeepSpeed "
-    "alone loads it, in the arrangement that saved."
+    "was saved with expert or tensor parallelism, which cannot be resharded yet. A training job resumes it at any size."
 )
 
 
@@ -176,13 +180,11 @@ def open_state(checkpoint: Checkpoint, *, resizable: bool = True) -> SavedState:
 
     Raises CheckpointError naming two files that disagree, and as ``Checkpoint.shard`` and ``model_states`` do. Where
     values differ between ranks that follow from a rank's own part of the weights (``values_by_rank``), raises
-    UnsupportedError if ``resizable``; else those of the first rank stand for all. A save with files of
-    experts, which no verb rewrites, is not ``resizable`` either.
+    UnsupportedError if ``resizable``; else those of the first rank stand for all. A save with slices of tensors, which
+    no verb rewrites, is not ``resizable`` either.
     """
-    if checkpoint.topology.tensor_size > 1:
-        raise other_tp_size(checkpoint.tag_dir, checkpoint.topology.tensor_size, None)
     models = tuple(checkpoint.model_states(rank) for rank in range(len(checkpoint.model_files)))
-    if resizable and models[0].expert_files:
+    if resizable and (models[0].expert_files or checkpoint.layout.slices is not None):
         raise UnsupportedError(f"{checkpoint.tag_dir}: {SEPARATE_EXPERTS}")
     shards = {rank: checkpoint.shard(rank) for rank in range(checkpoint.world_size)}
     head = shards[0]
@@ -216,13 +218,14 @@ def trained_part(shards: Mapping[int, Shard], head: Shard, layout: Layout | None
 def frozen_part(models: Mapping[int, ModelStates], layout: Layout | None = None) -> SavedPart | None:
     """The frozen parameters in the files of some ranks; None where none were saved.
 
-    ``layout`` is that of all ranks, by default that of each of these. Raises CheckpointError naming two files that
+    ``layout`` is that of all ranks, by default that of each of them. Raises CheckpointError naming two files that
     disagree on them.
     """
     first = next(iter(models.values()))
     if first.frozen is None or first.frozen_extents is None or not first.frozen.num_params:
         return None
-    layout = frozen_layouts(models) if layout is None else layout
+    layout = first.frozen if layout is None else layout
+    check_frozen(models, layout)
     params = layout.whole_tensors
     dtype_of: dict[str, str] = {}
     extents: dict[int, Mapping[str, TensorExtents]] = {}

@@ -243,6 +243,12 @@ def layout_over_ranks(
     return found
 
 
+def expert_sizes(layout: Layout, topology: Topology) -> tuple[int, ...]:
+    """The expert parallel sizes of the groups of experts in a layout over all ranks, ascending; without 1."""
+    parts = () if layout.slices is None else layout.slices.num_parts.tolist()
+    return tuple(sorted({topology.data_size // count for count in parts} - {1}))
+
+
 def _view(maps: SliceMaps, param: Param, tensor_rank: int, expert_rank: int) -> SliceView:
     found = maps.get(param.name)
     if found is None:

@@ -164,7 +164,8 @@ class CheckpointView(Mapping[str, TensorHandle]):
             rows = state.parts[source.part].tensor_rows(source.param, key or source.key)
         columns = (rows.file, rows.file_offset, rows.nbytes, rows.start, rows.numel)
         named = [parse_rank_file(path.name) for path in rows.paths]
-        ranks = [0 if file is None else file.rank for file in named]
+        topology = self._checkpoint.topology
+        ranks = [0 if file is None else topology.rank(file.rank, file.tp_rank) for file in named]
         places = [
             TensorPlace(ranks[file], rows.paths[file], *numbers)
             for file, *numbers in zip(*(column.tolist() for column in columns), strict=True)
@@ -230,7 +231,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
     @property
     def groups(self) -> tuple[ParamGroup, ...]:
         """The optimizer's parameter groups: ``options`` (the hyper-parameters) and ``params`` (names) of each."""
-        return self._state.head.groups
+        return self._state.groups
 
     @property
     def tied(self) -> Mapping[str, str]:
@@ -300,23 +301,24 @@ class CheckpointView(Mapping[str, TensorHandle]):
         with self._reading():
             head, model = checkpoint.shard(0), checkpoint.model_states(0)
             check_same_models((model,), head, checkpoint.record)
-            frozen = frozen_part({0: model})
+            trained = trained_part({0: head}, head, checkpoint.layout)
+            frozen = frozen_part({0: model}, checkpoint.frozen_layout)
             if model.shared is not None:
                 check_shared_files(model.shared.files, checkpoint.tag_dir)
 
         def trained_extents(rank: int) -> Mapping[str, TensorExtents]:
             shard = checkpoint.shard(rank)
             check_same_save({rank: shard}, head, recorded=checkpoint.record is not None, resizable=False)
-            return shard.extents
+            return checkpoint.extents(rank)
 
         def frozen_extents(rank: int) -> Mapping[str, TensorExtents]:
             other = checkpoint.model_states(rank)
             check_same_models((model, other), head, checkpoint.record)
-            both = frozen_part({0: model, rank: other})
+            both = frozen_part({0: model, rank: other}, checkpoint.frozen_layout)
             assert both is not None
             return both.extents[rank]
 
-        parts = [replace(trained_part({0: head}, head), extents=_OnDemand(trained_extents))]
+        parts = [replace(trained, extents=_OnDemand(trained_extents))]
         if frozen is not None:
             parts.append(replace(frozen, extents=_OnDemand(frozen_extents)))
         return SavedState(checkpoint, head, (model,), tuple(parts))

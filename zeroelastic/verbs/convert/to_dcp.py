@@ -124,7 +124,7 @@ class _Reader:
         by_name = {tensor.name: tensor for tensor in plan.model.tensors}
         named = {**by_name, **{alias: by_name[name] for alias, name in plan.model.tied.items()}}
         model = {name: self._placeholder(f"model.{name}", tensor) for name, tensor in named.items()}
-        trained, head = plan.state.parts[0], plan.state.head
+        trained = plan.state.parts[0]
         states: dict[str, dict[str, Any]] = {
             param.name: {key: _value(value) for key, value in scalars.items()}
             for param, scalars in zip(trained.params, trained.scalars, strict=True)
@@ -133,7 +133,7 @@ class _Reader:
             assert isinstance(tensor.source, Place)
             name, key = trained.params[tensor.source.param].name, tensor.source.key
             states[name][key] = self._placeholder(f"optim.state.{name}.{key}", tensor)
-        groups = [{**group.options, "params": list(group.params)} for group in head.groups]
+        groups = [{**group.options, "params": list(group.params)} for group in plan.state.groups]
         return {"model": model, "optim": {"state": states, "param_groups": groups}}
 
     def _placeholder(self, key: str, tensor: ModelTensor) -> torch.Tensor:

@@ -256,7 +256,7 @@ def optimizer_document(state: SavedState) -> dict[str, object]:
         "global_steps": state.models[0].global_steps,
         "groups": [
             {"params": list(group.params), "options": {key: _plain(value) for key, value in group.options.items()}}
-            for group in head.groups
+            for group in state.groups
         ],
         "scalars": {
             param.name: {key: {"kind": value.kind, "value": _plain(value.value)} for key, value in scalars.items()}

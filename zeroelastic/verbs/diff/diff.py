@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
@@ -17,9 +18,10 @@ from pydantic import Field
 from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, ParamGroup
 from zeroelastic.checkpoint.saved_state import SavedState, open_state
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY
+from zeroelastic.checkpoint.topology import expert_sizes
 from zeroelastic.errors import UsageError, brief, shown, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.runs.locate import find_source
@@ -39,6 +41,8 @@ WEIGHTS = (FP32, FROZEN)
 """The state keys of the weights of the model."""
 
 
+_EXPERT_GROUP = re.compile(r"ep_size_\d+")
+"""The name of an optimizer group of experts (deepspeed.moe.utils, 0.19.8)."""
 _MAX_VALUES = 100_000
 _MAX_LEVELS = 50
 _SMALL_BYTES = 1 << 20
@@ -46,6 +50,8 @@ _MAX_SHOWN = 120
 _OF_THE_SAVE = {
     "buffer_names",
     "dp_world_size",
+    "checkpoint_parallel_dimensions",
+    "ds_autoep_layers",
     "ds_config",
     "ds_version",
     "frozen_param_fragments",
@@ -56,6 +62,7 @@ _OF_THE_SAVE = {
     "optimizer",
     "param_shapes",
     "shared_params",
+    "universal_checkpoint_info",
     SHARED_KEY,
 }
 """Keys of a model states file that are compared elsewhere, or that say how it was saved."""
@@ -247,7 +254,7 @@ def _shown_scalar(text: str | None) -> str | None:
 def _state_values(state: SavedState, file: TorchFile) -> dict[str, str]:
     """Everything that a resumed run would feel, beside tensors and scalars, as text by what it is."""
     values = {"step": repr(state.models[0].global_steps)}
-    for number, group in enumerate(state.head.groups):
+    for number, group in enumerate(_logical_groups(state)):
         values |= {f"group {number}: {key}": repr(value) for key, value in group.options.items()}
         values |= {f"group of {name}": str(number) for name in group.params}
     if (scaler := state.head.scaler) is not None:
@@ -265,6 +272,25 @@ def _state_values(state: SavedState, file: TorchFile) -> dict[str, str]:
     return values
 
 
+def _logical_groups(state: SavedState) -> list[ParamGroup]:
+    """The optimizer groups; groups of experts without what follows from the expert parallel size.
+
+    That is their name, ``ep_size_4``, and where DeepSpeed cuts a group that is large on a rank.
+    """
+    groups: list[ParamGroup] = []
+    experts: dict[str, int] = {}
+    for group in state.groups:
+        name = group.options.get("name")
+        if isinstance(name, str) and _EXPERT_GROUP.match(name):
+            options = {key: value for key, value in group.options.items() if key != "name"}
+            number = experts.setdefault(repr(sorted(options.items())), len(groups))
+            members = groups.pop(number).params if number < len(groups) else ()
+            groups.insert(number, ParamGroup(options, (*members, *group.params)))
+        else:
+            groups.append(group)
+    return groups
+
+
 def _saving_values(state: SavedState) -> dict[str, str]:
     """How a checkpoint was saved."""
     checkpoint, head = state.checkpoint, state.head
@@ -275,6 +301,10 @@ def _saving_values(state: SavedState) -> dict[str, str]:
         "sub-groups": str(head.layout.num_sub_groups),
         "commit record": "yes" if checkpoint.record is not None else "no",
     }
+    if (topology := checkpoint.topology).tensor_size > 1:
+        values["tensor parallel size"] = str(topology.tensor_size)
+    if sizes := expert_sizes(checkpoint.layout, topology):
+        values["expert parallel size"] = ", ".join(map(str, sizes))
     if head.save_id is not None:
         values["save id"] = head.save_id
     batch = head.ds_config.get("train_batch_size")
