@@ -12,7 +12,7 @@ LEVELS = [
     {"executors"},
     {"torch_file"},
     {"checkpoint"},
-    {"runs"},
+    {"runs", "dcp"},
     {"verbs", "job_log"},
     {"monitoring"},
     {"deepspeed"},

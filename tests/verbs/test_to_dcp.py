@@ -81,7 +81,7 @@ def test_large_tensors_are_written_in_pieces_that_fit(tmp_path: Path, monkeypatc
     groups = [[Param("tall", (100, 3)), Param("flat", (1, 1, 500)), Param("thick", (2, 3, 40)), Param("line", (333,))]]
     truth = write_checkpoint(tmp_path / "tag", world_size=3, groups=groups, record=True, sub_group_size=None)
     largest = 0
-    original = ours._Reader.read
+    original = ours.TensorReader.read
 
     def watch(self: Any, key: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor | None:
         nonlocal largest
@@ -89,7 +89,7 @@ def test_large_tensors_are_written_in_pieces_that_fit(tmp_path: Path, monkeypatc
         largest = max(largest, 0 if found is None else found.nbytes)
         return found
 
-    monkeypatch.setattr(ours._Reader, "read", watch)
+    monkeypatch.setattr(ours.TensorReader, "read", watch)
     convert(tmp_path / "tag", tmp_path / "out", max_memory=4 * 128)
     assert 64 < largest <= 128
     metadata = FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata

@@ -199,12 +199,17 @@ def convert(
         typer.Argument(metavar="DST", help="The directory to make; it must not be there yet."),
     ],
     to: Annotated[
-        Literal["universal", "dcp"] | None,
-        typer.Option("--to", help="To DeepSpeed's Universal checkpoint, or to torch.distributed.checkpoint."),
+        Literal["universal", "dcp", "fsdp2"] | None,
+        typer.Option(
+            "--to",
+            help="To DeepSpeed's Universal checkpoint, to torch.distributed.checkpoint, or to one that FSDP2 loads.",
+        ),
     ] = None,
     from_: Annotated[
-        Literal["universal"] | None,
-        typer.Option("--from", help="From a Universal checkpoint to a native one for --world-size ranks."),
+        Literal["universal", "fsdp2"] | None,
+        typer.Option(
+            "--from", help="From a Universal checkpoint or one of FSDP2 to a native one for --world-size ranks."
+        ),
     ] = None,
     world_size: Annotated[
         int | None, typer.Option("--world-size", "-n", metavar="M", help="With --from: ranks that will load it.")
@@ -237,13 +242,21 @@ def convert(
         bool | None,
         typer.Option("--parameter-alignment/--no-parameter-alignment", help="The same for parameter_alignment."),
     ] = None,
+    layout: Annotated[
+        Literal["torch", "accelerate"] | None,
+        typer.Option(help="With --to fsdp2: one directory (the default), or the two that accelerate has."),
+    ] = None,
+    ds_config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --from fsdp2: DeepSpeed configuration of the run that will load it."),
+    ] = None,
     tag: TagOption = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")] = "1GiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert a checkpoint to or from a Universal checkpoint, or to a torch distributed checkpoint.
+    """Convert to or from a Universal checkpoint or one of FSDP2, or to a torch distributed checkpoint.
 
     Weights, optimizer state and hyper-parameters of all ranks are brought together, every byte read once; where the
     checkpoint has a commit record, what was read is compared with it. DST appears complete or not at all. Exit code 0:
@@ -255,5 +268,7 @@ def convert(
         zeroelastic convert universal native-3 --from universal --world-size 3
         zeroelastic convert universal old-2 --from universal -n 2 --stage 2
         zeroelastic convert ckpt dcp --to dcp --json
+        zeroelastic convert ckpt fsdp --to fsdp2
+        zeroelastic convert fsdp native-4 --from fsdp2 -n 4
         zeroelastic convert ckpt other --to universal --tag global_step2 --dry-run
     """

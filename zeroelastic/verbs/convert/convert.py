@@ -1,7 +1,7 @@
 """``zeroelastic.convert`` and ``zeroelastic.export``: to and from the formats of others.
 
-Every format has a plan (``to_safetensors``, ``to_dcp``, ``to_universal``): what is read and written, from headers
-alone. ``write_plan`` writes one into a new directory.
+Every format has a plan (``to_safetensors``, ``to_dcp``, ``to_fsdp2``, ``to_universal``): what is read and written, from
+headers alone. ``write_plan`` writes one into a new directory.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.one_save import check_one_save, one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import SavedState, open_state
+from zeroelastic.dcp.saved import find_dcp
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.storage import file_size
 from zeroelastic.runs.locate import Source, find_source
+from zeroelastic.verbs.convert.from_fsdp2 import plan_from_fsdp2, read_config
 from zeroelastic.verbs.convert.from_universal import find_universal, plan_from_universal
-from zeroelastic.verbs.convert.to_dcp import plan_dcp
+from zeroelastic.verbs.convert.to_dcp import DcpPlan, plan_dcp
+from zeroelastic.verbs.convert.to_fsdp2 import Fsdp2Plan, FsdpLayout, plan_fsdp2
 from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export
-from zeroelastic.verbs.convert.to_universal import plan_universal
+from zeroelastic.verbs.convert.to_universal import UniversalPlan, plan_universal
 from zeroelastic.verbs.model_tensors import check_shared
 from zeroelastic.verbs.new_directory import check_free, new_directory
 from zeroelastic.verbs.new_files import MINIMUM_MEMORY, RecordedDigests
 from zeroelastic.verbs.options import Progress, local_sources, local_target, no_progress
 from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
-from zeroelastic.verbs.reshard.reshard import check_target, plan_reshard, run_reshard
+from zeroelastic.verbs.reshard.reshard import ReshardPlan, check_target, plan_reshard, run_reshard
 from zeroelastic.verbs.reshard.target import LEAST_MEMORY, ReshardOptions
 
 
@@ -49,8 +52,8 @@ class ConvertReport(Report):
     path: GivenPath
     tag: str
     target: GivenPath
-    from_: Literal["native", "universal"] = Field(validation_alias="from", serialization_alias="from")
-    to: Literal["universal", "dcp", "elastic", "rigid"]
+    from_: Literal["native", "universal", "fsdp2"] = Field(validation_alias="from", serialization_alias="from")
+    to: Literal["universal", "dcp", "fsdp2", "elastic", "rigid"]
     dry_run: bool
     world_size: int
     target_world_size: int | None
@@ -104,25 +107,28 @@ def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    to: Literal["universal", "dcp"] | None = None,
-    from_: Literal["universal"] | None = None,
+    to: Literal["universal", "dcp", "fsdp2"] | None = None,
+    from_: Literal["universal", "fsdp2"] | None = None,
     world_size: int | None = None,
     format: Format | None = None,
     sub_group_size: int | None = None,
     stage: int | None = None,
     round_robin_gradients: bool | None = None,
     parameter_alignment: bool | None = None,
+    layout: FsdpLayout | None = None,
+    ds_config: str | os.PathLike[str] | None = None,
     tag: str | None = None,
     max_memory: int | str = "1GiB",
     dry_run: bool = False,
     progress: Progress = no_progress,
 ) -> ConvertReport:
-    """Convert a checkpoint to or from a Universal checkpoint, or to a torch distributed checkpoint ("dcp").
+    """Convert to or from a Universal checkpoint or one of FSDP2, or to a torch distributed checkpoint ("dcp").
 
     Give either ``to``, or ``from_`` with the ``world_size`` that will load the native checkpoint; ``format``,
     ``sub_group_size``, ``stage``, ``round_robin_gradients`` and ``parameter_alignment`` go with ``from_`` and mean what
-    they mean to ``reshard``. ``dst`` appears complete or not at all. What is read is compared with the commit record,
-    where there is one.
+    they mean to ``reshard``. ``layout`` goes with ``to="fsdp2"``: one directory ("torch"), or those of accelerate.
+    ``ds_config`` goes with ``from_="fsdp2"``: the DeepSpeed configuration of the run that will load it. ``dst`` appears
+    complete or not at all. What is read is compared with the commit record, where there is one.
 
     Raises UsageError for options that exclude each other, where ``dst`` exists, or where there is no checkpoint;
     CheckpointError, DigestMismatchError, UnsupportedError, OSError.
@@ -138,7 +144,11 @@ def convert(
     memory = size_option(max_memory, "--max-memory", minimum=MINIMUM_MEMORY)
     began = time.monotonic()
     if (to is None) == (from_ is None):
-        raise UsageError("Give one of --to universal, --to dcp and --from universal.")
+        raise UsageError("Give one of --to universal, --to dcp, --to fsdp2, --from universal and --from fsdp2.")
+    if layout is not None and to != "fsdp2":
+        raise UsageError("--layout goes with --to fsdp2.")
+    if ds_config is not None and from_ != "fsdp2":
+        raise UsageError("--ds-config goes with --from fsdp2.")
     native_only = {
         "world_size": world_size,
         "format": format,
@@ -159,7 +169,7 @@ def convert(
         given = [name for name, value in native_only.items() if value is not None]
         if given:
             raise UsageError(f"{given[0]} goes with --from; a {to} checkpoint is for every world size.")
-        made = _convert_to(to, src, target, tag, memory, dry_run, progress)
+        made = _convert_to(to, src, target, tag, layout or "torch", memory, dry_run, progress)
     else:
         if world_size is None:
             raise UsageError("--from needs --world-size: the number of ranks that will load the new checkpoint.")
@@ -172,7 +182,11 @@ def convert(
             parameter_alignment=parameter_alignment,
             max_memory=memory,
         )
-        made = _convert_from(src, target, tag, options, dry_run, progress)
+        if from_ == "fsdp2":
+            plan = _plan_from_fsdp2(src, tag, options, ds_config)
+        else:
+            plan = plan_from_universal(find_universal(src, tag=tag), options)
+        made = _convert_from(from_ or "universal", plan, target, options, dry_run, progress)
     return made.model_copy(update={"seconds": time.monotonic() - began})
 
 
@@ -265,10 +279,11 @@ def export(
 
 
 def _convert_to(
-    to: Literal["universal", "dcp"],
+    to: Literal["universal", "dcp", "fsdp2"],
     src: str | os.PathLike[str],
     dst: Path,
     tag: str | None,
+    layout: FsdpLayout,
     max_memory: int,
     dry_run: bool,
     progress: Progress,
@@ -281,7 +296,11 @@ def _convert_to(
         check_shared(state)
         needs_files = to == "universal" and not dry_run
         with _self_contained(source, state, dst, max_memory) if needs_files else nullcontext(state) as read:
-            plan = plan_universal(read, tag=source.tag) if to == "universal" else plan_dcp(read)
+            plan: DcpPlan | Fsdp2Plan | UniversalPlan
+            if to == "universal":
+                plan = plan_universal(read, tag=source.tag)
+            else:
+                plan = plan_dcp(read) if to == "dcp" else plan_fsdp2(read, layout=layout)
             if not dry_run:
                 with progress("converting", plan.nbytes) as advance:
                     compared = write_plan(plan, dst, max_memory=max_memory, progress=advance)
@@ -323,16 +342,26 @@ def _self_contained(source: Source, state: SavedState, dst: Path, max_memory: in
         yield open_state(open_checkpoint(Path(folder) / "full" / source.tag))
 
 
-def _convert_from(
+def _plan_from_fsdp2(
     src: str | os.PathLike[str],
-    dst: Path,
     tag: str | None,
+    options: ReshardOptions,
+    ds_config: str | os.PathLike[str] | None,
+) -> ReshardPlan:
+    if tag is not None:
+        raise UsageError("--tag: a checkpoint of FSDP2 has no tags. Give the path of the one to convert.")
+    config = None if ds_config is None else read_config(Path(ds_config))
+    return plan_from_fsdp2(find_dcp(src), options, config=config)
+
+
+def _convert_from(
+    from_: Literal["universal", "fsdp2"],
+    plan: ReshardPlan,
+    dst: Path,
     options: ReshardOptions,
     dry_run: bool,
     progress: Progress,
 ) -> ConvertReport:
-    source = find_universal(src, tag=tag)
-    plan = plan_from_universal(source, options)
     report = plan.report(dst)
     if dry_run:
         check_target(plan, dst.absolute())
@@ -344,7 +373,7 @@ def _convert_from(
         path=report.path,
         tag=report.tag,
         target=str(dst),
-        from_="universal",
+        from_=from_,
         to=report.format,
         dry_run=dry_run,
         world_size=report.world_size,

@@ -43,6 +43,7 @@ from zeroelastic.verbs.new_files import RecordedDigests
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 
@@ -82,22 +83,48 @@ class DcpPlan:
     ) -> None:
         """Write the files, by one process. Raises MissingPackageError without torch."""
         require_torch("convert --to dcp")
-        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
 
-        reader = _Reader(self, digests, max_memory // 4, progress)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
-            # A file per tensor: torch keeps all tensors of a file in memory until the file is complete.
-            writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False, thread_count=1)
-            try:
-                save(reader.state_dict(), storage_writer=writer, planner=_planner(reader), no_dist=True)
-            except CheckpointException as error:
-                for failure in error.failures.values():
-                    raise failure[0] from None
-                raise
+        reader = TensorReader(self.state, digests, max_memory // 4, progress)
+        # A file per tensor: torch keeps all tensors of a file in memory until the file is complete.
+        writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False, thread_count=1)
+        write_state_dict(self._state_dict(reader), writer, reader)
         reader.compare()
+
+    def _state_dict(self, reader: TensorReader) -> dict[str, Any]:
+        """The state dict to write, with meta tensors in place of data."""
+        trained = self.state.parts[0]
+        states: dict[str, dict[str, Any]] = {
+            param.name: {key: scalar_value(value) for key, value in scalars.items()}
+            for param, scalars in zip(trained.params, trained.scalars, strict=True)
+        }
+        for tensor in self.optimizer:
+            assert isinstance(tensor.source, Place)
+            name, key = trained.params[tensor.source.param].name, tensor.source.key
+            states[name][key] = reader.placeholder(f"optim.state.{name}.{key}", tensor)
+        groups = [{**group.options, "params": list(group.params)} for group in self.state.groups]
+        return {"model": self.placeholders(reader), "optim": {"state": states, "param_groups": groups}}
+
+    def placeholders(self, reader: TensorReader) -> dict[str, torch.Tensor]:
+        """The model's state dict, with meta tensors in place of data."""
+        by_name = {tensor.name: tensor for tensor in self.model.tensors}
+        named = {**by_name, **{alias: by_name[name] for alias, name in self.model.tied.items()}}
+        return {name: reader.placeholder(f"model.{name}", tensor) for name, tensor in named.items()}
+
+
+def write_state_dict(state_dict: dict[str, Any], writer: FileSystemWriter, reader: TensorReader) -> None:
+    """Let torch write a state dict whose meta tensors are read when they are due. Raises what reading raises."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
+        try:
+            save(state_dict, storage_writer=writer, planner=_planner(reader), no_dist=True)
+        except CheckpointException as error:
+            for failure in error.failures.values():
+                raise failure[0] from None
+            raise
 
 
 def plan_dcp(state: SavedState) -> DcpPlan:
@@ -106,37 +133,23 @@ def plan_dcp(state: SavedState) -> DcpPlan:
     return DcpPlan(state, model_tensors(state), optimizer_tensors(state, keys=keys))
 
 
-class _Reader:
+class TensorReader:
     """Reads tensors by the flattened keys of torch's state dict.
 
     The digests of pieces are added up; ``compare`` compares them with the record's in the end.
     """
 
-    def __init__(self, plan: DcpPlan, digests: RecordedDigests, most: int, progress: ProgressFunction | None) -> None:
-        self._plan, self._digests, self._most, self._progress = plan, digests, most, progress
+    def __init__(
+        self, state: SavedState, digests: RecordedDigests, most: int, progress: ProgressFunction | None
+    ) -> None:
+        """``most`` bytes of a tensor are in memory at once."""
+        self._state, self._digests, self._most, self._progress = state, digests, most, progress
         self._tensors: dict[str, ModelTensor] = {}
         self._rows: tuple[str, list[SavedTensor], ExtentTable] | None = None
         self._found: dict[str, tuple[SavedTensor, int]] = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state dict to write, with meta tensors in place of data."""
-        plan = self._plan
-        by_name = {tensor.name: tensor for tensor in plan.model.tensors}
-        named = {**by_name, **{alias: by_name[name] for alias, name in plan.model.tied.items()}}
-        model = {name: self._placeholder(f"model.{name}", tensor) for name, tensor in named.items()}
-        trained = plan.state.parts[0]
-        states: dict[str, dict[str, Any]] = {
-            param.name: {key: _value(value) for key, value in scalars.items()}
-            for param, scalars in zip(trained.params, trained.scalars, strict=True)
-        }
-        for tensor in plan.optimizer:
-            assert isinstance(tensor.source, Place)
-            name, key = trained.params[tensor.source.param].name, tensor.source.key
-            states[name][key] = self._placeholder(f"optim.state.{name}.{key}", tensor)
-        groups = [{**group.options, "params": list(group.params)} for group in plan.state.groups]
-        return {"model": model, "optim": {"state": states, "param_groups": groups}}
-
-    def _placeholder(self, key: str, tensor: ModelTensor) -> torch.Tensor:
+    def placeholder(self, key: str, tensor: ModelTensor) -> torch.Tensor:
+        """A meta tensor for the key, which is read when torch writes it. Raises UnsupportedError."""
         import torch
 
         if key in self._tensors:
@@ -184,7 +197,7 @@ class _Reader:
 
     def _param_bytes(self, key: str, tensor: ModelTensor, place: Place, first: int, numel: int) -> ByteArray:
         if self._rows is None or self._rows[0] != key:
-            self._rows = (key, *self._plan.state.parts[place.part].whole_rows([place.param], keys=(place.key,)))
+            self._rows = (key, *self._state.parts[place.part].whole_rows([place.param], keys=(place.key,)))
         _, tensors, rows = self._rows
         begin, end = np.maximum(rows.start, first), np.minimum(rows.start + rows.numel, first + numel)
         chosen = np.flatnonzero(end > begin)
@@ -207,7 +220,7 @@ class _Reader:
         self._digests.compare([tensor for tensor, _ in found], [digest for _, digest in found])
 
 
-def _value(value: ScalarValue) -> Any:
+def scalar_value(value: ScalarValue) -> Any:
     """A scalar of optimizer state as it was saved: a 0-dim tensor or a Python value."""
     import torch
 
@@ -216,7 +229,7 @@ def _value(value: ScalarValue) -> Any:
     return torch.tensor(value.value, dtype=getattr(torch, value.kind))
 
 
-def _planner(reader: _Reader) -> SavePlanner:
+def _planner(reader: TensorReader) -> SavePlanner:
     """torch's own planner, except that it cuts large tensors and reads data when torch writes it."""
     from torch import Size
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

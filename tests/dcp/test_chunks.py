@@ -1,0 +1,91 @@
+"""Chunks of any cut are read as the tensors that they are of, whatever ranks ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dcp_writers import Box, grid, job_state, rows, write_dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroelastic.checkpoint.saved_state import SavedPart
+from zeroelastic.core.layout import unpacked_layout
+from zeroelastic.core.plan import check_plan, make_plan
+from zeroelastic.dcp.saved import open_dcp
+from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.executors.dispatch import CopyTable, read_segments
+
+SHAPES = {"a.weight": (7, 5), "a.bias": (7,), "b.weight": (2, 3, 4), "one": (1,), "scale": ()}
+
+
+def whole(part: SavedPart, number: int, key: str) -> bytes:
+    rows = part.tensor_rows(number, key)
+    data = np.zeros(part.params[number].numel * 4, dtype=np.uint8)
+    table = CopyTable(rows.file, rows.file_offset, rows.target, rows.target_offset * 4, rows.nbytes)
+    read_segments(table, rows.paths, [data])
+    return data.tobytes()
+
+
+def check(folder: Path, tensors: Mapping[str, tuple[torch.Tensor, Any]]) -> SavedPart:
+    part = open_dcp(folder).trained
+    assert [param.name for param in part.params] == list(SHAPES)
+    for number, param in enumerate(part.params):
+        assert param.shape == SHAPES[param.name]
+        for key, stored in (("fp32", f"model.{param.name}"), ("exp_avg", f"optim.state.{param.name}.exp_avg")):
+            assert whole(part, number, key) == tensors[stored][0].numpy().tobytes()
+    for ranks in (1, 3):
+        for rank in range(ranks):
+            check_plan(make_plan(part.layout, unpacked_layout(part.params, ranks), rank))
+    return part
+
+
+@settings(max_examples=12, deadline=None)
+@given(world_size=st.integers(1, 9))
+def test_chunks_of_dimension_0_are_a_plain_layout(tmp_path_factory: Any, world_size: int) -> None:
+    folder = tmp_path_factory.mktemp("dcp") / "ckpt"
+    tensors, objects = job_state(SHAPES, lambda shape: rows(shape, world_size))
+    write_dcp(folder, tensors, objects)
+    assert check(folder, tensors).layout.slices is None
+
+
+@settings(max_examples=12, deadline=None)
+@given(over=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)))
+def test_chunks_of_a_mesh_are_slices(tmp_path_factory: Any, over: tuple[int, ...]) -> None:
+    folder = tmp_path_factory.mktemp("dcp") / "ckpt"
+    tensors, objects = job_state(SHAPES, lambda shape: grid(shape, over[: len(shape)]))
+    write_dcp(folder, tensors, objects)
+    check(folder, tensors)
+
+
+def test_state_that_is_cut_into_other_rows_than_its_weight_is_read(tmp_path: Path) -> None:
+    tensors, objects = job_state(SHAPES, lambda shape: rows(shape, 2))
+    for name in ("a.weight", "b.weight"):
+        key = f"optim.state.{name}.exp_avg"
+        tensors[key] = tensors[key][0], rows(SHAPES[name], 3)
+    write_dcp(tmp_path / "ckpt", tensors, objects)
+    check(tmp_path / "ckpt", tensors)
+
+
+def test_state_that_is_cut_into_other_columns_than_its_weight_is_refused(tmp_path: Path) -> None:
+    tensors, objects = job_state(SHAPES, lambda shape: rows(shape, 2))
+    key = "optim.state.a.weight.exp_avg"
+    tensors[key] = tensors[key][0], grid((7, 5), (1, 2))
+    write_dcp(tmp_path / "ckpt", tensors, objects)
+    with pytest.raises(UnsupportedError, match=r"a\.weight: the tensors of its optimizer state are cut"):
+        open_dcp(tmp_path / "ckpt")
+
+
+def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
+    boxes: Sequence[Box] = [[(0, 3), (0, 5)], [(2, 3), (0, 5)], [(6, 1), (0, 5)]]
+    tensors, objects = job_state(SHAPES, lambda shape: rows(shape, 1))
+    tensors["model.a.weight"] = tensors["model.a.weight"][0], boxes
+    for key in ("exp_avg", "exp_avg_sq"):
+        tensors[f"optim.state.a.weight.{key}"] = tensors[f"optim.state.a.weight.{key}"][0], boxes
+    write_dcp(tmp_path / "ckpt", tensors, objects)
+    with pytest.raises(CheckpointError, match="overlap"):
+        open_dcp(tmp_path / "ckpt")

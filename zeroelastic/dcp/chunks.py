@@ -1,0 +1,197 @@
+"""The chunks of tensors as a layout and as extents, so that plans and executors read them.
+
+FSDP2 cuts dimension 0 as ``torch.chunk`` does: every rank has so many rows, the last ones fewer or none. That is one
+range of the flattened tensor, so such tensors are in a plain layout whose ``part`` is a number of whole rows. Chunks of
+any other kind, as 2-D meshes and tensor parallelism leave them, are boxes: the layout has slices, and each chunk is
+whole on a rank of its own. Source: torch.distributed.tensor.placement_types.Shard._split_tensor (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.core.layout import Layout, Param, unpacked_layout
+from zeroelastic.core.slice_plan import check_slices
+from zeroelastic.core.slices import RankSet, Strip, slices_of, strips_of_box
+from zeroelastic.dcp.archives import Archives
+from zeroelastic.dcp.metadata import Chunk, StoredBytes, StoredTensor
+from zeroelastic.errors import CheckpointError, UnsupportedError, brief
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.header import DTYPE_BYTES
+
+StateKeys = Mapping[str, StoredTensor]
+"""The tensors of a parameter by state key, all of its shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """The layout of some parameters, and by rank and state key where the chunks are.
+
+    A rank stands for the chunks of one number; every tensor has at most as many chunks as there are ranks.
+    """
+
+    layout: Layout
+    params: tuple[Param, ...]
+    extents: Mapping[int, Mapping[str, TensorExtents]]
+
+
+class _Piece(NamedTuple):
+    """A part of a parameter that each of its state keys has as one run of bytes.
+
+    ``strips`` are what it is of the whole parameter; ``runs`` are by state key the chunk that it is in, and the number
+    of elements of the chunk before it.
+    """
+
+    shape: tuple[int, ...]
+    strips: tuple[Strip, ...]
+    runs: Mapping[str, tuple[Chunk, int]]
+
+
+def chunk_table(params: Mapping[str, StateKeys], archives: Archives, *, parts: int) -> ChunkTable:
+    """The layout of parameters that are in the chunks of a DCP directory; opens the archive of every chunk.
+
+    ``parts`` is the number of ranks that saved it. Raises CheckpointError, UnsupportedError for a parameter whose state
+    is cut in another way than its weight, not along dimension 0.
+    """
+    firsts = {name: next(iter(keys.values())) for name, keys in params.items()}
+    whole = tuple(Param(name, tensor.shape) for name, tensor in firsts.items())
+    rows = [_rows_of_chunks(keys) for keys in params.values()]
+    if None in rows:
+        pieces = [_pieces(name, keys) for name, keys in params.items()]
+        layout = _sliced_layout(whole, pieces, parts)
+        counts = [len(own) for own in pieces]
+        numbers = [[*range(end - count, end)] for end, count in zip(np.cumsum(counts).tolist(), counts, strict=True)]
+    else:
+        pieces = [_chunks_as_pieces(keys) for keys in params.values()]
+        layout = _plain_layout(whole, [part or 0 for part in rows], parts)
+        numbers = [[i] * len(own) for i, own in enumerate(pieces)]
+    found: dict[tuple[int, str], dict[int, tuple[FilePath, int, str]]] = {}
+    begins: dict[StoredBytes, int] = {}
+    for (name, keys), own, its_pieces in zip(params.items(), numbers, pieces, strict=True):
+        for rank, (number, piece) in enumerate(zip(own, its_pieces, strict=True)):
+            for key, (chunk, skipped) in piece.runs.items():
+                dtype, place = keys[key].dtype, chunk.place
+                if place not in begins:
+                    begins[place] = archives.payload(place, dtype, chunk.shape, f"{key} of {brief(name)}")
+                at = begins[place] + skipped * DTYPE_BYTES[dtype]
+                found.setdefault((rank, key), {})[number] = place.path, at, dtype
+    extents: dict[int, dict[str, TensorExtents]] = {rank: {} for rank in range(layout.world_size)}
+    for (rank, key), places in found.items():
+        extents[rank][key] = _extents(places, layout)
+    return ChunkTable(layout, whole, extents)
+
+
+def _cuts(tensor: StoredTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(chunk.begin, chunk.shape) for chunk in tensor.chunks]
+
+
+def _rows_of_chunks(keys: StateKeys) -> int | None:
+    """The elements of each chunk but the last, where all tensors are cut into equal parts of dimension 0; else None."""
+    tensor, *others = keys.values()
+    if any(_cuts(other) != _cuts(tensor) for other in others):
+        return None
+    if not tensor.shape or not tensor.numel:
+        return tensor.numel
+    rows = tensor.chunks[0].shape[0]
+    for number, chunk in enumerate(tensor.chunks):
+        begin = (number * rows, *(0 for _ in tensor.shape[1:]))
+        if chunk.begin != begin or chunk.shape != (min(rows, tensor.shape[0] - begin[0]), *tensor.shape[1:]):
+            return None
+    return rows * math.prod(tensor.shape[1:])
+
+
+def _plain_layout(params: Sequence[Param], parts: Sequence[int], world_size: int) -> Layout:
+    """The layout in which every rank has so many elements of each parameter, in a buffer of its own."""
+    part = np.array(parts, dtype=np.int64)
+    return replace(unpacked_layout(params, world_size), part=part, sub_group_numel=part)
+
+
+def _chunks_as_pieces(keys: StateKeys) -> list[_Piece]:
+    """The chunks of a parameter all of whose tensors are cut in the same way."""
+    tensor = next(iter(keys.values()))
+    return [
+        _Piece(
+            chunk.shape,
+            strips_of_box(tensor.shape, [*zip(chunk.begin, chunk.shape, strict=True)]),
+            {key: (other.chunks[i], 0) for key, other in keys.items()},
+        )
+        for i, chunk in enumerate(tensor.chunks)
+    ]
+
+
+def _pieces(name: str, keys: StateKeys) -> list[_Piece]:
+    """The pieces of a parameter. Raises UnsupportedError for tensors cut in different ways into what is no run."""
+    tensor, *others = keys.values()
+    try:
+        if all(_cuts(other) == _cuts(tensor) for other in others):
+            return _chunks_as_pieces(keys)
+        runs = {key: sorted(_run(tensor.shape, chunk) for chunk in other.chunks) for key, other in keys.items()}
+    except ValueError:
+        raise UnsupportedError(
+            f"{brief(name)}: the tensors of its optimizer state are cut into other chunks than its weight. Save the "
+            "model and the optimizer from one device mesh."
+        ) from None
+    for own in runs.values():
+        if [run.begin for run in own] != [0, *(run.end for run in own[:-1])]:
+            raise CheckpointError(f"the chunks of {brief(name)} overlap, or leave a gap. The table is damaged.")
+    ends = sorted({run.end for own in runs.values() for run in own})
+    found: list[_Piece] = []
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        within = {key: next(run for run in own if run.begin <= begin < run.end) for key, own in runs.items()}
+        places = {key: (run.chunk, begin - run.begin) for key, run in within.items()}
+        found.append(_Piece((end - begin,), (Strip(begin, 0, end - begin),), places))
+    return found
+
+
+class _Run(NamedTuple):
+    """A chunk that is one range of its flattened tensor."""
+
+    begin: int
+    end: int
+    chunk: Chunk
+
+
+def _run(shape: Sequence[int], chunk: Chunk) -> _Run:
+    """Raises ValueError for a chunk that is no range."""
+    strips = strips_of_box(shape, [*zip(chunk.begin, chunk.shape, strict=True)])
+    if len(strips) != 1 or strips[0].num_runs != 1:
+        raise ValueError("a chunk is not one range")
+    return _Run(strips[0].start, strips[0].start + strips[0].numel, chunk)
+
+
+def _sliced_layout(params: Sequence[Param], pieces: Sequence[Sequence[_Piece]], world_size: int) -> Layout:
+    """The layout whose slices are the pieces, each whole on one rank. Raises CheckpointError where they overlap."""
+    listed = [(param, rank, piece) for param, own in zip(params, pieces, strict=True) for rank, piece in enumerate(own)]
+    numbered = [Param(f"{number}", piece.shape) for number, (_, _, piece) in enumerate(listed)]
+    layout = replace(
+        unpacked_layout(numbered, 1),
+        world_size=max([world_size, *map(len, pieces)]),
+        params=tuple(Param(param.name, piece.shape) for param, _, piece in listed),
+        slices=slices_of(
+            [param for param, _, _ in listed],
+            [RankSet(rank, 1, 1) for _, rank, _ in listed],
+            [piece.strips for _, _, piece in listed],
+        ),
+    )
+    try:
+        check_slices(layout)
+    except ValueError as error:
+        raise CheckpointError(f"the chunks of a tensor overlap, or leave a gap: {error}.") from None
+    return layout
+
+
+def _extents(places: Mapping[int, tuple[FilePath, int, str]], layout: Layout) -> TensorExtents:
+    """Where the chunks of one rank and state key are."""
+    offset = np.full(layout.num_params, -1, dtype=np.int64)
+    first = next(iter(places.values()))[0]
+    paths, dtypes = [first] * layout.num_params, dict[int, str]()
+    for number, (path, at, dtype) in places.items():
+        offset[number], paths[number] = at, path
+        dtypes[int(layout.sub_group[number])] = dtype
+    return TensorExtents(first, dtypes, offset, tuple(paths))

@@ -1,0 +1,240 @@
+"""A whole checkpoint of FSDP2: its parameters as parts of a saved state, with their layout and extents.
+
+``open_dcp`` takes a DCP directory with the model and the optimizer, as ``torch.distributed.checkpoint.save`` writes it,
+or the directory of accelerate's ``save_state`` and of the Trainer, whose folders ``pytorch_model_fsdp_0`` and
+``optimizer_0`` have one each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
+from zeroelastic.checkpoint.saved_state import SavedPart
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.dcp.archives import Archives, open_archives
+from zeroelastic.dcp.chunks import StateKeys, chunk_table
+from zeroelastic.dcp.metadata import METADATA, DcpMetadata, StoredTensor, read_metadata
+from zeroelastic.dcp.names import NATIVE, NamedState, named_state
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError, brief, printable, some
+from zeroelastic.io.paths import FilePath, as_path
+from zeroelastic.io.storage import list_directory, read_range
+from zeroelastic.torch_file.header import DTYPE_BYTES, Extent
+
+MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
+"""What accelerate calls the DCP directories of the first model and the first optimizer."""
+
+_OF_PARAMETERS = (".weight", ".bias")
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+_COMPARED_BYTES = 4 << 20
+_MAX_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DcpCheckpoint:
+    """What a checkpoint of FSDP2 holds.
+
+    ``trained`` and ``frozen`` are the parameters, as of ``world_size`` ranks; ``buffers`` where the model's other
+    tensors are, with their shapes; ``tied`` gives further names of parameters. ``notes`` are sentences on what the
+    checkpoint does not say and was inferred. ``native`` is what a conversion kept of a ZeRO run, if it made it.
+    """
+
+    root: FilePath
+    files: tuple[FilePath, ...]
+    tables: tuple[FilePath, ...]
+    world_size: int
+    named: NamedState
+    trained: SavedPart
+    frozen: SavedPart | None
+    buffers: Mapping[str, tuple[tuple[int, ...], Extent]]
+    tied: Mapping[str, str]
+    native: Mapping[str, object]
+    notes: tuple[str, ...]
+
+
+def dcp_folders(path: FilePath) -> tuple[FilePath, ...]:
+    """The DCP directories that a path means: itself, or the two in a directory of accelerate. Empty: it means none.
+
+    Raises MissingFileError.
+    """
+    names, inside = list_directory(path)
+    if METADATA in names:
+        return (path,)
+    return tuple(
+        path / name
+        for name in (MODEL_FOLDER, OPTIMIZER_FOLDER)
+        if name in inside and METADATA in list_directory(path / name)[0]
+    )
+
+
+def find_dcp(text: str | os.PathLike[str]) -> FilePath:
+    """The directory of a checkpoint of FSDP2 that a path means. Raises UsageError saying what is there instead."""
+    path = as_path(text)
+    if isinstance(path, Path):
+        path = Path(os.path.abspath(path))
+    try:
+        if dcp_folders(path):
+            return path
+        below = [name for name in list_directory(path)[1] if dcp_folders(path / name)]
+    except MissingFileError:
+        raise UsageError(f"{path}: is not a directory.") from None
+    there = f"There are: {some(map(printable, below), _MAX_LISTED)}. Give the path of one." if below else ""
+    raise UsageError(
+        f"{path}: holds no checkpoint of FSDP2: neither {METADATA} of torch.distributed.checkpoint nor the folder "
+        f"{MODEL_FOLDER} of accelerate. {there}".rstrip()
+    )
+
+
+def open_dcp(root: FilePath) -> DcpCheckpoint:
+    """Read the tables of a checkpoint of FSDP2 and the header of every chunk; no payload but of small objects.
+
+    Only where a tensor may be another name of a parameter are the two compared. Raises CheckpointError,
+    MissingFileError, UnsafePickleError, UnsupportedError.
+
+    Example::
+
+        found = open_dcp(find_dcp("runs/fsdp/step-100"))
+        found.trained.params, found.named.groups
+    """
+    folders = dcp_folders(root)
+    metadata = _joined(root, [read_metadata(folder) for folder in folders])
+    with open_archives() as archives:
+        named = named_state(metadata, archives)
+        native = _native(named, root)
+        notes: list[str] = []
+        others = _others(named, native, metadata.parts, notes)
+        trained = _part(named.trained, archives, metadata.parts, named.scalars)
+        frozen = {name: {FROZEN: named.others[name]} for name in others.frozen}
+        buffers = {name: _buffer(name, named.others[name], archives, root) for name in others.buffers}
+        return DcpCheckpoint(
+            root=root,
+            files=metadata.files,
+            tables=tuple(folder / METADATA for folder in folders),
+            world_size=trained.layout.world_size,
+            named=named,
+            trained=trained,
+            frozen=_part(frozen, archives, metadata.parts) if frozen else None,
+            buffers=buffers,
+            tied=others.tied,
+            native=native,
+            notes=tuple(notes),
+        )
+
+
+def _joined(root: FilePath, found: Sequence[DcpMetadata]) -> DcpMetadata:
+    """The tables of several directories as one."""
+    tensors = {key: tensor for one in found for key, tensor in one.tensors.items()}
+    objects = {key: place for one in found for key, place in one.objects.items()}
+    if len(tensors) + len(objects) < sum(len(one.tensors) + len(one.objects) for one in found):
+        raise CheckpointError(f"{root}: its folders have entries of the same name. They are of different saves.")
+    return DcpMetadata(root, tensors, objects)
+
+
+def _native(named: NamedState, root: FilePath) -> Mapping[str, object]:
+    """What a conversion of a ZeRO run kept beside the state; empty where there was none."""
+    if named.native is None:
+        return {}
+    try:
+        found = json.loads(named.native)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{root}: {NATIVE} is no JSON object. The checkpoint is damaged.")
+    return found
+
+
+def _part(
+    params: Mapping[str, StateKeys],
+    archives: Archives,
+    parts: int,
+    scalars: Mapping[str, Mapping[str, ScalarValue]] | None = None,
+) -> SavedPart:
+    table = chunk_table(params, archives, parts=parts)
+    return SavedPart(
+        table.layout,
+        table.params,
+        tuple({key: tensor.dtype for key, tensor in keys.items()} for keys in params.values()),
+        tuple({} if scalars is None else scalars[name] for name in params),
+        table.extents,
+    )
+
+
+def _buffer(name: str, tensor: StoredTensor, archives: Archives, root: FilePath) -> tuple[tuple[int, ...], Extent]:
+    """The shape of a buffer, and where it is. Raises UnsupportedError for one that is in several chunks."""
+    if not tensor.numel:
+        return tensor.shape, Extent(root / METADATA, 0, 0, tensor.dtype)
+    if len(tensor.chunks) != 1:
+        raise UnsupportedError(f"buffer {brief(name)}: is in {len(tensor.chunks)} chunks; buffers are whole.")
+    place = tensor.chunks[0].place
+    offset = archives.payload(place, tensor.dtype, tensor.shape, f"buffer {brief(name)}")
+    nbytes = tensor.numel * DTYPE_BYTES[tensor.dtype]
+    return tensor.shape, Extent(place.path, offset, nbytes, tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """What the model's tensors are of which the optimizer has no state; ``tied`` maps a name to a parameter's."""
+
+    frozen: tuple[str, ...]
+    buffers: tuple[str, ...]
+    tied: Mapping[str, str]
+
+
+def _others(named: NamedState, native: Mapping[str, object], parts: int, notes: list[str]) -> _Others:
+    """Tell frozen parameters, buffers and further names of tied parameters apart.
+
+    DCP does not say which they are. Tensors of a conversion are what its own list says. Of others, FSDP2 cuts
+    parameters alone; where one rank saved, names and dtypes are what is left to go by. ``notes`` get what was inferred.
+    """
+    stated, ties = native.get("buffers"), native.get("tied")
+    if isinstance(stated, list) and isinstance(ties, dict):
+        known = {str(alias): str(name) for alias, name in ties.items() if name in named.trained or name in named.others}
+        tied = {name: known[name] for name in named.others if name in known}
+        buffers = tuple(name for name in named.others if name in stated and name not in tied)
+        frozen = tuple(name for name in named.others if name not in buffers and name not in tied)
+        return _Others(frozen, buffers, tied)
+    tied = {name: twin for name, tensor in named.others.items() if (twin := _twin(tensor, named.trained)) is not None}
+    rest = {name: tensor for name, tensor in named.others.items() if name not in tied}
+    frozen = tuple(
+        name
+        for name, tensor in rest.items()
+        if tensor.num_listed > 1 or (parts == 1 and name.endswith(_OF_PARAMETERS) and tensor.dtype in _FLOATS)
+    )
+    buffers = tuple(name for name in rest if name not in frozen)
+    for names, what in (
+        (tied, "taken as further names of trained parameters, with which they are equal"),
+        (frozen, "taken as frozen parameters: the optimizer has no state of them"),
+        (buffers, "taken as buffers: they are not cut, and the optimizer has no state of them"),
+    ):
+        if names:
+            notes.append(f"{some(names, _MAX_LISTED)}: {what}")
+    return _Others(frozen, buffers, tied)
+
+
+def _twin(tensor: StoredTensor, trained: Mapping[str, StateKeys]) -> str | None:
+    """The trained parameter that a matrix is equal to, byte for byte."""
+    if len(tensor.shape) < 2 or not tensor.numel:
+        return None
+    for name, keys in trained.items():
+        if _same(tensor, keys[FP32]):
+            return name
+    return None
+
+
+def _same(tensor: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors are cut in the same way and their archives hold the same bytes."""
+    if (tensor.dtype, tensor.shape, len(tensor.chunks)) != (other.dtype, other.shape, len(other.chunks)):
+        return False
+    for one, two in zip(tensor.chunks, other.chunks, strict=True):
+        if (one.begin, one.shape, one.place.nbytes) != (two.begin, two.shape, two.place.nbytes):
+            return False
+        for at in range(0, one.place.nbytes, _COMPARED_BYTES):
+            nbytes = min(_COMPARED_BYTES, one.place.nbytes - at)
+            pair = [read_range(place.path, place.offset + at, nbytes) for place in (one.place, two.place)]
+            if pair[0] != pair[1]:
+                return False
+    return True

@@ -1,0 +1,241 @@
+"""Convert a checkpoint to one that a job of FSDP2 loads with its optimizer, written by torch's own library.
+
+The state dict is that of ``get_model_state_dict`` and ``get_optimizer_state_dict`` (torch.distributed.checkpoint):
+
+    model.NAME                        float32 master weights, frozen parameters, buffers
+    optim.state.NAME.KEY              exp_avg, exp_avg_sq, ..., and step as torch's optimizers have it
+    optim.param_groups.NUMBER.OPTION  nested, with the names under params
+    optim.param_groups.NAME.OPTION    the same, flattened
+
+A job loads it in either form. In accelerate's layout the model is in ``pytorch_model_fsdp_0`` and the optimizer, nested
+and under ``optimizer``, in ``optimizer_0``. What torch has no place for is kept under ``zeroelastic``
+(``native_notes``), and named in the notes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from zeroelastic.checkpoint.model_states import COUNTERS, client_state_keys
+from zeroelastic.checkpoint.optimizer_file import FP32, OptionValue, ParamGroup
+from zeroelastic.checkpoint.saved_state import SavedState
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.dcp.names import NATIVE
+from zeroelastic.dcp.saved import MODEL_FOLDER, OPTIMIZER_FOLDER
+from zeroelastic.distributed.processes import Processes
+from zeroelastic.executors.tables import ProgressFunction
+from zeroelastic.extras import require_torch
+from zeroelastic.torch_file.graph import entry, pairs_of, read_graph
+from zeroelastic.verbs.convert.native_notes import NativeNotes, kinds_of_scalars, with_kind
+from zeroelastic.verbs.convert.to_dcp import DcpPlan, TensorReader, plan_dcp, scalar_value, write_state_dict
+from zeroelastic.verbs.model_tensors import Place
+from zeroelastic.verbs.new_files import RecordedDigests
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+FsdpLayout = Literal["torch", "accelerate"]
+"""The directories of the result: one, or the two that accelerate and the Trainer have."""
+
+_ADAM: Mapping[str, OptionValue] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""The options of torch.optim.AdamW and Adam (torch 2.13), of which a load asks for every one."""
+
+_ALSO_OF_TORCH = ("initial_lr",)
+_FILE_BYTES = 8 << 20
+_SMALL_BYTES = 1 << 10  # of an object such as a number
+
+
+@dataclass(frozen=True, slots=True)
+class Fsdp2Plan:
+    """The tensors to write, the optimizer's groups as torch has them, and what is kept beside or left out."""
+
+    tensors: DcpPlan
+    layout: FsdpLayout
+    groups: tuple[ParamGroup, ...]
+    native: NativeNotes
+    scheduler: Mapping[str, object]
+    notes: tuple[str, ...]
+
+    @property
+    def state(self) -> SavedState:
+        """The checkpoint."""
+        return self.tensors.state
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors that are written."""
+        return self.tensors.num_tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that are read."""
+        return self.tensors.nbytes
+
+    def write(
+        self,
+        directory: Path,
+        digests: RecordedDigests,
+        *,
+        max_memory: int,
+        progress: ProgressFunction | None,
+        processes: Processes,
+    ) -> None:
+        """Write the files, by one process. Raises MissingPackageError without torch."""
+        require_torch("convert --to fsdp2")
+        reader = TensorReader(self.state, digests, max_memory // 4, progress)
+        model, tied = self.tensors.model, dict(self.tensors.model.tied)
+        buffers = [tensor.name for tensor in model.tensors if tensor.kind == "buffer"]
+        kept = json.dumps(self.native.document(buffers=buffers, tied=tied))
+        scheduler = {"lr_scheduler": dict(self.scheduler)} if self.scheduler else {}
+        first: dict[str, Any] = {"model": self.tensors.placeholders(reader), NATIVE: kept}
+        if self.layout == "torch":
+            optim = self._optimizer(reader, "optim")
+            flat = {f"optim.{key}": value for key, value in flattened_groups(self.groups).items()}
+            folders: dict[Path, dict[str, Any]] = {directory: {**first, "optim": optim, **flat, **scheduler}}
+        else:
+            optim = self._optimizer(reader, "optimizer")
+            folders = {directory / MODEL_FOLDER: first, directory / OPTIMIZER_FOLDER: {"optimizer": optim, **scheduler}}
+        for folder, state_dict in folders.items():
+            write_state_dict(state_dict, _writer(folder, min(_FILE_BYTES, max_memory // 4)), reader)
+        reader.compare()
+
+    def _optimizer(self, reader: TensorReader, key: str) -> dict[str, Any]:
+        """The optimizer's state dict, with meta tensors in place of data."""
+        trained = self.state.parts[0]
+        states: dict[str, dict[str, Any]] = {
+            param.name: {name: scalar_value(as_torch(name, value)) for name, value in scalars.items()}
+            for param, scalars in zip(trained.params, trained.scalars, strict=True)
+        }
+        for tensor in self.tensors.optimizer:
+            assert isinstance(tensor.source, Place)
+            name, state_key = trained.params[tensor.source.param].name, tensor.source.key
+            states[name][state_key] = reader.placeholder(f"{key}.state.{name}.{state_key}", tensor)
+        groups = [{**group.options, "params": list(group.params)} for group in self.groups]
+        return {"state": states, "param_groups": groups}
+
+
+def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch") -> Fsdp2Plan:
+    """Collect what to write. Raises CheckpointError."""
+    tensors = plan_dcp(state)
+    root = pairs_of(read_graph(state.checkpoint.model_files[0]))
+    scheduler = {str(key): value for key, value in pairs_of(root.get("lr_scheduler")).items() if _is_plain(value)}
+    of_torch = "last_epoch" in scheduler
+    notes = list(tensors.notes)
+    groups = torch_groups(state, notes)
+    native = NativeNotes(
+        counters={key: value for key in COUNTERS if type(value := root.get(key)) is int},
+        config=state.head.ds_config,
+        stage=state.head.stage,
+        options=tuple(group.options for group in state.groups),
+        kinds=kinds_of_scalars(state.parts[0]),
+        scheduler=None if of_torch or not scheduler else scheduler,
+    )
+    if scheduler and not of_torch:
+        notes.append(f"lr_scheduler: it is DeepSpeed's own, which torch does not have; kept under {NATIVE} alone")
+    notes.append(f"counters, the DeepSpeed configuration and DeepSpeed's own options: kept under {NATIVE} alone")
+    if client := client_state_keys(root):
+        notes.append(f"not carried: the client state ({', '.join(client)}). Read it with zeroelastic.open")
+    if state.head.scaler is not None and state.head.scaler.dynamic:
+        notes.append("not carried: the loss scale, for which a checkpoint of FSDP2 has no place")
+    return Fsdp2Plan(tensors, layout, groups, native, scheduler if of_torch else {}, tuple(notes))
+
+
+def torch_groups(state: SavedState, notes: list[str]) -> tuple[ParamGroup, ...]:
+    """The optimizer's groups with the options that torch's class has; other optimizers keep theirs.
+
+    ``notes`` get what torch does not have.
+    """
+    head = state.head
+    keys = {key for dtypes in state.parts[0].dtypes for key in dtypes} - {FP32}
+    if not {"exp_avg", "exp_avg_sq"} <= keys:
+        return state.groups
+    base = entry(head.ds_config, "optimizer", "params", "lr")
+    made: list[ParamGroup] = []
+    left: dict[str, None] = {}
+    for group in state.groups:
+        options = {key: group.options.get(key, default) for key, default in _ADAM.items()}
+        options |= {key: group.options[key] for key in _ALSO_OF_TORCH if key in group.options}
+        if isinstance(base, (int, float)):  # for a job that has made a scheduler, which asks for it
+            options.setdefault("initial_lr", base)
+        left |= dict.fromkeys(key for key in group.options if key not in options)
+        if group.options.get("bias_correction") is False:
+            notes.append("bias_correction is off in the ZeRO run; torch's Adam always corrects")
+        made.append(ParamGroup(options, group.params))
+    if "decoupled_weight_decay" not in state.groups[0].options:
+        notes.append("the optimizer's groups are those of torch.optim.AdamW")
+    if left:
+        notes.append(f"{', '.join(left)}: options that torch's Adam does not have; kept under {NATIVE} alone")
+    return tuple(made)
+
+
+def flattened_groups(groups: Sequence[ParamGroup]) -> dict[str, object]:
+    """The groups as ``StateDictOptions(flatten_optimizer_state_dict=True)`` has them."""
+    return {
+        f"param_groups.{name}.{key}": value
+        for group in groups
+        for name in group.params
+        for key, value in group.options.items()
+    }
+
+
+def as_torch(key: str, value: ScalarValue) -> ScalarValue:
+    """A value of the optimizer's state as torch's optimizers keep it: ``step`` is a float32 tensor."""
+    return with_kind(value, "float32") if key == "step" else value
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _writer(folder: Path, most: int) -> FileSystemWriter:
+    """torch's writer, with a file for so many bytes of tensors: torch keeps all tensors of a file in memory."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.futures import Future
+
+    class Writer(FileSystemWriter):
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+            written: list[WriteResult] = []
+            for number, items in enumerate(_by_bytes(plan.items, most)):
+                prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{number}_")
+                written += super().write_data(replace(plan, items=items, storage_data=prefix), planner).wait()
+            done: Future[list[WriteResult]] = Future()
+            done.set_result(written)
+            return done
+
+    return Writer(folder, single_file_per_rank=True, sync_files=False, thread_count=1)
+
+
+def _by_bytes(items: Sequence[WriteItem], most: int) -> Iterator[list[WriteItem]]:
+    """The items in their order, as many at a time as have ``most`` bytes; at least one."""
+    some: list[WriteItem] = []
+    total = 0
+    for item in items:
+        data = item.tensor_data
+        nbytes = _SMALL_BYTES if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        if some and total + nbytes > most:
+            yield some
+            some, total = [], 0
+        some.append(item)
+        total += nbytes
+    if some:
+        yield some
