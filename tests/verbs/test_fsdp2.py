@@ -44,7 +44,12 @@ SECTION, FEATURE = "Using it", "From FSDP2 and to FSDP2, with the optimizer (`co
     ),
     stage=st.sampled_from([None, 2]),
 )
-@pytest.mark.support(SECTION, FEATURE, "exact", "")
+@pytest.mark.support(
+    SECTION,
+    FEATURE,
+    "exact",
+    "state to the bit, losses of the uninterrupted run; torch and accelerate load what is written",
+)
 def test_there_and_back_is_the_same_state(
     tmp_path_factory: Any, stage: int | None, target: int, layout: Any, **saved: Any
 ) -> None:

@@ -15,7 +15,12 @@ from zeroelastic.testing import run_ranks
 SECTION, FEATURE = "Using it", "From FSDP2 and to FSDP2, with the optimizer (`convert`)"
 
 
-@pytest.mark.support(SECTION, FEATURE, "exact", "")
+@pytest.mark.support(
+    SECTION,
+    FEATURE,
+    "exact",
+    "state to the bit, losses of the uninterrupted run; torch and accelerate load what is written",
+)
 def test_a_job_of_fsdp2_on_2_ranks_goes_on_as_zero_3_on_3(tmp_path: Path) -> None:
     job = Job()
     saved, losses = run_ranks(fsdp_train_and_save, 2, job, str(tmp_path / "fsdp"))[0]
@@ -27,7 +32,12 @@ def test_a_job_of_fsdp2_on_2_ranks_goes_on_as_zero_3_on_3(tmp_path: Path) -> Non
     assert zeroelastic.verify(tmp_path / "native").content_root == report.content_root
 
 
-@pytest.mark.support(SECTION, FEATURE, "exact", "")
+@pytest.mark.support(
+    SECTION,
+    FEATURE,
+    "exact",
+    "state to the bit, losses of the uninterrupted run; torch and accelerate load what is written",
+)
 def test_a_zero_2_job_on_3_ranks_goes_on_as_fsdp2_on_2(tmp_path: Path) -> None:
     job = Job(stage=2)
     saved = run_ranks(train_and_save, 3, job, str(tmp_path / "native"))[0]
