@@ -8,9 +8,9 @@ payload of the files that agree with each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import ClassVar, Literal, TypeVar
@@ -33,9 +33,9 @@ from zeroelastic.checkpoint.extents import stream_seeds
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.open import StateFiles, rank_files, stated_sizes
 from zeroelastic.checkpoint.optimizer_file import Shard
-from zeroelastic.checkpoint.optimizer_reader import open_shard
+from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file, shard_of
+from zeroelastic.checkpoint.saved_layout import SavedMaps, SlicedLayout, frozen_layout, saved_maps, sliced_layout
 from zeroelastic.checkpoint.saved_state import (
-    SEPARATE_EXPERTS,
     SavedPart,
     SavedTensor,
     contents_of,
@@ -44,9 +44,11 @@ from zeroelastic.checkpoint.saved_state import (
 )
 from zeroelastic.checkpoint.shared_check import CheckedShared, check_shared, record_contradictions
 from zeroelastic.checkpoint.streams import Streams, streams_of
-from zeroelastic.checkpoint.tag_files import TagListing, TensorParallel, list_tag, other_tp_size
+from zeroelastic.checkpoint.tag_files import EXPERT_FILE, TagListing, list_tag, other_tp_size
+from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ParamContent, UInt64Array
-from zeroelastic.errors import CheckpointError, UnsupportedError, counted, some
+from zeroelastic.core.layout import Layout
+from zeroelastic.errors import CheckpointError, UndescribedSlicesError, UnsupportedError, counted, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import read_torch_file
 
@@ -84,10 +86,10 @@ def check_headers(
 ) -> TagHeaders:
     """Check the files of a tag, and keep those that agree with each other; ``listing`` where it was listed already.
 
-    Of a checkpoint of ZeRO stage 0 or of several tensor parallel ranks only names and sizes are checked here; it is
-    ``unsupported``. With ``first_tp`` the headers of the first tensor parallel rank are opened nevertheless, and
-    compared. Raises MissingFileError where there is no directory or no checkpoint in it. Everything else is
-    returned in ``problems``.
+    Of a checkpoint of ZeRO stage 0, or of tensor parallel ranks that do not say which slices they have, only names and
+    sizes are checked here; it is ``unsupported``. With ``first_tp`` the headers of the first tensor parallel rank are
+    opened nevertheless, and compared. Raises MissingFileError where there is no directory or no checkpoint in it.
+    Everything else is returned in ``problems``.
     """
     checked = TagHeaders(list_tag(tag_dir) if listing is None else listing, headers, first_tp)
     checked.check()
@@ -102,11 +104,15 @@ class TagHeaders:
     each other and with the record; ``parts`` the parameters in them. ``first_shard`` and ``first_model`` are the first
     that could be read, whatever contradicts them, and ``root`` is the tree of that model states file.
 
+    Ranks are counted over all of ``topology``. ``sliced`` is the layout of the trained parameters where there are
+    slices. Where tensor parallel ranks do not say which slices they have, ranks are those of the first one.
+
     ``shared`` are the files beside the tag that it takes frozen weights from.
 
     ``problems`` are about the files by their paths, ``missing`` those of them about files that are not there.
     ``unsupported`` says what of a checkpoint that may be sound is not read here; ``notes`` are observations that are
-    not problems. ``stated_world_size`` is None where no file states one, and ``world_size`` then a guess.
+    not problems. ``stated_world_size`` is the data parallel size, None where no file states one, and ``topology`` then
+    a guess.
     """
 
     def __init__(self, listing: TagListing, headers: Headers, first_tp: bool) -> None:
@@ -118,7 +124,8 @@ class TagHeaders:
         self.unsupported: list[str] = []
         self.record: CommitRecord | None = None
         self.stated_world_size: int | None = None
-        self.world_size = 0
+        self.topology = Topology(0)
+        self.sliced: SlicedLayout | None = None
         self.optim_files: dict[int, FilePath] = {}
         self.model_files: dict[int, FilePath] = {}
         self.models: dict[int, ModelStates] = {}
@@ -132,8 +139,15 @@ class TagHeaders:
         self.shared: tuple[CheckedShared, ...] = ()
         self.is_stage_0 = False
         self._files: StateFiles | None = None
+        self._maps: SavedMaps | None = None
+        self._is_opaque = False
         pipelines = (name for name in listing.unknown_files if name.endswith("_states.pt"))
         self._other_names = [*listing.expert_files, *pipelines]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved."""
+        return self.topology.world_size
 
     @property
     def format(self) -> CheckpointFormat | None:
@@ -160,7 +174,7 @@ class TagHeaders:
     @property
     def num_files(self) -> int:
         """How many files the ranks of the save have written."""
-        of_ranks = 0 if self._files is None else self.world_size + self._files.num_models(self.world_size)
+        of_ranks = 0 if self._files is None else self.world_size + self._files.num_models(self.topology.data_size)
         return len(self._other_names) + of_ranks
 
     @cached_property
@@ -215,10 +229,9 @@ class TagHeaders:
             self.record = read_record(self.tag_dir)
         for error in self.listing.duplicates.values():
             self._add("", error)
+        tensor_size = None if self.record is None else self.record.tp_size
         try:
-            self._files = rank_files(self.tag_dir, [name for name in self.sizes if name not in self.listing.duplicates])
-            if self.listing.tp_size > 1:
-                raise other_tp_size(self.tag_dir, self.listing.tp_size, None)
+            files = rank_files(self.tag_dir, self._names, tensor_size=tensor_size)
         except UnsupportedError as error:
             self._check_names(error)
             return
@@ -227,20 +240,26 @@ class TagHeaders:
                 raise
             self._add("", error)
             return
-        self.optim_files, self.model_files = self._paths(self._files.optim), self._paths(self._files.models)
+        self._use(files)
+        if self.record is not None and any(group.tp_rank for group in self.record.params.groups):
+            self._is_opaque = True
+            self._check_names(other_tp_size(self.tag_dir, tensor_size, None))
+            return
         if self.record is not None:
             self.stated_world_size = self.record.world_size
         else:
             self._open_models(None)
-            if self.unsupported and not self.models and not self._first_tp:
-                self._check_names(None)  # the files of one of several tensor parallel ranks
+            if self._is_opaque:
+                self._check_names(None)
                 return
+            self._take_tensor_size()
             self.stated_world_size = self._likely_world_size()
-        self.world_size = self.stated_world_size or self.listing.num_ranks
-        self._find_missing()
-        for files in (self.optim_files, self.model_files):
-            for rank in [rank for rank in files if rank >= self.world_size]:
-                del files[rank]
+        assert self._files is not None
+        self.topology = Topology(self.stated_world_size or self.listing.num_ranks, self._files.tensor_size)
+        self._find_missing(self._files.tensor_size)
+        for paths in (self.optim_files, self.model_files):
+            for rank in [rank for rank in paths if rank >= self.world_size]:
+                del paths[rank]
         if self._headers != "none":
             if self.record is not None:
                 self._open_models(self.record.world_size)
@@ -254,11 +273,32 @@ class TagHeaders:
         if self._headers != "first":
             self._find_experts()
 
+    @property
+    def _names(self) -> list[str]:
+        """The names of the files, but of a rank's second file."""
+        return [name for name in self.sizes if name not in self.listing.duplicates]
+
+    def _use(self, files: StateFiles) -> None:
+        """Take these files for those of the save."""
+        self._files = files
+        self.optim_files, self.model_files = self._paths(files.optim), self._paths(files.models)
+
+    def _take_tensor_size(self) -> None:
+        """Number files and headers by the tensor parallel size that most model states files state."""
+        assert self._files is not None
+        counts = Counter(model.tensor_size for model in self.models.values())
+        if not counts or (size := counts.most_common(1)[0][0]) == self._files.tensor_size:
+            return
+        self._use(rank_files(self.tag_dir, self._names, tensor_size=size))
+        number = {path: rank for rank, path in self.model_files.items()}
+        models = {number[model.path]: model for model in self.models.values() if model.path in number}
+        self.models = {rank: replace(model, rank=rank) for rank, model in models.items()}
+
     def _check_names(self, error: UnsupportedError | None) -> None:
         """Keep the files that ranks write, whatever is in them: names, sizes and checksums are compared."""
         listing, record = self.listing, self.record
-        self.is_stage_0, tp_size = is_stage_0(listing), 1
-        if error is not None and (self.is_stage_0 or listing.tp_size > 1):
+        self.is_stage_0, tp_size = is_stage_0(listing), listing.tp_size
+        if error is not None and (self.is_stage_0 or self._is_opaque):
             self._refuse(error)
         if record is not None:
             self.stated_world_size, tp_size = record.world_size, record.tp_size
@@ -267,7 +307,8 @@ class TagHeaders:
                 with suppress(CheckpointError, UnsupportedError):
                     self.stated_world_size, tp_size = stated_sizes(self.tag_dir / name)
                     break
-        self.world_size = self.stated_world_size or max(1, listing.num_ranks)
+        data_size = self.stated_world_size or max(1, listing.num_ranks)
+        self.topology = Topology(data_size)
         if not self.is_stage_0:  # which has the files of no other rank
             self._find_missing(tp_size)
         self.notes.append("not checked: what the headers of the files say")
@@ -279,6 +320,7 @@ class TagHeaders:
                 self._paths({rank: name for (rank, tp_rank), name in names.items() if tp_rank == 0})
                 for names in (listing.models, listing.optim)
             )
+            self.models, self.num_opened = {}, 0
             self._open_models(self.stated_world_size)
             self._choose_models()
             self._open_shards()
@@ -321,34 +363,40 @@ class TagHeaders:
                 read(rank, path)
                 self.num_opened += 1
 
-    def _open_models(self, world_size: int | None) -> None:
+    def _open_models(self, data_size: int | None) -> None:
+        """Open model states headers of a save of ``data_size`` data parallel ranks, as many as are asked for."""
+
         def read(rank: int, path: FilePath) -> None:
-            file = read_torch_file(path, foreign="inert", columns=True)
-            root = file.root if isinstance(file.root, dict) else {}
-            if self.first_model is None:
-                self.root = root
-            tp = None
-            if root.get("mp_world_size") == self.listing.tp_size > 1:
-                tp = TensorParallel(0, self.listing.tp_size)
-            model = model_states_of(file, rank, world_size=world_size, tp=tp)
-            if model.tensor_size > 1 and tp is None:
-                raise other_tp_size(path, model.tensor_size, None)
-            self.models[rank] = model
-            self.first_model = self.first_model or self.models[rank]
+            self.models[rank] = self._read_model(rank, path, data_size)
 
         self._each(self.model_files, read)
+
+    def _read_model(self, rank: int, path: FilePath, data_size: int | None) -> ModelStates:
+        """One model states header, and with the first one the maps of slices."""
+        file = read_torch_file(path, foreign="inert", columns=True)
+        if self.first_model is None:
+            self.root = file.root if isinstance(file.root, dict) else {}
+        model = model_states_of(file, rank, world_size=data_size)
+        self.first_model = self.first_model or model
+        if self._maps is None and not self._is_opaque:
+            try:
+                self._maps = saved_maps(file.root, model.tensor_size, path)
+            except UndescribedSlicesError:
+                self._is_opaque = True
+                raise other_tp_size(path, model.tensor_size, None) from None
+        return model
 
     def _likely_world_size(self) -> int | None:
         """The world size, without a record: what all or most model states files state, or else an optimizer file."""
         counts = Counter(model.world_size for model in self.models.values())
         if not counts:
             return self._partition_count() if self._headers != "none" else None
-        said = {rank: model.world_size for rank, model in self.models.items()}
-        num_models = self._files.num_models if self._files is not None else int
+        assert self._files is not None
+        said, num_models = {rank: model.world_size for rank, model in self.models.items()}, self._files.num_models
         whole = [size for size in counts if all(said.get(rank) == size for rank in range(num_models(size)))]
         world_size = whole[0] if whole else counts.most_common(1)[0][0]
         for rank, model in list(self.models.items()):
-            if whole and rank >= world_size:  # of an earlier save
+            if whole and rank >= num_models(world_size):  # of an earlier save
                 del self.models[rank]
             elif model.world_size != world_size:
                 saved_by = counted(model.world_size, "rank")
@@ -369,7 +417,7 @@ class TagHeaders:
                     return count
         return None
 
-    def _find_missing(self, tp_size: int = 1) -> None:
+    def _find_missing(self, tp_size: int) -> None:
         recorded = self.record.files if self.record is not None else {}
         for name, want in sorted(recorded.items()):
             path, have = self.tag_dir / name, self.sizes.get(name)
@@ -386,14 +434,14 @@ class TagHeaders:
                 for rank, name in sorted(files.items()):
                     if rank < self.world_size and name not in recorded:
                         self._add(name, f"{self.tag_dir / name}: is not in the commit record, which lists all files.")
-        count, missing = self.listing.missing(self.world_size, tp_size)
+        count, missing = self.listing.missing(self.topology.data_size, tp_size)
         for name in missing[: max(0, _NAMED - len(self.problems))]:
             if name not in recorded:
                 why = "The checkpoint is incomplete, or its files are on other nodes (use_node_local_storage)."
                 self.missing.append(self._add(name, f"{self.tag_dir / name}: is missing. {why}"))
         if count > _NAMED:
             self.missing.append(self._add("", f"{count} files of {self.world_size} ranks are missing."))
-        if stale := self.listing.stale(self.world_size):
+        if stale := self.listing.stale(self.topology.data_size, tp_size):
             self.notes.append(f"{some(stale)}: left by an earlier save with more ranks, not part of this checkpoint")
 
     def _check_shared(self) -> None:
@@ -408,39 +456,79 @@ class TagHeaders:
                 self._add(shared.file.path, shared.problem)
 
     def _find_experts(self) -> None:
-        """Find which files of experts the save wrote: those that the model states count."""
+        """Find which files of experts the save wrote: those in the record, or those that the model states count."""
         model = next(iter(self.models.values()), None)
-        names = () if model is None else model.expert_files
+        found = self.listing.expert_files
+        if self.record is not None:
+            names: Collection[str] = [name for name in self.record.files if EXPERT_FILE.match(name)]
+        else:
+            names = found if model is None else model.expert_files
         for name in names:
-            if name not in self.sizes:
-                self._add(name, f"{self.tag_dir / name}: is missing. The checkpoint is incomplete.")
-        self._other_names += sorted({*names} - {*self._other_names})
-        if names or self.listing.expert_files:
-            self.unsupported.append(f"{self.tag_dir}: {SEPARATE_EXPERTS}")
+            if name not in self.sizes and self.record is None:
+                self.missing.append(
+                    self._add(name, f"{self.tag_dir / name}: is missing. The checkpoint is incomplete.")
+                )
+        stale = sorted({*found} - {*names})
+        if stale:
+            self.notes.append(f"{some(stale)}: left by an earlier save with more experts, not part of this checkpoint")
+        self._other_names = sorted({*names, *self._other_names} - {*stale})
         unread = [name for name in self.listing.unknown_files if name.endswith(".pt") and name not in self._other_names]
         if unread:
             self.notes.append(f"not checked, because no rank of a ZeRO run writes files of such names: {some(unread)}")
 
     def _choose_models(self) -> None:
-        """Keep the model states files that agree with the record, or without a record with the majority."""
+        """Keep the model states files that agree with the record, or without a record with the majority.
+
+        Tensor parallel ranks, which have parameters of other shapes, are compared each by itself.
+        """
         for rank, model in list(self.models.items()):
             if (mixed := other_step(model, self.record)) is not None:
                 self._add(model.path.name, mixed)
                 del self.models[rank]
         facts = {rank: _model_facts(model) for rank, model in self.models.items()}
-        self._keep_most_common(self.models, facts, facts)
+        if self.topology.tensor_size > 1:
+            steps = {rank: {"the step": fact["the step"]} for rank, fact in facts.items()}
+            self._keep_most_common(self.models, steps, steps)
+        for tensor_rank in range(self.topology.tensor_size):
+            own = {rank: facts[rank] for rank in self.models if rank % self.topology.tensor_size == tensor_rank}
+            self._keep_most_common(self.models, own, own)
+
+    def _model_of(self, tensor_rank: int) -> ModelStates | None:
+        """A model states header of a tensor parallel rank; None where none can be read."""
+        size = self.topology.tensor_size
+        found = next((model for rank, model in self.models.items() if rank % size == tensor_rank), None)
+        if found is None and self._headers == "first":
+            if size == 1:
+                return self.first_model
+            paths = {rank: path for rank, path in self.model_files.items() if rank % size == tensor_rank}
+            for rank, path in islice(paths.items(), _TRIES):
+                with self._noting(path.name):
+                    found = self.models[rank] = self._read_model(rank, path, self.topology.data_size)
+                    self.num_opened += 1
+                    break
+        return found
 
     def _open_shards(self) -> None:
-        model = next(iter(self.models.values()), self.first_model if self._headers == "first" else None)
-        params = None if model is None else model.sub_groups
-        if params is None and self.listing.kind == "zero-1-2":
+        size, data_size = self.topology.tensor_size, self.topology.data_size
+        models = [self._model_of(tensor_rank) for tensor_rank in range(size)]
+        known = [model for model in models if model is not None]
+        if len(known) < size and (size > 1 or self.listing.kind == "zero-1-2"):
             self.notes.append(
                 "of the optimizer files only checksums: the file that names their parameters is unreadable"
             )
             return
 
         def read(rank: int, path: FilePath) -> None:
-            shard = open_shard(path, rank, world_size=self.world_size, rigid_params=params)
+            opened = read_optimizer_file(path, world_size=data_size)
+            data_rank, tensor_rank = self.topology.place(rank)
+            shard = shard_of(
+                opened,
+                data_rank,
+                world_size=data_size,
+                rigid_params=known[tensor_rank].sub_groups if known else None,
+                tp_rank=tensor_rank,
+                slices=self._slices(rank, opened, known),
+            )
             self.first_shard = self.first_shard or shard
             mixed = other_save(shard, self.record)
             for name in islice(self.listing.models.values(), 1):
@@ -450,6 +538,14 @@ class TagHeaders:
             self.shards[rank] = shard
 
         self._each(self.optim_files, read)
+
+    def _slices(self, rank: int, opened: OptimizerFile, models: Sequence[ModelStates]) -> RankSlices | None:
+        """Which slices a rank has to have; None where there are none."""
+        if self._is_opaque or (self.topology.tensor_size == 1 and opened.num_parts is None):
+            return None
+        if self.sliced is None and self._maps is not None:
+            self.sliced = sliced_layout(models, opened, self.topology, self._maps)
+        return None if self.sliced is None else self.sliced.of_rank(rank)
 
     def _choose_shards(self) -> None:
         """Keep the optimizer files that agree with the record, or without a record with the majority."""
@@ -467,7 +563,7 @@ class TagHeaders:
             for rank, shard in self.shards.items():
                 said = tuple(facts[rank].values())
                 if said not in fits:
-                    fits[said] = not _differences(want, contents_of([trained_part({}, shard)]))
+                    fits[said] = not _differences(want, contents_of([self._trained({}, shard)]))
             fitting = {rank: fact for rank, fact in facts.items() if fits[tuple(fact.values())]} or facts
         self._keep_most_common(self.shards, facts, fitting)
 
@@ -484,17 +580,29 @@ class TagHeaders:
                 self._add(path.name, f"{path} and {other} differ in {what}. {MIXED}")
                 del headers[rank]
 
+    def _trained(self, shards: Mapping[int, Shard], head: Shard) -> SavedPart:
+        return trained_part(shards, head, None if self.sliced is None else self.sliced.layout)
+
     def _put_together(self) -> None:
         head = next(iter(self.shards.values()), None)
-        parts = [] if head is None else [trained_part(self.shards, head)]
+        parts = [] if head is None else [self._trained(self.shards, head)]
         first = next(iter(self.models.values()), None)
         if first is not None:
             if head is not None and (mixed := other_trained_params(first, head)) is not None:
                 self._add(first.path.name, mixed)
-            frozen = frozen_part(self.models)
-            parts += [] if frozen is None else [frozen]
+            with self._noting(first.path.name):
+                frozen = frozen_part(self.models, self._frozen_layout())
+                parts += [] if frozen is None else [frozen]
         self.parts = tuple(parts)
         self.tensors = tuple(tensor for part in parts for tensor in part.tensors())
+
+    def _frozen_layout(self) -> Layout | None:
+        """The layout of the frozen parameters over all ranks, where there are slices of them."""
+        models = [self._model_of(tensor_rank) for tensor_rank in range(self.topology.tensor_size)]
+        known = [model for model in models if model is not None]
+        if self.topology.tensor_size == 1 or len(known) < len(models) or self._maps is None:
+            return None
+        return frozen_layout(known, self.topology, self._maps)
 
     def _compare_with_record(self, record: CommitRecord) -> None:
         """Compare the headers with everything in the record except digests."""
@@ -510,7 +618,7 @@ class TagHeaders:
             self._add(path.name, sentence, param=name)
         if head is None:
             return
-        recorded, trained = record.params.trained, {param.name for param in head.layout.params}
+        recorded, trained = record.params.trained, {param.name for param in self.parts[0].params}
         for name in want:
             if name in have and (name in recorded) != (name in trained):
                 said = "trained" if name in recorded else "frozen"

@@ -25,8 +25,8 @@ from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, r
 from zeroelastic.checkpoint.saved_layout import (
     SavedMaps,
     SlicedLayout,
+    frozen_layout,
     saved_maps,
-    sliced_frozen_layout,
     sliced_layout,
 )
 from zeroelastic.checkpoint.shared_weights import SharedWeights
@@ -51,9 +51,6 @@ from zeroelastic.errors import (
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.torch_file.header import Blocks, read_torch_file
-
-_DATA_FIRST = "use_data_before_expert_parallelism"
-"""The entry of a DeepSpeed configuration that is ``Topology.data_first``."""
 
 _ON_NO_NODE = "The nodes that hold it have to take part, or use an older tag."
 
@@ -181,9 +178,8 @@ class Checkpoint:
             return self.model_states(self.layout_models[0]).frozen
         if self._frozen is None:
             models = [self.model_states(rank) for rank in self.layout_models]
-            topology = Topology(1, self.topology.tensor_size) if self.whole_model else self.topology
             assert self._maps is not None, "read with the first model states"
-            self._frozen = sliced_frozen_layout(models, topology, self._maps)
+            self._frozen = frozen_layout(models, self.topology, self._maps)
         return self._frozen
 
     def frozen_extents(self, rank: int) -> TensorExtents | None:
@@ -250,9 +246,8 @@ class Checkpoint:
         if self._sliced is None:
             models = [self.model_states(each) for each in self.layout_models]
             assert self._maps is not None, "read with the first model states"
-            data_first = isinstance(opened.config, dict) and opened.config.get(_DATA_FIRST) is True
-            self.topology = replace(self.topology, data_first=data_first)
             self._sliced = sliced_layout(models, opened, self.topology, self._maps)
+            self.topology = self._sliced.topology
         return self._sliced.of_rank(rank)
 
     def model_states(self, rank: int, *, through: Blocks | None = None) -> ModelStates:

@@ -8,11 +8,12 @@ groups say which they are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroelastic.checkpoint.model_states import ModelStates, trained_tables
 from zeroelastic.checkpoint.optimizer_file import ParamGroup, Shard, checked_gaps, checked_params
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices
+from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.checkpoint.topology import (
     SliceMaps,
     Topology,
@@ -28,6 +29,9 @@ from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UndescribedSlicesError, UnsupportedError, brief, shown, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.columns import with_lists
+
+_DATA_FIRST = "use_data_before_expert_parallelism"
+"""The entry of a DeepSpeed configuration that is ``Topology.data_first``."""
 
 _FOLDING = "folding"
 """The entry of the model states of a run with AutoEP and AutoTP (``FOLDING_METADATA_KEY``, DeepSpeed 0.19.8)."""
@@ -141,9 +145,13 @@ def sliced_layout(
 ) -> SlicedLayout:
     """The layout of the trained parameters; ``models`` is a model states header of each tensor parallel rank.
 
+    ``SlicedLayout.topology`` has ``Topology.data_first`` by the configuration that ``opened`` has.
+
     Raises CheckpointError where files contradict each other, UnsupportedError for experts that nothing describes.
     """
     path, buffers = models[0].path, models[0].sub_groups
+    data_first = isinstance(opened.config, dict) and opened.config.get(_DATA_FIRST) is True
+    topology = replace(topology, data_first=data_first)
     parts = opened.num_parts or (topology.data_size,) * len(buffers)
     if len(parts) != len(buffers):
         raise CheckpointError(
@@ -169,11 +177,13 @@ def sliced_layout(
     return SlicedLayout(topology, layout, maps)
 
 
-def sliced_frozen_layout(models: Sequence[ModelStates], topology: Topology, saved: SavedMaps) -> Layout | None:
-    """The layout of the frozen parameters, whose parts are the files' own; None where none were saved.
+def frozen_layout(models: Sequence[ModelStates], topology: Topology, saved: SavedMaps) -> Layout | None:
+    """The layout of the frozen parameters over the ranks that have some in files; None where none were saved.
 
-    ``topology`` is that of the ranks that have files of them.
+    ``models`` as of ``sliced_layout``. At stages 1 and 2 data parallel rank 0 has all.
     """
+    if WHOLE_MODEL_FILE.match(models[0].path.name) is not None:
+        topology = Topology(1, topology.tensor_size)
     layouts = [model.frozen for model in models if model.frozen is not None]
     if len(layouts) < len(models):
         return None

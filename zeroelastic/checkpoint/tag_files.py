@@ -142,19 +142,20 @@ class TagListing:
         """One more than the highest rank that a file is named after."""
         return max((rank for rank, _ in (*self.optim, *self.models)), default=-1) + 1
 
-    def missing(self, world_size: int, tp_size: int = 1) -> tuple[int, tuple[str, ...]]:
-        """How many files of ``world_size`` ranks are missing, and the names of the first of them.
+    def missing(self, data_size: int, tp_size: int | None = None) -> tuple[int, tuple[str, ...]]:
+        """How many files of ``data_size`` data parallel ranks are missing, and the names of the first of them.
 
-        ``tp_size`` is the tensor parallel size, where it is known; the names may show a greater one, which counts then.
+        ``tp_size`` is the tensor parallel size, by default that of the names.
         """
-        num_models = 1 if self.kind == "zero-1-2" else world_size
-        tp_size = max(tp_size, self.tp_size)
-        present = sum(rank < world_size for files in (self.optim, self.models) for rank, _ in files)
-        count = (world_size + num_models) * tp_size - present
+        num_models = 1 if self.kind == "zero-1-2" else data_size
+        tp_size = self.tp_size if tp_size is None else tp_size
+        ranks = (place for files in (self.optim, self.models) for place in files)
+        present = sum(rank < data_size and tp_rank < tp_size for rank, tp_rank in ranks)
+        count = (data_size + num_models) * tp_size - present
         prefix = "bf16_" if any(name.startswith("bf16_") for name in self.optim.values()) else ""
         names = (
             name
-            for rank in range(world_size if count else 0)
+            for rank in range(data_size if count else 0)
             for tp_rank in range(tp_size)
             for files, name in (
                 (self.optim, f"{prefix}zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}_optim_states.pt"),
@@ -164,9 +165,15 @@ class TagListing:
         )
         return count, tuple(islice(names, min(count, _MAX_NAMES)))
 
-    def stale(self, world_size: int) -> tuple[str, ...]:
-        """Files of ranks that a save of ``world_size`` ranks does not have."""
-        names = [name for files in (self.optim, self.models) for (rank, _), name in files.items() if rank >= world_size]
+    def stale(self, data_size: int, tp_size: int | None = None) -> tuple[str, ...]:
+        """Files of ranks that a save of ``data_size`` data and ``tp_size`` tensor parallel ranks does not have."""
+        tp_size = self.tp_size if tp_size is None else tp_size
+        names = [
+            name
+            for files in (self.optim, self.models)
+            for (rank, tp_rank), name in files.items()
+            if rank >= data_size or tp_rank >= tp_size
+        ]
         return tuple(sorted(names))
 
 

@@ -284,7 +284,8 @@ def test_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path, name: str) -> No
     if case.run.kind == "AutoTP":
         return
     report = verify(directory)
-    assert report.valid and report.unsupported and not report.problems, report.problems
+    assert report.valid and not report.problems, report.problems
+    assert bool(report.unsupported) == (report.content_root is None) == (case.run.kind == "values by rank")
     assert report.num_files == len(list((tmp_path / "run" / "t").iterdir()))
     for expert in sorted((tmp_path / "run" / "t").glob("layer_*"))[:2]:
         check_damage(directory, expert)

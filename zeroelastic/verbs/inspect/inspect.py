@@ -156,7 +156,7 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         ranks = f"was saved with {listing.tp_size} tensor parallel ranks, of which the first is shown."
         others = [sentence for sentence in unsupported if OFFLINE_TENSOR_PARALLEL not in sentence]
         unsupported = [*others, f"{checked.tag_dir}: {ranks} {OFFLINE_TENSOR_PARALLEL}"]
-    num_missing, missing = listing.missing(checked.world_size)
+    num_missing, missing = listing.missing(checked.topology.data_size)
     damaged = any(problem.file == RECORD_NAME for problem in checked.problems)
     params = list(_params(checked))
     params += _tied(root, params)
@@ -232,7 +232,7 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         files=TagFiles(
             num_missing=num_missing,
             missing=list(missing),
-            stale=list(listing.stale(checked.world_size)),
+            stale=list(listing.stale(checked.topology.data_size)),
             odd=list(listing.unknown_files),
             leftovers=list(listing.temporaries),
             folders=list(listing.folders),
@@ -258,7 +258,7 @@ def _problems(checked: TagHeaders) -> list[str]:
         problems.append(f"{directory}: {len(of_params) - _NAMED} more parameters contradict the commit record.")
     if checked.stated_world_size is None:
         problems.append(f"{directory}: no file tells how many ranks saved it. The checkpoint is incomplete.")
-    num_missing, missing = listing.missing(checked.world_size)
+    num_missing, missing = listing.missing(checked.topology.data_size)
     if num_missing:
         problems.append(
             f"{directory}: {num_missing} of the files of {counted(checked.world_size, 'rank')} "
@@ -290,7 +290,7 @@ def _notes(source: Source, checked: TagHeaders) -> list[str]:
     version = root.get("ds_version")
     if record is not None and isinstance(version, str) and version != record.versions.deepspeed:
         notes.append(f"the model states file was written by DeepSpeed {version}")
-    if stale := listing.stale(checked.world_size):
+    if stale := listing.stale(checked.topology.data_size):
         notes.append(f"files of ranks that this save does not have are left over: {some(stale)}")
     if checked.first_model is not None and checked.first_model.frozen is None:
         notes.append("frozen parameters, if there are any, were left out of this save (exclude_frozen_parameters)")
