@@ -15,6 +15,7 @@ import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_from_sub_groups
@@ -307,20 +308,27 @@ GRAD_SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_
 
 
 def elastic_table(
-    layout: Layout, rank: int, *, save_id: str, train_batch_size: int | None, rest: Mapping[str, object]
+    layout: Layout,
+    rank: int,
+    *,
+    save_id: str,
+    train_batch_size: int | None,
+    rest: Mapping[str, object],
+    topology: Topology | None = None,
 ) -> dict[str, object]:
-    """The table of one rank of ``layout``.
+    """The table of one rank of ``layout``, whose ranks are all data parallel unless a ``topology`` is given.
 
     ``rest`` are the entries after the sub-groups, in the order in which they are written: ``param_groups``,
     ``optimizer``, ``grad_scaler``, ``tp_rank`` and ``tp_size``, ``digests``.
     """
+    topology = topology or Topology(layout.world_size)
     start, length = layout.owned(rank)
     members = [np.flatnonzero(layout.sub_group == i).tolist() for i in range(layout.num_sub_groups)]
     return {
         "format_version": ELASTIC_VERSION,
         "save_id": save_id,
-        "world_size": layout.world_size,
-        "rank": rank,
+        "world_size": topology.data_size,
+        "rank": topology.place(rank)[0],
         "train_batch_size": train_batch_size,
         "sub_groups": [
             {

@@ -49,6 +49,16 @@ def refuse_unwritable(engine: Engine, live: LiveOptimizer) -> None:
         )
 
 
+def refuse_experts_on_nodes(engine: Engine, live: LiveOptimizer) -> None:
+    """Raise UnsupportedError for a run whose nodes keep their own files, and whose experts each have one file."""
+    if live.sharing.expert_sizes and not live.per_param and engine.use_node_local_storage():
+        raise UnsupportedError(
+            '"use_node_local_storage" does not go with mixture-of-experts layers at ZeRO stages 1 and 2: DeepSpeed '
+            "writes the file of the module and of each expert on one node only, and reads them on every node. Save to "
+            "a directory that all nodes share."
+        )
+
+
 def _fast_writer_exists() -> bool:
     return str(fast_file_writer.UtilsBuilder.__name__) != "NotImplementedBuilder"
 
@@ -102,6 +112,8 @@ def saves_nothing(tag_dir: FilePath) -> Iterator[None]:
 def one_module_writer(engine: Engine, live: LiveOptimizer, leaders: Sequence[int]) -> Iterator[None]:
     """While it lasts, one rank of each directory writes the file of the whole module of ZeRO stages 1 and 2.
 
+    Of a run with tensor parallelism it is one of each tensor parallel rank, as each has a file of its own.
+
     DeepSpeed has local rank 0 do it under ``use_node_local_storage``. Where the launcher's local ranks are not those
     that share a disk, several ranks would write into one file, or none. Ranks that see one directory have the same one
     of ``leaders`` (``directory_leaders``). Every file lists tied parameters, which DeepSpeed does on rank 0 alone.
@@ -111,7 +123,8 @@ def one_module_writer(engine: Engine, live: LiveOptimizer, leaders: Sequence[int
         yield
         return
     rank = dist.get_rank()
-    place_on_node = list(leaders[:rank]).count(leaders[rank])
+    of_same_slices = (other for other in range(rank) if live.topology.place(other)[1] == live.topology.place(rank)[1])
+    place_on_node = [leaders[other] for other in of_same_slices].count(leaders[rank])
     chooses = getattr(engine.checkpoint_engine, "is_data_parallel_writer", None)
     writes = bool(chooses(place_on_node)) if chooses is not None else place_on_node == 0
     tied = broadcast(all_or_raise(engine._get_shared_params))

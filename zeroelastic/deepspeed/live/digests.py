@@ -72,11 +72,6 @@ class LivePiece(NamedTuple):
         """The position of the first element in this rank's slice."""
         return self.start if self.at is None else self.at
 
-    def in_slice(self) -> LivePiece:
-        """The same part as one of the slice, as if that was the whole tensor."""
-        runs = None if self.runs is None else replace(self.runs, start=self.runs.offset + self.place)
-        return self._replace(start=self.place, runs=runs)
-
 
 @dataclass(frozen=True, slots=True)
 class PieceRuns:
@@ -336,6 +331,28 @@ def sum_over_ranks(
     dist.all_reduce(table, group=group)
     totals: list[int] = table.cpu().numpy().view(np.uint64).tolist()
     return totals
+
+
+def copies_that_differ(live: LiveOptimizer, *, device: torch.device) -> tuple[tuple[str, str], ...]:
+    """The (whole tensor, state key) of which tensor parallel ranks have copies that differ. Collective.
+
+    What has no copies is not looked at: with few exceptions norms and some biases are copied.
+    """
+    copied: set[tuple[str, int]] = set()
+    for layout in (live.whole, live.whole_frozen):
+        if layout.slices is not None:
+            strips, first = layout.slices.strips, first_copies(layout.slices)
+            of_copies = np.flatnonzero(np.bincount(first, minlength=len(strips))[first] > 1)
+            copied |= {(layout.tensors[strips.param[i]].name, int(strips.start[i])) for i in of_copies.tolist()}
+    streams = live_streams(live)
+    pieces = tuple(piece for piece in streams.pieces if (piece.param, piece.strip) in copied)
+    local = LiveStreams(pieces, {}).digest()
+    found = dict(zip(local.streams, zip(local.dtypes, local.partial, strict=True), strict=True))
+    try:
+        add_up(live, found, device=device)
+    except CopiesDifferError as error:
+        return error.tensors
+    return ()
 
 
 def gather_over_tp(live: LiveOptimizer, value: T) -> list[T]:

@@ -262,19 +262,23 @@ class GroupSplit(LiveOptimizer):
         Its own form under ``elastic_checkpoint`` lacks hyper-parameters, and cannot be loaded by DeepSpeed itself.
         Frozen parameters are contiguous in the files, so that ranges of them can be read.
         """
-        module_state_dict, fragment = engine.module_state_dict, engine._get_param_fragment_func
+        fragment = engine._get_param_fragment_func
 
-        def contiguous(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            state = module_state_dict(*args, **kwargs)
-            state.update({name: state[name].contiguous() for name in state.keys() & frozen})
-            return state
+        def contiguous(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+            def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+                state = original(*args, **kwargs)
+                state.update({name: state[name].contiguous() for name in state.keys() & frozen})
+                return state
+
+            return state_dict
 
         frozen = {name for name, param in self.module.named_parameters() if not param.is_contiguous()}
         with (
             patched(self.optimizer, elastic_checkpoint=False, checkpoint_event_epilogue=written),
             patched(
                 engine,
-                module_state_dict=contiguous,
+                module_state_dict=contiguous(engine.module_state_dict),
+                _get_non_moe_state_dict=contiguous(engine._get_non_moe_state_dict),  # with experts
                 _get_param_fragment_func=lambda param: fragment(param).contiguous(),
             ),
         ):

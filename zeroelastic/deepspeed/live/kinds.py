@@ -57,18 +57,22 @@ def _class_of(optimizer: object) -> type[LiveOptimizer] | None:
     return next((ours for theirs, ours in _KINDS.items() if isinstance(optimizer, theirs)), None)
 
 
-def read_live(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> LiveOptimizer:
+def read_live(optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False) -> LiveOptimizer:
     """The live state of one rank: trained is what the optimizer has, frozen every other parameter of the module.
 
-    Raises UnsupportedError for parameters that are not partitioned over all ranks.
+    ``opaque`` has each tensor parallel rank be a run of its own, whatever DeepSpeed says of its slices. Raises
+    UnsupportedError for parameters that are not partitioned over all ranks.
     """
     kind = kind_of(optimizer, to_load=True)
     assert kind is not None
-    return kind(optimizer, names)
+    return kind(optimizer, names, opaque=opaque)
 
 
-def covered_live(engine: Engine, optimizer: Any) -> LiveOptimizer:
-    """The live state of a run that elastic checkpoints cover. Raises UnsupportedError for any other."""
+def covered_live(engine: Engine, optimizer: Any, *, opaque: bool = False) -> LiveOptimizer:
+    """The live state of a run that elastic checkpoints cover. Raises UnsupportedError for any other.
+
+    ``opaque`` as of ``read_live``.
+    """
     kind = kind_of(optimizer, to_load=True)
     assert kind is not None
     if (problems := kind.uncovered(optimizer, engine)) and not kind.trains:
@@ -78,7 +82,7 @@ def covered_live(engine: Engine, optimizer: Any) -> LiveOptimizer:
             f"elastic checkpoints do not cover {', '.join(problems)} yet. Save with elastic_checkpoint off, and resume "
             "at the world size that saved."
         )
-    return read_live(optimizer, param_names(engine))
+    return read_live(optimizer, param_names(engine), opaque=opaque)
 
 
 def trained_params(engine: Engine) -> list[Param] | None:
@@ -89,7 +93,7 @@ def trained_params(engine: Engine) -> list[Param] | None:
     names = param_names(engine)
     live = read_live(engine.optimizer, names)
     if kind.trains:
-        return list(live.layout.params)
+        return list(live.whole.whole_tensors)
     wanted = {name for param, name in names.items() if param.requires_grad}
     return [param for param in live.frozen.params if param.name in wanted]
 

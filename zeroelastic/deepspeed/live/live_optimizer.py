@@ -61,15 +61,18 @@ class LiveOptimizer(ABC):
     stages_in_files: tuple[int | None, ...]
     """What DeepSpeed's own files of this optimizer can have as ``zero_stage``."""
 
-    def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> None:
-        """``names`` are those of all parameters. Raises UnsupportedError for a layout that is not covered."""
+    def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False) -> None:
+        """``names`` are those of all parameters, ``opaque`` as of ``sharing_of``.
+
+        Raises UnsupportedError for a layout that is not covered.
+        """
         self.optimizer = optimizer
         self.base: torch.optim.Optimizer = optimizer.optimizer
         self.dp_group: dist.ProcessGroup = optimizer.dp_process_group
         self.tp_group: dist.ProcessGroup | None = getattr(optimizer, "model_parallel_group", None)
         self.grad_scaler: torch.amp.GradScaler | None = getattr(optimizer, "torch_autocast_gradscaler", None)
         self.module = self._module()
-        self._share(sharing_of(optimizer, self.module, names))
+        self._share(sharing_of(optimizer, self.module, names, opaque=opaque))
         self._read(names)
 
     def _share(self, sharing: Sharing) -> None:
@@ -88,6 +91,13 @@ class LiveOptimizer(ABC):
     def local_name(self, name: str) -> str:
         """The name that a parameter has on this rank, of the name of its whole tensor."""
         return self._local_names.get(name, name)
+
+    def local_params(self, layout: Layout) -> list[list[Param]]:
+        """The parameters of each flat buffer of this rank, in buffer order, as DeepSpeed's files name them."""
+        buffers: list[list[Param]] = [[] for _ in range(layout.num_sub_groups)]
+        for param, i in zip(layout.params, layout.sub_group.tolist(), strict=True):
+            buffers[i].append(Param(self.local_name(param.name), param.shape))
+        return buffers
 
     def _take_layouts(self, whole: Layout, frozen: Layout) -> None:
         """Set the layouts, of those over all ranks."""

@@ -319,7 +319,7 @@ class Evaluation(Stage3):
 
     trains = False
 
-    def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> None:
+    def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False) -> None:
         self.optimizer = optimizer
         no_optimizer: Any = SimpleNamespace(param_groups=[], state={})
         self.base = no_optimizer

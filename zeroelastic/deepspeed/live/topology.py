@@ -58,6 +58,12 @@ class Sharing:
     expert_sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
+    def place(self) -> tuple[int, TensorParallel]:
+        """The data parallel and the tensor parallel rank of this rank, by which its files are named."""
+        data_rank, tensor_rank = self.topology.place(self.rank)
+        return data_rank, self.tp if self.tp.size > 1 else TensorParallel(tensor_rank, self.topology.tensor_size)
+
+    @property
     def has_slices(self) -> bool:
         """Whether some ranks have other parts of whole tensors than others."""
         return self.topology.tensor_size > 1 or bool(self.expert_sizes)
@@ -70,6 +76,11 @@ class Sharing:
         """The name of the whole tensor of which a parameter is a slice."""
         found = self.maps.get(name)
         return name if found is None else found.views[self._part_of(found)].tensor.name
+
+    def whole_shape(self, param: Param) -> tuple[int, ...]:
+        """The shape of the whole tensor of which a parameter is a slice."""
+        found = self.maps.get(param.name)
+        return param.shape if found is None else found.views[self._part_of(found)].tensor.shape
 
     def layout(
         self,
@@ -112,10 +123,13 @@ class Sharing:
         return self.topology.expert_rank(self.rank, len(found.views))
 
 
-def sharing_of(optimizer: Any, module: torch.nn.Module, names: Mapping[torch.nn.Parameter, str]) -> Sharing:
+def sharing_of(
+    optimizer: Any, module: torch.nn.Module, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False
+) -> Sharing:
     """How the ranks of an engine share the parameters of its module; ``names`` are those of all parameters.
 
-    Raises UnsupportedError for experts that DeepSpeed does not describe, or shares in another way than is known.
+    ``opaque`` takes tensor parallelism for opaque, whatever the module says of it. Raises UnsupportedError for experts
+    that DeepSpeed does not describe, or shares in another way than is known.
     """
     dp_group, tp = optimizer.dp_process_group, tensor_parallel(optimizer)
     data_size, data_rank = dist.get_world_size(group=dp_group), dist.get_rank(group=dp_group)
@@ -124,7 +138,7 @@ def sharing_of(optimizer: Any, module: torch.nn.Module, names: Mapping[torch.nn.
         if tp.size > 1:
             raise UnsupportedError("mixture-of-experts layers with tensor parallelism")
         return _with_experts(experts, data_size, data_rank, dp_group)
-    maps = None if is_opaque(optimizer, module) else _tensor_maps(module, tp)
+    maps = None if opaque or is_opaque(optimizer, module) else _tensor_maps(module, tp)
     if not maps:
         return Sharing(Topology(data_size), data_rank, dp_group, tp)
     topology, world = Topology(data_size, tp.size), _world()

@@ -46,8 +46,10 @@ def hold(live: LiveOptimizer) -> HeldState:
             "state on NVMe does not move from memory to memory: save, and start at the other size, or keep the "
             "optimizer on the CPU."
         )
-    if live.tp.size > 1:
+    if live.sharing.place[1].size > 1:
         raise UnsupportedError("tensor parallel ranks do not change in number while a job runs: start it again.")
+    if live.sharing.has_slices:
+        raise UnsupportedError("jobs with mixture-of-experts layers do not change size while they run: start it again.")
     num_sub_groups = live.layout.num_sub_groups
     states = [{FP32: live.fp32(i), **live.split_state(i)[0]} for i in range(num_sub_groups)]
     keys = sorted({key for state in states for key in state})

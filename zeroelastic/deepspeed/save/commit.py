@@ -21,19 +21,22 @@ import torch.distributed as dist
 from zeroelastic._version import __version__
 from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CheckpointFormat, CommitRecord, Versions
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
-from zeroelastic.checkpoint.optimizer_reader import open_shard
+from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
 from zeroelastic.checkpoint.param_table import param_records, params_digest
+from zeroelastic.checkpoint.saved_layout import saved_maps
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
 from zeroelastic.checkpoint.shared_weights import SharedWeights
-from zeroelastic.checkpoint.tag_files import TensorParallel, model_file_name, parse_rank_file
+from zeroelastic.checkpoint.tag_files import model_file_name, parse_rank_file
+from zeroelastic.checkpoint.topology import SliceMaps, native_expert_maps
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import Lineage
+from zeroelastic.deepspeed.live.topology import Sharing
 from zeroelastic.distributed.collective import all_gather, gather, gather_bytes, maximum
 from zeroelastic.errors import CheckpointError, SaveError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.header import Blocks, read_torch_file
+from zeroelastic.torch_file.header import Blocks, TorchFile, read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
 _PACKED = struct.Struct("<iHH" + 2 * "q32s")  # ranks and flags; of either file its size and its digest
@@ -51,8 +54,10 @@ def new_save_id() -> str:
 class PendingCommit:
     """A save that was handed to its writer: all that the commit record says but the sizes of the files.
 
-    ``file_names`` are the names of this rank's module states and optimizer file. These have to say its place ``rank``
-    and ``tp``, the step, and the parameters as they were when it saved; ``frozen`` are None where they are excluded.
+    ``file_names`` are the names of this rank's module states and optimizer file, ``expert_files`` those of files of
+    experts that it has written. The two have to say its place, the step, and the parameters as they were when it saved:
+    ``sub_groups`` are those of each flat buffer as the files name them, ``groups`` and ``layout`` name whole tensors;
+    ``frozen`` are None where they are excluded.
     ``shared`` says where a lean save has its frozen weights.
     ``allow_globals`` are the names in the run's options. ``contents`` are of the state at the moment of the save, over
     all ranks; ``trained`` names the trained parameters among them.
@@ -61,10 +66,10 @@ class PendingCommit:
     tag: str
     save_id: str
     checkpoint_format: CheckpointFormat
-    rank: int
-    tp: TensorParallel
+    sharing: Sharing
     global_steps: int
     layout: Layout
+    sub_groups: Sequence[Sequence[Param]]
     groups: tuple[tuple[str, ...], ...]
     frozen: tuple[Param, ...] | None
     allow_globals: tuple[str, ...]
@@ -75,6 +80,7 @@ class PendingCommit:
     contents: tuple[ParamContent, ...] = ()
     trained: frozenset[str] = frozenset()
     shared: SharedWeights | None = None
+    expert_files: tuple[str, ...] = ()
 
 
 class Written(NamedTuple):
@@ -141,8 +147,8 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
         checkpoint_format=save.checkpoint_format,
         save_id=save.save_id,
         tag=save.tag,
-        world_size=save.layout.world_size,
-        tp_size=save.tp.size,
+        world_size=save.sharing.topology.data_size,
+        tp_size=save.sharing.place[1].size,
         global_steps=save.global_steps,
         train_batch_size=save.train_batch_size,
         lost_micro_batches=save.lost_micro_batches,
@@ -175,57 +181,64 @@ def written_files(engine: Engine, save_dir: Path, tag: str) -> tuple[str, str]:
 def read_back(directory: FilePath, save: PendingCommit, through: Mapping[str, Blocks] | None = None) -> dict[str, str]:
     """The digest of the zip directory of each of a rank's files in ``directory``, by name.
 
+    Files of experts are opened alone: their weights are those of the optimizer files in 16 bits.
+
     ``through`` has what this rank has written, by name, where it is not on a disk: at stages 1 and 2 only one rank
     writes the module states. Raises CheckpointError or UnsupportedError for a file that a load does not read,
     CheckpointError for one that does not say what the commit record is going to say, or what is ``expected``.
     """
     model_path, optim_path = (directory / name for name in save.file_names)
-    layout, tp, size = save.layout, save.tp, save.layout.world_size
-    sub_groups = [
-        [param for param, i in zip(layout.params, layout.sub_group.tolist(), strict=True) if i == number]
-        for number in range(layout.num_sub_groups)
-    ]
+    layout, sharing = save.layout, save.sharing
+    (data_rank, tp), size = sharing.place, sharing.topology.data_size
+    names = {local: whole for local in sharing.maps if (whole := sharing.whole_name(local)) != local}
     blocks = through if through is not None else {}
     has_model = through is None or model_path.name in through
     with allow_globals(save.allow_globals):
-        model = (
-            model_states_of(
-                read_torch_file(model_path, foreign="inert", through=blocks.get(model_path.name), columns=True),
-                save.rank,
-                world_size=size,
-                tp=tp if tp.size > 1 else None,
-            )
+        model_file = (
+            read_torch_file(model_path, foreign="inert", through=blocks.get(model_path.name), columns=True)
             if has_model
             else None
         )
+        model = None
+        if model_file is not None:
+            model = model_states_of(model_file, data_rank, world_size=size, tp=tp if tp.size > 1 else None)
         shard = open_shard(
             optim_path,
-            save.rank,
+            data_rank,
             world_size=size,
-            rigid_params=sub_groups if model is None else model.sub_groups,
+            rigid_params=save.sub_groups if model is None else model.sub_groups,
             tp_rank=tp.rank,
             through=blocks.get(optim_path.name),
+            slices=RankSlices(sharing.topology, sharing.rank, layout, names) if layout.slices is not None else None,
         )
-    parts = [trained_part({shard.rank: shard}, shard)]
-    if model is not None and (frozen := frozen_part({model.rank: model})) is not None:
-        parts.append(frozen)
-    found = {
+        experts = [
+            read_torch_file(directory / name, foreign="inert", through=blocks.get(name)) for name in save.expert_files
+        ]
+    part = trained_part({shard.rank: shard}, shard)
+    found: dict[str, object] = {
         param.name: (param.shape, dict(part.dtypes[p]), {k: v.canonical() for k, v in part.scalars[p].items()})
-        for part in parts
         for p, param in enumerate(part.params)
     }
-    want = {
+    if model is not None and (frozen := frozen_part({model.rank: model})) is not None:
+        found |= {
+            sharing.whole_name(param.name): (sharing.whole_shape(param), dict(frozen.dtypes[p]), {})
+            for p, param in enumerate(frozen.params)
+        }
+    here = {param.name for param in layout.params} | {sharing.whole_name(param.name) for param in save.frozen or ()}
+    want: dict[str, object] = {
         content.param.name: (
             content.param.shape,
             {key: dtype for key, (dtype, _) in content.tensors.items()},
             {key: value.canonical() for key, value in content.scalars.items()},
         )
         for content in save.contents
-        if content.tp_rank == tp.rank
+        if content.tp_rank == sharing.tp.rank and content.param.name in here
     }
     if model is None:
         want = {name: facts for name, facts in want.items() if name in found}
-    of_model = {} if model is None else _facts_of_model(model, save, sub_groups)
+    of_model = {} if model is None else _facts_of_model(model, save)
+    if model_file is not None and layout.slices is not None:
+        of_model |= {"the maps of slices": _differing(*_maps(model_file, save))}
     of_optimizer = {
         "the format": (shard.format, save.checkpoint_format),
         "the save id": (shard.save_id, save.save_id if save.checkpoint_format == "elastic" else None),
@@ -238,22 +251,29 @@ def read_back(directory: FilePath, save: PendingCommit, through: Mapping[str, Bl
             if got != wanted:
                 raise CheckpointError(f"{path}: {what} read back as {_brief(got)}; the run has {_brief(wanted)}.")
     directories = {} if model is None else {model_path.name: model.directory}
+    directories |= {file.path.name: file.directory for file in experts}
     return {**directories, optim_path.name: shard.directory}
 
 
-def _facts_of_model(
-    model: ModelStates, save: PendingCommit, sub_groups: Sequence[Sequence[Param]]
-) -> dict[str, tuple[object, object]]:
+def _facts_of_model(model: ModelStates, save: PendingCommit) -> dict[str, tuple[object, object]]:
     """What a module states file says, and what it has to."""
     return {
         "the step": (model.global_steps, save.global_steps),
-        "the trained parameters": ([list(table) for table in model.sub_groups], sub_groups),
+        "the trained parameters": ([list(table) for table in model.sub_groups], [*map(list, save.sub_groups)]),
         "the frozen parameters": (
             _by_name(None if model.frozen is None else model.frozen.params),
             _by_name(save.frozen),
         ),
         "the shared weights": (model.shared, save.shared),
     }
+
+
+def _maps(model_file: TorchFile, save: PendingCommit) -> tuple[SliceMaps, SliceMaps]:
+    """The maps in a module states file, and those of the run; the names of DeepSpeed's own experts are their maps."""
+    maps, tp = save.sharing.maps, save.sharing.place[1]
+    native = {name for members in save.sub_groups for name in native_expert_maps(members, 1)}
+    found = saved_maps(model_file.root, tp.size, model_file.path).maps
+    return found, {name: one for name, one in maps.items() if name not in native}
 
 
 def _by_name(params: Iterable[Param] | None) -> list[Param]:

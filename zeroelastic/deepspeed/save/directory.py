@@ -196,7 +196,7 @@ class Directory(Destination):
         """Make this rank's files durable, read them back as a load would, and leave their sizes to another rank."""
         sizes: dict[str, int] = {}
         with self.as_not_committed():
-            for name in save.file_names:
+            for name in (*save.file_names, *save.expert_files):
                 path = self.staging_dir / name
                 sizes[name] = path.stat().st_size
                 if self._fsync:

@@ -23,7 +23,7 @@ class CheckpointEngineProxy:
     DeepSpeed's save has barriers between its parts. So the first error is kept, the rest of this rank's part is left
     out, and ``raise_failure`` raises the error when all ranks have finished. ``save`` writes one file; files for
     ``tag_dir`` go to ``staging_dir``, the directory that becomes it. Everything else is the original engine's.
-    ``commit_info`` is what DeepSpeed announced.
+    ``commit_info`` is what DeepSpeed announced, and ``names`` are those of the files that were written for the tag.
     """
 
     def __init__(self, original: Any, save: Callable[[Any, str], None], *, tag_dir: Path, staging_dir: Path) -> None:
@@ -31,6 +31,7 @@ class CheckpointEngineProxy:
         self._tag_dir, self._staging_dir = tag_dir, staging_dir
         self._failure: ZeroElasticError | None = None
         self.commit_info: Any = None
+        self.names: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -48,7 +49,10 @@ class CheckpointEngineProxy:
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file."""
         wanted = Path(path)
-        place = os.fspath(self._staging_dir / wanted.name) if wanted.parent == self._tag_dir else path
+        place = path
+        if wanted.parent == self._tag_dir:
+            self.names.append(wanted.name)
+            place = os.fspath(self._staging_dir / wanted.name)
         self.guarded(self._save, path)(state_dict, place)
 
     def commit(self, info: Any) -> bool:

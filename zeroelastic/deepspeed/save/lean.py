@@ -101,9 +101,14 @@ class _Wanted:
 
 def refuse_lean(live: LiveOptimizer) -> None:
     """Raise UnsupportedError for a run whose frozen weights cannot be shared."""
-    if live.tp.size > 1:
+    if live.sharing.place[1].size > 1:
         raise UnsupportedError(
             'lean saves do not cover tensor parallelism, where each rank has slices of its own. Leave "lean" out.'
+        )
+    if live.sharing.has_slices:
+        raise UnsupportedError(
+            "lean saves do not cover mixture-of-experts layers, where each rank has experts of its own. Leave "
+            '"lean" out.'
         )
     for p, param in enumerate(live.frozen.params):
         check_name(param.name)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,13 @@ from zeroelastic.deepspeed.engine import (
     saves_elastic,
 )
 from zeroelastic.deepspeed.engine_state import lineage_of, link, refuse_to_save, state_of
-from zeroelastic.deepspeed.live.digests import LiveStreams, gather_over_tp, live_streams, whole_contents
+from zeroelastic.deepspeed.live.digests import (
+    LiveStreams,
+    copies_that_differ,
+    gather_over_tp,
+    live_streams,
+    whole_contents,
+)
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, listed_by_optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
@@ -60,6 +67,7 @@ from zeroelastic.deepspeed.save.store import StoreTarget, refuse_in_store
 from zeroelastic.deepspeed.storage_rules import (
     directory_leaders,
     one_module_writer,
+    refuse_experts_on_nodes,
     refuse_unwritable,
     saves_nothing,
 )
@@ -73,12 +81,15 @@ from zeroelastic.errors import (
     UsageError,
     ZeroElasticError,
     printable,
+    some,
 )
 from zeroelastic.io.paths import FilePath, RemotePath, absolute, as_path, is_url
 from zeroelastic.monitoring.spans import span
 from zeroelastic.runs.names import normal, stock_saves, why_not_saved
 
 logger = logging.getLogger(__name__)
+
+_MAX_NAMED = 4
 
 Method = Callable[..., Any]
 
@@ -189,7 +200,7 @@ class Save:
                 ).call_deepspeed(original, engine)
             self.commit_info = proxy.commit_info
             lineage_of(engine).begun = self.save_id
-            self.pending = self._pending_commit(engine)
+            self.pending = self._pending_commit(engine, proxy.names)
 
             def complete() -> None:
                 proxy.raise_failure()  # DeepSpeed's own barriers have been passed by all
@@ -218,7 +229,7 @@ class Save:
 
     def add_contents(self, group: dist.ProcessGroup | None = None) -> None:
         """Add the digests of all parameters over all ranks to what is committed. Collective."""
-        live, trained = self.live, frozenset(param.name for param in self.live.layout.params)
+        live, trained = self.live, frozenset(param.name for param in self.live.whole.params)
         contents = whole_contents(live, self.shard.digests(), device=collective_device(group), group=group)
         parts = gather_over_tp(live, (contents, trained))
         self.pending = replace(
@@ -227,21 +238,27 @@ class Save:
             trained=frozenset().union(*(names for _, names in parts)),
         )
 
-    def _pending_commit(self, engine: Engine) -> PendingCommit:
+    def _pending_commit(self, engine: Engine, names: Sequence[str]) -> PendingCommit:
+        """``names`` are those of the files that this rank has written."""
         request, live, options = self.request, self.live, options_of(engine)
+        file_names = written_files(engine, self.destination.deepspeed_dir, request.tag)
+        frozen = None
+        if not request.exclude_frozen_parameters:
+            frozen = tuple(chain(*live.local_params(live.frozen)))
         return PendingCommit(
             tag=request.tag,
             save_id=self.save_id,
             checkpoint_format="elastic" if self.elastic else "rigid",
-            rank=live.rank,
-            tp=live.tp,
+            sharing=live.sharing,
             global_steps=saved_step(engine, request.client_state),
             layout=live.layout,
+            sub_groups=live.local_params(live.layout),
             groups=live.groups,
-            frozen=None if request.exclude_frozen_parameters else live.frozen.params,
+            frozen=frozen,
             allow_globals=tuple(options.allow_globals),
             train_batch_size=engine.train_batch_size(),
-            file_names=written_files(engine, self.destination.deepspeed_dir, request.tag),
+            file_names=file_names,
+            expert_files=tuple(name for name in names if name not in file_names),
             lineage=lineage_of(engine),
             lost_micro_batches=_warn_of_lost_micro_batches(engine, request.tag_dir),
             shared=self.shared,
@@ -380,6 +397,7 @@ def _prepare(
         refuse_to_save(engine, request.tag_dir)
         live = covered_live(engine, engine.optimizer)
         refuse_unwritable(engine, live)
+        refuse_experts_on_nodes(engine, live)
         if options_of(engine).lean:
             refuse_lean(live)
         if not local:
@@ -394,6 +412,8 @@ def _prepare(
             look, lambda found: (token_of(found[2], found[0].tp.rank), request.named)
         )
         different = difference(facts, [token for token, _ in outcomes])
+        if different is None and live.topology.tensor_size > 1:
+            live = _with_copies(engine, live, request.tag_dir)
     except (UnsupportedError, UsageError) as error:
         return error
     if different is not None:
@@ -410,6 +430,28 @@ def _prepare(
             "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
         )
     return live, client_state
+
+
+def _with_copies(engine: Engine, live: LiveOptimizer, tag_dir: FilePath) -> LiveOptimizer:
+    """The live state of a run whose tensor parallel ranks are to have copies of some values. Collective.
+
+    Where copies differ, no other size of tensor parallelism has a place for all of them: each tensor parallel rank is
+    then saved as a run of its own. Raises UnsupportedError at stages 1 and 2, where only DeepSpeed saves these.
+    """
+    differing = copies_that_differ(live, device=engine.device)
+    if not differing:
+        return live
+    named = some([f"{name}: {key}" for name, key in differing], _MAX_NAMED)
+    why = f"the copies that tensor parallel ranks have of the same values differ ({named})"
+    if not live.per_param:
+        raise UnsupportedError(f"{why}.")
+    if dist.get_rank() == 0:
+        logger.warning(
+            "%s: %s. The checkpoint resumes at this tensor parallel size only. Dropout and other random numbers in a "
+            "layer that is copied have to be the same on all ranks that share a batch.",
+            *(tag_dir, why),
+        )
+    return all_or_raise(lambda: covered_live(engine, engine.optimizer, opaque=True))
 
 
 def _refuse_tag_of_another(engine: Engine, tag_dir: FilePath) -> None:

@@ -85,13 +85,19 @@ def elastic_state_dict(
     }
     if live.grad_scaler is not None:
         rest["grad_scaler"] = live.grad_scaler.state_dict()
-    if live.tp.size > 1:
-        rest |= {"tp_rank": live.tp.rank, "tp_size": live.tp.size}
+    _, tp = live.sharing.place
+    if tp.size > 1:
+        rest |= {"tp_rank": tp.rank, "tp_size": tp.size}
     if digests is not None:
         rest["digests"] = digests
     state["base_optimizer_state"] = base
     state["zeroelastic"] = elastic_table(
-        live.layout, live.rank, save_id=save_id, train_batch_size=train_batch_size, rest=rest
+        live.layout,
+        live.rank,
+        save_id=save_id,
+        train_batch_size=train_batch_size,
+        rest=rest,
+        topology=live.topology,
     )
     if alias and share_storage:
         state["optimizer_state_dict"] = nested
@@ -145,6 +151,7 @@ class ShardWriter:
         self._save_by_torch, self._live, self._streams, self._options = original.save, live, streams, options
         self._known: list[int | None] = [None] * len(streams.pieces)
         self._runs = _runs_of(streams)
+        """What is digested while it is written: the pieces that are one run of a tensor."""
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file; a layout of torch that is not known here is left to torch, with the digests made apart."""
@@ -163,7 +170,7 @@ class ShardWriter:
             self._fill_table([None] * len(self._runs))
             self._save_by_torch(state_dict, path)
         else:
-            self.learn(found)
+            self.learn_of_runs(found)
 
     def complete(self) -> None:
         """Digest what no file held; from here on nothing of the live state is used."""
@@ -177,8 +184,13 @@ class ShardWriter:
         """Take the partial digests of pieces that are known, None for the others."""
         self._known = [old if old is not None else new for old, new in zip(self._known, found, strict=True)]
 
+    def learn_of_runs(self, found: Sequence[int | None]) -> None:
+        """``learn``, of what was digested while it was written."""
+        of_runs = iter(found)
+        self.learn([next(of_runs) if piece.runs is None else None for piece in self._streams.pieces])
+
     def _fill_table(self, found: Sequence[int | None]) -> None:
-        self.learn(found)
+        self.learn_of_runs(found)
         made = self.digests()
         self._known = list(made.partial)
         self.table.copy_(digest_sums(self._live, made))
@@ -189,7 +201,7 @@ class OtherEngineWriter(ShardWriter):
 
     def __init__(self, original: Any, live: LiveOptimizer, streams: LiveStreams, options: Options) -> None:
         super().__init__(original, live, streams, options)
-        self._fill_table(self._known)
+        self._fill_table([None] * len(self._runs))
         sharing = getattr(original, "preserves_storage_sharing", None)
         self.shares_storage = bool(sharing()) if callable(sharing) else True
         self._save: Callable[[Any, str], None] = original.save
@@ -203,8 +215,12 @@ class OtherEngineWriter(ShardWriter):
 
 
 def _runs_of(streams: LiveStreams) -> list[DigestRange]:
-    """What is digested while it is written."""
-    return [DigestRange(piece.tensor, stream_seed(piece.param, piece.key), piece.start) for piece in streams.pieces]
+    """What is digested while it is written; the others are digested apart."""
+    return [
+        DigestRange(piece.tensor, stream_seed(piece.param, piece.key), piece.start)
+        for piece in streams.pieces
+        if piece.runs is None
+    ]
 
 
 class HostMemory:
@@ -258,7 +274,7 @@ class Snapshot(ShardWriter):
             laid = write_skeleton(state_dict, Path(path))
         except UnsupportedError as error:
             logger.warning("saving through torch alone, and not in the background: %s", error)
-            self._fill_table(self._known)
+            self._fill_table([None] * len(self._runs))
             self._save_by_torch(state_dict, path)
             return
         memory = self._memory.take(laid.nbytes, pinned=laid.on_gpu)
@@ -279,7 +295,8 @@ class Snapshot(ShardWriter):
         """Digest all files, and have ``put`` write each. Raises SaveError naming the file."""
         for image in self._images:
             try:
-                self.learn(image.complete(before_last=self._fill_table, executor=self._options.host_io_engine))
+                found = image.complete(before_last=self._fill_table, executor=self._options.host_io_engine)
+                self.learn_of_runs(found)
                 put(image)
             except OSError as error:
                 raise not_written(image.path, error) from error

@@ -126,7 +126,8 @@ class _MemorySnapshot(Snapshot):
         done = {}
         for image, skeleton_path, name in self._files:
             try:
-                self.learn(image.complete(before_last=self._fill_table, executor=self._options.host_io_engine))
+                found = image.complete(before_last=self._fill_table, executor=self._options.host_io_engine)
+                self.learn_of_runs(found)
                 skeleton_path.unlink()
             except OSError as error:
                 raise SaveError(f"{error.filename or name}: {error.strerror}") from error
@@ -262,10 +263,10 @@ class MemoryCheckpoints:
             tag=tag_of(int(engine.global_steps), save_id),
             save_id=save_id,
             checkpoint_format="elastic" if live.per_param else "rigid",
-            rank=live.rank,
-            tp=live.tp,
+            sharing=live.sharing,
             global_steps=int(engine.global_steps),
             layout=live.layout,
+            sub_groups=live.local_params(live.layout),
             groups=live.groups,
             frozen=live.frozen.params,
             allow_globals=tuple(options.allow_globals),
@@ -453,8 +454,10 @@ def _require_covered(engine: Engine) -> LiveOptimizer:
     """The live state. Raises UnsupportedError where it cannot be copied without collectives. Collective."""
     live = covered_live(engine, engine.optimizer)
     problem = None
-    if live.tp.size > 1:
+    if live.sharing.place[1].size > 1:
         problem = "tensor parallelism"
+    elif live.sharing.has_slices:
+        problem = "mixture-of-experts layers"
     elif live.on_nvme:
         problem = "state on NVMe, whose copies would take the memory that it is kept out of"
     elif live.layout.world_size != dist.get_world_size():
