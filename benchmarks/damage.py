@@ -3,6 +3,7 @@
     python benchmarks/damage.py --seed 0 --out benchmarks/results
     python benchmarks/damage.py --stage 2 --flips 400 --truncations 80 --out benchmarks/results
     python benchmarks/damage.py --lean --flips 400 --truncations 80 --out benchmarks/results
+    python benchmarks/damage.py --slices AutoTP --flips 300 --truncations 60 --out benchmarks/results
 
 A run of 3 real DeepSpeed ranks saves two tags, another run saves the same steps. Then 2 ranks, with one engine whose
 state is made wrong before each load, load the newer tag again and again, each time with one piece of damage in it. A
@@ -12,7 +13,8 @@ load must
     load another tag, whole, and warn that ``latest`` does not name the newest ("warned"): only where it is damaged; or
     restore, bit for bit, what was saved ("harmless"): only for bytes, or whole files, that a load does not use.
 
-With ``--lean`` both runs save lean, and the file that the two tags share is damaged too.
+With ``--lean`` both runs save lean, and the file that the two tags share is damaged too. With ``--slices`` 4 ranks
+save, two of which share each slice of tensors or experts, and the 2 ranks that load have all of them whole.
 
 Anything else ends the campaign as failed: a state that differs, an error that does not name the file or is not the same
 everywhere, an exception of another kind, a crash, a hang. Damage is chosen by a seeded generator.
@@ -29,13 +31,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import describe, machine
+from report import REPOSITORY, describe, machine
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -48,8 +50,19 @@ from zeroelastic.testing import RankPool, fingerprint, gather_state
 from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.torch_file.zip_check import read_zip_records
 
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
+
+import topologies  # noqa: E402
+from topologies import TopologyJob  # noqa: E402
+
 TAG, OLDER = "global_step3", "global_step2"
 SAVED, LOADED = 3, 2
+SLICED = {
+    "AutoTP": TopologyJob("llama", tp=2, precision="bf16", frozen=True),
+    "AutoEP": TopologyJob("autoep", ep=2, precision="bf16", frozen=True),
+    "MoE": TopologyJob("moe", ep=2, precision="bf16", frozen=True),
+}
+"""By what makes slices, what ``SAVED + 1`` ranks save."""
 BLOCK = 4096
 VERDICTS = ("detected", "warned", "harmless", "FAILED")
 LIMIT_S = 30.0
@@ -69,6 +82,11 @@ SHARES = {
     ("model", "small record"): 3,
     ("model", "header"): 5,
     ("model", "directory"): 5,
+    ("expert", "weight"): 3,
+    ("expert", "pickle"): 3,
+    ("expert", "small record"): 1,
+    ("expert", "header"): 2,
+    ("expert", "directory"): 2,
     ("shared", "parameter"): 8,
     ("shared", "buffer"): 5,
     ("shared", "header"): 4,
@@ -145,13 +163,18 @@ class Model(torch.nn.Module):
         return self.adapter(x).float().pow(2).mean()
 
 
-def build(stage: int, verify: str = "full", frozen: float | None = None) -> Any:
-    """The engine of both runs, which saves lean where the frozen layer is ``frozen`` times another one."""
+def build(stage: int, verify: str = "full", frozen: float | None = None, job: TopologyJob | None = None) -> Any:
+    """The engine of both runs, which saves lean where the frozen layer is ``frozen`` times another one.
+
+    With a ``job`` it is the engine of that.
+    """
     import deepspeed
 
     import zeroelastic
 
     zeroelastic.install()
+    if job is not None:
+        return topologies.build(replace(job, stage=stage, config={"zeroelastic": {"verify": verify, "fsync": False}}))
     model = Model(frozen)
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -173,13 +196,17 @@ def build(stage: int, verify: str = "full", frozen: float | None = None) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def save(directory: str, factor: float, stage: int, lean: bool = False) -> None:
+def save(directory: str, factor: float, stage: int, lean: bool = False, slices: str = "") -> None:
     """Train three steps and save after the second and the third; on ranks."""
-    engine = build(stage, frozen=factor if lean else None)
+    job = replace(SLICED[slices], lr=1e-2 * factor, seed=round(10 * factor)) if slices else None
+    engine = build(stage, frozen=factor if lean else None, job=job)
     for step in range(3):
-        x = torch.full((6 // dist.get_world_size(), 16), factor * (step + 1), dtype=torch.bfloat16)
-        engine.backward(engine(x))
-        engine.step()
+        if slices:
+            topologies.step(engine, step)
+        else:
+            x = torch.full((6 // dist.get_world_size(), 16), factor * (step + 1), dtype=torch.bfloat16)
+            engine.backward(engine(x))
+            engine.step()
         if step:
             engine.save_checkpoint(directory, client_state={"step": step, "rank": dist.get_rank(), "factor": factor})
 
@@ -205,10 +232,17 @@ def spoil(engine: Any) -> None:
 
 
 def load_all(
-    directory: str, pristine: str, damages: Sequence[Damage], stage: int, verify: str = "full", lean: bool = False
+    directory: str,
+    pristine: str,
+    damages: Sequence[Damage],
+    stage: int,
+    verify: str = "full",
+    lean: bool = False,
+    slices: str = "",
 ) -> list[tuple[str, str, str]]:
     """Load under each damage, on ranks; returns for each the outcome, the type of error, and its text or the report."""
-    engine = build(stage, verify, 1.0 if lean else None)
+    whole = replace(SLICED[slices], tp=1, ep=1) if slices else None
+    engine = build(stage, verify, 1.0 if lean else None, whole)
     truth: dict[str, Any] = {}
     for tag in (OLDER, TAG):
         spoil(engine)
@@ -249,7 +283,8 @@ def regions(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
     found: dict[tuple[str, str], list[tuple[str, int, int]]] = {key: [] for key in SHARES}
     tag = root / TAG
     checkpoint = open_checkpoint(tag)
-    for rank in range(SAVED):
+    seen: set[Path] = set()
+    for rank in range(checkpoint.world_size):
         shard, model = checkpoint.shard(rank), checkpoint.model_states(rank)
         used: dict[int, int] = {}
         _, lengths = shard.layout.owned(rank)
@@ -260,15 +295,20 @@ def regions(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
                 if offset >= 0 and length
             }
             assert set(extents.dtype.values()) == {"float32"}, key
+        files: list[tuple[str, Any, dict[tuple[int, int], str]]]
         files = [("optimizer", shard.path, {place: "tensor" for place in used.items()})]
-        if not rank or not checkpoint.whole_model:
+        if model.path not in seen:
+            seen.add(model.path)
             parts = dict.fromkeys(model.fragments(), "frozen fragment")
             if checkpoint.whole_model and model.shared is None:
+                trained = {param.name for param in shard.layout.params}
                 file = read_torch_file(model.path, foreign="inert")
                 module: Any = file.root["module"]
-                weights = (file.extent(module[param.name]) for param in shard.layout.params)
+                weights = (file.extent(module[name]) for name in module if name in trained)
                 parts |= {(extent.offset, extent.nbytes): "16-bit weight" for extent in weights}
             files.append(("model", model.path, parts))
+        if rank == 0:
+            files += [("expert", tag / name, {}) for name in checkpoint.expert_files]
         for kind, path, parts in files:
             name, size = f"{TAG}/{path.name}", path.stat().st_size
             at = 0
@@ -282,7 +322,7 @@ def regions(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
                     found[kind, "small record"].append((name, record.offset, record.nbytes))
                 else:
                     gap = record.offset
-                    rest = "between tensors" if kind == "optimizer" else "buffer"
+                    rest = {"optimizer": "between tensors", "expert": "weight"}.get(kind, "buffer")
                     for offset, nbytes in sorted(place for place in parts if record.offset <= place[0] < end):
                         found[kind, rest].append((name, gap, offset - gap))
                         found[kind, parts[offset, nbytes]].append((name, offset, nbytes))
@@ -321,7 +361,8 @@ def choose(root: Path, other: Path, *, flips: int, truncations: int, blocks: int
     )
     names = sorted(path.name for path in (root / TAG).glob("*.pt"))
     files = [f"{TAG}/{name}" for name in names]
-    kinds = {f: "optimizer" if "optim" in f else "model" for f in files} | {f"{TAG}/{RECORD_NAME}": "record"}
+    kinds = {f: "optimizer" if "optim" in f else "expert" if "_expert_" in f else "model" for f in files}
+    kinds[f"{TAG}/{RECORD_NAME}"] = "record"
     shared, of_other = (sorted((run / FROZEN_FOLDER).glob("*")) for run in (root, other))
     files += [f"{FROZEN_FOLDER}/{path.name}" for path in shared]
     for _ in range(truncations):
@@ -381,12 +422,14 @@ def campaign(
     seed: int,
     stage: int = 3,
     lean: bool = False,
+    slices: str = "",
     only: int | None = None,
 ) -> dict[str, Any]:
     """Run it: counts by class, and every damage with its verdict. ``only`` takes a seeded sample of the damages."""
     pristine, other, work = (directory / name for name in ("pristine", "other", "work"))
-    pool.run(save, SAVED, str(pristine), 1.0, stage, lean)
-    pool.run(save, SAVED, str(other), 1.5, stage, lean)
+    saved = SAVED + bool(slices)
+    pool.run(save, saved, str(pristine), 1.0, stage, lean, slices)
+    pool.run(save, saved, str(other), 1.5, stage, lean, slices)
     shutil.copytree(pristine, work)
     damages = choose(pristine, other, flips=flips, truncations=truncations, blocks=blocks, seed=seed)
     if only is not None:
@@ -396,7 +439,7 @@ def campaign(
     for at in range(0, len(damages), 200):
         batch = damages[at : at + 200]
         limit = 120 + LIMIT_S * len(batch)
-        ranks = pool.run(load_all, LOADED, str(work), str(pristine), batch, stage, "full", lean, timeout=limit)
+        ranks = pool.run(load_all, LOADED, str(work), str(pristine), batch, stage, "full", lean, slices, timeout=limit)
         for damage, outcomes in zip(batch, zip(*ranks, strict=True), strict=True):
             rows.append((damage, verdict(damage, outcomes, unread_files(lean)), outcomes[0][1], outcomes[0][2]))
         print(f"{at + len(batch)} of {len(damages)}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
@@ -404,7 +447,8 @@ def campaign(
         "seed": seed,
         "stage": stage,
         "lean": lean,
-        "saved_on": SAVED,
+        "slices": slices,
+        "saved_on": saved,
         "loaded_on": LOADED,
         "damages": len(damages),
         "seconds_per_load": round((time.perf_counter() - began) / len(damages), 3),
@@ -447,15 +491,16 @@ def count(verdicts: Iterable[tuple[Damage, str]]) -> list[dict[str, Any]]:
 def markdown(result: dict[str, Any]) -> str:
     """The result as a page."""
     facts = result["machine"]
+    kind = "lean " if result["lean"] else f"{result['slices']} " if result["slices"] else ""
     total: Counter[str] = Counter()
     for row in result["counts"]:
         total.update({key: row[key] for key in VERDICTS})
     lines = [
-        f"# Damage of {'lean ' if result['lean'] else ''}checkpoints of ZeRO stage {result['stage']}",
+        f"# Damage of {kind}checkpoints of ZeRO stage {result['stage']}",
         "",
         *describe(facts),
         "",
-        f"A {'lean ' if result['lean'] else ''}checkpoint of ZeRO stage {result['stage']} and "
+        f"A {kind}checkpoint of ZeRO stage {result['stage']} and "
         f"{result['saved_on']} ranks, loaded on {result['loaded_on']} "
         'with `"verify": "full"`, '
         f"{result['damages']} times, each time with one piece of damage; {result['seconds_per_load']} s a load, seed "
@@ -475,6 +520,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="the ZeRO stage of both runs")
     parser.add_argument("--lean", action="store_true", help="both runs save lean")
+    parser.add_argument("--slices", choices=SLICED, default="", help="what makes slices of tensors in both runs")
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--truncations", type=int, default=200)
     parser.add_argument("--blocks", type=int, default=30, help="zeroed blocks of 4 KiB")
@@ -484,18 +530,18 @@ def main() -> None:
     print(f"seed {chosen.seed}", file=sys.stderr)
     sizes = {"flips": chosen.flips, "truncations": chosen.truncations, "blocks": chosen.blocks}
     facts = machine()
-    with tempfile.TemporaryDirectory() as directory, RankPool(SAVED) as pool:
-        result = {
-            "machine": facts,
-            **campaign(pool, Path(directory), **sizes, seed=chosen.seed, stage=chosen.stage, lean=chosen.lean),
-        }
+    how = {"seed": chosen.seed, "stage": chosen.stage, "lean": chosen.lean, "slices": chosen.slices}
+    modules = topologies.PRELOADED if chosen.slices else ()
+    with tempfile.TemporaryDirectory() as directory, RankPool(SAVED + 1, preload=modules) as pool:
+        result = {"machine": facts, **campaign(pool, Path(directory), **sizes, **how)}
     page = markdown(result)
     print(page)
     if chosen.out is not None:
         raw = result.pop("raw")
         text = json.dumps(result, indent=1)[:-2] + ',\n "raw": [\n'
         text += ",\n".join(f"  {json.dumps(row)}" for row in raw) + "\n ]\n}\n"
-        name = f"damage{'_lean' if chosen.lean else ''}{'' if chosen.stage == 3 else f'_stage{chosen.stage}'}"
+        kind = "_lean" if chosen.lean else f"_{chosen.slices.lower()}" if chosen.slices else ""
+        name = f"damage{kind}{'' if chosen.stage == 3 else f'_stage{chosen.stage}'}"
         (chosen.out / f"{name}.json").write_text(text)
         (chosen.out / f"{name}.md").write_text(page)
     for damage, told, text in result["failed"]:

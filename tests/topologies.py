@@ -41,7 +41,7 @@ class TopologyJob:
 
     ``model`` is one of ``MODELS``, "autoep" (experts that DeepSpeed distributes) or "moe" (DeepSpeed's own layer). The
     data parallel size is the number of ranks over ``tp``. ``frozen`` freezes the embedding and a layer, and with
-    ``adapters`` everything but LoRA adapters is frozen.
+    ``adapters`` everything but LoRA adapters is frozen. Layers are 16 times ``width`` wide.
     """
 
     model: str = "llama"
@@ -56,6 +56,7 @@ class TopologyJob:
     lr: float = 1e-2
     seed: int = 1
     installed: bool = True
+    width: int = 1
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -87,37 +88,42 @@ class Lora(torch.nn.Module):
 
 
 class _FusedExperts(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.gate_up_proj = torch.nn.Parameter(torch.randn(EXPERTS, 2 * 24, 16) / 4)
-        self.down_proj = torch.nn.Parameter(torch.randn(EXPERTS, 16, 24) / 4)
+        hidden, inner = 16 * width, 24 * width
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(EXPERTS, 2 * inner, hidden) / hidden**0.5)
+        self.down_proj = torch.nn.Parameter(torch.randn(EXPERTS, hidden, inner) / hidden**0.5)
 
 
 class _ExpertBlock(torch.nn.Module):
     """A router and fused experts, which AutoEP replaces by a layer of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.gate, self.experts, self.top_k = torch.nn.Linear(16, EXPERTS, bias=False), _FusedExperts(), 2
+        self.gate = torch.nn.Linear(16 * width, EXPERTS, bias=False)
+        self.experts, self.top_k = _FusedExperts(width), 2
 
 
 class _MixtralConfig:
-    model_type, num_local_experts, num_experts_per_tok, hidden_size, intermediate_size = "mixtral", EXPERTS, 2, 16, 24
+    model_type, num_local_experts, num_experts_per_tok = "mixtral", EXPERTS, 2
+
+    def __init__(self, width: int) -> None:
+        self.hidden_size, self.intermediate_size = 16 * width, 24 * width
 
 
 class _AutoEP(torch.nn.Module):
     """The parts of Mixtral that AutoEP looks for: its own class does not run under AutoEP (transformers 5.23)."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.config = _MixtralConfig()
+        self.config = _MixtralConfig(width)
         self.model = torch.nn.Module()
         layers = [torch.nn.Module() for _ in range(2)]
         for layer in layers:
-            layer.mlp = _ExpertBlock()
+            layer.mlp = _ExpertBlock(width)
         self.model.layers = torch.nn.ModuleList(layers)
-        self.model.embed_tokens = torch.nn.Embedding(VOCABULARY, 16)
-        self.head = torch.nn.Linear(16, VOCABULARY)
+        self.model.embed_tokens = torch.nn.Embedding(VOCABULARY, 16 * width)
+        self.head = torch.nn.Linear(16 * width, VOCABULARY)
         self.register_buffer("batches_seen", torch.zeros(2))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -132,9 +138,9 @@ class _AutoEP(torch.nn.Module):
 
 
 class _Expert(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = torch.nn.Linear(16, 25), torch.nn.Linear(25, 16)
+        self.up, self.down = torch.nn.Linear(16 * width, 25 * width), torch.nn.Linear(25 * width, 16 * width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.down(torch.relu(self.up(hidden)))
@@ -144,13 +150,14 @@ class _Expert(torch.nn.Module):
 class _NativeMoE(torch.nn.Module):
     """A layer of DeepSpeed's own experts, each of which has weights by its number in the model."""
 
-    def __init__(self, ep: int) -> None:
+    def __init__(self, ep: int, width: int) -> None:
         from deepspeed.moe.layer import MoE
 
         super().__init__()
-        self.embedding = torch.nn.Embedding(VOCABULARY, 16)
-        self.moe = MoE(16, _Expert(), num_experts=EXPERTS, ep_size=ep, k=1, use_rts=False, drop_tokens=False)
-        self.head = torch.nn.Linear(16, VOCABULARY)
+        hidden = 16 * width
+        self.embedding = torch.nn.Embedding(VOCABULARY, hidden)
+        self.moe = MoE(hidden, _Expert(width), EXPERTS, ep_size=ep, k=1, use_rts=False, drop_tokens=False)
+        self.head = torch.nn.Linear(hidden, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(tokens)
@@ -161,12 +168,12 @@ def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _transformers_model(name: str) -> torch.nn.Module:
+def _transformers_model(name: str, width: int) -> torch.nn.Module:
     import transformers
 
     common = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
+        "hidden_size": 16 * width,
+        "intermediate_size": 24 * width,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "vocab_size": VOCABULARY,
@@ -174,7 +181,7 @@ def _transformers_model(name: str) -> torch.nn.Module:
         "attn_implementation": "eager",
         "use_cache": False,
     }
-    grouped = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 4, "attention_bias": True}
+    grouped = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 4 * width, "attention_bias": True}
     own: dict[str, dict[str, Any]] = {
         "llama": {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
         "qwen3": grouped,
@@ -191,9 +198,9 @@ def build_model(job: TopologyJob, *, ep: int) -> torch.nn.Module:
     """The model with weights that depend on the seed alone: not on the rank, nor on the expert parallel size."""
     torch.manual_seed(job.seed)
     if job.model == "moe":
-        model: torch.nn.Module = _NativeMoE(ep)
+        model: torch.nn.Module = _NativeMoE(ep, job.width)
     else:
-        model = _AutoEP() if job.model == "autoep" else _transformers_model(job.model)
+        model = _AutoEP(job.width) if job.model == "autoep" else _transformers_model(job.model, job.width)
     if job.adapters:
         _add_adapters(model)
     numbers = _expert_numbers(model, job, ep)
@@ -320,8 +327,8 @@ def _as_run(job: TopologyJob, name: str, tensor: torch.Tensor) -> Iterable[tuple
     elif last == "gate.weight":
         yield f"{base}.mlp.router.gate.weight", tensor
     elif last == "experts.gate_up_proj":
-        yield f"{base}.mlp.experts.w1", tensor[:, :24]
-        yield f"{base}.mlp.experts.w3", tensor[:, 24:]
+        yield f"{base}.mlp.experts.w1", tensor[:, : 24 * job.width]
+        yield f"{base}.mlp.experts.w3", tensor[:, 24 * job.width :]
     else:
         yield f"{base}.mlp.experts.w2", tensor
 

@@ -23,11 +23,12 @@ from zeroelastic.core.layout import (
     with_slices,
 )
 from zeroelastic.core.slice_plan import check_slices
-from zeroelastic.core.slices import MOST_STRIPS, RankSet, Strip, strips_of_box, strips_of_view
+from zeroelastic.core.slices import RankSet, Strip, strips_of_box, strips_of_view
 from zeroelastic.errors import CheckpointError, UnsupportedError, shown
 
 _AFFINE_VERSION = 1
 _MAX_PIECES = 1 << 16
+_MAX_STRIPS = 1 << 18  # of all maps of a file
 _MAX_RANKS = 1 << 16
 _MAX_DIMENSIONS = 64
 _MAX_NUMEL = 1 << 60
@@ -100,9 +101,7 @@ def tensor_maps(info: object, tensor_size: int, where: object) -> dict[str, Slic
     table = info.get("affine_map") if isinstance(info, Mapping) else None
     if table is None:
         return None
-    return {
-        name: _map_of(name, entry, "tensor", tensor_size, where) for name, entry in _entries(table, where, pattern=True)
-    }
+    return _maps_of(_entries(table, where, pattern=True), "tensor", tensor_size, where)
 
 
 def expert_maps(layers: object, where: object) -> tuple[dict[str, SliceMap], int]:
@@ -110,10 +109,10 @@ def expert_maps(layers: object, where: object) -> tuple[dict[str, SliceMap], int
 
     Raises as ``tensor_maps``.
     """
-    maps: dict[str, SliceMap] = {}
+    entries: list[tuple[str, Mapping[object, object]]] = []
     sizes: set[int] = set()
     if layers is None:
-        return maps, 1
+        return {}, 1
     if not isinstance(layers, (list, tuple)):
         raise CheckpointError(f"{where}: ds_autoep_layers is {shown(layers)}. The file is damaged.")
     for layer in layers:
@@ -123,11 +122,11 @@ def expert_maps(layers: object, where: object) -> tuple[dict[str, SliceMap], int
                 f"{where}: a layer of ds_autoep_layers has ep_size {shown(size)}. The file is damaged."
             )
         sizes.add(size)
-        for name, entry in _entries(layer.get("affine_maps"), where, pattern=False):
-            maps[name] = _map_of(name, entry, "expert", size, where)
+        entries += _entries(layer.get("affine_maps"), where, pattern=False)
     if len(sizes) != 1:
         raise UnsupportedError(f"{where}: layers of AutoEP have the expert parallel sizes {sorted(sizes)}, not one.")
-    return maps, sizes.pop()
+    size = sizes.pop()
+    return _maps_of(entries, "expert", size, where), size
 
 
 def native_expert_maps(params: Sequence[Param], ep: int) -> dict[str, SliceMap]:
@@ -175,24 +174,29 @@ def in_order_of_experts(names: Sequence[str]) -> list[str]:
 def pattern_maps(info: object, params: Sequence[Param], tensor_size: int, where: object) -> dict[str, SliceMap] | None:
     """The maps that the patterns of an older AutoTP save imply; ``params`` are those of tensor parallel rank 0.
 
-    None where ``info`` has no patterns. Raises UnsupportedError for a parameter that they do not describe: one of
-    several parts that are cut each by itself.
+    None where ``info`` has no patterns, or others than AutoTP's, which are names. Raises UnsupportedError for a
+    parameter that they do not describe: one of several parts that are cut each by itself.
     """
     if not isinstance(info, Mapping) or "tp_replicated_parameter_patterns" not in info:
         return None
     parts = info.get("parameter_with_sub_params") or ()
     fused = [pattern for part in parts if isinstance(part, Mapping) for pattern in part.get("patterns") or ()]
-    unknown = [*fused, *(info.get("autotp_unsupported_parameter_patterns") or ())]
+    try:
+        unknown = _named([*fused, *(info.get("autotp_unsupported_parameter_patterns") or ())])
+        replicated = _named(info.get("tp_replicated_parameter_patterns"))
+        by_row = _named(info.get("parameter_with_row_parallelism_patterns"))
+    except ValueError:
+        return None
     maps: dict[str, SliceMap] = {}
     for param in params:
-        if _matches(param.name, unknown):
+        if param.name in unknown:
             raise UnsupportedError(
                 f"{where}: {param.name} is made of parts that tensor parallel ranks cut each by itself, and the "
                 "checkpoint has no map of them. Resume at the tensor parallel size that saved."
             )
-        if _matches(param.name, info.get("tp_replicated_parameter_patterns")):
+        if param.name in replicated:
             continue
-        dim = 1 if _matches(param.name, info.get("parameter_with_row_parallelism_patterns")) else 0
+        dim = 1 if param.name in by_row else 0
         if dim >= len(param.shape):
             raise CheckpointError(f"{where}: {param.name} {list(param.shape)} cannot be cut. The file is damaged.")
         whole = tuple(size * tensor_size if d == dim else size for d, size in enumerate(param.shape))
@@ -259,16 +263,14 @@ def _view(maps: SliceMaps, param: Param, tensor_rank: int, expert_rank: int) -> 
     return found.views[number]
 
 
-def _matches(name: str, patterns: object) -> bool:
-    texts = [p for p in patterns if isinstance(p, str)] if isinstance(patterns, (list, tuple, set, Mapping)) else []
-    return any(_literal(pattern) == name or (_literal(pattern) is None and _search(pattern, name)) for pattern in texts)
-
-
-def _search(pattern: str, name: str) -> bool:
-    try:
-        return re.match(pattern, name) is not None
-    except re.error:
-        return False
+def _named(patterns: object) -> frozenset[str]:
+    """The names that patterns are of. Raises ValueError for a pattern of another kind: it is not run."""
+    names = (
+        [_literal(p) for p in patterns if isinstance(p, str)] if isinstance(patterns, (list, tuple, Mapping)) else []
+    )
+    if None in names:
+        raise ValueError("a pattern is not that of a name")
+    return frozenset(name for name in names if name is not None)
 
 
 def _literal(pattern: str) -> str | None:
@@ -297,10 +299,25 @@ def _entries(table: object, where: object, *, pattern: bool) -> list[tuple[str, 
     return found
 
 
+def _maps_of(
+    entries: Sequence[tuple[str, Mapping[object, object]]],
+    axis: Literal["tensor", "expert"],
+    size: int,
+    where: object,
+) -> dict[str, SliceMap]:
+    """A table of affine maps. Raises CheckpointError, UnsupportedError."""
+    maps: dict[str, SliceMap] = {}
+    room = _MAX_STRIPS
+    for name, entry in entries:
+        maps[name] = _map_of(name, entry, axis, size, where, room)
+        room -= sum(len(view.strips) for view in maps[name].views)
+    return maps
+
+
 def _map_of(
-    name: str, entry: Mapping[object, object], axis: Literal["tensor", "expert"], size: int, where: object
+    name: str, entry: Mapping[object, object], axis: Literal["tensor", "expert"], size: int, where: object, room: int
 ) -> SliceMap:
-    """One affine map. Raises CheckpointError, UnsupportedError."""
+    """One affine map, of at most ``room`` strips."""
     shape, ranks = _ints(entry.get("logical_shape")), entry.get("ranks")
     if shape is None or math.prod(shape) >= _MAX_NUMEL or not isinstance(ranks, Mapping) or {*ranks} != {*range(size)}:
         raise CheckpointError(f"{where}: the map of {name} is not of {size} ranks. The file is damaged.")
@@ -315,9 +332,10 @@ def _map_of(
         strips: list[Strip] = []
         for piece in pieces:
             strips += _strips(view, piece, where)
-            if len(strips) > MOST_STRIPS:
-                raise UnsupportedError(f"{where}: the map of {name} is of more than {MOST_STRIPS} strips.")
+            if len(strips) > room:
+                raise UnsupportedError(f"{where}: the maps up to that of {name} are of more than {_MAX_STRIPS} strips.")
         views.append(view._replace(strips=tuple(strips)))
+        room -= len(strips)
     return SliceMap(axis, tuple(views))
 
 

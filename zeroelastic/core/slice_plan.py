@@ -122,7 +122,7 @@ def _overlapping(strips: Strips, tensor: Int64Array) -> Int64Array:
     here = _rectangles(strips.take(np.flatnonzero(gapped)), tensor[gapped], grid)
     by_tensor = np.argsort(here.tensor, kind="stable")
     counts = np.bincount(here.tensor)
-    if int((counts * counts).sum()) > 64 * MOST_STRIPS:
+    if int((counts * counts).sum()) > 4 * MOST_STRIPS:
         raise ValueError("tensors are in more strips than can be compared")
     first = np.searchsorted(here.tensor[by_tensor], here.tensor)
     a, b = _pairs(first, counts[here.tensor])

@@ -52,7 +52,8 @@ def gather_state(engine: Any) -> State:
         grad_scaler/NAME    the numbers of torch's GradScaler under fp16 autocast
         engine/NAME         global_steps, global_samples and skipped_steps
 
-    Padding is left out. Raises RuntimeError naming a tensor without its parameter's full shape, and TypeError when the
+    Under tensor and expert parallelism it is the state of the slices that the rank has. Padding is left out. Raises
+    RuntimeError naming a tensor without its parameter's full shape, and TypeError when the
     engine does not train with ZeRO stage 1, 2 or 3.
     """
     return dict(_entries(engine))
@@ -237,11 +238,15 @@ def _gather(part: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GroupBuffers:
-    """One optimizer group: the buffer of all its weights, this rank's part of its master weights, its parameters."""
+    """One optimizer group: the buffer of all its weights, this rank's part of its master weights, its parameters.
+
+    ``process_group`` are the ranks that have the parts: of a group of experts, only some.
+    """
 
     weights: torch.Tensor
     master: torch.Tensor
     params: list[torch.nn.Parameter]
+    process_group: Any
 
 
 def group_buffers(optimizer: Any) -> list[GroupBuffers] | None:
@@ -255,7 +260,7 @@ def group_buffers(optimizer: Any) -> list[GroupBuffers] | None:
         columns = (optimizer.bit16_groups_flat, optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups)
     else:
         return None
-    return [GroupBuffers(*group) for group in zip(*columns, strict=True)]
+    return [GroupBuffers(*group) for group in zip(*columns, optimizer.real_dp_process_group, strict=True)]
 
 
 def _gather_groups(
@@ -269,7 +274,8 @@ def _gather_groups(
     """
     for group in groups:
         sharded, scalars = _split_state(optimizer.optimizer.state.get(group.master, {}), group.master)
-        master, state = _gather(group.master), {key: _gather(part) for key, part in sharded.items()}
+        master = _gather(group.master, group.process_group)
+        state = {key: _gather(part, group.process_group) for key, part in sharded.items()}
         for param in group.params:
             name = names[param]
             begin = (param.data_ptr() - group.weights.data_ptr()) // group.weights.element_size()
