@@ -22,7 +22,7 @@ from zeroelastic.cli.terminal import NO_BREAK, print_columns, print_styled, prin
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.verbs.inspect.report import InspectedParam, InspectReport
+    from zeroelastic.verbs.inspect.report import InspectedParam, InspectedTopology, InspectReport
     from zeroelastic.verbs.report import Number
     from zeroelastic.verbs.show import ShownTensor, ShowReport
 
@@ -50,12 +50,15 @@ def _show_inspection(found: InspectReport, params: str | None) -> None:
         _show_findings(found)
         return
     ranks = None if found.world_size is None else counted(found.world_size, "rank")
-    tensor_parallel = f"{found.tp_size} tensor parallel" if found.tp_size not in (None, 1) else None
+    is_shown = found.tp_size in (None, 1) or found.topology is not None
+    tensor_parallel = None if is_shown else f"{found.tp_size} tensor parallel"
     stage = f"ZeRO stage {found.stage}" if found.stage not in (None, 3) else None
     made_by = None if found.format is None else f"by {_FRAMEWORKS.get(found.framework, 'DeepSpeed')}"
     line("saved as", found.format, stage, ranks, tensor_parallel, made_by)
     skipped = f"{found.skipped_steps} skipped" if found.skipped_steps else None
     samples = None if found.samples is None else f"{found.samples:,} samples"
+    if (topology := found.topology) is not None:
+        line("topology", topology.sizes)
     line("step", found.step, skipped, samples)
     line("save id", found.save_id)
     line("written by", *(f"{name} {version}" for name, version in found.versions if version))
@@ -80,6 +83,9 @@ def _show_inspection(found: InspectReport, params: str | None) -> None:
     trained, frozen, tied = totals.trained_params, totals.frozen_params, totals.tied_params
     line("trained", _amount(trained, totals.trained_numel) if trained else None)
     line("frozen", _amount(frozen, totals.frozen_numel) if frozen else None)
+    if found.topology is not None and (experts := found.topology.experts):
+        total = sum(layer.num_experts for layer in experts)
+        line("experts", f"{total:,} in {counted(len(experts), 'layer')}")
     line("tied", f"{tied} more {'name' if tied == 1 else 'names'}" if tied else None)
     for key, state in found.state.items():
         line(key, " and ".join(state.dtypes), format_size(state.bytes), _not_all(state.num_params, key, trained))
@@ -99,6 +105,8 @@ def _show_inspection(found: InspectReport, params: str | None) -> None:
         line(f"group {number}", f"{_amount(group.num_params, group.numel)}: {options}")
 
     _show_params(found, params)
+    if found.topology is not None and params is None:
+        _show_cuts(found.topology)
     if found.buffers and params is None:
         heading("Buffers")
         _print_first([(buffer.name, str(list(buffer.shape)), buffer.dtype) for buffer in found.buffers])
@@ -165,6 +173,15 @@ def _show_params(found: InspectReport, pattern: str | None) -> None:
     print_columns(rows, right=frozenset({2, 3}))
     if len(shown) < len(params):
         print_styled(f"  ... and {len(params) - len(shown):,} more; --params '*' lists them all")
+
+
+def _show_cuts(topology: InspectedTopology) -> None:
+    """The parameters that ranks have slices of."""
+    print_styled(("\nSlices", "bold"))
+    if topology.num_whole and topology.cuts:
+        print_styled(f"  {counted(topology.num_whole, 'parameter')} on each rank as a whole")
+    rows = [(cut.name, str(list(cut.shape)), cut.sentence) for cut in topology.cuts]
+    _print_first(rows or [("every parameter is whole on each rank",)])
 
 
 def _role(param: InspectedParam) -> str:

@@ -34,7 +34,7 @@ from zeroelastic.core.layout import Int64Array, Layout, Param
 from zeroelastic.errors import counted
 from zeroelastic.verbs.diff.diff import Difference, DiffReport
 from zeroelastic.verbs.diff.tensors import ComparedTensor
-from zeroelastic.verbs.inspect.report import InspectedParam, InspectReport, Lean, SavedLayout
+from zeroelastic.verbs.inspect.report import InspectedParam, InspectedTopology, InspectReport, Lean, SavedLayout
 from zeroelastic.verbs.plan.plan import PlanReport
 from zeroelastic.verbs.verify.report import VerifiedFile, VerifyReport
 
@@ -84,6 +84,7 @@ def inspect_view(found: InspectReport) -> dict[str, object]:
             [(key, ", ".join(f"{one.value} ({one.kind})" for one in values)) for key, values in found.scalars.items()],
         ),
         "params": _params(found.params),
+        "cuts": _cuts(found.topology),
         "files": _standing_out(found),
         **_layout_figures(found),
     }
@@ -140,6 +141,15 @@ def _inspect_answer(found: InspectReport) -> tuple[Tone, str]:
     )
 
 
+def _cuts(topology: InspectedTopology | None) -> Table | None:
+    """The parameters that ranks have slices of."""
+    cuts = [] if topology is None else topology.cuts
+    rows = [
+        (cut.name, "\N{MULTIPLICATION SIGN}".join(map(str, cut.shape)), cut.sentence, cut.ranks) for cut in cuts[:2000]
+    ]
+    return table({"name": "name", "shape": "", "slices": "", "ranks": "right"}, rows, total=len(cuts))
+
+
 def _params(params: list[InspectedParam]) -> Table | None:
     largest = sorted(params, key=lambda param: (-(param.bytes or 0), -param.numel))
     rows = [
@@ -171,11 +181,13 @@ def _standing_out(found: InspectReport) -> Table | None:
 def _layout_figures(found: InspectReport) -> dict[str, Chart | None]:
     """A map of the ranks whose files are missing, where not all ranks have a strip, and the strips."""
     world_size = found.world_size or 0
+    tensor_size = 1 if found.topology is None else found.topology.tensor_parallel
     missing: dict[int, list[str]] = defaultdict(list)
     for name in found.files.missing:
         file = parse_rank_file(name)
-        if file is not None and file.rank < world_size:
-            missing[file.rank].append(name)
+        rank = -1 if file is None else file.rank * tensor_size + file.tp_rank
+        if 0 <= rank < world_size:
+            missing[rank].append(name)
     no_optimizer = {rank for rank, names in missing.items() if any("optim_states" in name for name in names)}
     mapped = layout = None
     if missing and (found.layout is None or world_size > _MOST_RANKS):

@@ -15,7 +15,7 @@ from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
 from zeroelastic.checkpoint.model_states import ModelStates, client_state_keys
 from zeroelastic.checkpoint.one_save import one_save, saved_again, was_saved_again
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_sub_group_size
-from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
+from zeroelastic.checkpoint.saved_state import SavedPart, frozen_part, trained_part
 from zeroelastic.checkpoint.shared_weights import SharedTensor, SharedWeights
 from zeroelastic.checkpoint.tag_files import (
     OFFLINE_TENSOR_PARALLEL,
@@ -50,6 +50,7 @@ from zeroelastic.verbs.inspect.report import (
     Totals,
     Versions,
 )
+from zeroelastic.verbs.inspect.topology import inspected_topology
 
 _NAMED = 6
 
@@ -174,6 +175,8 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         *(found.get("train_batch_size") for found in (own_config, config) if isinstance(found, Mapping)),
     )
     tp_size = _integer(root, "mp_world_size")
+    trained = checked.parts[0] if checked.shards and checked.parts else None
+    has_slices = shard is not None and shard.layout.slices is not None
     return InspectReport(
         ok=not problems and not unsupported,
         problems=problems,
@@ -186,7 +189,7 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         framework=source.framework,
         format=shard.format if shard is not None else None if record is None else record.checkpoint_format,
         stage=None if shard is None else shard.stage,
-        world_size=checked.stated_world_size,
+        world_size=None if checked.stated_world_size is None else checked.world_size,
         tp_size=listing.tp_size if tp_size is None else tp_size,
         step=record.global_steps if record is not None else None if model is None else model.global_steps,
         skipped_steps=_integer(root, "skipped_steps"),
@@ -199,7 +202,7 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         sub_group_size=configured_sub_group_size(config) if config is not None and listing.kind == "zero-3" else None,
         num_sub_groups=None if shard is None else shard.layout.num_sub_groups,
         layout=None
-        if shard is None
+        if shard is None or has_slices
         else SavedLayout(
             split="param" if shard.stage == 3 else "group", sub_group_numel=shard.layout.sub_group_numel.tolist()
         ),
@@ -221,9 +224,10 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
             disk_bytes=sum(listing.sizes.values()),
         ),
         lean=_lean(checked, root),
+        topology=None if trained is None else inspected_topology(trained, checked.topology, root),
         state=_state(params),
         scalars=_scalars(shard),
-        groups=_groups(shard),
+        groups=_groups(checked),
         loss_scaler=_loss_scaler(shard),
         params=params,
         buffers=buffers,
@@ -373,17 +377,21 @@ def _count_dtypes(module: object, *, but: Collection[object]) -> Counter[str]:
     return counts
 
 
-def _groups(shard: Shard | None) -> list[Group]:
+def _groups(checked: TagHeaders) -> list[Group]:
+    shard = checked.first_shard
     if shard is None:
         return []
-    numel = {param.name: param.numel for param in shard.layout.params}
+    layout, groups = shard.layout, shard.groups
+    if checked.sliced is not None:
+        layout, groups = checked.sliced.layout, checked.sliced.groups(shard)
+    numel = {param.name: param.numel for param in layout.whole_tensors}
     return [
         Group(
             options=dict(group.options),
             num_params=len(group.params),
             numel=sum(numel.get(name, 0) for name in group.params),
         )
-        for group in shard.groups
+        for group in groups
     ]
 
 
@@ -427,16 +435,23 @@ def _params(checked: TagHeaders) -> Iterator[InspectedParam]:
     groups: dict[str, int] = {}
     places: dict[str, tuple[int, int]] = {}
     if shard is not None:
-        part, layout = trained_part({}, shard), shard.layout
-        trained = list(zip(layout.params, part.dtypes, strict=True))
-        rows = zip(layout.params, layout.sub_group.tolist(), layout.in_buffer.tolist(), strict=True)
-        places = {param.name: (sub_group, offset) for param, sub_group, offset in rows}
-        groups = {name: number for number, group in enumerate(shard.groups) for name in group.params}
+        layout = shard.layout if checked.sliced is None else checked.sliced.layout
+        part = trained_part({}, shard, layout)
+        trained = list(zip(part.params, part.dtypes, strict=True))
+        if checked.sliced is None:
+            rows = zip(layout.params, layout.sub_group.tolist(), layout.in_buffer.tolist(), strict=True)
+            places = {param.name: (sub_group, offset) for param, sub_group, offset in rows}
+        saved = shard.groups if checked.sliced is None else checked.sliced.groups(shard)
+        groups = {name: number for number, group in enumerate(saved) for name in group.params}
     elif model is not None:
         trained = [(param, {}) for members in model.sub_groups for param in members]
     if model is not None:
         part_of = frozen_part({model.rank: model})
-        frozen = [] if part_of is None else list(zip(part_of.layout.params, part_of.dtypes, strict=True))
+        known_as = {} if part_of is None or checked.sliced is None else _whole_shapes(checked.parts)
+        frozen = [
+            (known_as.get(param.name, param), dtypes)
+            for param, dtypes in ([] if part_of is None else zip(part_of.params, part_of.dtypes, strict=True))
+        ]
     elif record is not None:
         known, names = {param for param, _ in trained}, record.params.trained
         for content in record.contents():
@@ -448,6 +463,11 @@ def _params(checked: TagHeaders) -> Iterator[InspectedParam]:
         yield _param("trained", param, found, group=groups.get(param.name), sub_group=sub_group, offset=offset)
     for param, found in frozen:
         yield _param("frozen", param, found)
+
+
+def _whole_shapes(parts: Iterable[SavedPart]) -> dict[str, Param]:
+    """The whole parameters by name."""
+    return {param.name: param for part in parts for param in part.params}
 
 
 def _param(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from zeroelastic.checkpoint.marks import Quarantine
+from zeroelastic.errors import counted
 from zeroelastic.verbs.report import Format, Framework, Part, Report
 
 ParamKind = Literal["trained", "frozen", "tied"]
@@ -152,12 +153,68 @@ class Lean(Part):
     files: list[InspectedShared]
 
 
+class ExpertLayer(Part):
+    """A mixture-of-experts layer: a module that AutoEP replaced, or DeepSpeed's own ``MoE``."""
+
+    name: str
+    kind: Literal["autoep", "deepspeed"]
+    num_experts: int
+
+
+class CutTensor(Part):
+    """A trained parameter of which ranks have a slice: ``slices`` different ones, on ``ranks`` ranks together.
+
+    ``by`` says which ranks differ: tensor or expert parallel ones. ``dim`` is the dimension that is cut, None where it
+    is none alone, or where an expert is whole on some ranks. A slice is of ``pieces`` pieces of the whole parameter.
+    """
+
+    name: str
+    shape: list[int]
+    by: Literal["tensor", "expert"]
+    dim: int | None
+    slices: int
+    pieces: int
+    ranks: int
+
+    @property
+    def sentence(self) -> str:
+        """How it is cut."""
+        if self.slices == 1:
+            return f"whole on {counted(self.ranks, 'rank')}"
+        along = "" if self.dim is None else f" of dimension {self.dim}"
+        pieces = f", each of {self.pieces} pieces," if self.pieces > 1 else ""
+        return f"{self.slices} slices{along}{pieces} over {self.by} parallel ranks"
+
+
+class InspectedTopology(Part):
+    """How the ranks of a run with tensor or expert parallelism share its trained parameters.
+
+    ``expert_parallel`` are the sizes of the groups of ranks that have all experts of a layer together. ``cuts`` are the
+    parameters that are cut; each tensor parallel rank has the ``num_whole`` others as a whole.
+    """
+
+    data_parallel: int
+    tensor_parallel: int
+    expert_parallel: list[int]
+    experts: list[ExpertLayer]
+    num_whole: int
+    cuts: list[CutTensor]
+
+    @property
+    def sizes(self) -> str:
+        """The sizes as a text."""
+        experts = [f"{size} expert parallel" for size in self.expert_parallel]
+        tensor = [f"{self.tensor_parallel} tensor parallel"] if self.tensor_parallel > 1 else []
+        return ", ".join([f"{self.data_parallel} data parallel", *tensor, *experts])
+
+
 class InspectReport(Report):
     """What a checkpoint is; ``params`` are the parameters that were asked for.
 
     ``problems`` make it invalid, and ``remedy`` says what to do about them; ``unsupported`` says why zeroelastic cannot
     load it; ``notes`` are for information. It is ``ok`` where it is whole as far as was looked, and supported.
-    ``lean`` is None for a tag that has all of its state.
+    ``lean`` is None for a tag that has all of its state, ``topology`` is there for one of a run with tensor or expert
+    parallelism.
     """
 
     problems: list[str]
@@ -187,6 +244,7 @@ class InspectReport(Report):
     record: Record = Record()
     totals: Totals = Totals()
     lean: Lean | None = None
+    topology: InspectedTopology | None = None
     state: dict[str, StateKey]
     scalars: dict[str, list[Scalar]]
     groups: list[Group]
@@ -197,3 +255,5 @@ class InspectReport(Report):
     client_state: list[str] | None = None
     files: TagFiles
     headers_read: int = 0
+
+    only_where_given: ClassVar[frozenset[str]] = frozenset({"topology"})
