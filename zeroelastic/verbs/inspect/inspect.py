@@ -153,7 +153,7 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
     if mark is not None:
         problems.append(f"{checked.tag_dir}: {mark.sentence}")
     unsupported = checked.unsupported
-    if listing.tp_size > 1:
+    if listing.tp_size > 1 and checked.topology.tensor_size == 1:
         ranks = f"was saved with {listing.tp_size} tensor parallel ranks, of which the first is shown."
         others = [sentence for sentence in unsupported if OFFLINE_TENSOR_PARALLEL not in sentence]
         unsupported = [*others, f"{checked.tag_dir}: {ranks} {OFFLINE_TENSOR_PARALLEL}"]

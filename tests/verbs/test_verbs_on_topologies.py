@@ -1,0 +1,235 @@
+"""The verbs that read, on checkpoints with experts and tensor parallelism, compared with a gather without zeroelastic.
+
+The checkpoints are DeepSpeed's own, saved without zeroelastic.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import topologies
+import torch
+from commands import run_command
+from safetensors.torch import load_file
+from synthetic import edit
+from topologies import EXPERTS, TopologyJob
+
+import zeroelastic
+from zeroelastic.testing import RankPool
+
+JOBS = {
+    "llama-3": (4, TopologyJob("llama", tp=2, stage=3, elastic=False, installed=False)),
+    "neox-2": (4, TopologyJob("neox", tp=4, stage=2, elastic=False, installed=False)),
+    "qwen3-1": (2, TopologyJob("qwen3", tp=2, stage=1, elastic=False, installed=False)),
+    "lora-3": (4, TopologyJob("llama", tp=2, stage=3, adapters=True, elastic=False, installed=False)),
+    "frozen-2": (2, TopologyJob("llama", tp=2, stage=2, frozen=True, elastic=False, installed=False)),
+    "autoep-3": (4, TopologyJob("autoep", ep=2, stage=3, elastic=False, installed=False)),
+    "autoep-2": (4, TopologyJob("autoep", ep=4, stage=2, elastic=False, installed=False)),
+    "moe-2": (4, TopologyJob("moe", ep=2, stage=2, elastic=False, installed=False)),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4, preload=topologies.PRELOADED) as pool:
+        yield pool
+
+
+def save(job: TopologyJob, directory: str, steps: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Train and save; the state that was saved, and the weights of the model before DeepSpeed changed it."""
+    engine = topologies.build(job)
+    topologies.train(engine, 0, steps)
+    engine.save_checkpoint(directory, tag="t")
+    whole = {name: tensor.detach().clone() for name, tensor in topologies.build_model(job, ep=1).named_parameters()}
+    return topologies.logical_state(engine), whole
+
+
+Saved = Callable[..., tuple[Path, dict[str, Any], dict[str, torch.Tensor]]]
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Save a job of JOBS after some steps, once."""
+    made: dict[tuple[str, int], tuple[Path, dict[str, Any], dict[str, torch.Tensor]]] = {}
+
+    def get(name: str, steps: int = 2) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
+        if (name, steps) not in made:
+            ranks, job = JOBS[name] if name in JOBS else (1, TopologyJob(name, stage=2, elastic=False, installed=False))
+            directory = tmp_path_factory.mktemp(name)
+            made[name, steps] = (directory / "t", *pool.run(save, ranks, job, str(directory), steps)[0])
+        return made[name, steps]
+
+    return get
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_open_gives_whole_tensors_by_name(saved: Saved, name: str) -> None:
+    tag_dir, state, _ = saved(name)
+    ranks, _ = JOBS[name]
+    with zeroelastic.open(tag_dir) as ck:
+        assert ck.world_size == ranks and ck.step == 2
+        params = {key.removesuffix("/weight") for key in state if key.endswith("/weight")}
+        assert {tensor for tensor in ck if ck[tensor].kind != "buffer"} - ck.tied.keys() == params
+        for param in params:
+            is_trained = f"{param}/fp32" in state
+            assert ck[param].kind == ("trained" if is_trained else "frozen")
+            assert torch.equal(ck[param].torch(), state[f"{param}/fp32" if is_trained else f"{param}/weight"]), param
+            for key, value in ck.optimizer(param).items():
+                want = state[f"{param}/{key}"]
+                same = torch.equal(value.torch(), want) if torch.is_tensor(want) and want.ndim else value == want
+                assert same, f"{param}/{key}"
+        for group in ck.groups:
+            assert {*group.params} <= params
+        assert {param for group in ck.groups for param in group.params} == {
+            param for param in params if f"{param}/fp32" in state
+        }
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_sound_checkpoint_verifies(saved: Saved, name: str) -> None:
+    tag_dir, _, _ = saved(name)
+    ranks, job = JOBS[name]
+    report = zeroelastic.verify(tag_dir)
+    assert report.valid and not report.unsupported and report.world_size == ranks, report.problems
+    assert report.content_root is not None
+    assert any("copies that ranks have" in sentence for sentence in report.checked) == (job.tp > 1)
+    assert zeroelastic.latest(tag_dir.parent).ok
+    for options in ((), ("--all-ranks",)):
+        assert run_command("inspect", tag_dir, "--json", *options).returncode == 0
+
+
+def test_parts_of_slices_are_shown_with_their_places(saved: Saved) -> None:
+    tag_dir, state, _ = saved("llama-3")
+    name = "model.layers.0.self_attn.o_proj.weight"  # its columns are cut
+    with zeroelastic.open(tag_dir) as ck:
+        places, tensor = ck.places(name), state[f"{name}/fp32"].reshape(-1)
+        assert {place.rank for place in places} == {0, 1, 2, 3}
+        assert sum(place.numel for place in places) == tensor.numel()
+        for place in places:
+            raw = bytearray(place.path.read_bytes()[place.offset : place.offset + place.nbytes])
+            assert torch.equal(torch.frombuffer(raw, dtype=torch.float32), tensor[place.start :][: place.numel])
+        assert torch.equal(ck[name][1:3].torch(), state[f"{name}/fp32"][1:3])
+    (shown,) = zeroelastic.show(tag_dir, name).tensors
+    assert shown.shape == tuple(state[f"{name}/fp32"].shape) and len(shown.places) == len(places)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama-3", (2, 2, [])),
+        ("neox-2", (1, 4, [])),
+        ("autoep-3", (4, 1, [2])),
+        ("autoep-2", (4, 1, [4])),
+        ("moe-2", (4, 1, [2])),
+    ],
+)
+def test_inspect_says_how_tensors_are_cut(saved: Saved, name: str, sizes: tuple[int, int, list[int]]) -> None:
+    tag_dir, state, _ = saved(name)
+    report = zeroelastic.inspect(tag_dir)
+    found = report.topology
+    assert report.ok and found is not None
+    assert (found.data_parallel, found.tensor_parallel, found.expert_parallel) == sizes
+    assert report.world_size == JOBS[name][0] and report.layout is None
+    trained = {key.removesuffix("/fp32") for key in state if key.endswith("/fp32")}
+    assert {param.name for param in report.params if param.kind == "trained"} == trained
+    known = [param for param in report.params if param.kind != "tied"]
+    assert all(tuple(param.shape) == tuple(state[f"{param.name}/weight"].shape) for param in known)
+    cuts = {cut.name: cut for cut in found.cuts}
+    assert len(cuts) + found.num_whole == len(trained)
+    if name == "llama-3":
+        assert cuts["model.layers.0.self_attn.q_proj.weight"].dim == 0
+        assert cuts["model.layers.0.mlp.down_proj.weight"].dim == 1
+        assert all((cut.by, cut.slices, cut.ranks) == ("tensor", 2, 4) for cut in found.cuts)
+    elif name.startswith("autoep"):
+        assert {(layer.kind, layer.num_experts) for layer in found.experts} == {("autoep", EXPERTS)}
+        assert all((cut.by, cut.dim, cut.slices) == ("expert", 0, sizes[2][0]) for cut in found.cuts)
+    elif name == "moe-2":
+        assert {(layer.kind, layer.num_experts) for layer in found.experts} == {("deepspeed", EXPERTS)}
+        assert all((cut.by, cut.dim, cut.slices, cut.ranks) == ("expert", None, 1, 2) for cut in found.cuts)
+
+
+def test_inspect_shows_the_topology(saved: Saved, tmp_path: Path) -> None:
+    tag_dir, _, _ = saved("llama-3")
+    done = run_command("inspect", tag_dir, "--html", tmp_path / "page.html", env={"COLUMNS": "200"})
+    assert "2 data parallel, 2 tensor parallel" in done.stdout
+    assert "2 slices of dimension 1 over tensor parallel ranks" in done.stdout
+    page = (tmp_path / "page.html").read_text()
+    assert "2 data parallel, 2 tensor parallel" in page and "2 slices of dimension 1" in page
+    done = run_command("inspect", saved("autoep-3")[0], env={"COLUMNS": "200"})
+    assert "4 data parallel, 2 expert parallel" in done.stdout and f"{2 * EXPERTS} in 2 layers" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["autoep-2", "moe-2"])
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_a_missing_or_damaged_expert_file_is_named(saved: Saved, tmp_path: Path, name: str, damage: str) -> None:
+    shutil.copytree(saved(name)[0].parent, tmp_path / "run")
+    path = tmp_path / "run" / "t" / "layer_0_expert_1_mp_rank_00_model_states.pt"
+    if damage == "missing":
+        path.unlink()
+    else:
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 3] ^= 255
+        path.write_bytes(raw)
+    report = zeroelastic.verify(tmp_path / "run")
+    assert not report.valid and not report.unsupported
+    assert [problem.file for problem in report.problems] == [path.name]
+    assert run_command("verify", tmp_path / "run").returncode == 3
+    assert not zeroelastic.latest(tmp_path / "run").ok
+    if damage == "missing":
+        assert not zeroelastic.latest(tmp_path / "run", quick=True).ok
+
+
+@pytest.mark.parametrize("stage", ["llama-3", "neox-2"])
+def test_a_copy_that_other_ranks_do_not_have_is_named(saved: Saved, tmp_path: Path, stage: str) -> None:
+    """A file is written anew with another value: its checksums are right."""
+    shutil.copytree(saved(stage)[0], tmp_path / "t")
+    (name,) = (path.name for path in (tmp_path / "t").glob("*zero_pp_rank_0_mp_rank_01_optim_states.pt"))
+
+    def change(root: dict[str, Any]) -> None:
+        inner = root["optimizer_state_dict"]
+        flats = inner["fp32_flat_groups" if "fp32_flat_groups" in inner else "single_partition_of_fp32_groups"]
+        for flat in flats:
+            flat.detach()[:] += 1
+
+    edit(tmp_path / "t" / name, change)
+    report = zeroelastic.verify(tmp_path / "t")
+    assert not report.valid and {problem.key for problem in report.problems} == {"fp32"}
+    assert all(
+        "of which ranks have copies" in problem.sentence and name in problem.sentence for problem in report.problems
+    )
+    certain = JOBS[stage][1].tp > 2
+    assert all((problem.file == name) == certain for problem in report.problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"), [("llama-3", "llama"), ("neox-2", "neox"), ("autoep-3", "autoep"), ("moe-2", "moe")]
+)
+def test_the_same_state_is_equal_whatever_the_topology(saved: Saved, name: str, alone: str) -> None:
+    """Runs that have not trained yet: DeepSpeed gives all of them the same state."""
+    (one, _, _), (other, _, _) = saved(name, 0), saved(alone, 0)
+    report = zeroelastic.diff(one, other)
+    assert report.weights_equal and not report.tensors and not report.only_a and not report.only_b
+    assert not report.state, report.state
+    assert report.equal and {entry.what for entry in report.saving} >= {"world size"}
+    assert not zeroelastic.diff(one, saved(name)[0]).equal
+
+
+@pytest.mark.parametrize("name", ["llama-3", "lora-3", "autoep-2", "autoep-3", "moe-2"])
+def test_exported_weights_are_those_of_the_model(saved: Saved, tmp_path: Path, name: str) -> None:
+    """At step 0 they are the weights that the model had before DeepSpeed changed it, under its own names."""
+    tag_dir, _, whole = saved(name, 0)
+    report = zeroelastic.export(tag_dir, tmp_path / "out", optimizer=True)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    params = {tensor for tensor in found if tensor in whole}
+    assert params == {*whole}.difference(report.tied) and report.notes is None
+    for tensor in params:
+        assert torch.equal(found[tensor].float(), whole[tensor].float()), tensor
+    state = load_file(tmp_path / "out" / "optimizer.safetensors")
+    _, later, _ = saved(name, 0)
+    assert all(
+        torch.equal(state[key.replace("/exp_avg", ".exp_avg")], later[key]) for key in later if "/exp_avg" in key
+    )
