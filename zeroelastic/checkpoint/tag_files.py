@@ -65,7 +65,7 @@ def saved_as(folder: str, name: str) -> str | None:
 
 def is_rank_file(name: str) -> bool:
     """Whether a file name is one that a rank of DeepSpeed writes into a tag directory, at any ZeRO stage."""
-    return parse_rank_file(name) is not None
+    return parse_rank_file(name) is not None or EXPERT_FILE.match(name) is not None
 
 
 class TensorParallel(NamedTuple):

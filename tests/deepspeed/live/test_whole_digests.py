@@ -64,7 +64,7 @@ JOBS = {
     "llama, tp 2, stage 1, adapters": (TopologyJob("llama", tp=2, stage=1, adapters=True), 2),
     "autoep 2, stage 3": (TopologyJob("autoep", ep=2), 4),
     "autoep 4, stage 2": (TopologyJob("autoep", ep=4, stage=2), 4),
-    "moe 2, stage 2, frozen": (TopologyJob("moe", ep=2, stage=2, frozen=True), 4),
+    "moe 2, stage 2": (TopologyJob("moe", ep=2, stage=2), 4),
 }
 
 

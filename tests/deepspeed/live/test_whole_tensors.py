@@ -92,7 +92,7 @@ JOBS = {
     "autoep 2, stage 2": (TopologyJob("autoep", ep=2, stage=2), 4),
     "autoep 2, stage 1": (TopologyJob("autoep", ep=2, stage=1, precision="bf16"), 2),
     "moe 2, stage 2": (TopologyJob("moe", ep=2, stage=2), 4),
-    "moe 2, stage 1": (TopologyJob("moe", ep=2, stage=1, frozen=True), 4),
+    "moe 2, stage 1": (TopologyJob("moe", ep=2, stage=1), 4),
     "moe 4, stage 2, dealt": (TopologyJob("moe", ep=4, stage=2, zero={"round_robin_gradients": True}), 4),
     "moe 2, data before experts": (
         TopologyJob("moe", ep=2, stage=2, config={"use_data_before_expert_parallelism": True}),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 import torch.distributed as dist
+from s3_server import S3Server
 from saved_files import logged
 from topologies import PRELOADED, TopologyJob, build, differences, hashed, logical_state, train
 
@@ -21,6 +22,8 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.digest import stream_seed
 from zeroelastic.errors import SaveError
 from zeroelastic.executors.dispatch import digest_range
+from zeroelastic.io.paths import as_path
+from zeroelastic.io.storage import file_sizes
 from zeroelastic.testing import RankPool
 
 
@@ -220,3 +223,24 @@ def test_a_file_of_an_expert_that_cannot_be_written_leaves_no_tag(
     errors = topology_pool.run(save_over_a_full_disk, 2, job, str(tmp_path), timeout=180)
     assert len({*errors}) == 1 and "layer_0_expert_3" in errors[0] and "No space left" in errors[0]
     assert not (tmp_path / "t").exists() and not (tmp_path / "latest").exists()
+
+
+def test_a_tag_that_is_saved_again_has_no_files_of_experts_of_the_save_before(
+    topology_pool: RankPool, tmp_path: Path
+) -> None:
+    for job in (TopologyJob("autoep", ep=2, stage=2), TopologyJob("autoep", ep=2)):
+        topology_pool.run(save_untrained, 2, job, str(tmp_path), timeout=180)
+    record = read_record(tmp_path / "t")
+    assert record is not None
+    names = {path.name for path in (tmp_path / "t").iterdir()}
+    assert names == {*record.files, "zeroelastic.json"} and not any(name.startswith("layer_") for name in names)
+
+
+@pytest.mark.parametrize("job", [TopologyJob("moe", ep=2, stage=2), TopologyJob("llama", tp=2)], ids=["moe", "llama"])
+def test_a_save_into_a_store_has_all_files(topology_pool: RankPool, calm: S3Server, job: TopologyJob) -> None:
+    url = calm.url(f"topology-{job.model}")
+    made = topology_pool.run(save, 2, job, url, timeout=180)[0]
+    record = read_record(as_path(url) / "t")
+    assert record is not None and record.params.digests == made.digests
+    assert file_sizes(as_path(url) / "t").keys() == {*record.files, "zeroelastic.json"}
+    assert any(name.startswith("layer_") for name in record.files) == (job.model == "moe")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,9 @@ Buffers = Sequence[Sequence[Param]]
 
 COVERED = False
 """Whether runs with slices are saved and loaded as such: else tensor parallelism is opaque, and experts not covered."""
+
+_parsed: WeakKeyDictionary[torch.nn.Module, tuple[object, int, SliceMaps | None]] = WeakKeyDictionary()
+"""The maps of AutoTP of a module that were read last, after what they are of: DeepSpeed makes them once."""
 
 _THIS_RUN = "this run"
 _EXPERT_META = "ds_autoep_uc_meta"
@@ -209,8 +213,16 @@ def _shape(param: Any) -> tuple[int, ...]:
 
 def _tensor_maps(module: torch.nn.Module, tp: TensorParallel) -> SliceMaps | None:
     """The maps of AutoTP; None where there are none, and where a rank has no elements of a parameter."""
+    info = getattr(module, _TENSOR_META, None)
+    known = _parsed.get(module)
+    if known is None or known[0] is not info or known[1] != tp.size:
+        known = _parsed[module] = info, tp.size, _parse(info, tp.size)
+    return known[2]
+
+
+def _parse(info: object, size: int) -> SliceMaps | None:
     try:
-        maps = tensor_maps(getattr(module, _TENSOR_META, None), tp.size, _THIS_RUN)
+        maps = tensor_maps(info, size, _THIS_RUN)
     except (CheckpointError, UnsupportedError):  # scaled slices, and maps of another version
         return None
     return None if maps is None or any(0 in view.shape for each in maps.values() for view in each.views) else maps
