@@ -368,7 +368,7 @@ def _tied_params(
     DeepSpeed lists them (``shared_params``) in what rank 0 writes alone; in the file of another node they are found by
     their place in memory, as DeepSpeed finds them (``_get_shared_params``, 0.19.8).
     """
-    tied: set[object] = {*_names(root.get("shared_params")), *_second_routers(root, module)}
+    tied: set[object] = {*_names(root.get("shared_params")), *second_routers(root, module)}
     if isinstance(module, NamedColumn):
         module = module.only(_in_one_place(module))
     if not module:
@@ -387,22 +387,24 @@ def _tied_params(
     return tied
 
 
-def _second_routers(root: Mapping[object, object], module: Mapping[object, object]) -> list[str]:
-    """The further names of the routers of AutoEP's layers, which the layers have for hooks of the model they replace.
+def second_routers(root: Mapping[object, object], module: Iterable[object]) -> dict[object, object]:
+    """The further names of the routers of AutoEP's layers, each with the router's own.
 
-    Source: ``AutoEPMoELayer.__init__`` (deepspeed.module_inject.auto_ep_layer, 0.19.8).
+    The layers have them for hooks of the model they replace; DeepSpeed's ``shared_params`` does not list them. Source:
+    ``AutoEPMoELayer.__init__`` (deepspeed.module_inject.auto_ep_layer, 0.19.8).
     """
     layers = with_lists(root.get("ds_autoep_layers"))
     layers = [layer for layer in layers if isinstance(layer, Mapping)] if isinstance(layers, list) else []
     paths = {layer.get("module_path") for layer in layers}
-    found: list[str] = []
-    for name in module if paths else ():
+    names = {*module} if paths else set[object]()
+    found: dict[object, object] = {}
+    for name in names:
         parts = str(name).split(".")
         for i in range(1, len(parts) - 1):
             path, attribute, rest = ".".join(parts[:i]), parts[i], ".".join(parts[i + 1 :])
             is_own = attribute in ("router", "experts") or attribute.startswith("shared_experts")
-            if path in paths and not is_own and f"{path}.router.{rest}" in module:
-                found.append(str(name))
+            if path in paths and not is_own and f"{path}.router.{rest}" in names:
+                found[name] = f"{path}.router.{rest}"
     return found
 
 

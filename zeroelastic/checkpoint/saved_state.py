@@ -19,7 +19,7 @@ from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard
 from zeroelastic.core.digest import ParamContent, ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param, unpacked_layout
 from zeroelastic.core.plan import held_plan, make_plan
-from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.errors import CheckpointError
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 
@@ -170,22 +170,14 @@ def contents_of(parts: Iterable[SavedPart], digests: Mapping[tuple[str, str], in
     ]
 
 
-SEPARATE_EXPERTS = (
-    "was saved with expert or tensor parallelism, which cannot be resharded yet. A training job resumes it at any size."
-)
-
-
 def open_state(checkpoint: Checkpoint, *, resizable: bool = True) -> SavedState:
     """Open every rank's headers and check that they are of one save.
 
     Raises CheckpointError naming two files that disagree, and as ``Checkpoint.shard`` and ``model_states`` do. Where
     values differ between ranks that follow from a rank's own part of the weights (``values_by_rank``), raises
-    UnsupportedError if ``resizable``; else those of the first rank stand for all. A save with slices of tensors, which
-    no verb rewrites, is not ``resizable`` either.
+    UnsupportedError if ``resizable``; else those of the first rank stand for all.
     """
     models = tuple(checkpoint.model_states(rank) for rank in range(len(checkpoint.model_files)))
-    if resizable and (models[0].expert_files or checkpoint.layout.slices is not None):
-        raise UnsupportedError(f"{checkpoint.tag_dir}: {SEPARATE_EXPERTS}")
     shards = {rank: checkpoint.shard(rank) for rank in range(checkpoint.world_size)}
     head = shards[0]
     check_same_save(shards, head, recorded=checkpoint.record is not None, resizable=resizable)

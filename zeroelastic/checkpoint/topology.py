@@ -32,7 +32,7 @@ _MAX_STRIPS = 1 << 18  # of all maps of a file
 _MAX_RANKS = 1 << 16
 _MAX_DIMENSIONS = 64
 _MAX_NUMEL = 1 << 60
-_LOCAL_EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,6})(\..*)")
+_NUMBERED_EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,6})(\..*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +129,32 @@ def expert_maps(layers: object, where: object) -> tuple[dict[str, SliceMap], int
     return _maps_of(entries, "expert", size, where), size
 
 
+class NumberedExpert(NamedTuple):
+    """The name of a parameter of an expert of DeepSpeed's own MoE layers, around the number of the expert."""
+
+    prefix: str
+    number: int
+    suffix: str
+
+
+def numbered_expert(name: str) -> NumberedExpert | None:
+    """The parts of a name; None for a parameter that is not of such an expert."""
+    match = _NUMBERED_EXPERT.fullmatch(name)
+    return None if match is None else NumberedExpert(match[1], int(match[2]), match[3])
+
+
 def native_expert_maps(params: Sequence[Param], ep: int) -> dict[str, SliceMap]:
     """The maps of the experts of DeepSpeed's own MoE layers on one rank of a group of ``ep`` expert parallel ranks.
 
     Expert ``local`` of expert parallel rank e is expert ``e * num_local + local`` of the model. Source:
     ``DeepSpeedEngine._save_moe_checkpoint`` (DeepSpeed 0.19.8).
     """
-    found = [(param, match) for param in params if (match := _LOCAL_EXPERT.fullmatch(param.name)) is not None]
+    found = [(param, expert) for param in params if (expert := numbered_expert(param.name)) is not None]
     num_local = local_experts(param.name for param in params)
     maps: dict[str, SliceMap] = {}
-    for param, match in found:
+    for param, (prefix, number, suffix) in found:
         strips = (Strip(0, 0, param.numel),) if param.numel else ()
-        names = [f"{match[1]}{e * num_local[match[1]] + int(match[2])}{match[3]}" for e in range(ep)]
+        names = [f"{prefix}{e * num_local[prefix] + number}{suffix}" for e in range(ep)]
         maps[param.name] = SliceMap(
             "expert", tuple(SliceView(Param(name, param.shape), param.shape, strips) for name in names)
         )
@@ -151,9 +165,9 @@ def local_experts(names: Iterable[str]) -> dict[str, int]:
     """How many experts of each of DeepSpeed's own MoE layers there are among parameters; other names do not count."""
     counts: dict[str, int] = {}
     for name in names:
-        match = _LOCAL_EXPERT.fullmatch(name)
-        if match is not None:
-            counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+        expert = numbered_expert(name)
+        if expert is not None:
+            counts[expert.prefix] = max(counts.get(expert.prefix, 0), expert.number + 1)
     return counts
 
 
@@ -163,10 +177,10 @@ def in_order_of_experts(names: Sequence[str]) -> list[str]:
 
     def place(numbered: tuple[int, str]) -> tuple[int, int, int]:
         position, name = numbered
-        match = _LOCAL_EXPERT.fullmatch(name)
-        if match is None:
+        expert = numbered_expert(name)
+        if expert is None:
             return position, 0, 0
-        return first.setdefault(match[1], position), int(match[2]), position
+        return first.setdefault(expert.prefix, position), expert.number, position
 
     return [name for _, name in sorted(enumerate(names), key=place)]
 

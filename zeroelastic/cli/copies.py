@@ -86,6 +86,19 @@ def reshard(
     full: Annotated[
         bool, typer.Option("--full", help="Write what a lean checkpoint has in shared files into the tag.")
     ] = False,
+    tp: Annotated[
+        int | None,
+        typer.Option("--tp", metavar="T", min=1, help="Tensor parallel size (AutoTP); default: the source's."),
+    ] = None,
+    ep: Annotated[
+        int | None, typer.Option("--ep", metavar="E", min=1, help="Expert parallel size; default: the source's.")
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TAG", help="With --tp: a checkpoint of a run of that size, which says how it cuts the weights."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
     distributed: DistributedOption = False,
     quiet: QuietOption = False,
@@ -96,6 +109,9 @@ def reshard(
     DST gets the same tag, latest, and what frameworks keep beside it; it appears complete or not at all. A run
     that was killed goes on where it was when the same command is given again. What is read is compared with the
     commit record, where there is one. With --distributed, the processes of one torchrun or srun share the work.
+
+    M counts all ranks, of which every T are tensor parallel and every E expert parallel. From one T to another, weights
+    that were cut evenly are cut so again; any other cut, and that of a source with T 1, is taken from --like.
 
     \b
     Examples:

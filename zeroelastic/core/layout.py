@@ -348,13 +348,29 @@ def group_split_of_run(
     are the bytes of an element of each group's 16-bit buffer, under ``parameter_alignment``. Mirrors
     ``DeepSpeedZeroOptimizer.__init__`` of stage_1_and_2.py (DeepSpeed 0.19.8).
     """
+    parts = [world_size] * len(groups)
+    ordered, gaps = buffer_order(groups, parts, round_robin=round_robin, itemsizes=itemsizes)
+    return group_split_layout(ordered, world_size, gaps), gaps
+
+
+def buffer_order(
+    groups: Sequence[Sequence[Param]],
+    num_parts: Sequence[int],
+    *,
+    round_robin: bool = False,
+    itemsizes: Sequence[int] | None = None,
+) -> tuple[list[list[Param]], list[list[int]]]:
+    """The parameters of each optimizer group in the order of its buffer, and the gaps behind them.
+
+    ``num_parts`` are the ranks that share each group; the rest as in ``group_split_of_run``.
+    """
     ordered = [[param for param in members if param.numel > 0] for members in groups]
     if round_robin:
-        ordered = [round_robin_order(members, world_size) for members in ordered]
+        ordered = [round_robin_order(members, parts) for members, parts in zip(ordered, num_parts, strict=True)]
     gaps = [[0] * len(members) for members in ordered]
     if itemsizes is not None:
         gaps = [param_alignment_gaps(members, size) for members, size in zip(ordered, itemsizes, strict=True)]
-    return group_split_layout(ordered, world_size, gaps), gaps
+    return ordered, gaps
 
 
 def pack_sub_groups(

@@ -43,7 +43,8 @@ from zeroelastic.torch_file.header import DTYPE_BYTES, Extent, read_torch_file
 from zeroelastic.verbs.convert.native_notes import NativeNotes, read_notes, with_kind, with_native_options
 from zeroelastic.verbs.reshard.reshard import ReshardPlan
 from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles
-from zeroelastic.verbs.reshard.source import Group, ReshardSource, configured_dtype, with_zero_options
+from zeroelastic.verbs.reshard.slicing import Slicing
+from zeroelastic.verbs.reshard.source import Group, ReshardSource, configured_dtype, with_options
 from zeroelastic.verbs.reshard.target import ReshardOptions, reshard_target
 
 _VERSION = "0.19.8"
@@ -82,11 +83,12 @@ def plan_from_fsdp2(
     config = _config(config, native, notes)
     stage = options.stage or native.stage or 3
     options.check(stage)
-    saved = with_zero_options(_source(found, native, config, options.world_size, notes), options.zero_options)
+    saved = _source(found, native, config, options.world_size, notes)
+    saved = with_options(saved, {"zero_optimization": options.zero_options})
     if stage == 3 and options.sub_group_size is None:
         options = replace(options, sub_group_size=configured_sub_group_size(saved.config))
     try:
-        target = reshard_target(saved, options, stage)
+        target = reshard_target(saved, options, stage, Slicing(Topology(options.world_size)))
     except UnsupportedError as error:
         raise UnsupportedError(f"{root}: {error}") from None
     source = Source(root, f"global_step{saved.state.models[0].global_steps}", root, None, "deepspeed")
@@ -204,6 +206,7 @@ def _source(
         config=config,
         config_path=found.tables[0],
         bf16_names=bool(entry(config, "bf16", "enabled")),
+        slicing=Slicing(checkpoint.topology),
     )
 
 

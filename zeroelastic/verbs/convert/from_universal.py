@@ -48,6 +48,7 @@ from zeroelastic.torch_file.graph import entry, pairs_of, read_graph
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
 from zeroelastic.verbs.convert.to_universal import OPTIMIZER_STATE, ZERO_FOLDER, check_file_name
 from zeroelastic.verbs.reshard.reshard import ReshardPlan, complete_plan
+from zeroelastic.verbs.reshard.slicing import Slicing
 from zeroelastic.verbs.reshard.source import ReshardSource, make_group, model_roots
 from zeroelastic.verbs.reshard.target import ReshardOptions
 
@@ -193,6 +194,7 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
         config=config,
         config_path=first.path,
         bf16_names=bool(entry(config, "bf16", "enabled")),
+        slicing=Slicing(Topology(first.world_size)),
     )
     return source, lost
 

@@ -1,7 +1,8 @@
 """The pickle graphs of one rank's files as DeepSpeed would write them at a world size and ZeRO stage.
 
-At stage 3 every rank has a file of the optimizer, rigid or elastic, and one of module states. At stages 1 and 2 rank 0
-alone has module states, with the whole weights. At stage 0 one file has everything whole; the optimizer's state is
+At stage 3 every rank has a file of the optimizer, rigid or elastic, and one of module states. At stages 1 and 2 data
+parallel rank 0 alone has module states, with the whole weights, or all that its tensor parallel rank has of them; the
+weights of each expert are in a file of their own. At stage 0 one file has everything whole; the optimizer's state is
 listed by the number of the parameter, and no file says which parameter a number is: in fp32 the optimizer is the user's
 own, which steps the weights of the module, in 16 bits DeepSpeed wraps it in a class with float32 copies of the weights.
 
@@ -13,16 +14,19 @@ Source (DeepSpeed 0.19.8): ``DeepSpeedEngine._save_checkpoint`` and ``_save_zero
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, SAME_ON_ALL_RANKS, elastic_table, scalar_bytes
-from zeroelastic.checkpoint.optimizer_reader import lean_numel
+from zeroelastic.checkpoint.tag_files import expert_file_name
+from zeroelastic.checkpoint.topology import numbered_expert
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Param
+from zeroelastic.core.layout import Int64Array, Layout, Param
+from zeroelastic.core.slices import Strip
 from zeroelastic.errors import CheckpointError
 from zeroelastic.torch_file.graph import (
     Node,
@@ -33,12 +37,15 @@ from zeroelastic.torch_file.graph import (
     new_storage,
     ordered_dict,
     pairs_of,
+    read_graph,
     storage_of,
     tensor,
     torch_size,
 )
 from zeroelastic.verbs.reshard.lean_source import WeightPlace
-from zeroelastic.verbs.reshard.source import ReshardSource, configured_dtype, whole_module
+from zeroelastic.verbs.reshard.slice_tables import described, partition_groups
+from zeroelastic.verbs.reshard.slicing import EXPERT_WEIGHTS, INFO, ExpertLayer, strips_by_param
+from zeroelastic.verbs.reshard.source import ReshardSource, configured_dtype, tied_params, whole_module
 from zeroelastic.verbs.reshard.target import ReshardTarget
 
 Root: TypeAlias = dict[object, object]
@@ -48,43 +55,54 @@ Flats: TypeAlias = Mapping[tuple[int, str], Storage]
 _FRAGMENT_ADDRESS = ("deepspeed.utils.tensor_fragment", "fragment_address")
 
 
+class Weight(NamedTuple):
+    """A weight that is made of master weights: those in the ``strips`` of a whole tensor, and where it goes."""
+
+    tensor: Param
+    strips: tuple[Strip, ...]
+    place: WeightPlace
+
+
 @dataclass(frozen=True, slots=True)
 class RankFiles:
     """The graphs of one rank's files, in the order of ``file_names``, and from where their storages are filled.
 
     ``flats[i, key]`` is the storage of flat buffer i of a state key, ``frozen[p, "frozen"]`` that of the rank's part of
-    frozen parameter p, which lean files do not have, ``weights[name]`` the place of a whole weight, made from the
-    master weights; ``digests`` takes int64 by parameter, in elastic files; every other storage of the graphs has its
+    frozen parameter p, which lean files do not have, and ``weights`` are those of whole modules and of experts;
+    ``digests`` takes int64 by parameter, in elastic files; every other storage of the graphs has its
     ``data``, or an ``extent`` to be copied.
     """
 
     graphs: tuple[Root, ...]
     flats: Flats
     frozen: Flats
-    weights: Mapping[str, WeightPlace]
+    weights: Sequence[Weight]
     digests: Storage | None
 
 
 def rank_files(source: ReshardSource, target: ReshardTarget, rank: int, *, save_id: str) -> RankFiles:
     """The graphs of one target rank's files."""
+    target = target.on_rank(rank)
     layout = target.layout
     flats = {
         (i, key): new_storage(dtype, int(layout.sub_group_numel[i]))
         for i, keys in enumerate(target.keys)
         for key, dtype in keys.items()
     }
-    weights: dict[str, WeightPlace] = {}
+    weights: dict[str, Weight] = {}
     frozen: dict[str, Storage] = {}
     if target.has_model(rank):
-        for param in [param for param in layout.params if param.name in target.weights]:
-            own = source.weights.get(param.name)
-            weights[param.name] = own or WeightPlace(new_storage(target.weights[param.name], param.numel), 0)
+        weights = _module_weights(source, target)
     if target.has_model(rank) and source.frozen is not None and target.frozen is not None:
-        columns = zip(target.frozen.params, source.frozen.dtypes, target.frozen.part.tolist(), strict=True)
+        dtypes = {param.name: keys for param, keys in zip(source.frozen.params, source.frozen.dtypes, strict=True)}
         in_files = source.shared is None
-        frozen = {param.name: new_storage(keys[FROZEN], numel if in_files else 0) for param, keys, numel in columns}
+        frozen = {
+            param.name: new_storage(dtypes[param.name][FROZEN], numel if in_files else 0)
+            for param, numel in zip(target.frozen.params, target.frozen.part.tolist(), strict=True)
+        }
     digests = new_storage("int64", layout.num_params) if target.format == "elastic" else None
     graphs: list[Root] = []
+    expert_weights: list[Weight] = []
     if target.stage == 3:
         state = _sub_group_state(source, target, rank, flats, digests, save_id)
         graphs = [{**source.optim_root, "optimizer_state_dict": state}, _sharded_model(source, target, rank, frozen)]
@@ -93,9 +111,56 @@ def rank_files(source: ReshardSource, target: ReshardTarget, rank: int, *, save_
     else:
         graphs = [{**source.optim_root, "optimizer_state_dict": _group_state(source, target, rank, flats)}]
         if target.has_model(rank):
-            graphs.append(_whole_model(source, target, weights, frozen))
+            graphs.append(_whole_model(source, target, rank, weights, frozen))
+        files, expert_weights = _expert_files(source, target, rank)
+        graphs += files
     parts = {(p, FROZEN): storage for p, storage in enumerate(frozen.values() if source.shared is None else ())}
-    return RankFiles(tuple(graphs), flats, parts, weights, digests)
+    return RankFiles(tuple(graphs), flats, parts, (*weights.values(), *expert_weights), digests)
+
+
+def _module_weights(source: ReshardSource, target: ReshardTarget) -> dict[str, Weight]:
+    """The weights of the module that are made, by name; ``target`` has the layouts of one rank."""
+    layout, weights = target.layout, dict[str, Weight]()
+    names = target.slicing.file_names()
+    for param, whole, strips in zip(layout.params, layout.tensors, strips_by_param(layout), strict=True):
+        if param.name in target.weights and not target.slicing.is_expert(names.get(param.name, param.name)):
+            own = source.weights.get(param.name)
+            place = own or WeightPlace(new_storage(target.weights[param.name], param.numel), 0)
+            weights[param.name] = Weight(whole, strips, place)
+    return weights
+
+
+def _expert_files(source: ReshardSource, target: ReshardTarget, rank: int) -> tuple[list[Root], list[Weight]]:
+    """The files of the experts that a rank writes: what the saved ones have, and weights that are made; these."""
+    experts = target.experts(rank)
+    graphs = {(layer.prefix, expert): _saved_expert(source, layer, expert) for layer, expert in experts}
+    weights: list[Weight] = []
+    for whole in source.trained.params if experts else ():
+        own = numbered_expert(whole.name)
+        prefix, _, last = whole.name.rpartition(".")
+        if own is not None:
+            entries = [(own.prefix, own.number, whole.name, 0, whole.shape)]
+        elif last in EXPERT_WEIGHTS:
+            shape = whole.shape[1:]
+            numel = math.prod(shape)
+            numbers = range(whole.shape[0] if whole.shape else 0)
+            entries = [(prefix, number, f"{whole.name}.{number}", number * numel, shape) for number in numbers]
+        else:
+            continue
+        for prefix, number, name, start, shape in entries:
+            if (prefix, number) in graphs:
+                numel = math.prod(shape)
+                storage = new_storage(target.weights[whole.name], numel)
+                weights.append(Weight(whole, (Strip(start, 0, numel),) if numel else (), WeightPlace(storage, 0)))
+                graphs[prefix, number][name] = tensor(storage, 0, shape)
+    return [*graphs.values()], weights
+
+
+def _saved_expert(source: ReshardSource, layer: ExpertLayer, expert: int) -> Root:
+    """What the saved file of an expert has; nothing at stage 3, where there is none."""
+    if not source.whole_model:
+        return {}
+    return dict(pairs_of(read_graph(source.state.checkpoint.tag_dir / expert_file_name(layer.number, expert))))
 
 
 def _flat(storage: Storage, shape: Sequence[int] | None = None, *, requires_grad: bool = False) -> Node:
@@ -148,7 +213,9 @@ def _sub_group_state(
     if source.whole_model:
         state["zero_stage"] = _zero_stage(3)
     state |= _loss_scaler(source)
-    state["partition_count"] = layout.world_size
+    state["partition_count"] = target.topology.data_size
+    if (shared := partition_groups(target.slicing, layout, rank)) is not None:
+        state["ds_zero_partition_groups"] = shared
     state["optimizer_state_dict"] = _optimizer_state(source, target, flats, scalars)
     state["fp32_flat_groups"] = [
         _flat(flats[i, FP32], requires_grad=keys[FP32].startswith(("float", "bfloat")))
@@ -165,13 +232,20 @@ def _sub_group_state(
     state["base_optimizer_state"] = [
         {**scalars[i], **{key: lean(i, key) for key in keys if key != FP32}} for i, keys in enumerate(target.keys)
     ]
+    tensor_size, (_, tensor_rank) = target.topology.tensor_size, target.topology.place(rank)
     rest: dict[str, object] = {
+        **({} if tensor_size == 1 else {"tp_rank": tensor_rank, "tp_size": tensor_size}),
         "digests": tensor(digests, 0, (layout.num_params,)),
         "param_groups": [{**group.options, "params": list(group.params)} for group in source.groups],
         **{key: value for key in SAME_ON_ALL_RANKS if (value := entry(inner, "zeroelastic", key)) is not None},
     }
     state["zeroelastic"] = elastic_table(
-        layout, rank, save_id=save_id, train_batch_size=source.train_batch_size, rest=rest
+        layout,
+        rank,
+        save_id=save_id,
+        train_batch_size=source.train_batch_size,
+        rest=rest,
+        topology=target.topology,
     )
     return state
 
@@ -182,11 +256,14 @@ def _group_state(source: ReshardSource, target: ReshardTarget, rank: int, flats:
     A ``BF16_Optimizer`` leaves it in both, has no loss scaler, and names no stage.
     """
     layout, is_bf16_optimizer = target.layout, target.wrapper == "BF16_Optimizer"
-    padded, lean = layout.sub_group_numel, lean_numel(layout, rank)
+    padded, (number, parts) = layout.sub_group_numel, _shares(layout, rank)
+    ends = np.zeros(layout.num_sub_groups, dtype=np.int64)
+    np.maximum.at(ends, layout.sub_group, layout.origin + layout.numel)
+    lean = np.clip(ends - number * padded, 0, padded)
     paddings = padded - lean
     if is_bf16_optimizer:  # books all padding on the last rank
         numel = np.bincount(layout.sub_group, weights=layout.numel, minlength=layout.num_sub_groups).astype(np.int64)
-        paddings = (padded * layout.world_size - numel) * (rank == layout.world_size - 1)
+        paddings = (padded * parts - numel) * (number == parts - 1)
     state: Root = {} if is_bf16_optimizer else _loss_scaler(source)
     if (clip_grad := _clip_grad(source)) is not None:  # where it is missing, a run keeps its own
         state["clip_grad"] = clip_grad
@@ -200,10 +277,20 @@ def _group_state(source: ReshardSource, target: ReshardTarget, rank: int, flats:
     state["group_paddings"] = paddings.tolist()
     if not is_bf16_optimizer:
         state["param_alignment_paddings"] = [list(gaps) for gaps in target.gaps]
-    state["partition_count"] = [layout.world_size] * layout.num_sub_groups
+    state["partition_count"] = parts.tolist()
     state["ds_version"] = _version(source)
     state["param_slice_mappings"] = _slice_mappings(source, target, rank)
+    if not is_bf16_optimizer and target.slicing.info is not None:
+        state[INFO] = target.slicing.info
     return state
+
+
+def _shares(own: Layout, rank: int) -> tuple[Int64Array, Int64Array]:
+    """Which part of each flat buffer a rank has, and how many ranks have one, from the rank's layout."""
+    first = np.unique(own.sub_group, return_index=True)[1]
+    if own.slices is None:
+        return np.full_like(first, rank), np.full_like(first, own.world_size)
+    return own.slices.part_number(rank)[first], own.slices.num_parts[first]
 
 
 def _zero_stage(stage: int) -> Node:
@@ -239,28 +326,46 @@ def _slice_mappings(source: ReshardSource, target: ReshardTarget, rank: int) -> 
     A resume does not read it, ``ds_to_universal`` does. Under ``round_robin_gradients`` DeepSpeed writes the places of
     another order than the buffer's; here they are always the buffer's.
     """
-    number = target.layout.index()
+    number, names = target.layout.index(), target.slicing.file_names()
     length, offset = target.layout.owned(rank)[1].tolist(), target.layout.buffer_offset(rank).tolist()
     mappings: list[Node] = []
     for group in source.groups:
         own = [(name, number[name]) for name in group.params if name in number]
-        places = ((name, {"numel": length[p], "start": offset[p]}) for name, p in own if length[p] > 0)
+        held = ((names.get(name, name), p) for name, p in own if length[p] > 0)
+        places = ((name, {"numel": length[p], "start": offset[p]}) for name, p in held)
         mappings.append(ordered_dict((name, instance(*_FRAGMENT_ADDRESS, place)) for name, place in places))
     return mappings
 
 
 def _model_root(source: ReshardSource, target: ReshardTarget, rank: int) -> Root:
     """What the module states have at every stage of ZeRO."""
-    layout, root = target.layout, dict(source.model_root(rank))
-    root["dp_world_size"] = layout.world_size
+    layout, topology, names = target.layout, target.topology, target.slicing.file_names()
+    root = dict(source.model_root(_saved_model(source, target, rank)))
+    if source.slicing.has_slices or target.slicing.has_slices:
+        root = described(target.slicing, root, rank, target.stage)
+    if rank > 0 and root.get("shared_params"):
+        root["shared_params"] = {}  # rank 0 alone has them
+    root["dp_world_size"] = topology.data_size
     root["param_shapes"] = [
         ordered_dict(
-            (layout.params[p].name, torch_size(layout.params[p].shape))
+            (names.get(name := layout.params[p].name, name), torch_size(layout.params[p].shape))
             for p in np.flatnonzero(layout.sub_group == i).tolist()
         )
         for i in range(layout.num_sub_groups)
     ]
     return root
+
+
+def _saved_model(source: ReshardSource, target: ReshardTarget, rank: int) -> int:
+    """The number of the saved module states that a rank takes over: of the same data and tensor parallel rank.
+
+    For a rank that did not save, it is that of another one.
+    """
+    saved, (data_rank, tensor_rank) = source.slicing.topology, target.topology.place(rank)
+    tensor_rank %= saved.tensor_size
+    if source.whole_model:
+        return tensor_rank
+    return saved.rank(data_rank if data_rank < saved.data_size else 0, tensor_rank)
 
 
 def _sharded_model(source: ReshardSource, target: ReshardTarget, rank: int, frozen: Mapping[str, Storage]) -> Root:
@@ -269,20 +374,20 @@ def _sharded_model(source: ReshardSource, target: ReshardTarget, rank: int, froz
     trained = set(target.layout.index())
     if source.whole_model:
         _shard_module(root, source, trained)
-    if rank > 0 and root.get("shared_params"):
-        root["shared_params"] = {}  # rank 0 alone has them
     for key in ("frozen_param_shapes", "frozen_param_fragments"):
         if (listed := pairs_of(root.get(key))) and trained & listed.keys():  # frozen after deepspeed.initialize
             root[key] = ordered_dict([(name, value) for name, value in listed.items() if name not in trained])
     if source.frozen is not None:
         root["frozen_param_fragments"] = ordered_dict((name, _flat(storage)) for name, storage in frozen.items())
+    if target.frozen is not None and target.frozen.slices is not None:
+        root["frozen_param_shapes"] = _shapes(target.frozen.params)
     return root
 
 
 def _shard_module(root: Root, source: ReshardSource, trained: Collection[str]) -> None:
     """Turn the module states of stages 1 and 2 into those of stage 3, with frozen parameters listed."""
     frozen = () if source.frozen is None else source.frozen.params
-    names = {*trained, *(param.name for param in frozen), *pairs_of(root.get("shared_params"))}
+    names = {*trained, *(param.name for param in frozen), *tied_params(source.model_root(0))}
 
     def without_elements(value: object) -> object:
         storage = storage_of(value)
@@ -301,15 +406,21 @@ def _shapes(params: Sequence[Param]) -> Node:
 
 
 def _whole_model(
-    source: ReshardSource, target: ReshardTarget, weights: Mapping[str, WeightPlace], frozen: Mapping[str, Storage]
+    source: ReshardSource,
+    target: ReshardTarget,
+    rank: int,
+    weights: Mapping[str, Weight],
+    frozen: Mapping[str, Storage],
 ) -> Root:
-    """The module states at stages 1 and 2, with whole weights."""
-    root = _model_root(source, target, 0)
+    """The module states at stages 1 and 2, with all that a tensor parallel rank has of the weights."""
+    root = _model_root(source, target, rank)
     params = () if target.frozen is None else target.frozen.params
     pieces = _whole_tensors(params, frozen)
     if source.shared is not None:
         pieces = {name: _flat(storage) for name, storage in frozen.items()}
-    root["module"] = whole_module(root, {**_made_weights(source, target, weights), **pieces})
+    root["module"] = whole_module(
+        root, {**_made_weights(source, target, weights), **pieces}, tied_params(source.model_root(0))
+    )
     excluded = root.get("frozen_param_shapes") is None and source.stage != 1 and not frozen
     if target.stage == 1 or excluded:  # stage 1 lists no frozen parameters
         root["frozen_param_shapes"] = root["frozen_param_fragments"] = None
@@ -319,10 +430,11 @@ def _whole_model(
     return root
 
 
-def _made_weights(source: ReshardSource, target: ReshardTarget, weights: Mapping[str, WeightPlace]) -> dict[str, Node]:
+def _made_weights(source: ReshardSource, target: ReshardTarget, weights: Mapping[str, Weight]) -> dict[str, Node]:
     """The whole weights that are made of master weights, but those that have a place in the source's module states."""
     return _whole_tensors(
-        target.layout.params, {name: place.storage for name, place in weights.items() if name not in source.weights}
+        target.layout.params,
+        {name: weight.place.storage for name, weight in weights.items() if name not in source.weights},
     )
 
 
@@ -334,7 +446,7 @@ def _whole_root(
     source: ReshardSource,
     target: ReshardTarget,
     flats: Flats,
-    weights: Mapping[str, WeightPlace],
+    weights: Mapping[str, Weight],
     frozen: Mapping[str, Storage],
 ) -> Root:
     """The only file of stage 0."""
@@ -343,8 +455,10 @@ def _whole_root(
     if target.wrapper == "none":  # the weights of the module are the master weights
         made = {param.name: _flat(flats[i, FP32], param.shape) for i, param in enumerate(params)}
     root = dict(source.model_root(0))
+    if source.slicing.has_slices:
+        root = described(target.slicing, root, 0, 0)
     pieces = _whole_tensors(() if target.frozen is None else target.frozen.params, frozen)
-    root["module"] = whole_module(root, {**made, **pieces})
+    root["module"] = whole_module(root, {**made, **pieces}, tied_params(root))
     root["optimizer"] = _whole_state(source, target, flats)
     for key in ("param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments"):
         root[key] = None

@@ -9,26 +9,26 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from zeroelastic.checkpoint.extents import Destination, ExtentTable, extent_windows, stream_seeds
 from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.core.copies import first_copies, strips_of_runs
 from zeroelastic.core.digest import UInt64Array
-from zeroelastic.core.layout import Int64Array, Layout
-from zeroelastic.core.plan import make_plan, match_params
+from zeroelastic.core.layout import Int64Array, Layout, Param, unpacked_layout, with_slices
+from zeroelastic.core.plan import make_plan
+from zeroelastic.core.slices import RankSet
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.executors.dispatch import DigestRows
-from zeroelastic.executors.tables import ProgressFunction
+from zeroelastic.executors.tables import ProgressFunction, cast_between
 from zeroelastic.io.atomic import write_atomically
-from zeroelastic.verbs.model_tensors import optimizer_tensors
-from zeroelastic.verbs.new_files import Archives, TensorCopy, copy_tensors
-from zeroelastic.verbs.reshard.files import Flats, rank_files
-from zeroelastic.verbs.reshard.lean_source import WeightPlace
+from zeroelastic.verbs.new_files import Archives
+from zeroelastic.verbs.reshard.files import Flats, Weight, rank_files
 from zeroelastic.verbs.reshard.source import ReshardSource
 from zeroelastic.verbs.reshard.target import ReshardTarget, file_names
 
@@ -59,16 +59,16 @@ class RankWriter:
         tag_dir: Path,
         save_id: str,
         *,
-        max_memory: int,
         threads: int | None = None,
         progress: ProgressFunction | None = None,
     ) -> None:
         self._saved, self._target, self._save_id = saved, target, save_id
-        self._max_memory, self._threads, self._progress = max_memory, threads, progress
+        self._threads, self._progress = threads, progress
         self._tag_dir, self._notes = tag_dir, tag_dir.parent.parent / "done"
         parts = saved.state.parts
         self.streams = [(tensor.param.name, tensor.key) for part in parts for tensor in part.tensors()]
-        self._seeds = stream_seeds(self.streams)
+        # What is in several ranks' files counts once in the digests of whole tensors: the rest has streams of its own.
+        self._seeds = np.tile(stream_seeds(self.streams), 2)
 
     def write_ranks(self, processes: Processes) -> list[WrittenRank]:
         """This process's share of the target ranks."""
@@ -115,20 +115,23 @@ class RankWriter:
         names = file_names(saved, target, rank)
         graphs = {self._tag_dir / name: graph for name, graph in zip(names, files.graphs, strict=True)}
         archives = Archives(graphs, threads=self._threads)
-        digests = np.zeros(len(self.streams), dtype=np.uint64)
+        found_digests = np.zeros(len(self._seeds), dtype=np.uint64)
         moved = 0
-        for number, (layout, flats) in enumerate(((target.layout, files.flats), (target.frozen, files.frozen))):
+        frozen_rank = rank if target.stage == 3 else target.topology.place(rank)[1]
+        parts = ((target.layout, files.flats, rank), (target.frozen, files.frozen, frozen_rank))
+        for number, (layout, flats, number_of_rank) in enumerate(parts):
             slots = archives.slots(list(flats.values()))
-            for rows, digest in self._rows(number, layout, flats, rank):
+            for rows, digest in self._rows(number, layout, flats, number_of_rank):
                 found = archives.move(rows, slots, digest=digest, progress=self._progress)
                 assert found is not None, "digests were asked for"
-                digests += found
+                found_digests += found
                 moved += int(rows.nbytes.sum())
         self._make_weights(archives, files.weights)
+        digests, of_copies = found_digests.reshape(2, -1)
         if files.digests is not None:
-            first, order = self._first_streams(0), match_params(saved.trained.layout, target.layout)
-            sums = np.add.reduceat(digests[: len(saved.trained.tensors())], first)[order]
-            files.digests.data = sums.astype("<u8").tobytes()
+            order = _numbers(target.layout.on_rank(rank), saved.trained.params)
+            own = (digests + of_copies)[: len(saved.trained.tensors())]
+            files.digests.data = np.add.reduceat(own, self._first_streams(0))[order].astype("<u8").tobytes()
         archives.copy_rest()
 
         def finish() -> WrittenRank:
@@ -152,12 +155,16 @@ class RankWriter:
             return
         part = self._saved.state.parts[number]
         asked = [Destination(key, i, storage.dtype) for (i, key), storage in flats.items()]
-        order = match_params(part.layout, layout)
+        order = _numbers(layout, part.params)
         a_member = order[np.unique(layout.sub_group, return_index=True)[1]].tolist()
         position = np.array([list(part.dtypes[a_member[i]]).index(key) for i, key in flats], dtype=np.int64)
         first = self._first_streams(number)[order]
+        copies = None if layout.slices is None else first_copies(layout.slices)
         for rows in extent_windows(make_plan(part.layout, layout, rank), part.extents, asked):
             stream = first[rows.param] + position[rows.target]
+            if layout.slices is not None and copies is not None:
+                strip = strips_of_runs(layout.slices, rows.param, rows.start)
+                stream += len(self.streams) * (copies[strip] != strip)
             yield rows, DigestRows(self._seeds, stream, rows.start, rows.itemsize)
 
     def _first_streams(self, number: int) -> Int64Array:
@@ -166,16 +173,31 @@ class RankWriter:
         counts = np.array([len(dtypes) for dtypes in parts[number].dtypes], dtype=np.int64)
         return sum(len(part.tensors()) for part in parts[:number]) + np.cumsum(counts) - counts
 
-    def _make_weights(self, archives: Archives, weights: Mapping[str, WeightPlace]) -> None:
-        """Fill the whole weights by rounding the master weights to their dtypes, on the way from file to file."""
-        if not weights:
-            return
-        state, params = self._saved.state, self._saved.trained.params
-        masters = optimizer_tensors(state, keys=frozenset([FP32]))
-        by_name = {param.name: master for param, master in zip(params, masters, strict=True)}
-        slots = archives.slots([place.storage for place in weights.values()]).tolist()
-        copies = [
-            TensorCopy(by_name[name], place.storage.dtype, slot, place.start)
-            for (name, place), slot in zip(weights.items(), slots, strict=True)
-        ]
-        copy_tensors(archives, copies, state, max_memory=self._max_memory)
+    def _make_weights(self, archives: Archives, weights: Sequence[Weight]) -> None:
+        """Fill whole weights by rounding master weights to their dtypes, on the way from file to file."""
+        part = self._saved.trained
+        saved = {param.name: dtypes[FP32] for param, dtypes in zip(part.params, part.dtypes, strict=True)}
+        alike: dict[tuple[str, str], list[Weight]] = {}
+        for weight in weights:
+            alike.setdefault((saved[weight.tensor.name], weight.place.storage.dtype), []).append(weight)
+        for (src, dst), some in alike.items():
+            cast = cast_between(src, dst)
+            assert cast is not None, "made_weights takes dtypes to which master weights can be rounded"
+            slots = archives.slots([weight.place.storage for weight in some])
+            start = np.array([weight.place.start for weight in some], dtype=np.int64)
+            asked = [Destination(FP32, i, src) for i in range(len(some))]
+            for rows in extent_windows(make_plan(part.layout, _layout_of(some), 0), part.extents, asked):
+                archives.move(replace(rows, target_offset=rows.target_offset + start[rows.target]), slots, cast=cast)
+
+
+def _numbers(layout: Layout, params: Sequence[Param]) -> Int64Array:
+    """Which of whole parameters each one of a layout is, or is a slice of: shape ``(layout.num_params,)``."""
+    number = {param.name: i for i, param in enumerate(params)}
+    return np.array([number[whole.name] for whole in layout.tensors], dtype=np.int64)
+
+
+def _layout_of(weights: Sequence[Weight]) -> Layout:
+    """The layout of one rank that has each weight in a buffer of its own."""
+    params = [Param(str(i), (sum(s.numel * s.num_runs for s in weight.strips),)) for i, weight in enumerate(weights)]
+    tensors = {str(i): (weight.tensor, weight.strips) for i, weight in enumerate(weights)}
+    return with_slices(unpacked_layout(params, 1), [RankSet(0, 1, 1)] * len(weights), tensors)

@@ -50,7 +50,15 @@ from zeroelastic.verbs.options import Progress, local_target, no_progress
 from zeroelastic.verbs.report import Format, GivenPath, Report
 from zeroelastic.verbs.reshard.rank_writer import RankWriter, WrittenRank
 from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, link_or_copy, plan_sidecar_files, write_sidecar_files
-from zeroelastic.verbs.reshard.source import ReshardSource, reshard_source, saved_sub_group_size, with_zero_options
+from zeroelastic.verbs.reshard.slicing import Slicing, saved_slicing, slicing_notes, target_slicing
+from zeroelastic.verbs.reshard.source import (
+    ReshardSource,
+    for_slicing,
+    model_roots,
+    reshard_source,
+    saved_sub_group_size,
+    with_options,
+)
 from zeroelastic.verbs.reshard.target import LEAST_MEMORY, ReshardOptions, ReshardTarget, reshard_target, stage_notes
 
 _THREAD_BYTES = 2 << 20
@@ -141,6 +149,9 @@ def reshard(
     max_memory: int | str = "1GiB",
     verify: bool = False,
     full: bool = False,
+    tp: int | None = None,
+    ep: int | None = None,
+    like: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
     processes: Processes | None = None,
     progress: Progress = no_progress,
@@ -155,7 +166,10 @@ def reshard(
     the others. The result of a lean source is lean: ``dst`` has a hard link to each shared file, or a copy. ``full``
     writes what is in them into the tag, which stock DeepSpeed then loads. ``round_robin_gradients`` and
     ``parameter_alignment`` are those of the run that will load a result of stage 1 or 2, by default those of the saved
-    configuration; ``sub_group_size`` is the same for stage 3. Several ``processes`` share the work; collective.
+    configuration; ``sub_group_size`` is the same for stage 3. ``world_size`` counts all ranks; ``tp`` and ``ep`` are
+    the tensor and expert parallel sizes of the result, by default those of the source. Where a checkpoint does not say
+    how another number of tensor parallel ranks cuts its weights, ``like`` is one of a run that does. Several
+    ``processes`` share the work; collective.
 
     Raises UsageError where ``dst`` exists or there is no checkpoint, CheckpointError, DigestMismatchError,
     UnsupportedError, OSError.
@@ -178,6 +192,9 @@ def reshard(
         max_memory=memory,
         verify=verify,
         full=full,
+        tp=tp,
+        ep=ep,
+        like=None if like is None else os.fspath(like),
     )
     processes = processes or Processes()
     source = processes.all_or_raise(lambda: find_source(src, tag=tag))
@@ -206,7 +223,8 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
         )
     options.check(state.head.stage if options.stage is None else options.stage)
     saved = reshard_source(state, full=options.full)
-    sizes = (options.world_size, state.checkpoint.world_size)
+    topology = saved.slicing.topology
+    sizes = (options.world_size // (options.tp or topology.tensor_size), topology.data_size)
     return complete_plan(source, saved, options, misfit_notes(saved.train_batch_size, *sizes, state.head.ds_config))
 
 
@@ -214,18 +232,31 @@ def complete_plan(source: Source, saved: ReshardSource, options: ReshardOptions,
     """The plan for tensors and graphs that are opened; ``notes`` are on them. Raises UnsupportedError, UsageError."""
     stage = saved.stage if options.stage is None else options.stage
     options.check(stage)
-    saved = with_zero_options(saved, options.zero_options)
+    saved = with_options(saved, {"zero_optimization": options.zero_options})
     if stage == 3 and options.sub_group_size is None:
         options = replace(options, sub_group_size=saved_sub_group_size(saved))
+    like = None if options.like is None else _like(options.like)
+    params = [param for part in saved.state.parts for param in part.params]
     try:
-        target = reshard_target(saved, options, stage)
+        slicing = target_slicing(
+            saved.slicing,
+            params,
+            options.world_size,
+            stage=stage,
+            tensor_size=options.tp,
+            expert_size=options.ep,
+            like=like,
+        )
+        cut = slicing_notes(saved.slicing, slicing, params, like=like is not None)
+        saved = for_slicing(saved, slicing)
+        target = reshard_target(saved, options, stage, slicing)
     except UnsupportedError as error:
         raise UnsupportedError(f"{source.tag_dir}: {error}") from None
     saved_world_size = saved.state.checkpoint.world_size
     sidecar_files = plan_sidecar_files(
         source, saved_world_size=saved_world_size, world_size=options.world_size, scripts=stage != 0
     )
-    all_notes = [*stage_notes(saved, target, options), *notes]
+    all_notes = [*stage_notes(saved, target, options), *cut, *notes]
     if saved.state.head.grad_scaler is not None and target.format == "rigid":
         all_notes.append("not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place")
     if saved.shared is not None:
@@ -234,6 +265,13 @@ def complete_plan(source: Source, saved: ReshardSource, options: ReshardOptions,
             "load it; with --full it does"
         )
     return ReshardPlan(source, saved, target, sidecar_files, options, (*all_notes, *sidecar_files.notes))
+
+
+def _like(path: str) -> Slicing:
+    """The slicing of a checkpoint that is given for it. Raises UsageError, CheckpointError, UnsupportedError."""
+    checkpoint = open_checkpoint(find_source(path).tag_dir)
+    layouts = [layout for layout in (checkpoint.layout, checkpoint.frozen_layout) if layout is not None]
+    return saved_slicing(model_roots(checkpoint.model_files)(0), layouts, checkpoint.topology)
 
 
 def run_reshard(
@@ -261,7 +299,6 @@ def run_reshard(
             plan.target,
             directory / plan.source.tag,
             save_id,
-            max_memory=plan.options.max_memory,
             threads=_threads(plan.options.max_memory),
             progress=progress,
         )
@@ -292,7 +329,8 @@ def check_target(plan: ReshardPlan, dst: Path) -> None:
     """
     root = plan.source.root
     check_free(dst, sources=(root,) if isinstance(root, Path) else ())
-    free, needed = shutil.disk_usage(dst.parent).free + staged_bytes(dst), plan.nbytes + plan.target.weight_bytes
+    needed = round(plan.nbytes * plan.target.times_written) + plan.target.weight_bytes
+    free = shutil.disk_usage(dst.parent).free + staged_bytes(dst)
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free", str(dst.parent))
 
@@ -312,6 +350,9 @@ def _manifest(plan: ReshardPlan) -> dict[str, object]:
         "sub_group_size": plan.options.sub_group_size,
         "zero_options": plan.options.zero_options,
         "full": plan.options.full,
+        "tp": plan.target.topology.tensor_size,
+        "ep": plan.target.slicing.expert_size,
+        "like": plan.options.like,
     }
 
 
@@ -373,7 +414,7 @@ def _record(
     root: str,
 ) -> CommitRecord:
     """The commit record of the written files."""
-    state, params = plan.saved.state, plan.target.layout.params
+    state, params = plan.saved.state, plan.target.layout.whole_tensors
     source = state.checkpoint.record
     found = {name: directory_digest(tag_dir / name) for name in files}
     at = None if source is None else source.committed_at
@@ -384,7 +425,8 @@ def _record(
         checkpoint_format=plan.target.format,
         save_id=save_id,
         tag=plan.source.tag,
-        world_size=plan.options.world_size,
+        world_size=plan.target.topology.data_size,
+        tp_size=plan.target.topology.tensor_size,
         global_steps=state.models[0].global_steps,
         train_batch_size=plan.saved.train_batch_size or 0,
         committed_at=None if at is None else round(at + 1e-6, 6),  # among the source's tags it comes next to it

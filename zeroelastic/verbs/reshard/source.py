@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
+from zeroelastic.checkpoint.model_states import second_routers
+from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import (
     FP32,
     Shard,
@@ -21,12 +23,15 @@ from zeroelastic.checkpoint.optimizer_file import (
 )
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY, SharedWeights
-from zeroelastic.core.layout import Param, pack_sub_groups
+from zeroelastic.checkpoint.tag_files import EXPERT_FILE
+from zeroelastic.checkpoint.topology import numbered_expert
+from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UnsupportedError, some
 from zeroelastic.executors.tables import cast_between
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.graph import Node, entry, ordered_dict, pairs_of, read_graph, storage_of
 from zeroelastic.verbs.reshard.lean_source import WeightPlace, beside_copy, completed, group_weights, not_lean
+from zeroelastic.verbs.reshard.slicing import INFO, Slicing, saved_slicing
 
 _MAX_LISTED = 4
 _BOTH = ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count", "base_optimizer_state")
@@ -41,6 +46,7 @@ _GROUP_STATE_KEYS = {
     "group_paddings",
     "param_alignment_paddings",
     "param_slice_mappings",
+    INFO,
 }
 """What stages 1 and 2 keep there."""
 
@@ -65,6 +71,7 @@ class ReshardSource:
     over; ``config`` the saved DeepSpeed configuration, from the file ``config_path``.
 
     ``buffers`` are the parameters of each flat buffer of the ranks that saved it, in the order of the optimizer.
+    ``slicing`` says which slices of tensors these ranks had.
     ``weights`` are places in the module's whole state for trained weights that the files do not have, as in a lean tag.
     ``shared`` is what the new files, which are lean too then, leave to files beside them.
     """
@@ -77,6 +84,7 @@ class ReshardSource:
     config: Mapping[str, object]
     config_path: FilePath
     bf16_names: bool
+    slicing: Slicing
     weights: Mapping[str, WeightPlace] = field(default_factory=dict)
     shared: SharedWeights | None = None
 
@@ -114,8 +122,7 @@ class ReshardSource:
     @property
     def train_batch_size(self) -> int | None:
         """The global batch of the save, where it is known."""
-        checkpoint = self.state.checkpoint
-        return train_batch_size(checkpoint.record, self.state.head, checkpoint.world_size)
+        return train_batch_size(self.state.checkpoint.record, self.state.head, self.slicing.topology.data_size)
 
     def grouped(self, params: Iterable[Param]) -> list[list[Param]]:
         """Of these parameters those of each optimizer group, in its order."""
@@ -138,6 +145,7 @@ def reshard_source(state: SavedState, *, full: bool = True) -> ReshardSource:
             "another world size. Load it with zeroelastic in the training job, which restores what it knows."
         )
     layout, checkpoint, shared = state.head.layout, state.checkpoint, state.models[0].shared
+    layouts = [part.layout for part in state.parts]
     weights: dict[str, WeightPlace] = {}
     kept = None if full or shared is None else beside_copy(shared)
     if shared is not None and kept is None and checkpoint.whole_model:
@@ -148,49 +156,110 @@ def reshard_source(state: SavedState, *, full: bool = True) -> ReshardSource:
             return {**found, SHARED_KEY: kept.entry()}
         return found if shared is None else completed(found, shared, checkpoint.tag_dir, layout, weights)
 
+    model_root = model_roots(checkpoint.model_files, complete)
+    slicing = saved_slicing(model_root(0), layouts, checkpoint.topology, _own_layers(checkpoint))
+    groups = _groups(state, inner)
+    _check_order(groups, slicing, layout, state.head.path)
     return ReshardSource(
         state=state,
-        groups=_groups(state, inner),
+        groups=groups,
         buffers=[
             [layout.params[p] for p in np.flatnonzero(layout.sub_group == i).tolist()]
             for i in range(layout.num_sub_groups)
         ],
         optim_root=root if shared is None or kept is not None else not_lean(root),
-        model_root=model_roots(checkpoint.model_files, complete),
+        model_root=model_root,
         config=state.head.ds_config,
         config_path=state.head.path,
         bf16_names=state.head.path.name.startswith("bf16_"),
+        slicing=slicing,
         weights=weights,
         shared=kept,
     )
 
 
-def with_zero_options(source: ReshardSource, options: Mapping[str, bool]) -> ReshardSource:
-    """The source as a run with these entries of ``zero_optimization`` would have saved it, in its files' ds_config too.
+def with_options(source: ReshardSource, options: Mapping[str, Mapping[str, object]]) -> ReshardSource:
+    """The source as a run with these entries of blocks of its configuration would have saved it.
 
-    Readers need ``round_robin_gradients`` there to know the order in which the optimizer lists its parameters.
+    They are changed in the ds_config of its files too: readers need ``round_robin_gradients`` of ``zero_optimization``
+    there to know the order in which the optimizer lists its parameters.
     """
+    options = {block: entries for block, entries in options.items() if entries}
     if not options:
         return source
     model_root = source.model_root
 
     def changed(root: Mapping[object, object]) -> dict[object, object]:
         config = pairs_of(root.get("ds_config"))
-        changed_zero = dict(pairs_of(config.get("zero_optimization")))
-        changed_zero.update(options.items())
-        return {**root, "ds_config": {**config, "zero_optimization": changed_zero}}
+        blocks: dict[object, object] = {}
+        for block, entries in options.items():
+            blocks[block] = own = dict(pairs_of(config.get(block)))
+            own.update(entries.items())
+        return {**root, "ds_config": {**config, **blocks}}
 
-    zero = source.config.get("zero_optimization")
+    config = dict(source.config)
+    for block, entries in options.items():
+        saved = config.get(block)
+        config[block] = {**(saved if isinstance(saved, dict) else {}), **entries}
     return replace(
         source,
         optim_root=changed(source.optim_root),
         model_root=lambda rank: changed(model_root(rank)),
-        config={**source.config, "zero_optimization": {**(zero if isinstance(zero, dict) else {}), **options}},
+        config=config,
     )
 
 
+def for_slicing(source: ReshardSource, slicing: Slicing) -> ReshardSource:
+    """The source as a run of that slicing would name its groups of experts and the sizes in its configuration."""
+    saved = source.slicing
+    sizes: dict[str, Mapping[str, object]] = {}
+    if slicing.topology.tensor_size != saved.topology.tensor_size:
+        sizes["tensor_parallel"] = {"autotp_size": slicing.topology.tensor_size}
+    if slicing.expert_size == saved.expert_size:
+        return with_options(source, sizes)
+    if not saved.has_own_experts:
+        sizes["expert_parallel"] = {"autoep_size": slicing.expert_size}
+    old, new = f"ep_size_{saved.expert_size}", f"ep_size_{slicing.expert_size}"
+    groups = [
+        replace(group, options={**group.options, "name": new}) if group.options.get("name") == old else group
+        for group in source.groups
+    ]
+    return replace(with_options(source, sizes), groups=tuple(groups))
+
+
+def _own_layers(checkpoint: Checkpoint) -> list[str]:
+    """The prefixes of DeepSpeed's own MoE layers, by the number with which their files begin."""
+    found: dict[int, str] = {}
+    for name in checkpoint.expert_files:
+        match = EXPERT_FILE.fullmatch(name)
+        assert match is not None, "the files of experts are named by DeepSpeed"
+        layer = int(match[1])
+        if layer not in found:
+            experts = map(numbered_expert, map(str, pairs_of(read_graph(checkpoint.tag_dir / name))))
+            found[layer] = next((expert.prefix for expert in experts if expert is not None), "")
+    return [found[layer] for layer in sorted(found) if found[layer]]
+
+
+def _check_order(groups: Sequence[Group], slicing: Slicing, first: Layout, path: FilePath) -> None:
+    """Raise UnsupportedError where DeepSpeed's own experts are in another order than in the module.
+
+    ``first`` is the layout of the first rank, whose files have their parameters in the order of the optimizer.
+    """
+    if not slicing.has_own_experts:
+        return
+    names, there = slicing.file_names(), {param.name: param for param in first.params}
+    for group in groups:
+        own = [names.get(name, name) for name in group.params if name in there]
+        every = [Param(name, ()) for name in group.params]
+        if own != [param.name for param in slicing.in_files(every, 0)]:
+            raise UnsupportedError(
+                f"{path}: an optimizer group lists experts in another order than the module has them: the order at "
+                "another expert parallel size is not known. Load it with zeroelastic in the training job."
+            )
+
+
 def train_batch_size(record: CommitRecord | None, head: Shard, world_size: int) -> int | None:
-    """The global batch of a save by ``world_size`` ranks, from its record, files or configuration; else None."""
+    """The global batch of a save by ``world_size`` data parallel ranks, from its record, files or configuration."""
     if record is not None:
         return record.train_batch_size
     if head.train_batch_size is not None:
@@ -223,10 +292,8 @@ def saved_sub_group_size(source: ReshardSource) -> int:
     if source.stage != 3:
         return size
     saved = [list(members) for members in source.buffers]
-    groups = source.grouped(param for members in saved for param in members)
-    world_size = source.state.checkpoint.world_size
-    implied = pack_sub_groups(groups, world_size=world_size, sub_group_size=size)
-    if [list(members) for members in implied] != saved:
+    implied = source.slicing.sub_groups(source.grouped(source.trained.params), size)
+    if implied != saved:
         raise UnsupportedError(
             f"{source.config_path}: has {len(saved)} sub-groups; a sub_group_size of {size}, as in its "
             f"configuration, gives {len(implied)} others. Give the one of the run that will load the result, with "
@@ -244,12 +311,13 @@ def _groups(state: SavedState, inner: Mapping[object, object]) -> tuple[Group, .
     ours = entry(inner, "zeroelastic", "param_groups")
     raw = nested if state.head.format == "rigid" else ours
     listed = nested if isinstance(nested, list) else []
-    if not isinstance(raw, list) or len(raw) != len(state.head.groups) or len(listed) not in (0, len(raw)):
+    groups = state.checkpoint.groups(state.head)
+    if not isinstance(raw, list) or len(raw) != len(groups) or len(listed) not in (0, len(raw)):
         raise CheckpointError(f"{state.head.path}: its optimizer groups contradict each other. The file is damaged.")
     repeats = [_repeats(entry(group, "params")) for group in listed] or [1] * len(raw)
     return tuple(
         make_group(pairs_of(options), group.params, repeats=times)
-        for options, group, times in zip(raw, state.head.groups, repeats, strict=True)
+        for options, group, times in zip(raw, groups, repeats, strict=True)
     )
 
 
@@ -296,12 +364,13 @@ def configured_dtype(config: Mapping[str, object]) -> str:
     return "float16" if entry(config, "fp16", "enabled") else "float32"
 
 
-def made_weights(source: ReshardSource) -> dict[str, str]:
+def made_weights(source: ReshardSource, slicing: Slicing) -> dict[str, str]:
     """The dtypes of weights that are made from master weights; none where the source has them, and in a lean result.
 
-    Raises UnsupportedError for a dtype to which master weights cannot be rounded.
+    ``slicing`` is the result's. Raises UnsupportedError for a dtype to which master weights cannot be rounded.
     """
-    if source.shared is not None or (source.whole_model and not source.weights):
+    has_weights = source.whole_model and not source.weights
+    if source.shared is not None or (has_weights and not source.slicing.has_slices and not slicing.has_slices):
         return {}
     dtypes = weight_dtypes(source)
     part = source.trained
@@ -314,10 +383,15 @@ def made_weights(source: ReshardSource) -> dict[str, str]:
     return dtypes
 
 
+def tied_params(root: Mapping[object, object]) -> dict[object, object]:
+    """The further names of parameters that the module has under several, each with the name that it is listed by."""
+    return {**pairs_of(root.get("shared_params")), **second_routers(root, pairs_of(root.get("module")))}
+
+
 def check_entries(source: ReshardSource, names: Iterable[str]) -> None:
     """Raise UnsupportedError where the module's state has no place for the weight of one of these parameters."""
     root = source.model_root(0)
-    module, shared = pairs_of(root.get("module")), pairs_of(root.get("shared_params"))
+    module, shared = pairs_of(root.get("module")), tied_params(root)
     found = {*module, *(shared.get(name, name) for name in module)}
     missing = sorted(name for name in names if name not in found and shared.get(name, name) not in found)
     if missing:
@@ -333,7 +407,7 @@ def check_module(source: ReshardSource) -> None:
     At stages 1 and 2 these are its tensors that are neither trained, nor buffers, nor tied to another parameter.
     """
     root = source.model_root(0)
-    others = {param.name for param in source.trained.params} | {*pairs_of(root.get("shared_params"))}
+    others = {param.name for param in source.trained.params} | {*tied_params(root)}
     buffers = root.get("buffer_names")
     others |= set(buffers) if isinstance(buffers, list) else set()
     module = pairs_of(root.get("module"))
@@ -351,12 +425,11 @@ def check_module(source: ReshardSource) -> None:
         )
 
 
-def whole_module(root: Mapping[object, object], whole: Mapping[str, Node]) -> Node:
-    """The module's state with these whole weights; what is tied to one of them is the same tensor.
+def whole_module(root: Mapping[object, object], whole: Mapping[str, Node], shared: Mapping[object, object]) -> Node:
+    """The module's state with these whole weights; what is tied to one of them (``shared``) is the same tensor.
 
     Every other entry stays as it is.
     """
-    shared = pairs_of(root.get("shared_params"))
     tied = {shared.get(name, name): value for name, value in whole.items()}
 
     def weight(name: object, value: object) -> object:

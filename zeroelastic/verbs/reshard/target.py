@@ -8,26 +8,25 @@ docs/concepts/format.md describes all three. At stage 0 nothing is cut: one file
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.optimizer_file import FP32, steps_with_bf16_optimizer, zero_option
-from zeroelastic.checkpoint.tag_files import model_file_name
+from zeroelastic.checkpoint.tag_files import expert_file_name, model_file_name
+from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import (
     Layout,
     Param,
-    group_split_of_run,
     layout_from_sub_groups,
-    pack_sub_groups,
-    unpacked_layout,
 )
 from zeroelastic.errors import UnsupportedError, UsageError
 from zeroelastic.torch_file.graph import entry
 from zeroelastic.torch_file.header import DTYPE_BYTES
+from zeroelastic.verbs.reshard.slicing import ExpertLayer, Slicing
 from zeroelastic.verbs.reshard.source import (
     ReshardSource,
     check_entries,
@@ -54,10 +53,12 @@ _NAMES_OF_DTYPE = {
 class ReshardOptions:
     """The options of a reshard.
 
-    ``stage`` is the ZeRO stage of the result, by default that of the source. ``format`` is by default elastic at stage
-    3, and always rigid below it. ``sub_group_size`` overrides that of the saved configuration, and at stages 1
-    and 2 ``round_robin_gradients`` and ``parameter_alignment`` theirs; ``verify`` reads the result back before it is
-    published; ``full`` writes what a lean source has in shared files. Raises UsageError for invalid values.
+    ``world_size`` counts all ranks. ``stage`` is the ZeRO stage of the result, ``tp`` its tensor parallel and ``ep``
+    its expert parallel size, by default those of the source; ``like`` is a checkpoint of a run that cuts weights as
+    the result shall. ``format`` is by default elastic at stage 3, and always rigid below it. ``sub_group_size``
+    overrides that of the saved configuration, and at stages 1 and 2 ``round_robin_gradients`` and
+    ``parameter_alignment`` theirs; ``verify`` reads the result back before it is published; ``full`` writes what a lean
+    source has in shared files. Raises UsageError for invalid values.
     """
 
     world_size: int
@@ -69,10 +70,16 @@ class ReshardOptions:
     max_memory: int = 1 << 30
     verify: bool = False
     full: bool = False
+    tp: int | None = None
+    ep: int | None = None
+    like: str | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise UsageError(f"a world size of {self.world_size} makes no sense; give 1 or more.")
+        for name, size in (("tensor", self.tp), ("expert", self.ep)):
+            if size is not None and size < 1:
+                raise UsageError(f"{size} {name} parallel ranks make no sense; give 1 or more.")
         if self.sub_group_size is not None and self.sub_group_size < 1:
             raise UsageError(f"a sub_group_size of {self.sub_group_size} makes no sense; give 1 or more.")
         if self.stage not in (None, 0, 1, 2, 3):
@@ -120,12 +127,12 @@ class ReshardTarget:
     are made from master weights. At stages 1 and 2 ``gaps[i]`` are the elements that are left free behind each
     parameter of group i, in buffer order.
 
-    ``world_size`` ranks will load it. At stage 0 they all load one file, so the layouts are of one rank; a flat buffer
-    is a parameter, or an optimizer group where the ``wrapper`` is ``FP16_Optimizer``.
+    ``slicing`` says which ranks will load it. At stage 0 they all load one file, so the layouts are of one rank; a flat
+    buffer is a parameter, or an optimizer group where the ``wrapper`` is ``FP16_Optimizer``.
     """
 
     stage: int
-    world_size: int
+    slicing: Slicing
     format: CheckpointFormat
     layout: Layout
     frozen: Layout | None
@@ -137,11 +144,39 @@ class ReshardTarget:
     wrapper: Optimizer = "ZeRO"
 
     @property
+    def topology(self) -> Topology:
+        """How the ranks are grouped that will load it."""
+        return self.slicing.topology
+
+    @property
+    def world_size(self) -> int:
+        """All ranks that will load it."""
+        return self.topology.world_size
+
+    @property
     def num_files(self) -> int:
         """The files of all ranks."""
         if self.stage == 0:
             return 1
-        return 2 * self.world_size if self.stage == 3 else self.world_size + 1
+        if self.stage == 3:
+            return 2 * self.world_size
+        experts = sum(layer.num_experts for layer in self.slicing.layers)
+        return self.world_size + self.topology.tensor_size + experts
+
+    def experts(self, rank: int) -> list[tuple[ExpertLayer, int]]:
+        """The experts whose files a rank writes, of which DeepSpeed has one for each below stage 3."""
+        if self.stage == 3:
+            return []
+        slicing, size = self.slicing, self.slicing.expert_size
+        expert_rank = self.topology.expert_rank(rank, size)
+        if self.topology.sharers(0, expert_rank, size).first != rank:
+            return []
+        return [
+            (layer, expert)
+            for layer in slicing.layers
+            for expert in range(layer.num_experts)
+            if expert // (layer.num_experts // size) == expert_rank
+        ]
 
     @property
     def weight_bytes(self) -> int:
@@ -149,55 +184,63 @@ class ReshardTarget:
         made = [param for param in self.layout.params if param.name in self.weights]
         return sum(param.numel * DTYPE_BYTES[self.weights[param.name]] for param in made)
 
+    @property
+    def times_written(self) -> float:
+        """How often an element is written on average: more than once where tensor parallel ranks have copies."""
+        numel = sum(tensor.numel for tensor in self.layout.whole_tensors)
+        return int(self.layout.numel.sum()) / numel if numel else 1.0
+
+    def on_rank(self, rank: int) -> ReshardTarget:
+        """The same with the layouts of one rank alone."""
+        frozen_rank = rank if self.stage == 3 else self.topology.place(rank)[1]
+        frozen = None if self.frozen is None else self.frozen.on_rank(frozen_rank)
+        return replace(self, layout=self.layout.on_rank(rank), frozen=frozen)
+
     def has_model(self, rank: int) -> bool:
         """Whether a rank writes module states."""
-        return self.stage == 3 or rank == 0
+        return self.stage == 3 or self.topology.place(rank)[0] == 0
 
 
 def file_names(source: ReshardSource, target: ReshardTarget, rank: int) -> tuple[str, ...]:
-    """DeepSpeed's names of one rank's files: the optimizer's, then the module states', if the rank writes them."""
+    """DeepSpeed's names of one rank's files: the optimizer's, then those it writes of module states and experts."""
     prefix = "bf16_" if source.bf16_names else ""
-    optim = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-    model = model_file_name(rank, 0, whole=target.stage != 3)
+    data_rank, tensor_rank = target.topology.place(rank)
+    optim = f"{prefix}zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_optim_states.pt"
+    model = model_file_name(data_rank, tensor_rank, whole=target.stage != 3)
     if target.stage == 0:
         return (model,)
-    return (optim, model) if target.has_model(rank) else (optim,)
+    experts = (expert_file_name(layer.number, expert) for layer, expert in target.experts(rank))
+    return (optim, *((model,) if target.has_model(rank) else ()), *experts)
 
 
-def reshard_target(source: ReshardSource, options: ReshardOptions, stage: int) -> ReshardTarget:
-    """The layout at another world size.
+def reshard_target(source: ReshardSource, options: ReshardOptions, stage: int, slicing: Slicing) -> ReshardTarget:
+    """The layout of the ranks that ``slicing`` is of.
 
     Raises UnsupportedError when parameters that share a flat buffer there were saved with different kinds of state, and
     for what DeepSpeed does not run at the stage.
     """
     if stage == 3:
-        return _sub_group_target(source, options)
-    _check_optimizer(source, stage)
-    params = [param for param in source.trained.params if param.numel > 0]
-    groups = source.grouped(params)
-    if stage == 0:
-        return _whole_target(source, groups, options.world_size)
-    return _group_target(source, groups, options.world_size, stage)
+        return _sub_group_target(source, options, slicing)
+    _check_optimizer(source, stage, slicing)
+    groups = source.grouped(param for param in source.trained.params if param.numel > 0)
+    return _whole_target(source, groups, slicing) if stage == 0 else _group_target(source, groups, slicing, stage)
 
 
-def _sub_group_target(source: ReshardSource, options: ReshardOptions) -> ReshardTarget:
-    world_size, size = options.world_size, options.sub_group_size
+def _sub_group_target(source: ReshardSource, options: ReshardOptions, slicing: Slicing) -> ReshardTarget:
+    size = options.sub_group_size
     assert size is not None, "plan_reshard takes the saved one where none is given"
-    groups = source.grouped(source.trained.params)
-    sub_groups = pack_sub_groups(groups, world_size=world_size, sub_group_size=size)
     return _target(
         source,
         3,
-        world_size,
-        sub_groups,
-        layout_from_sub_groups(sub_groups, world_size),
-        f"a sub-group on {world_size} ranks",
+        slicing,
+        slicing.sub_group_layout(source.grouped(source.trained.params), size),
+        f"a sub-group on {slicing.topology.world_size} ranks",
         advice="Choose a --sub-group-size that keeps them apart.",
         format=options.format or "elastic",
     )
 
 
-def _group_target(source: ReshardSource, groups: list[list[Param]], world_size: int, stage: int) -> ReshardTarget:
+def _group_target(source: ReshardSource, groups: list[list[Param]], slicing: Slicing, stage: int) -> ReshardTarget:
     for number, members in enumerate(groups):
         if not members:
             raise UnsupportedError(
@@ -213,12 +256,13 @@ def _group_target(source: ReshardSource, groups: list[list[Param]], world_size: 
     wrapper: Optimizer = "ZeRO"
     if stage == 1 and steps_with_bf16_optimizer(source.config):
         wrapper, round_robin, itemsizes = "BF16_Optimizer", False, None
-    layout, gaps = group_split_of_run(groups, world_size, round_robin=round_robin, itemsizes=itemsizes)
-    target = _target(source, stage, world_size, groups, layout, "an optimizer group")
-    return replace(target, gaps=tuple(map(tuple, gaps)), weights=made_weights(source), wrapper=wrapper)
+    layout, gaps = slicing.group_layout(groups, round_robin=round_robin, itemsizes=itemsizes)
+    target = _target(source, stage, slicing, layout, "an optimizer group")
+    weights = made_weights(source, slicing)
+    return replace(target, gaps=tuple(map(tuple, gaps)), weights=weights, wrapper=wrapper)
 
 
-def _whole_target(source: ReshardSource, groups: list[list[Param]], world_size: int) -> ReshardTarget:
+def _whole_target(source: ReshardSource, groups: list[list[Param]], slicing: Slicing) -> ReshardTarget:
     wrapper = _optimizer_wrapper(source)
     for number, members in enumerate(groups):
         if not members and wrapper != "FP16_UnfusedOptimizer":
@@ -228,52 +272,50 @@ def _whole_target(source: ReshardSource, groups: list[list[Param]], world_size: 
             )
     trained = [param for members in groups for param in members]
     buffers = groups if wrapper == "FP16_Optimizer" else [[param] for param in trained]
-    target = _target(source, 0, world_size, buffers, layout_from_sub_groups(buffers, 1), "an optimizer group")
+    target = _target(source, 0, slicing, layout_from_sub_groups(buffers, 1), "an optimizer group")
     _check_state_dtypes(source, wrapper)
     frozen = () if source.frozen is None else source.frozen.params
     check_entries(source, [param.name for param in (*frozen, *(trained if wrapper == "none" else ()))])
-    return replace(target, weights={} if wrapper == "none" else made_weights(source), wrapper=wrapper)
+    return replace(target, weights={} if wrapper == "none" else made_weights(source, slicing), wrapper=wrapper)
 
 
 def _target(
     source: ReshardSource,
     stage: int,
-    world_size: int,
-    buffers: Sequence[Sequence[Param]],
+    slicing: Slicing,
     layout: Layout,
     what: str,
     *,
     advice: str = _TO_STAGE_3,
     format: CheckpointFormat = "rigid",
 ) -> ReshardTarget:
-    """A target with these flat buffers, whose contents are those of their parameters.
+    """A target with the flat buffers of a layout, whose contents are those of their parameters.
 
     Raises UnsupportedError for parameters that share ``what`` with different contents; ``advice`` says what to do.
     """
     part = source.trained
     number = {param.name: i for i, param in enumerate(part.params)}
-    firsts = [number[members[0].name] for members in buffers]
-    for first, members in zip(firsts, buffers, strict=True):
-        for param in members[1:]:
-            other = number[param.name]
-            if part.dtypes[other] != part.dtypes[first] or _canonical(part.scalars[other]) != _canonical(
-                part.scalars[first]
-            ):
-                raise UnsupportedError(
-                    f"{members[0].name} and {param.name} share {what} but were saved with different optimizer state or "
-                    f"steps. {advice}"
-                )
+    firsts: dict[int, int] = {}
+    for param, buffer in zip(layout.params, layout.sub_group.tolist(), strict=True):
+        first, other = firsts.setdefault(buffer, number[param.name]), number[param.name]
+        if part.dtypes[other] != part.dtypes[first] or _canonical(part.scalars[other]) != _canonical(
+            part.scalars[first]
+        ):
+            raise UnsupportedError(
+                f"{part.params[first].name} and {param.name} share {what} but were saved with different optimizer "
+                f"state or steps. {advice}"
+            )
+    in_order = [firsts[buffer] for buffer in range(layout.num_sub_groups)]
     owner = {name: g for g, group in enumerate(source.groups) for name in group.params}
-    owners = [owner[members[0].name] for members in buffers]
-    frozen_ranks = world_size if stage == 3 else 1
+    owners = [owner[part.params[first].name] for first in in_order]
     return ReshardTarget(
         stage=stage,
-        world_size=world_size,
+        slicing=slicing,
         format=format,
         layout=layout,
-        frozen=None if source.frozen is None else unpacked_layout(source.frozen.params, frozen_ranks),
-        keys=tuple(part.dtypes[first] for first in firsts),
-        scalars=tuple(part.scalars[first] for first in firsts),
+        frozen=None if source.frozen is None else slicing.frozen_layout(source.frozen.params, stage),
+        keys=tuple(part.dtypes[first] for first in in_order),
+        scalars=tuple(part.scalars[first] for first in in_order),
         members=tuple(tuple(i for i, g in enumerate(owners) if g == group) for group in range(len(source.groups))),
     )
 
@@ -314,13 +356,23 @@ def _check_state_dtypes(source: ReshardSource, wrapper: Optimizer) -> None:
                 )
 
 
-def _check_optimizer(source: ReshardSource, stage: int) -> None:
+def _check_optimizer(source: ReshardSource, stage: int, slicing: Slicing) -> None:
     """Raise UnsupportedError for an optimizer whose state DeepSpeed keeps in another form at the stage."""
-    if any(group.options.get("moe") for group in source.groups) or source.model_root(0).get("num_experts"):
-        why = f"whose groups are cut for other numbers of ranks at stage {stage}"
-        if stage == 0:
-            why = "which DeepSpeed saves in files of their own at stage 0"
-        raise UnsupportedError(f"has experts (MoE), {why}: such checkpoints are not written. {_TO_STAGE_3}")
+    if stage == 0 and slicing.has_experts:
+        raise UnsupportedError(
+            "has experts, whose optimizer state DeepSpeed saves in files of their own at stage 0: such checkpoints are "
+            "not written. Give another --stage."
+        )
+    if stage == 0 and slicing.topology.tensor_size > 1:
+        raise UnsupportedError(
+            f"is to be for {slicing.topology.tensor_size} tensor parallel ranks, whose files at stage 0 do not say "
+            "which slices they have: such checkpoints are not written. Give --tp 1, or another --stage."
+        )
+    if not slicing.has_experts and any(group.options.get("moe") for group in source.groups):
+        raise UnsupportedError(
+            "has an optimizer group of experts (MoE), and nothing says which experts its parameters are: such "
+            f"checkpoints are not written. {_TO_STAGE_3}"
+        )
     adagrad = any("sum" in keys for keys in source.trained.dtypes)
     if stage == 0 and adagrad and configured_dtype(source.config) != "float32":
         raise UnsupportedError(

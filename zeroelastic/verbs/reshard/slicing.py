@@ -1,0 +1,465 @@
+"""How the ranks of a run share its tensors, as DeepSpeed cuts them: of a saved run, or of a new one.
+
+AutoTP cuts weights over tensor parallel ranks, AutoEP and DeepSpeed's own MoE layers give each expert parallel rank
+some of the experts. For another number of ranks the slices are made anew: experts are dealt evenly, and a weight that
+was cut evenly along one dimension is cut so again. A run without any has whole tensors on every rank.
+
+Source: ``DeepSpeedEngine._save_moe_checkpoint``, ``DeepSpeedZeroOptimizer_Stage3._get_trainable_parameter_groups``,
+deepspeed.checkpoint.affine and autoep_affine (DeepSpeed 0.19.8).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from zeroelastic.checkpoint.topology import (
+    SliceMap,
+    SliceMaps,
+    SliceView,
+    Topology,
+    layout_over_ranks,
+    local_experts,
+    native_expert_maps,
+    numbered_expert,
+)
+from zeroelastic.core.layout import (
+    Layout,
+    Param,
+    buffer_order,
+    group_split_layout,
+    layout_from_sub_groups,
+    pack_sub_groups,
+    unpacked_layout,
+)
+from zeroelastic.core.slices import Strip, strips_of_box
+from zeroelastic.errors import UnsupportedError, UsageError, counted, some
+from zeroelastic.torch_file.graph import pairs_of
+
+Root = Mapping[object, object]
+
+LAYERS = "ds_autoep_layers"
+INFO = "universal_checkpoint_info"
+MAP_VERSION = 1
+_MAX_LISTED = 4
+_OTHER = -1
+_MOST_IN_GROUP = 178956971
+"""``max_group_size`` of ``split_params_into_different_moe_groups_for_optimizer`` (deepspeed.moe.utils, 0.19.8)."""
+EXPERT_WEIGHTS = ("w1", "w2", "w3")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """A layer with experts: its number among these layers, and how the names of its parameters begin.
+
+    ``table`` is its entry in ``ds_autoep_layers`` of AutoEP; DeepSpeed's own MoE layers have none.
+    """
+
+    number: int
+    prefix: str
+    num_experts: int
+    table: Root | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """Which slice of each tensor every rank of a run has.
+
+    ``maps`` are by the name that a parameter has in the run's own files. ``layers`` are those with experts, which
+    ``expert_size`` expert parallel ranks share. ``info`` is ``universal_checkpoint_info`` of the files of AutoTP.
+    """
+
+    topology: Topology
+    maps: SliceMaps = field(default_factory=dict)
+    expert_size: int = 1
+    layers: tuple[ExpertLayer, ...] = ()
+    info: Root | None = None
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether some ranks have other parts of whole tensors than others, or could have at another size."""
+        return self.topology.tensor_size > 1 or self.has_experts
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some parameters are those of experts."""
+        return bool(self.layers)
+
+    @property
+    def has_own_experts(self) -> bool:
+        """Whether experts are those of DeepSpeed's own MoE layers."""
+        return bool(self.layers) and self.layers[0].table is None
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a parameter, by its name in files, is of experts."""
+        return (found := self.maps.get(name)) is not None and found.axis == "expert"
+
+    def expert_size_of(self, members: Sequence[Param]) -> int:
+        """The expert parallel size of the experts in a buffer; 1 for one without experts."""
+        return self.expert_size if members and self.is_expert(members[0].name) else 1
+
+    def num_parts(self, members: Sequence[Param]) -> int:
+        """How many ranks share a buffer."""
+        return self.topology.data_size // self.expert_size_of(members)
+
+    def file_names(self) -> dict[str, str]:
+        """The name in files of each whole tensor that has another one there."""
+        return {
+            view.tensor.name: name
+            for name, found in self.maps.items()
+            for view in found.views
+            if view.tensor.name != name
+        }
+
+    def in_files(self, params: Sequence[Param], tensor_rank: int) -> list[Param]:
+        """Parameters, given whole, as the files of a tensor parallel rank and of expert parallel rank 0 have them.
+
+        DeepSpeed's own experts are given in the order of their numbers, which is that of the module.
+        """
+        is_own = self.has_own_experts
+        return [
+            Param(param.name, self.view(param, tensor_rank).shape)
+            for param in params
+            if not is_own or self.is_expert(param.name) or numbered_expert(param.name) is None
+        ]
+
+    def view(self, param: Param, tensor_rank: int, expert_rank: int = 0) -> SliceView:
+        """What a rank has of a parameter, by its name in files; all of it where there is no map."""
+        found = self.maps.get(param.name)
+        if found is None:
+            box = [(0, size) for size in param.shape]
+            return SliceView(param, param.shape, strips_of_box(param.shape, box) if param.numel else ())
+        return found.views[tensor_rank if found.axis == "tensor" else expert_rank]
+
+    def sub_groups(
+        self, groups: Sequence[Sequence[Param]], sub_group_size: int | None, tensor_rank: int = 0
+    ) -> Buffers:
+        """The sub-groups of stage 3 of a tensor parallel rank, of optimizer groups with whole parameters.
+
+        Parameters that other ranks share are in other sub-groups, also those of one optimizer group.
+        """
+        buffers: Buffers = []
+        for group in groups:
+            members = self.in_files(group, tensor_rank)
+            dense = [param for param in members if not self.is_expert(param.name)]
+            experts = [param for param in members if self.is_expert(param.name)]
+            parts = [dense, experts] if not members or not self.is_expert(members[0].name) else [experts, dense]
+            for part in parts:
+                buffers += pack_sub_groups([part], world_size=self.num_parts(part), sub_group_size=sub_group_size)
+        return buffers
+
+    def sub_group_layout(self, groups: Sequence[Sequence[Param]], sub_group_size: int | None) -> Layout:
+        """The layout of stage 3 over all ranks. Raises UnsupportedError for sub-groups that differ between ranks."""
+        if not self.has_slices:
+            return layout_from_sub_groups(self.sub_groups(groups, sub_group_size), self.topology.world_size)
+        return self._layout([self.sub_groups(groups, sub_group_size, t) for t in self._tensor_ranks], stage=3)
+
+    def group_layout(
+        self, groups: Sequence[Sequence[Param]], *, round_robin: bool, itemsizes: Sequence[int] | None
+    ) -> tuple[Layout, list[list[int]]]:
+        """The layout of stages 1 and 2 over all ranks, and the gaps behind the parameters of each group.
+
+        ``round_robin`` and ``itemsizes`` as in ``group_split_of_run``. Raises UnsupportedError for a group of experts
+        and others, and for gaps that differ between tensor parallel ranks.
+        """
+        found: list[Buffers] = []
+        gaps: list[list[list[int]]] = []
+        for t in self._tensor_ranks:
+            members = [self.in_files(group, t) for group in groups]
+            for number, group in enumerate(members):
+                if len({self.is_expert(param.name) for param in group}) > 1:
+                    raise UnsupportedError(
+                        f"optimizer group {number} has experts and other parameters, which DeepSpeed does not keep in "
+                        "one buffer at stages 1 and 2."
+                    )
+            parts = [self.num_parts(group) for group in members]
+            ordered, behind = buffer_order(members, parts, round_robin=round_robin, itemsizes=itemsizes)
+            found.append(ordered)
+            gaps.append(behind)
+        if not self.has_slices:
+            return group_split_layout(found[0], self.topology.world_size, gaps[0]), gaps[0]
+        if any(behind != gaps[0] for behind in gaps):
+            raise UnsupportedError(
+                "the slices of tensor parallel ranks have different sizes, which parameter_alignment places "
+                "differently: such checkpoints are not written. Leave parameter_alignment out."
+            )
+        return self._layout(found, stage=2, gaps=gaps[0]), gaps[0]
+
+    def frozen_layout(self, params: Sequence[Param], stage: int) -> Layout:
+        """The layout of frozen parameters, of which each is a buffer of its own.
+
+        Below stage 3 it is that of one data parallel rank, which writes them whole. Raises UnsupportedError for frozen
+        experts.
+        """
+        if any(self.is_expert(param.name) for param in params):
+            raise UnsupportedError("has experts that are frozen, which are not written for another run.")
+        topology = self.topology if stage == 3 else replace(self.topology, data_size=1)
+        if topology.tensor_size == 1:
+            return unpacked_layout(params, topology.world_size)
+        buffers = [[[param] for param in self.in_files(params, t)] for t in self._tensor_ranks]
+        return replace(self, topology=topology)._layout(buffers, stage=3)
+
+    @property
+    def _tensor_ranks(self) -> range:
+        return range(self.topology.tensor_size)
+
+    def _layout(self, buffers: Sequence[Buffers], *, stage: int, gaps: Sequence[Sequence[int]] | None = None) -> Layout:
+        sizes = [self.expert_size_of(members) for members in buffers[0]]
+        try:
+            return layout_over_ranks(
+                lambda t: buffers[t], self.topology, self.maps, stage=stage, expert_sizes=sizes, gaps=gaps
+            )
+        except ValueError as error:
+            raise UnsupportedError(f"its tensors are not cut into the slices of these ranks: {error}.") from None
+
+
+Buffers = list[list[Param]]
+
+
+def even_cut(shape: Sequence[int], dim: int | None, size: int) -> dict[str, object]:
+    """The affine map of a tensor that ``size`` ranks cut evenly along a dimension, or that each has (``dim`` None)."""
+    local = _even_shape(shape, dim, size)
+    strides = _strides(shape)
+    ranks: dict[int, object] = {}
+    for rank in range(size):
+        at = 0 if dim is None else rank * local[dim] * strides[dim]
+        piece = {
+            "shape": [*local],
+            "source": [at, strides],
+            "dest": [0, _strides(local)],
+            "locations": [*range(size)] if dim is None else [rank],
+        }
+        ranks[rank] = {"shard_shape": [*local], "pieces": [piece]}
+    return {"logical_shape": [*shape], "ranks": ranks}
+
+
+def _even_shape(shape: Sequence[int], dim: int | None, size: int) -> tuple[int, ...]:
+    return tuple(n // size if d == dim else n for d, n in enumerate(shape))
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return strides
+
+
+def _even_view(tensor: Param, dim: int | None, size: int, rank: int) -> SliceView:
+    shape = _even_shape(tensor.shape, dim, size)
+    box = [(rank * n if d == dim else 0, n) for d, n in enumerate(shape)]
+    return SliceView(tensor, shape, strips_of_box(tensor.shape, box) if tensor.numel else ())
+
+
+def _even_map(tensor: Param, dim: int | None, size: int, *, of_experts: bool = False) -> SliceMap:
+    views = tuple(_even_view(tensor, dim, size, rank) for rank in range(size))
+    return SliceMap("expert" if of_experts else "tensor", views)
+
+
+def _cut_dimension(found: SliceMap) -> int | None:
+    """The dimension along which a tensor is cut evenly; None where all ranks have all of it, else ``_OTHER``."""
+    tensor, size = found.views[0].tensor, len(found.views)
+    for dim in (None, *(d for d, n in enumerate(tensor.shape) if n % size == 0)):
+        if _even_map(tensor, dim, size).views == found.views:
+            return dim
+    return _OTHER
+
+
+def saved_slicing(root: Root, layouts: Sequence[Layout], topology: Topology, own_layers: Sequence[str] = ()) -> Slicing:
+    """The slicing of a saved run, from its first module states and the layouts of its trained and frozen parameters.
+
+    ``own_layers`` are the prefixes of DeepSpeed's own MoE layers, in the order in which their files count them.
+    """
+    if topology.tensor_size > 1:
+        views: dict[str, list[SliceView]] = {}
+        for layout in layouts:
+            for tensor_rank in range(topology.tensor_size):
+                for name, view in _views_of(layout.on_rank(topology.rank(0, tensor_rank))):
+                    views.setdefault(name, []).append(view)
+        maps = {name: SliceMap("tensor", tuple(found)) for name, found in views.items()}
+        return Slicing(topology, maps, info=pairs_of(root.get(INFO)) or None)
+    trained = layouts[0]
+    tables = root.get(LAYERS) or root.get("autoep_layers") or []
+    assert isinstance(tables, list), "the checkpoint was opened with these layers"
+    counts = local_experts(tensor.name for tensor in trained.whole_tensors)
+    layers = [ExpertLayer(number, prefix, counts[prefix]) for number, prefix in enumerate(own_layers)]
+    if tables:
+        numbers = ((table["moe_layer_id"], table["num_experts"], table) for table in map(pairs_of, tables))
+        layers = [
+            ExpertLayer(int(str(number)), str(table["expert_key_prefix"]), int(str(count)), table)
+            for number, count, table in numbers
+        ]
+    names = {f"{layer.prefix}.{weight}" for layer in layers for weight in EXPERT_WEIGHTS}
+    experts = {
+        tensor.name: tensor
+        for tensor in trained.whole_tensors
+        if tensor.name in names or numbered_expert(tensor.name) is not None
+    }
+    if not layers:
+        return Slicing(topology)
+    size = 1
+    if trained.slices is not None:
+        cut = [i for i, tensor in enumerate(trained.slices.tensors) if tensor.name in experts]
+        size = topology.data_size // int(trained.slices.num_parts[cut].min(initial=topology.data_size))
+    return _with_experts(Slicing(topology, layers=tuple(layers)), [*experts.values()], size)
+
+
+def _views_of(own: Layout) -> Iterator[tuple[str, SliceView]]:
+    """What a rank has of each tensor, from its own layout."""
+    for whole, param, strips in zip(own.tensors, own.params, strips_by_param(own), strict=True):
+        yield whole.name, SliceView(whole, param.shape, strips)
+
+
+def strips_by_param(layout: Layout) -> list[tuple[Strip, ...]]:
+    """The strips of each parameter of a layout; of a layout without slices, one that is all of it."""
+    if layout.slices is None:
+        return [(Strip(0, 0, param.numel),) if param.numel else () for param in layout.params]
+    found: list[list[Strip]] = [[] for _ in layout.params]
+    columns = (getattr(layout.slices.strips, field.name).tolist() for field in fields(layout.slices.strips))
+    for param, *strip in zip(*columns, strict=True):
+        found[param].append(Strip(*strip))
+    return [tuple(strips) for strips in found]
+
+
+def _with_experts(run: Slicing, tensors: Sequence[Param], size: int) -> Slicing:
+    """The slicing of a run whose experts are dealt evenly to ``size`` expert parallel ranks."""
+    if not run.has_own_experts:
+        maps = {tensor.name: _even_map(tensor, 0, size, of_experts=True) for tensor in tensors}
+    else:
+        counts = {layer.prefix: layer.num_experts for layer in run.layers}
+        found = [(tensor, numbered_expert(tensor.name)) for tensor in tensors]
+        firsts = [each for each, expert in found if expert and expert.number < counts[expert.prefix] // size]
+        maps = native_expert_maps(firsts, size)
+    return replace(run, maps=maps, expert_size=size)
+
+
+def target_slicing(
+    saved: Slicing,
+    params: Sequence[Param],
+    world_size: int,
+    *,
+    stage: int,
+    tensor_size: int | None = None,
+    expert_size: int | None = None,
+    like: Slicing | None = None,
+) -> Slicing:
+    """The slicing of a run of ``world_size`` ranks, by default with the saved tensor and expert parallel sizes.
+
+    ``params`` are all whole parameters. The maps are those of ``like``, a run of that tensor parallel size; or those
+    that were saved; or made of them. Raises UsageError for sizes that are none, UnsupportedError for a run that
+    DeepSpeed does not have, and for slices that are not known.
+    """
+    tensor_size = saved.topology.tensor_size if tensor_size is None else tensor_size
+    expert_size = saved.expert_size if expert_size is None else expert_size
+    data_size = world_size // tensor_size
+    if world_size % tensor_size:
+        raise UsageError(f"{world_size} ranks are not {tensor_size} tensor parallel ranks each. Give --world-size all.")
+    topology = replace(saved.topology, data_size=data_size, tensor_size=tensor_size)
+    if like is not None and tensor_size == 1:
+        raise UsageError("--like says how tensor parallel ranks cut weights. Leave it out, or give --tp.")
+    if saved.has_experts:
+        return _experts_for(saved, topology, expert_size, stage)
+    if expert_size > 1:
+        raise UnsupportedError(
+            "has no experts that DeepSpeed distributes (AutoEP or its own MoE layers): leave --ep out."
+        )
+    if tensor_size == 1:
+        return Slicing(topology)
+    if like is not None:
+        return Slicing(topology, _maps_like(like, params, topology), info=like.info)
+    if tensor_size == saved.topology.tensor_size:
+        return replace(saved, topology=topology)
+    return _recut(saved, topology)
+
+
+def _experts_for(saved: Slicing, topology: Topology, size: int, stage: int) -> Slicing:
+    tensors = [*{view.tensor.name: view.tensor for found in saved.maps.values() for view in found.views}.values()]
+    if topology.tensor_size > 1:
+        raise UnsupportedError("has experts, which are not written for tensor parallel ranks. Leave --tp out.")
+    if saved.has_own_experts and stage == 3:
+        raise UnsupportedError(
+            "has experts of DeepSpeed's own MoE layers, with which DeepSpeed does not start at stage 3. Give --stage 1 "
+            "or 2."
+        )
+    uneven = [f"{layer.prefix} ({layer.num_experts})" for layer in saved.layers if layer.num_experts % size]
+    if uneven:
+        raise UnsupportedError(
+            f"has experts that {counted(size, 'expert parallel rank')} cannot share evenly: "
+            f"{some(uneven, _MAX_LISTED)}. Give an --ep that divides their number."
+        )
+    if topology.data_size % size:
+        raise UsageError(
+            f"{counted(topology.data_size, 'rank')} are no groups of {size} expert parallel ranks. Give an --ep that "
+            "divides --world-size."
+        )
+    return _with_experts(replace(saved, topology=topology), tensors, size)
+
+
+def _maps_like(like: Slicing, params: Sequence[Param], topology: Topology) -> SliceMaps:
+    """The maps of a run for parameters of the same names and shapes."""
+    if like.topology.tensor_size != topology.tensor_size:
+        raise UsageError(
+            f"--like: was saved with tensor parallel size {like.topology.tensor_size}, and {topology.tensor_size} is "
+            "asked for."
+        )
+    wrong = [
+        param.name
+        for param in params
+        if (found := like.maps.get(param.name)) is None or found.views[0].tensor.shape != param.shape
+    ]
+    if wrong:
+        raise UnsupportedError(
+            f"--like: has no slices of {some(wrong, _MAX_LISTED)}, or those of another shape. Give a checkpoint of the "
+            "same model."
+        )
+    return {param.name: like.maps[param.name] for param in params}
+
+
+def _recut(saved: Slicing, topology: Topology) -> Slicing:
+    """The slicing for another tensor parallel size, of cuts that are even."""
+    size = topology.tensor_size
+    advice = f"Give --like with a checkpoint of a run of tensor parallel size {size}, which says how it cuts."
+    if saved.topology.tensor_size == 1:
+        raise UnsupportedError(
+            f"was saved without tensor parallelism, and does not say how {size} ranks cut its weights. {advice}"
+        )
+    maps: dict[str, SliceMap] = {}
+    entries: dict[str, object] = {}
+    for name, found in saved.maps.items():
+        tensor = found.views[0].tensor
+        dim = _cut_dimension(found)
+        if dim is _OTHER or (dim is not None and tensor.shape[dim] % size):
+            raise UnsupportedError(
+                f"{name} {list(tensor.shape)} was not cut evenly along one dimension, or cannot be by {size} ranks: "
+                f"how they cut it is not known. {advice}"
+            )
+        maps[name] = _even_map(tensor, dim, size)
+        entries[f"^{re.escape(name)}$"] = even_cut(tensor.shape, dim, size)
+    affine_map = {"version": MAP_VERSION, "params": entries}
+    return Slicing(topology, maps, info={**(saved.info or {}), "affine_map": affine_map})
+
+
+def slicing_notes(saved: Slicing, target: Slicing, params: Sequence[Param], *, like: bool) -> list[str]:
+    """Sentences on other tensor and expert parallel sizes than the saved ones, and on the runs that have them.
+
+    ``params`` are all whole parameters.
+    """
+    notes: list[str] = []
+    before, size = saved.topology.tensor_size, target.topology.tensor_size
+    if size != before:
+        notes.append(f"saved with tensor parallel size {before}; the result is of {size}")
+        if size > 1 and not like:
+            notes.append(
+                "weights are cut evenly, along the dimensions along which they were: for a run that cuts so. DeepSpeed "
+                "does where heads divide, and refuses the files by their sizes where not; --like gives its own cut"
+            )
+    if target.expert_size != saved.expert_size:
+        notes.append(f"saved with expert parallel size {saved.expert_size}; the result is of {target.expert_size}")
+    names = target.file_names()
+    numel = sum(param.numel for param in params if target.is_expert(names.get(param.name, param.name)))
+    if numel // target.expert_size > _MOST_IN_GROUP:
+        notes.append(
+            f"a rank has more than {_MOST_IN_GROUP:,} elements of experts, which DeepSpeed puts into several optimizer "
+            "groups by default: the result has the groups of the source"
+        )
+    return notes
