@@ -29,6 +29,8 @@ class ResumeReport:
     node-local disks, ``bytes_read`` includes what the rank read for others, and ``bytes_sent`` and
     ``bytes_received`` count the payload and the module states sent between ranks. ``batch_changed``: the run's global
     batch is not that of the save. ``verify`` is the option of that name, as this load used it.
+    ``topology`` are the data, tensor and expert parallel sizes of the save and of the run, as text; None where neither
+    has slices of tensors.
     """
 
     path: str
@@ -53,10 +55,14 @@ class ResumeReport:
     bytes_received: int = 0
     batch_changed: bool = False
     verify: str = "read"
+    topology: str | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """The report as plain JSON values."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        """The report as plain JSON values, without ``topology`` where there is none."""
+        values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        if self.topology is None:
+            del values["topology"]
+        return values
 
     def text(self) -> str:
         """The report as the lines that rank 0 logs."""
@@ -72,6 +78,8 @@ class ResumeReport:
             f"  worst rank: owns {format_size(self.bytes_owned)}, read {format_size(self.bytes_read)} "
             f"+ {format_size(self.header_bytes)} of headers from {self.files_opened} files",
         ]
+        if self.topology is not None:
+            lines.append(f"  {self.topology}")
         if self.bytes_sent:
             lines.append(
                 f"  between ranks, worst rank: sent {format_size(self.bytes_sent)}, "

@@ -136,13 +136,11 @@ class Checkpoint:
     def layout(self) -> Layout:
         """The layout of the trained parameters over all ranks.
 
-        Opens an optimizer file's header, and where there are slices, those of ``layout_models``. Raises as ``shard``.
+        Opens an optimizer file's header, if none is open, and where there are slices, those of ``layout_models``.
+        Raises as ``shard``.
         """
-        if self._sliced is None:
-            layout = self.shard(self._near(0)).layout
-            if self._sliced is None:
-                return layout
-        return self._sliced.layout
+        shard = next(iter(self._shards.values()), None) or self.shard(self._near(0))
+        return shard.layout if self._sliced is None else self._sliced.layout
 
     @property
     def layout_models(self) -> tuple[int, ...]:

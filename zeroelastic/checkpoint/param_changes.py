@@ -52,7 +52,8 @@ class Membership:
     ``problems`` are sentences about everything that differs: among them ``reshaped`` about shapes, which nothing mends,
     ``frozen_problems`` about frozen parameters that the save lacks, which are part of the module's state alone, and
     ``moved`` about those that only one side trains.
-    ``groups`` runs parallel to the live optimizer groups.
+    ``groups`` runs parallel to the live optimizer groups; ``dealt``: experts are in other groups than saved, which is
+    no problem.
     """
 
     restored: tuple[str, ...]
@@ -70,6 +71,7 @@ class Membership:
     reshaped: tuple[str, ...]
     frozen_problems: tuple[str, ...]
     moved: tuple[str, ...]
+    dealt: bool = False
 
     @property
     def same_params(self) -> bool:
@@ -84,7 +86,9 @@ class Membership:
     @property
     def same_groups(self) -> bool:
         """Whether every live group is the saved group of the same number, and there are no others."""
-        return not self.group_problems and all(match.source == g for g, match in enumerate(self.groups))
+        return (
+            not self.group_problems and not self.dealt and all(match.source == g for g, match in enumerate(self.groups))
+        )
 
 
 @paused_collector()
@@ -132,6 +136,9 @@ def compare(
     group_problems = _compare_groups(saved_groups, live_groups)
     problems = [*missing[_TRAINED], *missing[_FROZEN], *unknown, *moved, *reshaped]
     fits = not problems and not group_problems
+    dealt = bool(group_problems) and any(map(_is_of_experts, saved_groups))  # a rank has more experts, or fewer
+    if dealt:
+        group_problems = _compare_dealt_groups(saved_groups, live_groups)
     return Membership(
         restored=tuple(restored),
         frozen=tuple(frozen),
@@ -148,6 +155,7 @@ def compare(
         reshaped=tuple(reshaped),
         frozen_problems=tuple(missing[_FROZEN]),
         moved=tuple(moved),
+        dealt=dealt,
     )
 
 
@@ -176,6 +184,32 @@ def _compare_groups(saved: Sequence[ParamGroup], live: Sequence[Sequence[str]]) 
         for name in names
         if saved_group.get(name, g) != g
     ]
+
+
+def _is_of_experts(group: ParamGroup) -> bool:
+    """Whether a saved group is one of experts of DeepSpeed's MoE layers."""
+    return group.options.get("moe") is True
+
+
+def _compare_dealt_groups(saved: Sequence[ParamGroup], live: Sequence[Sequence[str]]) -> list[str]:
+    """``_compare_groups`` where experts go by the hyper-parameters of their groups, and the other groups by number.
+
+    DeepSpeed cuts groups of experts at a number of elements that a rank has
+    (``split_params_into_different_moe_groups_for_optimizer``, 0.19.8).
+    """
+    group_of = {name: group for group in saved if _is_of_experts(group) for name in group.params}
+    are_experts = [bool(names) and group_of.keys() >= {*names} for names in live]
+    problems = _compare_groups(
+        [group for group in saved if not _is_of_experts(group)],
+        [names for names, is_of_experts in zip(live, are_experts, strict=True) if not is_of_experts],
+    )
+    for g, names in enumerate(live):
+        options = [_options(group_of[name]) for name in names] if are_experts[g] else []
+        if any(other != options[0] for other in options):
+            problems.append(
+                f"optimizer group {g} of the run has experts of saved groups that differ in hyper-parameters"
+            )
+    return problems
 
 
 _WRAPPERS = {

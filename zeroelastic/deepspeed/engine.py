@@ -37,6 +37,7 @@ class Engine(Protocol):
     device: torch.device
     seq_dp_world_size: int
     mp_world_size: int
+    has_moe_layers: bool
     mpu: Any
     random_ltd_scheduler: Any
     monitor: Any

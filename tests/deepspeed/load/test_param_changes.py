@@ -184,6 +184,41 @@ def test_another_number_of_groups_is_a_problem() -> None:
     assert "2 optimizer groups and the run has 1" in problem
 
 
+EXPERTS = {**ONE, "moe": True, "name": "ep_size_2"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "wrong"),
+    [
+        ([(ONE, "a"), (EXPERTS, "bc"), (EXPERTS, "de")], ["a", "bcde"], None),
+        ([(ONE, "a"), (EXPERTS, "bcde")], ["a", "b", "c", "de"], None),
+        (
+            [(ONE, "a"), (EXPERTS, "bc"), ({**EXPERTS, "lr": 2.0}, "de")],
+            ["a", "bcde"],
+            "group 1 of the run has experts",
+        ),
+        ([(ONE, "a"), (TWO, "f"), (EXPERTS, "bcde")], ["af", "bc", "de"], "2 optimizer groups and the run has 1"),
+        (
+            [(ONE, "a"), (TWO, "f"), (EXPERTS, "bcde")],
+            ["f", "a", "bc", "de"],
+            "group 1 of the checkpoint and in group 0",
+        ),
+    ],
+)
+def test_experts_may_be_dealt_to_other_groups(
+    saved: list[tuple[dict[str, Any], str]], live: list[str], wrong: str | None
+) -> None:
+    groups = [ParamGroup(options, tuple(names)) for options, names in saved]
+    params = inventory({name: TRAINED for names in live for name in names}, dict.fromkeys("abcdef", 5))
+    found = compare(params, params, groups, [tuple(names) for names in live])
+    assert found.same_params and not found.same_groups
+    assert bool(found.group_problems) == (wrong is not None)
+    if wrong is None:
+        assert all(match.source is not None for match in found.groups)
+    else:
+        assert wrong in found.group_problems[0]
+
+
 def test_the_scheduler_follows_the_groups() -> None:
     def scheduler(rates: list[float]) -> Any:
         params = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]

@@ -63,8 +63,12 @@ def test_empty_lists_take_no_line():
 
 
 def test_it_is_plain_json():
+    """With sizes of other groups of ranks only where slices of tensors were loaded."""
     data = json.loads(json.dumps(REPORT.to_dict()))
-    assert set(data) == {field.name for field in dataclasses.fields(REPORT)}
+    assert {*data, "topology"} == {field.name for field in dataclasses.fields(REPORT)} != {*data}
+    sliced = dataclasses.replace(REPORT, topology="data parallel 2 -> 4")
+    assert sliced.to_dict()["topology"] == "data parallel 2 -> 4"
+    assert "\n  data parallel 2 -> 4\n" in sliced.text()
     assert data["exact"] == ["weights", "optimizer state"] and data["root_matches"] is True
 
 

@@ -148,7 +148,7 @@ class LiveStreams:
         )
 
 
-class _Part(NamedTuple):
+class OwnPart(NamedTuple):
     """What this rank owns of one strip of a parameter: where its buffer has it, and what it is of the whole tensor."""
 
     param: int
@@ -165,19 +165,19 @@ class _Part(NamedTuple):
         return LivePiece(name, key, view, self.start, self.at, self.strip, self.runs)
 
 
-def _parts(layout: Layout, rank: int) -> list[_Part]:
+def own_parts(layout: Layout, rank: int) -> list[OwnPart]:
     """What a rank owns of each parameter, in the order of the layout's; without slices, of all that there are."""
     start, length = layout.owned(rank)
     place, slices = layout.buffer_offset(rank), layout.slices
     if slices is None:
         columns = zip(place.tolist(), length.tolist(), start.tolist(), strict=True)
-        return [_Part(p, offset, numel, begin, begin) for p, (offset, numel, begin) in enumerate(columns)]
+        return [OwnPart(p, offset, numel, begin, begin) for p, (offset, numel, begin) in enumerate(columns)]
     plan = held_plan(layout, rank).run_by_run()
     strip = strips_of_runs(slices, plan.param, plan.start)
     at = places_in_slices(slices, strip, plan.start)
     order = np.lexsort((plan.src_offset, strip))
     first = np.flatnonzero(np.append(True, np.diff(strip[order]) != 0)[: len(order)])
-    parts: list[_Part] = []
+    parts: list[OwnPart] = []
     for rows in np.split(order, first[1:]) if len(order) else []:
         row = int(rows[0])
         offset, begin = int(plan.src_offset[row]), int(plan.start[row])
@@ -186,7 +186,7 @@ def _parts(layout: Layout, rank: int) -> list[_Part]:
         if len(rows) > 1:
             runs = PieceRuns(plan.src_offset[rows] - offset, plan.start[rows], plan.length[rows])
         strip_at = int(slices.strips.start[strip[row]])
-        parts.append(_Part(int(plan.param[row]), offset, end - offset, begin, int(at[row]), strip_at, runs))
+        parts.append(OwnPart(int(plan.param[row]), offset, end - offset, begin, int(at[row]), strip_at, runs))
     return parts
 
 
@@ -196,7 +196,7 @@ def live_streams(live: LiveOptimizer, *, weights_only: bool = False, with_frozen
     states = [({}, {}) if weights_only else live.split_state(i) for i in range(live.layout.num_sub_groups)]
     buffers = [{FP32: live.fp32(i), **tensors} for i, (tensors, _) in enumerate(states)]
     sub_group = live.layout.sub_group.tolist()
-    for part in sorted(_parts(live.layout, live.rank), key=lambda part: sub_group[part.param]):
+    for part in sorted(own_parts(live.layout, live.rank), key=lambda part: sub_group[part.param]):
         tensors = buffers[sub_group[part.param]]
         name = live.layout.params[part.param].name
         pieces += [part.piece(name, key, tensors[key]) for key in sorted(tensors)]
@@ -204,7 +204,7 @@ def live_streams(live: LiveOptimizer, *, weights_only: bool = False, with_frozen
     of = zip(live.whole.params, live.whole.sub_group.tolist(), strict=True)
     scalars = {param.name: states[i][1] for param, i in of}
     if with_frozen:
-        for part in _parts(live.frozen, live.rank):
+        for part in own_parts(live.frozen, live.rank):
             name = live.frozen.params[part.param].name
             pieces.append(part.piece(name, FROZEN, live.frozen_tensor(part.param).view(-1)))
     return LiveStreams(tuple(pieces), scalars)
@@ -274,19 +274,22 @@ def add_up(
             (stream.param, stream.key): (dtype, total)
             for (stream, (dtype, _)), total in zip(partial.items(), totals, strict=True)
         }
-    own = sorted({stream.key for stream in partial})
+    layouts = live.whole, live.whole_frozen
+    names = {tensor.name for tensor in live.whole_frozen.whole_tensors}
+    own = sorted({(int(stream.param in names), stream.key) for stream in partial})
     keys = sorted({key for theirs in all_gather_alike(own) for key in theirs})
     found: dict[tuple[str, str], tuple[str, int]] = {}
     differing: list[tuple[str, str]] = []
-    for layout, chosen in ((live.whole, [key for key in keys if key != FROZEN]), (live.whole_frozen, [FROZEN])):
-        if not chosen or chosen[0] not in keys or layout.slices is None:
+    for is_frozen, layout in enumerate(layouts):
+        chosen = [key for of_frozen, key in keys if of_frozen == is_frozen]
+        if not chosen or layout.slices is None:
             continue
         numbers, copy_of = _strip_numbers(layout, live.rank), first_copies(layout.slices)
         column = {key: i for i, key in enumerate(chosen)}
         # of each strip and key: the digest, and the number of its dtype from 1 on, 0 where there is none
         table = np.zeros((2, len(layout.slices.strips), len(chosen)), dtype=np.uint64)
         for stream, (dtype, digest) in partial.items():
-            if stream.key in column:
+            if (stream.param in names) == is_frozen:
                 strip, key_number = numbers[stream.param, stream.start], column[stream.key]
                 table[:, strip, key_number] = digest, 1 + _DTYPES.index(dtype)
         digests = np.array(sum_over_ranks(table[0].ravel(), device=device, group=group), dtype=np.uint64)

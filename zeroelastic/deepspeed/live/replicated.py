@@ -97,7 +97,8 @@ def set_groups(live: LiveOptimizer, groups: Sequence[SavedGroup | None]) -> list
             continue
         taken, left, own = options_to_set(saved, live.base, group)
         for option, choice in taken.items():
-            set_option(group, option, choice)
+            if not (option == "name" and group.get("moe")):  # which names the ranks that share the experts
+                set_option(group, option, choice)
         if (changed := changed_class(saved, live.base)) is not None:
             notes[changed] = None
         if left:

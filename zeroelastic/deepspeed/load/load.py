@@ -21,7 +21,7 @@ from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agree_on_options, options_of
 from zeroelastic.deepspeed.engine_state import begin_change, changing, refuse_damaged, state_of
-from zeroelastic.deepspeed.live.kinds import kind_of, why_left_to_deepspeed
+from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.fallback import load_newest
 from zeroelastic.deepspeed.load.module_states import (
@@ -48,7 +48,14 @@ from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.errors import CheckpointError, RemoteRankError, SavedAgainError, UnsupportedError, ZeroElasticError
+from zeroelastic.errors import (
+    CheckpointError,
+    RemoteRankError,
+    SavedAgainError,
+    UndescribedSlicesError,
+    UnsupportedError,
+    ZeroElasticError,
+)
 from zeroelastic.io.paths import FilePath, PinnedPath, absolute, is_url
 from zeroelastic.io.remote import retrying
 from zeroelastic.monitoring.observers import publish
@@ -249,7 +256,7 @@ def _check(
     if level != request.options.verify:
         request = replace(request, options=request.options.model_copy(update={"verify": level}))
     try:
-        plan = preflight(tag_dir, live, request, lambda model: check_loaded_values(engine, model, request))
+        live, plan = _checked_plan(engine, live, request, tag_dir)
     except RemoteRankError:  # the rank that failed raises an error of another kind, and takes part in nothing more
         raise
     except ZeroElasticError as error:
@@ -259,6 +266,23 @@ def _check(
             return error
         raise
     return live, plan, request
+
+
+def _checked_plan(
+    engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: FilePath
+) -> tuple[LiveOptimizer, LoadPlan]:
+    """What is going to be loaded, and into what: slices that the files do not describe into those of the same ranks."""
+
+    def check(live: LiveOptimizer) -> LoadPlan:
+        return preflight(tag_dir, live, request, lambda model: check_loaded_values(engine, model, request))
+
+    try:
+        return live, check(live)
+    except UndescribedSlicesError:
+        if live.topology.tensor_size == 1 or not live.per_param:
+            raise
+    live = covered_live(engine, engine.optimizer, opaque=True)
+    return live, check(live)
 
 
 def _load_module(

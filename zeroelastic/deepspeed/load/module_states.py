@@ -63,7 +63,8 @@ def model_states_reader(
     """Within this context DeepSpeed reads the chosen module states once, from ``path``, without payload of parameters.
 
     Frozen parameters are filled from their parts; where the file has the whole module (saved at stages 1 and 2), or the
-    run keeps it whole, weights are made from the master weights. In their place DeepSpeed finds the run's own tensors.
+    run keeps it whole, weights are made from the master weights. In their place DeepSpeed finds the run's own tensors,
+    and so it does in place of experts, which it would else read from files of their own (``load_moe_state_dict``).
     ``buffers`` are those of shared files.
 
     With ``weights_only_load``, only objects of torch's allow-list, DeepSpeed's own classes and ``allow_globals`` are
@@ -76,14 +77,26 @@ def model_states_reader(
     kept = load_plan.checkpoint.whole_model or not live.per_param
     own = dict(engine.module.named_parameters(remove_duplicate=False)) if kept else {}
     reader = _ModelStatesReader(engine, load_plan, path, buffers, safe, own)
-    with patched(engine, checkpoint_engine=reader), patched(state_of(engine), module_paths=reader.paths):
+    with (
+        patched(engine, checkpoint_engine=reader, has_moe_layers=False),
+        patched(state_of(engine), module_paths=reader.paths),
+    ):
         yield
+
+
+def _experts(engine: Engine) -> dict[str, torch.Tensor]:
+    """The entries of the module's state that DeepSpeed keeps in files of experts."""
+    if not engine.has_moe_layers:
+        return {}
+    state = engine.module.state_dict()
+    return {name: state[name] for name in state.keys() - engine._get_non_moe_state_dict(dict(state)).keys()}
 
 
 class _ModelStatesReader:
     """Stands in for the checkpoint engine while the module states are loaded; everything else is the original's.
 
-    ``own`` are the parameters whose entries in the module's state are replaced by the run's own tensors.
+    ``own`` are the parameters whose entries in the module's state are replaced by the run's own tensors. The file is
+    another tensor parallel rank's where the sizes differ; to DeepSpeed it is one of as many as the run has.
     """
 
     def __init__(
@@ -97,11 +110,8 @@ class _ModelStatesReader:
     ) -> None:
         self._original, self._scheduler = engine.checkpoint_engine, engine.lr_scheduler
         self._load_plan, self._path, self._safe, self._own = load_plan, path, safe, own
-        self._buffers = buffers
-        # DeepSpeed wants one for each tensor parallel rank, and that of its own to exist.
-        self.paths = (
-            (path,) * load_plan.checkpoint.tp.size if load_plan.reads_model_elsewhere else load_plan.model_paths
-        )
+        self._buffers, self._experts, self._tp_size = buffers, _experts(engine), engine.mp_world_size
+        self.paths = (path,) * self._tp_size  # DeepSpeed wants one for each tensor parallel rank
         self._loaded: dict[str, Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -131,6 +141,9 @@ class _ModelStatesReader:
         state = copy.deepcopy(state) if mapped else state
         if names:
             state["module"].update({name: self._own[name].data for name in names})
+        if self._experts:
+            state["module"].update(self._experts)
+        state["mp_world_size"] = self._tp_size
         model = self._load_plan.model
         if isinstance(module, dict) and model.shared is not None:
             state["module"].update(_shared_buffers(model.shared, self._buffers))

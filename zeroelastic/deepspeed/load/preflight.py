@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +15,6 @@ from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.contradictions import (
     VALUE_FACTS,
     check_same_save,
-    frozen_layouts,
     other_shared_files,
     other_step,
     shard_facts,
@@ -30,13 +27,12 @@ from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
 from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, wrapper_advice
 from zeroelastic.checkpoint.shared_files import check_shared_files
-from zeroelastic.checkpoint.tag_files import model_file_name, other_tp_size
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, in_own_buffers
 from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
-from zeroelastic.deepspeed.node_local.peer_checkpoint import open_with_peers
+from zeroelastic.deepspeed.node_local.peer_checkpoint import has_closed_form, open_with_peers, ranks_taken
 from zeroelastic.deepspeed.node_local.shared_places import SharedPlaces, find_shared_files, with_shared
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility, stat_assigned_files
 from zeroelastic.deepspeed.options import LoadRequest
@@ -62,8 +58,9 @@ class TargetState(NamedTuple):
 class LoadPlan:
     """What one rank is going to load, all of it checked.
 
-    ``model`` is the module states file this rank takes; ``plan`` moves trained parameters, ``frozen_plan`` frozen ones
-    (None when there are none to restore). ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to
+    ``model`` is the module states file this rank takes, and ``head`` the first optimizer file; ``layout`` is that of
+    the saved trained parameters over all ranks. ``plan`` moves trained parameters, ``frozen_plan`` frozen ones (None
+    when there are none to restore). ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to
     a buffer of its own, which is its part of the master weights; ``newly_frozen_plan`` the other way.
     ``states[i]`` is what target sub-group i gets. ``visibility`` says which rank sees which file; None
     where every rank sees all of them. ``shared_places``, of a lean save, says where its shared files are.
@@ -75,6 +72,7 @@ class LoadPlan:
     model: ModelStates
     shards: Mapping[int, Shard]
     head: Shard
+    layout: Layout
     plan: Plan
     membership: Membership
     frozen_plan: Plan | None
@@ -97,25 +95,13 @@ class LoadPlan:
         """Whether ``model`` is behind a URL, or on a disk that only other ranks see."""
         return isinstance(self.model.path, RemotePath) or self.model.path.name in self.checkpoint.remote_files
 
-    @property
-    def model_paths(self) -> tuple[str, ...]:
-        """Where ``model`` and the same file of every tensor parallel rank are, as DeepSpeed wants them listed."""
-        rank, whole = self.model.rank, self.checkpoint.whole_model
-        names = (model_file_name(rank, tp, whole=whole) for tp in range(self.checkpoint.tp.size))
-        return tuple(os.fspath(self._local(name)) for name in names)
-
-    def _local(self, name: str) -> Path:
-        path = self.checkpoint.tag_dir / name
-        assert isinstance(path, Path), "what is behind a URL is read from memory"
-        return path
-
 
 ConsistencyDigest = tuple[tuple[str, str], ...]
 """Facts that every rank must have read alike: (what, a hash of it)."""
 
 _TP_RANK = "tensor parallel rank"
 _SHARED_FACTS = ("format", "save id", "world size", "global step", "commit record")
-"""The facts that tensor parallel ranks share; the others are about slices, of which each has its own."""
+"""The facts that opaque tensor parallel ranks share; the others are about slices, of which each has its own."""
 
 
 def preflight(
@@ -170,7 +156,7 @@ def _check_consistent(tag_dir: FilePath, digests: Sequence[ConsistencyDigest], o
 
     UnsupportedError where they differ in values of the optimizer that follow from a rank's part. Collective.
     """
-    first_of: dict[str, int] = {}  # the first rank of each tensor parallel rank, whose slices are its own
+    first_of: dict[str, int] = {}  # the first rank of each opaque tensor parallel rank, whose slices are its own
     for rank, digest in enumerate(digests):
         facts = dict(digest)
         first = first_of.setdefault(facts[_TP_RANK], rank)
@@ -196,19 +182,18 @@ def _open(
     live: LiveOptimizer,
     request: LoadRequest,
 ) -> LoadPlan:
-    layout, rank, tag_dir = live.layout, live.rank, checkpoint.tag_dir
-    if checkpoint.topology.tensor_size > 1:
-        raise other_tp_size(tag_dir, checkpoint.topology.tensor_size, live.tp)
-    saved = checkpoint.world_size
-    model = checkpoint.model_states(rank if rank < saved else 0)
-    any_rank = min(rank, saved - 1)
+    rank, tag_dir = live.rank, checkpoint.tag_dir
+    own, nearest = ranks_taken(checkpoint, live)
+    model = checkpoint.model_states(own)
     needed: tuple[int, ...] = ()
-    if live.per_param and not checkpoint.whole_model:  # else only the plan says which ranks hold a parameter
-        numels = layout.numel.tolist()
-        needed = source_ranks(numels, saved_world_size=saved, world_size=layout.world_size, rank=rank)
-    needed = needed or (any_rank,)
+    if has_closed_form(checkpoint, live):  # else only the plan says which ranks hold a parameter
+        numels = live.layout.numel.tolist()
+        saved, current = checkpoint.world_size, live.layout.world_size
+        needed = source_ranks(numels, saved_world_size=saved, world_size=current, rank=rank)
+    needed = needed or (nearest,)
     shards = {source: checkpoint.shard(source) for source in needed}
     head = shards[needed[0]]
+    layout, frozen, groups = checkpoint.layout, checkpoint.frozen_layout, checkpoint.groups(head)
     record = checkpoint.record
     if (mixed := other_step(model, record) or other_shared_files(model, record)) is not None:
         raise CheckpointError(mixed)
@@ -217,28 +202,28 @@ def _open(
         places = SharedPlaces(tag_dir, {}, {})
     model = model if places is None else places.applied(model)
     membership = compare(
-        ParamSet(head.layout.params, None if model.frozen is None else model.frozen.params),
-        ParamSet(layout.params, live.frozen.params),
-        head.groups,
+        ParamSet(layout.whole_tensors, None if frozen is None else frozen.whole_tensors),
+        ParamSet(live.whole.whole_tensors, live.whole_frozen.whole_tensors),
+        groups,
         live.groups,
     )
     wrapped = None
     if membership.dropped:
-        saved_names = [*head.layout.index(), *(() if model.frozen is None else model.frozen.index())]
-        wrapped = wrapper_advice(saved_names, [*layout.index(), *live.frozen.index()])
+        saved_names = [*layout.index(), *(() if frozen is None else frozen.index())]
+        wrapped = wrapper_advice(saved_names, [*live.whole.index(), *live.whole_frozen.index()])
     _check_membership(membership, request, tag_dir, live, wrapped)
     if not request.weights_only:
         _check_optimizer(membership, head, live, tag_dir)
         if model.global_steps > 0:
             _refuse_lost_state(head)
-    plan = make_plan(head.layout, layout.only(set(membership.restored)), rank)
+    plan = make_plan(layout, live.layout.only(set(membership.restored)), rank)
     check_plan(plan)
-    newly_frozen = _planned(head.layout, live.frozen.only(set(membership.newly_frozen)), rank)
+    newly_frozen = _planned(layout, live.frozen.only(set(membership.newly_frozen)), rank)
     for part in (plan, newly_frozen):
         shards |= {source: checkpoint.shard(source) for source in (part.source_ranks if part else ())}
     check_same_save(shards, head, recorded=record is not None, resizable=not request.weights_only)
-    frozen_plan, unfrozen_plan, extents = _open_frozen(checkpoint, model, live, membership)
-    states = target_state(membership, head, live, weights_only=request.weights_only)
+    frozen_plan, unfrozen_plan, extents = _open_frozen(checkpoint, model, frozen, live, membership)
+    states = target_state(membership, head, layout, live, weights_only=request.weights_only)
     batch = record.train_batch_size if record is not None else head.train_batch_size
     return LoadPlan(
         checkpoint=checkpoint,
@@ -246,6 +231,7 @@ def _open(
         model=model,
         shards=shards,
         head=head,
+        layout=layout,
         plan=plan,
         membership=membership,
         frozen_plan=frozen_plan,
@@ -253,7 +239,9 @@ def _open(
         newly_frozen_plan=newly_frozen,
         frozen_extents=extents,
         states=states,
-        train_batch_size=batch if batch is not None else configured_batch(head.ds_config, saved),
+        train_batch_size=batch
+        if batch is not None
+        else configured_batch(head.ds_config, checkpoint.topology.data_size),
         visibility=visibility,
         shared_places=places,
     )
@@ -373,23 +361,24 @@ def _planned(src: Layout, dst: Layout, rank: int) -> Plan | None:
 
 
 def _open_frozen(
-    checkpoint: Checkpoint, model: ModelStates, live: LiveOptimizer, membership: Membership
+    checkpoint: Checkpoint, model: ModelStates, frozen: Layout | None, live: LiveOptimizer, membership: Membership
 ) -> tuple[Plan | None, Plan | None, Mapping[int, TensorExtents]]:
-    """The plans for what was frozen, and where it is."""
-    if model.frozen is None:
+    """The plans for what was ``frozen``, and where it is."""
+    if frozen is None:
         return None, None, {}
     unfrozen = set(membership.unfrozen)
     own_buffers = in_own_buffers(live.layout.only(unfrozen))
     plans = (
-        _planned(model.frozen, live.frozen.only(set(membership.frozen)), live.rank),
-        _planned(model.frozen, own_buffers, live.rank),
+        _planned(frozen, live.frozen.only(set(membership.frozen)), live.rank),
+        _planned(frozen, own_buffers, live.rank),
     )
-    sources = sorted({source for plan in plans if plan for source in plan.source_ranks})
-    is_shared = model.shared is not None  # which every model states file says
-    models = {source: model if is_shared else checkpoint.model_states(source) for source in sources}
-    frozen_layouts({model.rank: model, **models})
-    extents = {source: states.frozen_extents for source, states in models.items()}
-    return *plans, {source: piece for source, piece in extents.items() if piece is not None}
+    extents: dict[int, TensorExtents] = {}
+    for source in sorted({source for plan in plans if plan for source in plan.source_ranks}):
+        is_shared = model.shared is not None  # which every model states file says
+        piece = model.frozen_extents if is_shared else checkpoint.frozen_extents(source)
+        assert piece is not None, "a rank that a plan names has parts"
+        extents[source] = piece
+    return *plans, extents
 
 
 def saved_groups(head: Shard) -> list[SavedGroup]:
@@ -413,7 +402,8 @@ def _consistency_digest(load_plan: LoadPlan, *, weights_only: bool) -> Consisten
     facts[_TP_RANK] = str(load_plan.checkpoint.tp.rank)
     facts["world size"] = str(load_plan.checkpoint.world_size)
     facts["global step"] = str(load_plan.model.global_steps)
-    facts["frozen parameters"] = repr(None if load_plan.model.frozen is None else load_plan.model.frozen.params)
+    frozen = load_plan.checkpoint.frozen_layout
+    facts["frozen parameters"] = repr(None if frozen is None else frozen.whole_tensors)
     facts["shared weights"] = repr(None if load_plan.model.shared is None else load_plan.model.shared.entry())
     record = load_plan.checkpoint.record
     facts["commit record"] = "none" if record is None else record.save_id + record.content_root
@@ -421,13 +411,17 @@ def _consistency_digest(load_plan: LoadPlan, *, weights_only: bool) -> Consisten
 
 
 def target_state(
-    membership: Membership, head: Shard, live: LiveOptimizer, *, weights_only: bool
+    membership: Membership, head: Shard, layout: Layout, live: LiveOptimizer, *, weights_only: bool
 ) -> tuple[TargetState, ...]:
     """What each sub-group of the run gets, from the saved sub-groups that its restored parameters come from.
 
+    Sub-groups have the same numbers on all saved ranks, whose ``layout`` has parameters that ``head`` has not.
     Raises UnsupportedError where these were saved with different optimizer state.
     """
-    index, restored = head.layout.index(), set(membership.restored)
+    restored = set(membership.restored)
+    saved_in = {param.name: i for param, i in zip(layout.params, layout.sub_group.tolist(), strict=True)}
+    if layout is not head.layout:
+        saved_in |= {param.name: i for param, i in zip(head.layout.params, head.layout.sub_group.tolist(), strict=True)}
     members: list[list[str]] = [[] for _ in range(live.layout.num_sub_groups)]
     for param, sub_group in zip(live.layout.params, live.layout.sub_group.tolist(), strict=True):
         if param.name in restored:
@@ -437,13 +431,13 @@ def target_state(
         if not names:
             found.append(TargetState())
             continue
-        first = int(head.layout.sub_group[index[names[0]]])
+        first = saved_in[names[0]]
         if weights_only:
             found.append(TargetState(first, (FP32,)))
             continue
         want = _state_of(head, first)
         for name in names[1:]:
-            other = int(head.layout.sub_group[index[name]])
+            other = saved_in[name]
             if other != first and _state_of(head, other) != want:
                 raise UnsupportedError(
                     f"{head.path}: parameters {names[0]} and {name} share a sub-group in this run but were saved with "

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.checkpoint.topology import expert_sizes
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.module_states import ModuleKeys
@@ -94,6 +95,7 @@ def load_report(
         changed=_changes(live, load_plan, keys, weights_only=request.weights_only),
         batch_changed=batch_changed,
         verify=request.options.verify,
+        topology=topology_text(live, load_plan),
         **costs,
     )
 
@@ -131,15 +133,15 @@ def notes_of_modules(load_plan: LoadPlan) -> list[str]:
     model, checkpoint = load_plan.model, load_plan.checkpoint
     if load_plan.visibility is None or load_plan.visibility.in_store:
         return []
-    taken = all_gather_alike((model.directory, model.path.name in checkpoint.remote_files))
+    taken = all_gather_alike((model.path.name, model.directory, model.path.name in checkpoint.remote_files))
     if not checkpoint.whole_model:
         return []
     notes: list[str] = []
-    if len({directory for directory, _ in taken}) > 1:
+    if len({(name, directory) for name, directory, _ in taken}) > len({name for name, _, _ in taken}):
         notes.append(
             f"{model.path.name} differs between the nodes: each rank took buffers and client state from its own node's"
         )
-    if without := [str(rank) for rank, (_, is_remote) in enumerate(taken) if is_remote]:
+    if without := [str(rank) for rank, (_, _, is_remote) in enumerate(taken) if is_remote]:
         notes.append(
             f"no {model.path.name} of this save on the nodes of {count(len(without), 'rank')} ({some(without, 8)}): "
             "buffers and client state are another node's there"
@@ -240,13 +242,15 @@ def _inventory(
     if membership.excluded:
         named = ", ".join(membership.excluded)
         reset.append(f"{count(len(membership.excluded), 'frozen parameter')} (excluded from the save): {named}")
-    saved, current = load_plan.checkpoint.world_size, live.layout.world_size
+    topologies = load_plan.checkpoint.topology, live.topology
+    saved, current = (topology.data_size for topology in topologies)
+    kind = "data parallel " if any(topology.tensor_size > 1 for topology in topologies) else ""
     # At stages 1 and 2 rank 0 saves them for all ranks.
     each = "" if load_plan.checkpoint.whole_model else _kept_by_each_rank(engine, client_state)
     if each and current > saved:
-        rederived.append(f"{each} of {rank_list(range(saved, current))} from saved rank 0")
+        rederived.append(f"{each} of {kind}{rank_list(range(saved, current))} from saved {kind}rank 0")
     if each and current < saved:
-        reset.append(f"{each} of saved {rank_list(range(current, saved))} (no longer there)")
+        reset.append(f"{each} of saved {kind}{rank_list(range(current, saved))} (no longer there)")
     return tuple(exact), tuple(rederived), tuple(reset)
 
 
@@ -255,6 +259,23 @@ def _kept_by_each_rank(engine: Engine, client_state: Any) -> str:
     users = set(client_state_keys(client_state or {})) - {"zeroelastic"}  # the position in the data, the same on all
     there = {"buffers": bool(engine._get_buffer_names()), "client state": bool(users)}
     return " and ".join(what for what, is_there in there.items() if is_there)
+
+
+def topology_text(live: LiveOptimizer, load_plan: LoadPlan) -> str | None:
+    """How many ranks share what, then and now; None for a save and a run without slices."""
+    sides = ((load_plan.layout, load_plan.checkpoint.topology), (live.whole, live.topology))
+    if all(layout.slices is None for layout, _ in sides):
+        return None
+    sizes = [
+        (topology.data_size, topology.tensor_size, " and ".join(map(str, expert_sizes(layout, topology))) or "1")
+        for layout, topology in sides
+    ]
+    parts = [
+        f"{what} parallel {saved} -> {now}"
+        for what, saved, now in zip(("data", "tensor", "expert"), *sizes, strict=True)
+        if what == "data" or {str(saved), str(now)} != {"1"}
+    ]
+    return ", ".join(parts)
 
 
 def count(number: int, what: str, several: str = "") -> str:

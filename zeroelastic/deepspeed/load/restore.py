@@ -11,10 +11,9 @@ import torch
 
 from zeroelastic.checkpoint.one_save import check_one_save
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
-from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, Target, fill
-from zeroelastic.deepspeed.live.digests import LivePiece, LiveStreams, known_digests, local_digests
+from zeroelastic.deepspeed.live.digests import LiveStreams, known_digests, local_digests, own_parts
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup
 from zeroelastic.deepspeed.live.replicated import restore_scales, set_groups
@@ -31,10 +30,9 @@ from zeroelastic.io.paths import FilePath, RemotePath
 class Restored:
     """What a load put into the engine: what DeepSpeed's own part returned, and the cost.
 
-    Digests are partial ones. ``cast_digests``, of what was cast or is rounded afterwards,
-    has the same keys on every rank; so has ``changed_digests``, of what the save has as trained and the run as frozen,
-    or the other way. ``module`` and ``payload`` are what it cost to have other ranks read files; ``lost`` is what of
-    the loss scale was not restored.
+    Digests are partial ones: ``cast_digests`` of what was cast or is rounded afterwards, ``changed_digests`` of what
+    the save has as trained and the run as frozen, or the other way. ``module`` and ``payload`` are what it cost to have
+    other ranks read files; ``lost`` is what of the loss scale was not restored.
     """
 
     loaded: tuple[Any, Any]
@@ -136,7 +134,7 @@ def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> lis
             live.drop_state(i, keep=(*keys, *scalars))
     if not request.weights_only:
         live.state_filled()
-    extents = {rank: shard.extents for rank, shard in load_plan.shards.items()}
+    extents = {rank: load_plan.checkpoint.extents(rank) for rank in load_plan.shards}
     parts = [Part(load_plan.plan, extents, targets), *_frozen_parts(live, load_plan)]
     return [
         fill(
@@ -186,7 +184,7 @@ def _frozen_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
         return live.frozen_tensor(number).view(-1)
 
     saved_frozen = {rank: {FROZEN: piece} for rank, piece in load_plan.frozen_extents.items()}
-    saved_weights = {rank: shard.extents for rank, shard in load_plan.shards.items()}
+    saved_weights = {rank: load_plan.checkpoint.extents(rank) for rank in load_plan.shards}
     parts: list[Part] = []
     for plan, key, extents, tensor_of in (
         (load_plan.unfrozen_plan, FROZEN, saved_frozen, weights),
@@ -212,13 +210,12 @@ def _changed_digests(part: Filled, rank: int) -> Digests:
     They are digests of the saved tensors: computed on reading where a tensor was cast, or where what was read is known
     to be in its place; else from the live tensor.
     """
-    dst = part.plan.dst
-    columns = (column.tolist() for column in (*dst.owned(rank), dst.buffer_offset(rank)))
-    live = [
-        LivePiece(param.name, target.key, target.tensor[place : place + length], start)
-        for param, target, start, length, place in zip(dst.params, part.targets, *columns, strict=True)
-        if Stream(param.name, target.key) not in part.cast_digests
+    dst, targets = part.plan.dst, part.targets
+    pieces = [
+        own.piece(dst.params[own.param].name, targets[own.param].key, targets[own.param].tensor)
+        for own in own_parts(dst, rank)
     ]
+    live = [piece for piece in pieces if piece.stream not in part.cast_digests]
     digests = LiveStreams(tuple(live), {}).digest(known_digests(live, part.read_digests)).table()
     return {**part.cast_digests, **digests}
 

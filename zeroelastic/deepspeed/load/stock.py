@@ -98,19 +98,39 @@ def stock_loads(
 
     It does for a file of torch's old format and for state that only DeepSpeed reads, where each rank finds its own
     files of a rigid checkpoint of this world size; and for a rigid checkpoint without a commit record that fits.
+    Whose experts or slices a rank has is compared before (``refuse_other_arrangement``), which files of the old format
+    do not tell.
     """
     if not isinstance(tag_dir, Path) or not live.trains:  # DeepSpeed reads no URLs
         return False
+    has_slices = live.layout.slices is not None
     if isinstance(error, OldFormatError):
-        node_local = engine.use_node_local_storage()
-        return _on_all_ranks(
-            lambda: _has_rigid_files(tag_dir, live.rank, live.layout.world_size, live.tp, node_local=node_local)
+        place, node_local = _place_of(live), engine.use_node_local_storage()
+        return not has_slices and _on_all_ranks(
+            lambda: _has_rigid_files(tag_dir, place.rank, place.size, place.tp, node_local=node_local)
         )
     if not isinstance(error, (CheckpointError, LayoutMismatchError, UnsupportedError)):
         return False
-    if isinstance(error, UnsupportedError) and _on_all_ranks(lambda: _only_stock_reads(tag_dir, live)):
-        return True
-    return _on_all_ranks(lambda: _fits(engine, live, tag_dir, request, damaged=isinstance(error, CheckpointError)))
+    loads = isinstance(error, UnsupportedError) and _on_all_ranks(lambda: _only_stock_reads(tag_dir, live))
+    loads = loads or _on_all_ranks(
+        lambda: _fits(engine, live, tag_dir, request, damaged=isinstance(error, CheckpointError))
+    )
+    if loads and has_slices:
+        refuse_other_arrangement(engine, tag_dir, request, str(error))
+    return loads
+
+
+class _Place(NamedTuple):
+    """A rank among its data parallel and its tensor parallel peers, as DeepSpeed names files."""
+
+    rank: int
+    size: int
+    tp: TensorParallel
+
+
+def _place_of(live: LiveOptimizer) -> _Place:
+    data_rank, tp = live.sharing.place
+    return _Place(data_rank, live.topology.data_size, tp)
 
 
 def _on_all_ranks(check: Callable[[], bool]) -> bool:
@@ -119,15 +139,16 @@ def _on_all_ranks(check: Callable[[], bool]) -> bool:
 
 def _only_stock_reads(tag_dir: Path, live: LiveOptimizer) -> bool:
     """Whether a rigid checkpoint of this world size holds state that only DeepSpeed can read."""
+    place = _place_of(live)
     try:
-        checkpoint = open_checkpoint(tag_dir, near_rank=live.rank, tp=live.tp)
+        checkpoint = open_checkpoint(tag_dir, near_rank=place.rank, tp=place.tp)
     except UnsupportedError:  # another stage: our message says what is wrong
         return False
     except MissingFileError:  # on another node
-        return _has_own_rigid_files(tag_dir, live.rank, live.layout.world_size)
+        return _has_own_rigid_files(tag_dir, place.rank, place.size)
     try:
-        if checkpoint.world_size == live.layout.world_size:
-            checkpoint.shard(live.rank)
+        if checkpoint.world_size == place.size:
+            checkpoint.shard(place.rank)
         return False
     except UnsupportedError:
         return checkpoint.record is None or checkpoint.record.checkpoint_format != "elastic"
@@ -140,7 +161,7 @@ def _has_rigid_files(tag_dir: Path, rank: int, world_size: int, tp: TensorParall
     except UnsupportedError:
         return saved_sizes(tag_dir) == (world_size, tp.size)
     except OldFormatError:
-        optim = rank_files(tag_dir, file_sizes(tag_dir)).optim
+        optim = rank_files(tag_dir, file_sizes(tag_dir), tp.rank).optim
         return len(optim) == world_size or (node_local and rank in optim)
     except MissingFileError:
         return node_local and _has_own_rigid_files(tag_dir, rank, world_size)
@@ -181,23 +202,22 @@ def _fits(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: LoadReque
 
 
 def _files_fit(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: LoadRequest, *, damaged: bool) -> bool:
-    names = file_sizes(tag_dir)
+    names, (data_rank, size, tp) = file_sizes(tag_dir), _place_of(live)
     files: dict[tuple[str, int], str] = {}
     for name in names:
         file = parse_rank_file(name)
-        if file is not None and file.tp_rank == live.tp.rank:
+        if file is not None and file.tp_rank == tp.rank:
             files[file.kind, file.rank] = name
-    size = live.layout.world_size
     models = [("model", rank) for rank in range(size)] if live.per_param else [("whole_model", 0)]
     everything = {*models, *(("optimizer", rank) for rank in range(size))}
     all_here = files.keys() == everything
-    own_model = models[live.rank if live.per_param else 0]
-    own = {own_model, ("optimizer", live.rank)}
+    own_model = models[data_rank if live.per_param else 0]
+    own = {own_model, ("optimizer", data_rank)}
     enough_here = engine.use_node_local_storage() and own <= files.keys() <= everything
     if RECORD_NAME in names or not (all_here or enough_here):
         return False
     model = read_torch_file(tag_dir / files[own_model], foreign="inert").root
-    sizes = (size, live.tp.size)
+    sizes = (size, tp.size)
     if not isinstance(model, dict) or (model.get("dp_world_size"), model.get("mp_world_size")) != sizes:
         return False
     if damaged and _is_table(model.get("param_shapes")):
@@ -207,7 +227,7 @@ def _files_fit(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: Load
     if not request.load_optimizer_states and live.per_param:  # DeepSpeed then merges what `latest` names
         latest = tag_dir.parent / "latest"
         return all_here and latest.is_file() and latest.read_text().strip() == tag_dir.name
-    root = read_torch_file(tag_dir / files["optimizer", live.rank]).root
+    root = read_torch_file(tag_dir / files["optimizer", data_rank]).root
     return _state_fits(live, _table(root).get("optimizer_state_dict"))
 
 

@@ -11,15 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
 from zeroelastic.core.digest import ParamContent, combine, content_root, stream_seed
 from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import (
+    CopiesDifferError,
+    add_up,
     differences,
     gather_over_tp,
     local_digests,
-    sum_over_ranks,
     whole_contents,
     with_saved_kinds,
 )
@@ -38,6 +40,7 @@ from zeroelastic.torch_file.zip_check import check_archive
 _NAMED = 8
 _CHUNK_BYTES = 4 << 20
 _ROOT_DIGITS = 12
+_ANY_DTYPE = "uint8"
 _INCOMPARABLE = "content roots are not comparable, because the run does not train the parameters of the save"
 
 
@@ -80,7 +83,10 @@ def verify(
         return Verification(saved_root, None, None, f'content not verified ("verify": "{request.options.verify}")')
     with_frozen, membership = load_plan.model.frozen is not None, load_plan.membership
     local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read_digests)
-    contents = whole_contents(live, local, device=engine.device)
+    try:
+        contents = whole_contents(live, local, device=engine.device)
+    except CopiesDifferError as error:
+        return _of_differing_copies(error, checkpoint.record)
     cast, changed = (_sums(live, sums, engine.device) for sums in (restored.cast_digests, restored.changed_digests))
     if checkpoint.record is None:
         root = _root(live, contents)
@@ -128,6 +134,13 @@ def verify(
     return Verification(saved_root, root, True, None)
 
 
+def _of_differing_copies(error: CopiesDifferError, record: CommitRecord | None) -> Verification:
+    """That of a load after which ranks have different copies of a tensor: damage, where a record was made of one."""
+    if record is None:
+        return Verification(None, None, None, f"saved without a commit record: nothing to compare with; {error}")
+    return Verification(record.content_root, None, False, None, error.tensors)
+
+
 def _as_read(
     contents: list[ParamContent], cast: Mapping[TensorKey, int], recorded: Mapping[str, ParamContent]
 ) -> list[ParamContent]:
@@ -170,12 +183,14 @@ def _root(live: LiveOptimizer, contents: list[ParamContent]) -> str:
 
 
 def _sums(live: LiveOptimizer, digests: Mapping[Stream, int], device: torch.device) -> dict[TensorKey, int]:
-    """Partial digests added up over all ranks, which have the same keys; sorted. Collective where there are any."""
-    streams = sorted(digests)
-    if not streams:
+    """Partial digests of what was read, whatever its dtype, added up over all ranks. Collective where there are any.
+
+    Without slices all ranks have some, or none has.
+    """
+    if not digests and live.whole.slices is None:
         return {}
-    totals = sum_over_ranks([digests[stream] for stream in streams], device=device, group=live.dp_group)
-    return {(stream.param, stream.key): total for stream, total in zip(streams, totals, strict=True)}
+    found = add_up(live, {stream: (_ANY_DTYPE, digests[stream]) for stream in sorted(digests)}, device=device)
+    return {tensor: total for tensor, (_, total) in sorted(found.items())}
 
 
 def _describe(

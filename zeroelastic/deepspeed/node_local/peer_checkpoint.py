@@ -106,12 +106,13 @@ class ReceivedFile:
 class _Headers:
     """The headers of a checkpoint that this rank reads, for itself and for others, each once; by file name.
 
-    ``checkpoints`` are by tensor parallel rank: this rank's own, and those of which it has read a header for others.
+    ``checkpoints`` are by opaque tensor parallel rank: this rank's ``own``, and those of which it has read a header for
+    others.
     """
 
     visibility: FileVisibility
     listing: Listing
-    tp_size: int
+    own: Checkpoint
     checkpoints: dict[int, Checkpoint]
     compare_directories: bool
     recorded: dict[str, tuple[int, Ranges]] = field(default_factory=dict)
@@ -155,19 +156,43 @@ class _Headers:
     def parse(self, name: str, through: Blocks) -> None:
         file = parse_rank_file(name)
         assert file is not None
-        if file.tp_rank not in self.checkpoints:
-            tp = TensorParallel(file.tp_rank, self.tp_size)
-            self.checkpoints[file.tp_rank] = open_checkpoint(
-                self.visibility.tag_dir, tp=tp, listing=self.listing, compare_directories=self.compare_directories
-            )
-        checkpoint = self.checkpoints[file.tp_rank]
+        checkpoint, rank = self.own, self.own.topology.rank(file.rank, file.tp_rank)
+        if self.own.tp.size > 1:
+            checkpoint, rank = self._opaque(file.tp_rank), file.rank
         if file.kind != "optimizer":
-            checkpoint.model_states(file.rank, through=through)
+            checkpoint.model_states(rank, through=through)
             return
-        model = checkpoint.model_file(file.rank).name
+        model = checkpoint.model_file(rank).name
         if not checkpoint.has_models and model not in self.listing.remote_files:
             self.record([model])  # rigid optimizer files do not name their parameters
-        checkpoint.shard(file.rank, through=through)
+        checkpoint.shard(rank, through=through)
+
+    def _opaque(self, tp_rank: int) -> Checkpoint:
+        if tp_rank not in self.checkpoints:
+            tp = TensorParallel(tp_rank, self.own.tp.size)
+            self.checkpoints[tp_rank] = open_checkpoint(
+                self.visibility.tag_dir, tp=tp, listing=self.listing, compare_directories=self.compare_directories
+            )
+        return self.checkpoints[tp_rank]
+
+
+def ranks_taken(checkpoint: Checkpoint, live: LiveOptimizer) -> tuple[int, int]:
+    """The saved rank whose module states a rank of the run takes, and that whose optimizer file it opens at least.
+
+    Both are of the same tensor parallel rank, or of one that is there; what a data parallel rank keeps to itself is its
+    own, or rank 0's.
+    """
+    saved = checkpoint.topology
+    data_rank, tensor_rank = live.topology.place(live.rank)
+    tensor_rank %= saved.tensor_size
+    own = data_rank if data_rank < saved.data_size else 0
+    return saved.rank(own, tensor_rank), saved.rank(min(data_rank, saved.data_size - 1), tensor_rank)
+
+
+def has_closed_form(checkpoint: Checkpoint, live: LiveOptimizer) -> bool:
+    """Whether sizes of parameters alone say which saved ranks have something that a rank of the run needs."""
+    are_whole = live.layout.slices is None and checkpoint.topology.tensor_size == 1
+    return are_whole and live.per_param and not checkpoint.whole_model
 
 
 def open_with_peers(visibility: FileVisibility, live: LiveOptimizer, *, compare_directories: bool = True) -> Checkpoint:
@@ -179,19 +204,25 @@ def open_with_peers(visibility: FileVisibility, live: LiveOptimizer, *, compare_
     listing = visibility.listing
     checkpoint = all_or_raise(
         lambda: open_checkpoint(
-            visibility.tag_dir, tp=live.tp, listing=listing, compare_directories=compare_directories
+            visibility.tag_dir,
+            near_rank=live.rank,
+            tp=live.tp,
+            listing=listing,
+            compare_directories=compare_directories,
         )
     )
-    headers = _Headers(visibility, listing, live.tp.size, {live.tp.rank: checkpoint}, compare_directories)
-    saved, rank = checkpoint.world_size, live.rank
-    own, nearest = rank if rank < saved else 0, min(rank, saved - 1)
-    headers.read(checkpoint.model_file(own).name)
-    if live.per_param and not checkpoint.whole_model:
+    headers = _Headers(visibility, listing, checkpoint, {live.tp.rank: checkpoint}, compare_directories)
+    own, nearest = ranks_taken(checkpoint, live)
+    first = checkpoint.model_file(own).name
+    headers.read(first)
+    headers.fetch(sorted({checkpoint.model_file(each).name for each in checkpoint.layout_models} - {first}))
+    if has_closed_form(checkpoint, live):
         numels = [*live.layout.numel.tolist(), *live.frozen.numel.tolist()]
+        saved, current = checkpoint.world_size, live.layout.world_size
         needed = {nearest}
-        needed.update(source_ranks(numels, saved_world_size=saved, world_size=live.layout.world_size, rank=rank))
+        needed.update(source_ranks(numels, saved_world_size=saved, world_size=current, rank=live.rank))
         optim = models = needed
-    else:  # a group's layout is in the headers
+    else:  # the layout is in the headers
         headers.read(checkpoint.optim_files[nearest].name)
         optim, models = all_or_raise(lambda: _sources(checkpoint, live, own=own, nearest=nearest))
     wanted = [checkpoint.optim_files[source].name for source in sorted(optim)]
@@ -207,7 +238,8 @@ def _sources(checkpoint: Checkpoint, live: LiveOptimizer, *, own: int, nearest: 
 
     The headers of the model states file of rank ``own`` and of the optimizer file of rank ``nearest`` are here.
     """
-    trained, frozen = checkpoint.shard(nearest).layout, checkpoint.model_states(own).frozen
+    checkpoint.shard(nearest)
+    trained, frozen = checkpoint.layout, checkpoint.frozen_layout
     optim, models = {nearest}, set[int]()
     for target in (live.layout, live.frozen):
         optim |= _holders(trained, target, live.rank)
@@ -217,9 +249,9 @@ def _sources(checkpoint: Checkpoint, live: LiveOptimizer, *, own: int, nearest: 
 
 
 def _holders(src: Layout, dst: Layout, rank: int) -> set[int]:
-    """The ranks of ``src`` that have something of what ``rank`` has of the parameters that are in both layouts."""
-    shapes = {param.name: param.shape for param in src.params}
-    both = dst.only({param.name for param in dst.params if shapes.get(param.name) == param.shape})
+    """The ranks of ``src`` that have something of what ``rank`` has of the tensors that are in both layouts."""
+    shapes = {tensor.name: tensor.shape for tensor in src.tensors}
+    both = dst.only({tensor.name for tensor in dst.tensors if shapes.get(tensor.name) == tensor.shape})
     return set(make_plan(src, both, rank).source_ranks) if both.numel.any() else set()
 
 
@@ -271,6 +303,8 @@ def _model_states(visibility: FileVisibility, checkpoint: Checkpoint, name: str)
     """A module states file that this rank reads for others."""
     file = parse_rank_file(name)
     assert file is not None
+    if checkpoint.tp.size == 1:
+        return checkpoint.model_states(checkpoint.topology.rank(file.rank, file.tp_rank))
     if file.tp_rank == checkpoint.tp.rank:
         return checkpoint.model_states(file.rank)
     tp = TensorParallel(file.tp_rank, checkpoint.tp.size)

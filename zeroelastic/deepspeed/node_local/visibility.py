@@ -33,7 +33,13 @@ from zeroelastic.checkpoint.file_table import FileNames, FileSizes
 from zeroelastic.checkpoint.marks import refuse_unfinished
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import Listing, check_sizes, rank_files
-from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, TensorParallel, is_rank_file, parse_rank_file
+from zeroelastic.checkpoint.tag_files import (
+    EXPERT_FILE,
+    WHOLE_MODEL_FILE,
+    TensorParallel,
+    is_rank_file,
+    parse_rank_file,
+)
 from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, rank_list
 from zeroelastic.io.paths import FilePath, RemotePath
@@ -192,7 +198,7 @@ def _stated_world_size(tag_dir: Path, names: Iterable[str], tp: TensorParallel) 
     if not models:
         return None
     file, name = min(models)
-    place = TensorParallel(file.tp_rank, tp.size)
+    place = TensorParallel(file.tp_rank, tp.size) if tp.size > 1 else None
     return open_model_states(tag_dir / name, file.rank, world_size=None, tp=place).world_size
 
 
@@ -200,7 +206,7 @@ def _look(tag_dir: Path) -> tuple[CommitRecord | None, _Node]:
     """What this rank finds in a directory, for the ranks of its node."""
     sizes = _list(tag_dir)
     record = read_record(tag_dir) if RECORD_NAME in sizes else None
-    node = _Node({name: size for name, size in sizes.items() if is_rank_file(name) or name == RECORD_NAME})
+    node = _Node({name: size for name, size in sizes.items() if _is_of_a_save(name)})
     if record is None:
         return None, node
     node.save = record.save_id + record.content_root
@@ -245,11 +251,9 @@ def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
     sizes = found.sizes
     if record is not None and not sizes:  # the record has all files as they are
         sizes = record.files
-    readers = {
-        name: ((file.rank * tp.size + file.tp_rank) % num_ranks,)
-        for name in found.names
-        if (file := parse_rank_file(name)) is not None
-    }
+    files = {name: file for name in found.names if (file := parse_rank_file(name)) is not None}
+    tensor_size = max((file.tp_rank + 1 for file in files.values()), default=1)
+    readers = {name: ((file.rank * tensor_size + file.tp_rank) % num_ranks,) for name, file in files.items()}
     listing = replace(
         found,
         record=record,
@@ -265,7 +269,8 @@ def _stored_size(tag_dir: RemotePath, sizes: Mapping[str, int], tp: TensorParall
     if not models:
         raise MissingFileError(f"{tag_dir}: has no *_model_states.pt. It is incomplete.")
     first = min(models)
-    return open_model_states(tag_dir / models[first], first, world_size=None, tp=tp).world_size
+    place = tp if tp.size > 1 else None
+    return open_model_states(tag_dir / models[first], first, world_size=None, tp=place).world_size
 
 
 def _list_together(tag_dir: Path) -> Listing:
@@ -312,6 +317,10 @@ def _list(tag_dir: Path) -> dict[str, int]:
         return file_sizes(tag_dir)
     except MissingFileError:
         return {}
+
+
+def _is_of_a_save(name: str) -> bool:
+    return is_rank_file(name) or EXPERT_FILE.match(name) is not None or name == RECORD_NAME
 
 
 def _is_whole_module(name: str) -> bool:
