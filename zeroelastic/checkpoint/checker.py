@@ -29,6 +29,7 @@ from zeroelastic.checkpoint.contradictions import (
     shard_facts,
     values_by_rank,
 )
+from zeroelastic.checkpoint.expert_files import frozen_experts
 from zeroelastic.checkpoint.extents import stream_seeds
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.open import StateFiles, rank_files, stated_sizes
@@ -39,6 +40,7 @@ from zeroelastic.checkpoint.saved_state import (
     SavedPart,
     SavedTensor,
     contents_of,
+    experts_part,
     frozen_part,
     trained_part,
 )
@@ -141,6 +143,7 @@ class TagHeaders:
         self._files: StateFiles | None = None
         self._maps: SavedMaps | None = None
         self._is_opaque = False
+        self._has_frozen_experts = False
         pipelines = (name for name in listing.unknown_files if name.endswith("_states.pt"))
         self._other_names = [*listing.expert_files, *pipelines]
 
@@ -180,9 +183,15 @@ class TagHeaders:
     @cached_property
     def other_files(self) -> dict[int, tuple[FilePath, ...]]:
         """Further files that DeepSpeed loads, such as those of experts, dealt to the ranks: checksums are compared."""
-        here = [self.tag_dir / name for name in self._other_names if name in self.sizes]
-        ranks = max(1, self.world_size)
-        return {rank: tuple(here[rank::ranks]) for rank in range(min(ranks, len(here)))}
+        dealt: dict[int, list[FilePath]] = {}
+        here = [name for name in self._other_names if name in self.sizes]
+        for number, name in enumerate(here):
+            expert = (
+                EXPERT_FILE.match(name) if self._has_frozen_experts else None
+            )  # a rank of their layout is an expert
+            rank = number % max(1, self.world_size) if expert is None else int(expert[2])
+            dealt.setdefault(rank, []).append(self.tag_dir / name)
+        return {rank: tuple(paths) for rank, paths in dealt.items()}
 
     @cached_property
     def shared_files(self) -> dict[int, tuple[CheckedShared, ...]]:
@@ -545,6 +554,7 @@ class TagHeaders:
             return None
         if self.sliced is None and self._maps is not None:
             self.sliced = sliced_layout(models, opened, self.topology, self._maps)
+            self.topology = self.sliced.topology
         return None if self.sliced is None else self.sliced.of_rank(rank)
 
     def _choose_shards(self) -> None:
@@ -591,10 +601,25 @@ class TagHeaders:
             if head is not None and (mixed := other_trained_params(first, head)) is not None:
                 self._add(first.path.name, mixed)
             with self._noting(first.path.name):
-                frozen = frozen_part(self.models, self._frozen_layout())
+                frozen = self._experts_part(first) or frozen_part(self.models, self._frozen_layout())
                 parts += [] if frozen is None else [frozen]
         self.parts = tuple(parts)
         self.tensors = tuple(tensor for part in parts for tensor in part.tensors())
+
+    def _experts_part(self, model: ModelStates) -> SavedPart | None:
+        """The frozen parameters where some are experts; None where none are, or where their files are damaged."""
+        if not model.may_freeze_experts or self._maps is None or self.topology.tensor_size > 1:
+            return None
+        try:
+            experts = frozen_experts(model, self._maps)
+            part = None if experts is None else experts_part(experts)
+            self._has_frozen_experts = part is not None
+            return part
+        except CheckpointError as error:
+            name = next((name for name in model.expert_files if f"{name}:" in str(error)), model.path.name)
+            if name in self.sizes:  # else it is said to be missing
+                self._add(name, error)
+            return None
 
     def _frozen_layout(self) -> Layout | None:
         """The layout of the frozen parameters over all ranks, where there are slices of them."""

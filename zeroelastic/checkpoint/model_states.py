@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.optimizer_file import checked_column, checked_param, checked_params, checked_table
+from zeroelastic.checkpoint.optimizer_file import (
+    checked_column,
+    checked_param,
+    checked_params,
+    checked_table,
+    zero_option,
+)
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY, SharedWeights, shared_weights_of
 from zeroelastic.checkpoint.tag_files import (
     WHOLE_MODEL_FILE,
@@ -81,7 +87,8 @@ class ModelStates:
     parameters in a file of the whole module; a load makes them from the master weights instead. ``params_alone`` are
     the (offset, nbytes) of all payload that nothing but a parameter uses; storages that a parameter shares with a
     buffer, or with client state, are not in it. Both ascend, with shape ``(num_ranges, 2)``. ``expert_files`` are the
-    names of the files that have the weights of the experts of mixture-of-experts layers.
+    names of the files that have the weights of the experts of mixture-of-experts layers, and ``may_freeze_experts``
+    whether some of these may be frozen: DeepSpeed lists frozen parameters at stage 2 and not at stage 1.
 
     ``shared`` is what a lean save takes from files beside the tag: then ``frozen`` is a layout of one rank, whatever
     the world size, and ``frozen_extents`` are in those files.
@@ -103,6 +110,7 @@ class ModelStates:
     weights: Int64Array = field(default_factory=lambda: _NO_RANGES)
     params_alone: Int64Array = field(default_factory=lambda: _NO_RANGES)
     expert_files: tuple[str, ...] = ()
+    may_freeze_experts: bool = False
     shared: SharedWeights | None = None
 
     def fragments(self) -> list[tuple[int, int]]:
@@ -188,6 +196,9 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         others = _entries(others, but={param.name for param in frozen.params} if frozen is not None else ())
     if isinstance(frozen_shapes, Mapping):
         others = _entries(others, but=frozen_shapes)
+    expert_files = () if is_part else _expert_files(root, path)
+    lists_frozen = isinstance(frozen_shapes, Mapping) and any(name not in module for name in frozen_shapes)
+    may_freeze_experts = bool(expert_files) and (lists_frozen or _is_stage_1(root))
     others_of.append((module, module if is_part else others))
     params_alone = _used_by_params_alone(file, others_of)
     return ModelStates(
@@ -211,9 +222,15 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         | ({name: tensor.shape for name, tensor in shared.buffers.items()} if shared is not None else {}),
         weights=weights,
         params_alone=params_alone,
-        expert_files=() if is_part else _expert_files(root, path),
+        expert_files=expert_files,
+        may_freeze_experts=may_freeze_experts,
         shared=shared,
     )
+
+
+def _is_stage_1(root: Mapping[object, object]) -> bool:
+    """Whether a model states file is of ZeRO stage 1, by the DeepSpeed configuration in it."""
+    return zero_option(with_lists(root.get("ds_config")), "stage") == 1
 
 
 def _expert_files(root: Mapping[object, object], path: FilePath) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.contradictions import MIXED, other_directory, other_save, other_stage
+from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.file_table import FileNames, FileSizes
 from zeroelastic.checkpoint.marks import refuse_unfinished
@@ -126,6 +127,7 @@ class Checkpoint:
     _maps: SavedMaps | None = field(default=None, repr=False)
     _sliced: SlicedLayout | None = field(default=None, repr=False)
     _frozen: Layout | None = field(default=None, repr=False)
+    _experts: tuple[FrozenExperts | None] | None = field(default=None, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -170,15 +172,26 @@ class Checkpoint:
     def frozen_layout(self) -> Layout | None:
         """The layout of the frozen parameters over the ranks that saved some; None where none were saved.
 
-        At stages 1 and 2 and of a lean save one data parallel rank has all. Opens the headers of ``layout_models``.
+        At stages 1 and 2 and of a lean save one data parallel rank has all; where experts are frozen, a rank stands for
+        the experts of its number. Opens the headers of ``layout_models``.
         """
         if self.topology.tensor_size == 1:
-            return self.model_states(self.layout_models[0]).frozen
+            experts = self.frozen_experts
+            return self.model_states(self.layout_models[0]).frozen if experts is None else experts.layout
         if self._frozen is None:
             models = [self.model_states(rank) for rank in self.layout_models]
             assert self._maps is not None, "read with the first model states"
             self._frozen = frozen_layout(models, self.topology, self._maps)
         return self._frozen
+
+    @property
+    def frozen_experts(self) -> FrozenExperts | None:
+        """The frozen parameters where some are experts with files of their own; None where none are."""
+        if self._experts is None:
+            model = self.model_states(self.layout_models[0])
+            maps = self._maps if model.may_freeze_experts and self.topology.tensor_size == 1 else None
+            self._experts = (None if maps is None else frozen_experts(model, maps),)
+        return self._experts[0]
 
     def frozen_extents(self, rank: int) -> TensorExtents | None:
         """Where a rank's file has its parts of the parameters of ``frozen_layout``; None where it has none.
@@ -188,6 +201,8 @@ class Checkpoint:
         layout = self.frozen_layout
         if layout is None or rank >= layout.world_size:
             return None
+        if self.frozen_experts is not None:
+            return self.frozen_experts.extents(rank)
         shared = next((model for model in self._models.values() if model.shared is not None), None)
         model = self.model_states(rank) if shared is None else shared
         if model.frozen is None or model.frozen_extents is None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zeroelastic.checkpoint.contradictions import MIXED, check_frozen, check_same_models, check_same_save
+from zeroelastic.checkpoint.expert_files import FrozenExperts
 from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table
 from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint
@@ -183,7 +184,9 @@ def open_state(checkpoint: Checkpoint, *, resizable: bool = True) -> SavedState:
     check_same_save(shards, head, recorded=checkpoint.record is not None, resizable=resizable)
     check_same_models(models, head, checkpoint.record)
     parts = [trained_part(shards, head, checkpoint.layout)]
-    if (frozen := frozen_part({model.rank: model for model in models}, checkpoint.frozen_layout)) is not None:
+    layout, experts = checkpoint.frozen_layout, checkpoint.frozen_experts
+    frozen = frozen_part({model.rank: model for model in models}, layout) if experts is None else experts_part(experts)
+    if frozen is not None:
         parts.append(frozen)
     return SavedState(checkpoint, head, models, tuple(parts))
 
@@ -236,6 +239,28 @@ def frozen_part(models: Mapping[int, ModelStates], layout: Layout | None = None)
         dtypes=tuple({FROZEN: dtype_of[param.name]} for param in params),
         scalars=tuple({} for _ in params),
         extents=extents,
+    )
+
+
+def experts_part(experts: FrozenExperts) -> SavedPart:
+    """The frozen parameters of a save with frozen experts; opens their files. Raises CheckpointError."""
+    layout = experts.layout
+    extents = {rank: experts.extents(rank) for rank in range(layout.world_size)}
+    dtype_of: dict[str, str] = {}
+    for rank, places in extents.items():
+        own = layout.on_rank(rank)
+        for param, buffer in zip(own.params, own.sub_group.tolist(), strict=True):
+            if dtype_of.setdefault(param.name, places.dtype[buffer]) != places.dtype[buffer]:
+                raise CheckpointError(
+                    f"{experts.directory}: files of experts differ in the dtype of {param.name}. {MIXED}"
+                )
+    params = layout.whole_tensors
+    return SavedPart(
+        layout=layout,
+        params=params,
+        dtypes=tuple({FROZEN: dtype_of[param.name]} for param in params),
+        scalars=tuple({} for _ in params),
+        extents={rank: {FROZEN: places} for rank, places in extents.items()},
     )
 
 
