@@ -119,6 +119,7 @@ def made_head(
         size=0,
         rank=0,
         world_size=world_size,
+        tensor_size=1,
         global_steps=1,
         sub_groups=(),
         frozen=others,

@@ -233,3 +233,54 @@ def test_exported_weights_are_those_of_the_model(saved: Saved, tmp_path: Path, n
     assert all(
         torch.equal(state[key.replace("/exp_avg", ".exp_avg")], later[key]) for key in later if "/exp_avg" in key
     )
+
+
+PLANS = [
+    ("llama-3", (4, 4, None, 3)),
+    ("llama-3", (3, 1, None, 2)),
+    ("qwen3-1", (2, 2, None, 1)),
+    ("frozen-2", (4, 2, None, 3)),
+    ("autoep-3", (2, None, 1, 2)),
+    ("autoep-2", (8, None, 2, 3)),
+    ("moe-2", (4, None, 4, 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "target"), PLANS)
+def test_a_plan_for_other_sizes_reads_what_ranks_own(
+    saved: Saved, name: str, target: tuple[int, int | None, int | None, int]
+) -> None:
+    world_size, tp, ep, stage = target
+    tag_dir, state, _ = saved(name)
+    report = zeroelastic.plan(tag_dir, world_size=world_size, tp=tp, ep=ep, stage=stage)
+    forecast, topology = report.forecast, report.topology
+    assert topology is not None and (topology.target_tensor_parallel, topology.target_expert_parallel) == (
+        tp or 1,
+        ep or 1,
+    )
+    trained = {key: value for key, value in state.items() if key.endswith(("/fp32", "/exp_avg", "/exp_avg_sq"))}
+    frozen = [
+        value
+        for key, value in state.items()
+        if key.endswith("/weight") and f"{key.removesuffix('/weight')}/fp32" not in state
+    ]
+    whole = sum(tensor.nbytes for tensor in (*trained.values(), *frozen))
+    assert report.state.bytes == whole and forecast.bytes_read.tolist() == forecast.bytes_owned.tolist()
+    assert int(forecast.bytes_owned.sum()) == whole if (tp or 1) == 1 else int(forecast.bytes_owned.sum()) > whole
+    assert report.amplification == 1 and len(report.ranks) == world_size
+    assert report.reshard.bytes_written > 0 and report.load.files_worst_rank >= 2
+
+
+def test_plans_that_cannot_be_are_refused_by_name(saved: Saved) -> None:
+    for name, options, said in (
+        ("llama-3", ("-n", 3), "not a multiple of the tensor parallel size 2"),
+        ("moe-2", ("-n", 4, "--stage", 3), "does not start at stage 3"),
+        ("autoep-3", ("-n", 3, "--ep", 3), "cannot share evenly"),
+        ("llama", ("-n", 4, "--tp", 2), "--like"),
+    ):
+        done = run_command("plan", saved(name)[0], *options)
+        assert done.returncode != 0 and said in done.stderr.replace("\n", " "), done.stderr
+    done = run_command("plan", saved("llama")[0], "-n", 4, "--tp", 2, "--like", saved("llama-3")[0], "--json")
+    assert done.returncode == 0, done.stderr
+    shown = run_command("plan", saved("llama-3")[0], "-n", 4, "--tp", 4)
+    assert "(tensor parallel 2 to 4)" in shown.stdout

@@ -50,7 +50,8 @@ def _show(report: PlanReport, plot: Path | None = None) -> None:
     saved = f"{kind}, {counted(report.world_size, 'rank')}, step {report.step}"
     target = counted(report.target_world_size, "rank") + (f" at stage {report.target_stage}" if stages else "")
     out.print(Text(report.path, "bold"), soft_wrap=True)
-    out.print(Text(f"{saved}; to {verb} on {target}"), soft_wrap=True)
+    sizes = "" if report.topology is None else f" ({report.topology.sentence})"
+    out.print(Text(f"{saved}; to {verb} on {target}{sizes}"), soft_wrap=True)
     state = report.state
     frozen = f", and {state.frozen_params} frozen" if state.frozen_params else ""
     what = f"{counted(state.params, 'parameter')} ({', '.join(state.state_keys)}){frozen}"
@@ -293,6 +294,19 @@ def plan(
     stage: Annotated[
         int | None,
         typer.Option(metavar="S", min=1, max=3, help="ZeRO stage to plan for; default: that of the checkpoint."),
+    ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option("--tp", metavar="T", min=1, help="Tensor parallel size (AutoTP); default: the checkpoint's."),
+    ] = None,
+    ep: Annotated[
+        int | None, typer.Option("--ep", metavar="E", min=1, help="Expert parallel size; default: the checkpoint's.")
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TAG", help="With --tp: a checkpoint of a run of that size, which says how it cuts the weights."
+        ),
     ] = None,
     verb: Annotated[
         Verb, typer.Option("--verb", help="Plan a load in training, or the offline reshard into new files.")

@@ -66,7 +66,8 @@ class Head:
     """The facts of a checkpoint that a forecast needs: rank 0's headers and the size of every file, in rank order.
 
     ``model_sizes`` has one entry where one file has the whole model (stages 1 and 2). ``weight_bytes`` are the bytes
-    of an element of each tensor in the module's state.
+    of an element of each tensor in the module's state. ``over_ranks`` are the layouts over all ranks of trained and of
+    frozen parameters, where ranks have slices of these.
     """
 
     shard: Shard
@@ -75,6 +76,7 @@ class Head:
     model_sizes: Int64Array
     record_bytes: int
     weight_bytes: Mapping[str, int] = field(default_factory=dict)
+    over_ranks: tuple[Layout, Layout | None] | None = None
 
     @property
     def world_size(self) -> int:
@@ -82,9 +84,14 @@ class Head:
         return len(self.optimizer_sizes)
 
     @property
+    def layout(self) -> Layout:
+        """The saved layout of the trained parameters."""
+        return self.shard.layout if self.over_ranks is None else self.over_ranks[0]
+
+    @property
     def frozen(self) -> Layout | None:
         """The saved layout of frozen parameters with elements, or None."""
-        frozen = self.model.frozen
+        frozen = self.model.frozen if self.over_ranks is None else self.over_ranks[1]
         return frozen if frozen is not None and self.model.frozen_extents is not None and frozen.numel.any() else None
 
     def key_bytes(self, key: str) -> Int64Array:
@@ -93,7 +100,7 @@ class Head:
         sizes = [
             DTYPE_BYTES[shard.extents[key].dtype[i]] if key in keys else 0 for i, keys in enumerate(shard.tensor_keys)
         ]
-        return np.array([*sizes, 0], dtype=np.int64)[shard.layout.sub_group]
+        return np.array([*sizes, 0], dtype=np.int64)[self.layout.sub_group]
 
     @property
     def state_keys(self) -> tuple[str, ...]:
@@ -103,7 +110,7 @@ class Head:
     @property
     def element_bytes(self) -> Int64Array:
         """Bytes per element of each trained parameter, all its state keys together: ``(num_params,)``."""
-        sizes = np.zeros(self.shard.layout.num_params, dtype=np.int64)
+        sizes = np.zeros(self.layout.num_params, dtype=np.int64)
         for key in self.state_keys:
             sizes += self.key_bytes(key)
         return sizes
@@ -112,22 +119,24 @@ class Head:
     def num_keys(self) -> Int64Array:
         """Tensors that each trained parameter has: ``(num_params,)``."""
         counts = np.array([*(len(keys) for keys in self.shard.tensor_keys), 0], dtype=np.int64)
-        return counts[self.shard.layout.sub_group]
+        return counts[self.layout.sub_group]
 
     @property
     def frozen_bytes(self) -> Int64Array:
-        """Bytes per element of each frozen parameter."""
-        frozen, extents = self.model.frozen, self.model.frozen_extents
-        if frozen is None or extents is None:
+        """Bytes per element of each frozen parameter of their saved layout."""
+        saved, extents, frozen = self.model.frozen, self.model.frozen_extents, self.frozen
+        if saved is None or extents is None or frozen is None:
             return np.zeros(0, dtype=np.int64)
-        return np.array([DTYPE_BYTES[extents.dtype[p]] for p in range(frozen.num_params)], dtype=np.int64)
+        of_name = {param.name: DTYPE_BYTES[extents.dtype[p]] for p, param in enumerate(saved.params)}
+        return np.array([of_name[param.name] for param in frozen.params], dtype=np.int64)
 
-    def optimizer_payload(self, layout: Layout) -> int:
+    def optimizer_payload(self, layout: Layout, rank: int = 0) -> int:
         """Bytes of tensors in one rank's optimizer file of this layout, padding included."""
-        order = match_params(self.shard.layout, layout)
-        sizes = np.zeros(layout.num_sub_groups, dtype=np.int64)
-        sizes[layout.sub_group] = self.element_bytes[order]
-        return int((layout.sub_group_numel * sizes).sum())
+        own = layout.on_rank(rank)
+        of_name = dict(zip((param.name for param in self.layout.params), self.element_bytes.tolist(), strict=True))
+        sizes = np.zeros(own.num_sub_groups, dtype=np.int64)
+        sizes[own.sub_group] = [of_name[param.name] for param in own.params]
+        return int((own.sub_group_numel * sizes).sum())
 
     def frozen_payload(self, world_size: int) -> int:
         """Bytes of frozen parameters in one of that many model states files, padding included."""
@@ -137,8 +146,8 @@ class Head:
     @property
     def trained_weights(self) -> int:
         """Bytes of the trained weights in a module that has them whole."""
-        sizes = (self.weight_bytes.get(param.name, self.default_weight_bytes) for param in self.shard.layout.params)
-        return sum(param.numel * size for param, size in zip(self.shard.layout.params, sizes, strict=True))
+        tensors = self.layout.whole_tensors
+        return sum(param.numel * self.weight_bytes.get(param.name, self.default_weight_bytes) for param in tensors)
 
     @property
     def default_weight_bytes(self) -> int:
@@ -190,7 +199,7 @@ def read_head(checkpoint: Checkpoint) -> Head:
     """Open rank 0's headers and list the files. Raises as ``Checkpoint.shard``."""
     model = checkpoint.model_states(0)
     shard = checkpoint.shard(0)
-    sizes = file_sizes(checkpoint.tag_dir)
+    sizes, layout = file_sizes(checkpoint.tag_dir), checkpoint.layout
     return Head(
         shard=shard,
         model=model,
@@ -198,6 +207,7 @@ def read_head(checkpoint: Checkpoint) -> Head:
         model_sizes=np.array([sizes[path.name] for path in checkpoint.model_files], dtype=np.int64),
         record_bytes=0 if checkpoint.record is None else sizes[RECORD_NAME],
         weight_bytes=_weight_bytes(checkpoint),
+        over_ranks=None if layout.slices is None else (layout, checkpoint.frozen_layout),
     )
 
 
@@ -285,6 +295,7 @@ class Forecast:
     memory: Int64Array
     reshard_header_bytes: int
     reshard_bytes_written: int
+    reshard_files_written: int
 
     @property
     def saved_world_size(self) -> int:
@@ -298,14 +309,15 @@ class Forecast:
 
     @property
     def amplification(self) -> float:
-        """Payload bytes that all ranks read, over the bytes of the state; 1.0 for an empty state."""
-        return int(self.bytes_read.sum()) / self.state_bytes if self.state_bytes else 1.0
+        """Payload bytes that all ranks read, over the bytes that they own; 1.0 for an empty state."""
+        owned = int(self.bytes_owned.sum())
+        return int(self.bytes_read.sum()) / owned if owned else 1.0
 
     @property
     def traffic(self) -> Traffic:
         """Optimizer and frozen bytes together."""
         keys = [part.target * self.saved_world_size + part.source for part in (self.optimizer, self.frozen)]
-        return _traffic(
+        return add_traffic(
             np.concatenate(keys), np.concatenate([self.optimizer.nbytes, self.frozen.nbytes]), self.saved_world_size
         )
 
@@ -377,6 +389,7 @@ def make_forecast(head: Head, world_size: int, *, stage: int | None = None) -> F
         + int(module.sum() if stage == 3 else module[0])
         + head.shared_buffers,
         reshard_bytes_written=_bytes_written(head, target, stage, module + head.shared_buffers),
+        reshard_files_written=world_size + (world_size if stage == 3 else 1),
     )
 
 
@@ -407,11 +420,11 @@ def _pieces(
         np.add.at(segments, target, weight[:, 1])
         np.add.at(pieces, target, weight[:, 2])
         keys = np.concatenate([found.target * src.world_size + found.source, target * src.world_size + source])
-        found = _traffic(keys, np.concatenate([found.nbytes, length * weight[:, 0]]), src.world_size)
+        found = add_traffic(keys, np.concatenate([found.nbytes, length * weight[:, 0]]), src.world_size)
     return found, segments, pieces
 
 
-def _traffic(keys: Int64Array, nbytes: Int64Array, num_sources: int) -> Traffic:
+def add_traffic(keys: Int64Array, nbytes: Int64Array, num_sources: int) -> Traffic:
     """Add up the bytes of equal keys; a key is ``target * num_sources + source``."""
     if len(keys) == 0:
         return Traffic(keys, keys, nbytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 from pydantic import PrivateAttr
@@ -13,12 +13,20 @@ from zeroelastic.byte_sizes import format_size, size_option
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import zero_option
+from zeroelastic.checkpoint.topology import expert_sizes
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import UsageError, counted, with_remedy
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.verbs.plan.bandwidth import Bandwidth, measure_bandwidth
-from zeroelastic.verbs.plan.forecast import LOAD_MEMORY_LIMIT, RESHARD_MEMORY_LIMIT, Forecast, make_forecast, read_head
+from zeroelastic.verbs.plan.forecast import (
+    LOAD_MEMORY_LIMIT,
+    RESHARD_MEMORY_LIMIT,
+    Forecast,
+    Head,
+    make_forecast,
+    read_head,
+)
 from zeroelastic.verbs.report import Format, Framework, Part, Report
 from zeroelastic.verbs.reshard.source import train_batch_size
 
@@ -99,11 +107,28 @@ class PlannedReshard(Part):
     seconds: float | None
 
 
+class PlannedTopology(Part):
+    """The tensor and the expert parallel sizes of the save and of the target; ``experts`` are those of all layers."""
+
+    tensor_parallel: int
+    target_tensor_parallel: int
+    expert_parallel: int
+    target_expert_parallel: int
+    experts: int
+
+    @property
+    def sentence(self) -> str:
+        """The sizes of both sides."""
+        sizes = [("tensor parallel", self.tensor_parallel, self.target_tensor_parallel)]
+        sizes += [("expert parallel", self.expert_parallel, self.target_expert_parallel)] if self.experts else []
+        return ", ".join(f"{what} {saved} to {target}" for what, saved, target in sizes if (saved, target) != (1, 1))
+
+
 class PlanReport(Report):
     """What a load and a reshard would do.
 
     ``bandwidth`` is what the seconds are computed from; ``notes`` are about the global batch, another ZeRO stage, and
-    the shared files of a lean checkpoint.
+    the shared files of a lean checkpoint. ``topology`` is there where ranks have slices of tensors.
     """
 
     path: str
@@ -124,7 +149,10 @@ class PlanReport(Report):
     amplification: float
     load: PlannedLoad
     reshard: PlannedReshard
+    topology: PlannedTopology | None = None
     notes: tuple[str, ...]
+
+    only_where_given: ClassVar[frozenset[str]] = frozenset({"topology"})
     _forecast: Forecast = PrivateAttr()
 
     @property
@@ -133,7 +161,14 @@ class PlanReport(Report):
         return self._forecast
 
 
-def make_report(source: Source, forecast: Forecast, speed: Bandwidth, verb: Verb, notes: tuple[str, ...]) -> PlanReport:
+def make_report(
+    source: Source,
+    forecast: Forecast,
+    speed: Bandwidth,
+    verb: Verb,
+    notes: tuple[str, ...],
+    topology: PlannedTopology | None = None,
+) -> PlanReport:
     """The report on a forecast."""
     head, saved = forecast.head, forecast.saved_world_size
     columns = {
@@ -163,8 +198,8 @@ def make_report(source: Source, forecast: Forecast, speed: Bandwidth, verb: Verb
         verb=verb,
         state=PlannedState(
             bytes=forecast.state_bytes,
-            params=head.shard.layout.num_params,
-            frozen_params=0 if head.frozen is None else head.frozen.num_params,
+            params=len(head.layout.whole_tensors),
+            frozen_params=0 if head.frozen is None else len(head.frozen.whole_tensors),
             state_keys=tuple(head.state_keys),
         ),
         bandwidth=speed,
@@ -186,11 +221,13 @@ def make_report(source: Source, forecast: Forecast, speed: Bandwidth, verb: Verb
             bytes_written=forecast.reshard_bytes_written,
             files_read=saved
             + len(head.model_sizes)
-            + len(() if head.model.shared is None else head.model.shared.files),
-            files_written=forecast.world_size + (forecast.world_size if forecast.stage == 3 else 1),
+            + len(() if head.model.shared is None else head.model.shared.files)
+            + len(head.model.expert_files),
+            files_written=forecast.reshard_files_written,
             memory_limit=RESHARD_MEMORY_LIMIT,
             seconds=seconds_of(reshard_read, forecast.reshard_bytes_written, speed),
         ),
+        topology=topology,
         notes=notes,
     )
     report._forecast = forecast
@@ -229,6 +266,9 @@ def plan(
     *,
     world_size: int,
     stage: int | None = None,
+    tp: int | None = None,
+    ep: int | None = None,
+    like: str | os.PathLike[str] | None = None,
     verb: Verb = "load",
     tag: str | None = None,
     bandwidth: float | str | None = None,
@@ -237,8 +277,10 @@ def plan(
 ) -> PlanReport:
     """Say what a load or a reshard on ``world_size`` ranks would read, open, need and take; reads headers only.
 
-    ``stage`` is the ZeRO stage of the run or of the result, by default that of the save; everything else is as in the
-    saved configuration.
+    ``world_size`` counts all ranks. ``stage`` is the ZeRO stage of the run or of the result, ``tp`` its tensor
+    parallel and ``ep`` its expert parallel size, by default those of the save; ``like`` is a checkpoint of a run of
+    that tensor parallel size, where the saved cuts do not tell how it cuts. Everything else is as in the saved
+    configuration.
 
     Seconds are computed from ``bandwidth``, in bytes per second, or a size such as "2GB"; ``write_bandwidth`` is that
     for writing, by default the same. ``measure`` finds them out: about 256 MiB of the checkpoint are read, and 64 MiB
@@ -260,11 +302,18 @@ def plan(
     with one_save(source.tag_dir):
         checkpoint = open_checkpoint(source.tag_dir)
         head = read_head(checkpoint)
-    forecast = make_forecast(head, world_size, stage=stage)
+        topology = None
+        if head.over_ranks is None and tp in (None, 1) and ep in (None, 1) and like is None:
+            forecast = make_forecast(head, world_size, stage=stage)
+        else:
+            like = None if like is None else os.fspath(like)
+            forecast, topology = _plan_of_slices(source, checkpoint, head, (world_size, stage, tp, ep, like))
     if speed is None:
         speed = _measure(checkpoint, source) if measure else Bandwidth(read=None, write=None, origin="none")
-    batch = train_batch_size(checkpoint.record, head.shard, head.world_size)
-    notes = misfit_notes(batch, world_size, head.world_size, head.shard.ds_config)
+    data_size = checkpoint.topology.data_size
+    batch = train_batch_size(checkpoint.record, head.shard, data_size)
+    tensor_size = 1 if topology is None else topology.target_tensor_parallel
+    notes = misfit_notes(batch, world_size // tensor_size, data_size, head.shard.ds_config)
     if forecast.stage not in (3, head.shard.stage):
         names = ("round_robin_gradients", "parameter_alignment")
         saved = [f"{name} {str(bool(zero_option(head.shard.ds_config, name))).lower()}" for name in names]
@@ -272,7 +321,39 @@ def plan(
     if (shared := head.model.shared) is not None:
         what = f"{format_size(shared.nbytes)} of frozen weights are in {counted(len(shared.files), 'shared file')}"
         notes = (*notes, f"{what} beside the tag, which count as model states of saved rank 0")
-    return make_report(source, forecast, speed, verb, tuple(notes))
+    return make_report(source, forecast, speed, verb, tuple(notes), topology)
+
+
+def _plan_of_slices(
+    source: Source,
+    checkpoint: Checkpoint,
+    head: Head,
+    target: tuple[int, int | None, int | None, int | None, str | None],
+) -> tuple[Forecast, PlannedTopology]:
+    """The forecast for ranks that have slices; ``target`` is the world size, the stage, tp, ep and like."""
+    # Imported for these alone: a plan without slices takes a moment.
+    from zeroelastic.verbs.plan.slices import slices_forecast
+    from zeroelastic.verbs.reshard.reshard import plan_reshard
+    from zeroelastic.verbs.reshard.target import ReshardOptions
+
+    world_size, stage, tp, ep, like = target
+    saved_size = checkpoint.topology.tensor_size
+    tensor_size = saved_size if tp is None else tp
+    if world_size % tensor_size:
+        raise UsageError(
+            f"--world-size {world_size} is not a multiple of the tensor parallel size {tensor_size}: it counts all "
+            "ranks. Give another, or --tp."
+        )
+    planned = plan_reshard(source, ReshardOptions(world_size=world_size, stage=stage, tp=tp, ep=ep, like=like))
+    slicing = planned.target.slicing
+    topology = PlannedTopology(
+        tensor_parallel=saved_size,
+        target_tensor_parallel=tensor_size,
+        expert_parallel=max(expert_sizes(checkpoint.layout, checkpoint.topology), default=1),
+        target_expert_parallel=slicing.expert_size,
+        experts=sum(layer.num_experts for layer in slicing.layers),
+    )
+    return slices_forecast(head, checkpoint, planned), topology
 
 
 def _given(read: float | str | None, write: float | str | None, measure: bool) -> Bandwidth | None:
