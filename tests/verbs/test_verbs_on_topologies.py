@@ -29,6 +29,8 @@ JOBS = {
     "frozen-2": (2, TopologyJob("llama", tp=2, stage=2, frozen=True, elastic=False, installed=False)),
     "autoep-3": (4, TopologyJob("autoep", ep=2, stage=3, elastic=False, installed=False)),
     "autoep-2": (4, TopologyJob("autoep", ep=4, stage=2, elastic=False, installed=False)),
+    "frozen-autoep-2": (4, TopologyJob("autoep", ep=2, stage=2, frozen=True, elastic=False, installed=False)),
+    "frozen-moe-1": (4, TopologyJob("moe", ep=4, stage=1, frozen=True, elastic=False, installed=False)),
     "moe-2": (4, TopologyJob("moe", ep=2, stage=2, elastic=False, installed=False)),
 }
 
@@ -150,6 +152,14 @@ def test_inspect_says_how_tensors_are_cut(saved: Saved, name: str, sizes: tuple[
     elif name == "moe-2":
         assert {(layer.kind, layer.num_experts) for layer in found.experts} == {("deepspeed", EXPERTS)}
         assert all((cut.by, cut.dim, cut.slices, cut.ranks) == ("expert", None, 1, 2) for cut in found.cuts)
+
+
+@pytest.mark.parametrize("name", ["lora-3", "frozen-2", "frozen-autoep-2", "frozen-moe-1"])
+def test_inspect_lists_frozen_parameters_whole(saved: Saved, name: str) -> None:
+    tag_dir, state, _ = saved(name)
+    found = {param.name: tuple(param.shape) for param in zeroelastic.inspect(tag_dir).params if param.kind == "frozen"}
+    weights = {key.removesuffix("/weight"): value for key, value in state.items() if key.endswith("/weight")}
+    assert found == {name: tuple(value.shape) for name, value in weights.items() if f"{name}/fp32" not in state}
 
 
 def test_inspect_shows_the_topology(saved: Saved, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup
-from zeroelastic.checkpoint.saved_state import SavedState, frozen_part, trained_part
+from zeroelastic.checkpoint.saved_state import SavedState, experts_part, frozen_part, trained_part
 from zeroelastic.checkpoint.shared_files import check_shared_files
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import ByteArray
@@ -302,7 +302,8 @@ class CheckpointView(Mapping[str, TensorHandle]):
             head, model = checkpoint.shard(0), checkpoint.model_states(0)
             check_same_models((model,), head, checkpoint.record)
             trained = trained_part({0: head}, head, checkpoint.layout)
-            frozen = frozen_part({0: model}, checkpoint.frozen_layout)
+            layout, experts = checkpoint.frozen_layout, checkpoint.frozen_experts
+            frozen = frozen_part({0: model}, layout) if experts is None else experts_part(experts)
             if model.shared is not None:
                 check_shared_files(model.shared.files, checkpoint.tag_dir)
 
@@ -314,13 +315,13 @@ class CheckpointView(Mapping[str, TensorHandle]):
         def frozen_extents(rank: int) -> Mapping[str, TensorExtents]:
             other = checkpoint.model_states(rank)
             check_same_models((model, other), head, checkpoint.record)
-            both = frozen_part({0: model, rank: other}, checkpoint.frozen_layout)
+            both = frozen_part({0: model, rank: other}, layout)
             assert both is not None
             return both.extents[rank]
 
         parts = [replace(trained, extents=_OnDemand(trained_extents))]
         if frozen is not None:
-            parts.append(replace(frozen, extents=_OnDemand(frozen_extents)))
+            parts.append(frozen if experts is not None else replace(frozen, extents=_OnDemand(frozen_extents)))
         return SavedState(checkpoint, head, (model,), tuple(parts))
 
     @cached_property

@@ -15,7 +15,7 @@ from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
 from zeroelastic.checkpoint.model_states import ModelStates, client_state_keys
 from zeroelastic.checkpoint.one_save import one_save, saved_again, was_saved_again
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_sub_group_size
-from zeroelastic.checkpoint.saved_state import SavedPart, frozen_part, trained_part
+from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
 from zeroelastic.checkpoint.shared_weights import SharedTensor, SharedWeights
 from zeroelastic.checkpoint.tag_files import (
     OFFLINE_TENSOR_PARALLEL,
@@ -446,12 +446,9 @@ def _params(checked: TagHeaders) -> Iterator[InspectedParam]:
     elif model is not None:
         trained = [(param, {}) for members in model.sub_groups for param in members]
     if model is not None:
-        part_of = frozen_part({model.rank: model})
-        known_as = {} if part_of is None or checked.sliced is None else _whole_shapes(checked.parts)
-        frozen = [
-            (known_as.get(param.name, param), dtypes)
-            for param, dtypes in ([] if part_of is None else zip(part_of.params, part_of.dtypes, strict=True))
-        ]
+        own = checked.parts[1:] if checked.shards else checked.parts
+        part_of = own[0] if own and own[0].layout.slices is not None else frozen_part({model.rank: model})
+        frozen = [] if part_of is None else list(zip(part_of.params, part_of.dtypes, strict=True))
     elif record is not None:
         known, names = {param for param, _ in trained}, record.params.trained
         for content in record.contents():
@@ -463,11 +460,6 @@ def _params(checked: TagHeaders) -> Iterator[InspectedParam]:
         yield _param("trained", param, found, group=groups.get(param.name), sub_group=sub_group, offset=offset)
     for param, found in frozen:
         yield _param("frozen", param, found)
-
-
-def _whole_shapes(parts: Iterable[SavedPart]) -> dict[str, Param]:
-    """The whole parameters by name."""
-    return {param.name: param for part in parts for param in part.params}
 
 
 def _param(
