@@ -32,6 +32,13 @@ Losses = list[float]
 class FsdpJob:
     """A model under FSDP2 in bf16 mixed precision, with its optimizer and scheduler."""
 
+    @classmethod
+    def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> FsdpJob:
+        """A job whose model is under FSDP2 already."""
+        self = cls.__new__(cls)
+        self.model, self.optimizer = model, optimizer
+        return self
+
     def __init__(self, job: Job) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.model: torch.nn.Module = build_model(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -9,14 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dcp_writers import job_state, rows, write_dcp, write_table
+from places import GOLDEN
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
 from zeroelastic.dcp.metadata import read_metadata
 from zeroelastic.dcp.saved import open_dcp
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UnsupportedError
+from zeroelastic.executors.dispatch import CopyTable, read_segments
 
 SHAPES = {"w": (6, 4), "b": (6,)}
 WEIGHT = MetadataIndex("model.w", torch.Size([0, 0]))
@@ -33,6 +37,25 @@ def test_the_table_of_torch_is_read(written: tuple[Path, Any]) -> None:
     assert found.parts == 2 and found.tensors["model.w"].shape == (6, 4)
     assert [chunk.begin for chunk in found.tensors["model.w"].chunks] == [(0, 0), (3, 0)]
     assert found.objects.keys() == {f"optim.param_groups.0.{k}" for k in ("lr", "betas", "weight_decay", "params")}
+
+
+def test_a_checkpoint_that_a_job_of_fsdp2_saved_is_read_to_the_bit() -> None:
+    """tests/golden/fsdp2, of torch 2.13 on 2 ranks."""
+    found = open_dcp(GOLDEN / "fsdp2" / "ckpt")
+    expected = json.loads((GOLDEN / "fsdp2" / "expected.json").read_text())
+    assert found.frozen is not None and found.world_size == 2
+    read = {}
+    for part in (found.trained, found.frozen):
+        for number, param in enumerate(part.params):
+            for key in part.dtypes[number]:
+                stored = f"optim.state.{param.name}.{key}" if key.startswith("exp") else f"model.{param.name}"
+                rows = part.tensor_rows(number, key)
+                data = np.zeros(4 * param.numel, dtype=np.uint8)
+                table = CopyTable(rows.file, rows.file_offset, rows.target, rows.target_offset * 4, rows.nbytes)
+                read_segments(table, rows.paths, [data])
+                read[stored] = data.tobytes().hex()
+    assert read == {key: value for key, value in expected.items() if key != "model.seen" and "step" not in key}
+    assert found.named.scalars["first.weight"]["step"].value == 2.0 and found.buffers.keys() == {"seen"}
 
 
 class Harm:

@@ -37,6 +37,8 @@ from zeroelastic.checkpoint.shared_files import (
     shared_name,
 )
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY, SharedTensor, SharedWeights
+from zeroelastic.dcp.metadata import METADATA
+from zeroelastic.dcp.saved import open_dcp
 from zeroelastic.errors import ZeroElasticError
 from zeroelastic.runs.candidates import check_quickly, find_newest, list_run
 from zeroelastic.runs.locate import find_source, list_tags
@@ -164,6 +166,25 @@ def universal(data: bytes, folder: Path) -> Reads:
     return (lambda: open_universal(find_universal(tag.parent).tag_dir),)  # type: ignore[arg-type]
 
 
+def dcp_table(data: bytes, folder: Path) -> Reads:
+    """A checkpoint of FSDP2 whose table ``.metadata`` is the fuzzer's, behind a byte that counts for nothing."""
+    root = folder / "run"
+    shutil.copytree(GOLDEN / "fsdp2" / "ckpt", root)
+    (root / METADATA).write_bytes(data[1:])
+
+    def extents() -> None:
+        found = open_dcp(root)
+        for part in filter(None, (found.trained, found.frozen)):
+            for rank in range(part.layout.world_size):
+                rows = part.rank_rows(rank)[1]
+                ends = rows.file_offset + rows.nbytes
+                sizes = [path.stat().st_size for path in rows.paths]
+                if any(end > sizes[file] for end, file in zip(ends.tolist(), rows.file.tolist(), strict=True)):
+                    raise Broken("a chunk reaches outside of its file")
+
+    return (extents,)
+
+
 TARGETS: dict[str, Target] = {
     "archive": archive,
     "pickle": pickle_stream,
@@ -172,6 +193,7 @@ TARGETS: dict[str, Target] = {
     "tags": tag_scan,
     "checkpoint": checkpoint,
     "universal": universal,
+    "dcp": dcp_table,
 }
 
 
@@ -311,6 +333,8 @@ def seeds(name: str) -> Iterator[bytes]:
         yield from (bytes([which]) + pickle_of(_chosen(which)[1]) for which in range(32, 128))
         models = [which for which in range(32, 128) if "model_states" in _chosen(which)[1].name]
         yield from (bytes([which]) + lean_pickle(pickle_of(_chosen(which)[1])) for which in models)
+    elif name == "dcp":
+        yield b"\0" + (GOLDEN / "fsdp2" / "ckpt" / METADATA).read_bytes()
     else:
         for number, path in enumerate(sorted(universal_seed().rglob("*.pt"))):
             yield bytes([number]) + pickle_of(path)

@@ -16,7 +16,7 @@ import atheris
 with atheris.instrument_imports(include=["zeroelastic", "zipfile", "json"]):
     import readers
 
-_HOLDS_A_PICKLE = ("pickle", "checkpoint", "universal")
+_HOLDS_A_PICKLE = ("pickle", "checkpoint", "universal", "dcp")
 
 
 def main() -> None:

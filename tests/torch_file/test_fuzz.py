@@ -23,7 +23,16 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY
 from zeroelastic.errors import CheckpointError
 
-INPUTS = {"archive": 120, "pickle": 80, "record": 40, "shared": 80, "tags": 30, "checkpoint": 16, "universal": 10}
+INPUTS = {
+    "archive": 120,
+    "pickle": 80,
+    "record": 40,
+    "shared": 80,
+    "tags": 30,
+    "checkpoint": 16,
+    "universal": 10,
+    "dcp": 60,
+}
 SEED = 20
 
 FOUND = {
@@ -51,7 +60,7 @@ def test_nothing_but_errors_of_ours_comes_out_of_any_reader(name: str, tmp_path:
         readers.check(target, data, tmp_path / "case", watch=False)
     for number in range(INPUTS[name]):
         seed = seeds[number % len(seeds)]
-        if name in ("pickle", "checkpoint", "universal") and rng.random() < 0.7:
+        if name in ("pickle", "checkpoint", "universal", "dcp") and rng.random() < 0.7:
             data = seed[:1] + readers.mutate_pickle(seed[1:], rng)
         else:
             data = bent(seed, rng)

@@ -28,6 +28,9 @@ from zeroelastic.torch_file.header import DTYPE_BYTES, Extent
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 """What accelerate calls the DCP directories of the first model and the first optimizer."""
 
+SCHEDULER_FILE = "scheduler.bin"
+"""Where accelerate keeps the state of the first scheduler, beside these folders."""
+
 _OF_PARAMETERS = (".weight", ".bias")
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _COMPARED_BYTES = 4 << 20

@@ -24,7 +24,7 @@ from zeroelastic.checkpoint.optimizer_file import (
 from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.layout import pack_sub_groups
-from zeroelastic.dcp.saved import DcpCheckpoint, open_dcp
+from zeroelastic.dcp.saved import SCHEDULER_FILE, DcpCheckpoint, open_dcp
 from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, printable, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, read_whole
@@ -263,9 +263,9 @@ def _scheduler(
 
 def _scheduler_of_accelerate(root: FilePath) -> dict[str, object]:
     """The scheduler's state that accelerate keeps beside its folders; empty where there is none that is plain."""
-    if "scheduler.bin" not in file_sizes(root):
+    if SCHEDULER_FILE not in file_sizes(root):
         return {}
-    state = read_torch_file(root / "scheduler.bin", foreign="inert").root
+    state = read_torch_file(root / SCHEDULER_FILE, foreign="inert").root
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         return {}
     return {str(key): value for key, value in state.items() if isinstance(value, (bool, int, float, str, list))}
@@ -274,7 +274,7 @@ def _scheduler_of_accelerate(root: FilePath) -> dict[str, object]:
 def _left_beside(root: FilePath) -> list[str]:
     """Files of accelerate or of the Trainer beside the folders, which no file of DeepSpeed takes."""
     names = file_sizes(root)
-    return [name for name in names if name.endswith((".pkl", ".bin", ".pth")) and name != "scheduler.bin"]
+    return [name for name in names if name.endswith((".pkl", ".bin", ".pth")) and name != SCHEDULER_FILE]
 
 
 def _model_root(

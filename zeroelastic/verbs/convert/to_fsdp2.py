@@ -25,7 +25,7 @@ from zeroelastic.checkpoint.optimizer_file import FP32, OptionValue, ParamGroup
 from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.dcp.names import NATIVE
-from zeroelastic.dcp.saved import MODEL_FOLDER, OPTIMIZER_FOLDER
+from zeroelastic.dcp.saved import MODEL_FOLDER, OPTIMIZER_FOLDER, SCHEDULER_FILE
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.extras import require_torch
@@ -33,7 +33,7 @@ from zeroelastic.torch_file.graph import entry, pairs_of, read_graph
 from zeroelastic.verbs.convert.native_notes import NativeNotes, kinds_of_scalars, with_kind
 from zeroelastic.verbs.convert.to_dcp import DcpPlan, TensorReader, plan_dcp, scalar_value, write_state_dict
 from zeroelastic.verbs.model_tensors import Place
-from zeroelastic.verbs.new_files import RecordedDigests
+from zeroelastic.verbs.new_files import RecordedDigests, write_archive
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -103,17 +103,19 @@ class Fsdp2Plan:
         model, tied = self.tensors.model, dict(self.tensors.model.tied)
         buffers = [tensor.name for tensor in model.tensors if tensor.kind == "buffer"]
         kept = json.dumps(self.native.document(buffers=buffers, tied=tied))
-        scheduler = {"lr_scheduler": dict(self.scheduler)} if self.scheduler else {}
         first: dict[str, Any] = {"model": self.tensors.placeholders(reader), NATIVE: kept}
         if self.layout == "torch":
             optim = self._optimizer(reader, "optim")
             flat = {f"optim.{key}": value for key, value in flattened_groups(self.groups).items()}
+            scheduler = {"lr_scheduler": dict(self.scheduler)} if self.scheduler else {}
             folders: dict[Path, dict[str, Any]] = {directory: {**first, "optim": optim, **flat, **scheduler}}
         else:
             optim = self._optimizer(reader, "optimizer")
-            folders = {directory / MODEL_FOLDER: first, directory / OPTIMIZER_FOLDER: {"optimizer": optim, **scheduler}}
+            folders = {directory / MODEL_FOLDER: first, directory / OPTIMIZER_FOLDER: {"optimizer": optim}}
         for folder, state_dict in folders.items():
             write_state_dict(state_dict, _writer(folder, min(_FILE_BYTES, max_memory // 4)), reader)
+        if self.layout == "accelerate" and self.scheduler:
+            write_archive(directory / SCHEDULER_FILE, dict(self.scheduler))
         reader.compare()
 
     def _optimizer(self, reader: TensorReader, key: str) -> dict[str, Any]:
