@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from commands import peak_memory
 from commands import run_command as verb
-from dcp_writers import job_state, rows, write_dcp
+from dcp_writers import grid, job_state, rows, write_dcp
 from documentation import documented_keys
 from exports import add_to_model, buffers, keys_of, same
 from hypothesis import HealthCheck, given, settings
@@ -154,6 +154,34 @@ def test_the_configuration_of_the_run_decides_the_form_of_the_values(tmp_path: P
     assert states["module"]["w"].dtype == torch.bfloat16
     states = torch.load(next(tmp_path.glob("plain/*/*0_mp_rank_00_model_states.pt")), weights_only=False)
     assert states["lr_scheduler"] == {"last_epoch": 5, "base_lrs": [0.5]}
+
+
+@pytest.mark.parametrize("layout", ["torch", "accelerate"])
+def test_a_checkpoint_of_fsdp2_is_opened_as_the_one_that_it_was_made_of(tmp_path: Path, layout: Any) -> None:
+    write_checkpoint(tmp_path / "tag", world_size=2)
+    add_to_model(tmp_path / "tag", 2)
+    zeroelastic.convert(tmp_path / "tag", tmp_path / "fsdp", to="fsdp2", layout=layout)
+    with zeroelastic.open(tmp_path / "tag") as one, zeroelastic.open(tmp_path / "fsdp") as two:
+        assert set(one) == set(two) and dict(one.tied) == dict(two.tied)
+        assert (two.format, two.step, two.record, two.content_root) == ("dcp", 3, None, None)
+        assert [group.params for group in one.groups] == [group.params for group in two.groups]
+        for name in one:
+            assert same(one[name].torch(), two[name].torch()) and one[name].kind == two[name].kind
+            if one[name].kind == "trained":
+                mine, theirs = one.optimizer(name), two.optimizer(name)
+                assert mine["step"] == theirs["step"] == 3.0
+                assert same(mine["exp_avg"].torch(), theirs["exp_avg"].torch())  # type: ignore[attr-defined]
+
+
+def test_chunks_of_a_mesh_are_opened_and_have_places(tmp_path: Path) -> None:
+    tensors, objects = job_state(SHAPES, lambda shape: grid(shape, (2, 3)[: len(shape)]))
+    write_dcp(tmp_path / "fsdp", tensors, {**objects, "rng": 3})
+    with zeroelastic.open(tmp_path / "fsdp") as ck:
+        assert ck.world_size == 6 and ck.step == 5 and "rng: it is neither" in ck.left_out[0]
+        for name in SHAPES:
+            assert same(ck[name].torch(), tensors[f"model.{name}"][0])
+        assert {place.rank for place in ck.places("w", key="exp_avg")} == {0, 1, 2, 3, 4, 5}
+        assert same(ck["w"][2:5].torch(), tensors["model.w"][0][2:5])
 
 
 def _by_number(tensors: dict[str, Any], objects: dict[str, Any]) -> None:

@@ -58,6 +58,16 @@ class DcpCheckpoint:
     native: Mapping[str, object]
     notes: tuple[str, ...]
 
+    @property
+    def steps(self) -> int:
+        """The number of optimizer steps: as a conversion kept it, as the job counted, or as the optimizer did."""
+        counters = self.native.get("counters")
+        kept = counters.get("global_steps") if isinstance(counters, dict) else None
+        if type(kept) is int and kept >= 0:
+            return kept
+        own = [int(scalars["step"].value or 0) for scalars in self.named.scalars.values() if "step" in scalars]
+        return max(own, default=0) if self.named.steps is None else self.named.steps
+
 
 def dcp_folders(path: FilePath) -> tuple[FilePath, ...]:
     """The DCP directories that a path means: itself, or the two in a directory of accelerate. Empty: it means none.

@@ -50,7 +50,8 @@ def open(path: str | os.PathLike[str], *, tag: str | None = None) -> CheckpointV
     """Open a checkpoint, rigid or elastic, as a read-only mapping from the names of the model's tensors to the tensors.
 
     ``path`` is a tag directory, the directory above it (the tag that ``latest`` names is taken, or ``tag``), a
-    ``checkpoint-N`` of the Hugging Face Trainer, a directory of accelerate or Lightning, or a URL that fsspec reads.
+    ``checkpoint-N`` of the Hugging Face Trainer, a directory of accelerate or Lightning, or a URL that fsspec reads; or
+    a checkpoint of FSDP2 (a directory of torch.distributed.checkpoint, or of accelerate), whose ``format`` is "dcp".
     File names, the commit record and at most one header are read; everything else when it is asked for.
 
     Raises UsageError where there is no checkpoint, CheckpointError, UnsupportedError, UnreadableError.
@@ -63,7 +64,10 @@ def open(path: str | os.PathLike[str], *, tag: str | None = None) -> CheckpointV
             print(ck["model.norm.weight"][3:7].numpy())
             print(ck.optimizer("model.norm.weight")["step"])
     """
-    return CheckpointView(find_source(path, tag=tag))
+    from zeroelastic.verbs.dcp_view import DcpView, dcp_root
+
+    root = dcp_root(path) if tag is None else None
+    return CheckpointView(find_source(path, tag=tag)) if root is None else DcpView(root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +167,17 @@ class CheckpointView(Mapping[str, TensorHandle]):
         with self._reading():
             rows = state.parts[source.part].tensor_rows(source.param, key or source.key)
         columns = (rows.file, rows.file_offset, rows.nbytes, rows.start, rows.numel)
-        named = [parse_rank_file(path.name) for path in rows.paths]
-        topology = self._checkpoint.topology
-        ranks = [0 if file is None else topology.rank(file.rank, file.tp_rank) for file in named]
+        ranks = [*map(self._rank_of, rows.paths)]
         places = [
             TensorPlace(ranks[file], rows.paths[file], *numbers)
             for file, *numbers in zip(*(column.tolist() for column in columns), strict=True)
         ]
         return tuple(sorted(places, key=lambda place: place.start))
+
+    def _rank_of(self, path: FilePath) -> int:
+        """The saved rank whose file it is."""
+        file = parse_rank_file(path.name)
+        return 0 if file is None else self._checkpoint.topology.rank(file.rank, file.tp_rank)
 
     def unknown(self, name: str) -> UnknownTensorError:
         """The error for a name that no tensor has, with the names that are near."""

@@ -12,19 +12,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zeroelastic.checkpoint.model_states import ModelStates
-from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import (
     FP32,
     ParamGroup,
-    Shard,
     configured_batch,
     configured_sub_group_size,
 )
-from zeroelastic.checkpoint.saved_state import SavedState
-from zeroelastic.checkpoint.topology import Topology
-from zeroelastic.core.layout import pack_sub_groups
 from zeroelastic.dcp.saved import SCHEDULER_FILE, DcpCheckpoint, open_dcp
+from zeroelastic.dcp.state import saved_state
 from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, printable, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, read_whole
@@ -134,53 +129,9 @@ def _source(
         ),
     )
     groups = _groups(found, native)
-    table = {param.name: param for param in trained.params}
-    members = [[table[name] for name in group.params] for group in groups]
-    size = configured_sub_group_size(config)
-    buffers = pack_sub_groups(members, world_size=found.world_size, sub_group_size=size)
-    number = {param.name: i for i, param in enumerate(trained.params)}
-    firsts = [number[own[0].name] for own in buffers]
     steps = _steps(found, native, notes)
     batch = configured_batch(config, world_size)
-    head = Shard(
-        path=found.tables[0],
-        size=0,
-        rank=0,
-        stage=3,
-        format="rigid",
-        save_id=None,
-        layout=trained.layout,
-        groups=groups,
-        tensor_keys=tuple(tuple(trained.dtypes[first]) for first in firsts),
-        scalars=tuple(trained.scalars[first] for first in firsts),
-        extents=trained.extents[0],
-        digests=None,
-        scaler=None,
-        ds_config=config,
-        train_batch_size=batch,
-        header_bytes=0,
-    )
-    frozen = found.frozen
-    models = ModelStates(
-        path=found.tables[0],
-        size=0,
-        rank=0,
-        world_size=found.world_size,
-        tensor_size=1,
-        global_steps=steps,
-        sub_groups=tuple(map(tuple, buffers)),
-        frozen=None if frozen is None else frozen.layout,
-        frozen_extents=None,
-        header_bytes=0,
-    )
-    checkpoint = Checkpoint(
-        tag_dir=found.root,
-        topology=Topology(found.world_size),
-        optim_files=found.files,
-        model_files=found.tables,
-        record=None,
-        stale_files=(),
-    )
+    state = saved_state(found, trained=trained, groups=groups, config=config, steps=steps, batch=batch)
     scheduler = _scheduler(found, native, config, steps, notes)
     samples = native.counters.get("global_samples", steps * (batch or 0))
     root = _model_root(found, config, scheduler)
@@ -198,9 +149,9 @@ def _source(
         "overflow": False,
     }
     return ReshardSource(
-        state=SavedState(checkpoint, head, (models,), (trained,) if frozen is None else (trained, frozen)),
+        state=state,
         groups=tuple(Group({str(k): v for k, v in group.options.items()}, group.params, 1) for group in groups),
-        buffers=buffers,
+        buffers=state.models[0].sub_groups,
         optim_root={"optimizer_state_dict": inner, "ds_config": dict(config), "ds_version": _VERSION},
         model_root=lambda rank: root,
         config=config,
@@ -232,15 +183,14 @@ def _groups(found: DcpCheckpoint, native: NativeNotes) -> tuple[ParamGroup, ...]
 
 def _steps(found: DcpCheckpoint, native: NativeNotes, notes: list[str]) -> int:
     """The number of optimizer steps: as it was kept, as the job counted, or as the optimizer did."""
-    steps = [int(scalars["step"].value or 0) for scalars in found.trained.scalars if "step" in scalars]
-    done = max(steps, default=0)
+    steps = found.steps
     if "global_steps" in native.counters:
-        return native.counters["global_steps"]
+        return steps
     if found.named.steps is not None:
-        notes.append(f"global_steps is {found.named.steps}, as the job counted")
-        return found.named.steps
-    notes.append(f"global_steps is {done}, the optimizer's step: the checkpoint has no counter that is known")
-    return done
+        notes.append(f"global_steps is {steps}, as the job counted")
+    else:
+        notes.append(f"global_steps is {steps}, the optimizer's step: the checkpoint has no counter that is known")
+    return steps
 
 
 def _scheduler(
