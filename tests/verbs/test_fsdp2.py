@@ -26,6 +26,7 @@ from zeroelastic.testing.sample import write_sample
 
 SHAPES = {"w": (7, 5), "b": (7,), "deep.scale": ()}
 SECTION, FEATURE = "Using it", "From FSDP2 and to FSDP2, with the optimizer (`convert`)"
+NOTE = "state to the bit, losses of the uninterrupted run; torch and accelerate load what is written"
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -44,12 +45,7 @@ SECTION, FEATURE = "Using it", "From FSDP2 and to FSDP2, with the optimizer (`co
     ),
     stage=st.sampled_from([None, 2]),
 )
-@pytest.mark.support(
-    SECTION,
-    FEATURE,
-    "exact",
-    "state to the bit, losses of the uninterrupted run; torch and accelerate load what is written",
-)
+@pytest.mark.support(SECTION, FEATURE, "exact", NOTE)
 def test_there_and_back_is_the_same_state(
     tmp_path_factory: Any, stage: int | None, target: int, layout: Any, **saved: Any
 ) -> None:
@@ -182,6 +178,20 @@ def test_chunks_of_a_mesh_are_opened_and_have_places(tmp_path: Path) -> None:
             assert same(ck[name].torch(), tensors[f"model.{name}"][0])
         assert {place.rank for place in ck.places("w", key="exp_avg")} == {0, 1, 2, 3, 4, 5}
         assert same(ck["w"][2:5].torch(), tensors["model.w"][0][2:5])
+
+
+@pytest.mark.support(SECTION, FEATURE, "exact", NOTE)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_mesh_of_two_dimensions_becomes_native(tmp_path: Path, stage: int) -> None:
+    tensors, objects = job_state(SHAPES, lambda shape: grid(shape, (2, 3)[: len(shape)]))
+    write_dcp(tmp_path / "fsdp", tensors, objects)
+    zeroelastic.convert(tmp_path / "fsdp", tmp_path / "native", from_="fsdp2", world_size=3, stage=stage)
+    assert zeroelastic.verify(tmp_path / "native").valid
+    with zeroelastic.open(tmp_path / "native") as ck:
+        for name in SHAPES:
+            assert same(ck[name].torch(), tensors[f"model.{name}"][0])
+            state = ck.optimizer(name)["exp_avg"]
+            assert same(state.torch(), tensors[f"optim.state.{name}.exp_avg"][0])  # type: ignore[attr-defined]
 
 
 def _by_number(tensors: dict[str, Any], objects: dict[str, Any]) -> None:

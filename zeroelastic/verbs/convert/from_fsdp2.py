@@ -18,6 +18,7 @@ from zeroelastic.checkpoint.optimizer_file import (
     configured_batch,
     configured_sub_group_size,
 )
+from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.dcp.saved import SCHEDULER_FILE, DcpCheckpoint, open_dcp
 from zeroelastic.dcp.state import saved_state
 from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, printable, some
@@ -115,11 +116,6 @@ def _source(
                 f"{found.root}: {printable(param.name)} is {dtypes[FP32]}. ZeRO keeps float32 master weights, which "
                 "FSDP2 has where the parameters are float32 and MixedPrecisionPolicy chooses the dtype to compute in."
             )
-    if any(part is not None and part.layout.slices is not None for part in (found.trained, found.frozen)):
-        raise UnsupportedError(
-            f"{found.root}: is cut along other dimensions than the first, as tensor parallelism does, which is not "
-            "converted yet."
-        )
     kinds = native.kinds or ({"step": "pyint"} if _has_own_adam(config) else {})
     trained = replace(
         found.trained,
@@ -157,7 +153,7 @@ def _source(
         config=config,
         config_path=found.tables[0],
         bf16_names=bool(entry(config, "bf16", "enabled")),
-        slicing=Slicing(checkpoint.topology),
+        slicing=Slicing(state.checkpoint.topology),
     )
 
 
