@@ -491,7 +491,11 @@ class TagHeaders:
         Tensor parallel ranks, which have parameters of other shapes, are compared each by itself.
         """
         for rank, model in list(self.models.items()):
-            if (mixed := other_step(model, self.record)) is not None:
+            mixed = other_step(model, self.record)
+            if model.tensor_size != self.topology.tensor_size and not self._is_opaque:
+                sizes = f"{model.tensor_size} tensor parallel ranks, the rest of the checkpoint by"
+                mixed = f"{model.path}: was saved by {sizes} {self.topology.tensor_size}. {MIXED}"
+            if mixed is not None:
                 self._add(model.path.name, mixed)
                 del self.models[rank]
         facts = {rank: _model_facts(model) for rank, model in self.models.items()}

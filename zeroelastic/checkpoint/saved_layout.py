@@ -7,11 +7,11 @@ groups say which they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zeroelastic.checkpoint.model_states import ModelStates, trained_tables
-from zeroelastic.checkpoint.optimizer_file import ParamGroup, Shard, checked_gaps, checked_params
+from zeroelastic.checkpoint.optimizer_file import ParamGroup, Shard, checked_gaps, checked_param, checked_params
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.checkpoint.topology import (
@@ -24,11 +24,13 @@ from zeroelastic.checkpoint.topology import (
     native_expert_maps,
     pattern_maps,
     tensor_maps,
+    whole_on_all,
 )
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UndescribedSlicesError, UnsupportedError, brief, shown, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.columns import with_lists
+from zeroelastic.torch_file.header import TensorRef
 
 _DATA_FIRST = "use_data_before_expert_parallelism"
 """The entry of a DeepSpeed configuration that is ``Topology.data_first``."""
@@ -75,21 +77,30 @@ def saved_maps(root: object, tensor_size: int, path: FilePath) -> SavedMaps:
 def _maps_of_tensor_ranks(root: Mapping[object, object], tensor_size: int, path: FilePath) -> SliceMaps:
     """The maps of all parameters, trained and frozen, by affine maps or by patterns."""
     info = with_lists(root.get("universal_checkpoint_info"))
+    trained = [param for table in trained_tables(root, path) for param in table]
     try:
         maps = tensor_maps(info, tensor_size, path)
-        params = [param for table in trained_tables(root, path) for param in table]
-        frozen = with_lists(root.get("frozen_param_shapes"))
-        if maps is None:
-            shapes = frozen.items() if isinstance(frozen, dict) else ()
-            params += [Param(str(name), tuple(shape)) for name, shape in shapes if isinstance(shape, (list, tuple))]
-            maps = pattern_maps(info, params, tensor_size, path)
-            if maps is None:
-                raise UndescribedSlicesError(f"{path}: does not say which slices of tensors it has.")
+        if maps is not None:
+            check_described(maps, [param.name for param in trained], path)
             return maps
+        params = [*trained, *_frozen_params(root, {param.name for param in trained}, path)]
+        maps = pattern_maps(info, params, tensor_size, path)
     except UnsupportedError as error:
         raise UndescribedSlicesError(str(error)) from None
-    check_described(maps, [param.name for param in params], path)
-    return maps
+    if maps is None:
+        raise UndescribedSlicesError(f"{path}: does not say which slices of tensors it has.")
+    return {param.name: maps.get(param.name) or whole_on_all(param, tensor_size) for param in params}
+
+
+def _frozen_params(root: Mapping[object, object], trained: Collection[str], path: FilePath) -> list[Param]:
+    """The frozen parameters that a model states file lists, or whose weights it has."""
+    listed, module, buffers = (with_lists(root.get(key)) for key in ("frozen_param_shapes", "module", "buffer_names"))
+    shapes = {**listed} if isinstance(listed, Mapping) else {}
+    others = {*trained, *(buffers if isinstance(buffers, list) else ())}
+    for name, ref in module.items() if isinstance(module, Mapping) else ():
+        if isinstance(ref, TensorRef) and ref.numel and name not in others:
+            shapes.setdefault(name, ref.shape)
+    return [checked_param(name, shape, path) for name, shape in shapes.items()]
 
 
 def check_described(maps: SliceMaps, names: Iterable[str], path: FilePath) -> None:

@@ -185,6 +185,12 @@ def in_order_of_experts(names: Sequence[str]) -> list[str]:
     return [name for _, name in sorted(enumerate(names), key=place)]
 
 
+def whole_on_all(param: Param, tensor_size: int) -> SliceMap:
+    """The map of a parameter that every tensor parallel rank has as a whole."""
+    strips = (Strip(0, 0, param.numel),) if param.numel else ()
+    return SliceMap("tensor", (SliceView(param, param.shape, strips),) * tensor_size)
+
+
 def pattern_maps(info: object, params: Sequence[Param], tensor_size: int, where: object) -> dict[str, SliceMap] | None:
     """The maps that the patterns of an older AutoTP save imply; ``params`` are those of tensor parallel rank 0.
 
