@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import topologies
+import torch
+from exports import plain
 from topologies import LOSS_RTOL, TopologyJob, build, differences, logical_hashes, train
 
 import zeroelastic
+from zeroelastic.errors import UnsupportedError, UsageError
 from zeroelastic.testing import RankPool
 
 
@@ -97,3 +100,95 @@ def test_stock_deepspeed_goes_on_at_another_topology(name: str, pool: RankPool, 
         assert not differences(saved.state, found.state), changes
         assert found.losses == pytest.approx(saved.losses, rel=LOSS_RTOL[job.precision])
     assert len(roots) == 1
+
+
+@pytest.fixture(scope="module")
+def saves(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of two ranks: by the model, "plain" without tensor parallelism."""
+    jobs = {
+        "plain": stock("llama"),
+        "llama": stock("llama", tp=2),
+        "qwen3": stock("qwen3", tp=2),
+        "autoep": stock("autoep", ep=2),
+        "moe": stock("moe", ep=2, stage=2),
+    }
+    found: dict[str, Path] = {}
+    for name, job in jobs.items():
+        found[name] = tmp_path_factory.mktemp("saves") / name
+        pool.run(save, 2, job, str(found[name]))
+    return found
+
+
+def test_the_slices_of_another_checkpoint_are_taken(pool: RankPool, saves: dict[str, Path], tmp_path: Path) -> None:
+    """Of one that says how tensor parallel ranks cut the weights, for a source that does not."""
+    target = tmp_path / "out"
+    report = zeroelastic.reshard(saves["plain"], target, world_size=4, tp=2, like=saves["llama"], verify=True)
+    assert report.verified and report.notes == ("saved with tensor parallel size 1; the result is of 2",)
+    job = stock("llama", tp=2).other()
+    found = pool.run(load, 4, job, str(target))[0]
+    whole = pool.run(load, 2, stock("llama").other(), str(saves["plain"]))[0]
+    assert not differences(whole.state, found.state)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
+    "no map": ("plain", {"world_size": 2, "tp": 2}, UnsupportedError, r"does not say how 2 ranks cut.*--like"),
+    "uneven cuts": ("qwen3", {"world_size": 3, "tp": 3}, UnsupportedError, r"cannot be by 3 ranks.*--like"),
+    "native MoE at stage 3": ("moe", {"world_size": 2, "stage": 3}, UnsupportedError, r"does not start at stage 3"),
+    "experts at stage 0": ("moe", {"world_size": 2, "stage": 0}, UnsupportedError, r"files of their own at stage 0"),
+    "slices at stage 0": ("llama", {"world_size": 2, "stage": 0}, UnsupportedError, r"Give --tp 1"),
+    "experts and tensor parallelism": ("autoep", {"world_size": 2, "tp": 2}, UnsupportedError, r"Leave --tp out"),
+    "experts that do not divide": ("autoep", {"world_size": 3, "ep": 3}, UnsupportedError, r"\(4\)\. Give an --ep"),
+    "ranks that do not divide": ("autoep", {"world_size": 3}, UsageError, r"no groups of 2 expert parallel ranks"),
+    "tensor ranks that do not divide": ("llama", {"world_size": 3}, UsageError, r"3 ranks are not 2 tensor parallel"),
+    "no experts": ("llama", {"world_size": 2, "ep": 2}, UnsupportedError, r"has no experts that DeepSpeed distributes"),
+    "a size of zero": ("llama", {"world_size": 2, "tp": 0}, UsageError, r"0 tensor parallel ranks make no sense"),
+}
+
+
+@pytest.mark.support("Using it", "`zeroelastic reshard --stage 3`: DeepSpeed's own MoE layers", "refused")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_written_is_refused_by_name(name: str, saves: dict[str, Path], tmp_path: Path) -> None:
+    source, options, error, said = REFUSED[name]
+    with pytest.raises(error, match=said):
+        zeroelastic.reshard(saves[source], tmp_path / "out", **options)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("source", "like", "tp", "said"),
+    [
+        ("plain", "llama", 4, "was saved with tensor parallel size 2, and 4 is asked for"),
+        ("plain", "qwen3", 2, "has no slices of .* or those of another shape"),
+        ("llama", "llama", 1, "--like says how tensor parallel ranks cut weights"),
+    ],
+)
+def test_slices_of_another_model_or_size_are_refused(
+    source: str, like: str, tp: int, said: str, saves: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises((UsageError, UnsupportedError), match=said):
+        zeroelastic.reshard(saves[source], tmp_path / "out", world_size=4, tp=tp, like=saves[like])
+
+
+@pytest.mark.parametrize(
+    ("name", "over", "size"),
+    [("llama", {"tp": 4}, {"tp": 2}), ("autoep", {"ep": 4}, {"ep": 2}), ("moe", {"ep": 1}, {"ep": 2})],
+)
+def test_a_result_is_resharded_back_to_what_deepspeed_wrote(
+    name: str, over: dict[str, int], size: dict[str, int], saves: dict[str, Path], tmp_path: Path
+) -> None:
+    """In DeepSpeed's own format: every object of every file, what they say of slices and ranks included."""
+    there, back = tmp_path / "there", tmp_path / "back"
+    zeroelastic.reshard(saves[name], there, world_size=4, format="rigid", **over)
+    zeroelastic.reshard(there, back, world_size=2, format="rigid", **size)
+    for path in sorted((saves[name] / "t").glob("*.pt")):
+        want, got = (torch.load(folder, weights_only=False) for folder in (path, back / "t" / path.name))
+        assert want.keys() == got.keys()
+        for key in want:
+            assert _sizes_as_tuples(plain(got[key])) == _sizes_as_tuples(plain(want[key])), (path.name, key)
+
+
+def _sizes_as_tuples(value: Any) -> Any:
+    """DeepSpeed copies the shapes of files with experts into tuples."""
+    if isinstance(value, (list, tuple)):
+        return [_sizes_as_tuples("tuple" if item == "Size" else item) for item in value]
+    return value

@@ -11,6 +11,7 @@ Source: ``deepspeed/checkpoint/ds_to_universal.py`` and the loaders in ``DeepSpe
 (``load_hp_checkpoint_state_from_checkpoint_dir``, stages 1 and 2), DeepSpeed 0.19.8. The archives are written in one
 pass from all ranks' files, without a temporary copy and without torch. State keys beyond Adam's get files too, which
 DeepSpeed's loader reads at stages 1 and 2. What is made of stage 1 or 2 also has what its loader wants at stage 3.
+Tensors that ranks had slices of are whole, in the shape that the loaders slice them by.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from zeroelastic.checkpoint.extents import stream_seeds
 from zeroelastic.checkpoint.optimizer_file import FP32, zero_option
 from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.checkpoint.tag_files import model_file_name
+from zeroelastic.core.copies import first_copies, strips_of_runs
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, DigestRows, move_segments
@@ -44,7 +46,8 @@ from zeroelastic.verbs.new_files import (
     write_archive,
 )
 from zeroelastic.verbs.reshard.files import scalar_node
-from zeroelastic.verbs.reshard.source import no_hyper_parameters
+from zeroelastic.verbs.reshard.slicing import Slicing
+from zeroelastic.verbs.reshard.source import no_hyper_parameters, slicing_of
 from zeroelastic.verbs.verify.payload_scan import RankRows, cover
 
 ZERO_FOLDER = "zero"
@@ -70,13 +73,15 @@ _REBUILT = (
 class UniversalPlan:
     """What to write: ``tag`` is the directory below the target; ``notes`` say what DeepSpeed will not restore.
 
-    ``module`` are the entries of a whole module that are not trained.
+    ``module`` are the entries of a whole module that are not trained. ``slicing`` says which slices of tensors ranks
+    had.
     """
 
     state: SavedState
     tag: str
     optimizer_state: object
     module: tuple[ModelTensor, ...]
+    slicing: Slicing
     notes: tuple[str, ...]
 
     @property
@@ -116,7 +121,7 @@ class UniversalPlan:
                 dtype = one.dtype if isinstance(place, Place) else "float32"
                 (zero / name).mkdir(exist_ok=True)
                 storages.append(new_storage(dtype, one.numel))
-                graphs[zero / name / f"{key}.pt"] = _state_file(one, storages[-1], whole=whole)
+                graphs[zero / name / f"{key}.pt"] = self._state_file(name, one, storages[-1])
             archives = Archives(graphs)
             slots = archives.slots(storages).tolist()
             columns = zip(some, storages, slots, strict=True)
@@ -128,9 +133,20 @@ class UniversalPlan:
                 write_archive(zero / param.name / "step.pt", scalar_node(own["step"]))
         write_archive(zero / OPTIMIZER_STATE, self.optimizer_state)
         _copy_models(self.state, tag_dir, digests, progress)
-        if whole:  # a run of stage 3 looks for its own name
-            os.link(tag_dir / self.state.models[0].path.name, tag_dir / model_file_name(0, 0, whole=False))
+        for tensor_rank, model in enumerate(self.state.models if whole else ()):  # a run of stage 3 looks for its name
+            os.link(tag_dir / model.path.name, tag_dir / model_file_name(0, tensor_rank, whole=False))
         (directory / LATEST_UNIVERSAL).write_text(self.tag)
+
+    def _state_file(self, name: str, saved: ModelTensor, storage: Storage) -> object:
+        """What a state file holds: the flat tensor, or what the loaders want that slice it, and that of stages 1, 2."""
+        if not self.state.checkpoint.whole_model and not self.slicing.has_slices:
+            return tensor(storage, 0, (storage.numel,))
+        if not isinstance(saved.source, Place):
+            return {"param": tensor(storage, 0, saved.shape)}
+        found: dict[str, object] = {"cat_dim": 0, "param": tensor(storage, 0, saved.shape or (1,))}
+        if self.slicing.is_expert(name) and not self.slicing.has_own_experts:
+            found |= {"is_expert_param": True, "ep_num_experts": saved.shape[0]}
+        return found
 
 
 def plan_universal(state: SavedState, *, tag: str) -> UniversalPlan:
@@ -146,12 +162,20 @@ def plan_universal(state: SavedState, *, tag: str) -> UniversalPlan:
             new_storage(dtype, 0)
     root, left_out = _optimizer_state(state)
     module: list[ModelTensor] = []
+    slicing = slicing_of(state.checkpoint)
     if state.checkpoint.whole_model:
-        module, more = _rest_of_module(state, {param.name for param in trained.params})
+        frozen = state.parts[1].params if len(state.parts) > 1 and slicing.topology.tensor_size > 1 else ()
+        module, more = _rest_of_module(state, {param.name for param in (*trained.params, *frozen)})
         left_out += more
         for entry in module:
             check_file_name(entry.name, "an entry of the module")
-    return UniversalPlan(state, tag, root, tuple(module), (*left_out, *_notes(state)))
+    notes = _notes(state)
+    if slicing.has_own_experts:
+        notes.append(
+            "load it with expert parallel size 1: DeepSpeed's loader finds experts of its own MoE layers by their "
+            "numbers on a rank, and gives every expert parallel rank those of the first, without an error"
+        )
+    return UniversalPlan(state, tag, root, tuple(module), slicing, (*left_out, *notes))
 
 
 def check_file_name(name: str, what: str) -> None:
@@ -246,7 +270,10 @@ def _optimizer_state(state: SavedState) -> tuple[object, list[str]]:
         raise CheckpointError(f"{path}: holds no optimizer groups. The file is damaged.")
     sub_group = dict(zip((p.name for p in state.head.layout.params), state.head.layout.sub_group.tolist(), strict=True))
     numbered = [
-        {**pairs_of(options), "params": sorted({sub_group[name] for name in group.params if name in sub_group})}
+        {
+            **{key: value for key, value in pairs_of(options).items() if key != "name" or not _is_of_experts(value)},
+            "params": sorted({sub_group[name] for name in group.params if name in sub_group}),
+        }
         for options, group in zip(groups, state.head.groups, strict=True)
     ]
     scalars = {i: {key: scalar_node(value) for key, value in of.items()} for i, of in enumerate(state.head.scalars)}
@@ -255,13 +282,9 @@ def _optimizer_state(state: SavedState) -> tuple[object, list[str]]:
     return root, left_out
 
 
-def _state_file(saved: ModelTensor, storage: Storage, *, whole: bool) -> object:
-    """What a state file holds: the flat tensor, or what the loader of stages 1 and 2 wants."""
-    if not whole:
-        return tensor(storage, 0, (storage.numel,))
-    if isinstance(saved.source, Place):
-        return {"cat_dim": 0, "param": tensor(storage, 0, saved.shape or (1,))}
-    return {"param": tensor(storage, 0, saved.shape)}
+def _is_of_experts(name: object) -> bool:
+    """Whether a group's name is one of experts, ``ep_size_4``: a run of another size keeps its own."""
+    return isinstance(name, str) and name.startswith("ep_size_")
 
 
 def _copy_models(state: SavedState, tag_dir: Path, digests: RecordedDigests, progress: ProgressFunction | None) -> None:
@@ -277,7 +300,11 @@ def _copy_models(state: SavedState, tag_dir: Path, digests: RecordedDigests, pro
         runs = RankRows(*np.empty((5, 0), dtype=np.int64))
         if frozen is not None:
             _, rows = frozen.rank_rows(model.rank)
-            runs = RankRows(rows.file_offset, rows.nbytes, rows.target, rows.start, rows.itemsize)
+            target, slices = rows.target, frozen.layout.slices
+            if slices is not None:  # what several tensor parallel ranks have copies of counts once
+                strip = strips_of_runs(slices, rows.param, rows.start)
+                target = np.where(first_copies(slices)[strip] == strip, target, len(tensors))
+            runs = RankRows(rows.file_offset, rows.nbytes, target, rows.start, rows.itemsize)
         table = cover(np.array([0]), np.array([model.size]), runs)
         if (table.record < 0).any():
             raise CheckpointError(f"{model.path}: parts of two frozen parameters overlap. The file is damaged.")

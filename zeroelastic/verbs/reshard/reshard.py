@@ -50,13 +50,13 @@ from zeroelastic.verbs.options import Progress, local_target, no_progress
 from zeroelastic.verbs.report import Format, GivenPath, Report
 from zeroelastic.verbs.reshard.rank_writer import RankWriter, WrittenRank
 from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, link_or_copy, plan_sidecar_files, write_sidecar_files
-from zeroelastic.verbs.reshard.slicing import Slicing, saved_slicing, slicing_notes, target_slicing
+from zeroelastic.verbs.reshard.slicing import slicing_notes, target_slicing
 from zeroelastic.verbs.reshard.source import (
     ReshardSource,
     for_slicing,
-    model_roots,
     reshard_source,
     saved_sub_group_size,
+    slicing_of,
     with_options,
 )
 from zeroelastic.verbs.reshard.target import LEAST_MEMORY, ReshardOptions, ReshardTarget, reshard_target, stage_notes
@@ -235,7 +235,7 @@ def complete_plan(source: Source, saved: ReshardSource, options: ReshardOptions,
     saved = with_options(saved, {"zero_optimization": options.zero_options})
     if stage == 3 and options.sub_group_size is None:
         options = replace(options, sub_group_size=saved_sub_group_size(saved))
-    like = None if options.like is None else _like(options.like)
+    like = None if options.like is None else slicing_of(open_checkpoint(find_source(options.like).tag_dir))
     params = [param for part in saved.state.parts for param in part.params]
     try:
         slicing = target_slicing(
@@ -265,13 +265,6 @@ def complete_plan(source: Source, saved: ReshardSource, options: ReshardOptions,
             "load it; with --full it does"
         )
     return ReshardPlan(source, saved, target, sidecar_files, options, (*all_notes, *sidecar_files.notes))
-
-
-def _like(path: str) -> Slicing:
-    """The slicing of a checkpoint that is given for it. Raises UsageError, CheckpointError, UnsupportedError."""
-    checkpoint = open_checkpoint(find_source(path).tag_dir)
-    layouts = [layout for layout in (checkpoint.layout, checkpoint.frozen_layout) if layout is not None]
-    return saved_slicing(model_roots(checkpoint.model_files)(0), layouts, checkpoint.topology)
 
 
 def run_reshard(

@@ -35,7 +35,7 @@ from zeroelastic.core.layout import (
 )
 from zeroelastic.core.slices import Strip, strips_of_box
 from zeroelastic.errors import UnsupportedError, UsageError, counted, some
-from zeroelastic.torch_file.graph import pairs_of
+from zeroelastic.torch_file.graph import entry, pairs_of
 
 Root = Mapping[object, object]
 
@@ -435,7 +435,9 @@ def _recut(saved: Slicing, topology: Topology) -> Slicing:
             )
         maps[name] = _even_map(tensor, dim, size)
         entries[f"^{re.escape(name)}$"] = even_cut(tensor.shape, dim, size)
-    affine_map = {"version": MAP_VERSION, "params": entries}
+    listed = pairs_of(entry(saved.info, "affine_map", "params"))
+    in_order = {str(key): entries.pop(str(key)) for key in listed if key in entries}
+    affine_map = {"version": MAP_VERSION, "params": in_order | entries}
     return Slicing(topology, maps, info={**(saved.info or {}), "affine_map": affine_map})
 
 

@@ -145,7 +145,6 @@ def reshard_source(state: SavedState, *, full: bool = True) -> ReshardSource:
             "another world size. Load it with zeroelastic in the training job, which restores what it knows."
         )
     layout, checkpoint, shared = state.head.layout, state.checkpoint, state.models[0].shared
-    layouts = [part.layout for part in state.parts]
     weights: dict[str, WeightPlace] = {}
     kept = None if full or shared is None else beside_copy(shared)
     if shared is not None and kept is None and checkpoint.whole_model:
@@ -157,7 +156,7 @@ def reshard_source(state: SavedState, *, full: bool = True) -> ReshardSource:
         return found if shared is None else completed(found, shared, checkpoint.tag_dir, layout, weights)
 
     model_root = model_roots(checkpoint.model_files, complete)
-    slicing = saved_slicing(model_root(0), layouts, checkpoint.topology, _own_layers(checkpoint))
+    slicing = slicing_of(checkpoint)
     groups = _groups(state, inner)
     _check_order(groups, slicing, layout, state.head.path)
     return ReshardSource(
@@ -225,6 +224,15 @@ def for_slicing(source: ReshardSource, slicing: Slicing) -> ReshardSource:
         for group in source.groups
     ]
     return replace(with_options(source, sizes), groups=tuple(groups))
+
+
+def slicing_of(checkpoint: Checkpoint) -> Slicing:
+    """Which slices of tensors the ranks of a checkpoint had. Raises CheckpointError, UnsupportedError."""
+    if checkpoint.layout.slices is None and not checkpoint.expert_files:
+        return Slicing(checkpoint.topology)
+    layouts = [layout for layout in (checkpoint.layout, checkpoint.frozen_layout) if layout is not None]
+    root = pairs_of(read_graph(checkpoint.model_files[0]))
+    return saved_slicing(root, layouts, checkpoint.topology, _own_layers(checkpoint))
 
 
 def _own_layers(checkpoint: Checkpoint) -> list[str]:
