@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeGuard, overload
 
 import numpy as np
 
@@ -393,7 +393,7 @@ def open_checkpoint(
     return checkpoint
 
 
-def _is_one_of_several(tp: TensorParallel | None) -> bool:
+def _is_one_of_several(tp: TensorParallel | None) -> TypeGuard[TensorParallel]:
     """Whether the files of one of several tensor parallel ranks are asked for."""
     return tp is not None and tp.size > 1
 
@@ -402,7 +402,7 @@ def _state_files(
     tag_dir: FilePath, names: Collection[str], record: CommitRecord | None, tp: TensorParallel | None
 ) -> StateFiles:
     """The optimizer and the model states files by rank: of all ranks, or of the tensor parallel rank ``tp``."""
-    if tp is not None and tp.size > 1:
+    if _is_one_of_several(tp):
         _check_tp_size(tag_dir, names, record, tp)
         return rank_files(tag_dir, names, tp.rank)
     tensor_size = None if record is None else record.tp_size
@@ -432,7 +432,7 @@ def _first_model_states(tag_dir: FilePath, files: StateFiles, near_rank: int, tp
     named = parse_rank_file(path.name)
     assert named is not None
     file = read_torch_file(path, foreign="inert", columns=True)
-    if tp is not None and tp.size > 1:
+    if _is_one_of_several(tp):
         return _First(model_states_of(file, rank, world_size=None, tp=tp), (named.rank, 0), None)
     model = model_states_of(file, rank, world_size=None)
     try:
