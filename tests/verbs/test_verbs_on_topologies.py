@@ -17,6 +17,7 @@ from commands import run_command
 from safetensors.torch import load_file
 from synthetic import edit
 from topologies import EXPERTS, TopologyJob
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zeroelastic
 from zeroelastic.testing import RankPool
@@ -294,3 +295,57 @@ def test_plans_that_cannot_be_are_refused_by_name(saved: Saved) -> None:
     assert done.returncode == 0, done.stderr
     shown = run_command("plan", saved("llama-3")[0], "-n", 4, "--tp", 4)
     assert "(tensor parallel 2 to 4)" in shown.stdout
+
+
+def test_a_distributed_checkpoint_of_torch_has_whole_tensors(saved: Saved, tmp_path: Path) -> None:
+    tag_dir, state, _ = saved("autoep-2")
+    zeroelastic.convert(tag_dir, tmp_path / "dcp", to="dcp")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "all.pt")
+    found = torch.load(tmp_path / "all.pt", weights_only=False)
+    for key, want in state.items():
+        name, _, kind = key.rpartition("/")
+        if kind == "fp32":
+            assert torch.equal(found["model"][name], want), key
+        elif kind in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(found["optim"]["state"][name][kind], want), key
+
+
+RECORDED = [
+    TopologyJob("llama", tp=2, stage=3),
+    TopologyJob("neox", tp=4, stage=2, elastic=False),
+    TopologyJob("autoep", ep=2, stage=3),
+    TopologyJob("moe", ep=2, stage=1, elastic=False),
+    TopologyJob("llama", tp=4, stage=3, adapters=True),
+]
+
+
+def save_with_a_record(job: TopologyJob, directory: str) -> dict[str, Any]:
+    from zeroelastic.deepspeed.live import topology
+
+    topology.COVERED = True
+    engine = topologies.build(job)
+    topologies.train(engine, 0, 1)
+    engine.save_checkpoint(directory, tag="t")
+    return topologies.logical_state(engine)
+
+
+@pytest.mark.parametrize("job", RECORDED, ids=[f"{job.model}-{job.stage}" for job in RECORDED])
+def test_what_is_read_agrees_with_the_commit_record(pool: RankPool, tmp_path: Path, job: TopologyJob) -> None:
+    state = pool.run(save_with_a_record, 4, job, str(tmp_path / "run"))[0]
+    report = zeroelastic.verify(tmp_path / "run")
+    assert report.valid and report.recorded_root is not None and report.content_root == report.recorded_root
+    found = zeroelastic.inspect(tmp_path / "run", all_ranks=True)
+    assert found.ok and found.topology is not None and found.record.content_root == report.content_root
+    assert zeroelastic.latest(tmp_path / "run").ok and zeroelastic.verify(tmp_path / "run", quick=True).valid
+    for name in [key.removesuffix("/fp32") for key in state if key.endswith("/fp32")][:3]:
+        (shown,) = zeroelastic.show(tmp_path / "run", name, kind="exp_avg").tensors
+        assert shown.recorded_digest is not None and shown.ok
+    exported = zeroelastic.export(tmp_path / "run", tmp_path / "out", optimizer=True)
+    assert exported.digests_compared
+    assert zeroelastic.diff(tmp_path / "run", tmp_path / "run").equal
+    damaged = next((tmp_path / "run" / "t").glob("*_optim_states.pt"))
+    raw = bytearray(damaged.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    damaged.write_bytes(raw)
+    report = zeroelastic.verify(tmp_path / "run")
+    assert not report.valid and {problem.file for problem in report.problems} == {damaged.name}
