@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import topologies
 from topologies import TopologyJob
 
+from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
+from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool
 
 
@@ -90,3 +93,38 @@ def test_a_stock_save_loads_at_other_sizes(
         if {own, size} != {1}:
             what = {"tp": "tensor", "ep": "expert"}[axis]
             assert f"{what} parallel {own} -> {size}" in loaded.report
+
+
+def alter_a_copy(tag: Path) -> None:
+    """One byte of what the second tensor parallel rank has of a norm, which both ranks are to have alike."""
+    checkpoint = open_checkpoint(tag)
+    rank = next(rank for rank in (1, 3) if checkpoint.shard(rank).layout.owned(rank)[1][norm_of(checkpoint, rank)])
+    shard, norm = checkpoint.shard(rank), norm_of(checkpoint, rank)
+    in_buffer = int(shard.layout.buffer_offset(rank)[norm] - shard.layout.offset[norm])
+    offset = int(shard.extents["exp_avg"].offset[norm]) + 4 * in_buffer
+    data = bytearray((tag / shard.path.name).read_bytes())
+    data[offset + 1] ^= 1
+    (tag / shard.path.name).write_bytes(bytes(data))
+
+
+def norm_of(checkpoint: Checkpoint, rank: int) -> int:
+    return checkpoint.shard(rank).layout.index()["model.norm.weight"]
+
+
+def refused(job: TopologyJob, directory: str) -> str:
+    engine = topologies.build(job)
+    try:
+        engine.load_checkpoint(directory, tag="two")
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_copies_that_differ_are_not_taken_silently(topology_pool: RankPool, tmp_path: Path) -> None:
+    job = TopologyJob("llama", tp=2, stage=2)
+    topology_pool.run(save, 4, replace(job, installed=False, elastic=False), str(tmp_path))
+    assert topology_pool.run(refused, 2, job.other(tp=1), str(tmp_path)) == ["", ""]
+    alter_a_copy(tmp_path / "two")
+    for said in topology_pool.run(refused, 2, job.other(tp=1), str(tmp_path)):
+        assert "different copies of the same values: model.norm.weight: exp_avg" in said
+    assert topology_pool.run(refused, 4, job.other(), str(tmp_path)) == [""] * 4, "each rank takes its own"

@@ -32,6 +32,7 @@ from zeroelastic.core.layout import Layout, in_own_buffers
 from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
+from zeroelastic.deepspeed.load.saved_copies import refuse_other_copies
 from zeroelastic.deepspeed.node_local.peer_checkpoint import has_closed_form, open_with_peers, ranks_taken
 from zeroelastic.deepspeed.node_local.shared_places import SharedPlaces, find_shared_files, with_shared
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility, stat_assigned_files
@@ -148,6 +149,11 @@ def preflight(
         check, lambda plan: _consistency_digest(plan, weights_only=request.weights_only)
     )
     _check_consistent(tag_dir, digests, plan)
+    tensor_size = plan.checkpoint.topology.tensor_size
+    if plan.checkpoint.record is None and tensor_size not in (1, live.topology.tensor_size):
+        keys = sorted({key for own in plan.head.tensor_keys for key in own})
+        device = next(live.module.parameters()).device
+        refuse_other_copies(plan.checkpoint, plan.visibility, keys=keys, device=device)
     return plan
 
 

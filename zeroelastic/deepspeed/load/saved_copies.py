@@ -1,0 +1,113 @@
+"""Copies of the same values in the files of several tensor parallel ranks are compared where no record did it.
+
+A load at another tensor parallel size takes one copy of each. A save with a commit record has compared them; stock
+DeepSpeed does not, and copies drift apart where ranks train replicated parameters on different gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.extents import Destination, TensorExtents, extent_windows
+from zeroelastic.checkpoint.open import Checkpoint
+from zeroelastic.checkpoint.optimizer_file import FROZEN
+from zeroelastic.core.copies import first_copies, strips_of_runs
+from zeroelastic.core.digest import UInt64Array, combine, stream_seed
+from zeroelastic.core.layout import Layout
+from zeroelastic.core.plan import held_plan
+from zeroelastic.deepspeed.live.digests import sum_over_ranks
+from zeroelastic.deepspeed.node_local.visibility import FileVisibility
+from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.errors import UnsupportedError, some
+from zeroelastic.executors.dispatch import digest_range
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import read_range
+
+_MAX_NAMED = 4
+_CHUNK_BYTES = 4 << 20
+
+_Extents = Callable[[int], Mapping[str, TensorExtents]]
+
+
+def refuse_other_copies(
+    checkpoint: Checkpoint, visibility: FileVisibility | None, *, keys: list[str], device: torch.device
+) -> None:
+    """Raise UnsupportedError where tensor parallel ranks saved different copies of the same values. Collective.
+
+    Every copy is read once, by some rank that sees its file. ``keys`` are those of optimizer state, on all ranks alike.
+    """
+
+    def frozen(rank: int) -> Mapping[str, TensorExtents]:
+        found = checkpoint.frozen_extents(rank)
+        return {} if found is None else {FROZEN: found}
+
+    parts: list[tuple[Layout | None, list[str], _Extents]] = [
+        (checkpoint.layout, keys, checkpoint.extents),
+        (checkpoint.frozen_layout, [FROZEN], frozen),
+    ]
+    differing: list[str] = []
+    for layout, own, extents in parts:
+        if layout is None or layout.slices is None:
+            continue
+        files = checkpoint.model_files if own == [FROZEN] else checkpoint.optim_files
+        ranks = [rank for rank in range(layout.world_size) if _is_read_here(rank, files[rank], visibility)]
+        sums = all_or_raise(partial(_sums, layout, own, extents, ranks))
+        totals = np.array(sum_over_ranks(sums.ravel(), device=device, group=_world()), dtype=np.uint64)
+        totals = totals.reshape(sums.shape)
+        first = first_copies(layout.slices)
+        wrong = np.argwhere(totals != totals[first])
+        tensors, param = layout.tensors, layout.slices.strips.param
+        differing += [f"{tensors[int(param[strip])].name}: {own[key]}" for strip, key in wrong.tolist()]
+    if differing:
+        raise UnsupportedError(
+            f"{checkpoint.tag_dir}: tensor parallel ranks saved different copies of the same values: "
+            f"{some(list(dict.fromkeys(differing)), _MAX_NAMED)}. At another tensor parallel size one of them would be "
+            "taken: resume at the one that saved."
+        )
+
+
+def _is_read_here(rank: int, path: FilePath, visibility: FileVisibility | None) -> bool:
+    if visibility is None or visibility.in_store:
+        return rank % dist.get_world_size() == dist.get_rank()
+    return visibility.reader(path.name) == visibility.rank
+
+
+def _sums(layout: Layout, keys: list[str], extents: _Extents, ranks: list[int]) -> UInt64Array:
+    """The digests of copied strips as far as these saved ranks have them: shape ``(num_strips, num_keys)``."""
+    slices = layout.slices
+    assert slices is not None
+    first = first_copies(slices)
+    is_copied = np.bincount(first, minlength=len(first))[first] > 1
+    sums = np.zeros((len(first), len(keys)), dtype=np.uint64)
+    for rank in ranks:
+        plan = held_plan(layout, rank).run_by_run()
+        plan = plan.take(np.flatnonzero(is_copied[strips_of_runs(slices, plan.src_param, plan.start)]))
+        places = extents(rank)
+        there = [key for key in keys if key in places]
+        targets = [Destination(key, i, dtype) for key in there for i, dtype in places[key].dtype.items()]
+        for rows in extent_windows(plan, {rank: places}, targets):
+            strips = strips_of_runs(slices, rows.param, rows.start).tolist()
+            arrays = (rows.file, rows.file_offset, rows.numel, rows.itemsize, rows.start)
+            columns = (column.tolist() for column in arrays)
+            numbers = rows.target.tolist()
+            for strip, number, file, offset, numel, itemsize, start in zip(strips, numbers, *columns, strict=True):
+                key = targets[number].key
+                seed = stream_seed(layout.tensors[int(slices.strips.param[strip])].name, key)
+                at = strip, keys.index(key)
+                for done in range(0, numel * itemsize, _CHUNK_BYTES):
+                    nbytes = min(_CHUNK_BYTES, numel * itemsize - done)
+                    data = np.frombuffer(read_range(rows.paths[file], offset + done, nbytes), dtype=np.uint8)
+                    found = digest_range(data, itemsize, seed=seed, start=start + done // itemsize)
+                    sums[at] = combine(int(sums[at]), found)
+    return sums
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
