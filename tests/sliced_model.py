@@ -1,8 +1,11 @@
-"""A model that DeepSpeed slices by tensor parallelism, and what stands for the parts that need CUDA or Megatron."""
+"""A model that DeepSpeed slices without saying how, and what stands for the parts that need CUDA or Megatron."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import training
@@ -64,7 +67,7 @@ TP_BATCH = 12
 
 
 def build_sliced(job: Job, tp_size: int, model: torch.nn.Module | None = None) -> Any:
-    """An engine whose model DeepSpeed slices itself (AutoTP)."""
+    """An engine whose model DeepSpeed slices itself (AutoTP), ``without_maps``."""
     import deepspeed
 
     import zeroelastic
@@ -90,8 +93,21 @@ def build_sliced(job: Job, tp_size: int, model: torch.nn.Module | None = None) -
                 ],
             },
         }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    with without_maps():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
+
+
+@contextmanager
+def without_maps() -> Iterator[None]:
+    """Within this context DeepSpeed does not say which slices of tensors AutoTP gives to ranks, as before 0.19.8.
+
+    Each tensor parallel rank is then a run of its own. ``topologies`` has runs of which DeepSpeed says it.
+    """
+    from deepspeed.runtime import engine as ds_engine
+
+    with mock.patch.object(ds_engine, "collect_autotp_universal_checkpoint_info", lambda model: {}, create=True):
+        yield
 
 
 def sliced_step(engine: Any, step: int) -> float:

@@ -33,12 +33,6 @@ def topology_pool() -> Iterator[RankPool]:
         yield pool
 
 
-def cover() -> None:
-    from zeroelastic.deepspeed.live import topology
-
-    topology.COVERED = True
-
-
 class Made(NamedTuple):
     """The hashes of the logical state of a run that was saved, and the digests of its whole tensors."""
 
@@ -47,7 +41,6 @@ class Made(NamedTuple):
 
 
 def save(job: TopologyJob, directory: str, **options: Any) -> Made:
-    cover()
     engine = build(job)
     train(engine, 0, 2)
     logical = logical_state(engine)
@@ -139,7 +132,6 @@ SAME_STATE = {
 
 
 def save_untrained(job: TopologyJob, directory: str) -> str:
-    cover()
     engine = build(job)
     engine.save_checkpoint(directory, tag="t")
     record = read_record(Path(directory) / "t")
@@ -158,7 +150,6 @@ def test_the_content_root_does_not_depend_on_the_topology(topology_pool: RankPoo
 
 def save_differing(job: TopologyJob, directory: str) -> tuple[str, list[str]]:
     """The error of a save whose copies differ, and what was logged."""
-    cover()
     engine = build(job)
     train(engine, 0, 1)
     param = dict(engine.module.named_parameters())["model.norm.weight"]
@@ -196,7 +187,6 @@ def save_over_a_full_disk(job: TopologyJob, directory: str) -> str:
     """The error of a save during which one rank cannot write the file of an expert."""
     from zeroelastic.deepspeed.save import shard_writer
 
-    cover()
     engine, module = build(job), cast(Any, shard_writer)
     original = module.write_torch_file
 

@@ -33,9 +33,6 @@ from zeroelastic.errors import CheckpointError, UnsupportedError
 
 Buffers = Sequence[Sequence[Param]]
 
-COVERED = False
-"""Whether runs with slices are saved and loaded as such: else tensor parallelism is opaque, and experts not covered."""
-
 _parsed: WeakKeyDictionary[torch.nn.Module, tuple[object, int, SliceMaps | None]] = WeakKeyDictionary()
 """The maps of AutoTP of a module that were read last, after what they are of: DeepSpeed makes them once."""
 
@@ -161,7 +158,7 @@ def is_opaque(optimizer: Any, module: torch.nn.Module) -> bool:
     topology = Topology(dist.get_world_size(group=dp_group), tp.size)
     place = topology.rank(dist.get_rank(group=dp_group), tp.rank), topology.world_size
     maps = _tensor_maps(module, tp)
-    if not COVERED or not maps or place != (dist.get_rank(), dist.get_world_size()):
+    if not maps or place != (dist.get_rank(), dist.get_world_size()):
         return True
     described = {name: found.views[tp.rank].shape for name, found in maps.items()}
     return any(described.get(name) != _shape(param) for name, param in module.named_parameters())
@@ -171,8 +168,6 @@ def uncovered_sharing(optimizer: Any, engine: Any) -> str | None:
     """What of the sharing of a run is not covered, if anything. ``engine`` is the optimizer's."""
     if not getattr(engine, "has_moe_layers", False):
         return None
-    if not COVERED:
-        return "mixture-of-experts layers (experts are partitioned over groups of their own)"
     params = list(engine.module.parameters())
     if not any(map(is_expert, params)):
         return "mixture-of-experts layers (of which no parameter is an expert's)"
