@@ -83,7 +83,7 @@ def test_golden_records_state_the_digests_of_what_deepspeed_gathered(name):
 
 
 def test_the_golden_folder_stays_small():
-    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 250_000
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 300_000
     assert not list(GOLDEN.rglob("zero_to_*.py"))
 
 
