@@ -15,6 +15,7 @@ import topologies
 from topologies import TopologyJob, build, differences, logical_hashes, train
 
 import zeroelastic
+from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool
 
 UNIVERSAL: dict[str, Any] = {"checkpoint": {"load_universal": True}}
@@ -76,6 +77,8 @@ def test_stock_deepspeed_loads_it_at_another_topology(name: str, pool: RankPool,
     saved = pool.run(save, ranks, job, str(tmp_path / "saved"))[0]
     report = zeroelastic.convert(tmp_path / "saved", tmp_path / "universal", to="universal")
     assert any("load it with expert parallel size 1" in note for note in report.notes) == (job.model == "moe")
+    with pytest.raises(UnsupportedError, match=r"cannot be taken yet.*zeroelastic reshard"):
+        zeroelastic.convert(tmp_path / "universal", tmp_path / "native", from_="universal", world_size=2)
     for other_ranks, changes in others:
         other = replace(job.other(), **changes, config=UNIVERSAL)
         found = pool.run(load, other_ranks, other, str(tmp_path / "universal"))[0]

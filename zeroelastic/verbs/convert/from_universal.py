@@ -28,7 +28,7 @@ from zeroelastic.checkpoint.optimizer_file import (
 )
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState, frozen_part
 from zeroelastic.checkpoint.tag_files import model_file_name, other_tp_size, parse_rank_file
-from zeroelastic.checkpoint.topology import Topology
+from zeroelastic.checkpoint.topology import Topology, numbered_expert
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param, original_order, unpacked_layout
 from zeroelastic.errors import (
@@ -55,6 +55,7 @@ from zeroelastic.verbs.reshard.target import ReshardOptions
 _WHOLE_MODEL = model_file_name(0, 0, whole=True)
 """The model states of a checkpoint of stage 1 or 2."""
 
+_RESHARD = "Make the new checkpoint of the one that was saved, with zeroelastic reshard."
 _KEY = re.compile(r"[^/\x00]{1,250}")
 
 
@@ -126,6 +127,10 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
     zero = tag_dir / ZERO_FOLDER
     for param in params:
         check_file_name(param.name, "a parameter")
+        if numbered_expert(param.name) is not None:
+            raise UnsupportedError(
+                f"{tag_dir}: has experts of DeepSpeed's own MoE layers, which cannot be taken yet. {_RESHARD}"
+            )
     layout = unpacked_layout(checked_params(params, first.path), 1)
     file = read_torch_file(zero / OPTIMIZER_STATE)
     root = file.root
@@ -210,7 +215,9 @@ def _models(tag_dir: Path) -> tuple[ModelStates, ...]:
         file = parse_rank_file(name)
         if file is not None and file.kind == kind:
             if file.tp_rank != 0:
-                raise UnsupportedError(f"{tag_dir}: {name} is of a tensor parallel rank, which cannot be taken yet.")
+                raise UnsupportedError(
+                    f"{tag_dir}: {name} is of a tensor parallel rank, which cannot be taken yet. {_RESHARD}"
+                )
             names[file.rank] = name
     if 0 not in names:
         raise MissingFileError(f"{tag_dir}: zero_pp_rank_0_mp_rank_00_model_states.pt is missing.")
@@ -294,7 +301,9 @@ def _whole_tensor(file: TorchFile, param: Param) -> TensorRef:
     root = file.root
     if isinstance(root, dict):
         if root.get("is_expert_param"):
-            raise UnsupportedError(f"{file.path}: holds AutoEP expert parameters, which cannot be taken yet.")
+            raise UnsupportedError(
+                f"{file.path}: holds AutoEP expert parameters, which cannot be taken yet. {_RESHARD}"
+            )
         root = root.get("param")
     if not isinstance(root, TensorRef) or root.dtype not in DTYPE_BYTES:
         raise CheckpointError(f"{file.path}: holds {shown(root)}, not a tensor. The file is damaged.")
