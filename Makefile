@@ -284,6 +284,8 @@ damage: warm
 	$(PY) benchmarks/damage.py --stage 2 --flips 400 --truncations 80 --seed 0 --out benchmarks/results
 	$(PY) benchmarks/damage.py --lean --flips 400 --truncations 80 --seed 0 --out benchmarks/results
 	$(PY) benchmarks/damage.py --lean --stage 2 --flips 300 --truncations 60 --seed 0 --out benchmarks/results
+	$(PY) benchmarks/damage.py --slices AutoTP --flips 300 --truncations 60 --seed 0 --out benchmarks/results
+	$(PY) benchmarks/damage.py --slices MoE --stage 2 --flips 300 --truncations 60 --seed 0 --out benchmarks/results
 
 # Needs a quiet machine; raw results go to benchmarks/results.
 bench: $(STAMP)

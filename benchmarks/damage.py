@@ -43,7 +43,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.checkpoint.shared_weights import BUFFER
-from zeroelastic.checkpoint.tag_files import model_file_name
+from zeroelastic.checkpoint.tag_files import expert_file_name, model_file_name
 from zeroelastic.deepspeed.save.lean import MIN_BUFFER_BYTES
 from zeroelastic.errors import ZeroElasticError
 from zeroelastic.testing import RankPool, fingerprint, gather_state
@@ -389,8 +389,12 @@ def choose(root: Path, other: Path, *, flips: int, truncations: int, blocks: int
 
 
 def unread_files(lean: bool) -> frozenset[str]:
-    """Files that a load does not open: of a lean save, the model states of ranks that the run does not have."""
-    return frozenset(f"{TAG}/{model_file_name(rank, 0, whole=False)}" for rank in range(LOADED, SAVED if lean else 0))
+    """Files that a load does not open.
+
+    Of a lean save, the model states of ranks that the run does not have; the 16-bit weights of trained experts.
+    """
+    models = {f"{TAG}/{model_file_name(rank, 0, whole=False)}" for rank in range(LOADED, SAVED if lean else 0)}
+    return frozenset(models | {f"{TAG}/{expert_file_name(0, expert)}" for expert in range(topologies.EXPERTS)})
 
 
 def verdict(damage: Damage, outcomes: Sequence[tuple[str, str, str]], unread: frozenset[str] = frozenset()) -> str:

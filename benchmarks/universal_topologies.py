@@ -56,7 +56,7 @@ CHANGES = (
     Change("AutoTP", 4, replace(LLAMA, tp=2, stage=3), 2, replace(LLAMA, tp=2, stage=2)),
     Change("AutoEP", 4, replace(AUTOEP, ep=2, stage=3), 4, replace(AUTOEP, ep=4, stage=3)),
     Change("AutoEP", 4, replace(AUTOEP, ep=2, stage=2), 2, replace(AUTOEP, stage=2)),
-    Change("AutoEP, frozen experts", 4, replace(AUTOEP, ep=2, stage=3, frozen=True), 2, replace(AUTOEP, frozen=True)),
+    Change("AutoEP, frozen weights", 4, replace(AUTOEP, ep=2, stage=3, frozen=True), 2, replace(AUTOEP, frozen=True)),
     Change("MoE", 4, replace(MOE, ep=2, stage=2), 4, replace(MOE, ep=4, stage=2)),
     Change("MoE", 2, replace(MOE, stage=2), 4, replace(MOE, ep=2, stage=2)),
 )

@@ -40,8 +40,9 @@ class TopologyJob:
     """How a run is configured; picklable.
 
     ``model`` is one of ``MODELS``, "autoep" (experts that DeepSpeed distributes) or "moe" (DeepSpeed's own layer). The
-    data parallel size is the number of ranks over ``tp``. ``frozen`` freezes the embedding and a layer, and with
-    ``adapters`` everything but LoRA adapters is frozen. Layers are 16 times ``width`` wide.
+    data parallel size is the number of ranks over ``tp``. ``frozen`` freezes the embedding and a layer without its
+    experts, ``frozen_experts`` some weights of experts; with ``adapters`` everything but LoRA adapters is frozen.
+    Layers are 16 times ``width`` wide.
     """
 
     model: str = "llama"
@@ -52,6 +53,7 @@ class TopologyJob:
     elastic: bool = True
     offload: bool = False
     frozen: bool = False
+    frozen_experts: bool = False
     adapters: bool = False
     lr: float = 1e-2
     seed: int = 1
@@ -211,13 +213,15 @@ def build_model(job: TopologyJob, *, ep: int) -> torch.nn.Module:
                 seed = int.from_bytes(hashlib.sha256(place).digest()[:4], "big") + job.seed
                 noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
                 tensor.add_(0.1 * noise.to(tensor.dtype))
-    if job.frozen:
-        for name, param in model.named_parameters():
-            param.requires_grad = _FROZEN.search(name) is None
+    chosen = [_FROZEN] * job.frozen + [_FROZEN_EXPERTS] * job.frozen_experts
+    for name, param in model.named_parameters():
+        if any(pattern.search(name) for pattern in chosen):
+            param.requires_grad = False
     return model
 
 
-_FROZEN = re.compile(r"embed|layers\.1\..*proj|layers\.1\..*dense|experts\.deepspeed_experts\.\d+\.up")
+_FROZEN_EXPERTS = re.compile(r"layers\.1\.mlp\.experts\.|deepspeed_experts\.\d+\.up")
+_FROZEN = re.compile(r"embed|layers\.1\.(.*_proj|.*dense.*|mlp\.gate)\.")
 """Not norms of queries and keys: DeepSpeed cannot slice a model in which they are frozen (0.19.8)."""
 
 

@@ -27,11 +27,20 @@ DETECTED = {"tensor", "pickle", "directory", "header", "small record", "frozen f
     "refused",
     "a file is named; unused bytes may differ",
 )
-@pytest.mark.parametrize(("stage", "lean"), [(3, False), (2, False), (3, True), (2, True)])
+@pytest.mark.parametrize(
+    ("stage", "lean", "slices"),
+    [
+        *((stage, lean, "") for lean in (False, True) for stage in (3, 2)),
+        (3, False, "AutoTP"),
+        (3, False, "AutoEP"),
+        (2, False, "MoE"),
+    ],
+)
 def test_damage_of_every_class_is_noticed_or_harmless(
-    rank_pool: RankPool, tmp_path: Path, stage: int, lean: bool
+    rank_pool: RankPool, tmp_path: Path, stage: int, lean: bool, slices: str
 ) -> None:
-    result = campaign(rank_pool, tmp_path, flips=40, truncations=25, blocks=3, seed=11, stage=stage, lean=lean, only=24)
+    sizes = {"flips": 40, "truncations": 25, "blocks": 3, "seed": 11, "only": 24}
+    result = campaign(rank_pool, tmp_path, **sizes, stage=stage, lean=lean, slices=slices)
     assert result["failed"] == [] and result["damages"] == 24
     of_shared = {row["damage"] for row in result["counts"] if row["where"].startswith("shared")}
     assert of_shared >= ({"flip", "truncate", "zero", "of another run"} if lean else set())

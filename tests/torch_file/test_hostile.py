@@ -8,20 +8,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import shutil
-import signal
 import struct
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bounded import bounded
 from synthetic import edit, edit_optim, optim_name, sealed, write_checkpoint
 from training import Job, build_engine
 from typer.testing import CliRunner
@@ -38,33 +37,12 @@ from zeroelastic.torch_file.graph import read_graph, write_graph
 from zeroelastic.torch_file.header import Stub, read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
-MOST_BYTES = 128 << 20
-MOST_SECONDS = 20
-
 
 def archive(path: Path, pickled: bytes) -> Path:
     with zipfile.ZipFile(path, "w") as out:
         out.writestr("archive/data.pkl", pickled)
         out.writestr("archive/version", b"3\n")
     return path
-
-
-@contextlib.contextmanager
-def bounded() -> Iterator[None]:
-    """What runs in it takes little memory and little of the processor's time."""
-
-    def too_long(number: int, frame: object) -> None:
-        raise TimeoutError(f"took more than {MOST_SECONDS} s")
-
-    before = signal.signal(signal.SIGVTALRM, too_long)
-    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10 < MOST_BYTES
 
 
 # ---- pickles ----

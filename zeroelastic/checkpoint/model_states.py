@@ -238,7 +238,7 @@ def _expert_files(root: Mapping[object, object], path: FilePath) -> tuple[str, .
     file = parse_rank_file(path.name)
     tp_rank = 0 if file is None else file.tp_rank
     counts = with_lists(root.get("num_experts"))
-    if not isinstance(counts, list) or not all(type(count) is int and count <= _MAX_EXPERTS for count in counts):
+    if not isinstance(counts, list) or not all(type(count) is int for count in counts) or sum(counts) > _MAX_EXPERTS:
         return ()
     return tuple(
         expert_file_name(layer, expert, tp_rank) for layer, count in enumerate(counts) for expert in range(count)

@@ -1,19 +1,26 @@
-"""Runs with experts and tensor parallelism resume at other data, tensor and expert parallel sizes.
+"""Runs with experts and tensor parallelism resume at other data, tensor and expert parallel sizes, bit for bit.
 
-The referee is ``topologies.logical_state``, which shares no code with what saves and loads.
+The referee is ``topologies.logical_state``, which shares no code with what saves and loads. Every run that resumes
+saves again at once, with the content root of the first, and trains on with the losses of the uninterrupted run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import topologies
 import torch
-from topologies import TopologyJob
+from topologies import LOSS_RTOL, TopologyJob, build, differences, logical_hashes, train
 
+from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.testing import RankPool
+from zeroelastic.verbs.verify.verify import verify
+
+SECTION = "Parallelism and communication"
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +31,9 @@ def pool() -> Iterator[RankPool]:
 
 def gather_at_the_start(job: TopologyJob) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[float]]:
     """The weights before DeepSpeed sliced them, the state that is gathered behind it, and losses."""
-    engine = topologies.build(job)
+    engine = build(job)
     state = topologies.logical_state(engine)
-    return engine.built.weights, state, topologies.train(engine, 0, 3)
+    return engine.built.weights, state, train(engine, 0, 3)
 
 
 GATHERED = [
@@ -35,9 +42,9 @@ GATHERED = [
     (2, TopologyJob("neox", tp=2, stage=1)),
     (2, TopologyJob("mixtral", tp=2, stage=3)),
     (2, TopologyJob("llama", tp=2, stage=2, adapters=True)),
-    (4, TopologyJob("autoep", ep=2, stage=3, elastic=False)),
-    (4, TopologyJob("autoep", ep=4, stage=2, elastic=False)),
-    (4, TopologyJob("moe", ep=2, stage=2, elastic=False)),
+    (4, TopologyJob("autoep", ep=2, stage=3)),
+    (4, TopologyJob("autoep", ep=4, stage=2)),
+    (4, TopologyJob("moe", ep=2, stage=2)),
 ]
 
 
@@ -51,5 +58,162 @@ def test_the_referee_gathers_the_unsharded_model_at_every_topology(
     for name, weight in weights.items():
         for key in (f"{name}/weight", f"{name}/fp32"):
             assert key not in state or torch.equal(state[key], weight), key
-    alone = TopologyJob(job.model, stage=job.stage, frozen=job.frozen, adapters=job.adapters, elastic=False)
+    alone = TopologyJob(job.model, stage=job.stage, frozen=job.frozen, adapters=job.adapters)
     assert losses == pytest.approx(pool.run(gather_at_the_start, 1, alone)[0][2], rel=1e-5)
+
+
+class Seen(NamedTuple):
+    """A run's logical state, after training or a load; the content root of its save; and the losses that follow."""
+
+    state: dict[str, Any]
+    root: str
+    losses: list[float]
+
+
+def save(job: TopologyJob, directory: str) -> Seen:
+    engine = build(job)
+    train(engine, 0, 3)
+    state = logical_hashes(engine)
+    engine.save_checkpoint(directory, tag="t", client_state={"note": "hello"})
+    assert not differences(state, logical_hashes(engine)), "saving changed the live state"
+    return Seen(state, root_of(directory), train(engine, 3, 2))
+
+
+def resume(job: TopologyJob, directory: str, target: str) -> Seen:
+    engine = build(job)
+    path, client_state = engine.load_checkpoint(directory, tag="t")
+    assert path is not None and client_state["note"] == "hello"
+    report = engine.zeroelastic_report
+    assert report.root_matches
+    state = logical_hashes(engine)
+    engine.save_checkpoint(target, tag="t", client_state={"note": "hello"})
+    return Seen(state, root_of(target), train(engine, 3, 2))
+
+
+def root_of(directory: str) -> str:
+    record = read_record(Path(directory) / "t")
+    assert record is not None
+    return record.content_root
+
+
+class Run(NamedTuple):
+    """A job on a number of ranks."""
+
+    ranks: int
+    job: TopologyJob
+
+
+LLAMA, QWEN, NEOX, MIXTRAL = (TopologyJob(model) for model in topologies.MODELS)
+AUTOEP, MOE = TopologyJob("autoep"), TopologyJob("moe", stage=2)
+
+# By what is saved: the runs that resume from it, each of which changes more than one thing.
+CHANGES: dict[str, tuple[Run, list[Run]]] = {
+    "llama, stage 3, tp 2 of 4": (
+        Run(4, replace(LLAMA, tp=2, precision="bf16")),
+        [
+            Run(3, replace(LLAMA, precision="bf16")),
+            Run(4, replace(LLAMA, tp=4, precision="bf16", elastic=False)),
+            Run(2, replace(LLAMA, tp=2, precision="bf16", stage=2)),
+        ],
+    ),
+    "llama, stage 3, tp 1": (
+        Run(3, replace(LLAMA, elastic=False)),
+        [Run(4, replace(LLAMA, tp=2)), Run(4, replace(LLAMA, tp=4, stage=1))],
+    ),
+    "qwen3, stage 2, tp 4, offload": (
+        Run(4, replace(QWEN, tp=4, stage=2, offload=True)),
+        [Run(4, replace(QWEN, tp=2, stage=2)), Run(2, replace(QWEN, stage=3, offload=True))],
+    ),
+    "qwen3, stage 3, frozen": (
+        Run(4, replace(QWEN, tp=2, frozen=True, precision="bf16")),
+        [
+            Run(2, replace(QWEN, frozen=True, precision="bf16")),
+            Run(4, replace(QWEN, tp=4, frozen=True, stage=2, precision="bf16")),
+        ],
+    ),
+    "neox, stage 1, tp 2": (
+        Run(2, replace(NEOX, tp=2, stage=1)),
+        [Run(4, replace(NEOX, tp=4, stage=1)), Run(3, replace(NEOX, stage=2)), Run(4, replace(NEOX, tp=2, stage=3))],
+    ),
+    "mixtral, stage 2, tp 2": (
+        Run(4, replace(MIXTRAL, tp=2, stage=2, precision="bf16")),
+        [
+            Run(4, replace(MIXTRAL, tp=4, stage=3, precision="bf16")),
+            Run(1, replace(MIXTRAL, stage=2, precision="bf16")),
+        ],
+    ),
+    "adapters, stage 3, tp 2": (
+        Run(2, replace(LLAMA, tp=2, adapters=True)),
+        [Run(2, replace(LLAMA, adapters=True)), Run(4, replace(LLAMA, tp=2, adapters=True, stage=2))],
+    ),
+    "adapters, stage 2, tp 2": (
+        Run(4, replace(LLAMA, tp=2, adapters=True, stage=2)),
+        [Run(4, replace(LLAMA, tp=4, adapters=True, stage=3)), Run(3, replace(LLAMA, adapters=True, stage=2))],
+    ),
+    "AutoEP, stage 3, ep 2 of 4": (
+        Run(4, replace(AUTOEP, ep=2, precision="bf16")),
+        [
+            Run(4, replace(AUTOEP, ep=4, precision="bf16", elastic=False)),
+            Run(3, replace(AUTOEP, precision="bf16")),
+            Run(2, replace(AUTOEP, ep=2, precision="bf16", stage=2)),
+        ],
+    ),
+    "AutoEP, stage 3, ep 1, rigid": (
+        Run(2, replace(AUTOEP, elastic=False, frozen=True)),
+        [Run(4, replace(AUTOEP, ep=2, frozen=True)), Run(4, replace(AUTOEP, ep=4, frozen=True, stage=1))],
+    ),
+    "AutoEP, stage 2, ep 4, offload": (
+        Run(4, replace(AUTOEP, ep=4, stage=2, offload=True)),
+        [Run(2, replace(AUTOEP, ep=1, stage=2)), Run(4, replace(AUTOEP, ep=2, stage=1)), Run(2, replace(AUTOEP, ep=2))],
+    ),
+    "AutoEP, stage 1, ep 2, frozen": (
+        Run(2, replace(AUTOEP, ep=2, stage=1, frozen=True)),
+        [Run(4, replace(AUTOEP, ep=2, stage=1, frozen=True)), Run(3, replace(AUTOEP, stage=3, frozen=True))],
+    ),
+    "MoE, stage 2, ep 2 of 4": (
+        Run(4, replace(MOE, ep=2, precision="bf16")),
+        [
+            Run(4, replace(MOE, ep=4, precision="bf16")),
+            Run(3, replace(MOE, precision="bf16")),
+            Run(2, replace(MOE, ep=2, stage=1, precision="bf16", offload=True)),
+        ],
+    ),
+    "MoE, stage 1, ep 1, frozen": (
+        Run(2, replace(MOE, stage=1, frozen=True)),
+        [Run(4, replace(MOE, ep=2, stage=1, frozen=True)), Run(4, replace(MOE, ep=4, frozen=True))],
+    ),
+}  # fmt: skip
+
+
+ROWS = {
+    "llama, stage 3, tp 2 of 4": ("tensor parallelism (AutoTP)", "stages 1, 2 and 3"),
+    "AutoEP, stage 3, ep 2 of 4": ("mixture-of-experts layers (AutoEP)", "stages 1, 2 and 3"),
+    "MoE, stage 2, ep 2 of 4": ("DeepSpeed's own mixture-of-experts layer", "stages 1 and 2, as DeepSpeed has it"),
+}
+"""Of docs/support.md."""
+
+
+def marked(name: str) -> Any:
+    if name not in ROWS:
+        return name
+    feature, note = ROWS[name]
+    mark = pytest.mark.support(SECTION, f"{feature}, at any size", "exact", note)
+    return pytest.param(name, marks=mark)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in CHANGES])
+def test_a_run_resumes_at_another_topology(pool: RankPool, tmp_path: Path, name: str) -> None:
+    saved_run, resumed_runs = CHANGES[name]
+    saved = pool.run(save, saved_run.ranks, saved_run.job, str(tmp_path / "run"))
+    assert len({str(seen) for seen in saved}) == 1
+    report = verify(tmp_path / "run")
+    assert report.valid and report.content_root == saved[0].root, report.problems
+    same = Run(saved_run.ranks, replace(saved_run.job, elastic=not saved_run.job.elastic))
+    for number, (ranks, job) in enumerate([same, *resumed_runs]):
+        target = tmp_path / str(number)
+        found = pool.run(resume, ranks, job.other(), str(tmp_path / "run"), str(target))
+        assert len({str(seen) for seen in found}) == 1
+        assert not differences(saved[0].state, found[0].state), (ranks, job)
+        assert found[0].root == saved[0].root, (ranks, job)
+        assert found[0].losses == pytest.approx(saved[0].losses, rel=LOSS_RTOL[job.precision]), (ranks, job)
+        assert verify(target).valid
