@@ -14,6 +14,7 @@ import torch
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
 from zeroelastic.core.digest import ParamContent, combine, content_root, stream_seed
+from zeroelastic.core.plan import held_plan
 from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import (
@@ -290,12 +291,25 @@ def _recorded(shard: Shard, digests: Extent, index: int) -> int:
 
 def _part_digest(shard: Shard, index: int) -> int:
     """The sum over state keys of the digests of the shard's part of one parameter, from the file."""
-    start, length = (int(column[index]) for column in shard.layout.owned(shard.rank))
     sub_group, name, total = int(shard.layout.sub_group[index]), shard.layout.params[index].name, 0
     for key in shard.tensor_keys[sub_group]:
         dtype, offset = shard.extents[key].dtype[sub_group], int(shard.extents[key].offset[index])
-        total = combine(total, _range_digest(shard.path, dtype, offset, length, name, key, start=start))
+        for within, start, numel in _own_runs(shard, index):
+            at = offset + within * DTYPE_BYTES[dtype]
+            total = combine(total, _range_digest(shard.path, dtype, at, numel, name, key, start=start))
     return total
+
+
+def _own_runs(shard: Shard, index: int) -> list[tuple[int, int, int]]:
+    """What a shard has of one parameter: where in its part, where in the whole tensor, and how many elements."""
+    layout = shard.layout
+    if layout.slices is None:
+        start, length = (int(column[index]) for column in layout.owned(shard.rank))
+        return [(0, start, length)]
+    plan = held_plan(layout, shard.rank).run_by_run()
+    mine = np.flatnonzero(plan.src_param == index)
+    within = plan.src_offset[mine] - layout.offset[index]
+    return list(zip(within.tolist(), plan.start[mine].tolist(), plan.length[mine].tolist(), strict=True))
 
 
 def _range_digest(path: FilePath, dtype: str, offset: int, numel: int, name: str, key: str, *, start: int = 0) -> int:
