@@ -99,7 +99,7 @@ CASES: dict[str, tuple[Change, Job, str]] = {
     "ZenFlow": (zenflow, Job(zero=ZENFLOW), "ZenFlow (parameters are transposed"),
     "SuperOffload": (superoffload, Job(), "SuperOffload (its moments are in another process"),
     "MiCS": (mics, Job(), "MiCS (parameters are partitioned within shard groups"),
-    "mixture-of-experts layers (AutoEP)": (experts, Job(), "mixture-of-experts layers"),
+    "experts that DeepSpeed does not describe": (experts, Job(), "mixture-of-experts layers"),
     "`zero_quantized_nontrainable_weights`": (
         quantised_frozen_weights,
         Job(zero={"zero_quantized_nontrainable_weights": True}),
@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Change, Job, str]] = {
         "a data parallel group of 1 of 2 ranks (for sequence parallelism, give deepspeed.initialize an mpu",
     ),
 }
-NOTES = {"mixture-of-experts layers (AutoEP)": "recognised by `engine.has_moe_layers`"}
+NOTES = {"experts that DeepSpeed does not describe": "recognised by `engine.has_moe_layers`"}
 
 
 def build_error(change: Change, job: Job) -> tuple[str, str]:
