@@ -15,6 +15,8 @@ import numpy as np
 
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.saved_state import SavedState
+from zeroelastic.checkpoint.tag_files import EXPERT_FILE
+from zeroelastic.checkpoint.topology import numbered_expert
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import CheckpointError, UnsupportedError, shown
 from zeroelastic.io.storage import read_range
@@ -104,12 +106,26 @@ def model_tensors(state: SavedState) -> ModelTensors:
             found[name] = shared[name] if name in shared else stored_tensor(name, value, file)
         elif name in module:
             left_out.append(f"buffer {name}: it is of a kind that is not read ({shown(value)})")
+    left_out += _expert_buffers(state, found)
     if state.models[0].frozen is None:
         left_out.append("frozen parameters: the checkpoint was saved without them (exclude_frozen_parameters)")
     tied = _tied(root.get("shared_params"), found, left_out, state)
     order = {name: number for number, name in enumerate(module)}
     tensors = sorted(found.values(), key=lambda tensor: order.get(tensor.name, len(order)))
     return ModelTensors(tuple(tensors), tied, tuple(left_out), _autoep_blocks(root))
+
+
+def _expert_buffers(state: SavedState, found: Mapping[str, ModelTensor]) -> list[str]:
+    """A sentence for each tensor of an expert of DeepSpeed's own layers that is no parameter: its own file has it."""
+    files = map(EXPERT_FILE.match, state.checkpoint.expert_files)
+    firsts = [match[0] for match in files if match is not None and int(match[2]) == 0]
+    roots = [read_torch_file(state.checkpoint.tag_dir / name, foreign="inert").root for name in firsts]
+    names = [str(name) for root in roots if isinstance(root, Mapping) for name in root]
+    return [
+        f"{name}, and those of the other experts: buffers of experts, which are not read from their files"
+        for name in names
+        if name not in found and numbered_expert(name) is not None
+    ]
 
 
 def _autoep_blocks(root: Mapping[object, object]) -> tuple[str, ...]:

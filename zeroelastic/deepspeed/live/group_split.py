@@ -25,7 +25,7 @@ from zeroelastic.core.layout import Layout, Param, group_split_of_run
 from zeroelastic.deepspeed.engine import Engine, GroupOptimizer
 from zeroelastic.deepspeed.engine_state import engine_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, uncovered_groups
-from zeroelastic.deepspeed.live.topology import expert_group, is_expert, is_opaque
+from zeroelastic.deepspeed.live.topology import expert_group, has_expert_buffers, is_expert, is_opaque
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError
 
@@ -122,6 +122,7 @@ class GroupSplit(LiveOptimizer):
             "a pipeline": isinstance(engine.module, PipelineModule),
             "tensor parallelism": is_opaque(optimizer, engine.module),
             "experts that are not trained, whose weights only their own files have": not experts <= trained,
+            "experts with buffers, which only their own files have": has_expert_buffers(engine.module),
             "ZenFlow": bool(getattr(optimizer, "zenflow", False)),
             "Muon": any(group.get("use_muon") for group in groups),
             "other optimizer groups than were given": len(groups) != len(cls.lists(optimizer).params),

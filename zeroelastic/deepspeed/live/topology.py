@@ -26,6 +26,7 @@ from zeroelastic.checkpoint.topology import (
     expert_maps,
     layout_over_ranks,
     native_expert_maps,
+    numbered_expert,
     tensor_maps,
 )
 from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_from_sub_groups
@@ -186,6 +187,14 @@ def sharing_of_group(group: dist.ProcessGroup) -> Sharing:
 def is_expert(param: torch.nn.Parameter) -> bool:
     """Whether a parameter is an expert's: DeepSpeed marks those that not all data parallel ranks share."""
     return not getattr(param, "allreduce", True) and isinstance(getattr(param, "group_name", None), str)
+
+
+def has_expert_buffers(module: torch.nn.Module) -> bool:
+    """Whether experts of DeepSpeed's own layers have buffers that are saved: only the files of experts have these."""
+    return any(
+        numbered_expert(f"{name}.") is not None and part._buffers.keys() - part._non_persistent_buffers_set
+        for name, part in module.named_modules()
+    )
 
 
 def expert_group(param: torch.nn.Parameter) -> dist.ProcessGroup:
