@@ -33,6 +33,7 @@ from simulated_ranks import COUNTED, SimulatedRanks
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
 from zeroelastic.deepspeed.engine_state import Lineage
+from zeroelastic.deepspeed.live.topology import Sharing
 from zeroelastic.deepspeed.load.preflight import preflight
 from zeroelastic.deepspeed.load.tag_choice import choose_tag
 from zeroelastic.deepspeed.options import LoadRequest, Options
@@ -79,6 +80,10 @@ def few_ranks(world_size: int) -> list[int]:
     return sorted({*range(min(8, world_size)), *range(max(0, world_size - 8), world_size)})
 
 
+_NO_GROUP: Any = None
+"""The ranks have no process group: what they send is counted."""
+
+
 def measure(world_size: int) -> dict[str, dict[str, Any]]:
     """The counts of a load and of the commit of a save, by ``world_size`` ranks."""
     with saved_by(world_size) as directory:
@@ -100,9 +105,12 @@ def measure_load(directory: Path, world_size: int) -> dict[str, Any]:
             per_param=True,
             trains=True,
             rank=rank,
+            topology=checkpoint.topology,
             layout=head.layout,
+            whole=head.layout,
             groups=groups,
             frozen=frozen,
+            whole_frozen=frozen,
             tp=NO_TENSOR_PARALLEL,
             optimizer=None,
         )
@@ -152,10 +160,17 @@ def measure_commit(directory: Path, world_size: int) -> dict[str, Any]:
             tag=tag_dir.name,
             save_id=record.save_id,
             checkpoint_format="elastic",
-            rank=rank,
-            tp=NO_TENSOR_PARALLEL,
+            sharing=Sharing(checkpoint.topology, rank, _NO_GROUP),
             global_steps=1,
             layout=head.layout,
+            sub_groups=[
+                [
+                    param
+                    for param, own in zip(head.layout.params, head.layout.sub_group.tolist(), strict=True)
+                    if own == i
+                ]
+                for i in range(head.layout.num_sub_groups)
+            ],
             groups=tuple(group.params for group in head.groups),
             frozen=None if frozen is None else frozen.params,
             allow_globals=(),
