@@ -5,8 +5,8 @@ a demonstration, a campaign, an example job, the matrix of versions. The rule ma
 DeepSpeed or is marked ``starts_processes``, and most of tests/project. `make test` runs of these the cases that are the
 first to show a row of docs/support.md, and one case of each module of which nothing else would run.
 
-Nothing is skipped: `make test` deselects the marker (``-m "not extended"``), `make test-all` and a plain `pytest` run
-everything.
+Nothing is skipped: `make test` deselects the marker (``-m "not extended"``). `make test-all` runs all but what is
+marked ``sweep``: more cases of what others show already, which `make sweep` runs. A plain `pytest` runs everything.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ QUICK_IN_PROJECT = {"test_docs.py", "test_imports.py", "test_support.py"}
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "extended: only `make test-all` runs this test, not `make test`")
+    config.addinivalue_line("markers", "sweep: only `make sweep` runs this case, of which there are others like it")
     config.addinivalue_line("markers", "starts_processes: a test of processes, of which `make test` runs a part")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in repeated_cases(items):
+    for item in [*repeated_cases(items), *filter(is_swept, items)]:
         item.add_marker(pytest.mark.extended)
 
 
@@ -71,7 +72,11 @@ def starts_processes(item: pytest.Item) -> bool:
 
 
 def is_extended(item: pytest.Item) -> bool:
-    return item.get_closest_marker("extended") is not None
+    return item.get_closest_marker("extended") is not None or is_swept(item)
+
+
+def is_swept(item: pytest.Item) -> bool:
+    return item.get_closest_marker("sweep") is not None
 
 
 def rows_of(item: pytest.Item) -> set[str]:

@@ -32,7 +32,7 @@ DETECTED = {"tensor", "pickle", "directory", "header", "small record", "frozen f
     [
         *((stage, lean, "") for lean in (False, True) for stage in (3, 2)),
         (3, False, "AutoTP"),
-        (3, False, "AutoEP"),
+        pytest.param(3, False, "AutoEP", marks=pytest.mark.sweep),
         (2, False, "MoE"),
     ],
 )

@@ -74,7 +74,7 @@ def case(save: tuple[int, TopologyJob, list[tuple[int, int]]], *marks: pytest.Ma
 
 
 @pytest.mark.parametrize(
-    ("ranks", "job", "others"), [*map(case, SAVES), *(case(save, pytest.mark.extended) for save in MORE_SAVES)]
+    ("ranks", "job", "others"), [*map(case, SAVES), *(case(save, pytest.mark.sweep) for save in MORE_SAVES)]
 )
 def test_a_stock_save_loads_at_other_sizes(
     topology_pool: RankPool, tmp_path: Any, ranks: int, job: TopologyJob, others: list[tuple[int, int]]

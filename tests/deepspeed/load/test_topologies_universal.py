@@ -71,7 +71,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SWEPT = {"AutoTP, stage 2", "AutoTP, stage 1", "AutoEP, stage 2", "MoE, ep 1"}
+"""Cases that only `make sweep` runs."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in SWEPT)) for name in CASES])
 def test_universal_checkpoint_loads_the_same_values_but_where_it_is_wrong(
     pool: RankPool, tmp_path: Path, name: str
 ) -> None:
