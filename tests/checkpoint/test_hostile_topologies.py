@@ -37,7 +37,7 @@ RUNS = {
     "AutoTP, stage 2": replace(STOCK, model="neox", tp=2, stage=2),
     "AutoEP": replace(STOCK, model="autoep", ep=2, stage=3),
     "MoE": replace(STOCK, model="moe", ep=2, stage=2),
-    "frozen MoE": replace(STOCK, model="moe", ep=2, stage=2, frozen=True),
+    "frozen MoE": replace(STOCK, model="moe", ep=2, stage=2, frozen=True, frozen_experts=True),
 }
 MODEL = "zero_pp_rank_{}_mp_rank_{:02d}_model_states.pt"
 OPTIM = "zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt"

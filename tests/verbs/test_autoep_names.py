@@ -14,6 +14,7 @@ from synthetic import Param, edit, model_name, optim_name, write_checkpoint
 from zeroelastic.verbs.convert.convert import export
 
 BLOCK = "model.layers.0.mlp"
+LAYER = {"expert_key_prefix": f"{BLOCK}.experts", "ep_size": 1, "affine_maps": {"version": 1, "params": {}}}
 EXPERTS, ROWS, COLUMNS = 4, 3, 5
 GROUPS = (
     (Param(f"{BLOCK}.router.gate.weight", (EXPERTS, COLUMNS)), Param(f"{BLOCK}.shared_experts.up.weight", (2, 2))),
@@ -36,7 +37,7 @@ def write_autoep(tag_dir: Path, options: dict[str, object], *, world_size: int =
     for rank in range(world_size):
         edit(
             tag_dir / model_name(rank),
-            lambda data: data.update(ds_autoep_layers=[{"expert_key_prefix": f"{BLOCK}.experts"}]),
+            lambda data: data.update(ds_autoep_layers=[LAYER]),
         )
         edit(tag_dir / optim_name(rank), configure)
     return {

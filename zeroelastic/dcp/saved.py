@@ -94,7 +94,7 @@ def find_dcp(text: str | os.PathLike[str]) -> FilePath:
             return path
         below = [name for name in list_directory(path)[1] if dcp_folders(path / name)]
     except MissingFileError:
-        raise UsageError(f"{path}: is not a directory.") from None
+        raise UsageError(f"{path}: is not a directory. Give that of a checkpoint of FSDP2.") from None
     there = f"There are: {some(map(printable, below), _MAX_LISTED)}. Give the path of one." if below else ""
     raise UsageError(
         f"{path}: holds no checkpoint of FSDP2: neither {METADATA} of torch.distributed.checkpoint nor the folder "
