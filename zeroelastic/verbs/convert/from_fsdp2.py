@@ -61,7 +61,9 @@ def read_config(path: Path) -> dict[str, object]:
     except CheckpointError as error:
         raise UsageError(str(error)) from None
     if not isinstance(found, dict):
-        raise UsageError(f"{path}: is no DeepSpeed configuration: it holds no JSON object. Give that of the run that will load.")
+        raise UsageError(
+            f"{path}: is no DeepSpeed configuration: it holds no JSON object. Give that of the run that will load."
+        )
     return found
 
 

@@ -400,7 +400,7 @@ def _maps_like(like: Slicing, params: Sequence[Param], topology: Topology) -> Sl
     if like.topology.tensor_size != topology.tensor_size:
         raise UsageError(
             f"--like: was saved with tensor parallel size {like.topology.tensor_size}, and {topology.tensor_size} is "
-            "asked for."
+            "asked for. Give a checkpoint of that size."
         )
     wrong = [
         param.name
