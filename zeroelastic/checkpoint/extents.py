@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.core.digest import UInt64Array, stream_seed
-from zeroelastic.core.layout import Int64Array
+from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import Plan, Runs
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import DTYPE_BYTES
@@ -44,6 +44,14 @@ class TensorExtents:
             by_number = dict(zip(number.tolist(), self.param_paths, strict=True))
             paths = tuple(by_number.get(i, self.path) for i in range(num_params))
         return replace(self, offset=offset, param_paths=paths)
+
+
+def extents_over_ranks(layout: Layout, rank: int, extents: Mapping[str, TensorExtents]) -> Mapping[str, TensorExtents]:
+    """The extents of one rank's files, whose parameters are ``layout.on_rank(rank)``, numbered as ``layout`` does."""
+    if layout.slices is None:
+        return extents
+    own = np.flatnonzero(layout.slices.has(rank))
+    return {key: places.among(own, layout.num_params) for key, places in extents.items()}
 
 
 class Destination(NamedTuple):

@@ -11,17 +11,15 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple, TypeGuard, overload
 
-import numpy as np
-
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.contradictions import MIXED, other_directory, other_save, other_stage
 from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
-from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
 from zeroelastic.checkpoint.file_table import FileNames, FileSizes
 from zeroelastic.checkpoint.marks import refuse_unfinished
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.one_save import pin
-from zeroelastic.checkpoint.optimizer_file import ParamGroup, Shard
+from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file, shard_of
 from zeroelastic.checkpoint.saved_layout import (
     SavedMaps,
@@ -157,12 +155,7 @@ class Checkpoint:
 
     def extents(self, rank: int) -> Mapping[str, TensorExtents]:
         """Where a rank's optimizer file has its parts of the parameters of ``layout``, by state key. Opens as that."""
-        extents = self.shard(rank).extents
-        slices = self.layout.slices
-        if slices is None:
-            return extents
-        number = np.flatnonzero(slices.has(rank))
-        return {key: one.among(number, self.layout.num_params) for key, one in extents.items()}
+        return extents_over_ranks(self.layout, rank, self.shard(rank).extents)
 
     def groups(self, head: Shard) -> tuple[ParamGroup, ...]:
         """The optimizer groups of one rank's file, with the parameters of all ranks by the names of whole tensors."""
@@ -209,9 +202,7 @@ class Checkpoint:
             return None
         if model.frozen.params != layout.on_rank(rank).params:
             raise CheckpointError(f"{model.path}: lists other frozen parameters than its neighbours. {MIXED}")
-        if layout.slices is None:
-            return model.frozen_extents
-        return model.frozen_extents.among(np.flatnonzero(layout.slices.has(rank)), layout.num_params)
+        return extents_over_ranks(layout, rank, {FROZEN: model.frozen_extents})[FROZEN]
 
     @property
     def expert_files(self) -> tuple[str, ...]:

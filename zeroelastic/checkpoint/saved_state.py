@@ -13,7 +13,13 @@ import numpy as np
 
 from zeroelastic.checkpoint.contradictions import MIXED, check_frozen, check_same_models, check_same_save
 from zeroelastic.checkpoint.expert_files import FrozenExperts
-from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table
+from zeroelastic.checkpoint.extents import (
+    Destination,
+    ExtentTable,
+    TensorExtents,
+    extent_table,
+    extents_over_ranks,
+)
 from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard
@@ -270,14 +276,6 @@ def whole_numbers(layout: Layout, params: Sequence[Param]) -> Int64Array:
         return np.arange(layout.num_params, dtype=np.int64)
     number = {param.name: i for i, param in enumerate(params)}
     return np.array([number[tensor.name] for tensor in layout.tensors], dtype=np.int64)
-
-
-def extents_over_ranks(layout: Layout, rank: int, extents: Mapping[str, TensorExtents]) -> Mapping[str, TensorExtents]:
-    """The extents of one rank's files, whose parameters are ``layout.on_rank(rank)``, numbered as ``layout`` does."""
-    if layout.slices is None:
-        return extents
-    own = np.flatnonzero(layout.slices.has(rank))
-    return {key: places.among(own, layout.num_params) for key, places in extents.items()}
 
 
 def _of_first(values: Int64Array, numbers: Int64Array, count: int) -> Int64Array:

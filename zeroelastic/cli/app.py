@@ -271,6 +271,23 @@ DistributedOption = Annotated[
 ]
 
 
+TpOption = Annotated[
+    int | None,
+    typer.Option("--tp", metavar="T", min=1, help="Tensor parallel size (AutoTP); default: the source's."),
+]
+
+EpOption = Annotated[
+    int | None, typer.Option("--ep", metavar="E", min=1, help="Expert parallel size; default: the source's.")
+]
+
+LikeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TAG", help="With --tp: a checkpoint of a run of that size, which says how it cuts the weights."
+    ),
+]
+
+
 @contextmanager
 def processes_of(*, distributed: bool) -> Iterator[Processes]:
     """The processes of a verb. Without ``--distributed``, one that a launcher started works alone, with a note."""

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import DistributedOption, JsonOption, QuietOption, TagOption, reports
+from zeroelastic.cli.app import (
+    DistributedOption,
+    EpOption,
+    JsonOption,
+    LikeOption,
+    QuietOption,
+    TagOption,
+    TpOption,
+    reports,
+)
 from zeroelastic.cli.terminal import print_line
 from zeroelastic.errors import counted
 
@@ -86,19 +95,9 @@ def reshard(
     full: Annotated[
         bool, typer.Option("--full", help="Write what a lean checkpoint has in shared files into the tag.")
     ] = False,
-    tp: Annotated[
-        int | None,
-        typer.Option("--tp", metavar="T", min=1, help="Tensor parallel size (AutoTP); default: the source's."),
-    ] = None,
-    ep: Annotated[
-        int | None, typer.Option("--ep", metavar="E", min=1, help="Expert parallel size; default: the source's.")
-    ] = None,
-    like: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TAG", help="With --tp: a checkpoint of a run of that size, which says how it cuts the weights."
-        ),
-    ] = None,
+    tp: TpOption = None,
+    ep: EpOption = None,
+    like: LikeOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
     distributed: DistributedOption = False,
     quiet: QuietOption = False,

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import HtmlOption, JsonOption, PlotForceOption, TagOption, reports
+from zeroelastic.cli.app import (
+    EpOption,
+    HtmlOption,
+    JsonOption,
+    LikeOption,
+    PlotForceOption,
+    TagOption,
+    TpOption,
+    reports,
+)
 from zeroelastic.cli.terminal import whole_table_console, write_figure
 from zeroelastic.errors import counted
 
@@ -295,19 +304,9 @@ def plan(
         int | None,
         typer.Option(metavar="S", min=1, max=3, help="ZeRO stage to plan for; default: that of the checkpoint."),
     ] = None,
-    tp: Annotated[
-        int | None,
-        typer.Option("--tp", metavar="T", min=1, help="Tensor parallel size (AutoTP); default: the checkpoint's."),
-    ] = None,
-    ep: Annotated[
-        int | None, typer.Option("--ep", metavar="E", min=1, help="Expert parallel size; default: the checkpoint's.")
-    ] = None,
-    like: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TAG", help="With --tp: a checkpoint of a run of that size, which says how it cuts the weights."
-        ),
-    ] = None,
+    tp: TpOption = None,
+    ep: EpOption = None,
+    like: LikeOption = None,
     verb: Annotated[
         Verb, typer.Option("--verb", help="Plan a load in training, or the offline reshard into new files.")
     ] = "load",

@@ -9,15 +9,25 @@ from zeroelastic.core.slices import Int64Array, Slices
 _BEHIND_ALL = 1 << 62
 
 
+def tensor_numbers(slices: Slices) -> Int64Array:
+    """A number for the whole tensor of each parameter: that of the last parameter that is a slice of it."""
+    number = {tensor.name: i for i, tensor in enumerate(slices.tensors)}
+    return np.array([number[tensor.name] for tensor in slices.tensors], dtype=np.int64)
+
+
+def strip_keys(slices: Slices) -> Int64Array:
+    """What two strips that are copies have the same: shape ``(5, num_strips)``, ``tensor_numbers`` last."""
+    strips = slices.strips
+    tensor = tensor_numbers(slices)[strips.param]
+    return np.stack((strips.stride, strips.num_runs, strips.numel, strips.start, tensor))
+
+
 def first_copies(slices: Slices) -> Int64Array:
     """For each strip the first one that is the same of the same tensor, itself where there is none before it."""
-    number = {tensor.name: i for i, tensor in enumerate(slices.tensors)}
-    tensor = np.array([number[each.name] for each in slices.tensors], dtype=np.int64)
-    strips = slices.strips
-    key = np.stack((strips.stride, strips.num_runs, strips.numel, strips.start, tensor[strips.param]))
-    order = np.lexsort((np.arange(len(strips)), *key))
+    key = strip_keys(slices)
+    order = np.lexsort((np.arange(key.shape[1]), *key))
     begins = np.append(True, (key[:, order[1:]] != key[:, order[:-1]]).any(0))[: len(order)]
-    first = np.empty(len(strips), dtype=np.int64)
+    first = np.empty(len(order), dtype=np.int64)
     first[order] = order[np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))]
     return first
 

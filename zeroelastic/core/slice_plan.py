@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
+from zeroelastic.core.copies import strip_keys, tensor_numbers
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.core.slices import MOST_STRIPS, Int64Array, Slices, Strips, whole
 
@@ -64,9 +65,8 @@ def common_rows(src: Layout, dst: Layout, rank: int) -> Rows:
         raise ValueError(f"parameter {error.args[0]!r} is not in the source layout") from None
     if any(theirs.tensors[i].numel != tensor.numel for i, tensor in zip(number, mine.tensors, strict=True)):
         raise ValueError("source and target layouts disagree on the size of a parameter")
-    src_tensor = np.array([tensor_of[tensor.name] for tensor in theirs.tensors], dtype=np.int64)
     dst_tensor = np.array(number, dtype=np.int64)
-    found, tensor = _distinct(theirs, src_tensor, rank)
+    found, tensor = _distinct(theirs, rank)
     rows = _in_common(found, tensor, own, dst_tensor[own.param])
     at = np.where(length > 0, start, 0)
     return _clipped(rows, rows.dst_at, rows.dst_step, at[rows.dst], (at + length)[rows.dst])
@@ -80,8 +80,7 @@ def check_slices(layout: Layout) -> None:
     """
     slices = slices_of_layout(layout)
     strips, tensors = slices.strips, slices.tensors
-    number = {tensor.name: i for i, tensor in enumerate(tensors)}
-    tensor = np.array([number[each.name] for each in tensors], dtype=np.int64)
+    tensor = tensor_numbers(slices)
     numel = np.array([each.numel for each in tensors], dtype=np.int64)
     runs = strips.num_runs
     for at, far, size, what in (
@@ -96,7 +95,7 @@ def check_slices(layout: Layout) -> None:
     _refuse(tensors, np.flatnonzero(held != layout.numel), "has a slice that its strips do not make up")
     own = replace(strips, start=strips.offset, stride=strips.step)
     _refuse(tensors, _overlapping(own, strips.param), "has a slice in which strips overlap")
-    once, of = _distinct(slices, tensor, 0)
+    once, of = _distinct(slices, 0)
     covered = np.zeros(len(tensors), dtype=np.int64)
     np.add.at(covered, of, once.numel * once.num_runs)
     _refuse(tensors, np.flatnonzero((tensor == np.arange(len(tensors))) & (covered != numel)), "is not held as a whole")
@@ -156,11 +155,9 @@ def cut_by_source(rows: Rows, src: Layout) -> tuple[Rows, Int64Array]:
     return pieces, number[index]
 
 
-def _distinct(slices: Slices, tensor: Int64Array, rank: int) -> tuple[Strips, Int64Array]:
-    """Each strip of the tensors once, sorted by tensor and place, and the tensor of each."""
-    strips = slices.strips
-    of = tensor[strips.param]
-    key = np.stack((strips.stride, strips.num_runs, strips.numel, strips.start, of))
+def _distinct(slices: Slices, rank: int) -> tuple[Strips, Int64Array]:
+    """Each strip of the tensors once, sorted by tensor and place, and the number of the tensor of each."""
+    strips, key = slices.strips, strip_keys(slices)
     near = slices.part_number(rank) < slices.num_parts
     order = np.lexsort((strips.param, ~near[strips.param], *key))
     same = (key[:, order[1:]] == key[:, order[:-1]]).all(0) if len(order) else np.empty(0, dtype=bool)
@@ -168,7 +165,7 @@ def _distinct(slices: Slices, tensor: Int64Array, rank: int) -> tuple[Strips, In
     copies = np.diff(np.append(first, len(order)))
     is_near = near[strips.param[order[first]]] if len(order) else np.empty(0, dtype=bool)
     chosen = order[first + np.where(is_near, 0, rank % np.maximum(copies, 1))]
-    return strips.take(chosen), of[chosen]
+    return strips.take(chosen), key[-1, chosen]
 
 
 def _in_common(src: Strips, src_tensor: Int64Array, dst: Strips, dst_tensor: Int64Array) -> Rows:

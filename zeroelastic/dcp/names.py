@@ -57,7 +57,7 @@ def clean_name(name: str) -> str:
 
 
 def named_state(found: DcpMetadata, archives: Archives) -> NamedState:
-    """Tell the entries of a directory apart. Raises CheckpointError, UnsupportedError for what is no such state.
+    """Sort the entries of a directory by kind. Raises CheckpointError, UnsupportedError for what is no such state.
 
     Example::
 

@@ -198,7 +198,7 @@ class _Others:
 
 
 def _others(named: NamedState, native: Mapping[str, object], parts: int, notes: list[str]) -> _Others:
-    """Tell frozen parameters, buffers and further names of tied parameters apart.
+    """Distinguish frozen parameters, buffers and further names of tied parameters.
 
     DCP does not say which they are. Tensors of a conversion are what its own list says. Of others, FSDP2 cuts
     parameters alone; where one rank saved, names and dtypes are what is left to go by. ``notes`` get what was inferred.

@@ -98,8 +98,8 @@ def stock_loads(
 
     It does for a file of torch's old format and for state that only DeepSpeed reads, where each rank finds its own
     files of a rigid checkpoint of this world size; and for a rigid checkpoint without a commit record that fits.
-    Whose experts or slices a rank has is compared before (``refuse_other_arrangement``), which files of the old format
-    do not tell.
+    Which experts or slices a rank has is compared before (``refuse_other_arrangement``); files of the old format do not
+    say it.
     """
     if not isinstance(tag_dir, Path) or not live.trains:  # DeepSpeed reads no URLs
         return False

@@ -279,7 +279,7 @@ def plan(
 
     ``world_size`` counts all ranks. ``stage`` is the ZeRO stage of the run or of the result, ``tp`` its tensor
     parallel and ``ep`` its expert parallel size, by default those of the save; ``like`` is a checkpoint of a run of
-    that tensor parallel size, where the saved cuts do not tell how it cuts. Everything else is as in the saved
+    that tensor parallel size, where the save does not say how it cuts. Everything else is as in the saved
     configuration.
 
     Seconds are computed from ``bandwidth``, in bytes per second, or a size such as "2GB"; ``write_bandwidth`` is that
