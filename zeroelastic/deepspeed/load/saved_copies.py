@@ -85,7 +85,7 @@ def _sums(layout: Layout, keys: list[str], extents: _Extents, ranks: list[int]) 
     is_copied = np.bincount(first, minlength=len(first))[first] > 1
     sums = np.zeros((len(first), len(keys)), dtype=np.uint64)
     for rank in ranks:
-        plan = held_plan(layout, rank).run_by_run()
+        plan = held_plan(layout, rank)
         plan = plan.take(np.flatnonzero(is_copied[strips_of_runs(slices, plan.src_param, plan.start)]))
         places = extents(rank)
         there = [key for key in keys if key in places]
