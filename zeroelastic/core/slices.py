@@ -170,7 +170,11 @@ def strips_of_box(whole_shape: Sequence[int], box: Sequence[tuple[int, int]]) ->
     """
     sizes = [size for _, size in box]
     return strips_of_view(
-        sizes, _place(whole_shape, [begin for begin, _ in box]), _strides(whole_shape), 0, _strides(sizes)
+        sizes,
+        _place(whole_shape, [begin for begin, _ in box]),
+        row_major_strides(whole_shape),
+        0,
+        row_major_strides(sizes),
     )
 
 
@@ -203,7 +207,8 @@ def strips_of_view(
     return tuple(Strip(at, on, numel, count, stride, step) for at, on in places)
 
 
-def _strides(shape: Sequence[int]) -> list[int]:
+def row_major_strides(shape: Sequence[int]) -> list[int]:
+    """The distance of neighbours in each dimension of a contiguous tensor, in elements."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
@@ -211,4 +216,4 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _place(shape: Sequence[int], index: Sequence[int]) -> int:
-    return sum(i * stride for i, stride in zip(index, _strides(shape), strict=True))
+    return sum(i * stride for i, stride in zip(index, row_major_strides(shape), strict=True))

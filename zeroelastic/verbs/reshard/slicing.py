@@ -33,7 +33,7 @@ from zeroelastic.core.layout import (
     pack_sub_groups,
     unpacked_layout,
 )
-from zeroelastic.core.slices import Strip, strips_of_box
+from zeroelastic.core.slices import Strip, row_major_strides, strips_of_box
 from zeroelastic.errors import UnsupportedError, UsageError, counted, some
 from zeroelastic.torch_file.graph import entry, pairs_of
 
@@ -220,14 +220,14 @@ Buffers = list[list[Param]]
 def even_cut(shape: Sequence[int], dim: int | None, size: int) -> dict[str, object]:
     """The affine map of a tensor that ``size`` ranks cut evenly along a dimension, or that each has (``dim`` None)."""
     local = _even_shape(shape, dim, size)
-    strides = _strides(shape)
+    strides = row_major_strides(shape)
     ranks: dict[int, object] = {}
     for rank in range(size):
         at = 0 if dim is None else rank * local[dim] * strides[dim]
         piece = {
             "shape": [*local],
             "source": [at, strides],
-            "dest": [0, _strides(local)],
+            "dest": [0, row_major_strides(local)],
             "locations": [*range(size)] if dim is None else [rank],
         }
         ranks[rank] = {"shard_shape": [*local], "pieces": [piece]}
@@ -236,13 +236,6 @@ def even_cut(shape: Sequence[int], dim: int | None, size: int) -> dict[str, obje
 
 def _even_shape(shape: Sequence[int], dim: int | None, size: int) -> tuple[int, ...]:
     return tuple(n // size if d == dim else n for d, n in enumerate(shape))
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * shape[axis + 1]
-    return strides
 
 
 def _even_view(tensor: Param, dim: int | None, size: int, rank: int) -> SliceView:
