@@ -25,9 +25,10 @@ from places import ROOT
 from synthetic import GROUPS, believe_sizes, edit, edit_optim, model_name, optim_name, sealed, write_checkpoint
 
 import zeroelastic
-from zeroelastic.checkpoint.checker import Problem, check_headers
+from zeroelastic.checkpoint.checker import check_headers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION
 from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.tag_headers import Problem
 from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.testing.sample import write_sample

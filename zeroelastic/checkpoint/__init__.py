@@ -1,15 +1,19 @@
 """The files of one checkpoint: opened, checked and described; nothing here knows a running engine.
 
     open              opens a tag directory
-    checker           checks all files of a tag and lists what is wrong; ``contradictions`` has the sentences
+    checker           checks all files of a tag and lists what is wrong, in ``tag_headers``; ``contradictions`` has the
+                      sentences
     tag_files         the names of ranks' files, and all files of a directory by what they are
     model_states      the model states file of one rank
     optimizer_file    the optimizer file of one rank as data, and its values; ``optimizer_reader`` reads it
+    topology          how ranks are grouped, and which slices of tensors they have, by DeepSpeed's maps
+    saved_layout      the layout over all ranks of a save with slices; ``expert_files`` for frozen experts
     commit_record     ``zeroelastic.json``: sizes, digests and the content root
     param_table       the parameters in it; ``file_table`` the files
     saved_state       all ranks' optimizer files as one state
     shared_files      files beside the tags that lean tags share; ``shared_weights`` says what a tag takes from them,
                       ``shared_check`` whether that is there
+    streams           what of a save is digested by itself, copies included
     extents           where the bytes of a plan are in files
     param_changes     parameters that one side has and the other has not
     marks             the marks of a tag that proved damaged, and of one in a store that is not finished

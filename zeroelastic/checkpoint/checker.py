@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import islice
-from typing import ClassVar, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from pydantic import ConfigDict
-
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, CheckpointFormat, CommitRecord, read_record
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.contradictions import (
     MIXED,
     VALUE_FACTS,
-    other_directory,
     other_save,
     other_stage,
     other_step,
@@ -30,25 +26,23 @@ from zeroelastic.checkpoint.contradictions import (
     values_by_rank,
 )
 from zeroelastic.checkpoint.expert_files import frozen_experts
-from zeroelastic.checkpoint.extents import stream_seeds
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.open import StateFiles, rank_files, stated_sizes
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file, shard_of
-from zeroelastic.checkpoint.saved_layout import SavedMaps, SlicedLayout, frozen_layout, saved_maps, sliced_layout
+from zeroelastic.checkpoint.saved_layout import SavedMaps, frozen_layout, saved_maps, sliced_layout
 from zeroelastic.checkpoint.saved_state import (
     SavedPart,
-    SavedTensor,
     contents_of,
     experts_part,
     frozen_part,
     trained_part,
 )
-from zeroelastic.checkpoint.shared_check import CheckedShared, check_shared, record_contradictions
-from zeroelastic.checkpoint.streams import Streams, streams_of
+from zeroelastic.checkpoint.shared_check import check_shared, record_contradictions
 from zeroelastic.checkpoint.tag_files import EXPERT_FILE, TagListing, list_tag, other_tp_size
+from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
 from zeroelastic.checkpoint.topology import Topology
-from zeroelastic.core.digest import ParamContent, UInt64Array
+from zeroelastic.core.digest import ParamContent
 from zeroelastic.core.layout import Layout
 from zeroelastic.errors import CheckpointError, UndescribedSlicesError, UnsupportedError, counted, some
 from zeroelastic.io.paths import FilePath
@@ -64,25 +58,6 @@ _NAMED = 100
 _TRIES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One problem: a sentence, the name of the file, and where known the parameter, the state key and the byte range.
-
-    ``file`` is empty where no single file is to blame. ``offset`` and ``bytes`` are bytes of the file.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
-        extra="forbid", strict=True, json_schema_serialization_defaults_required=True
-    )  # within a report
-
-    file: str
-    sentence: str
-    param: str | None = None
-    key: str | None = None
-    offset: int | None = None
-    bytes: int | None = None
-
-
 def check_headers(
     tag_dir: FilePath, *, headers: Headers = "all", listing: TagListing | None = None, first_tp: bool = False
 ) -> TagHeaders:
@@ -93,144 +68,19 @@ def check_headers(
     opened nevertheless, and compared. Raises MissingFileError where there is no directory or no checkpoint in it.
     Everything else is returned in ``problems``.
     """
-    checked = TagHeaders(list_tag(tag_dir) if listing is None else listing, headers, first_tp)
+    checked = _Checker(list_tag(tag_dir) if listing is None else listing, headers, first_tp)
     checked.check()
     return checked
 
 
-class TagHeaders:
-    """The files of a tag and what their headers say.
-
-    ``sizes`` are those of all files in the directory. ``optim_files`` and ``model_files`` are, by rank, the files that
-    are there and have the size that the commit record states. ``shards`` and ``models`` are the headers that agree with
-    each other and with the record; ``parts`` the parameters in them. ``first_shard`` and ``first_model`` are the first
-    that could be read, whatever contradicts them, and ``root`` is the tree of that model states file.
-
-    Ranks are counted over all of ``topology``. ``sliced`` is the layout of the trained parameters where there are
-    slices. Where tensor parallel ranks do not say which slices they have, ranks are those of the first one.
-
-    ``shared`` are the files beside the tag that it takes frozen weights from.
-
-    ``problems`` are about the files by their paths, ``missing`` those of them about files that are not there.
-    ``unsupported`` says what of a checkpoint that may be sound is not read here; ``notes`` are observations that are
-    not problems. ``stated_world_size`` is the data parallel size, None where no file states one, and ``topology`` then
-    a guess.
-    """
+class _Checker(TagHeaders):
+    """Finds out what the headers of a tag say: ``check`` is called once."""
 
     def __init__(self, listing: TagListing, headers: Headers, first_tp: bool) -> None:
-        self.tag_dir, self.listing, self.sizes = listing.directory, listing, listing.sizes
+        super().__init__(listing)
         self._headers, self._first_tp = headers, first_tp
-        self.problems: list[Problem] = []
-        self.missing: list[Problem] = []
-        self.notes: list[str] = []
-        self.unsupported: list[str] = []
-        self.record: CommitRecord | None = None
-        self.stated_world_size: int | None = None
-        self.topology = Topology(0)
-        self.sliced: SlicedLayout | None = None
-        self.optim_files: dict[int, FilePath] = {}
-        self.model_files: dict[int, FilePath] = {}
-        self.models: dict[int, ModelStates] = {}
-        self.shards: dict[int, Shard] = {}
-        self.first_model: ModelStates | None = None
-        self.first_shard: Shard | None = None
-        self.root: Mapping[object, object] = {}
-        self.num_opened = 0
-        self.parts: tuple[SavedPart, ...] = ()
-        self.tensors: tuple[SavedTensor, ...] = ()
-        self.shared: tuple[CheckedShared, ...] = ()
-        self.is_stage_0 = False
-        self._files: StateFiles | None = None
         self._maps: SavedMaps | None = None
         self._is_opaque = False
-        self._has_frozen_experts = False
-        pipelines = (name for name in listing.unknown_files if name.endswith("_states.pt"))
-        self._other_names = [*listing.expert_files, *pipelines]
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks saved."""
-        return self.topology.world_size
-
-    @property
-    def format(self) -> CheckpointFormat | None:
-        """The format of the save; None where no file could be read that states it."""
-        if self.record is not None:
-            return self.record.checkpoint_format
-        return next((shard.format for shard in self.shards.values()), None)
-
-    @cached_property
-    def seeds(self) -> UInt64Array:
-        """The digest seed of each of ``tensors``."""
-        return stream_seeds([(tensor.param.name, tensor.key) for tensor in self.tensors])
-
-    @cached_property
-    def streams(self) -> Streams:
-        """What of ``tensors`` is digested by itself."""
-        return streams_of(self.parts)
-
-    @property
-    def num_trained(self) -> int:
-        """How many of ``tensors`` belong to trained parameters; they come first."""
-        return sum(len(dtypes) for dtypes in self.parts[0].dtypes) if self.shards else 0
-
-    @property
-    def num_files(self) -> int:
-        """How many files the ranks of the save have written."""
-        of_ranks = 0 if self._files is None else self.world_size + self._files.num_models(self.topology.data_size)
-        return len(self._other_names) + of_ranks
-
-    @cached_property
-    def other_files(self) -> dict[int, tuple[FilePath, ...]]:
-        """Further files that DeepSpeed loads, such as those of experts, dealt to the ranks: checksums are compared."""
-        dealt: dict[int, list[FilePath]] = {}
-        here = [name for name in self._other_names if name in self.sizes]
-        for number, name in enumerate(here):
-            expert = (
-                EXPERT_FILE.match(name) if self._has_frozen_experts else None
-            )  # a rank of their layout is an expert
-            rank = number % max(1, self.world_size) if expert is None else int(expert[2])
-            dealt.setdefault(rank, []).append(self.tag_dir / name)
-        return {rank: tuple(paths) for rank, paths in dealt.items()}
-
-    @cached_property
-    def shared_files(self) -> dict[int, tuple[CheckedShared, ...]]:
-        """The shared files that can be read, dealt to the ranks of which files can be read."""
-        ranks, whole = self.ranks, [shared for shared in self.shared if shared.problem is None]
-        return {rank: tuple(whole[i :: len(ranks)]) for i, rank in enumerate(ranks[: len(whole)])}
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of which at least one file can be read."""
-        return tuple(sorted({*self.optim_files, *self.model_files, *self.other_files}))
-
-    def files(self, rank: int) -> tuple[FilePath, ...]:
-        """The files of one rank that can be read."""
-        files = tuple(files[rank] for files in (self.optim_files, self.model_files) if rank in files)
-        return (*files, *self.other_files.get(rank, ()))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files that can be read; of shared ones, of the tensors that the tag takes from them."""
-        of_ranks = sum(self.sizes[path.name] for rank in self.ranks for path in self.files(rank))
-        return of_ranks + sum(shared.nbytes for shared in self.shared if shared.problem is None)
-
-    def contents(self, digests: UInt64Array) -> list[ParamContent]:
-        """What was saved of each parameter, given the digest of each of ``tensors``."""
-        names = [(tensor.param.name, tensor.key) for tensor in self.tensors]
-        return contents_of(self.parts, dict(zip(names, digests.tolist(), strict=True)))
-
-    def other_directories(self, blamed: Collection[str]) -> list[Problem]:
-        """Files that are not ``blamed`` already and whose zip directory is not the one in the commit record."""
-        recorded = self.record.directories if self.record is not None else {}
-        opened: list[Shard | ModelStates] = [*self.shards.values(), *self.models.values()]
-        return [
-            Problem(header.path.name, other_directory(header.path))
-            for header in opened
-            if header.path.name not in blamed and recorded.get(header.path.name, header.directory) != header.directory
-        ]
-
-    # --- the check -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Check everything once."""

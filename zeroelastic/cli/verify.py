@@ -24,7 +24,7 @@ from zeroelastic.cli.terminal import print_styled, print_wrapped, whole_table_co
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from zeroelastic.checkpoint.checker import Problem
+    from zeroelastic.checkpoint.tag_headers import Problem
     from zeroelastic.verbs.diff.diff import DiffReport
     from zeroelastic.verbs.diff.tensors import ComparedTensor
     from zeroelastic.verbs.verify.report import VerifyAllReport, VerifyReport

@@ -1,7 +1,9 @@
 """The mathematics of a checkpoint: who holds which elements, how they move, and how their content is summed up.
 
     layout        the part of each parameter that each rank holds
-    plan          the segments that turn one layout into another
+    slices        parts of whole tensors that some ranks share, under tensor and expert parallelism
+    copies        which of these parts are the same; ``streams`` what has a digest of its own
+    plan          the segments that turn one layout into another; ``slice_plan`` between slices
     movement      which rank each process gets at another size, so that little moves
     digest        the content digest of tensors, independent of how they are cut
     global_batch  batch size, micro batch and accumulation at another world size

@@ -1,6 +1,6 @@
 """Directories of ``torch.distributed.checkpoint`` (DCP), read without torch: FSDP2's checkpoints, and accelerate's.
 
 ``metadata`` reads the table ``.metadata`` through the allow-listed unpickler, ``chunks`` finds the payload of each
-chunk in its file, ``names`` tells the model's tensors from those of the optimizer, ``saved`` is the whole as layouts
+chunk in its file, ``names`` sorts tensors of the model from those of the optimizer, ``saved`` is the whole as layouts
 and extents. Read ``metadata`` first. Imports ``checkpoint`` and what is below it.
 """

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.checkpoint.checker import Problem
 from zeroelastic.checkpoint.tag_files import parse_rank_file
+from zeroelastic.checkpoint.tag_headers import Problem
 from zeroelastic.cli.pages.figures import (
     DAMAGE,
     DAMAGED_SOMEWHERE,

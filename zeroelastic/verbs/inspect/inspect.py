@@ -9,7 +9,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from zeroelastic.checkpoint.checker import Headers, TagHeaders, check_headers
+from zeroelastic.checkpoint.checker import Headers, check_headers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
 from zeroelastic.checkpoint.model_states import ModelStates, client_state_keys
@@ -25,6 +25,7 @@ from zeroelastic.checkpoint.tag_files import (
     is_temporary,
     list_tag,
 )
+from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, counted, finding, some, with_remedy
 from zeroelastic.io.paths import FilePath, RemotePath, as_path

@@ -10,12 +10,12 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.checkpoint.checker import Problem, TagHeaders
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
 from zeroelastic.checkpoint.shared_weights import BUFFER
 from zeroelastic.checkpoint.streams import Folded, fold
 from zeroelastic.checkpoint.tag_files import parse_rank_file
+from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
 from zeroelastic.core.digest import content_root
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import COPY_OR_GO_BACK, CheckpointError, ZeroElasticError, counted, finding, some

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint.checker import TagHeaders
 from zeroelastic.checkpoint.extents import stream_seeds
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.shared_check import CheckedShared, SharedStream
 from zeroelastic.checkpoint.tag_files import saved_as
+from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError

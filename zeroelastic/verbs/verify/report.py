@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from zeroelastic.checkpoint.checker import Problem
 from zeroelastic.checkpoint.marks import Quarantine
+from zeroelastic.checkpoint.tag_headers import Problem
 from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
 
 

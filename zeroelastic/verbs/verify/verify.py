@@ -15,11 +15,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
-from zeroelastic.checkpoint.checker import TagHeaders, check_headers
+from zeroelastic.checkpoint.checker import check_headers
 from zeroelastic.checkpoint.marks import lift_mark
 from zeroelastic.checkpoint.one_save import may_mix_saves, one_save, pin, saved_again, was_saved_again
 from zeroelastic.checkpoint.shared_check import SharedStream
 from zeroelastic.checkpoint.tag_files import is_universal
+from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, UsageError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction

@@ -1,0 +1,177 @@
+"""What the headers of a tag's files say, as far as they agree, and what is wrong with the others.
+
+``checker`` fills it; ``inspect`` describes what can be read, and ``verify`` reads the payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+from zeroelastic.checkpoint.commit_record import CheckpointFormat, CommitRecord
+from zeroelastic.checkpoint.contradictions import other_directory
+from zeroelastic.checkpoint.extents import stream_seeds
+from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.open import StateFiles
+from zeroelastic.checkpoint.optimizer_file import Shard
+from zeroelastic.checkpoint.saved_layout import SlicedLayout
+from zeroelastic.checkpoint.saved_state import SavedPart, SavedTensor, contents_of
+from zeroelastic.checkpoint.shared_check import CheckedShared
+from zeroelastic.checkpoint.streams import Streams, streams_of
+from zeroelastic.checkpoint.tag_files import EXPERT_FILE, TagListing
+from zeroelastic.checkpoint.topology import Topology
+from zeroelastic.core.digest import ParamContent, UInt64Array
+from zeroelastic.io.paths import FilePath
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem: a sentence, the name of the file, and where known the parameter, the state key and the byte range.
+
+    ``file`` is empty where no single file is to blame. ``offset`` and ``bytes`` are bytes of the file.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        extra="forbid", strict=True, json_schema_serialization_defaults_required=True
+    )  # within a report
+
+    file: str
+    sentence: str
+    param: str | None = None
+    key: str | None = None
+    offset: int | None = None
+    bytes: int | None = None
+
+
+class TagHeaders:
+    """The files of a tag and what their headers say.
+
+    ``sizes`` are those of all files in the directory. ``optim_files`` and ``model_files`` are, by rank, the files that
+    are there and have the size that the commit record states. ``shards`` and ``models`` are the headers that agree with
+    each other and with the record; ``parts`` the parameters in them. ``first_shard`` and ``first_model`` are the first
+    that could be read, whatever contradicts them, and ``root`` is the tree of that model states file.
+
+    Ranks are counted over all of ``topology``. ``sliced`` is the layout of the trained parameters where there are
+    slices. Where tensor parallel ranks do not say which slices they have, ranks are those of the first one.
+
+    ``shared`` are the files beside the tag that it takes frozen weights from.
+
+    ``problems`` are about the files by their paths, ``missing`` those of them about files that are not there.
+    ``unsupported`` says what of a checkpoint that may be sound is not read here; ``notes`` are observations that are
+    not problems. ``stated_world_size`` is the data parallel size, None where no file states one, and ``topology`` then
+    a guess.
+    """
+
+    def __init__(self, listing: TagListing) -> None:
+        self.tag_dir, self.listing, self.sizes = listing.directory, listing, listing.sizes
+        self.problems: list[Problem] = []
+        self.missing: list[Problem] = []
+        self.notes: list[str] = []
+        self.unsupported: list[str] = []
+        self.record: CommitRecord | None = None
+        self.stated_world_size: int | None = None
+        self.topology = Topology(0)
+        self.sliced: SlicedLayout | None = None
+        self.optim_files: dict[int, FilePath] = {}
+        self.model_files: dict[int, FilePath] = {}
+        self.models: dict[int, ModelStates] = {}
+        self.shards: dict[int, Shard] = {}
+        self.first_model: ModelStates | None = None
+        self.first_shard: Shard | None = None
+        self.root: Mapping[object, object] = {}
+        self.num_opened = 0
+        self.parts: tuple[SavedPart, ...] = ()
+        self.tensors: tuple[SavedTensor, ...] = ()
+        self.shared: tuple[CheckedShared, ...] = ()
+        self.is_stage_0 = False
+        self._files: StateFiles | None = None
+        self._has_frozen_experts = False
+        pipelines = (name for name in listing.unknown_files if name.endswith("_states.pt"))
+        self._other_names = [*listing.expert_files, *pipelines]
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved."""
+        return self.topology.world_size
+
+    @property
+    def format(self) -> CheckpointFormat | None:
+        """The format of the save; None where no file could be read that states it."""
+        if self.record is not None:
+            return self.record.checkpoint_format
+        return next((shard.format for shard in self.shards.values()), None)
+
+    @cached_property
+    def seeds(self) -> UInt64Array:
+        """The digest seed of each of ``tensors``."""
+        return stream_seeds([(tensor.param.name, tensor.key) for tensor in self.tensors])
+
+    @cached_property
+    def streams(self) -> Streams:
+        """What of ``tensors`` is digested by itself."""
+        return streams_of(self.parts)
+
+    @property
+    def num_trained(self) -> int:
+        """How many of ``tensors`` belong to trained parameters; they come first."""
+        return sum(len(dtypes) for dtypes in self.parts[0].dtypes) if self.shards else 0
+
+    @property
+    def num_files(self) -> int:
+        """How many files the ranks of the save have written."""
+        of_ranks = 0 if self._files is None else self.world_size + self._files.num_models(self.topology.data_size)
+        return len(self._other_names) + of_ranks
+
+    @cached_property
+    def other_files(self) -> dict[int, tuple[FilePath, ...]]:
+        """Further files that DeepSpeed loads, such as those of experts, dealt to the ranks: checksums are compared."""
+        dealt: dict[int, list[FilePath]] = {}
+        here = [name for name in self._other_names if name in self.sizes]
+        for number, name in enumerate(here):
+            expert = (
+                EXPERT_FILE.match(name) if self._has_frozen_experts else None
+            )  # a rank of their layout is an expert
+            rank = number % max(1, self.world_size) if expert is None else int(expert[2])
+            dealt.setdefault(rank, []).append(self.tag_dir / name)
+        return {rank: tuple(paths) for rank, paths in dealt.items()}
+
+    @cached_property
+    def shared_files(self) -> dict[int, tuple[CheckedShared, ...]]:
+        """The shared files that can be read, dealt to the ranks of which files can be read."""
+        ranks, whole = self.ranks, [shared for shared in self.shared if shared.problem is None]
+        return {rank: tuple(whole[i :: len(ranks)]) for i, rank in enumerate(ranks[: len(whole)])}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of which at least one file can be read."""
+        return tuple(sorted({*self.optim_files, *self.model_files, *self.other_files}))
+
+    def files(self, rank: int) -> tuple[FilePath, ...]:
+        """The files of one rank that can be read."""
+        files = tuple(files[rank] for files in (self.optim_files, self.model_files) if rank in files)
+        return (*files, *self.other_files.get(rank, ()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that can be read; of shared ones, of the tensors that the tag takes from them."""
+        of_ranks = sum(self.sizes[path.name] for rank in self.ranks for path in self.files(rank))
+        return of_ranks + sum(shared.nbytes for shared in self.shared if shared.problem is None)
+
+    def contents(self, digests: UInt64Array) -> list[ParamContent]:
+        """What was saved of each parameter, given the digest of each of ``tensors``."""
+        names = [(tensor.param.name, tensor.key) for tensor in self.tensors]
+        return contents_of(self.parts, dict(zip(names, digests.tolist(), strict=True)))
+
+    def other_directories(self, blamed: Collection[str]) -> list[Problem]:
+        """Files that are not ``blamed`` already and whose zip directory is not the one in the commit record."""
+        recorded = self.record.directories if self.record is not None else {}
+        opened: list[Shard | ModelStates] = [*self.shards.values(), *self.models.values()]
+        return [
+            Problem(header.path.name, other_directory(header.path))
+            for header in opened
+            if header.path.name not in blamed and recorded.get(header.path.name, header.directory) != header.directory
+        ]
