@@ -45,7 +45,7 @@ def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounds_send_every_byte_once_and_stay_within_the_buffers(case: tuple[int, dict[tuple[int, int], int]]) -> None:
     world_size, table = case
     done = dict.fromkeys(table, 0)
-    for messages in exchange._rounds(table, world_size):
+    for messages in exchange._rounds(table, world_size, exchange.ROUND_BYTES):
         assert len(messages.src)
         for side in (messages.src, messages.dst):
             assert np.bincount(side).max() <= 8 and np.bincount(side, weights=messages.nbytes).max() <= 4096
@@ -63,10 +63,10 @@ def test_rounds_send_every_byte_once_and_stay_within_the_buffers(case: tuple[int
 def test_ranks_are_busy_in_each_round_wherever_their_peers_are() -> None:
     world_size, nbytes = 16_384, 3 * exchange.ROUND_BYTES
     from_many = {(int(dst * 1.33), dst): nbytes for dst in range(12_288)}  # each distance from 0 to 4,095
-    rounds = list(exchange._rounds(from_many, world_size))
+    rounds = list(exchange._rounds(from_many, world_size, exchange.ROUND_BYTES))
     assert len(rounds) == 3 and all(len(messages.src) == len(from_many) for messages in rounds)
     with_hub = {**from_many, **{(16_383, dst): 1 << 10 for dst in range(12_288)}}  # 128 of these in a round
-    rounds = list(exchange._rounds(with_hub, world_size))
+    rounds = list(exchange._rounds(with_hub, world_size, exchange.ROUND_BYTES))
     assert len(rounds) == 12_288 // 128
     assert sum(len(messages.src) > 12_288 for messages in rounds[:4]) >= 3, "others do not wait for the hub"
 

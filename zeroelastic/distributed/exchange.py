@@ -71,13 +71,15 @@ def all_to_all_stream(
     peers: Peers | None = None,
     filled_on: torch.device = HOST,
     taken_on: torch.device = HOST,
+    round_bytes: int | None = None,
 ) -> TransferCost:
     """Send ``sizes[peer]`` bytes to each peer. Collective over ``peers``, which are all ranks if none are given.
 
     ``fill`` is called once in a round with the pieces to send, ``take`` with those that came; streams arrive in order.
     Their buffers are on ``filled_on`` and ``taken_on``, which each rank chooses for itself. Memory: four buffers of
-    ``ROUND_BYTES``, and as many again of a side that is on another device than the process group's. Raises what
-    ``fill`` and ``take`` raised first, after the last round.
+    ``round_bytes``, which is ``ROUND_BYTES`` where none is given and the same on every rank, and as many again of a
+    side that is on another device than the process group's. Raises what ``fill`` and ``take`` raised first, after the
+    last round.
     """
     peers = peers or DefaultPeers()
     rank, world_size = peers.rank, peers.size
@@ -103,7 +105,7 @@ def all_to_all_stream(
     memory = [_Memory(filled_on, taken_on) for _ in range(2)]
     sent = received = 0
     under_way: _Round | None = None
-    for number, messages in enumerate(_rounds(table, world_size)):
+    for number, messages in enumerate(_rounds(table, world_size, round_bytes or ROUND_BYTES)):
         outgoing = _pieces(messages, rank, src=True)
         incoming = _pieces(messages, rank, src=False)
         source, target = memory[number % 2].take(_nbytes(outgoing), _nbytes(incoming))
@@ -199,6 +201,7 @@ def exchange_rows(
     peers: Peers | None = None,
     filled_on: torch.device = HOST,
     taken_on: torch.device = HOST,
+    round_bytes: int | None = None,
 ) -> TransferCost:
     """Have peer ``owner[i]`` send row i of ``rows``, and send what is asked of this rank. Collective.
 
@@ -221,7 +224,9 @@ def exchange_rows(
         put(Arrived.joined([cut._replace(row=index[cut.row]) for index, cut in cuts]), buffer)
 
     sizes = {peer: stream.nbytes for peer, stream in served.items()}
-    return all_to_all_stream(sizes, fill, take, peers=peers, filled_on=filled_on, taken_on=taken_on)
+    return all_to_all_stream(
+        sizes, fill, take, peers=peers, filled_on=filled_on, taken_on=taken_on, round_bytes=round_bytes
+    )
 
 
 class _Messages(NamedTuple):
@@ -233,10 +238,10 @@ class _Messages(NamedTuple):
     nbytes: Int64Array
 
 
-def _rounds(table: Mapping[tuple[int, int], int], world_size: int) -> Iterator[_Messages]:
+def _rounds(table: Mapping[tuple[int, int], int], world_size: int, round_bytes: int) -> Iterator[_Messages]:
     """The messages of each round, from the bytes of each (source, destination): the same on every rank.
 
-    In a round no rank sends or receives more than ``ROUND_BYTES``. A rank with more peers than a round has room for
+    In a round no rank sends or receives more than ``round_bytes``. A rank with more peers than a round has room for
     begins with the nearest; what is near is the same from both sides, so a round has a message as long as one is left.
     A pair's messages are as long as the busier of the two has room for, whatever others have.
     """
@@ -245,14 +250,14 @@ def _rounds(table: Mapping[tuple[int, int], int], world_size: int) -> Iterator[_
     nearest = np.lexsort((src, (dst - src) % world_size))
     src, dst, left = src[nearest], dst[nearest], left[nearest]
     begin = np.zeros_like(left)
-    at_once = ROUND_BYTES // _LEAST_BYTES
+    at_once = round_bytes // _LEAST_BYTES
     while len(left):
         chosen = np.arange(len(left))
         if max(np.bincount(src).max(), np.bincount(dst).max()) > at_once:
             chosen = np.flatnonzero((_place_among(src) < at_once) & (_place_among(dst) < at_once))
         source, destination = src[chosen], dst[chosen]
         peers = np.maximum(np.bincount(source)[source], np.bincount(destination)[destination])
-        nbytes = np.minimum(left[chosen], ROUND_BYTES // peers // ALIGNMENT * ALIGNMENT)
+        nbytes = np.minimum(left[chosen], round_bytes // peers // ALIGNMENT * ALIGNMENT)
         yield _Messages(source, destination, begin[chosen], nbytes)
         begin[chosen] += nbytes
         left[chosen] -= nbytes

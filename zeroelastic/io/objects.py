@@ -12,6 +12,7 @@ process leaves the store itself forgets.
 from __future__ import annotations
 
 import errno
+import io
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -350,7 +351,35 @@ def begin_upload(path: RemotePath) -> OpenUpload:
 def send_part(upload: OpenUpload, number: int, body: bytes | bytearray) -> str:
     """Send a part, the first of which is number 0: what ``complete_upload`` has to know of it. Raises OSError."""
     of = {"UploadId": upload.upload_id, "PartNumber": number + 1}
-    return str(_write(upload.path, lambda: _call(upload.path, "upload_part", Body=body, **of))["ETag"])
+
+    def ask() -> Any:
+        return _call(upload.path, "upload_part", Body=io.BufferedReader(_Bytes(body)), **of)
+
+    return str(_write(upload.path, ask)["ETag"])
+
+
+class _Bytes(io.RawIOBase):
+    """Bytes as a stream: the client sends it in blocks, where it makes copies of what it has as a whole."""
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        self._data, self._at = memoryview(data), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        block = self._data[self._at : self._at + len(into)]
+        into[: len(block)] = block
+        self._at += len(block)
+        return len(block)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
+        self._at = start + offset
+        return self._at
 
 
 def complete_upload(upload: OpenUpload, tags: Sequence[str], nbytes: int) -> None:

@@ -51,6 +51,9 @@ _MIB = 1 << 20
 _PART_MIB = 8
 """Parts of an upload are no larger, where 10,000 of them suffice: a rank has one, beside the buffers of an exchange."""
 
+_ROUND_BYTES = 2 * _MIB
+"""Of the exchange that fills a part: an upload is slower than small rounds."""
+
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
@@ -299,11 +302,15 @@ class _Rows:
         return cls(file, *columns)
 
     def gather(
-        self, begin: Int64Array, end: Int64Array, put: Callable[[Int64Array, Arrived, RoundBuffer], None]
+        self,
+        begin: Int64Array,
+        end: Int64Array,
+        put: Callable[[Int64Array, Arrived, RoundBuffer], None],
+        round_bytes: int | None = None,
     ) -> None:
         """Have the bytes of each row from ``begin`` to ``end`` in the file sent here, none where they meet. Collective.
 
-        ``put`` gets where in the file what has arrived belongs. Memory: four buffers of ``ROUND_BYTES``.
+        ``put`` gets where in the file what has arrived belongs. Memory and ``round_bytes``: see ``exchange_rows``.
         """
         index = np.flatnonzero(end > begin)
         at = begin[index]
@@ -320,7 +327,10 @@ class _Rows:
             put(at[arrived.row] + arrived.skip, arrived, buffer)
 
         source = device_of(piece.tensor for piece in self.file.pieces)
-        self.file.all_or_raise(lambda: exchange_rows(rows, self.owner[index], serve, take, filled_on=source))
+        owner = self.owner[index]
+        self.file.all_or_raise(
+            lambda: exchange_rows(rows, owner, serve, take, filled_on=source, round_bytes=round_bytes)
+        )
 
     def fill(self, target: bytearray, begin: int, nbytes: int) -> None:
         """Put ``nbytes`` bytes of the file from ``begin`` on, its header among them, into a buffer. Collective."""
@@ -332,4 +342,5 @@ class _Rows:
             zeros = np.zeros_like(at)
             copy_segments(CopyTable(zeros, arrived.at, zeros, at - begin, arrived.nbytes), [buffer], [place])
 
-        self.gather(np.maximum(self.offset, begin), np.minimum(self.offset + self.nbytes, end), put)
+        low, high = np.maximum(self.offset, begin), np.minimum(self.offset + self.nbytes, end)
+        self.gather(low, high, put, _ROUND_BYTES)
