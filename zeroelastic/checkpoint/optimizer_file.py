@@ -22,6 +22,7 @@ from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_fr
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.columns import NamedColumn
+from zeroelastic.torch_file.graph import entry
 from zeroelastic.torch_file.header import DType, Extent, TensorRef, TorchFile
 
 OptionValue = int | float | bool | str | None | tuple[object, ...]
@@ -268,6 +269,13 @@ def configured_batch(config: Mapping[str, object], world_size: int) -> int | Non
     if type(micro) is not int or type(steps) is not int or type(shared) is not int or shared < 1:
         return None
     return micro * steps * (world_size // shared)
+
+
+def configured_dtype(config: Mapping[str, object]) -> str:
+    """The dtype in which a run with a DeepSpeed configuration has its weights."""
+    if entry(config, "bf16", "enabled"):
+        return "bfloat16"
+    return "float16" if entry(config, "fp16", "enabled") else "float32"
 
 
 def configured_sub_group_size(config: Mapping[str, object]) -> int:

@@ -9,8 +9,9 @@ whole on a rank of its own. Source: torch.distributed.tensor.placement_types.Sha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +20,9 @@ from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.core.layout import Layout, Param, unpacked_layout
 from zeroelastic.core.slice_plan import check_slices
 from zeroelastic.core.slices import RankSet, Strip, slices_of, strips_of_box
-from zeroelastic.dcp.archives import Archives
+from zeroelastic.dcp.archives import Archives, open_archives
 from zeroelastic.dcp.metadata import Chunk, StoredBytes, StoredTensor
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief
-from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 StateKeys = Mapping[str, StoredTensor]
@@ -38,7 +38,55 @@ class ChunkTable:
 
     layout: Layout
     params: tuple[Param, ...]
-    extents: Mapping[int, Mapping[str, TensorExtents]]
+    extents: ChunkExtents
+
+
+class _Place(NamedTuple):
+    """What a rank has of a tensor of the layout, number ``number``: a chunk, and the elements of it that are before."""
+
+    number: int
+    chunk: Chunk
+    skipped: int
+    dtype: str
+    what: str
+
+
+class ChunkExtents(Mapping[int, Mapping[str, TensorExtents]]):
+    """By rank and state key where the chunks are. The archives of a rank's chunks are opened when it is asked for.
+
+    Raises what ``Archives.payload`` raises.
+    """
+
+    def __init__(
+        self, layout: Layout, dtypes: Mapping[str, Mapping[int, str]], places: Mapping[tuple[int, str], list[_Place]]
+    ) -> None:
+        self._layout, self._dtypes, self._places = layout, dtypes, places
+        self._path = next(iter(places.values()))[0].chunk.place.path if places else Path()
+        self._begins: dict[StoredBytes, int] = {}
+        self._found: dict[int, Mapping[str, TensorExtents]] = {}
+
+    def __getitem__(self, rank: int) -> Mapping[str, TensorExtents]:
+        if rank not in self._found:
+            with open_archives() as archives:
+                self._found[rank] = {key: self._extents(rank, key, archives) for key in self._dtypes}
+        return self._found[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._layout.world_size))
+
+    def __len__(self) -> int:
+        return self._layout.world_size
+
+    def _extents(self, rank: int, key: str, archives: Archives) -> TensorExtents:
+        offset = np.full(self._layout.num_params, -1, dtype=np.int64)
+        paths = [self._path] * self._layout.num_params
+        for number, chunk, skipped, dtype, what in self._places.get((rank, key), ()):
+            place = chunk.place
+            if place not in self._begins:
+                self._begins[place] = archives.payload(place, dtype, chunk.shape, what)
+            offset[number] = self._begins[place] + skipped * DTYPE_BYTES[dtype]
+            paths[number] = place.path
+        return TensorExtents(self._path, self._dtypes[key], offset, tuple(paths))
 
 
 class _Piece(NamedTuple):
@@ -53,8 +101,8 @@ class _Piece(NamedTuple):
     runs: Mapping[str, tuple[Chunk, int]]
 
 
-def chunk_table(params: Mapping[str, StateKeys], archives: Archives, *, parts: int) -> ChunkTable:
-    """The layout of parameters that are in the chunks of a DCP directory; opens the archive of every chunk.
+def chunk_table(params: Mapping[str, StateKeys], *, parts: int) -> ChunkTable:
+    """The layout of parameters that are in the chunks of a DCP directory.
 
     ``parts`` is the number of ranks that saved it. Raises CheckpointError, UnsupportedError for a parameter whose state
     is cut in another way than its weight, not along dimension 0.
@@ -71,20 +119,16 @@ def chunk_table(params: Mapping[str, StateKeys], archives: Archives, *, parts: i
         pieces = [_chunks_as_pieces(keys) for keys in params.values()]
         layout = _plain_layout(whole, [part or 0 for part in rows], parts)
         numbers = [[i] * len(own) for i, own in enumerate(pieces)]
-    found: dict[tuple[int, str], dict[int, tuple[FilePath, int, str]]] = {}
-    begins: dict[StoredBytes, int] = {}
+    dtypes: dict[str, dict[int, str]] = {}
+    places: dict[tuple[int, str], list[_Place]] = {}
     for (name, keys), own, its_pieces in zip(params.items(), numbers, pieces, strict=True):
+        for key, tensor in keys.items():
+            dtypes.setdefault(key, {}).update(dict.fromkeys(layout.sub_group[own].tolist(), tensor.dtype))
         for rank, (number, piece) in enumerate(zip(own, its_pieces, strict=True)):
             for key, (chunk, skipped) in piece.runs.items():
-                dtype, place = keys[key].dtype, chunk.place
-                if place not in begins:
-                    begins[place] = archives.payload(place, dtype, chunk.shape, f"{key} of {brief(name)}")
-                at = begins[place] + skipped * DTYPE_BYTES[dtype]
-                found.setdefault((rank, key), {})[number] = place.path, at, dtype
-    extents: dict[int, dict[str, TensorExtents]] = {rank: {} for rank in range(layout.world_size)}
-    for (rank, key), places in found.items():
-        extents[rank][key] = _extents(places, layout)
-    return ChunkTable(layout, whole, extents)
+                place = _Place(number, chunk, skipped, keys[key].dtype, f"{key} of {brief(name)}")
+                places.setdefault((rank, key), []).append(place)
+    return ChunkTable(layout, whole, ChunkExtents(layout, dtypes, places))
 
 
 def _cuts(tensor: StoredTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -184,14 +228,3 @@ def _sliced_layout(params: Sequence[Param], pieces: Sequence[Sequence[_Piece]], 
     except ValueError as error:
         raise CheckpointError(f"the chunks of a tensor overlap, or leave a gap: {error}.") from None
     return layout
-
-
-def _extents(places: Mapping[int, tuple[FilePath, int, str]], layout: Layout) -> TensorExtents:
-    """Where the chunks of one rank and state key are."""
-    offset = np.full(layout.num_params, -1, dtype=np.int64)
-    first = next(iter(places.values()))[0]
-    paths, dtypes = [first] * layout.num_params, dict[int, str]()
-    for number, (path, at, dtype) in places.items():
-        offset[number], paths[number] = at, path
-        dtypes[int(layout.sub_group[number])] = dtype
-    return TensorExtents(first, dtypes, offset, tuple(paths))

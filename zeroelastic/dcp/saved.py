@@ -102,10 +102,11 @@ def find_dcp(text: str | os.PathLike[str]) -> FilePath:
     )
 
 
-def open_dcp(root: FilePath) -> DcpCheckpoint:
+def open_dcp(root: FilePath, *, all_chunks: bool = True) -> DcpCheckpoint:
     """Read the tables of a checkpoint of FSDP2 and the header of every chunk; no payload but of small objects.
 
-    Only where a tensor may be another name of a parameter are the two compared. Raises CheckpointError,
+    Without ``all_chunks``, the headers of a rank's chunks are read when its extents are asked for. Only where a tensor
+    may be another name of a parameter are the two compared. Raises CheckpointError,
     MissingFileError, UnsafePickleError, UnsupportedError.
 
     Example::
@@ -120,9 +121,13 @@ def open_dcp(root: FilePath) -> DcpCheckpoint:
         native = _native(named, root)
         notes: list[str] = []
         others = _others(named, native, metadata.parts, notes)
-        trained = _part(named.trained, archives, metadata.parts, named.scalars)
+        trained = _part(named.trained, metadata.parts, named.scalars)
         frozen = {name: {FROZEN: named.others[name]} for name in others.frozen}
         buffers = {name: _buffer(name, named.others[name], archives, root) for name in others.buffers}
+        kept = _part(frozen, metadata.parts) if frozen else None
+        for part in (trained, kept) if all_chunks else ():
+            if part is not None:
+                dict(part.extents)
         return DcpCheckpoint(
             root=root,
             files=metadata.files,
@@ -130,7 +135,7 @@ def open_dcp(root: FilePath) -> DcpCheckpoint:
             world_size=trained.layout.world_size,
             named=named,
             trained=trained,
-            frozen=_part(frozen, archives, metadata.parts) if frozen else None,
+            frozen=kept,
             buffers=buffers,
             tied=others.tied,
             native=native,
@@ -161,12 +166,9 @@ def _native(named: NamedState, root: FilePath) -> Mapping[str, object]:
 
 
 def _part(
-    params: Mapping[str, StateKeys],
-    archives: Archives,
-    parts: int,
-    scalars: Mapping[str, Mapping[str, ScalarValue]] | None = None,
+    params: Mapping[str, StateKeys], parts: int, scalars: Mapping[str, Mapping[str, ScalarValue]] | None = None
 ) -> SavedPart:
-    table = chunk_table(params, archives, parts=parts)
+    table = chunk_table(params, parts=parts)
     return SavedPart(
         table.layout,
         table.params,

@@ -1,16 +1,26 @@
-"""A checkpoint of FSDP2 as the saved state that verbs work with: the headers that files of ZeRO would have."""
+"""A checkpoint of FSDP2 as what verbs and loads work with: the headers that files of ZeRO would have."""
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
 
-from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.model_states import ModelStates, open_model_states
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.optimizer_file import ParamGroup, Shard, configured_sub_group_size
+from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard, configured_sub_group_size
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.layout import pack_sub_groups
+from zeroelastic.dcp.native import NativeForm
 from zeroelastic.dcp.saved import DcpCheckpoint
+from zeroelastic.io.storage import read_range
+from zeroelastic.torch_file.graph import Archive
+from zeroelastic.torch_file.header import Blocks
 
 
 def saved_state(
@@ -30,8 +40,9 @@ def saved_state(
     members = [[table[name] for name in group.params] for group in groups]
     size = configured_sub_group_size(config)
     buffers = pack_sub_groups(members, world_size=found.world_size, sub_group_size=size)
-    number = {param.name: i for i, param in enumerate(trained.params)}
-    firsts = [number[own[0].name] for own in buffers]
+    layout, numbers = trained.layout, trained.numbers().tolist()
+    whole_of = dict(zip(layout.sub_group.tolist(), numbers, strict=True))
+    firsts = [whole_of[sub_group] for sub_group in range(layout.num_sub_groups)]
     head = Shard(
         path=found.tables[0],
         size=0,
@@ -39,7 +50,7 @@ def saved_state(
         stage=3,
         format="rigid",
         save_id=None,
-        layout=trained.layout,
+        layout=layout,
         groups=groups,
         tensor_keys=tuple(tuple(trained.dtypes[first]) for first in firsts),
         scalars=tuple(trained.scalars[first] for first in firsts),
@@ -50,7 +61,7 @@ def saved_state(
         train_batch_size=batch,
         header_bytes=0,
     )
-    models = ModelStates(
+    model = ModelStates(
         path=found.tables[0],
         size=0,
         rank=0,
@@ -62,15 +73,95 @@ def saved_state(
         frozen_extents=None,
         header_bytes=0,
     )
-    checkpoint = Checkpoint(
+    checkpoint = ChunkedCheckpoint(
         tag_dir=found.root,
         topology=Topology(found.world_size),
         optim_files=found.files,
         model_files=found.tables,
         record=None,
         stale_files=(),
+        whole_model=True,
         _shards={0: head},
-        _models={0: models},
+        _models={0: model},
+        trained=trained,
+        frozen=found.frozen,
     )
     parts = (trained,) if found.frozen is None else (trained, found.frozen)
-    return SavedState(checkpoint, head, (models,), parts)
+    return SavedState(checkpoint, head, (model,), parts)
+
+
+@dataclass(slots=True)
+class ChunkedCheckpoint(Checkpoint):
+    """A checkpoint whose tensors are in chunks: a saved rank stands for the chunks of its number.
+
+    All ranks have the module's states in common, which are in ``made`` where there is a file of them.
+    """
+
+    trained: SavedPart = field(kw_only=True)
+    frozen: SavedPart | None = field(kw_only=True)
+    made: BinaryIO | None = None
+
+    def shard(self, rank: int, *, through: Blocks | None = None) -> Shard:
+        """What is known of a rank's chunks; the headers of their archives are read here."""
+        if rank not in self._shards:
+            head = next(iter(self._shards.values()))
+            self._shards[rank] = replace(head, rank=rank, extents=self.trained.extents[rank])
+        return self._shards[rank]
+
+    def extents(self, rank: int) -> Mapping[str, TensorExtents]:
+        """By state key, as of ``layout``."""
+        return self.trained.extents[rank]
+
+    def frozen_extents(self, rank: int) -> TensorExtents | None:
+        """As of ``frozen_layout``."""
+        return None if self.frozen is None else self.frozen.extents[rank].get(FROZEN)
+
+    def module_path(self, model: ModelStates) -> str:
+        """The file of the module's states that was made; it lasts as long as this checkpoint."""
+        assert self.made is not None
+        return _path_of(self.made)
+
+
+def checkpoint_of(form: NativeForm) -> ChunkedCheckpoint:
+    """A checkpoint that a load takes as if ZeRO had saved it, whose file of module states is in memory.
+
+    Payload of buffers alone is read.
+    """
+    found = form.found
+    checkpoint = saved_state(
+        found, trained=form.trained, groups=form.groups, config=form.config, steps=form.steps, batch=form.batch
+    ).checkpoint
+    assert isinstance(checkpoint, ChunkedCheckpoint)
+    # a load has the tensors of frozen parameters from their chunks
+    root = {**form.model_root, "frozen_param_shapes": None, "frozen_param_fragments": None}
+    checkpoint.made = _file_in_memory(root)
+    plain = checkpoint.model_states(0)
+    model = open_model_states(Path(_path_of(checkpoint.made)), 0, world_size=None)
+    checkpoint._models[0] = replace(
+        model,
+        path=plain.path,
+        world_size=plain.world_size,
+        sub_groups=plain.sub_groups,
+        frozen=plain.frozen,
+        frozen_extents=checkpoint.frozen_extents(0),
+    )
+    return checkpoint
+
+
+def _file_in_memory(root: object) -> BinaryIO:
+    """A torch file of a graph."""
+    made = os.fdopen(os.memfd_create("module_states", os.MFD_CLOEXEC), "r+b", buffering=0)
+    archive = Archive(Path(_path_of(made)), root)
+    checksums = {}
+    for storage, offset in archive.offsets.items():
+        data, extent = storage.data, storage.extent
+        if data is None:
+            data = b"" if extent is None else read_range(extent.path, extent.offset, extent.nbytes)
+        os.pwrite(made.fileno(), data, offset)
+        checksums[storage] = zlib.crc32(data)
+    archive.finish(checksums)
+    return made
+
+
+def _path_of(made: BinaryIO) -> str:
+    return f"/proc/self/fd/{made.fileno()}"

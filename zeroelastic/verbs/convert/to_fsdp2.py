@@ -9,7 +9,7 @@ The state dict is that of ``get_model_state_dict`` and ``get_optimizer_state_dic
 
 A job loads it in either form. In accelerate's layout the model is in ``pytorch_model_fsdp_0`` and the optimizer, nested
 and under ``optimizer``, in ``optimizer_0``. What torch has no place for is kept under ``zeroelastic``
-(``native_notes``), and named in the notes.
+(``dcp.notes``), and named in the notes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from zeroelastic.checkpoint.optimizer_file import FP32, OptionValue, ParamGroup
 from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.dcp.names import NATIVE
+from zeroelastic.dcp.notes import NativeNotes, kinds_of_scalars, with_kind
 from zeroelastic.dcp.saved import MODEL_FOLDER, OPTIMIZER_FOLDER, SCHEDULER_FILE
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.extras import require_torch
 from zeroelastic.torch_file.graph import entry, pairs_of, read_graph
-from zeroelastic.verbs.convert.native_notes import NativeNotes, kinds_of_scalars, with_kind
 from zeroelastic.verbs.convert.to_dcp import DcpPlan, TensorReader, plan_dcp, scalar_value, write_state_dict
 from zeroelastic.verbs.model_tensors import Place
 from zeroelastic.verbs.new_files import RecordedDigests, write_archive

@@ -21,7 +21,14 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, SAME_ON_ALL_RANKS, elastic_table, scalar_bytes
+from zeroelastic.checkpoint.optimizer_file import (
+    FP32,
+    FROZEN,
+    SAME_ON_ALL_RANKS,
+    configured_dtype,
+    elastic_table,
+    scalar_bytes,
+)
 from zeroelastic.checkpoint.tag_files import expert_file_name
 from zeroelastic.checkpoint.topology import numbered_expert
 from zeroelastic.core.digest import ScalarValue
@@ -45,7 +52,7 @@ from zeroelastic.torch_file.graph import (
 from zeroelastic.verbs.reshard.lean_source import WeightPlace
 from zeroelastic.verbs.reshard.slice_tables import described, partition_groups
 from zeroelastic.verbs.reshard.slicing import EXPERT_WEIGHTS, INFO, ExpertLayer, strips_by_param
-from zeroelastic.verbs.reshard.source import ReshardSource, configured_dtype, tied_params, whole_module
+from zeroelastic.verbs.reshard.source import ReshardSource, tied_params, whole_module
 from zeroelastic.verbs.reshard.target import ReshardTarget
 
 Root: TypeAlias = dict[object, object]

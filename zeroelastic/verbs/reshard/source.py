@@ -19,6 +19,7 @@ from zeroelastic.checkpoint.optimizer_file import (
     FP32,
     Shard,
     configured_batch,
+    configured_dtype,
     configured_sub_group_size,
 )
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
@@ -363,13 +364,6 @@ def weight_dtypes(source: ReshardSource) -> dict[str, str]:
     default = configured_dtype(source.config)
     storages = {param.name: storage_of(module.get(param.name)) for param in source.trained.params}
     return {name: default if storage is None else storage.dtype for name, storage in storages.items()}
-
-
-def configured_dtype(config: Mapping[str, object]) -> str:
-    """The dtype in which a run with a DeepSpeed configuration has its weights."""
-    if entry(config, "bf16", "enabled"):
-        return "bfloat16"
-    return "float16" if entry(config, "fp16", "enabled") else "float32"
 
 
 def made_weights(source: ReshardSource, slicing: Slicing) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
-from zeroelastic.checkpoint.optimizer_file import FP32, steps_with_bf16_optimizer, zero_option
+from zeroelastic.checkpoint.optimizer_file import FP32, configured_dtype, steps_with_bf16_optimizer, zero_option
 from zeroelastic.checkpoint.tag_files import expert_file_name, model_file_name
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
@@ -31,7 +31,6 @@ from zeroelastic.verbs.reshard.source import (
     ReshardSource,
     check_entries,
     check_module,
-    configured_dtype,
     made_weights,
     weight_dtypes,
 )

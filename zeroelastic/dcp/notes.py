@@ -1,7 +1,7 @@
 """What a checkpoint of FSDP2 has no place for, kept beside it as JSON, so that the way back loses nothing.
 
-``to_fsdp2`` writes it under the key ``zeroelastic`` of the model's DCP directory, which torch does not read;
-``from_fsdp2`` takes it. A job of FSDP2 that saves again does not write it: what it then says is no longer there.
+A conversion to FSDP2 writes it under the key ``zeroelastic`` of the model's DCP directory, which torch does not read;
+the way back takes it. A job of FSDP2 that saves again does not write it: what it then says is no longer there.
 """
 
 from __future__ import annotations
