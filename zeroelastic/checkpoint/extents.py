@@ -15,6 +15,7 @@ import numpy.typing as npt
 from zeroelastic.core.digest import UInt64Array, stream_seed
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import Plan, Runs
+from zeroelastic.core.slices import numbered
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
@@ -179,22 +180,13 @@ def extent_table(
 
 def _run_by_run(rows: ExtentTable, runs: Runs) -> ExtentTable:
     """The rows, each repeated as ``runs`` says."""
-    count = runs.count
-    run = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-
-    def moved(column: Int64Array, distance: Int64Array) -> Int64Array:
-        return np.repeat(column, count) + run * np.repeat(distance, count)
-
-    return ExtentTable(
-        rows.paths,
-        file=np.repeat(rows.file, count),
-        file_offset=moved(rows.file_offset, runs.src_step * rows.itemsize),
-        target=np.repeat(rows.target, count),
-        target_offset=moved(rows.target_offset, runs.dst_step),
-        numel=np.repeat(rows.numel, count),
-        itemsize=np.repeat(rows.itemsize, count),
-        param=np.repeat(rows.param, count),
-        start=moved(rows.start, runs.stride),
+    row, run = numbered(np.zeros_like(runs.count), runs.count)
+    rows, runs = rows.take(row), runs.take(row)
+    return replace(
+        rows,
+        file_offset=rows.file_offset + run * runs.src_step * rows.itemsize,
+        target_offset=rows.target_offset + run * runs.dst_step,
+        start=rows.start + run * runs.stride,
     )
 
 

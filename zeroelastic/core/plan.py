@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from zeroelastic.core.layout import Layout, partition_numel
 from zeroelastic.core.slice_plan import Rows, common_rows, cut_by_source, held_rows, slices_of_layout
-from zeroelastic.core.slices import Int64Array
+from zeroelastic.core.slices import Int64Array, numbered
 
 _CHUNK = 1 << 16
 
@@ -104,7 +104,7 @@ class Plan:
         """The same plan, in which every row is one run."""
         if self.runs is None:
             return self
-        row, run = _counted(np.zeros_like(self.length), self.runs.count)
+        row, run = numbered(np.zeros_like(self.length), self.runs.count)
         return replace(self._from_run(row, run, np.ones_like(run)), runs=None)
 
     def _from_run(self, row: Int64Array, run: Int64Array, count: Int64Array) -> Plan:
@@ -359,21 +359,15 @@ def overlaps(
     numel, dst_part, dst_origin = dst.numel[params], dst.part[params], dst.origin[params]
     src_part, src_origin = src.part[source_of], src.origin[source_of]
     first = dst_origin // dst_part
-    which, target = _counted(first, (dst_origin + numel - 1) // dst_part - first + 1)
+    which, target = numbered(first, (dst_origin + numel - 1) // dst_part - first + 1)
     begin = np.maximum(target * dst_part[which] - dst_origin[which], 0)
     end = np.minimum((target + 1) * dst_part[which] - dst_origin[which], numel[which])
     first = (begin + src_origin[which]) // src_part[which]
-    row, source = _counted(first, (end - 1 + src_origin[which]) // src_part[which] - first + 1)
+    row, source = numbered(first, (end - 1 + src_origin[which]) // src_part[which] - first + 1)
     which = which[row]
     start = source * src_part[which] - src_origin[which]
     length = np.minimum(end[row], start + src_part[which]) - np.maximum(begin[row], start)
     return which, target[row], source, length
-
-
-def _counted(first: Int64Array, count: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """For each i, the numbers from ``first[i]`` on, ``count[i]`` of them: the positions i, and the numbers."""
-    position = np.repeat(np.arange(len(first)), count)
-    return position, first[position] + np.arange(len(position)) - np.repeat(np.cumsum(count) - count, count)
 
 
 def coalesce(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from zeroelastic.core.copies import strip_keys, tensor_numbers
 from zeroelastic.core.layout import Layout, Param
-from zeroelastic.core.slices import MOST_STRIPS, Int64Array, Slices, Strips, whole
+from zeroelastic.core.slices import MOST_STRIPS, Int64Array, Slices, Strips, numbered, whole
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -69,7 +69,7 @@ def common_rows(src: Layout, dst: Layout, rank: int) -> Rows:
     found, tensor = _distinct(theirs, rank)
     rows = _in_common(found, tensor, own, dst_tensor[own.param])
     at = np.where(length > 0, start, 0)
-    return _clipped(rows, rows.dst_at, rows.dst_step, at[rows.dst], (at + length)[rows.dst])
+    return _clip(rows, rows.dst_at, rows.dst_step, at[rows.dst], (at + length)[rows.dst])[1]
 
 
 def check_slices(layout: Layout) -> None:
@@ -124,7 +124,7 @@ def _overlapping(strips: Strips, tensor: Int64Array) -> Int64Array:
     if int((counts * counts).sum()) > 4 * MOST_STRIPS:
         raise ValueError("tensors are in more strips than can be compared")
     first = np.searchsorted(here.tensor[by_tensor], here.tensor)
-    a, b = _pairs(first, counts[here.tensor])
+    b, a = numbered(first, counts[here.tensor])
     a = by_tensor[a]
     meet = (here.line[a] < here.line[b] + here.lines[b]) & (here.line[b] < here.line[a] + here.lines[a])
     meet &= (here.column[a] < here.column[b] + here.columns[b]) & (here.column[b] < here.column[a] + here.columns[a])
@@ -138,7 +138,7 @@ def held_rows(layout: Layout, rank: int) -> Rows:
     strips = strips.take(np.flatnonzero(length[strips.param] > 0))
     p, on = strips.param, strips.offset
     rows = Rows(p, p, strips.start, on, on, strips.numel, strips.num_runs, strips.stride, strips.step, strips.step)
-    return _clipped(rows, rows.dst_at, rows.dst_step, start[p], (start + length)[p])
+    return _clip(rows, rows.dst_at, rows.dst_step, start[p], (start + length)[p])[1]
 
 
 def cut_by_source(rows: Rows, src: Layout) -> tuple[Rows, Int64Array]:
@@ -146,9 +146,7 @@ def cut_by_source(rows: Rows, src: Layout) -> tuple[Rows, Int64Array]:
     part, origin = src.part[rows.src], src.origin[rows.src]
     begin = rows.src_at + origin
     first, last = begin // part, (begin + (rows.count - 1) * rows.src_step + rows.numel - 1) // part
-    which = np.repeat(np.arange(len(first)), last - first + 1)
-    number = np.arange(len(which)) - np.repeat(np.cumsum(last - first + 1) - (last - first + 1), last - first + 1)
-    number += first[which]
+    which, number = numbered(first, last - first + 1)
     rows = rows.take(which)
     low = number * src.part[rows.src] - src.origin[rows.src]
     index, pieces = _clip(rows, rows.src_at, rows.src_step, low, low + src.part[rows.src])
@@ -207,7 +205,7 @@ def _runs_in_common(src: Strips, src_tensor: Int64Array, dst: Strips, dst_tensor
     begin, want = base[src_tensor] + src.start, base[dst_tensor] + dst.start
     first = np.searchsorted(begin + src.numel, want, side="right")
     last = np.searchsorted(begin, want + dst.numel, side="left")
-    s, d = _pairs(first, np.maximum(last - first, 0))
+    d, s = numbered(first, np.maximum(last - first, 0))
     start = np.maximum(src.start[s], dst.start[d])
     numel = np.minimum(src.start[s] + src.numel[s], dst.start[d] + dst.numel[d]) - start
     one, zero = np.ones_like(start), np.zeros_like(start)
@@ -250,7 +248,7 @@ def _rectangles_in_common(
     order = np.argsort(a.tensor, kind="stable")
     first = np.searchsorted(a.tensor[order], b.tensor, side="left")
     last = np.searchsorted(a.tensor[order], b.tensor, side="right")
-    s, d = _pairs(first, last - first)
+    d, s = numbered(first, last - first)
     s = order[s]
     line, column = np.maximum(a.line[s], b.line[d]), np.maximum(a.column[s], b.column[d])
     count = np.minimum(a.line[s] + a.lines[s], b.line[d] + b.lines[d]) - line
@@ -325,17 +323,11 @@ def _single_runs(strips: Strips, chosen: BoolArray) -> tuple[Strips, Int64Array]
     index = np.flatnonzero(chosen)
     if int(strips.num_runs[index].sum()) > MOST_STRIPS:
         raise ValueError(f"tensors are sliced in ways that have nothing in common but more than {MOST_STRIPS} runs")
-    run, position = _pairs(np.zeros_like(index), strips.num_runs[index])
+    position, run = numbered(np.zeros_like(index), strips.num_runs[index])
     which = index[position]
     one, zero = np.ones_like(which), np.zeros_like(which)
     start, offset = strips.start[which] + run * strips.stride[which], strips.offset[which] + run * strips.step[which]
     return Strips(strips.param[which], start, offset, strips.numel[which], one, zero, zero), which
-
-
-def _pairs(first: Int64Array, count: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """For each i the numbers from ``first[i]`` on, ``count[i]`` of them: the numbers, and the positions i."""
-    which = np.repeat(np.arange(len(first)), count)
-    return first[which] + np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count), which
 
 
 def _merged(rows: Rows) -> Rows:
@@ -345,10 +337,6 @@ def _merged(rows: Rows) -> Rows:
     zeroed = [np.where(single, 0, column) for column in (rows.stride, rows.src_step, rows.dst_step)]
     numel, count = np.where(dense, rows.numel * rows.count, rows.numel), np.where(single, 1, rows.count)
     return Rows(rows.src, rows.dst, rows.start, rows.src_at, rows.dst_at, numel, count, *zeroed)
-
-
-def _clipped(rows: Rows, at: Int64Array, step: Int64Array, low: Int64Array, high: Int64Array) -> Rows:
-    return _clip(rows, at, step, low, high)[1]
 
 
 def _clip(rows: Rows, at: Int64Array, step: Int64Array, low: Int64Array, high: Int64Array) -> tuple[Int64Array, Rows]:

@@ -10,7 +10,7 @@ that several ranks keep. All quantities are in elements.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -112,15 +112,7 @@ class Slices:
             self.first_rank[keep],
             self.rank_step[keep],
             self.num_parts[keep],
-            Strips(
-                number[strips.param],
-                strips.start,
-                strips.offset,
-                strips.numel,
-                strips.num_runs,
-                strips.stride,
-                strips.step,
-            ),
+            replace(strips, param=number[strips.param]),
         )
 
 
@@ -143,21 +135,13 @@ def whole(tensors: Sequence[Param], world_size: int) -> Slices:
 def joined(parts: Sequence[Slices]) -> Slices:
     """The slices of all of these, one after the other."""
     base = np.cumsum([0, *(len(part.tensors) for part in parts)])
-    columns = [
-        np.concatenate(
-            [
-                getattr(part.strips, field.name) + (base[i] if field.name == "param" else 0)
-                for i, part in enumerate(parts)
-            ]
-        )
-        for field in fields(Strips)
-    ]
+    strips = [replace(part.strips, param=part.strips.param + base[i]) for i, part in enumerate(parts)]
     return Slices(
         tuple(tensor for part in parts for tensor in part.tensors),
         np.concatenate([part.first_rank for part in parts]),
         np.concatenate([part.rank_step for part in parts]),
         np.concatenate([part.num_parts for part in parts]),
-        Strips(*columns),
+        Strips(*(np.concatenate([getattr(part, field.name) for part in strips]) for field in fields(Strips))),
     )
 
 
@@ -168,14 +152,9 @@ def strips_of_box(whole_shape: Sequence[int], box: Sequence[tuple[int, int]]) ->
 
         strips_of_box((32, 64), [(0, 32), (32, 32)])    # the second half of each of 32 rows
     """
-    sizes = [size for _, size in box]
-    return strips_of_view(
-        sizes,
-        _place(whole_shape, [begin for begin, _ in box]),
-        row_major_strides(whole_shape),
-        0,
-        row_major_strides(sizes),
-    )
+    sizes, strides = [size for _, size in box], row_major_strides(whole_shape)
+    start = sum(begin * stride for (begin, _), stride in zip(box, strides, strict=True))
+    return strips_of_view(sizes, start, strides, 0, row_major_strides(sizes))
 
 
 def strips_of_view(
@@ -207,13 +186,15 @@ def strips_of_view(
     return tuple(Strip(at, on, numel, count, stride, step) for at, on in places)
 
 
+def numbered(first: Int64Array, count: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """For each i, the numbers from ``first[i]`` on, ``count[i]`` of them: the positions i, and the numbers."""
+    position = np.repeat(np.arange(len(first)), count)
+    return position, first[position] + np.arange(len(position)) - np.repeat(np.cumsum(count) - count, count)
+
+
 def row_major_strides(shape: Sequence[int]) -> list[int]:
     """The distance of neighbours in each dimension of a contiguous tensor, in elements."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
     return strides
-
-
-def _place(shape: Sequence[int], index: Sequence[int]) -> int:
-    return sum(i * stride for i, stride in zip(index, row_major_strides(shape), strict=True))

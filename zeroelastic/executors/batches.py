@@ -11,6 +11,7 @@ import numpy as np
 
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array
+from zeroelastic.core.slices import numbered
 from zeroelastic.executors import native_executor
 from zeroelastic.executors.build_info import is_usable
 from zeroelastic.executors.tables import DigestRows, Moved, Options, UInt32Array, cast_itemsizes
@@ -48,8 +49,7 @@ def batches(nbytes: Int64Array, capacity: int) -> Iterator[Batch]:
     begin = np.cumsum(padded) - padded  # if all rows were in one buffer, which the batches cut
     first = begin // capacity
     count = (begin + np.maximum(nbytes, 1) - 1) // capacity - first + 1
-    row = np.repeat(np.arange(len(nbytes), dtype=np.int64), count)
-    batch = np.arange(len(row), dtype=np.int64) + (first - (np.cumsum(count) - count))[row]
+    row, batch = numbered(first, count)
     low = np.maximum(begin[row], batch * capacity)
     high = np.minimum((begin + nbytes)[row], (batch + 1) * capacity)
     bounds = np.flatnonzero(np.diff(batch, prepend=-1, append=-1))

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
+from zeroelastic.core.slices import numbered
 from zeroelastic.executors.batches import PieceTotals
 from zeroelastic.executors.tables import (
     PLAIN,
@@ -191,8 +192,7 @@ def plan_requests(
     first, last = at // unit, (at + nbytes - 1) // unit
     count = last - first + 1
     # One piece for each unit of the run that a row meets. A cut inside an element moves to where the element begins.
-    which = np.repeat(np.arange(len(row)), count)
-    number = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(len(which))
+    which, number = numbered(first, count)
     start = np.where(number == first[which], 0, (number * unit - at[which]) // _CUT * _CUT)
     stop = np.where(number == last[which], nbytes[which], ((number + 1) * unit - at[which]) // _CUT * _CUT)
     kept = np.flatnonzero(stop > start)

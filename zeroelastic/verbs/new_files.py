@@ -20,6 +20,7 @@ from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
+from zeroelastic.core.slices import numbered
 from zeroelastic.errors import CheckpointError, DigestMismatchError
 from zeroelastic.executors.dispatch import (
     Cast,
@@ -315,8 +316,7 @@ def _laid_out(rows: ExtentTable, copies: Sequence[TensorCopy]) -> ExtentTable:
     steps = np.array([copy.step for copy in copies], dtype=np.int64)
     begin, end, run = rows.target_offset, rows.target_offset + rows.numel, runs[rows.target]
     count = (end - 1) // run - begin // run + 1
-    row = np.repeat(np.arange(rows.num_rows), count)
-    number = (begin // run)[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    row, number = numbered(begin // run, count)
     first = np.maximum(begin[row], number * run[row])
     pieces = rows.pieces(row, first - begin[row], np.minimum(end[row], (number + 1) * run[row]) - first)
     within = first - number * run[row]
