@@ -17,6 +17,7 @@ from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.checkpoint.topology import (
     SliceMaps,
     Topology,
+    even_map,
     expert_maps,
     in_order_of_experts,
     layout_over_ranks,
@@ -24,7 +25,6 @@ from zeroelastic.checkpoint.topology import (
     native_expert_maps,
     pattern_maps,
     tensor_maps,
-    whole_on_all,
 )
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UndescribedSlicesError, UnsupportedError, brief, shown, some
@@ -89,7 +89,7 @@ def _maps_of_tensor_ranks(root: Mapping[object, object], tensor_size: int, path:
         raise UndescribedSlicesError(str(error)) from None
     if maps is None:
         raise UndescribedSlicesError(f"{path}: does not say which slices of tensors it has.")
-    return {param.name: maps.get(param.name) or whole_on_all(param, tensor_size) for param in params}
+    return {param.name: maps.get(param.name) or even_map(param, None, tensor_size) for param in params}
 
 
 def _frozen_params(root: Mapping[object, object], trained: Collection[str], path: FilePath) -> list[Param]:
@@ -123,7 +123,7 @@ class SlicedLayout:
         names: dict[str, str] = {}
         for name, one in self.maps.items():
             if one.axis == "expert":
-                whole = one.views[self.topology.expert_rank(rank, len(one.views))].tensor.name
+                whole = one.view(self.topology, rank).tensor.name
                 if whole != name:
                     names[name] = whole
         return RankSlices(self.topology, rank, self.layout.on_rank(rank), names)
@@ -255,11 +255,9 @@ def _check_shapes(model: ModelStates, maps: SliceMaps, topology: Topology) -> No
         found = maps.get(param.name)
         if found is None:
             continue
-        number = topology.place(model.rank)[1]
-        if found.axis == "expert":
-            number = topology.expert_rank(model.rank, len(found.views))
-        if found.views[number].shape != param.shape:
+        shape = found.view(topology, model.rank).shape
+        if shape != param.shape:
             raise CheckpointError(
-                f"{model.path}: {brief(param.name)} has shape {list(param.shape)}; the maps say "
-                f"{list(found.views[number].shape)}. The file is damaged or not from this tag."
+                f"{model.path}: {brief(param.name)} has shape {list(param.shape)}; the maps say {list(shape)}. "
+                "The file is damaged or not from this tag."
             )

@@ -87,6 +87,12 @@ class SliceMap(NamedTuple):
     axis: Literal["tensor", "expert"]
     views: tuple[SliceView, ...]
 
+    def view(self, topology: Topology, rank: int) -> SliceView:
+        """What a rank has."""
+        if self.axis == "tensor":
+            return self.views[topology.place(rank)[1]]
+        return self.views[topology.expert_rank(rank, len(self.views))]
+
 
 SliceMaps = Mapping[str, SliceMap]
 """By the name that the parameter has on a rank; parameters without a map are whole on every rank."""
@@ -153,11 +159,8 @@ def native_expert_maps(params: Sequence[Param], ep: int) -> dict[str, SliceMap]:
     num_local = local_experts(param.name for param in params)
     maps: dict[str, SliceMap] = {}
     for param, (prefix, number, suffix) in found:
-        strips = (Strip(0, 0, param.numel),) if param.numel else ()
         names = [f"{prefix}{e * num_local[prefix] + number}{suffix}" for e in range(ep)]
-        maps[param.name] = SliceMap(
-            "expert", tuple(SliceView(Param(name, param.shape), param.shape, strips) for name in names)
-        )
+        maps[param.name] = SliceMap("expert", tuple(_whole_view(Param(name, param.shape)) for name in names))
     return maps
 
 
@@ -185,10 +188,20 @@ def in_order_of_experts(names: Sequence[str]) -> list[str]:
     return [name for _, name in sorted(enumerate(names), key=place)]
 
 
-def whole_on_all(param: Param, tensor_size: int) -> SliceMap:
-    """The map of a parameter that every tensor parallel rank has as a whole."""
-    strips = (Strip(0, 0, param.numel),) if param.numel else ()
-    return SliceMap("tensor", (SliceView(param, param.shape, strips),) * tensor_size)
+def _whole_view(param: Param) -> SliceView:
+    return SliceView(param, param.shape, (Strip(0, 0, param.numel),) if param.numel else ())
+
+
+def even_shape(shape: Sequence[int], dim: int | None, size: int) -> tuple[int, ...]:
+    """The shape of a slice that each of ``size`` ranks has; ``dim`` as of ``even_map``."""
+    return tuple(n // size if d == dim else n for d, n in enumerate(shape))
+
+
+def even_map(tensor: Param, dim: int | None, size: int, axis: Literal["tensor", "expert"] = "tensor") -> SliceMap:
+    """The map of a tensor that ``size`` ranks cut evenly along a dimension, or that each has (``dim`` None)."""
+    shape = even_shape(tensor.shape, dim, size)
+    boxes = ([(rank * n if d == dim else 0, n) for d, n in enumerate(shape)] for rank in range(size))
+    return SliceMap(axis, tuple(SliceView(tensor, shape, strips_of_box(tensor.shape, box)) for box in boxes))
 
 
 def pattern_maps(info: object, params: Sequence[Param], tensor_size: int, where: object) -> dict[str, SliceMap] | None:
@@ -220,11 +233,7 @@ def pattern_maps(info: object, params: Sequence[Param], tensor_size: int, where:
         if dim >= len(param.shape):
             raise CheckpointError(f"{where}: {param.name} {list(param.shape)} cannot be cut. The file is damaged.")
         whole = tuple(size * tensor_size if d == dim else size for d, size in enumerate(param.shape))
-        boxes = [
-            [(t * size if d == dim else 0, size) for d, size in enumerate(param.shape)] for t in range(tensor_size)
-        ]
-        views = [SliceView(Param(param.name, whole), param.shape, strips_of_box(whole, box)) for box in boxes]
-        maps[param.name] = SliceMap("tensor", tuple(views))
+        maps[param.name] = even_map(Param(param.name, whole), dim, tensor_size)
     return maps
 
 
@@ -250,7 +259,7 @@ def layout_over_ranks(
         sizes = list(expert_sizes) or [1] * len(own)
         for e in range(max(sizes, default=1)):
             local = [
-                [Param(param.name, _view(maps, param, t, e).shape) for param in members] if e < size else []
+                [Param(param.name, view_of(maps, param, t, e).shape) for param in members] if e < size else []
                 for members, size in zip(own, sizes, strict=True)
             ]
             parts = [topology.data_size // size for size in sizes]
@@ -260,7 +269,7 @@ def layout_over_ranks(
                 own_gaps = None if gaps is None else [g if m else [] for g, m in zip(gaps, local, strict=True)]
                 layout = group_split_layout(local, topology.world_size, own_gaps, num_parts=parts)
             ranks = [topology.sharers(t, e if e < size else 0, size) for size in sizes]
-            views = {param.name: _view(maps, param, t, e) for members in local for param in members}
+            views = {param.name: view_of(maps, param, t, e) for members in local for param in members}
             layouts.append(with_slices(layout, ranks, {name: (v.tensor, v.strips) for name, v in views.items()}))
     found = joined_layouts(layouts)
     check_slices(found)
@@ -273,10 +282,11 @@ def expert_sizes(layout: Layout, topology: Topology) -> tuple[int, ...]:
     return tuple(sorted({topology.data_size // count for count in parts} - {1}))
 
 
-def _view(maps: SliceMaps, param: Param, tensor_rank: int, expert_rank: int) -> SliceView:
+def view_of(maps: SliceMaps, param: Param, tensor_rank: int, expert_rank: int) -> SliceView:
+    """What a rank has of a parameter; all of it where there is no map. Raises ValueError for a rank without a map."""
     found = maps.get(param.name)
     if found is None:
-        return SliceView(param, param.shape, (Strip(0, 0, param.numel),) if param.numel else ())
+        return _whole_view(param)
     number = tensor_rank if found.axis == "tensor" else expert_rank
     if number >= len(found.views):
         raise ValueError(f"{param.name} has no map of {found.axis} parallel rank {number}")

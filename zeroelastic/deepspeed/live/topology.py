@@ -77,12 +77,12 @@ class Sharing:
     def whole_name(self, name: str) -> str:
         """The name of the whole tensor of which a parameter is a slice."""
         found = self.maps.get(name)
-        return name if found is None else found.views[self._part_of(found)].tensor.name
+        return name if found is None else found.view(self.topology, self.rank).tensor.name
 
     def whole_shape(self, param: Param) -> tuple[int, ...]:
         """The shape of the whole tensor of which a parameter is a slice."""
         found = self.maps.get(param.name)
-        return param.shape if found is None else found.views[self._part_of(found)].tensor.shape
+        return param.shape if found is None else found.view(self.topology, self.rank).tensor.shape
 
     def layout(
         self,
@@ -118,11 +118,6 @@ class Sharing:
 
     def _expert_size(self, members: Sequence[Param]) -> int:
         return self.expert_sizes.get(members[0].name, 1) if members else 1
-
-    def _part_of(self, found: SliceMap) -> int:
-        if found.axis == "tensor":
-            return self.topology.place(self.rank)[1]
-        return self.topology.expert_rank(self.rank, len(found.views))
 
 
 def sharing_of(

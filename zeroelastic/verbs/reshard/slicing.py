@@ -19,10 +19,13 @@ from zeroelastic.checkpoint.topology import (
     SliceMaps,
     SliceView,
     Topology,
+    even_map,
+    even_shape,
     layout_over_ranks,
     local_experts,
     native_expert_maps,
     numbered_expert,
+    view_of,
 )
 from zeroelastic.core.layout import (
     Layout,
@@ -33,7 +36,7 @@ from zeroelastic.core.layout import (
     pack_sub_groups,
     unpacked_layout,
 )
-from zeroelastic.core.slices import Strip, row_major_strides, strips_of_box
+from zeroelastic.core.slices import Strip, row_major_strides
 from zeroelastic.errors import UnsupportedError, UsageError, counted, some
 from zeroelastic.torch_file.graph import entry, pairs_of
 
@@ -119,18 +122,10 @@ class Slicing:
         """
         is_own = self.has_own_experts
         return [
-            Param(param.name, self.view(param, tensor_rank).shape)
+            Param(param.name, view_of(self.maps, param, tensor_rank, 0).shape)
             for param in params
             if not is_own or self.is_expert(param.name) or numbered_expert(param.name) is None
         ]
-
-    def view(self, param: Param, tensor_rank: int, expert_rank: int = 0) -> SliceView:
-        """What a rank has of a parameter, by its name in files; all of it where there is no map."""
-        found = self.maps.get(param.name)
-        if found is None:
-            box = [(0, size) for size in param.shape]
-            return SliceView(param, param.shape, strips_of_box(param.shape, box) if param.numel else ())
-        return found.views[tensor_rank if found.axis == "tensor" else expert_rank]
 
     def sub_groups(
         self, groups: Sequence[Sequence[Param]], sub_group_size: int | None, tensor_rank: int = 0
@@ -219,7 +214,7 @@ Buffers = list[list[Param]]
 
 def even_cut(shape: Sequence[int], dim: int | None, size: int) -> dict[str, object]:
     """The affine map of a tensor that ``size`` ranks cut evenly along a dimension, or that each has (``dim`` None)."""
-    local = _even_shape(shape, dim, size)
+    local = even_shape(shape, dim, size)
     strides = row_major_strides(shape)
     ranks: dict[int, object] = {}
     for rank in range(size):
@@ -234,26 +229,11 @@ def even_cut(shape: Sequence[int], dim: int | None, size: int) -> dict[str, obje
     return {"logical_shape": [*shape], "ranks": ranks}
 
 
-def _even_shape(shape: Sequence[int], dim: int | None, size: int) -> tuple[int, ...]:
-    return tuple(n // size if d == dim else n for d, n in enumerate(shape))
-
-
-def _even_view(tensor: Param, dim: int | None, size: int, rank: int) -> SliceView:
-    shape = _even_shape(tensor.shape, dim, size)
-    box = [(rank * n if d == dim else 0, n) for d, n in enumerate(shape)]
-    return SliceView(tensor, shape, strips_of_box(tensor.shape, box) if tensor.numel else ())
-
-
-def _even_map(tensor: Param, dim: int | None, size: int, *, of_experts: bool = False) -> SliceMap:
-    views = tuple(_even_view(tensor, dim, size, rank) for rank in range(size))
-    return SliceMap("expert" if of_experts else "tensor", views)
-
-
 def _cut_dimension(found: SliceMap) -> int | None:
     """The dimension along which a tensor is cut evenly; None where all ranks have all of it, else ``_OTHER``."""
     tensor, size = found.views[0].tensor, len(found.views)
     for dim in (None, *(d for d, n in enumerate(tensor.shape) if n % size == 0)):
-        if _even_map(tensor, dim, size).views == found.views:
+        if even_map(tensor, dim, size).views == found.views:
             return dim
     return _OTHER
 
@@ -317,7 +297,7 @@ def strips_by_param(layout: Layout) -> list[tuple[Strip, ...]]:
 def _with_experts(run: Slicing, tensors: Sequence[Param], size: int) -> Slicing:
     """The slicing of a run whose experts are dealt evenly to ``size`` expert parallel ranks."""
     if not run.has_own_experts:
-        maps = {tensor.name: _even_map(tensor, 0, size, of_experts=True) for tensor in tensors}
+        maps = {tensor.name: even_map(tensor, 0, size, "expert") for tensor in tensors}
     else:
         counts = {layer.prefix: layer.num_experts for layer in run.layers}
         found = [(tensor, numbered_expert(tensor.name)) for tensor in tensors]
@@ -426,7 +406,7 @@ def _recut(saved: Slicing, topology: Topology) -> Slicing:
                 f"{name} {list(tensor.shape)} was not cut evenly along one dimension, or cannot be by {size} ranks: "
                 f"how they cut it is not known. {advice}"
             )
-        maps[name] = _even_map(tensor, dim, size)
+        maps[name] = even_map(tensor, dim, size)
         entries[f"^{re.escape(name)}$"] = even_cut(tensor.shape, dim, size)
     listed = pairs_of(entry(saved.info, "affine_map", "params"))
     in_order = {str(key): entries.pop(str(key)) for key in listed if key in entries}
