@@ -22,6 +22,8 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 if TYPE_CHECKING:
     from s3_server import S3Server
 
+    from zeroelastic.testing import RankPool
+
 pytest_plugins = ["zeroelastic.testing.pytest_plugin", "support_table", "extended", "slowest"]
 
 SLOW_TIMEOUT_S = 1800
@@ -78,6 +80,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+@pytest.fixture(scope="module")
+def topology_pool() -> Iterator[RankPool]:
+    """Ranks that have imported the models of ``topologies``."""
+    from topologies import PRELOADED
+
+    from zeroelastic.testing import RankPool
+
+    with RankPool(4, preload=PRELOADED) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from saved_files import record_of
 
 WIDTH = 512
 
@@ -48,10 +49,8 @@ def reset_peak() -> None:
 
 def state_bytes(directory: Path) -> int:
     """Bytes of state, padding excluded, from the commit record alone."""
-    from zeroelastic.checkpoint.commit_record import read_record
 
-    record = read_record(next(directory.glob("global_step*")))
-    assert record is not None
+    record = record_of(next(directory.glob("global_step*")))
     width = {"float32": 4, "bfloat16": 2}
     return sum(
         content.param.numel * width[dtype] for content in record.contents() for dtype, _ in content.tensors.values()

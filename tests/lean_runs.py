@@ -6,9 +6,10 @@ import os
 import time
 from pathlib import Path
 
+from saved_files import record_of
 from synthetic import SAVE_ID, write_checkpoint
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record, record_text
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, record_text
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, SharedFile, shared_name
 
 HOUR = 3600.0
@@ -33,8 +34,7 @@ def write_shared(root: Path, digest: str = FIRST, *, nbytes: int = 1000, age_s: 
 
 def refer(tag_dir: Path, *digests: str, nbytes: int = 1000, depth: int = 1) -> None:
     """Let the commit record of a tag refer to shared files, ``depth`` folders above it."""
-    record = read_record(tag_dir)
-    assert record is not None
+    record = record_of(tag_dir)
     (tag_dir / RECORD_NAME).write_bytes(record_text(referring(record, *digests, nbytes=nbytes, depth=depth)))
 
 

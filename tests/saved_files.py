@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
+from zeroelastic.io.paths import FilePath
 
 
 def contents(directory: Path) -> dict[str, tuple[int, int]]:
@@ -37,3 +38,10 @@ def committed(directory: str | Path, tag: str) -> bool:
 def latest(directory: str | Path) -> str | None:
     path = Path(directory) / "latest"
     return path.read_text() if path.exists() else None
+
+
+def record_of(tag_dir: FilePath) -> CommitRecord:
+    """The commit record of a tag, which has one."""
+    record = read_record(tag_dir)
+    assert record is not None
+    return record

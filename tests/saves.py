@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from saved_files import record_of
 from training import LOSS_RTOL, Job, Outcome, resume, train_and_save
 
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.testing import RankPool, compare_states
 
 
@@ -26,9 +26,7 @@ class Saved:
 
     @property
     def root(self) -> str:
-        record = read_record(self.tag_dir)
-        assert record is not None
-        return record.content_root
+        return record_of(self.tag_dir).content_root
 
 
 Saver = Callable[[Job, int], Saved]

@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from saved_files import record_of
 
 from zeroelastic.checkpoint.commit_record import (
     RECORD_NAME,
     RECORD_VERSION,
     CommitRecord,
     Versions,
-    read_record,
     record_text,
 )
 from zeroelastic.checkpoint.file_table import FileRow, names_of_json, row_text
@@ -272,8 +272,7 @@ def write_history(root: Path, commits: Sequence[tuple[str, int, str | None]]) ->
     for i, (name, step, parent) in enumerate(commits):
         save_id, path = save_id_of(name), root / name / RECORD_NAME
         write_checkpoint(root / name, world_size=1, global_steps=step, record=True, save_id=save_id)
-        record = read_record(root / name)
-        assert record is not None
+        record = record_of(root / name)
         parent_id = None if parent is None else save_id_of(parent)
         path.write_bytes(record_text(record.model_copy(update={"committed_at": began + 10 * i, "parent": parent_id})))
         os.utime(path, (began + 10 * i,) * 2)
@@ -294,8 +293,7 @@ def sealed(record: str) -> str:
 
 def believe_sizes(tag_dir: Path) -> None:
     """Let the commit record of a tag state the sizes that its files have."""
-    record = read_record(tag_dir)
-    assert record is not None
+    record = record_of(tag_dir)
     sizes = {name: (tag_dir / name).stat().st_size for name in record.files}
     (tag_dir / RECORD_NAME).write_bytes(record_text(record.model_copy(update={"files": sizes})))
 

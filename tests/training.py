@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from optimizers import OTHER_OPTIMIZERS
+from saved_files import record_of
 from stage_0 import gathered_at_stage_0
 
 GLOBAL_BATCH = 120  # divisible by 1, 2, 3, 4, 5, 6 and 8
@@ -371,14 +372,11 @@ def resume(job: Job, directory: str, before: int = 3, after: int = 2, **load: An
 
 def resume_and_save(job: Job, directory: str, target: str) -> str:
     """Load and save again at once; returns the new content root."""
-    from zeroelastic.checkpoint.commit_record import read_record
 
     engine = build_engine(job)
     engine.load_checkpoint(directory)
     engine.save_checkpoint(target)
-    record = read_record(next(Path(target).glob("global_step*")))
-    assert record is not None
-    return record.content_root
+    return record_of(next(Path(target).glob("global_step*"))).content_root
 
 
 def raised(action: Callable[[], Any]) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,11 @@ def save(job: TopologyJob, directory: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+def saves(topology_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {name: tmp_path_factory.mktemp("run") for name in RUNS}
-    with RankPool(2, preload=topologies.PRELOADED) as pool:
-        for name, job in RUNS.items():
-            pool.run(save, 2, job, str(found[name]))
-    yield found
+    for name, job in RUNS.items():
+        topology_pool.run(save, 2, job, str(found[name]))
+    return found
 
 
 def read(tag: Path) -> Checkpoint:

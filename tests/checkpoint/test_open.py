@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN
+from saved_files import record_of
 from synthetic import (
     FROZEN_PARAMS,
     GROUPS,
@@ -23,7 +24,7 @@ from synthetic import (
     write_checkpoint,
 )
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.contradictions import frozen_layouts
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -235,8 +236,7 @@ def test_a_file_that_is_not_what_the_record_saw_is_refused(tmp_path):
 
 def test_files_that_the_record_names_besides_must_be_there(tmp_path):
     write_checkpoint(tmp_path, world_size=2, record=True)
-    record = read_record(tmp_path)
-    assert record is not None
+    record = record_of(tmp_path)
     more = record.model_copy(update={"files": {**record.files, "more.pt": 3}})
     (tmp_path / RECORD_NAME).write_bytes(record_text(more))
     with pytest.raises(CheckpointError, match=r"contradicts its commit record: more\.pt is missing"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,6 @@ from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.verify.verify import verify_from_headers
 
 TAG = "t"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4, preload=topologies.PRELOADED) as pool:
-        yield pool
 
 
 def save(job: TopologyJob, directory: str) -> dict[str, Any]:
@@ -136,8 +130,8 @@ def label(ranks: int, job: TopologyJob) -> str:
 
 
 @pytest.mark.parametrize(("ranks", "job"), RUNS, ids=[label(*run) for run in RUNS])
-def test_files_hold_what_was_gathered(pool: RankPool, tmp_path: Path, ranks: int, job: TopologyJob) -> None:
-    state = pool.run(save, ranks, job, str(tmp_path))[0]
+def test_files_hold_what_was_gathered(topology_pool: RankPool, tmp_path: Path, ranks: int, job: TopologyJob) -> None:
+    state = topology_pool.run(save, ranks, job, str(tmp_path))[0]
     checkpoint = open_checkpoint(tmp_path / TAG, near_rank=ranks - 1)
     assert (checkpoint.world_size, checkpoint.topology.tensor_size) == (ranks, job.tp)
     assert (checkpoint.layout.slices is not None) == (job.tp > 1 or job.ep > 1)
@@ -162,9 +156,9 @@ def damage(path: Path) -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("how", [Path.unlink, damage, lambda path: path.write_bytes(b"")], ids=["gone", "bit", "empty"])
 def test_a_file_of_an_expert_that_is_not_whole_is_found_and_named(
-    pool: RankPool, tmp_path: Path, frozen: bool, how: Callable[[Path], object]
+    topology_pool: RankPool, tmp_path: Path, frozen: bool, how: Callable[[Path], object]
 ) -> None:
-    pool.run(save, 2, replace(STOCK, model="autoep", ep=2, stage=2, frozen=frozen), str(tmp_path))
+    topology_pool.run(save, 2, replace(STOCK, model="autoep", ep=2, stage=2, frozen=frozen), str(tmp_path))
     expert = tmp_path / TAG / "layer_1_expert_0_mp_rank_00_model_states.pt"
     how(expert)
     report = verify(tmp_path)

@@ -12,9 +12,10 @@ from commands import run_command
 from documentation import documented_keys
 from lean_runs import FIRST, SECOND, THIRD, lean_tag, shared_path, write_shared
 from places import GOLDEN
+from saved_files import record_of
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.marks import write_mark
 from zeroelastic.checkpoint.shared_files import SharedFile
 
@@ -140,8 +141,7 @@ def test_a_file_of_a_base_model_is_listed_by_its_path_and_is_not_the_run_s(tmp_p
     base.write_bytes(b"x" * 500)
     for step in (1, 2):
         tag_dir = lean_tag(tmp_path / "run" / f"s{step}", step)
-        record = read_record(tag_dir)
-        assert record is not None
+        record = record_of(tag_dir)
         shared = (SharedFile(path=str(base), nbytes=500, digest=FIRST),)
         (tag_dir / RECORD_NAME).write_bytes(record_text(record.model_copy(update={"shared": shared})))
     report = zeroelastic.ls(tmp_path / "run")

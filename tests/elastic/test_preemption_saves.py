@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from saved_files import record_of
 from training import Job, Outcome, build_engine, look, resume, train_step
 
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.elastic import every, preemption
 from zeroelastic.testing import RankPool, compare_states
 from zeroelastic.verbs.verify.verify import verify_checkpoint
@@ -87,8 +87,7 @@ def test_a_signal_during_a_save_and_again_stops_all_with_one_more(
     assert (tmp_path / "latest").read_text() == f"global_step{last}"
     for tag in saves:
         assert verify_checkpoint(tmp_path / tag).valid
-        record = read_record(tmp_path / tag)
-        assert record is not None and tag == f"global_step{record.global_steps}"
+        assert tag == f"global_step{record_of(tmp_path / tag).global_steps}"
     outcome: Outcome = rank_pool.run(resume, 2, JOB.other(), str(tmp_path), after=0)[0]
     assert compare_states(state, outcome.state) == [] and outcome.report.root_matches
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from places import TESTS
+from saved_files import record_of
 from training import Job, build_engine, train_step
 
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.executors.build_info import describe_build
 from zeroelastic.runs.candidates import check_quickly, find_newest, list_run
 from zeroelastic.testing import RankPool
@@ -142,8 +142,7 @@ def test_a_full_disk_and_a_read_only_one(rank_pool: RankPool, tmp_path: Path) ->
         assert sorted(name for name in os.listdir(disk) if not name.endswith(".py")) == ["better", "good", "latest"]
         assert (disk / "latest").read_text() == "better"
         for tag, step in (("good", 1), ("better", 2)):
-            record = read_record(disk / tag)
-            assert record is not None and record.global_steps == step and verify_checkpoint(disk / tag).valid
+            assert record_of(disk / tag).global_steps == step and verify_checkpoint(disk / tag).valid
 
 
 def save_with_wrong_clocks(directory: str) -> None:

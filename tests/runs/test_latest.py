@@ -19,9 +19,10 @@ from documentation import documented_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN, ROOT
+from saved_files import record_of
 from synthetic import edit, edit_optim, model_name, optim_name, write_checkpoint
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.errors import CheckpointError, NewerFormatError, UnreadableError, UsageError
 from zeroelastic.runs.candidates import check_quickly, check_tag, find_newest, list_run
 from zeroelastic.runs.latest import fix_latest
@@ -349,8 +350,7 @@ def test_checkpoints_that_deepspeed_saved(name: str) -> None:
 
 def test_5000_tags_are_quick(tmp_path: Path) -> None:
     source = GOLDEN / "elastic3" / "global_step2"
-    record = read_record(source)
-    assert record is not None
+    record = record_of(source)
     for step in range(5000):
         tag = tmp_path / f"global_step{step}"
         tag.mkdir()

@@ -22,10 +22,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lean_runs import FIRST, SECOND, lean_tag, refer, referring, shared_path, write_shared
 from places import ROOT
+from saved_files import record_of
 from synthetic import edit, model_name, optim_name, write_checkpoint, write_history
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.marks import write_mark
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, shared_name
 from zeroelastic.runs import run_store
@@ -621,8 +622,7 @@ def test_shared_files_may_be_beside_the_directory_of_the_run(lean: Path) -> None
     (lean / FROZEN_FOLDER).rename(beside)
     for step, digest in ((1, FIRST), (2, FIRST), (3, SECOND)):
         record = lean / f"s{step}" / RECORD_NAME
-        found = read_record(record.parent)
-        assert found is not None
+        found = record_of(record.parent)
         (file,) = referring(found, digest).shared
         moved = file.model_copy(update={"path": f"../../{beside.name}/{file.name}"})
         record.write_bytes(record_text(found.model_copy(update={"shared": (moved,)})))

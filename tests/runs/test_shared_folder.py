@@ -15,9 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lean_runs import FIRST, HOUR, SECOND, THIRD, lean_tag, referring, shared_path, write_shared
+from saved_files import record_of
 from synthetic import edit, model_name, write_checkpoint
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record, record_text
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, record_text
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, shared_name
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY, SharedWeights
 from zeroelastic.errors import CheckpointError
@@ -128,12 +129,6 @@ def test_without_a_record_the_model_states_say_it(run: Path) -> None:
     (run / "s3" / model_name(0)).write_bytes(b"torn")
     (run / "s3" / model_name(1)).unlink()
     assert "s3 may refer to it" in decisions(run)["b"][1]
-
-
-def record_of(tag_dir: Path) -> CommitRecord:
-    record = read_record(tag_dir)
-    assert record is not None
-    return record
 
 
 @pytest.mark.parametrize("what", ["not JSON", "another checksum", "no permission"])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import topologies
 from bounded import bounded
 from synthetic import edit
 from topologies import TopologyJob, build, train
@@ -35,17 +34,11 @@ VERBS = {
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2, preload=topologies.PRELOADED) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def honest(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def honest(topology_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A save of stock DeepSpeed for each kind of slices."""
     root = tmp_path_factory.mktemp("honest")
     for kind, job in JOBS.items():
-        pool.run(save, 2, job, str(root / kind))
+        topology_pool.run(save, 2, job, str(root / kind))
     return {kind: root / kind for kind in JOBS}
 
 

@@ -16,9 +16,9 @@ from commands import run_command
 from exports import plain
 from lean_saves import JOB, load_and_look, save_lean_and_full
 from made_once import made_once
+from saved_files import record_of
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, read_shared_head
 from zeroelastic.errors import DigestMismatchError, MissingFileError
 from zeroelastic.testing import RankPool
@@ -88,8 +88,7 @@ def test_without_full_the_result_is_lean(saved: Path, tmp_path: Path, stage: int
     assert report.content_root == report.recorded_root
     assert (tmp_path / "lean" / FROZEN_FOLDER / shared.name).samefile(shared)
     assert zeroelastic.diff(saved / "full", tmp_path / "lean").equal
-    record = read_record(tmp_path / "lean" / report.tag)
-    assert record is not None and [file.name for file in record.shared] == [shared.name]
+    assert [file.name for file in record_of(tmp_path / "lean" / report.tag).shared] == [shared.name]
     for path in (tmp_path / "lean" / report.tag).glob("*model_states.pt"):
         module = torch.load(path, weights_only=False)["module"]
         assert {name for name, tensor in module.items() if tensor.numel()} == {"batches_seen", "part"}

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from commands import run_command
 from lean_tags import BUFFER, JOB, RANKS, build_lean_engine, copied, make_lean, save_lean, shared_file
+from saved_files import record_of
 from synthetic import believe_sizes, edit
 from training import Job
 
 import zeroelastic
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.checker import check_headers
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, SharedFile, digest_of, metadata_of, shared_name
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY
 from zeroelastic.errors import ZeroElasticError
@@ -146,9 +147,7 @@ def only_blames(report: VerifyReport, file: SharedFile) -> None:
 
 
 def recorded_files(run: Path) -> tuple[SharedFile, ...]:
-    record = read_record(run / TAG)
-    assert record is not None
-    return record.shared
+    return record_of(run / TAG).shared
 
 
 def recorded_shared(run: Path) -> SharedFile:
@@ -466,8 +465,7 @@ def load_each(job: Job, directories: list[str]) -> list[tuple[bool, str]]:
 
 def say_other_files(run: Path) -> None:
     """Let the commit record list another shared file, which is there."""
-    record = read_record(run / TAG)
-    assert record is not None
+    record = record_of(run / TAG)
     other = run / FROZEN_FOLDER / f"frozen-{'0' * 32}.safetensors"
     shutil.copyfile(shared_file(run), other)
     file = record.shared[0].model_copy(update={"path": f"../{FROZEN_FOLDER}/{other.name}"})

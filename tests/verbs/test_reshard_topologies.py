@@ -6,7 +6,6 @@ only where the case says so; every load trains on with the losses of the run tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,12 +19,6 @@ from topologies import LOSS_RTOL, TopologyJob, build, differences, logical_hashe
 import zeroelastic
 from zeroelastic.errors import UnsupportedError, UsageError
 from zeroelastic.testing import RankPool
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4, preload=topologies.PRELOADED) as pool:
-        yield pool
 
 
 class Seen(NamedTuple):
@@ -84,9 +77,9 @@ CASES = {
     "Using it", "`zeroelastic reshard --tp`, `--ep`: AutoTP, AutoEP and DeepSpeed's own MoE layers", "exact"
 )
 @pytest.mark.parametrize("name", CASES)
-def test_stock_deepspeed_goes_on_at_another_topology(name: str, pool: RankPool, tmp_path: Path) -> None:
+def test_stock_deepspeed_goes_on_at_another_topology(name: str, topology_pool: RankPool, tmp_path: Path) -> None:
     case = CASES[name]
-    saved = pool.run(save, case.ranks, case.job, str(tmp_path / "saved"))[0]
+    saved = topology_pool.run(save, case.ranks, case.job, str(tmp_path / "saved"))[0]
     roots: set[str | None] = set()
     for number, (ranks, changes) in enumerate(case.others):
         job = replace(case.job.other(), **changes)
@@ -96,14 +89,14 @@ def test_stock_deepspeed_goes_on_at_another_topology(name: str, pool: RankPool, 
         target = tmp_path / str(number)
         report = zeroelastic.reshard(tmp_path / "saved", target, world_size=ranks, stage=job.stage, **given)
         roots.add(report.content_root)
-        found = pool.run(load, ranks, job, str(target))[0]
+        found = topology_pool.run(load, ranks, job, str(target))[0]
         assert not differences(saved.state, found.state), changes
         assert found.losses == pytest.approx(saved.losses, rel=LOSS_RTOL[job.precision])
     assert len(roots) == 1
 
 
 @pytest.fixture(scope="module")
-def saves(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def saves(topology_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of two ranks: by the model, "plain" without tensor parallelism."""
     jobs = {
         "plain": stock("llama"),
@@ -115,18 +108,20 @@ def saves(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     found: dict[str, Path] = {}
     for name, job in jobs.items():
         found[name] = tmp_path_factory.mktemp("saves") / name
-        pool.run(save, 2, job, str(found[name]))
+        topology_pool.run(save, 2, job, str(found[name]))
     return found
 
 
-def test_the_slices_of_another_checkpoint_are_taken(pool: RankPool, saves: dict[str, Path], tmp_path: Path) -> None:
+def test_the_slices_of_another_checkpoint_are_taken(
+    topology_pool: RankPool, saves: dict[str, Path], tmp_path: Path
+) -> None:
     """Of one that says how tensor parallel ranks cut the weights, for a source that does not."""
     target = tmp_path / "out"
     report = zeroelastic.reshard(saves["plain"], target, world_size=4, tp=2, like=saves["llama"], verify=True)
     assert report.verified and report.notes == ("saved with tensor parallel size 1; the result is of 2",)
     job = stock("llama", tp=2).other()
-    found = pool.run(load, 4, job, str(target))[0]
-    whole = pool.run(load, 2, stock("llama").other(), str(saves["plain"]))[0]
+    found = topology_pool.run(load, 4, job, str(target))[0]
+    whole = topology_pool.run(load, 2, stock("llama").other(), str(saves["plain"]))[0]
     assert not differences(whole.state, found.state)
 
 

@@ -5,13 +5,11 @@ The referee is ``topologies.logical_state``; zeroelastic is not installed in the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import topologies
 from topologies import TopologyJob, build, differences, logical_hashes, train
 
 import zeroelastic
@@ -21,12 +19,6 @@ from zeroelastic.testing import RankPool
 UNIVERSAL: dict[str, Any] = {"checkpoint": {"load_universal": True}}
 RESTORED = ("weight", "fp32", "exp_avg", "exp_avg_sq", "step")
 """What DeepSpeed's loader restores of each parameter."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4, preload=topologies.PRELOADED) as pool:
-        yield pool
 
 
 def save(job: TopologyJob, directory: str) -> dict[str, Any]:
@@ -72,14 +64,14 @@ CASES = {
     "Using it", "`zeroelastic convert --to universal`: AutoTP, AutoEP; DeepSpeed's own MoE layers for ep 1", "exact"
 )
 @pytest.mark.parametrize("name", CASES)
-def test_stock_deepspeed_loads_it_at_another_topology(name: str, pool: RankPool, tmp_path: Path) -> None:
+def test_stock_deepspeed_loads_it_at_another_topology(name: str, topology_pool: RankPool, tmp_path: Path) -> None:
     ranks, job, others = CASES[name]
-    saved = pool.run(save, ranks, job, str(tmp_path / "saved"))[0]
+    saved = topology_pool.run(save, ranks, job, str(tmp_path / "saved"))[0]
     report = zeroelastic.convert(tmp_path / "saved", tmp_path / "universal", to="universal")
     assert any("load it with expert parallel size 1" in note for note in report.notes) == (job.model == "moe")
     with pytest.raises(UnsupportedError, match=r"cannot be taken yet.*zeroelastic reshard"):
         zeroelastic.convert(tmp_path / "universal", tmp_path / "native", from_="universal", world_size=2)
     for other_ranks, changes in others:
         other = replace(job.other(), **changes, config=UNIVERSAL)
-        found = pool.run(load, other_ranks, other, str(tmp_path / "universal"))[0]
+        found = topology_pool.run(load, other_ranks, other, str(tmp_path / "universal"))[0]
         assert not differences(saved, found), changes

@@ -6,7 +6,7 @@ The checkpoints are DeepSpeed's own, saved without zeroelastic.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,6 @@ JOBS = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4, preload=topologies.PRELOADED) as pool:
-        yield pool
-
-
 def save(job: TopologyJob, directory: str, steps: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Train and save; the state that was saved, and the weights of the model before DeepSpeed changed it."""
     engine = topologies.build(job)
@@ -55,7 +49,7 @@ Saved = Callable[..., tuple[Path, dict[str, Any], dict[str, torch.Tensor]]]
 
 
 @pytest.fixture(scope="module")
-def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(topology_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Save a job of JOBS after some steps, once."""
     made: dict[tuple[str, int], tuple[Path, dict[str, Any], dict[str, torch.Tensor]]] = {}
 
@@ -63,7 +57,7 @@ def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
         if (name, steps) not in made:
             ranks, job = JOBS[name] if name in JOBS else (1, TopologyJob(name, stage=2, elastic=False, installed=False))
             directory = tmp_path_factory.mktemp(name)
-            made[name, steps] = (directory / "t", *pool.run(save, ranks, job, str(directory), steps)[0])
+            made[name, steps] = (directory / "t", *topology_pool.run(save, ranks, job, str(directory), steps)[0])
         return made[name, steps]
 
     return get
@@ -330,8 +324,8 @@ def save_with_a_record(job: TopologyJob, directory: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("job", RECORDED, ids=[f"{job.model}-{job.stage}" for job in RECORDED])
-def test_what_is_read_agrees_with_the_commit_record(pool: RankPool, tmp_path: Path, job: TopologyJob) -> None:
-    state = pool.run(save_with_a_record, 4, job, str(tmp_path / "run"))[0]
+def test_what_is_read_agrees_with_the_commit_record(topology_pool: RankPool, tmp_path: Path, job: TopologyJob) -> None:
+    state = topology_pool.run(save_with_a_record, 4, job, str(tmp_path / "run"))[0]
     report = zeroelastic.verify(tmp_path / "run")
     assert report.valid and report.recorded_root is not None and report.content_root == report.recorded_root
     found = zeroelastic.inspect(tmp_path / "run", all_ranks=True)

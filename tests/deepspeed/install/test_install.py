@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from saved_files import logged
+from saved_files import logged, record_of
 from training import Job, build_engine, ds_config, raised, train_step
 
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.testing import RankPool
 
 
@@ -191,9 +190,7 @@ def save_with_a_later_deepspeed(directory: str) -> list[str]:
         engine = build_engine(job, config)
         train_step(engine, 0)
         engine.save_checkpoint(directory, tag=f"tag{number}")
-        record = read_record(Path(directory) / f"tag{number}")
-        assert record is not None
-        found.append(record.checkpoint_format)
+        found.append(record_of(Path(directory) / f"tag{number}").checkpoint_format)
     return found
 
 

@@ -18,12 +18,11 @@ import pytest
 import torch
 import training
 from exact_jobs import BUCKETS
-from saved_files import logged
+from saved_files import logged, record_of
 from saves import Saved, check_each, check_resumed
 from sliced_model import TP_BATCH, ByHand, HostQuantizer, SlicedModel, build_sliced, sliced_step, use_sliced
 from training import Job, Outcome, resume, train_and_save
 
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.tag_files import TensorParallel
 from zeroelastic.errors import CheckpointError, UnsupportedError, ZeroElasticError
@@ -260,8 +259,7 @@ def test_gradient_accumulation_in_flight(rank_pool: RankPool, tmp_path: Path, el
     outcomes = rank_pool.run(resume, 3, job.other(), str(tmp_path), before=2, after=0)
     check_resumed(Saved(str(tmp_path), saves[0][0]), outcomes, job)
     assert "LOST: the gradients of 2 micro batches" in outcomes[0].report.text()
-    record = read_record(tmp_path / "global_step2")
-    assert record is not None and record.lost_micro_batches == 2
+    assert record_of(tmp_path / "global_step2").lost_micro_batches == 2
 
 
 def test_gradients_that_are_pending_at_a_load_are_told_of(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -326,8 +324,8 @@ def test_tensor_parallel_there_and_back(
 
 def test_tensor_parallel_record(sliced_save: list[Saved]) -> None:
     """Every parameter of every tensor parallel rank is in it, once, with digests of its own."""
-    record = read_record(sliced_save[0].tag_dir)
-    assert record is not None and (record.world_size, record.tp_size, len(record.files)) == (2, 2, 8)
+    record = record_of(sliced_save[0].tag_dir)
+    assert (record.world_size, record.tp_size, len(record.files)) == (2, 2, 8)
     keys = [(content.param.name, content.tp_rank) for content in record.contents()]
     names = sorted(name for name, _ in SlicedModel().named_parameters())
     assert keys == [(name, tp_rank) for name in names for tp_rank in (0, 1)]

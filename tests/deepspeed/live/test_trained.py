@@ -24,7 +24,7 @@ from model_changes import (
     thaw,
     thaw_and_freeze,
 )
-from saved_files import contents, logged
+from saved_files import contents, logged, record_of
 from training import Job, build_engine, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
@@ -87,8 +87,8 @@ def test_what_the_optimizer_has_is_trained_whatever_requires_a_gradient(
     states = rank_pool.run(save_after, 2, job, directory, every)[0]
     for change in every:
         assert verify_checkpoint(tmp_path / change.__name__ / "tag").problems == (), change.__name__
-        record = read_record(tmp_path / change.__name__ / "tag")
-        assert record is not None and record.checkpoint_format == ("elastic" if elastic else "rigid")
+        record = record_of(tmp_path / change.__name__ / "tag")
+        assert record.checkpoint_format == ("elastic" if elastic else "rigid")
         names = {content.param.name for content in record.contents()}
         assert names - record.params.trained == {"adapter.weight", "adapter.bias"}
     check(states, rank_pool.run(load_each, 3, job.other(), directory, every, again=True)[0], every)

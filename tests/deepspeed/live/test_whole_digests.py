@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from topologies import PRELOADED, TopologyJob, build, logical_state, train
+from topologies import TopologyJob, build, logical_state, train
 
 from zeroelastic.core.digest import stream_seed
 from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.testing import RankPool
-
-
-@pytest.fixture(scope="module")
-def topology_pool() -> Iterator[RankPool]:
-    with RankPool(4, preload=PRELOADED) as pool:
-        yield pool
 
 
 def digests_of(job: TopologyJob, *, spoil: bool = False) -> tuple[dict[str, int], dict[str, int], tuple[str, ...]]:

@@ -5,25 +5,18 @@ The referee gathers the same state from DeepSpeed's own buffers, by the unsharde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from topologies import PRELOADED, TopologyJob, build, differences, logical_state, train
+from topologies import TopologyJob, build, differences, logical_state, train
 
 from zeroelastic.core.layout import Layout
 from zeroelastic.core.plan import held_plan
 from zeroelastic.core.slice_plan import check_slices
 from zeroelastic.testing import RankPool
-
-
-@pytest.fixture(scope="module")
-def topology_pool() -> Iterator[RankPool]:
-    with RankPool(4, preload=PRELOADED) as pool:
-        yield pool
 
 
 def put_together(layout: Layout, rank: int, buffers: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

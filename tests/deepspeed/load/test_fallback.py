@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from opens import watch_opens
+from saved_files import record_of
 from training import Job, build_engine, look, train_step
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.marks import MARK_NAME, read_mark, write_mark
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.options import parse_options
@@ -400,5 +401,4 @@ def test_module_states_that_have_changed_places_are_noticed_at_any_level(run: Ru
     second.write_bytes(mine)
     (failed,) = alike(rank_pool.run(load, 2, str(run.directory), Job(options={"verify": "off"}).other()))
     assert failed.error == "CheckpointError" and first.name in failed.text
-    recorded = read_record(run.directory / NEWEST)
-    assert recorded is not None and recorded.files[first.name] == len(mine)
+    assert record_of(run.directory / NEWEST).files[first.name] == len(mine)

@@ -5,7 +5,6 @@ The referee is ``topologies.logical_state``, which shares no code with what save
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +16,6 @@ from topologies import TopologyJob
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool
-
-
-@pytest.fixture(scope="module")
-def topology_pool() -> Iterator[RankPool]:
-    with RankPool(4, preload=topologies.PRELOADED) as pool:
-        yield pool
 
 
 class Trained(NamedTuple):

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from saved_files import record_of
 from saves import Saved, Saver, check_each, check_resumed, save_once
 from training import Job, resume, resume_and_save, train_and_save
 
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.testing import RankPool, compare_states, run_ranks
 
 CORE_PAIRS = ((4, 3), (3, 5))
@@ -65,8 +65,7 @@ def test_elastic_resume_is_bit_exact(rank_pool: RankPool, saved: Saver, save_wor
     checkpoint = saved(job, save_world_size)
     outcomes = rank_pool.run(resume, world_size, job.other(), checkpoint.directory)
     check_resumed(checkpoint, outcomes, job)
-    record = read_record(checkpoint.tag_dir)
-    assert record is not None
+    record = record_of(checkpoint.tag_dir)
     assert record.versions.deepspeed == os.environ.get("ZEROELASTIC_EXPECT_DEEPSPEED", record.versions.deepspeed)
     report = outcomes[0].report
     assert (report.format, report.saved_world_size, report.world_size) == ("elastic", save_world_size, world_size)

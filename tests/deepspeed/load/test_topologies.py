@@ -6,7 +6,6 @@ saves again at once, with the content root of the first, and trains on with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,19 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import topologies
 import torch
+from saved_files import record_of
 from topologies import LOSS_RTOL, TopologyJob, build, differences, logical_hashes, train
 
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.verify.verify import verify
 
 SECTION = "Parallelism and communication"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4, preload=topologies.PRELOADED) as pool:
-        yield pool
 
 
 def gather_at_the_start(job: TopologyJob) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[float]]:
@@ -50,16 +43,16 @@ GATHERED = [
 
 @pytest.mark.parametrize(("ranks", "job"), GATHERED, ids=[f"{job.model}-{job.stage}" for _, job in GATHERED])
 def test_the_referee_gathers_the_unsharded_model_at_every_topology(
-    pool: RankPool, ranks: int, job: TopologyJob
+    topology_pool: RankPool, ranks: int, job: TopologyJob
 ) -> None:
     """It finds the weights that were there before, and the losses are those of one rank without parallelism."""
-    weights, state, losses = pool.run(gather_at_the_start, ranks, job)[0]
+    weights, state, losses = topology_pool.run(gather_at_the_start, ranks, job)[0]
     assert {key.removesuffix("/weight") for key in state if key.endswith("/weight")} == {*weights}
     for name, weight in weights.items():
         for key in (f"{name}/weight", f"{name}/fp32"):
             assert key not in state or torch.equal(state[key], weight), key
     alone = TopologyJob(job.model, stage=job.stage, frozen=job.frozen, adapters=job.adapters)
-    assert losses == pytest.approx(pool.run(gather_at_the_start, 1, alone)[0][2], rel=1e-5)
+    assert losses == pytest.approx(topology_pool.run(gather_at_the_start, 1, alone)[0][2], rel=1e-5)
 
 
 class Seen(NamedTuple):
@@ -91,9 +84,7 @@ def resume(job: TopologyJob, directory: str, target: str) -> Seen:
 
 
 def root_of(directory: str) -> str:
-    record = read_record(Path(directory) / "t")
-    assert record is not None
-    return record.content_root
+    return record_of(Path(directory) / "t").content_root
 
 
 class Run(NamedTuple):
@@ -202,16 +193,16 @@ def marked(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in CHANGES])
-def test_a_run_resumes_at_another_topology(pool: RankPool, tmp_path: Path, name: str) -> None:
+def test_a_run_resumes_at_another_topology(topology_pool: RankPool, tmp_path: Path, name: str) -> None:
     saved_run, resumed_runs = CHANGES[name]
-    saved = pool.run(save, saved_run.ranks, saved_run.job, str(tmp_path / "run"))
+    saved = topology_pool.run(save, saved_run.ranks, saved_run.job, str(tmp_path / "run"))
     assert len({str(seen) for seen in saved}) == 1
     report = verify(tmp_path / "run")
     assert report.valid and report.content_root == saved[0].root, report.problems
     same = Run(saved_run.ranks, replace(saved_run.job, elastic=not saved_run.job.elastic))
     for number, (ranks, job) in enumerate([same, *resumed_runs]):
         target = tmp_path / str(number)
-        found = pool.run(resume, ranks, job.other(), str(tmp_path / "run"), str(target))
+        found = topology_pool.run(resume, ranks, job.other(), str(tmp_path / "run"), str(target))
         assert len({str(seen) for seen in found}) == 1
         assert not differences(saved[0].state, found[0].state), (ranks, job)
         assert found[0].root == saved[0].root, (ranks, job)

@@ -6,23 +6,15 @@ Where what it loads differs from what zeroelastic loads, the run that saved says
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import topologies
 from stock_programs import ds_to_universal
 from topologies import TopologyJob, build, differences, logical_hashes, train
 
 from zeroelastic.testing import RankPool
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4, preload=topologies.PRELOADED) as pool:
-        yield pool
 
 
 def save(job: TopologyJob, directory: str) -> dict[str, Any]:
@@ -77,14 +69,14 @@ SWEPT = {"AutoTP, stage 2", "AutoTP, stage 1", "AutoEP, stage 2", "MoE, ep 1"}
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in SWEPT)) for name in CASES])
 def test_universal_checkpoint_loads_the_same_values_but_where_it_is_wrong(
-    pool: RankPool, tmp_path: Path, name: str
+    topology_pool: RankPool, tmp_path: Path, name: str
 ) -> None:
     case = CASES[name]
-    saved = pool.run(save, case.src_ranks, case.src, str(tmp_path / "run"))[0]
-    assert differences(saved, pool.run(load, case.dst_ranks, case.dst.other(), str(tmp_path / "run"))[0]) == []
+    saved = topology_pool.run(save, case.src_ranks, case.src, str(tmp_path / "run"))[0]
+    assert differences(saved, topology_pool.run(load, case.dst_ranks, case.dst.other(), str(tmp_path / "run"))[0]) == []
     (tmp_path / "universal").mkdir()
     ds_to_universal(tmp_path / "run" / "t", tmp_path / "universal" / "t", "--inject_missing_state")
     stock = replace(case.dst.other(), installed=False, config={"checkpoint": {"load_universal": True}})
-    found = pool.run(load, case.dst_ranks, stock, str(tmp_path / "universal"))[0]
+    found = topology_pool.run(load, case.dst_ranks, stock, str(tmp_path / "universal"))[0]
     wrong = differences(saved, found)
     assert {next((end for end in case.wrong if key.endswith(end)), key) for key in wrong} == case.wrong

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from saved_files import record_of
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord
 from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
 from zeroelastic.deepspeed.node_local import visibility
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility
@@ -26,9 +27,7 @@ Look = Callable[[int, bool], tuple[FileVisibility, float]]
 def record(tmp_path_factory: pytest.TempPathFactory) -> CommitRecord:
     directory = tmp_path_factory.mktemp("saved")
     write_sample(directory, world_size=2, steps=(1,), hidden=8, layers=1)
-    found = read_record(directory / "global_step1")
-    assert found is not None
-    return found
+    return record_of(directory / "global_step1")
 
 
 def files_of(rank: int) -> dict[str, int]:

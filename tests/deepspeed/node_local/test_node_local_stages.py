@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nodes import MOUNTS_NEED, NodeRun, Nodes, can_mount, on_nodes
+from saved_files import record_of
 from training import LOSS_RTOL, Job, Outcome, build_engine, look, train_step
 
 import zeroelastic
@@ -177,8 +178,7 @@ def test_the_record_of_each_node_states_its_own_file(run: NodeRun, tmp_path: Pat
     """They differ in nothing else, and the files of all nodes in one directory are a checkpoint, in any order."""
     records = []
     for node in (0, 1):
-        record = read_record(run.tag(node))
-        assert record is not None
+        record = record_of(run.tag(node))
         files, directories = dict(record.files), dict(record.directories)
         assert files.pop(MODULE) == (run.tag(node) / MODULE).stat().st_size
         assert len(directories.pop(MODULE)) == 64

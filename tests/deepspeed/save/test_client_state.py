@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from client_states import COUNTERS, FREE, REFUSED
-from saved_files import contents, logged
+from saved_files import contents, logged, record_of
 from training import Job, build_engine, train_step
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
@@ -74,8 +74,7 @@ def load_overridden(job: Job, directory: str) -> list[tuple[dict[str, Any], dict
 def test_counters_of_client_state_are_what_a_load_resumes_at(rank_pool: RankPool, tmp_path: Path, job: Job) -> None:
     states = rank_pool.run(save_overriding, 2, job, str(tmp_path))[0]
     states[0] |= {f"engine/{name}": COUNTERS[name] for name in ("global_steps", "global_samples", "skipped_steps")}
-    record = read_record(tmp_path / "counters")
-    assert record is not None and record.global_steps == 77
+    assert record_of(tmp_path / "counters").global_steps == 77
     for name in ("counters", "passed-on"):
         assert verify_checkpoint(tmp_path / name).problems == ()
     for world_size in (2, 3):
@@ -91,8 +90,7 @@ def test_a_record_of_another_step_is_believed_where_it_proves_the_files_to_be_it
 ) -> None:
     """As saves wrote it that stated the engine's step beside a file of the caller's."""
     rank_pool.run(save_overriding, 2, Job(), str(tmp_path))
-    record = read_record(tmp_path / "counters")
-    assert record is not None
+    record = record_of(tmp_path / "counters")
     (tmp_path / "counters" / RECORD_NAME).write_bytes(record_text(record.model_copy(update={"global_steps": 1})))
     assert verify_checkpoint(tmp_path / "counters").problems == ()
     state, _ = rank_pool.run(load_overridden, 3, Job().other(), str(tmp_path))[0][0]

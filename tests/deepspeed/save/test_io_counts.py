@@ -9,6 +9,7 @@ import pytest
 import torch
 from io_counts import WIDTH, build, process_status, reset_peak, state_bytes
 from opens import watch_opens
+from saved_files import record_of
 
 from zeroelastic.testing import RankPool
 
@@ -80,11 +81,9 @@ def test_bytes_files_and_memory_of_a_load(
 
 def needed_files(directory: Path, world_size: int, rank: int) -> set[str]:
     """The only files that may be opened, from first principles: of ranks that own a piece of what this one owns."""
-    from zeroelastic.checkpoint.commit_record import read_record
 
     tag = next(directory.glob("global_step*"))
-    record = read_record(tag)
-    assert record is not None
+    record = record_of(tag)
     saved = record.world_size
     names = {"latest", "zeroelastic.json", "zeroelastic-quarantine.json", tag.name}
     names.add(f"zero_pp_rank_{rank if rank < saved else 0}_mp_rank_00_model_states.pt")

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from saved_files import record_of
 from training import LOSS_RTOL, Job, Outcome, build_engine, look, raised, resume, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
@@ -85,9 +86,7 @@ def test_a_tag_holds_trained_state_alone(rank_pool: RankPool, tmp_path: Path, st
     for path in (tmp_path / "lean/global_step3").glob("*model_states.pt"):
         module: dict[str, Any] = torch.load(path, weights_only=False)["module"]
         assert [name for name, tensor in module.items() if tensor.numel()] == ["batches_seen"]
-    record = read_record(tmp_path / "lean/global_step3")
-    assert record is not None
-    assert [file.name for file in record.shared] == [shared.name]
+    assert [file.name for file in record_of(tmp_path / "lean/global_step3").shared] == [shared.name]
 
 
 def save_ten(job: Job, directory: str) -> None:
@@ -109,8 +108,7 @@ def test_ten_tags_of_a_run_that_trains_two_percent_take_little_more_than_what_ch
     job = replace(JOB, frozen_table=1_000_000, tables=(20_000,), sub_group_size=10**9, **STAGES[stage])
     rank_pool.run(save_ten, 2, job, str(tmp_path), timeout=240)
     assert len(shared_files(tmp_path)) == 1
-    record = read_record(tmp_path / "global_step10")
-    assert record is not None
+    record = record_of(tmp_path / "global_step10")
     trained = sum(content.param.numel for content in record.contents() if FROZEN not in content.tensors)
     frozen = sum(content.param.numel for content in record.contents() if FROZEN in content.tensors)
     assert frozen > 0.97 * (trained + frozen)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from nodes import MOUNTS_NEED, NodeRun, can_mount
-from s3_server import S3Server, forget_clients, serve_s3
+from s3_server import S3Server
 from safetensors import safe_open
 from safetensors.torch import save_file
+from saved_files import record_of
 from test_lean import LEAN
 from test_lean_places import build_with_codes, load_codes
 from training import Job, Outcome, attempt, build_model, look, raised, train_step
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.save import base_model
@@ -32,13 +31,6 @@ from zeroelastic.testing import RankPool, compare_states
 support = pytest.mark.support
 SECTION = "Checkpoint engines and storage"
 JOB = Job(options=LEAN, frozen_table=60)
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with serve_s3() as server:
-        yield server
-    forget_clients()
 
 
 def write_base(folder: Path, *, shards: bool = True, changed: bool = False) -> None:
@@ -102,9 +94,7 @@ def test_what_a_base_model_has_is_not_copied(rank_pool: RankPool, tmp_path: Path
     saved = rank_pool.run(save_on_base, 3, job, str(run))[0]
     assert own_tensors(run) == [{"adapter.bias"}]
     for tag in ("global_step3", "again"):
-        record = read_record(run / tag)
-        assert record is not None
-        paths = [file.path for file in record.shared]
+        paths = [file.path for file in record_of(run / tag).shared]
         assert paths[:-1] == [str(base / f"model-0000{i}-of-00002.safetensors") for i in (1, 2)]
         assert paths[-1].startswith(f"../{FROZEN_FOLDER}/")
     for outcome in rank_pool.run(load_codes, 2, job.other(), str(run)):
@@ -123,8 +113,8 @@ def check_moved(rank_pool: RankPool, run: Path, base: Path, saved: Outcome) -> N
     assert '"frozen"' in text and "digest" in text
     for outcome in rank_pool.run(load_codes, 2, on_base(moved).other(), str(run), save=True):
         assert compare_states(saved.state, outcome.state) == [] and outcome.report.root_matches
-    record = read_record(run / "global_step3")
-    assert record is not None and record.shared[0].path.startswith(str(moved)), "the next save refers to the new place"
+    record = record_of(run / "global_step3")
+    assert record.shared[0].path.startswith(str(moved)), "the next save refers to the new place"
     write_base(other, changed=True)
     moved.rename(base.with_name("gone"))
     ((kind, text),) = set(rank_pool.run(try_to_load, 2, on_base(other).other(), str(run)))

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lean_runs import FIRST, SECOND, lean_tag, shared_path, write_shared
+from saved_files import record_of
 from training import Job, build_engine, train_step
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, SharedFile
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save.after_save import remove_old_tags
@@ -31,9 +31,7 @@ def shared_files(run: Path) -> set[str]:
 
 
 def refers_to(tag_dir: Path) -> tuple[SharedFile, ...]:
-    record = read_record(tag_dir)
-    assert record is not None
-    return record.shared
+    return record_of(tag_dir).shared
 
 
 def make_old(run: Path) -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from checkpoint_writers import writer_job
 from safetensors import safe_open
+from saved_files import record_of
 from test_lean import LEAN, shared_files
 from torch_files import bits_of_tensor
 from training import Job, build_engine, look, train_step, wait_for_every_gather
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.testing import RankPool
 
 support = pytest.mark.support
@@ -29,9 +29,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def refers_to(tag_dir: Path) -> list[str]:
-    record = read_record(tag_dir)
-    assert record is not None
-    return [file.name for file in record.shared]
+    return [file.name for file in record_of(tag_dir).shared]
 
 
 def as_they_are(run: Path) -> list[tuple[str, int]]:

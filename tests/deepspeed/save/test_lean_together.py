@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from saved_files import record_of
 from training import Job, build_engine, train_step
 
 import zeroelastic
 from zeroelastic import UsageError
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, SharedFile
 from zeroelastic.errors import ZeroElasticError
 from zeroelastic.runs import run_store
@@ -74,8 +74,7 @@ def test_two_jobs_and_a_removal_leave_no_tag_without_its_shared_file(
     assert {f"{name}{SAVES - 1}" for name in jobs} <= {tag.name for tag in tags}
     needed: set[str] = set()
     for tag in tags:
-        record = read_record(tag)
-        assert record is not None
+        record = record_of(tag)
         shared: tuple[SharedFile, ...] = record.shared
         needed |= {file.name for file in shared}
         assert verify_checkpoint(tag).valid

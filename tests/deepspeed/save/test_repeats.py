@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from saved_files import record_of
 from training import Job, Outcome, build_engine, build_model, ds_config, look, resume, train_step
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.testing import RankPool, compare_states
 
 USING = "Using it"
 
 
 def root_of(directory: str, tag: str) -> str:
-    record = read_record(Path(directory) / tag)
-    assert record is not None
-    return record.content_root
+    return record_of(Path(directory) / tag).content_root
 
 
 def go_back_and_forth(job: Job, directory: str) -> dict[str, Any]:

@@ -13,11 +13,11 @@ import pytest
 import torch.distributed as dist
 from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
 from places import GOLDEN
-from saved_files import logged
+from saved_files import logged, record_of
 from training import Job, build_engine, train_step
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.marks import write_mark
 from zeroelastic.deepspeed.save import after_save
 from zeroelastic.monitoring import SaveReport, subscribe
@@ -70,8 +70,7 @@ def test_the_newest_stay_and_the_report_names_the_others(rank_pool: RankPool, tm
 
 def test_what_prune_would_not_remove_and_what_is_not_ours_stays(rank_pool: RankPool, tmp_path: Path) -> None:
     golden = GOLDEN / "elastic2" / "global_step2"
-    record = read_record(golden)
-    assert record is not None
+    record = record_of(golden)
     of_no_run = record_text(record.model_copy(update={"run": None, "trained_params": None, "committed_at": None}))
     for name in ("linked", "damaged", "marked", "stock", "unfinished"):
         shutil.copytree(golden, tmp_path / name)

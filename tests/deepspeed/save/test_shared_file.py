@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 from unittest import mock
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFile
 from io_counts import process_status, reset_peak
-from s3_server import S3Server, forget_clients, serve_s3
+from s3_server import S3Server
 
 from zeroelastic.checkpoint.shared_files import digest_of, metadata_of, read_shared_head, shared_name
 from zeroelastic.deepspeed.live.digests import LivePiece
@@ -29,13 +28,6 @@ from zeroelastic.torch_file.safetensors import lay_out
 
 MIB = 1 << 20
 PARTS_OF_5_MIB = parse_options({"zeroelastic": {"lean": True, "store_part_mib": 5}})
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    with serve_s3() as server:
-        yield server
-    forget_clients()
 
 
 def new_file(folder: str, numels: dict[str, int]) -> tuple[NewFile, dict[str, torch.Tensor]]:

@@ -5,7 +5,6 @@ The content root is that of the same state without experts on several ranks, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -14,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from s3_server import S3Server
-from saved_files import logged
-from topologies import PRELOADED, TopologyJob, build, differences, hashed, logical_state, train
+from saved_files import logged, record_of
+from topologies import TopologyJob, build, differences, hashed, logical_state, train
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -25,12 +24,6 @@ from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import as_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.testing import RankPool
-
-
-@pytest.fixture(scope="module")
-def topology_pool() -> Iterator[RankPool]:
-    with RankPool(4, preload=PRELOADED) as pool:
-        yield pool
 
 
 class Made(NamedTuple):
@@ -88,8 +81,8 @@ def test_the_record_is_of_whole_tensors_and_deepspeed_loads_the_files(
 ) -> None:
     job, ranks = JOBS[name]
     made = topology_pool.run(save, ranks, job, str(tmp_path), timeout=180)[0]
-    record = read_record(tmp_path / "t")
-    assert record is not None and (record.world_size, record.tp_size) == (ranks // job.tp, job.tp)
+    record = record_of(tmp_path / "t")
+    assert (record.world_size, record.tp_size) == (ranks // job.tp, job.tp)
     assert record.params.digests == made.digests
     assert {content.tp_rank for content in record.contents()} == {0}
     there = {path.name: path.stat().st_size for path in (tmp_path / "t").iterdir()}
@@ -118,8 +111,7 @@ def test_a_save_in_the_background_is_of_the_state_when_it_was_called(
 ) -> None:
     job = IN_BACKGROUND[name]
     made = topology_pool.run(save, 4, job, str(tmp_path), timeout=180)[0]
-    record = read_record(tmp_path / "t")
-    assert record is not None and record.params.digests == made.digests
+    assert record_of(tmp_path / "t").params.digests == made.digests
     for state in topology_pool.run(load_by_deepspeed, 4, job, str(tmp_path), timeout=180):
         assert differences(made.state, state) == []
 
@@ -134,9 +126,7 @@ SAME_STATE = {
 def save_untrained(job: TopologyJob, directory: str) -> str:
     engine = build(job)
     engine.save_checkpoint(directory, tag="t")
-    record = read_record(Path(directory) / "t")
-    assert record is not None
-    return record.content_root
+    return record_of(Path(directory) / "t").content_root
 
 
 @pytest.mark.parametrize("model", SAME_STATE)
@@ -220,8 +210,7 @@ def test_a_tag_that_is_saved_again_has_no_files_of_experts_of_the_save_before(
 ) -> None:
     for job in (TopologyJob("autoep", ep=2, stage=2), TopologyJob("autoep", ep=2)):
         topology_pool.run(save_untrained, 2, job, str(tmp_path), timeout=180)
-    record = read_record(tmp_path / "t")
-    assert record is not None
+    record = record_of(tmp_path / "t")
     names = {path.name for path in (tmp_path / "t").iterdir()}
     assert names == {*record.files, "zeroelastic.json"} and not any(name.startswith("layer_") for name in names)
 
@@ -230,7 +219,7 @@ def test_a_tag_that_is_saved_again_has_no_files_of_experts_of_the_save_before(
 def test_a_save_into_a_store_has_all_files(topology_pool: RankPool, calm: S3Server, job: TopologyJob) -> None:
     url = calm.url(f"topology-{job.model}")
     made = topology_pool.run(save, 2, job, url, timeout=180)[0]
-    record = read_record(as_path(url) / "t")
-    assert record is not None and record.params.digests == made.digests
+    record = record_of(as_path(url) / "t")
+    assert record.params.digests == made.digests
     assert file_sizes(as_path(url) / "t").keys() == {*record.files, "zeroelastic.json"}
     assert any(name.startswith("layer_") for name in record.files) == (job.model == "moe")

@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from lifecycle.rank import use_node as use_memory_of
+from saved_files import record_of
 from torch.distributed.distributed_c10d import _world
 from training import Job, build_engine, gathered, look, train_step
 
@@ -347,8 +348,7 @@ def test_a_save_that_is_committed_late_is_not_newer_than_what_memory_has(
     for turn in turns:
         assert (turn.start.tier, turn.start.global_steps) == ("memory", step) and turn.start.passed_over == ()
         assert compare_states(state, turn.resumed) == []
-    following = read_record(directory / "global_step6")
-    assert following is not None and following.parent == record.save_id
+    assert record_of(directory / "global_step6").parent == record.save_id
 
 
 def test_the_disk_is_taken_where_it_is_newer(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
