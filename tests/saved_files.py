@@ -45,3 +45,10 @@ def record_of(tag_dir: FilePath) -> CommitRecord:
     record = read_record(tag_dir)
     assert record is not None
     return record
+
+
+def flip(path: Path, offset: int | None = None, mask: int = 1) -> None:
+    """Turn bits of one byte of a file, of the one in the middle by default; the size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if offset is None else offset] ^= mask
+    path.write_bytes(data)

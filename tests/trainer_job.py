@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from places import ROOT
-from training import allow_fp16_on_cpu
+from training import allow_fp16_on_cpu, raised
 
 GLOBAL_BATCH = 12  # divisible by 1, 2, 3 and 4
 SAMPLES = 43  # three whole batches, and seven samples
@@ -259,11 +259,7 @@ def weights_file(checkpoint: Path) -> dict[str, Any]:
 
 def attempt(job: TrainerJob) -> tuple[str, str]:
     """The type and text of the error that a run raises on this rank."""
-    try:
-        run_trainer(job)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return raised(lambda: run_trainer(job))
 
 
 def saved_steps(directory: str) -> list[int]:

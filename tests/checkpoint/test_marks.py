@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from saved_files import flip
 from synthetic import optim_name, write_checkpoint
 from typer.testing import CliRunner
 
@@ -110,13 +111,10 @@ def test_verify_lifts_it_from_a_whole_tag_only_and_only_when_asked(run: Path) ->
     assert done.code == 0 and "--lift-quarantine removes the mark" in done.out and read_mark(tag) is not None
     assert cli("verify", tag, "--quick", "--lift-quarantine").code == 2
     path = tag / optim_name(1)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path)
     found = json.loads(cli("verify", tag, "--lift-quarantine", "--json").out)
     assert not found["ok"] and not found["lifted"] and read_mark(tag) is not None
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path)
     found = json.loads(cli("verify", tag, "--lift-quarantine", "--json").out)
     assert found["ok"] and found["lifted"] and found["quarantine"]["why"] == WHY and read_mark(tag) is None
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import topologies
 import torch
+from saved_files import flip
 from topologies import TopologyJob
 
 from zeroelastic import verify
@@ -148,9 +149,7 @@ def test_files_hold_what_was_gathered(topology_pool: RankPool, tmp_path: Path, r
 
 
 def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -15,6 +15,7 @@ import pytest
 import torch
 from commands import run_command
 from places import GOLDEN
+from saved_files import flip
 from synthetic import edit
 
 import zeroelastic
@@ -145,9 +146,7 @@ def test_what_has_no_hyper_parameters_is_not_resharded(tmp_path: Path, stage: in
 def test_a_flipped_bit_is_found(tag_dir: Callable[[str], Path]) -> None:
     tag = tag_dir("stage2_round_robin_aligned_rank3")
     shard = open_checkpoint(tag).shard(1)
-    data = bytearray(shard.path.read_bytes())
-    data[int(shard.extents["exp_avg"].offset[0]) + 3] ^= 0x20
-    shard.path.write_bytes(bytes(data))
+    flip(shard.path, int(shard.extents["exp_avg"].offset[0]) + 3, 0x20)
     problems = zeroelastic.verify(tag).problems
     assert problems and problems[0].file == shard.path.name
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from saved_files import flip
 from sliced import Topology, sliced_part, tensor_lists, topologies
 
 from zeroelastic.checkpoint.saved_state import SavedPart
@@ -66,9 +67,7 @@ def test_a_copy_that_differs_is_told_from_the_others(tmp_path: Path, tp: int, kn
     sound = digest_of(part, norm, np.arange(8, dtype="<i8"))
     extent = part.extents[1]["fp32"]
     slices = [p for p in np.flatnonzero(part.numbers() == norm).tolist() if extent.offset[p] >= 0]
-    raw = bytearray(extent.path.read_bytes())
-    raw[int(extent.offset[slices[0]])] ^= 1
-    extent.path.write_bytes(raw)
+    flip(extent.path, int(extent.offset[slices[0]]))
     digests, covered = scanned(part, streams, tp)
     want: list[int | None] = [None] * len(part.params)
     want[norm] = sound if known else None

@@ -13,6 +13,7 @@ import pytest
 from browser import Browser, Page
 from commands import run_command
 from report_documents import inspect_document, plan_document, prove_document, verify_document
+from saved_files import flip
 
 from zeroelastic.cli.pages import report
 from zeroelastic.testing.sample import write_sample
@@ -109,9 +110,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_sample_events(root / "events.jsonl")
     shutil.copytree(ckpt, root / "broken")
     damaged = next((root / "broken/global_step4").glob("*rank_2_*optim_states.pt"))
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
+    flip(damaged)
     next((root / "broken/global_step4").glob("zero_pp_rank_1_*model_states.pt")).unlink()
     for name, *arguments in (
         ("inspect", "inspect", ckpt),

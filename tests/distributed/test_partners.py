@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from training import Job, build_engine, train_step
+from training import Job, build_engine, raised, train_step
 
 import zeroelastic
 from zeroelastic.distributed import collective, partners
@@ -91,11 +91,7 @@ def test_install_after_initialize_on_all_ranks_is_enough(rank_pool: RankPool, tm
 
 def build_with_other_options(changes: dict[str, Any]) -> tuple[str, str]:
     job = Job() if dist.get_rank() == 0 else replace(Job(), **changes)
-    try:
-        build_engine(job)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return raised(lambda: build_engine(job))
 
 
 @pytest.mark.support(USING, "a configuration that differs between ranks", "refused", "naming the options and the ranks")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from saved_files import flip
 from torch.distributed import TCPStore
 from warm_python import executable
 
@@ -199,9 +200,7 @@ def test_verify_shares_the_reading_and_finds_the_same(tmp_path: Path) -> None:
         assert document.pop("seconds") > 0 and document.pop("read_seconds") > 0
     assert alone == shared and alone["ok"]
     damaged = tmp_path / "a" / "global_step4" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
+    flip(damaged)
     done = cli("verify", tmp_path / "a", "--json")
     shared = torchrun("verify", tmp_path / "a", "--json")
     assert done.returncode == 3 and shared.returncode != 0
@@ -226,9 +225,7 @@ def test_export_shares_the_tensors_and_writes_the_same_bytes(tmp_path: Path) -> 
 def test_damage_that_one_process_finds_ends_all_and_leaves_nothing(tmp_path: Path) -> None:
     write_sample(tmp_path / "a", world_size=2)
     path = tmp_path / "a" / "global_step4" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    data = bytearray(path.read_bytes())
-    data[20_000] ^= 1
-    path.write_bytes(data)
+    flip(path, 20_000)
     for verb, more in (("reshard", ("-n", 3)), ("export", ("--optimizer",))):
         done = torchrun(verb, tmp_path / "a", tmp_path / "b", *more)
         assert done.returncode != 0 and "commit record" in done.stderr, done.stderr

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from s3_server import serve_s3
+from saved_files import flip, logged
 from torch.utils.data import DataLoader
 from training import Job, build_engine, look, train_step
 
@@ -257,9 +258,7 @@ def three_tags(rank_pool: RankPool, tmp_path: Path) -> Path:
 def damage(tag: Path) -> None:
     """Turn a bit of the payload of rank 0's optimizer file: its size and header stay."""
     path = next(tag.glob("*zero_pp_rank_0_*optim_states.pt"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path)
 
 
 def test_damaged_tags_are_passed_over_and_named(three_tags: Path, rank_pool: RankPool) -> None:
@@ -530,12 +529,7 @@ BEGINS = {
 
 def begin(job: Job, directory: Path) -> dict[str, tuple[str, str]]:
     """What starts without a checkpoint come to: an error, or what rank 0 logged."""
-    import logging
-
-    found, said = dict[str, tuple[str, str]](), list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeroelastic").addHandler(handler)
+    found, said = dict[str, tuple[str, str]](), logged("")
     nowhere = str(directory.with_name("ckpd"))
     for how, (options, _, _) in BEGINS.items():
         engine = build_engine(job.other(options=options))

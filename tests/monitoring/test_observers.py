@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from saved_files import logged
 from training import Job, build_engine, train_step
 
 import zeroelastic
@@ -118,10 +119,7 @@ def test_metrics_false_keeps_them_out_of_the_monitor(rank_pool: RankPool, tmp_pa
 
 
 def unwritable(directory: str) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeroelastic").addHandler(handler)
+    said = logged("")
     engine = build_engine(Job(options={"metrics_file": os.path.join(directory, "missing", "run.prom")}))
     engine.save_checkpoint(directory)
     return [line for line in said if line.startswith('"metrics_file"')]

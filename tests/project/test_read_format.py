@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from lean_tags import copied, make_lean, shared_file
 from places import ROOT
+from saved_files import flip
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -46,9 +47,7 @@ def test_what_was_saved_is_what_the_specification_says(tmp_path: Path, name: str
     assert read(tmp_path / "tag") == (1, "the record was changed\n")
     shutil.copy(golden / RECORD_NAME, record)
     weights = open_checkpoint(tmp_path / "tag").shard(0).extents["fp32"]
-    data = bytearray(weights.path.read_bytes())
-    data[int(weights.offset[0])] ^= 1
-    weights.path.write_bytes(data)
+    flip(weights.path, int(weights.offset[0]))
     code, said = read(tmp_path / "tag")
     assert code == 1 and said.startswith("Bad CRC-32 for file")
 
@@ -58,9 +57,7 @@ def test_a_lean_checkpoint_is_read_with_its_shared_file(rank_pool: RankPool, tmp
     assert read(run / "global_step3")[0] == 0
     damaged = copied(run, tmp_path / "damaged")
     path = shared_file(damaged)
-    data = bytearray(path.read_bytes())
-    data[read_head(path).tensors["adapter.weight"].offset] ^= 1
-    path.write_bytes(data)
+    flip(path, read_head(path).tensors["adapter.weight"].offset)
     assert read(damaged / "global_step3") == (
         1,
         "adapter.weight: frozen is not what was saved\nthe content root is another\n",

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from documentation import documented_keys
 from places import ROOT
+from saved_files import flip
 from training import LOSS_RTOL, Job, build_engine, flat_buffers, train_and_save, train_step
 from typer.testing import CliRunner
 
@@ -520,9 +521,7 @@ def test_misuse_is_refused_before_anything_runs(
     damaged = tmp_path / "damaged"
     shutil.copytree(checkpoint, damaged)
     file = next(damaged.glob("*/*optim_states.pt"))
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip(file)
     cases = [
         (2, "no such script", [checkpoint, "-n", "3", "--", "missing.py"]),
         (2, "both runs would have 2 ranks", [checkpoint, "-n", "2", "--", __file__]),

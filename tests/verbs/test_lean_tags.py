@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from commands import run_command
 from lean_tags import BUFFER, JOB, RANKS, build_lean_engine, copied, make_lean, save_lean, shared_file
-from saved_files import record_of
+from saved_files import flip, record_of
 from synthetic import believe_sizes, edit
 from training import Job
 
@@ -55,12 +55,6 @@ def run(runs: dict[int, Path], tmp_path: Path) -> Path:
 
 def model_files(run: Path) -> list[Path]:
     return sorted((run / TAG).glob("*model_states.pt"))
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def flip_tensor(name: str) -> Callable[[Path], None]:

@@ -15,6 +15,7 @@ import topologies
 import torch
 from commands import run_command
 from safetensors.torch import load_file
+from saved_files import flip
 from synthetic import edit
 from topologies import EXPERTS, TopologyJob
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -338,8 +339,6 @@ def test_what_is_read_agrees_with_the_commit_record(topology_pool: RankPool, tmp
     assert exported.digests_compared
     assert zeroelastic.diff(tmp_path / "run", tmp_path / "run").equal
     damaged = next((tmp_path / "run" / "t").glob("*_optim_states.pt"))
-    raw = bytearray(damaged.read_bytes())
-    raw[len(raw) // 2] ^= 4
-    damaged.write_bytes(raw)
+    flip(damaged, mask=4)
     report = zeroelastic.verify(tmp_path / "run")
     assert not report.valid and {problem.file for problem in report.problems} == {damaged.name}

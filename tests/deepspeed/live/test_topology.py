@@ -18,7 +18,7 @@ import pytest
 import torch
 import training
 from exact_jobs import BUCKETS
-from saved_files import logged, record_of
+from saved_files import flip, logged, record_of
 from saves import Saved, check_each, check_resumed
 from sliced_model import TP_BATCH, ByHand, HostQuantizer, SlicedModel, build_sliced, sliced_step, use_sliced
 from training import Job, Outcome, resume, train_and_save
@@ -387,9 +387,7 @@ def test_changed_tensor_parallel_size_is_refused(
 def damage_a_slice(tag: Path) -> str:
     shard = open_checkpoint(tag, tp=TensorParallel(1, 2)).shard(1)
     offset = int(shard.extents["exp_avg"].offset[shard.layout.index()["blocks.1.up_proj.weight"]])
-    data = bytearray((tag / shard.path.name).read_bytes())
-    data[offset + 5] ^= 0x10
-    (tag / shard.path.name).write_bytes(bytes(data))
+    flip(tag / shard.path.name, offset + 5, 0x10)
     return f"blocks.1.up_proj.weight: exp_avg. Damaged: {shard.path.name}."
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import training
-from saved_files import logged
+from saved_files import flip, logged
 from test_group_split import DEALT, FP32_SUMS, LIMIT_S, Run, train_and_save
 from training import LOSS_RTOL, Job, Outcome, build_engine, train_step
 
@@ -168,9 +168,7 @@ def test_damage_is_noticed_and_the_tag_before_is_taken(rank_pool: RankPool, tmp_
     states = rank_pool.run(save_twice, 2, job, str(directory), timeout=LIMIT_S)[0]
     path = directory / "global_step2" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     file = read_torch_file(path)
-    data = bytearray(path.read_bytes())
-    data[file.extent(file.root["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]).offset + 40] ^= 1
-    path.write_bytes(data)
+    flip(path, file.extent(file.root["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]).offset + 40)
     (problem,) = zeroelastic.verify(directory).problems
     assert problem.file == path.name and problem.key == "fp32"
     shutil.copytree(directory, tmp_path / "copy")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved_files import flip
 from synthetic import sealed
 from training import Job, attempt, attempt_each, build_engine, raised, train_and_save
 
@@ -202,9 +203,7 @@ def test_damaged_payload_names_parameter_and_state(rank_pool: RankPool, elastic_
     shard = open_checkpoint(tag).shard(1)
     target = shard.layout.index()["up.weight"]
     offset = int(shard.extents["exp_avg"].offset[target])
-    data = bytearray(shard.path.read_bytes())
-    data[offset + 5] ^= 0x10
-    shard.path.write_bytes(bytes(data))
+    flip(shard.path, offset + 5, 0x10)
     errors = rank_pool.run(load_error, 3, Job().other(), str(tmp_path / "c"), timeout=LIMIT_S)
     assert len(set(errors)) == 1
     error, text = errors[0]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import topologies
+from saved_files import flip
 from topologies import TopologyJob
 
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
@@ -93,9 +94,7 @@ def alter_a_copy(tag: Path) -> None:
     shard, norm = checkpoint.shard(rank), norm_of(checkpoint, rank)
     in_buffer = int(shard.layout.buffer_offset(rank)[norm] - shard.layout.offset[norm])
     offset = int(shard.extents["exp_avg"].offset[norm]) + 4 * in_buffer
-    data = bytearray((tag / shard.path.name).read_bytes())
-    data[offset + 1] ^= 1
-    (tag / shard.path.name).write_bytes(bytes(data))
+    flip(tag / shard.path.name, offset + 1)
 
 
 def norm_of(checkpoint: Checkpoint, rank: int) -> int:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import training
 from hypothesis import given
 from hypothesis import strategies as st
+from saved_files import flip
 from training import GLOBAL_BATCH, LOSS_RTOL, VOCABULARY, Job, ds_config, raised, train_step
 
 from zeroelastic.checkpoint.optimizer_file import ParamGroup
@@ -861,9 +862,7 @@ def test_damage_in_what_has_moved_is_found(
     else:
         shard = checkpoint.shard(1)
         path, offset = shard.path, int(shard.extents[FP32].offset[shard.layout.index()["adapter.weight"]])
-    data = bytearray(Path(path).read_bytes())
-    data[offset] ^= 1
-    Path(path).write_bytes(bytes(data))
+    flip(Path(path), offset)
     errors = rank_pool.run(load_error, 3, after.other(), str(tmp_path / "c"))
     assert len(set(errors)) == 1 and errors[0][0] == "DigestMismatchError"
     key = "frozen" if direction == "unfreeze" else "fp32"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from io_counts import build, state_bytes
 from s3_server import BUCKET, Request, S3Server
+from saved_files import flip
 from saves import Saver, check_resumed, save_once
 from training import Job, attempt, build_engine, look, resume
 
@@ -155,9 +156,7 @@ def test_resume_passes_over_a_damaged_tag_and_marks_it(
     for name in ("global_step3", "global_step4"):
         shutil.copytree(checkpoint.tag_dir, tmp_path / name)
     damaged = next((tmp_path / "global_step4").glob("*rank_1_*optim*"))
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
+    flip(damaged)
     url = calm.upload(tmp_path, "damaged")
     calm.client().put_object(Bucket=BUCKET, Key="damaged/latest", Body=b"global_step4")
     outcomes = rank_pool.run(resume_elastically, 3, job.other(), url)

@@ -5,7 +5,6 @@ A node is a directory in shared memory, which several ranks may share; a lost no
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
@@ -22,7 +21,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from lifecycle.rank import use_node as use_memory_of
-from saved_files import record_of
+from saved_files import logged, record_of
 from torch.distributed.distributed_c10d import _world
 from training import Job, build_engine, gathered, look, train_step
 
@@ -521,10 +520,7 @@ def test_two_engines_of_the_same_parameters_are_refused(rank_pool: RankPool, tmp
 
 def save_without(job: Job, directory: str) -> list[str]:
     """What a loop logs that has the option and makes no checkpoints in memory, in two saves."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zeroelastic.deepspeed.save.save").addHandler(handler)
+    said = logged("deepspeed.save.save")
     engine = build_engine(job)
     for step in range(2):
         train_step(engine, step)
