@@ -8,6 +8,7 @@ hundreds of findings, so the class has it (``remedy``), and ``with_remedy`` adds
 from __future__ import annotations
 
 import reprlib
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -47,6 +48,14 @@ def some(names: Iterable[str], limit: int = 6, *, count: int | None = None, sepa
 def counted(number: int, noun: str) -> str:
     """A number and its noun: "1 rank", "1,024 ranks"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, as ``SIGTERM``."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def without_pydantic(message: str) -> str:

@@ -25,7 +25,7 @@ from synthetic import (
 )
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
-from zeroelastic.checkpoint.contradictions import frozen_layouts
+from zeroelastic.checkpoint.contradictions import check_frozen
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.param_changes import ParamSet, compare
@@ -351,7 +351,7 @@ def test_objects_in_the_client_state_stay_inert(tmp_path):
     assert gather(open_checkpoint(tmp_path)) == truth
 
 
-def test_frozen_layouts_must_agree(tmp_path):
+def test_frozen_parameters_must_agree(tmp_path):
     write_checkpoint(tmp_path / "a", world_size=2)
     write_checkpoint(tmp_path / "b", world_size=2, frozen=FROZEN_PARAMS[:1])
     models = {
@@ -359,8 +359,8 @@ def test_frozen_layouts_must_agree(tmp_path):
         1: open_checkpoint(tmp_path / "b").model_states(1),
     }
     with pytest.raises(CheckpointError, match="lists other frozen parameters than its neighbours"):
-        frozen_layouts(models)
-    assert frozen_layouts({0: models[0]}).params == FROZEN_PARAMS
+        check_frozen(models, models[0].frozen)
+    assert models[0].frozen.params == FROZEN_PARAMS
 
 
 # ---- comparing, and which ranks to open ----

@@ -80,13 +80,6 @@ def other_trained_params(model: ModelStates, shard: Shard) -> str | None:
     return f"{model.path} and {shard.path} differ in the trained parameters. {MIXED}"
 
 
-def frozen_layouts(models: Mapping[int, ModelStates]) -> Layout:
-    """The saved layout of the frozen parameters; all the given ranks must agree on it."""
-    layouts = [model.frozen for model in models.values() if model.frozen is not None]
-    check_frozen(models, layouts[0])
-    return layouts[0]
-
-
 def check_frozen(models: Mapping[int, ModelStates], layout: Layout) -> None:
     """Raise CheckpointError for model states that list other frozen parameters than the layout gives to their rank."""
     for model in models.values():

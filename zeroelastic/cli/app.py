@@ -240,6 +240,12 @@ def _is_tag(folder: Path) -> bool:
         return False
 
 
+RunArgument = Annotated[
+    str, typer.Argument(metavar="DIR", help="The directory that holds the tags, or the checkpoint-N folders.")
+]
+
+DstArgument = Annotated[Path, typer.Argument(metavar="DST", help="The directory to make; it must not be there yet.")]
+
 TagOption = Annotated[
     str | None,
     typer.Option(

@@ -10,6 +10,7 @@ import typer
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.app import (
     DistributedOption,
+    DstArgument,
     EpOption,
     JsonOption,
     LikeOption,
@@ -54,10 +55,7 @@ def _show_reshard(report: ReshardReport) -> None:
 @reports("zeroelastic.verbs.reshard.reshard", _show_reshard)
 def reshard(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a directory or a URL such as s3://...")],
-    dst: Annotated[
-        Path,
-        typer.Argument(metavar="DST", help="The directory to make; it must not be there yet."),
-    ],
+    dst: DstArgument,
     world_size: Annotated[int, typer.Option("--world-size", "-n", metavar="M", help="Ranks that will load it.")],
     tag: TagOption = None,
     format: Annotated[
@@ -209,10 +207,7 @@ def _show_convert(report: ConvertReport) -> None:
 @reports("zeroelastic.verbs.convert.convert", _show_convert)
 def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")],
-    dst: Annotated[
-        Path,
-        typer.Argument(metavar="DST", help="The directory to make; it must not be there yet."),
-    ],
+    dst: DstArgument,
     to: Annotated[
         Literal["universal", "dcp", "fsdp2"] | None,
         typer.Option(

@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 import zeroelastic
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.errors import ConfigError
+from zeroelastic.errors import ConfigError, signal_name
 from zeroelastic.executors.build_info import REMEDIES
 from zeroelastic.executors.library_build import NotBuilt, build_library, cuda_command, cuda_sources
 from zeroelastic.verbs.plan.bandwidth import cached_share, scratch_file
@@ -89,7 +89,7 @@ class Probe:
             raise ProbeFailed(f"it did not end within {limit_s:.0f} s") from None
         text = _contents(self._answer)
         if code < 0:
-            raise ProbeFailed(f"the process was killed by {_signal_name(-code)}")
+            raise ProbeFailed(f"the process was killed by {signal_name(-code)}")
         if not text:
             printed = _contents(self._noise).decode(errors="replace").split("\n")
             last = next((line.strip() for line in reversed(printed) if line.strip()), "nothing")
@@ -132,13 +132,6 @@ def _reply(fd: str, question: str, *arguments: str) -> None:
 
 def _contents(fd: int) -> bytes:
     return os.pread(fd, os.fstat(fd).st_size, 0)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 class Engine(Part):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import FAILED, INVALID, JsonOption, QuietOption, complete_tag, reports
+from zeroelastic.cli.app import FAILED, INVALID, JsonOption, QuietOption, RunArgument, complete_tag, reports
 from zeroelastic.cli.terminal import log_line, print_columns, print_report, progress_of
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ def _row(tag: TagInfo) -> tuple[str, ...]:
 
 @reports("zeroelastic.verbs.ls", _show_tags)
 def ls(
-    directory: Annotated[
-        str, typer.Argument(metavar="DIR", help="The directory that holds the tags, or the checkpoint-N folders.")
-    ],
+    directory: RunArgument,
     as_json: JsonOption = False,
 ) -> None:
     """List all checkpoints of a run, newest first: step, ranks, stage, size, time, and whether they are committed.
@@ -114,9 +112,7 @@ def _show_latest(found: Latest, dry_run: bool) -> None:
 
 @reports("zeroelastic.verbs.latest", _show_found, code=_latest_code)
 def latest(
-    directory: Annotated[
-        str, typer.Argument(metavar="DIR", help="The directory that holds the tags, or the checkpoint-N folders.")
-    ],
+    directory: RunArgument,
     quick: Annotated[
         bool, typer.Option("--quick", help="Check sizes and the commit record, or else headers; read no weights.")
     ] = False,
@@ -153,9 +149,7 @@ def latest(
 
 
 def prune(
-    directory: Annotated[
-        str, typer.Argument(metavar="DIR", help="The directory that holds the tags, or the checkpoint-N folders.")
-    ],
+    directory: RunArgument,
     keep: Annotated[int, typer.Option(metavar="K", help="How many of the newest that verify are kept.")],
     invalid: Annotated[
         bool, typer.Option("--invalid", help="Also remove what does not verify, where it is older than what does.")

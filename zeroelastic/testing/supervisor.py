@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from zeroelastic.errors import signal_name
 from zeroelastic.testing.rank import STACKS_SIGNAL, Raised, RankJob, rank_main
 
 logger = logging.getLogger(__name__)
@@ -177,17 +178,10 @@ def _judge(ranks: list[_Rank], timeout: float) -> Outcome:
 def _death(rank: _Rank) -> RankFailure:
     code = _reap(rank)
     if code is not None and code < 0:
-        headline = f"was killed by {_signal_name(-code)}"
+        headline = f"was killed by {signal_name(-code)}"
     else:
         headline = f"exited with status {code} before its function returned"
     return RankFailure(rank.job.rank, headline, _read_stacks(rank.job), _last_output(rank.job))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _hung(ranks: list[_Rank], timeout: float) -> list[RankFailure]:
