@@ -106,6 +106,7 @@ class Checkpoint:
     ``near_rank`` chooses among headers of which any will do. ``remote_files`` are names of files that only other ranks
     see: their headers are parsed from bytes that a rank which sees the file has read (``through``).
     ``compare_directories``: whether a file that is opened must have the zip directory that the record states.
+    ``notes`` are sentences on what the files do not say and was inferred.
     """
 
     tag_dir: FilePath
@@ -120,6 +121,7 @@ class Checkpoint:
     compare_directories: bool = True
     whole_model: bool = False
     near_rank: int = 0
+    notes: tuple[str, ...] = ()
     _shards: dict[int, Shard] = field(default_factory=dict, repr=False)
     _models: dict[int, ModelStates] = field(default_factory=dict, repr=False)
     _maps: SavedMaps | None = field(default=None, repr=False)
@@ -275,6 +277,10 @@ class Checkpoint:
     def model_file(self, rank: int) -> FilePath:
         """The model states file that is a saved rank's: its own, or the one of its tensor parallel rank."""
         return self.model_files[self.topology.place(rank)[1] if self.whole_model else rank]
+
+    def module_path(self, model: ModelStates) -> str:
+        """Where DeepSpeed reads a module states file that this rank sees: in the pinned directory, or at its URL."""
+        return str(model.path) if isinstance(model.path, RemotePath) else os.fspath(model.path)
 
     def _check_directory(self, path: FilePath, found: str) -> None:
         recorded = self.record.directories.get(path.name) if self.record is not None else None

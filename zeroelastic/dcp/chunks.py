@@ -210,11 +210,20 @@ def _run(shape: Sequence[int], chunk: Chunk) -> _Run:
 
 
 def _sliced_layout(params: Sequence[Param], pieces: Sequence[Sequence[_Piece]], world_size: int) -> Layout:
-    """The layout whose slices are the pieces, each whole on one rank. Raises CheckpointError where they overlap."""
+    """The layout whose slices are the pieces, each whole on one rank, in a buffer for each parameter.
+
+    Raises CheckpointError where they overlap.
+    """
     listed = [(param, rank, piece) for param, own in zip(params, pieces, strict=True) for rank, piece in enumerate(own)]
     numbered = [Param(f"{number}", piece.shape) for number, (_, _, piece) in enumerate(listed)]
+    flat = unpacked_layout(numbered, 1)
+    buffer = np.repeat(np.arange(len(params)), [len(own) for own in pieces])
+    lengths = np.zeros(len(params), dtype=np.int64)
+    np.maximum.at(lengths, buffer, flat.numel)
     layout = replace(
-        unpacked_layout(numbered, 1),
+        flat,
+        sub_group=buffer,
+        sub_group_numel=lengths,
         world_size=max([world_size, *map(len, pieces)]),
         params=tuple(Param(param.name, piece.shape) for param, _, piece in listed),
         slices=slices_of(

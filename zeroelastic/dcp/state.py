@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.model_states import ModelStates, open_model_states
+from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard, configured_sub_group_size
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.checkpoint.topology import Topology
-from zeroelastic.core.layout import pack_sub_groups
+from zeroelastic.core.layout import Layout, pack_sub_groups
 from zeroelastic.dcp.native import NativeForm
 from zeroelastic.dcp.saved import DcpCheckpoint
-from zeroelastic.io.storage import read_range
+from zeroelastic.io.storage import LocalFile, read_range
 from zeroelastic.torch_file.graph import Archive
-from zeroelastic.torch_file.header import Blocks
+from zeroelastic.torch_file.header import Blocks, read_torch_file
 
 
 def saved_state(
@@ -50,7 +50,7 @@ def saved_state(
         stage=3,
         format="rigid",
         save_id=None,
-        layout=layout,
+        layout=layout.on_rank(0),  # a first chunk is there of every parameter
         groups=groups,
         tensor_keys=tuple(tuple(trained.dtypes[first]) for first in firsts),
         scalars=tuple(trained.scalars[first] for first in firsts),
@@ -101,6 +101,11 @@ class ChunkedCheckpoint(Checkpoint):
     frozen: SavedPart | None = field(kw_only=True)
     made: BinaryIO | None = None
 
+    @property
+    def layout(self) -> Layout:
+        """The layout of the trained parameters over all ranks."""
+        return self.trained.layout
+
     def shard(self, rank: int, *, through: Blocks | None = None) -> Shard:
         """What is known of a rank's chunks; the headers of their archives are read here."""
         if rank not in self._shards:
@@ -128,18 +133,17 @@ def checkpoint_of(form: NativeForm) -> ChunkedCheckpoint:
     Payload of buffers alone is read.
     """
     found = form.found
-    checkpoint = saved_state(
-        found, trained=form.trained, groups=form.groups, config=form.config, steps=form.steps, batch=form.batch
-    ).checkpoint
+    # it has no configuration of its own, and so no batch
+    checkpoint = saved_state(found, trained=form.trained, groups=form.groups, config={}, steps=form.steps).checkpoint
     assert isinstance(checkpoint, ChunkedCheckpoint)
+    checkpoint.notes = form.notes
     # a load has the tensors of frozen parameters from their chunks
     root = {**form.model_root, "frozen_param_shapes": None, "frozen_param_fragments": None}
     checkpoint.made = _file_in_memory(root)
     plain = checkpoint.model_states(0)
-    model = open_model_states(Path(_path_of(checkpoint.made)), 0, world_size=None)
+    file = read_torch_file(plain.path, foreign="inert", through=_Blocks(checkpoint.made), columns=True)
     checkpoint._models[0] = replace(
-        model,
-        path=plain.path,
+        model_states_of(file, 0, world_size=None),
         world_size=plain.world_size,
         sub_groups=plain.sub_groups,
         frozen=plain.frozen,
@@ -161,6 +165,21 @@ def _file_in_memory(root: object) -> BinaryIO:
         checksums[storage] = zlib.crc32(data)
     archive.finish(checksums)
     return made
+
+
+class _Blocks:
+    """What the header of a file in memory is read through."""
+
+    capacity = LocalFile.capacity
+
+    def __init__(self, made: BinaryIO) -> None:
+        self._fd, self.size, self.bytes_read = made.fileno(), os.fstat(made.fileno()).st_size, 0
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return os.pread(self._fd, nbytes, offset)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Nothing: all there is is in memory."""
 
 
 def _path_of(made: BinaryIO) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class LoadPlan:
     """
 
     checkpoint: Checkpoint
-    format: CheckpointFormat
+    format: CheckpointFormat | Literal["dcp"]
     model: ModelStates
     shards: Mapping[int, Shard]
     head: Shard
@@ -106,44 +106,53 @@ _SHARED_FACTS = ("format", "save id", "world size", "global step", "commit recor
 
 
 def preflight(
-    tag_dir: FilePath, live: LiveOptimizer, request: LoadRequest, check_values: Callable[[ModelStates], None]
+    tag_dir: FilePath,
+    live: LiveOptimizer,
+    request: LoadRequest,
+    check_values: Callable[[ModelStates], None],
+    open_whole: Callable[[], Checkpoint] | None = None,
 ) -> LoadPlan:
     """Open what this rank needs, check it against the model, and compare with the other ranks. Collective.
 
     A load of weights only leaves optimizer groups and state out of the comparison. Of the options, ``on_mismatch``
     says what to do about parameters that only the save or only the run has, ``verify`` how closely files are checked.
     A strict load of the module refuses a save that lacks frozen parameters of the run, unless ``on_mismatch`` is
-    "initialize". ``check_values`` raises where the run cannot take the values of the module states. Raises the same
-    error on every rank: CheckpointError, LayoutMismatchError (every disagreement listed),
-    UnsupportedError.
+    "initialize". ``check_values`` raises where the run cannot take the values of the module states. ``open_whole``
+    opens what is no tag of DeepSpeed, and all of which every rank sees. Raises the same error on every rank:
+    CheckpointError, LayoutMismatchError (every disagreement listed), UnsupportedError.
     """
     options = request.options
     compare_directories = options.verify != "off"
-    found = gather_visibility(tag_dir, live.tp)
-    record = found.listing.record if isinstance(found, FileVisibility) else found.record
+    visibility: FileVisibility | None = None
     places: SharedPlaces | None = None
-    if record is not None and record.shared:
-        places = find_shared_files(record.shared, tag_dir, options.frozen)
-        found = with_shared(found, places)
-    visibility = found if isinstance(found, FileVisibility) else None
-    if isinstance(found, FileVisibility):
-        opened = open_with_peers(found, live, compare_directories=compare_directories)
+    if open_whole is None:
+        found = gather_visibility(tag_dir, live.tp)
+        record = found.listing.record if isinstance(found, FileVisibility) else found.record
+        if record is not None and record.shared:
+            places = find_shared_files(record.shared, tag_dir, options.frozen)
+            found = with_shared(found, places)
+        if isinstance(found, FileVisibility):
+            visibility = found
+            opened = open_with_peers(found, live, compare_directories=compare_directories)
+
+    def open_here() -> Checkpoint:
+        if open_whole is not None:
+            return open_whole()
+        if isinstance(found, FileVisibility):
+            return opened
+        return open_checkpoint(
+            tag_dir,
+            near_rank=live.rank,
+            tp=live.tp,
+            listing=stat_assigned_files(tag_dir, found),
+            compare_directories=compare_directories,
+        )
 
     def check() -> LoadPlan:
-        checkpoint = (
-            opened
-            if isinstance(found, FileVisibility)
-            else open_checkpoint(
-                tag_dir,
-                near_rank=live.rank,
-                tp=live.tp,
-                listing=stat_assigned_files(tag_dir, found),
-                compare_directories=compare_directories,
-            )
-        )
-        plan = _open(checkpoint, visibility, places, live, request)
+        plan = _open(open_here(), visibility, places, live, request)
         check_values(plan.model)
-        return _with_checksums(plan, options.host_io_engine) if options.verifies_content else plan
+        by_checksum = options.verifies_content and open_whole is None  # else all that is loaded is digested
+        return _with_checksums(plan, options.host_io_engine) if by_checksum else plan
 
     plan, digests = all_gather_of_or_raise(
         check, lambda plan: _consistency_digest(plan, weights_only=request.weights_only)
@@ -233,7 +242,7 @@ def _open(
     batch = record.train_batch_size if record is not None else head.train_batch_size
     return LoadPlan(
         checkpoint=checkpoint,
-        format=head.format,
+        format="dcp" if request.from_dcp else head.format,
         model=model,
         shards=shards,
         head=head,

@@ -264,8 +264,7 @@ def module_file(
     That is the file itself for a rank that sees it on a disk. Others have the bytes that DeepSpeed reads in memory,
     which is all but parameters, under a name that lasts as long as the context.
     """
-    # by the pinned directory, not by its name, under which there may be another save by now
-    local = str(model.path) if isinstance(model.path, RemotePath) else os.fspath(model.path)
+    local = checkpoint.module_path(model)
     if visibility is None:
         yield local, RelayCost()
         return
