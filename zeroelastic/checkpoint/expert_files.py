@@ -123,7 +123,7 @@ def _of_layer(file: TorchFile, layer: int, count: int, trained: set[str], maps: 
                 if tensor.shape != (count, *shape):
                     raise damaged(file.path, f"{brief(str(name))} is {list(shape)} of {list(tensor.shape)}")
                 yield _Frozen(layer, tensor, None)
-        elif name not in trained:
+        elif name not in trained and name not in maps.buffers:
             expert = numbered_expert(str(name))
             if expert is None:
                 raise damaged(file.path, f"{brief(str(name))} is of no expert")

@@ -44,12 +44,14 @@ class SavedMaps:
     """What a model states file says of the slices of all ranks.
 
     ``maps`` are those of AutoTP and AutoEP, by the names that parameters have on a rank, and ``ep`` the expert parallel
-    size of AutoEP. ``num_experts`` are those of each mixture-of-experts layer.
+    size of AutoEP. ``num_experts`` are those of each mixture-of-experts layer, ``buffers`` the names of the module's
+    buffers on rank 0.
     """
 
     maps: SliceMaps
     ep: int
     num_experts: tuple[int, ...]
+    buffers: frozenset[str] = frozenset()
 
 
 def saved_maps(root: object, tensor_size: int, path: FilePath) -> SavedMaps:
@@ -61,10 +63,11 @@ def saved_maps(root: object, tensor_size: int, path: FilePath) -> SavedMaps:
     if not isinstance(root, Mapping):
         return SavedMaps({}, 1, ())
     experts, ep = expert_maps(with_lists(root.get("ds_autoep_layers")), path)
-    counts = with_lists(root.get("num_experts"))
+    counts, buffers = (with_lists(root.get(key)) for key in ("num_experts", "buffer_names"))
     num_experts = tuple(count for count in counts if type(count) is int) if isinstance(counts, list) else ()
     if tensor_size == 1:
-        return SavedMaps(experts, ep, num_experts)
+        names = frozenset(map(str, buffers)) if isinstance(buffers, list) else frozenset[str]()
+        return SavedMaps(experts, ep, num_experts, names)
     if num_experts or experts or root.get(_FOLDING) is not None:
         raise UnsupportedError(
             f"{path}: was saved with experts (MoE) and {tensor_size} tensor parallel ranks. Experts are loaded at any "

@@ -10,12 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import topologies
 import torch
 from saved_files import record_of
 from topologies import LOSS_RTOL, TopologyJob, build, differences, logical_hashes, train
 
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.errors import DigestMismatchError
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.verify.verify import verify
 
@@ -169,6 +172,20 @@ CHANGES: dict[str, tuple[Run, list[Run]]] = {
             Run(2, replace(MOE, ep=2, stage=1, precision="bf16", offload=True)),
         ],
     ),
+    "AutoEP, stage 2, ep 2, experts frozen": (
+        Run(4, replace(AUTOEP, ep=2, stage=2, frozen_experts=True)),
+        [
+            Run(4, replace(AUTOEP, ep=4, stage=1, frozen_experts=True)),
+            Run(3, replace(AUTOEP, stage=2, frozen_experts=True)),
+        ],
+    ),
+    "MoE, stage 1, ep 2, all kinds frozen": (
+        Run(4, replace(MOE, ep=2, stage=1, frozen=True, frozen_experts=True, precision="bf16")),
+        [
+            Run(4, replace(MOE, ep=4, frozen=True, frozen_experts=True, precision="bf16")),
+            Run(3, replace(MOE, frozen=True, frozen_experts=True, precision="bf16")),
+        ],
+    ),
     "MoE, stage 1, ep 1, frozen": (
         Run(2, replace(MOE, stage=1, frozen=True)),
         [Run(4, replace(MOE, ep=2, stage=1, frozen=True)), Run(4, replace(MOE, ep=4, frozen=True))],
@@ -208,3 +225,63 @@ def test_a_run_resumes_at_another_topology(topology_pool: RankPool, tmp_path: Pa
         assert found[0].root == saved[0].root, (ranks, job)
         assert found[0].losses == pytest.approx(saved[0].losses, rel=LOSS_RTOL[job.precision]), (ranks, job)
         assert verify(target).valid
+
+
+def load_frozen_experts(job: TopologyJob, directory: str) -> tuple[dict[str, Any], Any]:
+    """The state after a load, and what of the content was verified; or no state, and the error of the load."""
+    engine = build(job)
+    try:
+        engine.load_checkpoint(directory, tag="t")
+    except DigestMismatchError as error:
+        return {}, str(error)
+    return logical_hashes(engine), engine.zeroelastic_report.root_matches
+
+
+FROZEN_EXPERTS = {
+    "AutoEP at stage 3": (replace(AUTOEP, ep=2, stage=2, frozen_experts=True), replace(AUTOEP, ep=4)),
+    "AutoEP": (replace(AUTOEP, ep=2, stage=1, frozen_experts=True), replace(AUTOEP, ep=1, stage=2)),
+    "MoE": (replace(MOE, ep=2, frozen_experts=True), replace(MOE, ep=4, stage=1)),
+}
+"""Runs that save, in which nothing but experts is frozen, and runs that load."""
+
+
+@pytest.mark.parametrize("name", FROZEN_EXPERTS)
+def test_experts_alone_are_frozen_and_a_bit_of_one_is_flipped(
+    topology_pool: RankPool, tmp_path: Path, name: str
+) -> None:
+    job, other = FROZEN_EXPERTS[name]
+    run = replace(other, frozen_experts=True).other()
+    saved = topology_pool.run(save, 2, job, str(tmp_path))
+    for state, matches in topology_pool.run(load_frozen_experts, 4, run, str(tmp_path)):
+        assert not differences(saved[0].state, state) and matches is True
+    frozen = open_checkpoint(tmp_path / "t").frozen_extents(3)
+    assert frozen is not None and frozen.param_paths is not None
+    at = int(np.argmax(frozen.offset))
+    path, offset = Path(frozen.param_paths[at]), int(frozen.offset[at])
+    data = bytearray(path.read_bytes())
+    data[offset + 1] ^= 1
+    path.write_bytes(bytes(data))
+    for _, error in topology_pool.run(load_frozen_experts, 4, run, str(tmp_path)):
+        assert "1 tensor differs" in error and ": frozen." in error and f"Damaged: {path.name}." in error, error
+    assert {problem.file for problem in verify(tmp_path).problems} == {path.name}
+
+
+def load_by_training(job: TopologyJob, directory: str) -> dict[str, Any]:
+    """What of the state is in the weights, after a load into a run that trains the experts that were frozen."""
+    engine = build(job)
+    engine.load_checkpoint(directory, tag="t")
+    state = logical_hashes(engine)
+    masters = {key.removesuffix("fp32") + "weight": value for key, value in state.items() if key.endswith("/fp32")}
+    assert not differences(masters, {key: state[key] for key in masters})
+    return {key: value for key, value in state.items() if key.endswith("/weight")}
+
+
+@pytest.mark.parametrize("model", ["autoep", "moe"])
+def test_experts_that_were_frozen_are_trained(topology_pool: RankPool, tmp_path: Path, model: str) -> None:
+    job = TopologyJob(model, ep=2, stage=2, frozen_experts=True)
+    saved = topology_pool.run(save, 4, job, str(tmp_path))[0].state
+    options = {"zeroelastic": {"on_mismatch": "initialize"}}
+    for ranks, other in ((4, replace(job, ep=4)), (3, replace(job, ep=1, stage=1))):
+        run = replace(other, frozen_experts=False, config=options).other()
+        for state in topology_pool.run(load_by_training, ranks, run, str(tmp_path)):
+            assert not differences({key: value for key, value in saved.items() if key.endswith("/weight")}, state)

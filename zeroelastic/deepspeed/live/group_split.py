@@ -115,13 +115,10 @@ class GroupSplit(LiveOptimizer):
         if engine is None:
             return "an optimizer outside of an engine"
         groups = optimizer.optimizer.param_groups
-        trained = {param for group in cls.lists(optimizer).params for param in group}
-        experts = {param for param in engine.module.parameters() if is_expert(param)}
         reasons = {
             type(optimizer).__name__: type(optimizer) not in (DeepSpeedZeroOptimizer, BF16_Optimizer),
             "a pipeline": isinstance(engine.module, PipelineModule),
             "tensor parallelism": is_opaque(optimizer, engine.module),
-            "experts that are not trained, whose weights only their own files have": not experts <= trained,
             "experts with buffers, which only their own files have": has_expert_buffers(engine.module),
             "ZenFlow": bool(getattr(optimizer, "zenflow", False)),
             "Muon": any(group.get("use_muon") for group in groups),

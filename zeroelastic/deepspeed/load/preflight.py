@@ -87,6 +87,11 @@ class LoadPlan:
     checked_bytes: int = 0
 
     @property
+    def has_frozen(self) -> bool:
+        """Whether frozen parameters were saved, those of experts included."""
+        return self.checkpoint.frozen_layout is not None
+
+    @property
     def reads_all_locally(self) -> bool:
         """Whether this rank reads all payload of its own state itself."""
         return self.visibility is None or self.visibility.in_store

@@ -185,6 +185,13 @@ def _frozen_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
 
     saved_frozen = {rank: {FROZEN: piece} for rank, piece in load_plan.frozen_extents.items()}
     saved_weights = {rank: load_plan.checkpoint.extents(rank) for rank in load_plan.shards}
+    of_model = load_plan.model.frozen_extents
+    saved_dtypes = {
+        FP32: dict(load_plan.head.extents[FP32].dtype),
+        FROZEN: {} if of_model is None else dict(of_model.dtype),
+    }
+    for piece in load_plan.frozen_extents.values():  # files of experts have more
+        saved_dtypes[FROZEN] |= piece.dtype
     parts: list[Part] = []
     for plan, key, extents, tensor_of in (
         (load_plan.unfrozen_plan, FROZEN, saved_frozen, weights),
@@ -193,13 +200,13 @@ def _frozen_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
     ):
         if plan is None:
             continue
-        saved, place = load_plan.head.extents[FP32] if key == FP32 else load_plan.model.frozen_extents, plan.src.index()
-        assert saved is not None
-        targets = [
-            Target(key, p, tensor_of(p, param.name), saved.dtype[int(plan.src.sub_group[place[param.name]])])
-            for p, param in zip(plan.dst.sub_group.tolist(), plan.dst.params, strict=True)
-            if param.numel or plan is not load_plan.frozen_plan
-        ]
+        place, targets = plan.src.index(), list[Target]()
+        for p, param in zip(plan.dst.sub_group.tolist(), plan.dst.params, strict=True):
+            if param.numel or plan is not load_plan.frozen_plan:
+                tensor = tensor_of(p, param.name)
+                own = str(tensor.dtype).removeprefix("torch.")  # of an expert that this rank reads nothing of
+                saved = saved_dtypes[key].get(int(plan.src.sub_group[place[param.name]]), own)
+                targets.append(Target(key, p, tensor, saved))
         parts.append(Part(plan, extents, targets))
     return parts
 

@@ -82,7 +82,7 @@ def verify(
     if not request.options.verifies_content:
         saved_root = checkpoint.record.content_root if checkpoint.record is not None else None
         return Verification(saved_root, None, None, f'content not verified ("verify": "{request.options.verify}")')
-    with_frozen, membership = load_plan.model.frozen is not None, load_plan.membership
+    with_frozen, membership = load_plan.has_frozen, load_plan.membership
     local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read_digests)
     try:
         contents = whole_contents(live, local, device=engine.device)
@@ -264,7 +264,8 @@ def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[boo
             bad |= {path.name} if found != tensor.digest else set()
     elif any(key == FROZEN for _, key in wrong):
         sizes = file_sizes(checkpoint.tag_dir)
-        for path in filter(is_read_here, checkpoint.model_files):
+        experts = () if checkpoint.frozen_experts is None else checkpoint.expert_files
+        for path in filter(is_read_here, (*checkpoint.model_files, *(checkpoint.tag_dir / name for name in experts))):
             label = path.name if visibility is None else visibility.label(path.name)
             holders.add(label)
             bad |= {label} if _contradicts_itself(path, sizes.get(path.name, 0)) else set()

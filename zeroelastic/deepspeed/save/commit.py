@@ -27,7 +27,7 @@ from zeroelastic.checkpoint.saved_layout import saved_maps
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
 from zeroelastic.checkpoint.shared_weights import SharedWeights
 from zeroelastic.checkpoint.tag_files import model_file_name, parse_rank_file
-from zeroelastic.checkpoint.topology import SliceMaps, native_expert_maps
+from zeroelastic.checkpoint.topology import SliceMaps, numbered_expert
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
@@ -271,9 +271,8 @@ def _facts_of_model(model: ModelStates, save: PendingCommit) -> dict[str, tuple[
 def _maps(model_file: TorchFile, save: PendingCommit) -> tuple[SliceMaps, SliceMaps]:
     """The maps in a module states file, and those of the run; the names of DeepSpeed's own experts are their maps."""
     maps, tp = save.sharing.maps, save.sharing.place[1]
-    native = {name for members in save.sub_groups for name in native_expert_maps(members, 1)}
     found = saved_maps(model_file.root, tp.size, model_file.path).maps
-    return found, {name: one for name, one in maps.items() if name not in native}
+    return found, {name: one for name, one in maps.items() if numbered_expert(name) is None}
 
 
 def _by_name(params: Iterable[Param] | None) -> list[Param]:

@@ -245,6 +245,8 @@ class Save:
         frozen = None
         if not request.exclude_frozen_parameters:
             frozen = tuple(chain(*live.local_params(live.frozen)))
+            if not live.per_param:  # the file of the module has no experts
+                frozen = tuple(param for param in frozen if param.name not in live.sharing.expert_sizes)
         return PendingCommit(
             tag=request.tag,
             save_id=self.save_id,
