@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -23,7 +22,7 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.group_split import Bf16GroupSplit, GroupSplit
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.stage3 import Evaluation, Stage3
-from zeroelastic.deepspeed.live.topology import tensor_parallel
+from zeroelastic.deepspeed.live.topology import is_opaque, tensor_parallel
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError
 
@@ -98,12 +97,12 @@ def trained_params(engine: Engine) -> list[Param] | None:
     return [param for param in live.frozen.params if param.name in wanted]
 
 
-def rank_and_tp(engine: Engine) -> tuple[int, TensorParallel]:
-    """This rank in its data parallel group, and which of the tensor parallel ranks it is."""
+def opaque_tensor_parallel(engine: Engine) -> TensorParallel:
+    """Which of the tensor parallel ranks this one is, where these do not say which slices they have."""
     optimizer = getattr(engine, "optimizer", None)
     if optimizer is None or kind_of(optimizer) is None:  # without an optimizer there are no such groups, either
-        return dist.get_rank(), NO_TENSOR_PARALLEL
-    return dist.get_rank(group=optimizer.dp_process_group), tensor_parallel(optimizer)
+        return NO_TENSOR_PARALLEL
+    return tensor_parallel(optimizer) if is_opaque(optimizer, engine.module) else NO_TENSOR_PARALLEL
 
 
 def param_names(engine: Engine) -> dict[torch.nn.Parameter, str]:

@@ -18,7 +18,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.marks import write_mark
 from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.live.kinds import rank_and_tp
+from zeroelastic.deepspeed.live.kinds import opaque_tensor_parallel
 from zeroelastic.deepspeed.node_local.node_tags import problem_over_nodes, seen_alike, tags_of_this_run
 from zeroelastic.distributed.collective import all_or_raise, broadcast
 from zeroelastic.errors import CheckpointError, UnreadableError, finding
@@ -100,7 +100,7 @@ def walk_back(
             return None, broadcast(tuple(passed))
         tag_dir = as_path(step.directory) / step.name
         if step.problem is not None:
-            problem = problem_over_nodes(tag_dir, step.problem, rank_and_tp(engine)[1])
+            problem = problem_over_nodes(tag_dir, step.problem, opaque_tensor_parallel(engine))
             if problem is not None:
                 pass_over(step.name, tag_dir, CheckpointError(problem), damage=step.damage)
                 continue

@@ -32,6 +32,7 @@ from zeroelastic.distributed.collective import (
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
+    UndescribedSlicesError,
     UnreadableError,
     UnsupportedError,
     UsageError,
@@ -184,7 +185,7 @@ def _tags(root: FilePath) -> list[Tag]:
 def problem_over_nodes(tag_dir: FilePath, problem: str, tp: TensorParallel) -> str | None:
     """What is wrong with a tag, over all nodes, in which rank 0 alone saw a ``problem``; None where nothing is.
 
-    ``tp`` is this rank's place in tensor parallelism. Headers are not opened. Collective.
+    ``tp`` is this rank's place in tensor parallelism that is opaque. Headers are not opened. Collective.
     """
     if isinstance(tag_dir, RemotePath):
         return problem
@@ -193,6 +194,8 @@ def problem_over_nodes(tag_dir: FilePath, problem: str, tp: TensorParallel) -> s
         if isinstance(visibility, Listing):
             return problem
         all_or_raise(lambda: open_checkpoint(tag_dir, tp=tp, listing=visibility.listing))
+    except UndescribedSlicesError:  # a load may take them into the same slices
+        return None
     except (CheckpointError, UnreadableError, UnsupportedError) as error:
         return str(error)
     return None
