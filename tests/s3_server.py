@@ -25,10 +25,11 @@ CREDENTIALS = {
     "AWS_EC2_METADATA_DISABLED": "true",
     "AWS_CONFIG_FILE": os.devnull,
     "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "AWS_MAX_ATTEMPTS": "1",
     "NO_PROXY": "127.0.0.1",
     "no_proxy": "127.0.0.1",
 }
-"""The environment of a client, besides AWS_ENDPOINT_URL."""
+"""The environment of a client, besides AWS_ENDPOINT_URL. It asks once: what is repeated is repeated by our own code."""
 
 
 @dataclass(frozen=True)

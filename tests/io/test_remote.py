@@ -11,6 +11,7 @@ import threading
 import time
 import tracemalloc
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -561,7 +562,16 @@ def test_a_transient_fault_is_retried(calm, checkpoints):
     assert not left and np.array_equal(wanted, got)
 
 
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As many attempts as ever, with less time between them; s3fs makes two of each."""
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 2)
+    with remote.retrying(remote.Retries(first_pause_s=0.05)):
+        yield
+
+
 @pytest.mark.extended
+@pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize(
     ("fault", "message", "most_s"),
     [("cut", r".*not completed", 60), ("stall", r"no answer in 2 s\.$", 20)],
@@ -581,6 +591,7 @@ def test_a_connection_that_always_breaks_is_an_error_with_the_place(
 
 
 @pytest.mark.extended
+@pytest.mark.usefixtures("short_pauses")
 def test_a_server_that_dies_in_the_middle_is_an_error(checkpoints, tmp_path):
     """A server of its own, which is gone after the first batch; the next one may have been read by then."""
     size = 24 << 20

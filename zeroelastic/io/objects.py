@@ -353,7 +353,7 @@ def send_part(upload: OpenUpload, number: int, body: bytes | bytearray) -> str:
     of = {"UploadId": upload.upload_id, "PartNumber": number + 1}
 
     def ask() -> Any:
-        return _call(upload.path, "upload_part", Body=io.BufferedReader(_Bytes(body)), **of)
+        return _call(upload.path, "upload_part", Body=_Part(_Bytes(body)), **of)
 
     return str(_write(upload.path, ask)["ETag"])
 
@@ -380,6 +380,26 @@ class _Bytes(io.RawIOBase):
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
         self._at = start + offset
         return self._at
+
+
+class _Part(io.BufferedReader):
+    """The stream of a part, for one request of s3fs.
+
+    s3fs repeats a request with the stream where the last attempt left it, and would send an empty part. What asks for
+    the position first is told that the attempt has failed, so that the next one has a stream of its own.
+    """
+
+    _at_end = False
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at_end = whence == io.SEEK_END
+        return super().seek(offset, whence)
+
+    def tell(self) -> int:
+        position = super().tell()
+        if position and not self._at_end:
+            raise BlockingIOError(errno.EAGAIN, "an attempt to send it has failed")
+        return position
 
 
 def complete_upload(upload: OpenUpload, tags: Sequence[str], nbytes: int) -> None:
