@@ -254,7 +254,8 @@ class Process:
         self.worker = worker
         self._samples, self._ready, self._log = (directory / name for name in ("samples", "ready", "log"))
         directory.mkdir(parents=True)
-        command = [sys.executable, os.path.abspath(__file__), "--worker", json.dumps(asdict(worker))]
+        python = environment.get("PYTHON_EXEC", sys.executable)  # as torchrun has it
+        command = [python, os.path.abspath(__file__), "--worker", json.dumps(asdict(worker))]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*command, "--channel", str(directory)],

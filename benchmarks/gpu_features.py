@@ -214,7 +214,8 @@ def try_all(names: list[str], arguments: argparse.Namespace, directory: Path) ->
         own = directory / name
         own.mkdir()
         log = own / "log"
-        command = [sys.executable, os.path.abspath(__file__), "--feature", name, "--channel", str(own), *same]
+        python = environment.get("PYTHON_EXEC", sys.executable)  # as torchrun has it
+        command = [python, os.path.abspath(__file__), "--feature", name, "--channel", str(own), *same]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT

@@ -3,8 +3,8 @@
 Commands of the documentation and of the examples start launchers and ranks, of which each one imports for six seconds
 what the last one imported. ``executable()`` is the path of a program that takes the arguments of ``python`` (a script,
 ``-m``, ``-c``) and behaves as that does: its files, environment, directory, signals and exit status are those of the
-process that runs. ``torchrun`` starts its ranks by it where PYTHON_EXEC says so. zeroelastic itself is not imported
-before the fork. tests/project/test_docs.py runs the quickstart by the real one.
+process that runs. ``torchrun`` starts its ranks by it where PYTHON_EXEC says so, and so do some benchmarks. zeroelastic
+itself is not imported before the fork. tests/project/test_docs.py runs one page by the real one.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 from places import ROOT
+from warm_python import executable
 
 from zeroelastic.elastic import ElasticDistributedSampler
 from zeroelastic.job_log.event_log import read_events
@@ -35,6 +36,12 @@ def cluster() -> Iterator[ModuleType]:
         yield importlib.import_module("cluster")
     finally:
         sys.path.remove(str(EXAMPLE))
+
+
+@pytest.fixture
+def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked from a process that has imported torch and deepspeed; they end with what torchrun started."""
+    monkeypatch.setenv("PYTHON_EXEC", executable())
 
 
 def check(out: Path, steps: int, *, ranks: int, our_share: float | None = None) -> Timeline:
@@ -64,6 +71,7 @@ def check(out: Path, steps: int, *, ranks: int, our_share: float | None = None) 
     return timeline
 
 
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.timeout(420)
 def test_a_job_goes_on_through_a_lost_and_a_new_node(cluster: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "job"
@@ -99,6 +107,7 @@ def test_with_memory_a_lost_node_costs_a_step_and_no_read_of_the_disk(
 
 
 @pytest.mark.support("Using it", "torchrun job of a fixed size", "exact", "waits for a node that was killed")
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.timeout(420)
 def test_a_job_of_a_fixed_size_waits_for_the_node_that_was_killed(cluster: ModuleType, tmp_path: Path) -> None:
     out, steps = tmp_path / "job", 14

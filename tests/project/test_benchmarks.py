@@ -14,6 +14,7 @@ import pytest
 import torch
 from benchmark_runs import run_benchmark
 from engines import REPOSITORY
+from warm_python import executable
 
 from zeroelastic.executors.dispatch import describe_build
 
@@ -133,8 +134,11 @@ def test_files_reach_a_gpu_and_a_gpu_files_by_every_way(tmp_path: Path) -> None:
 
 
 @native
-def test_whole_loads_and_saves_of_one_rank_are_measured_beside_deepspeed(tmp_path: Path) -> None:
+def test_whole_loads_and_saves_of_one_rank_are_measured_beside_deepspeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the CPU, where the state of one rank and of four is right or not as it is on a GPU."""
+    monkeypatch.setenv("PYTHON_EXEC", executable())
     done = run_benchmark("bench_gpu_resume.py", "--small", "--cpu", "--stages", "2", "--out", os.fspath(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     about, *samples = map(json.loads, (tmp_path / "gpu_resume.jsonl").read_text().splitlines())
@@ -145,7 +149,10 @@ def test_whole_loads_and_saves_of_one_rank_are_measured_beside_deepspeed(tmp_pat
     assert len(rows) == 6, "masters and moments are those that were saved"
 
 
-def test_features_of_a_gpu_are_tried_and_what_cannot_be_is_named(tmp_path: Path) -> None:
+def test_features_of_a_gpu_are_tried_and_what_cannot_be_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", executable())
     features = ("cpu-2", "qwz")
     done = run_benchmark("gpu_features.py", "--small", "--cpu", "--only", *features, "--out", os.fspath(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from warm_python import executable
 
 ROOT = Path(__file__).parents[2]
 RUN = runpy.run_path(str(ROOT / "examples" / "deepspeed_faults" / "run.py"))
@@ -24,7 +25,8 @@ SEEN = {
 
 
 @pytest.mark.parametrize("name", ["more_ranks", "latest_first"])
-def test_deepspeed_alone_does_what_the_page_says(name: str) -> None:
+def test_deepspeed_alone_does_what_the_page_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHON_EXEC", executable())  # torchrun starts ranks by it
     lines = RUN["results"](name)
     assert any(re.search(SEEN[name], line) for line in lines), lines
 
