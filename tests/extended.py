@@ -11,15 +11,30 @@ marked ``sweep``: more cases of what others show already, which `make sweep` run
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 RANKS = {"rank_pool", "pool"}
 """The fixtures by which a test says that it starts ranks."""
 
 QUICK_IN_PROJECT = {"test_docs.py", "test_imports.py", "test_support.py"}
 """Modules of tests/project that `make test` runs: links, imports and the table of support."""
+
+
+def with_swept(cases: Iterable[Any], swept: Collection[Any]) -> list[ParameterSet]:
+    """The cases of a parametrised test, of which those in ``swept`` run in `make sweep` alone.
+
+    What stays in `make test-all` has each value of each axis at least once.
+    """
+    listed = list(cases)
+    assert set(swept) <= set(listed), "a case that is to be swept is no case"
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[pytest.mark.sweep] * (case in swept))
+        for case in listed
+    ]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from extended import with_swept
 from s3_server import serve_s3
 from saved_files import flip, logged
 from torch.utils.data import DataLoader
@@ -152,7 +153,7 @@ def test_a_run_whose_checkpoints_are_in_s3_goes_on_at_another_size(
         assert steps_of(first) + steps_of(turns) == [whole.batch(step).tolist() for step in range(6)]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", with_swept((1, 2, 3), {1}))
 def test_each_rank_gets_its_own_generators_where_the_size_is_the_saved_one(
     rank_pool: RankPool, tmp_path: Path, stage: int
 ) -> None:

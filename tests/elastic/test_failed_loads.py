@@ -252,6 +252,13 @@ WAYS = {
 OFTEN = "a tag", "resume from memory or the directory", "a change of world"
 
 
+def marks_of(name: str, stage: int) -> list[pytest.MarkDecorator]:
+    """`make test` has some ways at stage 3, `make test-all` these at both stages and the others at stage 3."""
+    if name in OFTEN:
+        return [pytest.mark.extended] * (stage != 3)
+    return [pytest.mark.extended if stage == 3 else pytest.mark.sweep]
+
+
 def put_back(run: Run) -> None:
     """What failed loads leave beside the checkpoints: marks, and the memory that they removed. The engine is whole."""
     dist.barrier()
@@ -348,9 +355,9 @@ def differences(way: Way, run: Run, expected: dict[str, Any], what: str) -> list
     return [f"{what}, and {line}" for line in compare_states(expected, found)[:3]]
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.extended)])
 @pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.extended) for name in WAYS]
+    ("name", "stage"),
+    [pytest.param(name, stage, marks=marks_of(name, stage)) for name in WAYS for stage in (3, 2)],
 )
 def test_a_load_that_fails_anywhere_leaves_the_engine_as_it_was_or_says_that_it_has_not(
     rank_pool: RankPool, tmp_path: Path, name: str, stage: int

@@ -57,6 +57,11 @@ def case(mark: tuple[str, ...], *values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, marks=pytest.mark.support(*mark), id=id)
 
 
+def swept(case: Any) -> Any:
+    """A case that only `make sweep` runs: others have each of its values, too."""
+    return pytest.param(*case.values, marks=[*case.marks, pytest.mark.sweep], id=case.id)
+
+
 @dataclass(frozen=True)
 class Framework:
     """How a job of a framework is run, and saved after ``step`` of ``steps`` optimizer steps."""
@@ -90,13 +95,13 @@ def rank_pool() -> Iterator[RankPool]:
     ("script", "flags", "sizes"),
     [
         case(STATE, "accelerate/train.py", ["--mixed-precision", "no"], (3, 2)),
-        case(STATE, "accelerate/train.py", ["--lora"], (3, 2)),
+        swept(case(STATE, "accelerate/train.py", ["--lora"], (3, 2))),
         case(STATE, "accelerate/train.py", ["--lora", "--stage", "2"], (3, 2)),
         case(FIT, "lightning/train.py", ["--precision", "32-true"], (3, 2)),
-        case(FIT, "lightning/train.py", ["--precision", "bf16-mixed"], (3,)),
+        swept(case(FIT, "lightning/train.py", ["--precision", "bf16-mixed"], (3,))),
         case(FIT, "lightning/train.py", ["--precision", "bf16-mixed", "--stage", "2"], (3,)),
         case(FABRIC, "lightning/train_fabric.py", [], (3, 2)),
-        case(FABRIC, "lightning/train_fabric.py", ["--stage", "2"], (3, 2)),
+        swept(case(FABRIC, "lightning/train_fabric.py", ["--stage", "2"], (3, 2))),
         case(FABRIC, "lightning/train_fabric.py", ["--stage", "1"], (3,)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -235,19 +240,19 @@ def at_one_stage(*names: str) -> pytest.MarkDecorator:
     ("saved", "stage", "world_size", "accumulation", "workers"),
     [
         case(STATE, (ACCELERATE, 3), 3, 3, 4, 0),
-        case(STATE, (ACCELERATE, 3), 3, 3, 2, 0),
+        swept(case(STATE, (ACCELERATE, 3), 3, 3, 2, 0)),
         case(STATE, (ACCELERATE, 3), 3, 1, 4, 0),
         case(STATE_LOW, (ACCELERATE, 2), 2, 3, 4, 0),
-        case(STATE_LOW, (ACCELERATE, 2), 3, 1, 2, 0),
+        swept(case(STATE_LOW, (ACCELERATE, 2), 3, 1, 2, 0)),
         case(STATE_LOW, (ACCELERATE, 2), 1, 3, 2, 0),
         case(STATE_LOW, (ACCELERATE, 3), 2, 3, 2, 0),
         case(STATE_LOW, (ACCELERATE, 1), 2, 3, 4, 0),
         case(FIT, (LIGHTNING, 3), 3, 3, 2, 0),
         case(FIT, (LIGHTNING, 3), 3, 3, 4, 1),
         case(FIT, (LIGHTNING, 3), 3, 1, 3, 0),
-        case(FIT, (LIGHTNING, 3), 3, 2, 4, 0),
+        swept(case(FIT, (LIGHTNING, 3), 3, 2, 4, 0)),
         case(FIT_LOW, (LIGHTNING, 2), 2, 2, 4, 1),
-        case(FIT_LOW, (LIGHTNING, 2), 3, 3, 4, 0),
+        swept(case(FIT_LOW, (LIGHTNING, 2), 3, 3, 4, 0)),
         case(FIT_LOW, (LIGHTNING, 3), 2, 1, 3, 0),
         case(FIT_LOW, (LIGHTNING, 1), 2, 3, 2, 0),
         case(FIT_LOW, (LIGHTNING, 2), 1, 1, 3, 0),

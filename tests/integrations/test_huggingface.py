@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from documentation import ABORT_AT_EXIT, blocks
+from extended import with_swept
 from places import ROOT
 from trainer_job import (
     EXAMPLES,
@@ -235,7 +236,7 @@ def test_new_ranks_get_generators_of_their_own(pool, whole, tmp_path):
 @pytest.mark.support(
     "Frameworks", "Hugging Face Trainer with PEFT (LoRA)", "exact", "frozen weights are the base model's"
 )
-@pytest.mark.parametrize(("stage", "stage_after"), [(3, 3), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("stage", "stage_after"), with_swept([(3, 3), (2, 2), (2, 3)], {(2, 2)}))
 def test_lora_goes_on_as_the_whole_one(pool, tmp_path, stage, stage_after):
     """The Trainer leaves frozen parameters out of its saves; ``resume_from_checkpoint=True`` finds the newest one."""
     job = TrainerJob(str(tmp_path / "whole"), stage=stage, lora=True, args={"save_strategy": "steps", "save_steps": 6})
@@ -282,7 +283,7 @@ def test_lean_checkpoints_of_lora_share_their_frozen_weights_and_have_all_of_the
 
 @pytest.mark.parametrize(
     ("stage", "options"),
-    [(3, {}), (2, {}), (2, {"async_save": True})],
+    [(3, {}), pytest.param(2, {}, marks=pytest.mark.sweep), (2, {"async_save": True})],
     ids=["3", "2", "2 in the background"],
 )
 def test_the_best_model_may_be_of_another_world_size_and_old_checkpoints_go(pool, tmp_path, stage, options):
@@ -312,7 +313,7 @@ def test_the_best_model_may_be_of_another_world_size_and_old_checkpoints_go(pool
         assert compare_states(first[0].saved[2], outcome.final) == []
 
 
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_save_only_model_writes_the_resumed_weights_and_nothing_to_resume(pool, whole, tmp_path, stage):
     directory, _ = whole
     job = TrainerJob(str(tmp_path), stage=stage, resume=f"{directory}/checkpoint-6", stop_at=8)
@@ -327,7 +328,11 @@ def test_save_only_model_writes_the_resumed_weights_and_nothing_to_resume(pool, 
     assert {kind for kind, _ in errors} == {"ValueError"} and len({text for _, text in errors}) == 1
 
 
-@pytest.mark.parametrize(("stage", "zero"), [(3, {}), (2, {}), (2, OFFLOADED)], ids=["3", "2", "2 on the CPU"])
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [(3, {}), pytest.param(2, {}, marks=pytest.mark.sweep), (2, OFFLOADED)],
+    ids=["3", "2", "2 on the CPU"],
+)
 def test_deepspeeds_own_optimizer_and_scheduler(pool, tmp_path, stage, zero):
     """ "auto" values in both blocks; the engine steps and saves the scheduler. With CPU offload it is CPUAdam."""
     params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
@@ -377,7 +382,7 @@ def test_an_unchanged_script_resumes_its_state_and_keeps_its_place(pool, whole, 
         assert outcome.rates == {step: seen[0].rates[step] for step in outcome.rates}
 
 
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_a_changed_global_batch_is_loud_and_an_error_under_strict(pool, whole, tmp_path, stage):
     """What the Trainer fills in for "auto" follows the world size: 4 x 3 samples become 3 x 3."""
     directory, _ = whole
@@ -568,7 +573,7 @@ def torchrun(world_size: int, *command: str) -> str:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("config", ["ds.json", "ds_z2.json"])
+@pytest.mark.parametrize("config", with_swept(("ds.json", "ds_z2.json"), {"ds_z2.json"}))
 def test_the_example_trains_lora_on_four_ranks_and_goes_on_on_three(tmp_path, config):
     script = [str(ROOT / "examples/huggingface/train.py"), "--lora", "--max-steps", "5", "--output-dir", str(tmp_path)]
     script += ["--deepspeed", config]

@@ -113,6 +113,7 @@ def test_files_opened(rows: Rows, cache: str) -> None:
     assert found["universal-load"] > 100
 
 
+@pytest.mark.sweep
 def test_loads_at_stage_2_are_verified(tmp_path_factory: pytest.TempPathFactory) -> None:
     systems = ("ceiling", "tensors", "elastic-read", "rigid", "stock")
     chosen = ("--stage", "2", "--caches", "warm", "--systems", *systems)

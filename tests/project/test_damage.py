@@ -30,7 +30,8 @@ DETECTED = {"tensor", "pickle", "directory", "header", "small record", "frozen f
 @pytest.mark.parametrize(
     ("stage", "lean", "slices"),
     [
-        *((stage, lean, "") for lean in (False, True) for stage in (3, 2)),
+        *((stage, lean, "") for stage, lean in ((3, False), (2, False), (3, True))),
+        pytest.param(2, True, "", marks=pytest.mark.sweep),
         (3, False, "AutoTP"),
         pytest.param(3, False, "AutoEP", marks=pytest.mark.sweep),
         (2, False, "MoE"),

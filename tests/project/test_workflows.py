@@ -54,3 +54,8 @@ def test_the_matrix_is_what_is_supported() -> None:
     assert versions is not None
     assert sorted(jobs["deepspeed"]["strategy"]["matrix"]["deepspeed"]) == sorted(versions[1].split())
     assert jobs["test"]["strategy"]["matrix"]["python"][0] in (ROOT / "pyproject.toml").read_text()
+
+
+def test_every_night_has_the_cases_that_make_test_all_leaves_out() -> None:
+    ran = [step.get("run") for step in steps(read(ROOT / ".github" / "workflows" / "nightly.yml"))]
+    assert ".ci/run" in ran and "make sweep" in ran

@@ -484,8 +484,14 @@ def interleaved(root: Path, first: Callable[[], object], steps: tuple[int, int],
     return stopped
 
 
-@pytest.mark.parametrize("looked", [pytest.param(False, marks=pytest.mark.extended), True])
-@pytest.mark.parametrize("other", ["save", "save without touch", "removal"])
+@pytest.mark.parametrize(
+    ("other", "looked"),
+    [
+        *((other, True) for other in ("save", "save without touch", "removal")),
+        pytest.param("save", False, marks=pytest.mark.extended),
+        *(pytest.param(other, False, marks=pytest.mark.sweep) for other in ("save without touch", "removal")),
+    ],
+)
 def test_a_save_or_a_removal_that_stops_anywhere_beside_a_removal_that_stops_anywhere(
     tmp_path: Path, record: CommitRecord, other: str, looked: bool
 ) -> None:

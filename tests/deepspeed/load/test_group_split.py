@@ -97,6 +97,14 @@ CASES = {
     "1 on 6, one group, to 3 on 8": (Run(1, 6), Run(3, 8), Job(groups=1)),
 }
 MANY_RANKS = 6
+SWEPT = {
+    "3 on 3 to 2 on 4, dealt",
+    "2 on 1 to 1 on 3, fp32, amsgrad",
+    "2 on 2, CPU, to 3 on 1",
+    "BF16_Optimizer on 2 of DeepSpeed alone to 3",
+    "2 on 8, dealt, to 2 on 6",
+}
+"""Other cases have these stages and options, in other pairs."""
 INTO_STAGE_3 = pytest.mark.support(
     "Using it", "stage 1 and 2 checkpoints in a stage 3 run", "exact", "at any size; `round_robin_gradients` included"
 )
@@ -152,6 +160,7 @@ def fragments(engine: Any) -> dict[str, torch.Tensor]:
         pytest.param(
             name,
             marks=[pytest.mark.extended] * (max(before.ranks, after.ranks) >= MANY_RANKS)
+            + [pytest.mark.sweep] * (name in SWEPT)
             + [INTO_STAGE_3] * (not before.installed and after.stage == 3),
         )
         for name, (before, after, _) in CASES.items()

@@ -29,6 +29,9 @@ ALL_PAIRS = (
 """Each of 1, 2, 3, 4, 5, 6 and 8 saves and loads, up and down, dividing and not; plans of all pairs are in
 tests/core."""
 
+SWEPT_PAIRS = ((3, 2), (1, 3), (2, 5), (5, 8), (6, 1), (8, 3), (8, 6))
+"""Without them, each size still saves and loads."""
+
 support = pytest.mark.support
 
 
@@ -38,11 +41,13 @@ def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Save
 
 
 def pairs() -> list[object]:
-    """Those of the core suite are marked, and all but one as what `make test` leaves out."""
+    """Those of the core suite are marked, and what `make test` and `make test-all` leave out."""
     return [
         pytest.param(
             *pair,
-            marks=[pytest.mark.core] * (pair in CORE_PAIRS) + [pytest.mark.extended] * (pair != QUICK_PAIR),
+            marks=[pytest.mark.core] * (pair in CORE_PAIRS)
+            + [pytest.mark.extended] * (pair != QUICK_PAIR)
+            + [pytest.mark.sweep] * (pair in SWEPT_PAIRS),
         )
         for pair in ALL_PAIRS
     ]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from extended import with_swept
 from training import LOSS_RTOL, Job, build_engine, look, train_step
 
 from zeroelastic.core.layout import Layout
@@ -154,10 +155,22 @@ JOBS = {
 }
 
 
+SWEPT = ("stage 1", "stage 2, aligned")
+"""Others have the same stage and options, with more."""
+
+
 @pytest.mark.support("Using it", "a change of size in the same processes, stages 1 to 3", "exact")
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("stage 3", "stage 2") else pytest.param(name, marks=pytest.mark.extended) for name in JOBS],
+    [
+        *("stage 3", "stage 2"),
+        *(
+            pytest.param(name, marks=pytest.mark.extended)
+            for name in JOBS
+            if name not in ("stage 3", "stage 2", *SWEPT)
+        ),
+        *with_swept(SWEPT, SWEPT),
+    ],
 )
 def test_the_state_goes_from_world_to_world_bit_for_bit(rank_pool, name):
     job = JOBS[name]

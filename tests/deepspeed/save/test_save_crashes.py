@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import topologies
 import torch.distributed as dist
+from extended import with_swept
 from topologies import TopologyJob
 from training import Job, build_engine, look, train_step
 
@@ -209,12 +210,12 @@ def load_images(job: Job | TopologyJob, copies: list[str]) -> list[tuple[int, di
     return found
 
 
-SWEPT = {"AutoTP, waited for", "MoE, in the background"}
+SWEPT = {"full, in the background", "lean, waited for", "AutoTP, waited for", "MoE, in the background"}
 """Cases that only `make sweep` runs."""
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.sweep] * (case in SWEPT)) for case in CASES])
+@pytest.mark.parametrize("case", with_swept(CASES, SWEPT))
 def test_every_boundary_of_a_save_leaves_a_checkpoint_that_verifies_and_resumes(
     rank_pool: RankPool, tmp_path: Path, case: str
 ) -> None:

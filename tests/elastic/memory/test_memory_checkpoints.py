@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from extended import with_swept
 from lifecycle.rank import use_node as use_memory_of
 from saved_files import logged, record_of
 from torch.distributed.distributed_c10d import _world
@@ -225,11 +226,18 @@ CASES = {
     ),
     "stage 3, amsgrad, rigid saves": replace(JOB, optimizer="amsgrad", precision="fp32", elastic=False),
 }
+SWEPT = ("stage 3, fp16",)
+"""fp16 is also shown at stage 2, and stage 3 by others."""
 
 
 @pytest.mark.support("Checkpoint engines and storage", "memory of the nodes", "exact", "lost nodes, at any size")
 @pytest.mark.parametrize(
-    "case", [name if i < 2 else pytest.param(name, marks=pytest.mark.extended) for i, name in enumerate(CASES)]
+    "case",
+    [
+        *("stage 3, bf16", "stage 2, bf16"),
+        *(pytest.param(name, marks=pytest.mark.extended) for name in [*CASES][2:] if name not in SWEPT),
+        *with_swept(SWEPT, SWEPT),
+    ],
 )
 def test_a_lost_node_costs_no_step_at_any_size(rank_pool: RankPool, tmp_path: Path, shared: Path, case: str) -> None:
     """4 ranks on 4 nodes, a node is lost each time: 3, 2 and 1, then three come.
@@ -484,7 +492,7 @@ def train_two(jobs: tuple[Job, Job], directory: str, shared: Path, *, flip: int 
     return found
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_each_of_two_engines_has_a_place_of_its_own(
     rank_pool: RankPool, tmp_path: Path, shared: Path, stage: int
 ) -> None:
@@ -545,7 +553,7 @@ def stock_resume(job: Job, directory: str) -> tuple[int, dict[str, str]]:
     "path, stage",
     [
         ("copies", 3),
-        pytest.param("copies", 1, marks=pytest.mark.extended),
+        pytest.param("copies", 1, marks=pytest.mark.sweep),
         pytest.param("disk", 2, marks=pytest.mark.extended),
     ],
 )

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import warm_python
+from extended import with_swept
 from stock_programs import resume_on_stock
 from training import LOSS_RTOL, Job, build_engine, train_step
 
@@ -187,7 +188,8 @@ def test_announced_changes_lose_no_step_and_no_process(job, rank_pool):
     trains_as_uninterrupted(nodes, rank_pool)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.extended) for stage in (1, 2)])
+@pytest.mark.extended
+@pytest.mark.parametrize("stage", with_swept((1, 2), {1}))
 def test_other_stages(job, rank_pool, stage):
     nodes = job(stage=stage, options=IN_MEMORY, save_after_death=True)
     first = [nodes.add() for _ in range(3)]
@@ -251,12 +253,30 @@ def test_a_job_that_begins_anew_keeps_nothing_of_the_world_that_failed(job):
 
 
 PHASES = ("decided", "holding", "held", "meeting", "groups", "built", "peers", "moving", "moved")
+IN_EACH_PHASE = {
+    "decided": "leaves",
+    "holding": "stays",
+    "held": "leaves",
+    "meeting": "comes",
+    "groups": "stays",
+    "built": "comes",
+    "peers": "leaves",
+    "moving": "stays",
+    "moved": "comes",
+}
+"""Who dies in the cases of `make test-all`: one of each phase."""
+
+
+def marks_of(phase: str, who: str) -> list[pytest.MarkDecorator]:
+    if (phase, who) == ("moving", "stays"):
+        return []
+    return [pytest.mark.extended if IN_EACH_PHASE[phase] == who else pytest.mark.sweep]
 
 
 @pytest.mark.parametrize(
     ("phase", "who"),
     [
-        pytest.param(phase, who, marks=() if (phase, who) == ("moving", "stays") else pytest.mark.extended)
+        pytest.param(phase, who, marks=marks_of(phase, who))
         for phase in PHASES
         for who in ("stays", "leaves", "comes")
         if who == "stays" or phase not in {"leaves": ("meeting", "groups", "built"), "comes": PHASES[:3]}[who]
@@ -280,7 +300,7 @@ def test_a_member_that_dies_during_a_change_of_size(job, rank_pool, phase, who):
     trains_as_uninterrupted(nodes, rank_pool, lost=1)
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.extended) for stage in (1, 2))])
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.extended), *with_swept((1,), {1})])
 def test_when_all_are_asked_to_leave_the_job_saves_and_stock_deepspeed_loads_it(job, stage):
     nodes = job(stage=stage)
     first = [nodes.add() for _ in range(3)]
