@@ -217,7 +217,7 @@ sweep: warm
 	$(PYTEST) -m sweep $(PYTEST_ARGS) tests
 
 slowest: warm versions dist $(VENV)/front-ends/trl/.stamp
-	$(PYTEST) --slowest tests/slowest.txt $(PYTEST_ARGS) tests
+	$(PYTEST) -m "not sweep" --slowest tests/slowest.txt $(PYTEST_ARGS) tests
 
 # Every process of a test measures itself, the ranks too; `python tests/compare_coverage.py OLD NEW` compares two results.
 coverage: warm versions dist $(VENV)/front-ends/trl/.stamp

@@ -63,6 +63,10 @@ LONG = (
     "test_lifecycle.py",
     "test_crash_campaigns.py",
     "test_native_executor.py",
+    "test_trl.py",
+    "test_fsdp2_jobs.py",
+    "test_wheel.py",
+    "test_site.py",
 )
 
 
