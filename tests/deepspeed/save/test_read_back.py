@@ -71,6 +71,7 @@ def save_wrong(job: Job, directory: str) -> list[tuple[str, str]]:
     shard_writer.elastic_state_dict = make
     engine.save_checkpoint(directory, tag="tag")
     zeroelastic.wait_for_save(engine)
+    engine.destroy()  # ends the process of a decoupled writer, for which a rank waits at its end
     return errors
 
 
