@@ -322,11 +322,10 @@ class _Checker(TagHeaders):
             names: Collection[str] = [name for name in self.record.files if EXPERT_FILE.match(name)]
         else:
             names = found if model is None else model.expert_files
-        for name in names:
-            if name not in self.sizes and self.record is None:
-                self.missing.append(
-                    self._add(name, f"{self.tag_dir / name}: is missing. The checkpoint is incomplete.")
-                )
+        for name in names if self.record is None else ():
+            if name not in self.sizes:
+                path = self.tag_dir / name
+                self.missing.append(self._add(name, f"{path}: is missing. The checkpoint is incomplete."))
         stale = sorted({*found} - {*names})
         if stale:
             self.notes.append(f"{some(stale)}: left by an earlier save with more experts, not part of this checkpoint")
@@ -371,10 +370,14 @@ class _Checker(TagHeaders):
                     break
         return found
 
+    def _known_models(self) -> list[ModelStates]:
+        """A model states header of each tensor parallel rank of which one can be read."""
+        found = map(self._model_of, range(self.topology.tensor_size))
+        return [model for model in found if model is not None]
+
     def _open_shards(self) -> None:
         size, data_size = self.topology.tensor_size, self.topology.data_size
-        models = [self._model_of(tensor_rank) for tensor_rank in range(size)]
-        known = [model for model in models if model is not None]
+        known = self._known_models()
         if len(known) < size and (size > 1 or self.listing.kind == "zero-1-2"):
             self.notes.append(
                 "of the optimizer files only checksums: the file that names their parameters is unreadable"
@@ -477,9 +480,8 @@ class _Checker(TagHeaders):
 
     def _frozen_layout(self) -> Layout | None:
         """The layout of the frozen parameters over all ranks, where there are slices of them."""
-        models = [self._model_of(tensor_rank) for tensor_rank in range(self.topology.tensor_size)]
-        known = [model for model in models if model is not None]
-        if self.topology.tensor_size == 1 or len(known) < len(models) or self._maps is None:
+        known = self._known_models()
+        if not 1 < self.topology.tensor_size == len(known) or self._maps is None:
             return None
         return frozen_layout(known, self.topology, self._maps)
 

@@ -227,7 +227,6 @@ def frozen_part(models: Mapping[int, ModelStates], layout: Layout | None = None)
         return None
     layout = first.frozen if layout is None else layout
     check_frozen(models, layout)
-    params = layout.whole_tensors
     dtype_of: dict[str, str] = {}
     extents: dict[int, Mapping[str, TensorExtents]] = {}
     for model in models.values():
@@ -239,13 +238,15 @@ def frozen_part(models: Mapping[int, ModelStates], layout: Layout | None = None)
             raise CheckpointError(f"{model.path} and {first.path} take frozen weights from other places. {MIXED}")
         rank = 0 if model.shared is not None else model.rank
         extents[rank] = extents_over_ranks(layout, rank, {FROZEN: model.frozen_extents})
-    return SavedPart(
-        layout=layout,
-        params=params,
-        dtypes=tuple({FROZEN: dtype_of[param.name]} for param in params),
-        scalars=tuple({} for _ in params),
-        extents=extents,
-    )
+    return _frozen(layout, dtype_of, extents)
+
+
+def _frozen(
+    layout: Layout, dtype_of: Mapping[str, str], extents: Mapping[int, Mapping[str, TensorExtents]]
+) -> SavedPart:
+    params = layout.whole_tensors
+    dtypes = tuple({FROZEN: dtype_of[param.name]} for param in params)
+    return SavedPart(layout, params, dtypes, tuple({} for _ in params), extents)
 
 
 def experts_part(experts: FrozenExperts) -> SavedPart:
@@ -260,14 +261,7 @@ def experts_part(experts: FrozenExperts) -> SavedPart:
                 raise CheckpointError(
                     f"{experts.directory}: files of experts differ in the dtype of {param.name}. {MIXED}"
                 )
-    params = layout.whole_tensors
-    return SavedPart(
-        layout=layout,
-        params=params,
-        dtypes=tuple({FROZEN: dtype_of[param.name]} for param in params),
-        scalars=tuple({} for _ in params),
-        extents={rank: {FROZEN: places} for rank, places in extents.items()},
-    )
+    return _frozen(layout, dtype_of, {rank: {FROZEN: places} for rank, places in extents.items()})
 
 
 def whole_numbers(layout: Layout, params: Sequence[Param]) -> Int64Array:

@@ -10,13 +10,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord
 from zeroelastic.checkpoint.contradictions import other_shared_files
 from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.optimizer_file import FROZEN
-from zeroelastic.checkpoint.shared_files import (
-    SharedFile,
-    missing_shared_file,
-    other_shared_size,
-    read_shared_head,
-    shared_name,
-)
+from zeroelastic.checkpoint.shared_files import SharedFile, check_shared_size, read_shared_head, shared_name
 from zeroelastic.checkpoint.shared_weights import SharedTensor, SharedWeights
 from zeroelastic.errors import CheckpointError, counted, some
 from zeroelastic.io.paths import FilePath
@@ -78,10 +72,7 @@ def _checked(file: SharedFile, tag_dir: FilePath, tensors: Mapping[tuple[str, st
     size = file_size(path)
     problem = None
     try:
-        if size is None:
-            raise missing_shared_file(path, file, tag_dir)
-        if size != file.nbytes:
-            raise other_shared_size(path, size, file, tag_dir)
+        check_shared_size(path, size, file, tag_dir)
         if tensors:
             problem = _of_header(path, file, tensors)
     except CheckpointError as error:

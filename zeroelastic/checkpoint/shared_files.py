@@ -109,32 +109,26 @@ def check_shared_files(files: Iterable[SharedFile], tag_dir: FilePath) -> None:
     """Raise MissingFileError, CheckpointError unless the files are there, with the sizes that a tag states."""
     for file in files:
         path = file.at(tag_dir)
-        size = file_size(path)
-        if size is None:
-            raise missing_shared_file(path, file, tag_dir)
-        if size != file.nbytes:
-            raise other_shared_size(path, size, file, tag_dir)
+        check_shared_size(path, file_size(path), file, tag_dir)
 
 
-def other_shared_size(path: FilePath, size: int, file: SharedFile, tag_dir: FilePath) -> CheckpointError:
-    """The error for a shared file that has another size than the tag states."""
-    return CheckpointError(
-        f"{path}: has {size} bytes, and the checkpoint {tag_dir} takes its frozen weights from a file of "
-        f"{file.nbytes}. It is damaged, or another file."
-    )
-
-
-def missing_shared_file(path: FilePath, file: SharedFile, tag_dir: FilePath) -> MissingFileError:
-    """The error for a shared file that is not there."""
-    how = (
-        f"put the folder {FROZEN_FOLDER} of the run there"
-        if file.is_of_run
-        else ('put it back, or name the directory of the model in "frozen" in the "zeroelastic" block')
-    )
-    return MissingFileError(
-        f'{path}: no such file. The checkpoint {tag_dir} was saved with "lean": true and takes its frozen weights, '
-        f"digest {file.digest[:12]}..., from it: {how}."
-    )
+def check_shared_size(path: FilePath, size: int | None, file: SharedFile, tag_dir: FilePath) -> None:
+    """Raise as ``check_shared_files`` for a file of this size, None where it is not there."""
+    if size is None:
+        how = (
+            f"put the folder {FROZEN_FOLDER} of the run there"
+            if file.is_of_run
+            else ('put it back, or name the directory of the model in "frozen" in the "zeroelastic" block')
+        )
+        raise MissingFileError(
+            f'{path}: no such file. The checkpoint {tag_dir} was saved with "lean": true and takes its frozen weights, '
+            f"digest {file.digest[:12]}..., from it: {how}."
+        )
+    if size != file.nbytes:
+        raise CheckpointError(
+            f"{path}: has {size} bytes, and the checkpoint {tag_dir} takes its frozen weights from a file of "
+            f"{file.nbytes}. It is damaged, or another file."
+        )
 
 
 def frozen_folder(run: FilePath) -> FilePath:
