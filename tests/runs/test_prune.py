@@ -316,14 +316,19 @@ main()
 """
 
 
+def killed(number: str, where: str, count: int, run: Path, *, keep: int = 1) -> subprocess.CompletedProcess[str]:
+    """A removal that gets a signal at the ``count``-th call of a function of ``os``."""
+    code = KILL.replace("SIGNUM", number)
+    arguments = [sys.executable, "-c", code, where, str(count), "prune", str(run), "--keep", str(keep), "--yes"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
 @pytest.mark.parametrize(("where", "count"), [("rename", 1), ("rename", 2), ("unlink", 1), ("unlink", 4), ("rmdir", 1)])
 def test_a_kill_leaves_no_half_tag_and_the_next_one_finishes(run: Path, number: str, where: str, count: int) -> None:
-    code = KILL.replace("SIGNUM", number)
-    arguments = [sys.executable, "-c", code, where, str(count), "prune", str(run), "--keep", "2", "--yes"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = killed(number, where, count, run, keep=2)
     assert done.returncode == (-9 if number == "SIGKILL" else 143), done.stderr
     left = {path.name for path in run.iterdir() if path.is_dir()} - {"logs", TRASH}
     assert {"s4", "s5"} <= left
@@ -575,10 +580,7 @@ def test_what_a_killed_removal_of_a_shared_file_left_is_finished(lean: Path) -> 
 @pytest.mark.starts_processes
 @pytest.mark.parametrize(("where", "count"), [("rename", 3), ("unlink", 11)], ids=["before it is hidden", "hidden"])
 def test_a_kill_of_the_removal_of_a_shared_file_is_finished(lean: Path, where: str, count: int) -> None:
-    code = KILL.replace("SIGNUM", "SIGKILL")
-    arguments = [sys.executable, "-c", code, where, str(count), "prune", str(lean), "--keep", "1", "--yes"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = killed("SIGKILL", where, count, lean)
     assert done.returncode == -9, done.stderr
     hidden = [path.name for path in (lean / FROZEN_FOLDER).iterdir() if path.name.startswith(".")]
     assert len(hidden) == (where == "unlink") and shared_path(lean, SECOND).exists()
@@ -690,9 +692,6 @@ def test_the_document_has_the_documented_keys(run: Path) -> None:
 
 
 def test_ctrl_c_ends_it_with_130(run: Path) -> None:
-    code = KILL.replace("SIGNUM", "SIGINT")
-    arguments = [sys.executable, "-c", code, "unlink", "3", "prune", str(run), "--keep", "1", "--yes"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = killed("SIGINT", "unlink", 3, run)
     assert done.returncode == 128 + signal.SIGINT
     assert all(check_quickly(run / tag) == () for tag in tags(run) - {"logs", TRASH})

@@ -194,8 +194,7 @@ def test_what_was_not_checked_is_said_in_the_same_words(tag_dir: Path) -> None:
     assert "note  not checked: anything else\n" in run_command("verify", tag_dir.parent).stdout
 
 
-def test_files_left_by_more_ranks_are_no_fault_and_are_named(samples: Path, tmp_path: Path) -> None:
-    tag_dir = copy(samples, tmp_path, "elastic")
+def test_files_left_by_more_ranks_are_no_fault_and_are_named(tag_dir: Path) -> None:
     shutil.copy(optim(tag_dir, 0), optim(tag_dir, RANKS))
     report = verify_checkpoint(tag_dir)
     assert report.valid and optim_name(RANKS) in report.unchecked[-1]
@@ -375,8 +374,7 @@ def test_a_flipped_bit_of_the_record_is_found(tag_dir: Path, kind: str) -> None:
     assert found > 40
 
 
-def test_a_damaged_record_does_not_hide_a_damaged_file(samples: Path, tmp_path: Path) -> None:
-    tag_dir = copy(samples, tmp_path, "elastic")
+def test_a_damaged_record_does_not_hide_a_damaged_file(tag_dir: Path) -> None:
     text = (tag_dir / RECORD_NAME).read_text()
     (tag_dir / RECORD_NAME).write_text(text.replace(f'"format_version": {RECORD_VERSION}', '"format_version": 0'))
     flip(optim(tag_dir, 1), records(optim(tag_dir, 1))["data/0"].offset)
@@ -554,8 +552,7 @@ def test_frozen_parameters_are_checked_too(tmp_path: Path) -> None:
     assert ("embedding", "frozen") in {(problem.param, problem.key) for problem in report.problems}
 
 
-def test_all_damage_is_found_not_only_the_first(samples: Path, tmp_path: Path) -> None:
-    tag_dir = copy(samples, tmp_path, "elastic")
+def test_all_damage_is_found_not_only_the_first(tag_dir: Path) -> None:
     flip(optim(tag_dir, 0), records(optim(tag_dir, 0))["data.pkl"].offset + 9)
     headers = check_headers(tag_dir)
     rows = file_rows(headers, 1, optim(tag_dir, 1))
@@ -570,8 +567,7 @@ def test_all_damage_is_found_not_only_the_first(samples: Path, tmp_path: Path) -
                      for r in (2, len(rows.offset) - 1)}  # fmt: skip
 
 
-def test_a_file_that_vanishes_in_between_is_a_finding(samples: Path, tmp_path: Path) -> None:
-    tag_dir = copy(samples, tmp_path, "elastic")
+def test_a_file_that_vanishes_in_between_is_a_finding(tag_dir: Path) -> None:
     headers = check_headers(tag_dir)
     optim(tag_dir, 1).unlink()
     report = full_report(headers, scan_ranks(headers, headers.ranks))
@@ -587,8 +583,7 @@ def test_missing_files_are_named(tag_dir: Path) -> None:
         assert files_of(verify_checkpoint(tag_dir, quick=quick)) == {optim_name(1), model_name(2)}
 
 
-def test_a_record_of_many_ranks_does_not_fill_the_report(samples: Path, tmp_path: Path) -> None:
-    tag_dir = copy(samples, tmp_path, "elastic")
+def test_a_record_of_many_ranks_does_not_fill_the_report(tag_dir: Path) -> None:
     path = tag_dir / RECORD_NAME
     path.write_text(sealed(path.read_text().replace(f'"world_size": {RANKS}', '"world_size": 16000000')))
     report = verify_checkpoint(tag_dir, quick=True)
@@ -641,8 +636,7 @@ def test_the_verb_shows_a_valid_checkpoint(samples: Path) -> None:
     assert document["content_root"] == document["recorded_root"]
 
 
-def test_the_verb_names_the_damage_and_exits_with_3(samples: Path, tmp_path: Path) -> None:
-    tag_dir = copy(samples, tmp_path, "elastic")
+def test_the_verb_names_the_damage_and_exits_with_3(tag_dir: Path) -> None:
     headers = check_headers(tag_dir)
     rows = file_rows(headers, 1, optim(tag_dir, 1))
     tensor = headers.tensors[int(rows.tensor[3])]
@@ -664,8 +658,7 @@ def test_the_verb_names_the_damage_and_exits_with_3(samples: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("content", [b"global_step5", b"\xff", b""])
-def test_a_damaged_latest_is_a_finding(samples: Path, tmp_path: Path, content: bytes) -> None:
-    tag_dir = copy(samples, tmp_path, "elastic")
+def test_a_damaged_latest_is_a_finding(tag_dir: Path, content: bytes) -> None:
     (tag_dir.parent / "latest").write_bytes(content)
     done = cli(tag_dir.parent, "--json")
     assert done.returncode == 3 and done.stderr == ""
