@@ -123,9 +123,6 @@ def is_proved(checks: list[Check]) -> bool:
     return all(check.ok is not False for check in checks)
 
 
-Launcher = Callable[..., int]
-
-
 @pytest.fixture(scope="module")
 def by_pool(rank_pool: RankPool, checkpoint: str) -> Callable[[str], Callable[..., int | None]]:
     """A stand-in for torchrun: the same ranks, from the pool."""

@@ -331,7 +331,6 @@ VERBS = {
     "latest": (),
     "prune": ("--keep", "1", "--dry-run"),
 }
-LOOK_AT_NOTHING_MUCH = ("prune", "latest", "plan", "convert", "export", "diff", "reshard")
 
 
 @pytest.fixture(scope="module")

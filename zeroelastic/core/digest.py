@@ -45,14 +45,8 @@ S = TypeVar("S", str, bytes)
 T = TypeVar("T")
 
 
-def _mix(value: int) -> int:
-    """The output function of splitmix64: a bijection on 64-bit integers."""
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
-    return value ^ (value >> 31)
-
-
 def _mix_array(value: UInt64Array) -> UInt64Array:
+    """The output function of splitmix64: a bijection on 64-bit integers."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: UInt64Array = value ^ (value >> np.uint64(31))

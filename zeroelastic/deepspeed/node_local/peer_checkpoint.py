@@ -224,7 +224,7 @@ def open_with_peers(visibility: FileVisibility, live: LiveOptimizer, *, compare_
         optim = models = needed
     else:  # the layout is in the headers
         headers.read(checkpoint.optim_files[nearest].name)
-        optim, models = all_or_raise(lambda: _sources(checkpoint, live, own=own, nearest=nearest))
+        optim, models = all_or_raise(lambda: _sources(checkpoint, live, nearest=nearest))
     wanted = [checkpoint.optim_files[source].name for source in sorted(optim)]
     model = checkpoint.model_states(own)
     if model.frozen is not None and model.shared is None and not checkpoint.whole_model:
@@ -233,10 +233,10 @@ def open_with_peers(visibility: FileVisibility, live: LiveOptimizer, *, compare_
     return checkpoint
 
 
-def _sources(checkpoint: Checkpoint, live: LiveOptimizer, *, own: int, nearest: int) -> tuple[set[int], set[int]]:
+def _sources(checkpoint: Checkpoint, live: LiveOptimizer, *, nearest: int) -> tuple[set[int], set[int]]:
     """The saved ranks whose optimizer files, and those whose model states files, have something that this rank needs.
 
-    The headers of the model states file of rank ``own`` and of the optimizer file of rank ``nearest`` are here.
+    The headers of a model states file and of the optimizer file of rank ``nearest`` are here.
     """
     checkpoint.shard(nearest)
     trained, frozen = checkpoint.layout, checkpoint.frozen_layout
