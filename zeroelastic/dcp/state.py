@@ -133,8 +133,11 @@ def checkpoint_of(form: NativeForm) -> ChunkedCheckpoint:
     Payload of buffers alone is read.
     """
     found = form.found
-    # it has no configuration of its own, and so no batch
-    checkpoint = saved_state(found, trained=form.trained, groups=form.groups, config={}, steps=form.steps).checkpoint
+    # it has no configuration, and so no batch; its weights are as the run has them
+    config = {"bf16": form.config["bf16"]} if "bf16" in form.config else {}
+    checkpoint = saved_state(
+        found, trained=form.trained, groups=form.groups, config=config, steps=form.steps
+    ).checkpoint
     assert isinstance(checkpoint, ChunkedCheckpoint)
     checkpoint.notes = form.notes
     # a load has the tensors of frozen parameters from their chunks

@@ -26,7 +26,8 @@ SOURCE = {"verify": "full", "source": "dcp"}
 
 
 def from_dcp(job: Job, **changes: Any) -> Job:
-    return replace(job.other(**changes), options={**SOURCE, **changes.get("options", {})})
+    options = {**SOURCE, **changes.pop("options", {})}
+    return replace(job.other(**changes), options=options)
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +48,16 @@ def check(outcome: Outcome, state: dict[str, str], losses: list[float], ranks: i
 
 
 @pytest.mark.support(SECTION, FEATURE, "exact", NOTE)
-@pytest.mark.parametrize(("stage", "ranks"), [(3, 3), (2, 2), (1, 1)])
-def test_a_job_of_fsdp2_goes_on_without_a_conversion(rank_pool: RankPool, saved: Any, stage: int, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "ranks", "options"), [(3, 3, {}), (2, 2, {"fallback": True}), (1, 1, {"verify": "read"})]
+)
+def test_a_job_of_fsdp2_goes_on_without_a_conversion(
+    rank_pool: RankPool, saved: Any, stage: int, ranks: int, options: dict[str, Any]
+) -> None:
     place, state, losses = saved
-    check(rank_pool.run(resume, ranks, from_dcp(Job(), stage=stage), str(place))[0], state, losses, ranks)
+    outcome = rank_pool.run(resume, ranks, from_dcp(Job(), stage=stage, options=options), str(place))[0]
+    check(outcome, state, losses, ranks)
+    assert not any("loss scale" in note for note in outcome.report.notes)
 
 
 def save_and_go_on(job: Job, source: str, target: str) -> tuple[str, list[float], str]:
