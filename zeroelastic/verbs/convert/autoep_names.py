@@ -7,10 +7,13 @@ are, but not what they were made of: the preset of the configuration does, or th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zeroelastic.errors import counted, printable
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import file_sizes, read_whole
 from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors
 
 _SHARED = {"shared_experts": "shared_expert", "shared_experts_gate": "shared_expert_gate"}
@@ -29,6 +32,7 @@ experts are one module each in some models of this type."""
 _ROUTER = "gate"
 """What the blocks of all these families call the router."""
 
+_MAX_CONFIG_BYTES = 1 << 24
 _OWN_NAMES = ("moe_layer_pattern", "expert_pattern", "router_pattern", "expert_w1", "expert_w2", "expert_w3")
 """Entries of ``expert_parallel`` by which a run names the modules of a block that no preset knows."""
 
@@ -119,6 +123,18 @@ def named_model(model: ModelTensors, config: Mapping[str, object], model_type: s
     second = tuple(f"{block}.{_ROUTER}.gate." for block in blocks)
     tied = {alias: _renamed(name, prefixes) for alias, name in model.tied.items() if not alias.startswith(second)}
     return NamedModel(tensors, tied)
+
+
+def model_type_of(model_dir: FilePath | None) -> str | None:
+    """The ``model_type`` of config.json in ``model_dir``; None where there is none."""
+    if model_dir is None or "config.json" not in file_sizes(model_dir):
+        return None
+    try:
+        found = json.loads(read_whole(model_dir / "config.json", limit=_MAX_CONFIG_BYTES))
+    except (ValueError, RecursionError):
+        return None
+    model_type = found.get("model_type") if isinstance(found, dict) else None
+    return model_type if isinstance(model_type, str) else None
 
 
 def _family(config: Mapping[str, object], model_type: str | None) -> Mapping[str, str] | None:

@@ -300,7 +300,7 @@ def _convert_to(
             if to == "universal":
                 plan = plan_universal(read, tag=source.tag)
             else:
-                plan = plan_dcp(read) if to == "dcp" else plan_fsdp2(read, layout=layout)
+                plan = plan_dcp(read) if to == "dcp" else plan_fsdp2(read, layout=layout, model_dir=source.root)
             if not dry_run:
                 with progress("converting", plan.nbytes) as advance:
                     compared = write_plan(plan, dst, max_memory=max_memory, progress=advance)

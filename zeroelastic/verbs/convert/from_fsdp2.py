@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from zeroelastic.checkpoint.optimizer_file import configured_sub_group_size
-from zeroelastic.checkpoint.topology import Topology
+from zeroelastic.checkpoint.topology import Topology, numbered_expert
 from zeroelastic.dcp.native import VERSION, NativeForm, native_form
 from zeroelastic.dcp.notes import read_notes
-from zeroelastic.dcp.saved import open_dcp
+from zeroelastic.dcp.saved import DcpCheckpoint, open_dcp
 from zeroelastic.dcp.state import saved_state
-from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError
+from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, printable
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_whole
 from zeroelastic.runs.locate import Source
@@ -59,6 +59,7 @@ def plan_from_fsdp2(
     UsageError.
     """
     found = open_dcp(root)
+    _check_experts(found)
     native = read_notes(found.native)
     known = config if config is not None else native.config
     stage = options.stage or native.stage or 3
@@ -75,6 +76,18 @@ def plan_from_fsdp2(
         raise UnsupportedError(f"{root}: {error}") from None
     source = Source(root, f"global_step{saved.state.models[0].global_steps}", root, None, "deepspeed")
     return ReshardPlan(source, saved, target, SidecarFiles({}, {}, ()), options, notes)
+
+
+def _check_experts(found: DcpCheckpoint) -> None:
+    """Raise UnsupportedError for experts that DeepSpeed saves in files of their own, which are not made here."""
+    params = (*found.trained.params, *(() if found.frozen is None else found.frozen.params))
+    of_deepspeed = [param.name for param in params if numbered_expert(param.name) is not None]
+    if of_deepspeed:
+        raise UnsupportedError(
+            f"{found.root}: {printable(of_deepspeed[0])} is an expert of DeepSpeed's own MoE layer, which keeps each "
+            "expert in a file and an optimizer group of its own: such checkpoints are not written from FSDP2. "
+            "zeroelastic.open reads the tensors by name, for a run that begins from the weights."
+        )
 
 
 def _source(form: NativeForm) -> ReshardSource:

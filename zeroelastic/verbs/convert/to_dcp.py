@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zeroelastic.checkpoint.extents import ExtentTable
-from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.checkpoint.optimizer_file import ParamGroup
 from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor
 from zeroelastic.core.digest import ByteArray, ScalarValue
 from zeroelastic.distributed.processes import Processes
@@ -30,16 +30,10 @@ from zeroelastic.executors.dispatch import CopyTable, DigestRows, read_segments
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.extras import require_torch
 from zeroelastic.torch_file.header import DTYPE_BYTES
-from zeroelastic.verbs.model_tensors import (
-    Buffer,
-    ModelTensor,
-    ModelTensors,
-    Place,
-    model_tensors,
-    optimizer_tensors,
-    read_buffer,
-)
-from zeroelastic.verbs.new_files import RecordedDigests
+from zeroelastic.verbs.convert.autoep_names import NamedModel, NamedTensor, PartOf, as_saved
+from zeroelastic.verbs.convert.model_state import TrainedParam, trained_params
+from zeroelastic.verbs.model_tensors import Buffer, Place, model_tensors, read_buffer
+from zeroelastic.verbs.new_files import RecordedDigests, TensorCopy, laid_out
 
 if TYPE_CHECKING:
     import torch
@@ -49,28 +43,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DcpPlan:
-    """The tensors to write: those of the model, tied ones under each of their names, and those of the optimizer."""
+    """The tensors to write: those of the model, tied ones under each of their names, and those of the optimizer.
+
+    ``left_out`` has a sentence for each tensor of the model that is not written.
+    """
 
     state: SavedState
-    model: ModelTensors
-    optimizer: tuple[ModelTensor, ...]
+    model: NamedModel
+    params: tuple[TrainedParam, ...]
+    groups: tuple[ParamGroup, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def num_tensors(self) -> int:
         """Tensors that are written."""
-        return len(self.model.tensors) + len(self.model.tied) + len(self.optimizer)
+        return len(self.model.tensors) + len(self.model.tied) + sum(len(param.tensors) for param in self.params)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What is left out, and why."""
-        return tuple(f"left out: {sentence}" for sentence in self.model.left_out)
+        return tuple(f"left out: {sentence}" for sentence in self.left_out)
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensors that are read."""
         by_name = {tensor.name: tensor.nbytes for tensor in self.model.tensors}
         tied = sum(by_name[name] for name in self.model.tied.values())
-        return sum(by_name.values()) + tied + sum(tensor.nbytes for tensor in self.optimizer)
+        of_state = sum(tensor.nbytes for param in self.params for tensor in param.tensors.values())
+        return sum(by_name.values()) + tied + of_state
 
     def write(
         self,
@@ -93,17 +93,20 @@ class DcpPlan:
 
     def _state_dict(self, reader: TensorReader) -> dict[str, Any]:
         """The state dict to write, with meta tensors in place of data."""
-        trained = self.state.parts[0]
-        states: dict[str, dict[str, Any]] = {
-            param.name: {key: scalar_value(value) for key, value in scalars.items()}
-            for param, scalars in zip(trained.params, trained.scalars, strict=True)
+        states = {
+            param.name: {key: scalar_value(value) for key, value in param.scalars.items()} for param in self.params
         }
-        for tensor in self.optimizer:
-            assert isinstance(tensor.source, Place)
-            name, key = trained.params[tensor.source.param].name, tensor.source.key
-            states[name][key] = reader.placeholder(f"optim.state.{name}.{key}", tensor)
-        groups = [{**group.options, "params": list(group.params)} for group in self.state.groups]
+        for param in self.params:
+            states[param.name] |= self.state_of(param, reader, "optim")
+        groups = [{**group.options, "params": list(group.params)} for group in self.groups]
         return {"model": self.placeholders(reader), "optim": {"state": states, "param_groups": groups}}
+
+    def state_of(self, param: TrainedParam, reader: TensorReader, optimizer: str) -> dict[str, torch.Tensor]:
+        """The optimizer's tensors of a parameter, as meta tensors; ``optimizer`` is what the state dict calls it."""
+        return {
+            key: reader.placeholder(f"{optimizer}.state.{param.name}.{key}", tensor)
+            for key, tensor in param.tensors.items()
+        }
 
     def placeholders(self, reader: TensorReader) -> dict[str, torch.Tensor]:
         """The model's state dict, with meta tensors in place of data."""
@@ -128,9 +131,10 @@ def write_state_dict(state_dict: dict[str, Any], writer: FileSystemWriter, reade
 
 
 def plan_dcp(state: SavedState) -> DcpPlan:
-    """Collect the tensors to write. Raises CheckpointError."""
-    keys = frozenset(key for dtypes in state.parts[0].dtypes for key in dtypes if key != FP32)
-    return DcpPlan(state, model_tensors(state), optimizer_tensors(state, keys=keys))
+    """Collect the tensors to write, as they were saved. Raises CheckpointError."""
+    saved = model_tensors(state)
+    model = NamedModel(tuple(map(as_saved, saved.tensors)), saved.tied)
+    return DcpPlan(state, model, trained_params(state, model), state.groups, saved.left_out)
 
 
 class TensorReader:
@@ -144,18 +148,18 @@ class TensorReader:
     ) -> None:
         """``most`` bytes of a tensor are in memory at once."""
         self._state, self._digests, self._most, self._progress = state, digests, most, progress
-        self._tensors: dict[str, ModelTensor] = {}
-        self._rows: tuple[str, list[SavedTensor], ExtentTable] | None = None
-        self._found: dict[str, tuple[SavedTensor, int]] = {}
+        self._tensors: dict[str, NamedTensor] = {}
+        self._rows: tuple[str, list[tuple[SavedTensor, ExtentTable]]] | None = None
+        self._found: dict[tuple[str, int], tuple[SavedTensor, int]] = {}
 
-    def placeholder(self, key: str, tensor: ModelTensor) -> torch.Tensor:
+    def placeholder(self, key: str, tensor: NamedTensor) -> torch.Tensor:
         """A meta tensor for the key, which is read when torch writes it. Raises UnsupportedError."""
         import torch
 
         if key in self._tensors:
             raise UnsupportedError(f"{key}: two tensors would have this key in a distributed checkpoint.")
         self._tensors[key] = tensor
-        return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+        return torch.empty(tensor.shape, dtype=getattr(torch, tensor.first.dtype), device="meta")
 
     def pieces(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Offsets and sizes of the blocks of a large tensor, each one contiguous run that fits in memory.
@@ -163,7 +167,7 @@ class TensorReader:
         Empty for a tensor that is written as a whole.
         """
         tensor = self._tensors.get(key)
-        if tensor is None or isinstance(tensor.source, Buffer) or tensor.nbytes <= self._most:
+        if tensor is None or isinstance(tensor.first.source, Buffer) or tensor.nbytes <= self._most:
             return []
         shape, row_nbytes, dim = tensor.shape, tensor.nbytes, -1
         while row_nbytes > self._most and dim + 1 < len(shape):
@@ -184,35 +188,48 @@ class TensorReader:
         tensor = self._tensors.get(key)
         if tensor is None:
             return None
+        dtype = getattr(torch, tensor.first.dtype)
         if not math.prod(shape):
-            return torch.empty(shape, dtype=getattr(torch, tensor.dtype))
-        if isinstance(tensor.source, Buffer):
-            data = read_buffer(tensor, limit=self._most)
+            return torch.empty(shape, dtype=dtype)
+        if isinstance(tensor.first.source, Buffer):
+            data = read_buffer(tensor.first, limit=self._most)
             if self._progress is not None:
                 self._progress(len(data))
         else:
             first = sum(o * math.prod(tensor.shape[dim + 1 :]) for dim, o in enumerate(offsets))
-            data = self._param_bytes(key, tensor, tensor.source, first, math.prod(shape))
-        return torch.from_numpy(data).view(getattr(torch, tensor.dtype)).view(shape)
+            data = self._param_bytes(key, tensor, first, math.prod(shape))
+        return torch.from_numpy(data).view(dtype).view(shape)
 
-    def _param_bytes(self, key: str, tensor: ModelTensor, place: Place, first: int, numel: int) -> ByteArray:
+    def _param_bytes(self, key: str, tensor: NamedTensor, first: int, numel: int) -> ByteArray:
+        """The bytes of some elements of a tensor, from all of its parts."""
         if self._rows is None or self._rows[0] != key:
-            self._rows = (key, *self._state.parts[place.part].whole_rows([place.param], keys=(place.key,)))
-        _, tensors, rows = self._rows
-        begin, end = np.maximum(rows.start, first), np.minimum(rows.start + rows.numel, first + numel)
-        chosen = np.flatnonzero(end > begin)
-        rows = rows.pieces(chosen, (begin - rows.start)[chosen], (end - begin)[chosen])
-        size = DTYPE_BYTES[tensor.dtype]
+            self._rows = (key, [self._rows_of(part) for part in tensor.parts])
+        size = DTYPE_BYTES[tensor.first.dtype]
         buffer = np.empty(numel * size, dtype=np.uint8)
-        zeros = np.zeros(rows.num_rows, dtype=np.int64)
-        seeds = self._digests.seeds(tensors)
-        digest = None if seeds is None else DigestRows(seeds, zeros, rows.start, rows.itemsize)
-        table = CopyTable(rows.file, rows.file_offset, zeros, (rows.start - first) * size, rows.nbytes)
-        found = read_segments(table, rows.paths, [buffer], digest=digest, progress=self._progress).digests
-        if found is not None:
-            total = self._found.get(key, (tensors[0], 0))[1] + int(found[0])
-            self._found[key] = tensors[0], total % (1 << 64)
+        for number, (saved, rows) in enumerate(self._rows[1]):
+            at = rows.target_offset
+            begin, end = np.maximum(at, first), np.minimum(at + rows.numel, first + numel)
+            chosen = np.flatnonzero(end > begin)
+            wanted = rows.pieces(chosen, (begin - at)[chosen], (end - begin)[chosen])
+            zeros = np.zeros(wanted.num_rows, dtype=np.int64)
+            seeds = self._digests.seeds([saved])
+            digest = None if seeds is None else DigestRows(seeds, zeros, wanted.start, wanted.itemsize)
+            table = CopyTable(
+                wanted.file, wanted.file_offset, zeros, (wanted.target_offset - first) * size, wanted.nbytes
+            )
+            found = read_segments(table, wanted.paths, [buffer], digest=digest, progress=self._progress).digests
+            if found is not None:
+                total = self._found.get((key, number), (saved, 0))[1] + int(found[0])
+                self._found[key, number] = saved, total % (1 << 64)
         return buffer
+
+    def _rows_of(self, part: PartOf) -> tuple[SavedTensor, ExtentTable]:
+        """A part of a tensor: what was saved, and where each run of the whole tensor is."""
+        place = part.tensor.source
+        assert isinstance(place, Place)
+        (saved,), rows = self._state.parts[place.part].whole_rows([place.param], keys=(place.key,))
+        copy = TensorCopy(part.tensor, part.tensor.dtype, 0, part.start, part.run, part.step)
+        return saved, laid_out(rows, [copy])
 
     def compare(self) -> None:
         """Compare all digests with the record's. Raises DigestMismatchError."""

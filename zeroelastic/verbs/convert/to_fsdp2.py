@@ -28,12 +28,17 @@ from zeroelastic.dcp.names import NATIVE
 from zeroelastic.dcp.notes import NativeNotes, kinds_of_scalars, with_kind
 from zeroelastic.dcp.saved import MODEL_FOLDER, OPTIMIZER_FOLDER, SCHEDULER_FILE
 from zeroelastic.distributed.processes import Processes
+from zeroelastic.errors import UnsupportedError, printable
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.extras import require_torch
+from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.graph import entry, pairs_of, read_graph
-from zeroelastic.verbs.convert.to_dcp import DcpPlan, TensorReader, plan_dcp, scalar_value, write_state_dict
-from zeroelastic.verbs.model_tensors import Place
+from zeroelastic.verbs.convert.autoep_names import NamedModel, model_type_of, named_model
+from zeroelastic.verbs.convert.model_state import model_groups, trained_params
+from zeroelastic.verbs.convert.to_dcp import DcpPlan, TensorReader, scalar_value, write_state_dict
+from zeroelastic.verbs.model_tensors import ModelTensors, model_tensors
 from zeroelastic.verbs.new_files import RecordedDigests, write_archive
+from zeroelastic.verbs.reshard.lean_source import not_lean
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -58,6 +63,9 @@ _ADAM: Mapping[str, OptionValue] = {
 """The options of torch.optim.AdamW and Adam (torch 2.13), of which a load asks for every one."""
 
 _ALSO_OF_TORCH = ("initial_lr",)
+_OF_SLICES = ("tensor_parallel", "expert_parallel")
+"""Blocks of the configuration by which DeepSpeed cuts tensors, or gives them other names."""
+
 _FILE_BYTES = 8 << 20
 _SMALL_BYTES = 1 << 10  # of an object such as a number
 
@@ -101,7 +109,7 @@ class Fsdp2Plan:
         require_torch("convert --to fsdp2")
         reader = TensorReader(self.state, digests, max_memory // 4, progress)
         model, tied = self.tensors.model, dict(self.tensors.model.tied)
-        buffers = [tensor.name for tensor in model.tensors if tensor.kind == "buffer"]
+        buffers = [tensor.name for tensor in model.tensors if tensor.first.kind == "buffer"]
         kept = json.dumps(self.native.document(buffers=buffers, tied=tied))
         first: dict[str, Any] = {"model": self.tensors.placeholders(reader), NATIVE: kept}
         if self.layout == "torch":
@@ -120,32 +128,36 @@ class Fsdp2Plan:
 
     def _optimizer(self, reader: TensorReader, key: str) -> dict[str, Any]:
         """The optimizer's state dict, with meta tensors in place of data."""
-        trained = self.state.parts[0]
         states: dict[str, dict[str, Any]] = {
-            param.name: {name: scalar_value(as_torch(name, value)) for name, value in scalars.items()}
-            for param, scalars in zip(trained.params, trained.scalars, strict=True)
+            param.name: {name: scalar_value(as_torch(name, value)) for name, value in param.scalars.items()}
+            for param in self.tensors.params
         }
-        for tensor in self.tensors.optimizer:
-            assert isinstance(tensor.source, Place)
-            name, state_key = trained.params[tensor.source.param].name, tensor.source.key
-            states[name][state_key] = reader.placeholder(f"{key}.state.{name}.{state_key}", tensor)
+        for param in self.tensors.params:
+            states[param.name] |= self.tensors.state_of(param, reader, key)
         groups = [{**group.options, "params": list(group.params)} for group in self.groups]
         return {"state": states, "param_groups": groups}
 
 
-def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch") -> Fsdp2Plan:
-    """Collect what to write. Raises CheckpointError."""
-    tensors = plan_dcp(state)
+def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch", model_dir: FilePath | None = None) -> Fsdp2Plan:
+    """Collect what to write. ``model_dir`` is where the model's config.json is, if the run left one.
+
+    Raises CheckpointError, UnsupportedError for experts whose names in the model are not known.
+    """
+    saved = model_tensors(state)
+    model = named_model(saved, state.head.ds_config, model_type_of(model_dir))
+    _check_names(model, saved, state.checkpoint.tag_dir)
+    saved_groups = model_groups(state, model)
+    tensors = DcpPlan(state, model, trained_params(state, model), saved_groups, saved.left_out)
     root = pairs_of(read_graph(state.checkpoint.model_files[0]))
     scheduler = {str(key): value for key, value in pairs_of(root.get("lr_scheduler")).items() if _is_plain(value)}
     of_torch = "last_epoch" in scheduler
     notes = list(tensors.notes)
-    groups = torch_groups(state, notes)
+    groups = torch_groups(state, saved_groups, notes)
     native = NativeNotes(
         counters={key: value for key in COUNTERS if type(value := root.get(key)) is int},
-        config=state.head.ds_config,
+        config=_config_of_result(state.head.ds_config),
         stage=state.head.stage,
-        options=tuple(group.options for group in state.groups),
+        options=tuple(group.options for group in saved_groups),
         kinds=kinds_of_scalars(state.parts[0]),
         scheduler=None if of_torch or not scheduler else scheduler,
     )
@@ -159,7 +171,30 @@ def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch") -> Fsdp2Plan:
     return Fsdp2Plan(tensors, layout, groups, native, scheduler if of_torch else {}, tuple(notes))
 
 
-def torch_groups(state: SavedState, notes: list[str]) -> tuple[ParamGroup, ...]:
+def _check_names(model: NamedModel, saved: ModelTensors, tag_dir: FilePath) -> None:
+    """Raise UnsupportedError where experts have the names of AutoEP, which no job of FSDP2 asks for."""
+    of_deepspeed = {f"{block}.experts.w{i}" for block in saved.autoep_blocks for i in (1, 2, 3)}
+    left = [tensor.name for tensor in model.tensors if tensor.name in of_deepspeed]
+    if left:
+        why = (
+            "neither preset_model of expert_parallel nor config.json beside the tag says how AutoEP made it"
+            if model.notes
+            else "it and the tensors that AutoEP made beside it are not all trained, or not of one shape"
+        )
+        raise UnsupportedError(
+            f"{tag_dir}: {printable(left[0])} cannot be given the name that it has in the model: {why}. Put the "
+            "config.json of the model beside the tag if it is missing; `zeroelastic convert --to dcp` writes the "
+            "tensors under DeepSpeed's names."
+        )
+
+
+def _config_of_result(config: Mapping[str, object]) -> dict[str, object]:
+    """The configuration for a run of what comes back: whole tensors under the model's names, and a full checkpoint."""
+    whole = {key: value for key, value in config.items() if key not in _OF_SLICES}
+    return {str(key): value for key, value in pairs_of(not_lean({"ds_config": whole})["ds_config"]).items()}
+
+
+def torch_groups(state: SavedState, groups: Sequence[ParamGroup], notes: list[str]) -> tuple[ParamGroup, ...]:
     """The optimizer's groups with the options that torch's class has; other optimizers keep theirs.
 
     ``notes`` get what torch does not have.
@@ -167,11 +202,11 @@ def torch_groups(state: SavedState, notes: list[str]) -> tuple[ParamGroup, ...]:
     head = state.head
     keys = {key for dtypes in state.parts[0].dtypes for key in dtypes} - {FP32}
     if not {"exp_avg", "exp_avg_sq"} <= keys:
-        return state.groups
+        return tuple(groups)
     base = entry(head.ds_config, "optimizer", "params", "lr")
     made: list[ParamGroup] = []
     left: dict[str, None] = {}
-    for group in state.groups:
+    for group in groups:
         options = {key: group.options.get(key, default) for key, default in _ADAM.items()}
         options |= {key: group.options[key] for key in _ALSO_OF_TORCH if key in group.options}
         if isinstance(base, (int, float)):  # for a job that has made a scheduler, which asks for it
@@ -180,7 +215,7 @@ def torch_groups(state: SavedState, notes: list[str]) -> tuple[ParamGroup, ...]:
         if group.options.get("bias_correction") is False:
             notes.append("bias_correction is off in the ZeRO run; torch's Adam always corrects")
         made.append(ParamGroup(options, group.params))
-    if "decoupled_weight_decay" not in state.groups[0].options:
+    if "decoupled_weight_decay" not in groups[0].options:
         notes.append("the optimizer's groups are those of torch.optim.AdamW")
     if left:
         notes.append(f"{', '.join(left)}: options that torch's Adam does not have; kept under {NATIVE} alone")

@@ -24,7 +24,7 @@ from zeroelastic.io.storage import file_sizes, folders, read_whole
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType
 from zeroelastic.torch_file.safetensors import DTYPE_NAMES, check_name, lay_out
 from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, folder_of
-from zeroelastic.verbs.convert.autoep_names import NamedTensor, as_saved, named_model
+from zeroelastic.verbs.convert.autoep_names import NamedTensor, as_saved, model_type_of, named_model
 from zeroelastic.verbs.model_tensors import ModelTensor, model_tensors, optimizer_tensors
 from zeroelastic.verbs.new_directory import reserve_file
 from zeroelastic.verbs.new_files import NewFiles, RecordedDigests, TensorCopy, convertible, copy_tensors
@@ -205,7 +205,7 @@ def plan_export(
     others = [t for t in saved.tensors if t.kind == "buffer" and t.dtype not in DTYPE_NAMES]
     left_out = (*saved.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in others))
     saved = replace(saved, tensors=tuple(tensor for tensor in saved.tensors if tensor not in others))
-    model = named_model(saved, state.head.ds_config, _model_type(model_dir))
+    model = named_model(saved, state.head.ds_config, model_type_of(model_dir))
     wanted = [(tensor, _export_dtype(tensor.first, dtype)) for tensor in model.tensors]
     if tied == "all":
         by_name = {tensor.name: (tensor, to) for tensor, to in wanted}
@@ -339,19 +339,6 @@ def _one_file(name: str, shard: Sequence[tuple[NamedTensor, str]], metadata: Map
 
 def _text(document: object) -> bytes:
     return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
-
-
-def _model_type(model_dir: FilePath | None) -> str | None:
-    """The ``model_type`` of config.json in ``model_dir``; None where there is none."""
-    path = _model_files(model_dir, names=("config.json",)).get("config.json")
-    if path is None:
-        return None
-    try:
-        found = json.loads(read_whole(path, limit=_MOST_COPIED_BYTES))
-    except (ValueError, RecursionError):
-        return None
-    model_type = found.get("model_type") if isinstance(found, dict) else None
-    return model_type if isinstance(model_type, str) else None
 
 
 def _model_files(model_dir: FilePath | None, folder: str = "", names: Sequence[str] = HF_FILES) -> dict[str, FilePath]:

@@ -1,0 +1,291 @@
+"""Runs with tensor parallelism and experts become whole tensors of FSDP2 under the names that the model has for them.
+
+What is written is compared with a gather without zeroelastic, and loaded by jobs of FSDP2.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import topologies
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from exports import same
+from read_dcp import read_dcp
+from test_autoep_names import BLOCK, write_autoep
+from topologies import TopologyJob, differences
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import zeroelastic
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.saved_state import open_state
+from zeroelastic.errors import DigestMismatchError, LayoutMismatchError, UnsupportedError
+from zeroelastic.testing import RankPool
+from zeroelastic.verbs.convert.convert import write_plan
+from zeroelastic.verbs.convert.to_fsdp2 import plan_fsdp2
+
+SECTION, FEATURE = "Using it", "From tensor parallel ranks and experts to FSDP2 (`convert`)"
+NOTE = "AutoTP, AutoEP, DeepSpeed's own MoE: whole tensors under the model's names, bit for bit"
+STATE_KEYS = ("exp_avg", "exp_avg_sq")
+
+JOBS = {
+    "llama-3": (4, TopologyJob("llama", tp=2, stage=3)),
+    "llama-2": (2, TopologyJob("llama", tp=2, stage=2, elastic=False, installed=False)),
+    "frozen-1": (4, TopologyJob("neox", tp=2, stage=1, frozen=True, precision="bf16")),
+    "lora-3": (4, TopologyJob("llama", tp=2, stage=3, adapters=True)),
+    "autoep-3": (4, TopologyJob("autoep", ep=2, stage=3)),
+    "autoep-2": (4, TopologyJob("autoep", ep=2, stage=2, elastic=False, installed=False)),
+    "autoep-1": (2, TopologyJob("autoep", ep=2, stage=1, frozen=True, precision="bf16")),
+    "frozen-experts-2": (2, TopologyJob("autoep", ep=2, stage=2, frozen_experts=True)),
+    "moe-2": (4, TopologyJob("moe", ep=2, stage=2)),
+    "moe-1": (2, TopologyJob("moe", ep=2, stage=1, elastic=False, installed=False)),
+}
+TENSOR_PARALLEL = [name for name, (_, job) in JOBS.items() if job.tp > 1]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4, preload=topologies.PRELOADED) as pool:
+        yield pool
+
+
+def save(job: TopologyJob, directory: str) -> tuple[dict[str, Any], list[str]]:
+    """Train and save; the state that was saved, and the names of the model's own state dict."""
+    engine = topologies.build(job)
+    topologies.train(engine, 0, 2)
+    engine.save_checkpoint(directory, tag="t")
+    return topologies.logical_state(engine), [*topologies.build_model(job, ep=1).state_dict()]
+
+
+Saved = Callable[[str], tuple[Path, dict[str, Any], list[str]]]
+
+
+@pytest.fixture(scope="module")
+def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Save a job of JOBS, once: the tag, the gathered state, the names of the model."""
+    made: dict[str, tuple[Path, dict[str, Any], list[str]]] = {}
+
+    def get(name: str) -> tuple[Path, dict[str, Any], list[str]]:
+        if name not in made:
+            ranks, job = JOBS[name]
+            directory = tmp_path_factory.mktemp(name)
+            made[name] = (directory / "t", *pool.run(save, ranks, job, str(directory))[0])
+        return made[name]
+
+    return get
+
+
+def as_model(state: dict[str, Any]) -> dict[str, Any]:
+    """A gathered state under the names and in the shapes that a model had before AutoEP changed it."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        name, _, kind = key.partition("/")
+        if name.endswith(".experts.w1"):
+            up = state[f"{name.removesuffix('w1')}w3/{kind}"]
+            value = torch.cat([value, up], dim=1) if torch.is_tensor(value) and value.ndim else value
+        own = re.sub(r"experts\.w[13]$", "experts.gate_up_proj", name)
+        own = re.sub(r"experts\.w2$", "experts.down_proj", own).replace(".router.gate.", ".gate.")
+        if not name.endswith(".experts.w3"):
+            found[f"{own}/{kind}"] = value
+    return found
+
+
+def written(folder: Path, tied: dict[str, str]) -> dict[str, Any]:
+    """What torch reads of a directory, by the keys of a gathered state."""
+    found = read_dcp(folder)
+    state: dict[str, Any] = {}
+    names = {key.removeprefix("model.") for key in found if key.startswith("model.")} - tied.keys()
+    trained = {key.removeprefix("optim.state.").removesuffix(".exp_avg") for key in found if key.endswith(".exp_avg")}
+    for name in names:
+        state[f"{name}/{'fp32' if name in trained else 'weight'}"] = found[f"model.{name}"]
+    for name in trained:
+        state |= {f"{name}/{key}": found[f"optim.state.{name}.{key}"] for key in STATE_KEYS}
+        state[f"{name}/step"] = float(found[f"optim.state.{name}.step"])
+        for option in ("lr", "weight_decay", "betas", "eps"):
+            state[f"{name}/group/{option}"] = found[f"optim.param_groups.{name}.{option}"]
+    assert all(same(found[f"model.{alias}"], found[f"model.{name}"]) for alias, name in tied.items())
+    return state
+
+
+def expected(state: dict[str, Any]) -> dict[str, Any]:
+    """Of a gathered state what a checkpoint of FSDP2 has: master weights, of frozen parameters weights, buffers."""
+    found = as_model({key: value for key, value in state.items() if not key.startswith(("engine/", "buffer/"))})
+    masters = {key.removesuffix("/fp32") for key in found if key.endswith("/fp32")}
+    kept = {
+        key: value
+        for key, value in found.items()
+        if not (key.endswith("/weight") and key.removesuffix("/weight") in masters)
+    }
+    buffers = {key.split("/")[1]: value for key, value in state.items() if key.startswith("buffer/")}
+    return kept | {f"{name}/weight": value for name, value in buffers.items()}
+
+
+@pytest.mark.support(SECTION, FEATURE, "exact", NOTE)
+@pytest.mark.parametrize("name", JOBS)
+def test_whole_tensors_are_written_under_the_names_of_the_model(saved: Saved, tmp_path: Path, name: str) -> None:
+    tag_dir, state, names = saved(name)
+    _, job = JOBS[name]
+    report = zeroelastic.convert(tag_dir, tmp_path / "fsdp", to="fsdp2")
+    assert bool(report.digests_compared) == (job.installed and not job.frozen_experts), "the others have no record"
+    with zeroelastic.open(tmp_path / "fsdp") as ck:
+        tied = dict(ck.tied)
+        assert {*ck} == {*names}
+        groups = [group.params for group in ck.groups]
+        assert len(groups) == (1 if job.model == "autoep" or job.adapters else 2), "none is of experts alone"
+    assert differences(expected(state), written(tmp_path / "fsdp", tied)) == []
+    kept = json.loads(str(read_dcp(tmp_path / "fsdp")["zeroelastic"]))
+    assert kept["counters"]["global_steps"] == 2
+    assert not {"tensor_parallel", "expert_parallel"} & kept["ds_config"].keys(), "what comes back is of whole tensors"
+
+
+def load_in_fsdp2(job: TopologyJob, directory: str) -> dict[str, Any]:
+    """What a job of FSDP2 with this model loads, whole, by the keys of a gathered state."""
+    model = topologies.build_model(job.other(), ep=1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    params = dict(model.named_parameters())
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    groups: list[dict[str, Any]] = [{"params": [*trained.values()]}]
+    if job.model != "autoep" and not job.adapters:
+        groups = [
+            {"params": [param for param in trained.values() if (param.ndim > 1) == more]} for more in (True, False)
+        ]
+    optimizer = torch.optim.AdamW(groups, lr=7.0)
+    weights, state = get_state_dict(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load({"model": weights, "optim": state}, checkpoint_id=directory)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    found: dict[str, Any] = {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
+    found = {f"{name}/weight": tensor for name, tensor in found.items()}
+    for name, param in params.items():
+        found[f"{name}/{'fp32' if name in trained else 'weight'}"] = whole(param.detach())
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            (name,) = (own for own, other in trained.items() if other is param)
+            found |= {f"{name}/{key}": whole(optimizer.state[param][key]) for key in STATE_KEYS}
+            found[f"{name}/step"] = float(optimizer.state[param]["step"])
+            found |= {f"{name}/group/{key}": group[key] for key in ("lr", "weight_decay", "betas", "eps")}
+    return found
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.support(SECTION, FEATURE, "exact", NOTE)
+@pytest.mark.parametrize("name", ["llama-3", "autoep-3", "autoep-2", "moe-2"])
+def test_a_job_of_fsdp2_loads_all_of_it(pool: RankPool, saved: Saved, tmp_path: Path, name: str) -> None:
+    tag_dir, state, _ = saved(name)
+    zeroelastic.convert(tag_dir, tmp_path / "fsdp", to="fsdp2")
+    found = pool.run(load_in_fsdp2, 3, JOBS[name][1], str(tmp_path / "fsdp"))[0]
+    assert differences(expected(state), found) == []
+
+
+def resume(job: TopologyJob, directory: str) -> dict[str, Any] | str:
+    engine = topologies.build(job)
+    try:
+        engine.load_checkpoint(directory)
+    except LayoutMismatchError as error:
+        return str(error)
+    return topologies.logical_state(engine)
+
+
+@pytest.mark.support(SECTION, FEATURE, "exact", NOTE)
+@pytest.mark.parametrize("name", TENSOR_PARALLEL)
+def test_what_comes_back_from_tensor_parallel_ranks_is_the_same(
+    pool: RankPool, saved: Saved, tmp_path: Path, name: str
+) -> None:
+    tag_dir, state, _ = saved(name)
+    zeroelastic.convert(tag_dir, tmp_path / "fsdp", to="fsdp2")
+    back = zeroelastic.convert(tmp_path / "fsdp", tmp_path / "back", from_="fsdp2", world_size=3)
+    assert back.content_root == zeroelastic.verify(tag_dir).content_root
+    if name in ("llama-3", "lora-3"):
+        for ranks, tp, stage in ((2, 1, 3), (4, 2, 2)):
+            job = JOBS[name][1].other(tp=tp, stage=stage, adapters=JOBS[name][1].adapters)
+            assert differences(state, pool.run(resume, ranks, job, str(tmp_path / "back"))[0]) == []
+
+
+@pytest.mark.parametrize("name", ["autoep-3", "autoep-2"])
+def test_what_comes_back_from_autoep_is_the_model_without_it(
+    pool: RankPool, saved: Saved, tmp_path: Path, name: str
+) -> None:
+    tag_dir, state, _ = saved(name)
+    zeroelastic.convert(tag_dir, tmp_path / "fsdp", to="fsdp2")
+    zeroelastic.convert(tmp_path / "fsdp", tmp_path / "back", from_="fsdp2", world_size=2)
+    assert zeroelastic.verify(tmp_path / "back").valid
+    want = as_model(state)
+    with zeroelastic.open(tmp_path / "back") as ck:
+        for key in want:
+            param, _, kind = key.rpartition("/")
+            if kind == "fp32":
+                assert torch.equal(ck[param].torch(), want[key]), key
+                assert torch.equal(ck.optimizer(param)["exp_avg"].torch(), want[f"{param}/exp_avg"])
+    job = JOBS[name][1].other(installed=True, elastic=True)
+    refused = pool.run(resume, 2, job, str(tmp_path / "back"))[0]
+    assert "experts.gate_up_proj" in refused and "experts.w1" in refused
+
+
+def test_deepspeeds_own_experts_do_not_come_back(saved: Saved, tmp_path: Path) -> None:
+    zeroelastic.convert(saved("moe-2")[0], tmp_path / "fsdp", to="fsdp2")
+    with pytest.raises(UnsupportedError, match=r"deepspeed_experts.*own MoE layer.*zeroelastic\.open reads"):
+        zeroelastic.convert(tmp_path / "fsdp", tmp_path / "back", from_="fsdp2", world_size=2)
+    assert not (tmp_path / "back").exists()
+
+
+def test_damage_in_a_part_of_a_joined_tensor_is_found(saved: Saved, tmp_path: Path) -> None:
+    tag_dir = saved("autoep-3")[0]
+    with zeroelastic.open(tag_dir) as ck:
+        place = ck.places("model.layers.1.mlp.experts.w3", key="exp_avg_sq")[-1]
+    with open(place.path, "r+b") as file:
+        file.seek(place.offset)
+        before = file.read(4)
+        file.seek(place.offset)
+        file.write(bytes([before[0] ^ 1]))
+    try:
+        with pytest.raises(DigestMismatchError, match=r"experts\.w3: exp_avg_sq"):
+            zeroelastic.convert(tag_dir, tmp_path / "fsdp", to="fsdp2")
+        assert not (tmp_path / "fsdp").exists()
+    finally:
+        with open(place.path, "r+b") as file:
+            file.seek(place.offset)
+            file.write(before)
+
+
+# --- experts of made-up checkpoints -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_memory", [1 << 30, 16, 104, 300])
+def test_joined_tensors_are_read_in_pieces_of_any_size(tmp_path: Path, max_memory: int) -> None:
+    truth = write_autoep(tmp_path / "t", {"enabled": True, "preset_model": "qwen3_moe"})
+    plan = plan_fsdp2(open_state(open_checkpoint(tmp_path / "t")))
+    write_plan(plan, tmp_path / "fsdp", max_memory=max_memory)
+    found = read_dcp(tmp_path / "fsdp")
+    w1, w2, w3 = (truth[f"{BLOCK}.experts.w{i}"] for i in (1, 2, 3))
+    assert torch.equal(found[f"model.{BLOCK}.experts.gate_up_proj"], torch.cat([w1, w3], dim=1))
+    assert torch.equal(found[f"model.{BLOCK}.experts.down_proj"], w2)
+    assert found[f"optim.state.{BLOCK}.experts.gate_up_proj.exp_avg"].shape == (4, 6, 5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"enabled": True}, {"enabled": True, "preset_model": "mixtral", "expert_w1": "gate_proj"}]
+)
+def test_experts_of_an_unknown_model_are_refused_by_name(tmp_path: Path, options: dict[str, object]) -> None:
+    write_autoep(tmp_path / "run" / "t", options)
+    with pytest.raises(UnsupportedError, match=r"experts\.w1 cannot be given the name.*config\.json.*--to dcp"):
+        zeroelastic.convert(tmp_path / "run" / "t", tmp_path / "fsdp", to="fsdp2")
+    assert not (tmp_path / "fsdp").exists()
+    if "expert_w1" not in options:
+        (tmp_path / "run" / "config.json").write_text('{"model_type": "qwen2_moe"}')
+        zeroelastic.convert(tmp_path / "run", tmp_path / "fsdp", to="fsdp2", tag="t")
+        with zeroelastic.open(tmp_path / "fsdp") as ck:
+            assert ck[f"{BLOCK}.experts.gate_up_proj"].shape == (4, 6, 5)
