@@ -84,6 +84,12 @@ def test_what_deepspeed_saved_at_any_stage_comes_back(tmp_path: Path, golden: st
         assert one.stage == two.stage and one.groups == two.groups
 
 
+def test_files_without_hyper_parameters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="holds no hyper-parameters"):
+        zeroelastic.convert(TESTS / "golden/stage2_elastic_rank2/global_step2", tmp_path / "fsdp", to="fsdp2")
+    assert not (tmp_path / "fsdp").exists()
+
+
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

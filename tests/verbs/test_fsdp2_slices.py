@@ -46,7 +46,7 @@ JOBS = {
     "autoep-3": (4, TopologyJob("autoep", ep=2, stage=3)),
     "autoep-2": (4, TopologyJob("autoep", ep=2, stage=2, elastic=False, installed=False)),
     "autoep-1": (2, TopologyJob("autoep", ep=2, stage=1, frozen=True, precision="bf16")),
-    "frozen-experts-2": (2, TopologyJob("autoep", ep=2, stage=2, frozen_experts=True)),
+    "frozen-experts-2": (2, TopologyJob("autoep", ep=2, stage=2, frozen_experts=True, elastic=False)),
     "moe-2": (4, TopologyJob("moe", ep=2, stage=2)),
     "moe-1": (2, TopologyJob("moe", ep=2, stage=1, elastic=False, installed=False)),
 }

@@ -39,6 +39,7 @@ from zeroelastic.verbs.convert.to_dcp import DcpPlan, TensorReader, scalar_value
 from zeroelastic.verbs.model_tensors import ModelTensors, model_tensors
 from zeroelastic.verbs.new_files import RecordedDigests, write_archive
 from zeroelastic.verbs.reshard.lean_source import not_lean
+from zeroelastic.verbs.reshard.source import no_hyper_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -141,8 +142,11 @@ class Fsdp2Plan:
 def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch", model_dir: FilePath | None = None) -> Fsdp2Plan:
     """Collect what to write. ``model_dir`` is where the model's config.json is, if the run left one.
 
-    Raises CheckpointError, UnsupportedError for experts whose names in the model are not known.
+    Raises CheckpointError, UnsupportedError for experts whose names in the model are not known, and for files without
+    hyper-parameters.
     """
+    if state.checkpoint.whole_model and not any(group.options for group in state.groups):
+        raise no_hyper_parameters(state.head.path)
     saved = model_tensors(state)
     model = named_model(saved, state.head.ds_config, model_type_of(model_dir))
     _check_names(model, saved, state.checkpoint.tag_dir)
