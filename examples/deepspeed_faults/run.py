@@ -12,6 +12,7 @@ HERE = Path(__file__).parent
 STEPS: dict[str, list[tuple[int, list[str]]]] = {
     "round_robin": [(2, [])],
     "autoep_size": [(2, ["save", "2"]), (2, ["load", "1"])],
+    "frozen_experts": [(2, [])],
     "more_ranks": [(1, []), (2, [])],
     "latest_first": [(2, [])],
     "no_optimizer": [(1, [])],

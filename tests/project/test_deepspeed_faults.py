@@ -1,7 +1,7 @@
 """The reproductions of docs/deepspeed-faults.md: what DeepSpeed alone does is still what the page says.
 
-Two of them run here, and the raw result of all is read (`make deepspeed-faults`). Where one of these fails with a newer
-DeepSpeed, the fault is mended, and the page and what works around it can go.
+Three of them run here, and the raw result of all is read (`make deepspeed-faults`). Where one of these fails with a
+newer DeepSpeed, the fault is mended, and the page and what works around it can go.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ RUN = runpy.run_path(str(ROOT / "examples" / "deepspeed_faults" / "run.py"))
 SEEN = {
     "round_robin": "Universal Checkpoint: [1-9] of 8 parameters are wrong",
     "autoep_size": r"rank 0: .* wrong: \[2, 3\]",
+    "frozen_experts": r"rank 1: .* wrong: \[2, 3\]",
     "more_ranks": "rank 1: AssertionError ''",
     "latest_first": r"there: \[(?!.*zero_pp_rank_1_mp_rank_00_optim_states)",
     "no_optimizer": "AttributeError: 'DeepSpeedZeRoOffload'",
 }
 
 
-@pytest.mark.parametrize("name", ["more_ranks", "latest_first"])
+@pytest.mark.parametrize("name", ["frozen_experts", "more_ranks", "latest_first"])
 def test_deepspeed_alone_does_what_the_page_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHON_EXEC", executable())  # torchrun starts ranks by it
     lines = RUN["results"](name)
