@@ -59,6 +59,17 @@ def refuse_experts_on_nodes(engine: Engine, live: LiveOptimizer) -> None:
         )
 
 
+def refuse_to_exclude_experts(live: LiveOptimizer) -> None:
+    """Raise UnsupportedError for frozen experts that are to be left out: DeepSpeed writes their files all the same."""
+    names = [param.name for members in live.local_params(live.frozen) for param in members]
+    experts = [name for name in names if name in live.sharing.expert_sizes]
+    if experts and not live.per_param:
+        raise UnsupportedError(
+            f"exclude_frozen_parameters does not go with frozen experts, as {experts[0]}, at ZeRO stages 1 and 2: "
+            "DeepSpeed writes the files of experts all the same. Save without it."
+        )
+
+
 def _fast_writer_exists() -> bool:
     return str(fast_file_writer.UtilsBuilder.__name__) != "NotImplementedBuilder"
 

@@ -19,7 +19,7 @@ from topologies import TopologyJob, build, differences, hashed, logical_state, t
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.digest import stream_seed
-from zeroelastic.errors import SaveError
+from zeroelastic.errors import SaveError, UnsupportedError
 from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import as_path
 from zeroelastic.io.storage import file_sizes
@@ -223,3 +223,18 @@ def test_a_save_into_a_store_has_all_files(topology_pool: RankPool, calm: S3Serv
     assert record.params.digests == made.digests
     assert file_sizes(as_path(url) / "t").keys() == {*record.files, "zeroelastic.json"}
     assert any(name.startswith("layer_") for name in record.files) == (job.model == "moe")
+
+
+def save_without_frozen(job: TopologyJob, directory: str) -> str:
+    try:
+        build(job).save_checkpoint(directory, tag="t", exclude_frozen_parameters=True)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_frozen_experts_are_not_excluded(topology_pool: RankPool, tmp_path: Path) -> None:
+    job = TopologyJob("moe", ep=2, stage=1, frozen_experts=True)
+    for error in topology_pool.run(save_without_frozen, 2, job, str(tmp_path)):
+        assert "exclude_frozen_parameters does not go with frozen experts" in error
+    assert not (tmp_path / "t").exists()

@@ -328,14 +328,15 @@ def _check_membership(
         problems += [problem for problem in membership.problems if problem not in tolerated]
         problems += membership.group_problems if not request.weights_only else ()
     if strict and request.strict_module:
-        shapes = {param.name: list(param.shape) for param in live.frozen.params}
+        shapes = {param.name: list(param.shape) for param in live.whole_frozen.whole_tensors}
         # DeepSpeed leaves the entry of what requires a gradient in the save; without elements that is all of it.
-        requires_grad = {name: param.requires_grad for name, param in live.module.named_parameters()}
+        whole_name = live.sharing.whole_name
+        requires_grad = {whole_name(name): param.requires_grad for name, param in live.module.named_parameters()}
         problems += [
             f"frozen parameter {name} {shapes[name]} is not in the checkpoint, which was saved without frozen "
             "parameters: load_module_strict=False keeps the run's own"
             for name in membership.excluded
-            if math.prod(shapes[name]) or not requires_grad[name]
+            if math.prod(shapes[name]) or not requires_grad.get(name, False)
         ]
     if not problems:
         return

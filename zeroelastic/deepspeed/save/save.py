@@ -68,6 +68,7 @@ from zeroelastic.deepspeed.storage_rules import (
     directory_leaders,
     one_module_writer,
     refuse_experts_on_nodes,
+    refuse_to_exclude_experts,
     refuse_unwritable,
     saves_nothing,
 )
@@ -400,6 +401,8 @@ def _prepare(
         live = covered_live(engine, engine.optimizer)
         refuse_unwritable(engine, live)
         refuse_experts_on_nodes(engine, live)
+        if request.exclude_frozen_parameters:
+            refuse_to_exclude_experts(live)
         if options_of(engine).lean:
             refuse_lean(live)
         if not local:
