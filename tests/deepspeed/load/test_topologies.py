@@ -18,7 +18,7 @@ from saved_files import record_of
 from topologies import LOSS_RTOL, TopologyJob, build, differences, logical_hashes, train
 
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.errors import DigestMismatchError
+from zeroelastic.errors import DigestMismatchError, LayoutMismatchError
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.verify.verify import verify
 
@@ -287,3 +287,24 @@ def test_experts_that_were_frozen_are_trained(topology_pool: RankPool, tmp_path:
         run = replace(other, frozen_experts=False, config=options).other()
         for state in topology_pool.run(load_by_training, ranks, run, str(tmp_path)):
             assert not differences({key: value for key, value in saved.items() if key.endswith("/weight")}, state)
+
+
+def save_by_deepspeed_without_frozen(job: TopologyJob, directory: str) -> None:
+    build(replace(job, installed=False, elastic=False)).save_checkpoint(
+        directory, tag="t", exclude_frozen_parameters=True
+    )
+
+
+def refused(job: TopologyJob, directory: str) -> str:
+    try:
+        build(job).load_checkpoint(directory, tag="t")
+    except LayoutMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_frozen_experts_that_a_save_lacks_are_named(topology_pool: RankPool, tmp_path: Path) -> None:
+    job = replace(MOE, ep=2, frozen_experts=True)
+    topology_pool.run(save_by_deepspeed_without_frozen, 2, job, str(tmp_path))
+    for error in topology_pool.run(refused, 4, replace(job, ep=4).other(), str(tmp_path)):
+        assert "deepspeed_experts.3.up.weight [25, 16] is not in the checkpoint" in error
