@@ -12,7 +12,6 @@ process leaves the store itself forgets.
 from __future__ import annotations
 
 import errno
-import io
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -351,55 +350,7 @@ def begin_upload(path: RemotePath) -> OpenUpload:
 def send_part(upload: OpenUpload, number: int, body: bytes | bytearray) -> str:
     """Send a part, the first of which is number 0: what ``complete_upload`` has to know of it. Raises OSError."""
     of = {"UploadId": upload.upload_id, "PartNumber": number + 1}
-
-    def ask() -> Any:
-        return _call(upload.path, "upload_part", Body=_Part(_Bytes(body)), **of)
-
-    return str(_write(upload.path, ask)["ETag"])
-
-
-class _Bytes(io.RawIOBase):
-    """Bytes as a stream: the client sends it in blocks, where it makes copies of what it has as a whole."""
-
-    def __init__(self, data: bytes | bytearray) -> None:
-        self._data, self._at = memoryview(data), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        block = self._data[self._at : self._at + len(into)]
-        into[: len(block)] = block
-        self._at += len(block)
-        return len(block)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
-        self._at = start + offset
-        return self._at
-
-
-class _Part(io.BufferedReader):
-    """The stream of a part, for one request of s3fs.
-
-    s3fs repeats a request with the stream where the last attempt left it, and would send an empty part. What asks for
-    the position first is told that the attempt has failed, so that the next one has a stream of its own.
-    """
-
-    _at_end = False
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._at_end = whence == io.SEEK_END
-        return super().seek(offset, whence)
-
-    def tell(self) -> int:
-        position = super().tell()
-        if position and not self._at_end:
-            raise BlockingIOError(errno.EAGAIN, "an attempt to send it has failed")
-        return position
+    return str(_write(upload.path, lambda: _call(upload.path, "upload_part", Body=body, **of))["ETag"])
 
 
 def complete_upload(upload: OpenUpload, tags: Sequence[str], nbytes: int) -> None:
