@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from optimizers import OTHER_OPTIMIZERS
-from saved_files import record_of
 from stage_0 import gathered_at_stage_0
 
 GLOBAL_BATCH = 120  # divisible by 1, 2, 3, 4, 5, 6 and 8
@@ -372,6 +371,7 @@ def resume(job: Job, directory: str, before: int = 3, after: int = 2, **load: An
 
 def resume_and_save(job: Job, directory: str, target: str) -> str:
     """Load and save again at once; returns the new content root."""
+    from saved_files import record_of
 
     engine = build_engine(job)
     engine.load_checkpoint(directory)

@@ -44,7 +44,7 @@ def test_every_option_is_taken():
         "metrics": False, "metrics_file": "run.prom", "keep_global_batch": True,
         "memory": {"every": 2, "copies": 1},
         "store_retries": 2, "store_timeout_s": 30.0, "store_part_mib": 8,
-        "format": "rigid", "lean": True, "frozen": "/models/base",
+        "format": "rigid", "lean": True, "frozen": "/models/base", "source": "dcp",
     }  # fmt: skip
     assert parse_options({"zeroelastic": block}).model_dump() == block
 

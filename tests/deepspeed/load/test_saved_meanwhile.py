@@ -26,7 +26,7 @@ import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.marks import MARK_NAME
 from zeroelastic.checkpoint.one_save import pin
-from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.deepspeed.node_local.peer_checkpoint import module_file
 from zeroelastic.runs import tag_directory
 from zeroelastic.testing import RankPool, compare_states, run_ranks
@@ -200,7 +200,8 @@ def test_module_states_are_read_from_the_directory_that_was_opened(tmp_path: Pat
         tag.mkdir()
         (tag / "states.pt").write_text(content)
     model: Any = SimpleNamespace(path=opened / "states.pt")
-    with module_file(None, Any, model, executor="numpy") as (path, _):  # type: ignore[arg-type]
+    checkpoint: Any = SimpleNamespace(module_path=lambda model: Checkpoint.module_path(checkpoint, model))
+    with module_file(None, checkpoint, model, executor="numpy") as (path, _):
         assert Path(path).read_text() == "old"
 
 

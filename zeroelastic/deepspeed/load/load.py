@@ -278,7 +278,7 @@ def _check(
         raise
     except ZeroElasticError as error:
         if isinstance(error, MissingFileError) and not request.from_dcp and is_dcp(tag_dir):
-            raise MissingFileError(f"{tag_dir}: {HINT}", remedy="") from None
+            raise MissingFileError(f"{tag_dir}: {HINT}", remedy="Set it in the run's configuration.") from None
         if request.from_dcp or is_url(request.load_dir) or any_rank(_changes(tag_dir)):
             raise
         if stock_loads(error, engine, live, tag_dir, request):
