@@ -295,7 +295,7 @@ def copy_tensors(
             together = members[begin : begin + at_once]
             params = [copy.tensor.source.param for copy in together if isinstance(copy.tensor.source, Place)]
             tensors, rows = part.whole_rows(params, keys=(key,))
-            rows = laid_out(rows, together)
+            rows = rows_of_copies(rows, together)
             seeds = None if digests is None else digests.seeds(tensors)
             slots = np.array([copy.slot for copy in together], dtype=np.int64)
             cast = cast_between(saved, dtype)
@@ -307,7 +307,7 @@ def copy_tensors(
                 digests.compare(tensors, found.tolist())
 
 
-def laid_out(rows: ExtentTable, copies: Sequence[TensorCopy]) -> ExtentTable:
+def rows_of_copies(rows: ExtentTable, copies: Sequence[TensorCopy]) -> ExtentTable:
     """The rows of whole tensors, cut and placed in their slots as the copies say."""
     starts = np.array([copy.start for copy in copies], dtype=np.int64)
     if all(copy.run is None for copy in copies):

@@ -60,6 +60,19 @@ def test_a_job_of_fsdp2_goes_on_without_a_conversion(
     assert not any("loss scale" in note for note in outcome.report.notes)
 
 
+@pytest.mark.parametrize("stage", [3, 2])
+def test_all_of_the_state_is_that_of_a_conversion(rank_pool: RankPool, saved: Any, tmp_path: Path, stage: int) -> None:
+    """Frozen parameters, buffers, hyper-parameters, counters and the scheduler, too."""
+    zeroelastic.convert(saved[0], tmp_path / "native", from_="fsdp2", world_size=3)
+    job = from_dcp(Job(), stage=stage)
+    found = rank_pool.run(resume, 3, job, str(saved[0]))
+    expected = rank_pool.run(resume, 3, job, str(tmp_path / "native"))
+    for one, other in zip(found, expected, strict=True):
+        samples = one.state.pop("engine/global_samples"), other.state.pop("engine/global_samples")
+        assert samples == (3 * job.batch, 0)  # the conversion was not given a batch
+        assert (one.state, one.gathered, one.losses) == (other.state, other.gathered, other.losses)
+
+
 def save_and_go_on(job: Job, source: str, target: str) -> tuple[str, list[float], str]:
     """A run that begins with a checkpoint of FSDP2, saves, and is started again with the same configuration."""
     engine = build_engine(job)

@@ -33,7 +33,7 @@ from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.convert.autoep_names import NamedModel, NamedTensor, PartOf, as_saved
 from zeroelastic.verbs.convert.model_state import TrainedParam, trained_params
 from zeroelastic.verbs.model_tensors import Buffer, Place, model_tensors, read_buffer
-from zeroelastic.verbs.new_files import RecordedDigests, TensorCopy, laid_out
+from zeroelastic.verbs.new_files import RecordedDigests, TensorCopy, rows_of_copies
 
 if TYPE_CHECKING:
     import torch
@@ -229,7 +229,7 @@ class TensorReader:
         assert isinstance(place, Place)
         (saved,), rows = self._state.parts[place.part].whole_rows([place.param], keys=(place.key,))
         copy = TensorCopy(part.tensor, part.tensor.dtype, 0, part.start, part.run, part.step)
-        return saved, laid_out(rows, [copy])
+        return saved, rows_of_copies(rows, [copy])
 
     def compare(self) -> None:
         """Compare all digests with the record's. Raises DigestMismatchError."""
