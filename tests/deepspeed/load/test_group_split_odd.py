@@ -194,7 +194,10 @@ def log_of_building_with_muon(job: Job) -> list[str]:
     return said
 
 
-def test_a_run_that_is_left_to_deepspeed_is_named_once(rank_pool: RankPool) -> None:
-    first, second = rank_pool.run(log_of_building_with_muon, 2, Run(2, 2).job(Job(elastic=False)), timeout=LIMIT_S)
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_run_that_is_left_to_deepspeed_is_named_once(rank_pool: RankPool, elastic: bool) -> None:
+    """Also that its saves are rigid, where the configuration asks for elastic ones."""
+    first, second = rank_pool.run(log_of_building_with_muon, 2, Run(2, 2).job(Job(elastic=elastic)), timeout=LIMIT_S)
     assert [line for line in first if "left to DeepSpeed" in line and "Muon" in line] == first
     assert len(first) == 1 and second == []
+    assert ('saves are rigid in spite of "elastic_checkpoint"' in first[0]) == elastic

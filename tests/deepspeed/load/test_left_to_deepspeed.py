@@ -29,11 +29,12 @@ SECTION = "Parallelism and communication"
 
 
 class Run(NamedTuple):
-    """A run: its kind, how many ranks share its experts or its layers, and the ZeRO stage."""
+    """A run: its kind, how many ranks share its experts or its layers, the ZeRO stage, and DeepSpeed's flag."""
 
     kind: str
     size: int
     stage: int = 2
+    elastic: bool = False
 
 
 class Seen(NamedTuple):
@@ -105,7 +106,7 @@ def build(run: Run, *, installed: bool, seed: int = 1, lr: float = 1e-2) -> Any:
         "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "Adam", "params": {"lr": lr, "torch_adam": True}},
-        "zero_optimization": {"stage": run.stage},
+        "zero_optimization": {"stage": run.stage, "elastic_checkpoint": run.elastic},
     }
     if run.kind == "AutoTP":
         specs = [{"patterns": [rf".*{name}\.weight$"], "partition_type": kind} for name, kind in _SPECS.items()]
@@ -157,8 +158,8 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, whole
 
 
-def save(run: Run, directory: str) -> Seen:
-    engine = build(run, installed=True)
+def save(run: Run, directory: str, *, installed: bool = True) -> Seen:
+    engine = build(run, installed=installed)
     take_step(engine, run, 0)
     take_step(engine, run, 1)
     engine.save_checkpoint(directory, tag="t")
@@ -179,6 +180,16 @@ def load(run: Run, directory: str, *, installed: bool, **flags: Any) -> Seen:
     loaded = weights(engine)
     take_step(engine, run, 2)
     return Seen(loaded, weights(engine))
+
+
+def error_of_load(run: Run, directory: str, *, installed: bool) -> str:
+    """The class of what a load raises."""
+    engine = build(run, installed=installed, seed=2)
+    try:
+        engine.load_checkpoint(directory, tag="t")
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
 
 
 class Case(NamedTuple):
@@ -263,6 +274,24 @@ def test_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path, name: str) -> No
         for seen in rank_pool.run(load, case.ranks, case.other, directory, installed=True, load_optimizer_states=False):
             assert seen.error is None, seen.error
             assert seen.loaded.items() <= whole.items() and seen.stepped == seen.loaded
+
+
+@pytest.mark.parametrize("run", [Run("MoE", 2), Run("AutoTP", 2, 1)], ids=str)
+def test_a_save_under_the_elastic_flag_resumes_at_its_size(rank_pool: RankPool, tmp_path: Path, run: Run) -> None:
+    """With zeroelastic and without it, with the flag and without it. DeepSpeed alone saves what it cannot load."""
+    elastic = run._replace(elastic=True)
+    saved = rank_pool.run(save, 2, elastic, str(tmp_path))
+    for then, installed in ((run, False), (elastic, False), (elastic, True)):
+        assert rank_pool.run(load, 2, then, str(tmp_path), installed=installed) == saved, (then, installed)
+
+
+def test_what_deepspeed_saved_in_its_own_elastic_form_is_loaded_as_by_deepspeed(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    run = Run("MoE", 2, elastic=True)
+    rank_pool.run(save, 2, run, str(tmp_path), installed=False)
+    for installed in (False, True):
+        assert rank_pool.run(error_of_load, 2, run, str(tmp_path), installed=installed) == ["AssertionError"] * 2
 
 
 def test_a_file_that_only_some_ranks_lack_ends_the_load_on_all(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -83,8 +83,10 @@ def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) ->
             all_or_raise(lambda: refuse_background(self))
         if saves_elastic(self):
             refuse_unwritable(self, all_or_raise(lambda: covered_live(self, made)))
-    elif dist.get_rank() == 0 and (what := why_left_to_deepspeed(made)) is not None:
-        notice(logger, f"saves and loads of this run are left to DeepSpeed, at this ZeRO stage: {what}")
+    elif (what := why_left_to_deepspeed(made)) is not None:
+        elastic = saves_elastic(self)  # on every rank: an option may be wrong
+        if dist.get_rank() == 0:
+            _say_left_to_deepspeed(what, elastic=elastic)
     return made
 
 
@@ -98,6 +100,12 @@ def _say_active() -> None:
     if is_active():
         versions = f"zeroelastic {__version__}, DeepSpeed {metadata.version('deepspeed')}"
         notice(logger, f"active by {VARIABLE}=1 on {count(dist.get_world_size(), 'rank')}: {versions}")
+
+
+def _say_left_to_deepspeed(what: str, *, elastic: bool) -> None:
+    """Tell why saves and loads of a run are DeepSpeed's own, and that it saves no ``elastic`` form."""
+    without = '; saves are rigid in spite of "elastic_checkpoint"' if elastic else ""
+    notice(logger, f"saves and loads of this run are left to DeepSpeed, at this ZeRO stage: {what}{without}")
 
 
 def state_dict(original: Method, self: Any) -> Any:

@@ -52,6 +52,20 @@ def why_left_to_deepspeed(optimizer: object) -> str | None:
     return None if kind is None else kind.left_to_deepspeed(optimizer)
 
 
+@contextmanager
+def in_rigid_form(optimizer: object) -> Iterator[None]:
+    """While it lasts, DeepSpeed's own save of a run that is left to it writes its rigid form.
+
+    DeepSpeed's form under ``elastic_checkpoint`` at stages 1 and 2 lacks hyper-parameters, and DeepSpeed cannot load it
+    where the optimizer is one of torch. It loads the rigid form with that flag and without it. Loads keep the flag.
+    """
+    if why_left_to_deepspeed(optimizer) is None:
+        yield
+        return
+    with patched(optimizer, elastic_checkpoint=False):
+        yield
+
+
 def _class_of(optimizer: object) -> type[LiveOptimizer] | None:
     return next((ours for theirs, ours in _KINDS.items() if isinstance(optimizer, theirs)), None)
 

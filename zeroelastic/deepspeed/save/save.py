@@ -36,7 +36,7 @@ from zeroelastic.deepspeed.live.digests import (
     live_streams,
     whole_contents,
 )
-from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, listed_by_optimizer
+from zeroelastic.deepspeed.live.kinds import covered_live, in_rigid_form, kind_of, listed_by_optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.notices import notice
@@ -285,7 +285,8 @@ def save_checkpoint(
                 "zeroelastic saves at ZeRO stages 1 to 3. Save to a directory, and copy it."
             )
         _warn_of_full_save(self, save_dir)
-        return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        with in_rigid_form(self.optimizer):
+            return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
     tag = normal(f"global_step{self.global_steps}" if tag is None else str(tag))
     began = time.monotonic()
     named = str(as_path(save_dir) / tag)
