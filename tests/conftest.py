@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def topology_pool() -> Iterator[RankPool]:
     """Ranks that have imported the models of ``topologies``."""
     from topologies import PRELOADED

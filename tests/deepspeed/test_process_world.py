@@ -20,7 +20,7 @@ import torch.distributed as dist
 from training import Job, build_engine, look, train_step
 
 from zeroelastic.deepspeed.process_world import begin_world, end_world, only_new_garbage
-from zeroelastic.testing import RankPool, run_ranks
+from zeroelastic.testing import RankPool
 
 LIMIT = timedelta(seconds=60)
 SIZES = (4, 3, 2)
@@ -295,5 +295,7 @@ def linear_after_worlds(patch_in_the_world: bool) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("patch_in_the_world", [True, pytest.param(False, marks=pytest.mark.extended)])
-def test_what_another_library_has_put_in_the_place_of_linear_stays(patch_in_the_world: bool) -> None:
-    assert run_ranks(linear_after_worlds, 1, patch_in_the_world) == [(True, True)]
+def test_what_another_library_has_put_in_the_place_of_linear_stays(
+    rank_pool: RankPool, patch_in_the_world: bool
+) -> None:
+    assert rank_pool.run(linear_after_worlds, 1, patch_in_the_world) == [(True, True)]

@@ -28,7 +28,7 @@ from zeroelastic.elastic.events import Status, StatusLine
 from zeroelastic.errors import ConfigError
 from zeroelastic.job_log.event_log import EndEvent, ResumeEvent, SaveEvent, StartEvent, StepEvent, read_events
 from zeroelastic.job_log.timeline import make_timeline
-from zeroelastic.testing import RankError, RankPool, run_ranks
+from zeroelastic.testing import RankError, RankPool
 from zeroelastic.testing.supervisor import GRACE_VARIABLE
 
 JOB = Job(groups=1)
@@ -143,8 +143,8 @@ def limits_of_groups(seconds: float, in_place: bool) -> set[float]:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("in_place", [False, True])
-def test_the_timeout_reaches_every_group_also_the_default_one(in_place: bool) -> None:
-    assert run_ranks(limits_of_groups, 1, 77.0, in_place) == [{77.0}]
+def test_the_timeout_reaches_every_group_also_the_default_one(rank_pool: RankPool, in_place: bool) -> None:
+    assert rank_pool.run(limits_of_groups, 1, 77.0, in_place) == [{77.0}]
 
 
 def lose_a_rank_in_initialize(seconds: float, moment: str) -> tuple[str, float]:

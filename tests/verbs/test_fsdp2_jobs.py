@@ -11,7 +11,7 @@ from fsdp_job import FsdpJob, fsdp_resume, fsdp_train_and_save
 from training import LOSS_RTOL, Job, build_model, build_optimizer, resume, train_and_save
 
 import zeroelastic
-from zeroelastic.testing import run_ranks
+from zeroelastic.testing import RankPool
 
 SECTION, FEATURE = "Using it", "From FSDP2 and to FSDP2, with the optimizer (`convert`)"
 NOTE = "state to the bit, losses of the uninterrupted run; torch and accelerate load what is written"
@@ -23,11 +23,11 @@ NOTE = "state to the bit, losses of the uninterrupted run; torch and accelerate 
     "exact",
     "state to the bit, losses of the uninterrupted run; torch and accelerate load what is written",
 )
-def test_a_job_of_fsdp2_on_2_ranks_goes_on_as_zero_3_on_3(tmp_path: Path) -> None:
+def test_a_job_of_fsdp2_on_2_ranks_goes_on_as_zero_3_on_3(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Job()
-    saved, losses = run_ranks(fsdp_train_and_save, 2, job, str(tmp_path / "fsdp"))[0]
+    saved, losses = rank_pool.run(fsdp_train_and_save, 2, job, str(tmp_path / "fsdp"))[0]
     report = zeroelastic.convert(tmp_path / "fsdp", tmp_path / "native", from_="fsdp2", world_size=3)
-    outcome = run_ranks(resume, 3, job.other(), str(tmp_path / "native"))[0]
+    outcome = rank_pool.run(resume, 3, job.other(), str(tmp_path / "native"))[0]
     assert outcome.gathered == saved
     assert set(outcome.steps[0]) == {3.0}
     torch.testing.assert_close(outcome.losses, losses, rtol=LOSS_RTOL["bf16"], atol=0)
@@ -40,11 +40,11 @@ def test_a_job_of_fsdp2_on_2_ranks_goes_on_as_zero_3_on_3(tmp_path: Path) -> Non
     "exact",
     "state to the bit, losses of the uninterrupted run; torch and accelerate load what is written",
 )
-def test_a_zero_2_job_on_3_ranks_goes_on_as_fsdp2_on_2(tmp_path: Path) -> None:
+def test_a_zero_2_job_on_3_ranks_goes_on_as_fsdp2_on_2(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Job(stage=2)
-    saved = run_ranks(train_and_save, 3, job, str(tmp_path / "native"))[0]
+    saved = rank_pool.run(train_and_save, 3, job, str(tmp_path / "native"))[0]
     zeroelastic.convert(tmp_path / "native", tmp_path / "fsdp", to="fsdp2")
-    found, losses, options, steps = run_ranks(fsdp_resume, 2, job.other(), str(tmp_path / "fsdp"))[0]
+    found, losses, options, steps = rank_pool.run(fsdp_resume, 2, job.other(), str(tmp_path / "fsdp"))[0]
     assert found == saved.gathered and steps == {3.0}
     torch.testing.assert_close(losses, saved.losses, rtol=LOSS_RTOL["bf16"], atol=0)
     assert [group["weight_decay"] for group in options] == [0.1, 0.0]
@@ -77,16 +77,18 @@ def load_with_accelerate(job: Job, directory: str, target: str) -> tuple[dict[st
 @pytest.mark.extended
 @pytest.mark.support(SECTION, FEATURE, "exact", NOTE)
 @pytest.mark.parametrize("stage", with_swept((2, 3), {2}))
-def test_accelerate_loads_what_is_written_and_what_it_saves_comes_back(tmp_path: Path, stage: int) -> None:
+def test_accelerate_loads_what_is_written_and_what_it_saves_comes_back(
+    rank_pool: RankPool, tmp_path: Path, stage: int
+) -> None:
     job = Job(stage=stage)
-    saved = run_ranks(train_and_save, 3, job, str(tmp_path / "native"))[0]
+    saved = rank_pool.run(train_and_save, 3, job, str(tmp_path / "native"))[0]
     zeroelastic.convert(tmp_path / "native", tmp_path / "fsdp", to="fsdp2", layout="accelerate")
     places = (str(tmp_path / "fsdp"), str(tmp_path / "again"))
-    found, steps, rates = run_ranks(load_with_accelerate, 2, job.other(), *places)[0]
+    found, steps, rates = rank_pool.run(load_with_accelerate, 2, job.other(), *places)[0]
     assert found == saved.gathered and steps == {3.0}
     with zeroelastic.open(tmp_path / "native") as ck:
         assert rates == [group.options["lr"] for group in ck.groups]
     back = zeroelastic.convert(tmp_path / "again", tmp_path / "back", from_="fsdp2", world_size=4)
     here = str(tmp_path / "back")
-    outcome = run_ranks(resume, 4, job.other(stage=3), here, load_lr_scheduler_states=False)[0]
+    outcome = rank_pool.run(resume, 4, job.other(stage=3), here, load_lr_scheduler_states=False)[0]
     assert outcome.gathered == saved.gathered and back.content_root

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,6 @@ JOBS = {
 TENSOR_PARALLEL = [name for name, (_, job) in JOBS.items() if job.tp > 1]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(4, preload=topologies.PRELOADED) as pool:
-        yield pool
-
-
 def save(job: TopologyJob, directory: str) -> tuple[dict[str, Any], list[str]]:
     """Train and save; the state that was saved, and the names of the model's own state dict."""
     engine = topologies.build(job)
@@ -71,7 +65,7 @@ Saved = Callable[[str], tuple[Path, dict[str, Any], list[str]]]
 
 
 @pytest.fixture(scope="module")
-def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(topology_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Save a job of JOBS, once: the tag, the gathered state, the names of the model."""
     made: dict[str, tuple[Path, dict[str, Any], list[str]]] = {}
 
@@ -79,7 +73,7 @@ def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
         if name not in made:
             ranks, job = JOBS[name]
             directory = tmp_path_factory.mktemp(name)
-            made[name] = (directory / "t", *pool.run(save, ranks, job, str(directory))[0])
+            made[name] = (directory / "t", *topology_pool.run(save, ranks, job, str(directory))[0])
         return made[name]
 
     return get
@@ -184,10 +178,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.support(SECTION, FEATURE, "exact", NOTE)
 @pytest.mark.parametrize("name", ["llama-3", "autoep-3", "autoep-2", "moe-2"])
-def test_a_job_of_fsdp2_loads_all_of_it(pool: RankPool, saved: Saved, tmp_path: Path, name: str) -> None:
+def test_a_job_of_fsdp2_loads_all_of_it(topology_pool: RankPool, saved: Saved, tmp_path: Path, name: str) -> None:
     tag_dir, state, _ = saved(name)
     zeroelastic.convert(tag_dir, tmp_path / "fsdp", to="fsdp2")
-    found = pool.run(load_in_fsdp2, 3, JOBS[name][1], str(tmp_path / "fsdp"))[0]
+    found = topology_pool.run(load_in_fsdp2, 3, JOBS[name][1], str(tmp_path / "fsdp"))[0]
     assert differences(expected(state), found) == []
 
 
@@ -203,7 +197,7 @@ def resume(job: TopologyJob, directory: str) -> dict[str, Any] | str:
 @pytest.mark.support(SECTION, FEATURE, "exact", NOTE)
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
 def test_what_comes_back_from_tensor_parallel_ranks_is_the_same(
-    pool: RankPool, saved: Saved, tmp_path: Path, name: str
+    topology_pool: RankPool, saved: Saved, tmp_path: Path, name: str
 ) -> None:
     tag_dir, state, _ = saved(name)
     zeroelastic.convert(tag_dir, tmp_path / "fsdp", to="fsdp2")
@@ -212,12 +206,12 @@ def test_what_comes_back_from_tensor_parallel_ranks_is_the_same(
     if name in ("llama-3", "lora-3"):
         for ranks, tp, stage in ((2, 1, 3), (4, 2, 2)):
             job = JOBS[name][1].other(tp=tp, stage=stage, adapters=JOBS[name][1].adapters)
-            assert differences(state, pool.run(resume, ranks, job, str(tmp_path / "back"))[0]) == []
+            assert differences(state, topology_pool.run(resume, ranks, job, str(tmp_path / "back"))[0]) == []
 
 
 @pytest.mark.parametrize("name", ["autoep-3", "autoep-2"])
 def test_what_comes_back_from_autoep_is_the_model_without_it(
-    pool: RankPool, saved: Saved, tmp_path: Path, name: str
+    topology_pool: RankPool, saved: Saved, tmp_path: Path, name: str
 ) -> None:
     tag_dir, state, _ = saved(name)
     zeroelastic.convert(tag_dir, tmp_path / "fsdp", to="fsdp2")
@@ -231,7 +225,7 @@ def test_what_comes_back_from_autoep_is_the_model_without_it(
                 assert torch.equal(ck[param].torch(), want[key]), key
                 assert torch.equal(ck.optimizer(param)["exp_avg"].torch(), want[f"{param}/exp_avg"])
     job = JOBS[name][1].other(installed=True, elastic=True)
-    refused = pool.run(resume, 2, job, str(tmp_path / "back"))[0]
+    refused = topology_pool.run(resume, 2, job, str(tmp_path / "back"))[0]
     assert "experts.gate_up_proj" in refused and "experts.w1" in refused
 
 

@@ -27,7 +27,7 @@ from synthetic import Param, edit, edit_optim, model_name, optim_name, raw, writ
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError
-from zeroelastic.testing import run_ranks
+from zeroelastic.testing import RankPool
 from zeroelastic.testing.sample import BUFFER, EMBEDDING, TIED, write_sample
 from zeroelastic.verbs.convert.convert import write_plan
 from zeroelastic.verbs.convert.to_safetensors import DTYPES, HF_FILES, plan_export
@@ -449,11 +449,11 @@ def train_llama(directory: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.support("Frameworks", "`from_pretrained` on exported weights", "exact", "tied embeddings too")
-def test_a_llama_with_tied_embeddings_loads_by_from_pretrained(tmp_path: Path) -> None:
+def test_a_llama_with_tied_embeddings_loads_by_from_pretrained(topology_pool: RankPool, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     save = tmp_path / "checkpoint-2"
-    weights = run_ranks(train_llama, 2, str(save), timeout=200)[0]
+    weights = topology_pool.run(train_llama, 2, str(save), timeout=200)[0]
     logits = weights.pop("logits")
     llama_config().save_pretrained(save)
     (save / "tokenizer_config.json").write_text("{}")

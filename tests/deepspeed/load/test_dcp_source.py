@@ -12,12 +12,11 @@ import pytest
 import torch
 from dcp_writers import grid, job_state, write_dcp
 from fsdp_job import fsdp_train_and_save
-from topologies import PRELOADED, TopologyJob, build, differences, logical_hashes, train
+from topologies import TopologyJob, build, differences, logical_hashes, train
 from training import LOSS_RTOL, Job, Outcome, attempt_each, build_engine, raised, resume, train_and_save, train_step
 
 import zeroelastic
-from zeroelastic.testing import run_ranks
-from zeroelastic.testing.pool import RankPool
+from zeroelastic.testing import RankPool
 
 SECTION, FEATURE = "Using it", 'From FSDP2 in training (`"source": "dcp"`)'
 NOTE = "state to the bit, losses of the uninterrupted run, bytes read / owned 1.000"
@@ -31,10 +30,10 @@ def from_dcp(job: Job, **changes: Any) -> Job:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str], list[float]]:
+def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str], list[float]]:
     """A job of FSDP2 on 2 ranks, saved by torch's DCP, its state, and the losses that follow."""
     place = tmp_path_factory.mktemp("saved") / "fsdp"
-    return place, *run_ranks(fsdp_train_and_save, 2, Job(), str(place))[0]
+    return place, *rank_pool.run(fsdp_train_and_save, 2, Job(), str(place))[0]
 
 
 def check(outcome: Outcome, state: dict[str, str], losses: list[float], ranks: int) -> None:
@@ -224,9 +223,8 @@ def load_sliced(job: TopologyJob, directory: str) -> dict[str, Any]:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_run_of_autotp_takes_its_slices(tmp_path: Path, stage: int) -> None:
-    with RankPool(4, preload=PRELOADED) as pool:
-        state = pool.run(save_sliced, 2, TopologyJob("llama", stage=stage), str(tmp_path / "native"))[0]
-        zeroelastic.convert(tmp_path / "native", tmp_path / "fsdp", to="fsdp2")
-        job = TopologyJob("llama", stage=stage, tp=2, config={"zeroelastic": {"source": "dcp"}}).other()
-        assert not differences(state, pool.run(load_sliced, 4, job, str(tmp_path / "fsdp"))[0])
+def test_a_run_of_autotp_takes_its_slices(topology_pool: RankPool, tmp_path: Path, stage: int) -> None:
+    state = topology_pool.run(save_sliced, 2, TopologyJob("llama", stage=stage), str(tmp_path / "native"))[0]
+    zeroelastic.convert(tmp_path / "native", tmp_path / "fsdp", to="fsdp2")
+    job = TopologyJob("llama", stage=stage, tp=2, config={"zeroelastic": {"source": "dcp"}}).other()
+    assert not differences(state, topology_pool.run(load_sliced, 4, job, str(tmp_path / "fsdp"))[0])
