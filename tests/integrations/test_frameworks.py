@@ -18,6 +18,7 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from documentation import blocks, zero_block
 from documentation import run as run_command
+from extended import with_swept
 from frameworks_job import (
     OFFLOADED,
     AccelerateJob,
@@ -131,7 +132,7 @@ def test_the_example_goes_on_at_other_world_sizes(
             assert line["loss"] == pytest.approx(wanted["loss"], rel=rtol), line["step"]
 
 
-@pytest.mark.parametrize("stages", [(3, 2), (2, 3)])
+@pytest.mark.parametrize("stages", [pytest.param((3, 2)), pytest.param((2, 3), marks=pytest.mark.sweep)])
 def test_lean_checkpoints_that_accelerate_names_and_removes_share_a_folder_beside_theirs(
     rank_pool: RankPool, tmp_path: Path, stages: tuple[int, int]
 ) -> None:
@@ -202,7 +203,7 @@ def test_the_code_of_the_documentation_of_lightning_runs() -> None:
             exec(block.text, {})
 
 
-@pytest.mark.parametrize("stages", [(3, 3), (2, 2), (2, 3)])
+@pytest.mark.parametrize("stages", [(3, 3), pytest.param((2, 2), marks=pytest.mark.sweep), (2, 3)])
 def test_the_script_of_the_documentation_goes_on(rank_pool: RankPool, tmp_path: Path, stages: tuple[int, int]) -> None:
     """It saves after 4 and 8 of its 9 steps; what is left is done again on more ranks."""
     (text,) = [block.text for block in blocks("docs/guides/accelerate.md") if block.language == "python"]
@@ -231,8 +232,11 @@ def saved(
 
 
 def at_one_stage(*names: str) -> pytest.MarkDecorator:
+    """At stage 3; `make sweep` has stage 2, at which test_state_schedule_and_data_go_on shows the frameworks, too."""
     return pytest.mark.parametrize(
-        ("saved", "stage"), [((name, stage), stage) for name in names for stage in (3, 2)], indirect=["saved"]
+        ("saved", "stage"),
+        with_swept([((name, stage), stage) for name in names for stage in (3, 2)], {((name, 2), 2) for name in names}),
+        indirect=["saved"],
     )
 
 
@@ -249,7 +253,7 @@ def at_one_stage(*names: str) -> pytest.MarkDecorator:
         case(STATE_LOW, (ACCELERATE, 1), 2, 3, 4, 0),
         case(FIT, (LIGHTNING, 3), 3, 3, 2, 0),
         case(FIT, (LIGHTNING, 3), 3, 3, 4, 1),
-        case(FIT, (LIGHTNING, 3), 3, 1, 3, 0),
+        swept(case(FIT, (LIGHTNING, 3), 3, 1, 3, 0)),
         swept(case(FIT, (LIGHTNING, 3), 3, 2, 4, 0)),
         case(FIT_LOW, (LIGHTNING, 2), 2, 2, 4, 1),
         swept(case(FIT_LOW, (LIGHTNING, 2), 3, 3, 4, 0)),
@@ -304,9 +308,9 @@ CHANGED = ("refused", 'with `"strict_batch": true`; else a warning')
 @pytest.mark.parametrize(
     ("saved", "stage"),
     [
-        case(("Frameworks", f"{name}: a changed global batch", *CHANGED), (name, stage), stage)
+        how(case(("Frameworks", f"{name}: a changed global batch", *CHANGED), (name, stage), stage))
         for name in FRAMEWORKS
-        for stage in (3, 2)
+        for stage, how in ((3, lambda case: case), (2, swept))
     ],
     indirect=["saved"],
 )
@@ -331,7 +335,7 @@ def test_a_changed_global_batch_is_loud_and_an_error_when_strict(
             assert position == before[0].samples[6], "the position is in samples"
 
 
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 @pytest.mark.parametrize(
     ("name", "saving", "how", "lost"),
     [
@@ -386,7 +390,10 @@ def test_generators_are_the_saved_ones_or_derived_for_new_ranks(
 
 
 @pytest.mark.support("Frameworks", "accelerate: learning rate schedulers", "exact", "LambdaLR and those of torch")
-@pytest.mark.parametrize(("schedule", "stage"), [("fixed lambda", 3), ("cosine", 3), ("one cycle", 3), ("cosine", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "stage"),
+    [("fixed lambda", 3), ("one cycle", 3), ("cosine", 2), pytest.param("cosine", 3, marks=pytest.mark.sweep)],
+)
 def test_any_schedule_goes_on(rank_pool: RankPool, tmp_path: Path, schedule: str, stage: int) -> None:
     """Down, and back up from what the smaller run saved."""
     job = replace(ACCELERATED, schedule=schedule, stage=stage)
@@ -536,7 +543,7 @@ def test_a_model_is_tested_at_any_size(rank_pool: RankPool, saved: tuple[str, li
 
 
 @pytest.mark.support(*FIT)
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_saves_of_other_moments_go_on(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     """At an epoch's end, and before a batch that then comes again."""
     job = replace(FITTED, stage=stage, accumulation=2).at(2)
@@ -579,7 +586,7 @@ def test_a_second_load_into_the_same_engine_keeps_the_scale_of_gradients(
 
 
 @pytest.mark.support("Frameworks", "Lightning: a stream (`IterableDataset`)", "exact", "strided over the ranks")
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_a_stream_goes_on(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     job = replace(FITTED, stage=stage, loader="stream", accumulation=2)
     whole = rank_pool.run(lightning_run, 2, job.at(2), 4, save=(2, str(tmp_path / "a")))[0]

@@ -183,7 +183,7 @@ STAGES: dict[str, tuple[dict[str, Any], int, dict[str, Any], int]] = {
 @pytest.mark.support(
     "Frameworks", "Hugging Face Trainer at ZeRO stages 1 and 2", "exact", "also from and to stage 3, and LoRA"
 )
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", with_swept(STAGES, {"2 on 2, to 2 on 3"}))
 def test_a_run_goes_on_at_stages_1_and_2(pool, tmp_path, name):
     """Saved at the end of the first epoch, with the example's configuration: ``round_robin_gradients`` and "auto"."""
     before, ranks, after, ranks_after = STAGES[name]
@@ -199,7 +199,7 @@ def test_a_run_goes_on_at_stages_1_and_2(pool, tmp_path, name):
         check_goes_on(seen[0], outcome, 4, recorded=before.get("installed", True))
 
 
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_a_resharded_checkpoint_goes_on_without_zeroelastic(pool, tmp_path, stage):
     """The Trainer and DeepSpeed alone, on the files that ``reshard`` wrote for 3 ranks from those of 2."""
     args = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 4}
@@ -257,7 +257,7 @@ def test_lora_goes_on_as_the_whole_one(pool, tmp_path, stage, stage_after):
 @pytest.mark.support(
     "Frameworks", 'Hugging Face Trainer with PEFT (LoRA) and `"lean": true`', "exact", "frozen weights, too"
 )
-@pytest.mark.parametrize("stages", [(3, 2, 3), (2, 3, 1), (1, 1, 2)])
+@pytest.mark.parametrize("stages", [(3, 2, 3), pytest.param((2, 3, 1), marks=pytest.mark.sweep), (1, 1, 2)])
 def test_lean_checkpoints_of_lora_share_their_frozen_weights_and_have_all_of_them(pool, tmp_path, stages):
     """3 ranks, then 2, then 4, each at a stage of its own; the base model of each start is another one."""
     lean = {"zeroelastic": {"lean": True}}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from extended import with_swept
 from topologies import TopologyJob, build, differences, logical_state, train
 
 from zeroelastic.core.layout import Layout
@@ -94,9 +95,11 @@ JOBS = {
         4,
     ),
 }
+SWEPT = {"llama, tp 2, stage 3", "autoep 2, stage 3", "moe 2, stage 1"}
+"""Others have these models, sizes and stages, in other pairs."""
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", with_swept(JOBS, SWEPT))
 def test_whole_tensors_are_put_together_by_the_live_layouts(topology_pool: RankPool, name: str) -> None:
     job, ranks = JOBS[name]
     for differing in topology_pool.run(compare, ranks, replace(job, elastic=False), timeout=180):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from client_states import COUNTERS, FREE, REFUSED
+from extended import with_swept
 from saved_files import contents, logged, record_of
 from training import Job, build_engine, train_step
 
@@ -70,8 +71,11 @@ def load_overridden(job: Job, directory: str) -> list[tuple[dict[str, Any], dict
     return found
 
 
-@pytest.mark.parametrize("job", [Job(), Job(elastic=False)], ids=["elastic", "rigid"])
-def test_counters_of_client_state_are_what_a_load_resumes_at(rank_pool: RankPool, tmp_path: Path, job: Job) -> None:
+@pytest.mark.parametrize("elastic", with_swept((True, False), {False}), ids=["elastic", "rigid"])
+def test_counters_of_client_state_are_what_a_load_resumes_at(
+    rank_pool: RankPool, tmp_path: Path, elastic: bool
+) -> None:
+    job = Job(elastic=elastic)
     states = rank_pool.run(save_overriding, 2, job, str(tmp_path))[0]
     states[0] |= {f"engine/{name}": COUNTERS[name] for name in ("global_steps", "global_samples", "skipped_steps")}
     assert record_of(tmp_path / "counters").global_steps == 77

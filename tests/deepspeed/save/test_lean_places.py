@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended import with_swept
 from nodes import MOUNTS_NEED, NodeRun, can_mount
 from s3_server import BUCKET, S3Server, forget_clients
 from saves import Saved, check_resumed
@@ -50,7 +51,7 @@ def keys(server: S3Server, prefix: str) -> dict[str, int]:
 
 
 @support(SECTION, "lean saves to `s3://`, ZeRO stages 1 to 3", "exact", "each byte of the frozen weights written once")
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_a_lean_save_to_a_store_resumes_at_another_size(rank_pool: RankPool, calm: S3Server, stage: int) -> None:
     job, name = replace(JOB, stage=stage), f"lean{stage}"
     outcome = rank_pool.run(train_and_save, 3, job, calm.url(name))[0]
@@ -155,7 +156,7 @@ def shared_file(run: NodeRun, node: int) -> Path:
 
 
 @support(SECTION, "lean saves on node-local disks, on nodes old and new", "exact", "every node has the shared file")
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_a_node_without_the_shared_file_gets_it_from_others(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     """Fewer ranks, a new node with rank 0, and more ranks on more nodes."""
     if not can_mount():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_writers import writer_job
+from extended import with_swept
 from safetensors import safe_open
 from saved_files import record_of
 from test_lean import LEAN, shared_files
@@ -102,7 +103,7 @@ def resume_and_save(job: Job, directory: str, tag: str, to: str) -> dict[str, An
 
 
 @support(SECTION, "lean runs that change, freeze or unfreeze weights", "exact", "a second file with what is new")
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_a_second_file_has_what_changed_alone(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     job = replace(JOB, stage=stage)
     states = rank_pool.run(save_and_change, 2, job, str(tmp_path))[0]
@@ -208,7 +209,7 @@ def run_odd(stage: int, directory: str, load: str, tags: tuple[str, ...], seed: 
 
 
 @support(SECTION, "lean saves of frozen buffers, tied frozen weights and modules with entries of their own", "exact")
-@pytest.mark.parametrize("stage", [3, 2, 1])
+@pytest.mark.parametrize("stage", with_swept((3, 2, 1), {1}))
 def test_buffers_that_training_changes_go_back_into_the_tags(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     run = str(tmp_path)
     states = rank_pool.run(run_odd, 2, stage, run, "", ("a", "b", "c"), 1)[0]

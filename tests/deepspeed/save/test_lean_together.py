@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extended import with_swept
 from saved_files import record_of
 from training import Job, build_engine, train_step
 
@@ -50,7 +51,7 @@ def prune_often(directory: Path, stop: threading.Event) -> int:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_two_jobs_and_a_removal_leave_no_tag_without_its_shared_file(
     tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

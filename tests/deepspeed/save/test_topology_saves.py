@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 import torch.distributed as dist
+from extended import with_swept
 from s3_server import S3Server
 from saved_files import logged, record_of
 from topologies import TopologyJob, build, differences, hashed, logical_state, train
@@ -73,9 +74,11 @@ JOBS = {
     "moe 2, stage 2": (TopologyJob("moe", ep=2, stage=2), 4),
     "moe 4, stage 1": (TopologyJob("moe", ep=4, stage=1, precision="bf16"), 4),
 }
+SWEPT = {"autoep 2, stage 3", "autoep 2, stage 2"}
+"""Others have this model and each of the sizes and stages."""
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", with_swept(JOBS, SWEPT))
 def test_the_record_is_of_whole_tensors_and_deepspeed_loads_the_files(
     topology_pool: RankPool, tmp_path: Path, name: str
 ) -> None:
@@ -105,7 +108,7 @@ IN_BACKGROUND = {
 }
 
 
-@pytest.mark.parametrize("name", IN_BACKGROUND)
+@pytest.mark.parametrize("name", with_swept(IN_BACKGROUND, {"llama, tp 2, stage 3"}))
 def test_a_save_in_the_background_is_of_the_state_when_it_was_called(
     topology_pool: RankPool, tmp_path: Path, name: str
 ) -> None:
