@@ -14,6 +14,7 @@
 
 #include "../mapped.h"
 #include "check.h"
+#include "rows.h"
 #include "zeroelastic.h"
 
 namespace {
@@ -76,11 +77,11 @@ bool is_mapped(const File& file, int64_t begin, int64_t end) {
     return true;
 }
 
-struct Rows {
-    std::vector<int64_t> src, src_offset, dst, dst_offset, nbytes, stream, start, itemsize;
+struct FileRows : Rows {
+    std::vector<int64_t> stream, start, itemsize;
 
     // The file in rows of odd lengths of elements, the last ones first; what they are copied to has gaps.
-    explicit Rows(int64_t total) {
+    explicit FileRows(int64_t total) {
         int64_t at = 12;
         for (int64_t i = 0; at < total; ++i) {
             const int64_t size = std::min<int64_t>(4 * (1 + (i * 52631) % 700'001), (total - at) / 4 * 4);
@@ -94,21 +95,6 @@ struct Rows {
         src.assign(nbytes.size(), 0);
         dst = stream = src;
         itemsize.assign(nbytes.size(), 4);
-    }
-
-    ze_table table() const {
-        return {static_cast<int64_t>(nbytes.size()),
-                src.data(),
-                src_offset.data(),
-                dst.data(),
-                dst_offset.data(),
-                nbytes.data()};
-    }
-
-    int64_t total() const {
-        int64_t sum = 0;
-        for (const int64_t size : nbytes) sum += size;
-        return sum;
     }
 };
 
@@ -124,7 +110,7 @@ struct Outcome {
     }
 };
 
-Outcome read_all(const File& file, const Rows& rows, int threads, bool digested, bool copied) {
+Outcome read_all(const File& file, const FileRows& rows, int threads, bool digested, bool copied) {
     Outcome made{std::vector<char>(file.data.size() * 2), std::vector<char>(file.data.size()), 0, 0};
     void* to = made.bytes.data();
     void* narrow = made.narrow.data();
@@ -178,7 +164,7 @@ TEST(nothing_is_mapped_beyond_the_end_or_where_a_page_is_missing) {
 
 TEST(what_is_looked_at_in_place_is_what_would_be_read) {
     const File file(64 * (1 << 20) + 4321);
-    const Rows rows(static_cast<int64_t>(file.data.size()));
+    const FileRows rows(static_cast<int64_t>(file.data.size()));
     std::vector<Outcome> read;
     for (int kind = 0; kind < 4; ++kind) {
         read.push_back(read_all(file, rows, 1, kind % 2 != 0, kind / 2 != 0));
@@ -206,7 +192,7 @@ TEST(what_is_looked_at_in_place_is_what_would_be_read) {
 
 TEST(digests_add_up_where_only_some_units_are_in_large_pages) {
     File file(64 * (1 << 20) + 4321);
-    const Rows rows(static_cast<int64_t>(file.data.size()));
+    const FileRows rows(static_cast<int64_t>(file.data.size()));
     if (!file.made_large()) return;
     for (int64_t at = 12 << 20; at < (int64_t{64} << 20); at += 16 << 20) {
         CHECK(fallocate(file.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, 4096) == 0);
@@ -226,7 +212,7 @@ TEST(digests_add_up_where_only_some_units_are_in_large_pages) {
 
 TEST(scans_and_moves_look_at_large_pages_in_place) {
     const File file(40 * (1 << 20) + 99);
-    const Rows rows(static_cast<int64_t>(file.data.size()));
+    const FileRows rows(static_cast<int64_t>(file.data.size()));
     const ze_table table = rows.table();
     const char* name;
     const ze_files src = file.files(&name);

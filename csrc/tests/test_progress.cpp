@@ -8,7 +8,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
-#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -17,6 +16,7 @@
 #include "../table.h"
 #include "../zeroelastic.h"
 #include "check.h"
+#include "rows.h"
 
 namespace {
 
@@ -42,26 +42,10 @@ struct Listener : ze_progress {
 
 // Rows that are all the same range of one source and of one destination, which is written with the same bytes
 // again and again.
-struct Repeated {
-    Repeated(int64_t count, int64_t each, int64_t from = 0) : zero(static_cast<size_t>(count), 0) {
-        offset.assign(static_cast<size_t>(count), from);
-        nbytes.assign(static_cast<size_t>(count), each);
+struct Repeated : Rows {
+    Repeated(int64_t count, int64_t each, int64_t from = 0) {
+        for (int64_t i = 0; i < count; ++i) add(0, from, 0, 0, each);
     }
-
-    ze_table table() const {
-        return {static_cast<int64_t>(zero.size()),
-                zero.data(),
-                offset.data(),
-                zero.data(),
-                zero.data(),
-                nbytes.data()};
-    }
-
-    int64_t total() const {
-        return std::accumulate(nbytes.begin(), nbytes.end(), int64_t{0});
-    }
-
-    std::vector<int64_t> zero, offset, nbytes;
 };
 
 class File {
@@ -101,7 +85,7 @@ int32_t run(Operation operation, const Repeated& rows, int64_t size, int threads
     const ze_files from = src.files(), to = dst.files();
     const ze_table table = rows.table();
     const ze_options options{threads, ZE_CAST_NONE, 0, 0, progress, nullptr};
-    std::vector<uint32_t> crc32(rows.zero.size());
+    std::vector<uint32_t> crc32(rows.size());
     int64_t bytes_read = 0;
     switch (operation) {
         case kRead:

@@ -19,6 +19,7 @@
 #include "../crc32.h"
 #include "../table.h"
 #include "check.h"
+#include "rows.h"
 #include "zeroelastic.h"
 
 namespace {
@@ -49,27 +50,6 @@ struct Side {
 
     ze_buffers buffers() const {
         return {static_cast<int64_t>(data.size()), pointers.data(), sizes.data()};
-    }
-};
-
-struct Rows {
-    std::vector<int64_t> src, src_offset, dst, dst_offset, nbytes;
-
-    void add(int64_t s, int64_t so, int64_t d, int64_t d_o, int64_t n) {
-        src.push_back(s);
-        src_offset.push_back(so);
-        dst.push_back(d);
-        dst_offset.push_back(d_o);
-        nbytes.push_back(n);
-    }
-
-    ze_table table() const {
-        return {static_cast<int64_t>(nbytes.size()),
-                src.data(),
-                src_offset.data(),
-                dst.data(),
-                dst_offset.data(),
-                nbytes.data()};
     }
 };
 

@@ -11,24 +11,20 @@
 #include "../operations.h"
 #include "../table.h"
 #include "direct_writes.h"
+#include "rows.h"
 
 namespace {
 
 constexpr int64_t kGap = 192;
 
 // Rows of a file, a gap between each and the next, from one buffer; what is in a gap is not written.
-struct Payload {
-    std::vector<int64_t> src, src_offset, dst, dst_offset, nbytes;
+struct Payload : Rows {
     std::vector<uint8_t> memory, want;
 
     Payload(const std::vector<int64_t>& sizes, int64_t first) {
         int64_t from = 8, to = first;
         for (const int64_t size : sizes) {
-            src.push_back(0);
-            src_offset.push_back(from);
-            dst.push_back(0);
-            dst_offset.push_back(to);
-            nbytes.push_back(size);
+            add(0, from, 0, to, size);
             from += size;
             to += size + kGap;
         }
@@ -40,12 +36,6 @@ struct Payload {
             std::memcpy(want.data() + dst_offset[i], memory.data() + src_offset[i],
                         static_cast<size_t>(nbytes[i]));
         }
-    }
-
-    int64_t total() const {
-        int64_t sum = 0;
-        for (const int64_t size : nbytes) sum += size;
-        return sum;
     }
 };
 
@@ -60,12 +50,7 @@ int32_t written(const Payload& payload, int threads, bool direct, ze_error* erro
     const int64_t size = static_cast<int64_t>(payload.memory.size());
     const char* name = path.c_str();
     std::vector<uint32_t> sums(payload.nbytes.size());
-    const ze_table table{static_cast<int64_t>(payload.nbytes.size()),
-                         payload.src.data(),
-                         payload.src_offset.data(),
-                         payload.dst.data(),
-                         payload.dst_offset.data(),
-                         payload.nbytes.data()};
+    const ze_table table = payload.table();
     const ze_files to{1, &name};
     const ze_options options{threads, ZE_CAST_NONE, 1, 0, nullptr, nullptr};
     zeroelastic::OpenFiles files(to, O_WRONLY, ZE_DESTINATION);

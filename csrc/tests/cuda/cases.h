@@ -15,6 +15,7 @@
 #include "../../digest.h"
 #include "../../table.h"
 #include "../check.h"
+#include "../rows.h"
 #include "cuda_runtime_api.h"
 #include "fake.h"
 
@@ -40,31 +41,6 @@ inline Bytes random_bytes(int64_t size) {
     }
     return made;
 }
-
-struct Rows {
-    std::vector<int64_t> src, src_offset, dst, dst_offset, nbytes;
-
-    void add(int64_t s, int64_t s_offset, int64_t d, int64_t d_offset, int64_t length) {
-        src.push_back(s);
-        src_offset.push_back(s_offset);
-        dst.push_back(d);
-        dst_offset.push_back(d_offset);
-        nbytes.push_back(length);
-    }
-
-    size_t size() const {
-        return nbytes.size();
-    }
-
-    ze_table table() const {
-        return {static_cast<int64_t>(nbytes.size()),
-                src.data(),
-                src_offset.data(),
-                dst.data(),
-                dst_offset.data(),
-                nbytes.data()};
-    }
-};
 
 struct Digests {
     std::vector<uint64_t> seeds{3, 0xFFFFFFFFFFFFFFFFu};

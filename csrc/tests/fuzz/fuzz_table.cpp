@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "../rows.h"
 #include "zeroelastic.h"
 
 namespace {
@@ -121,17 +122,8 @@ class Buffers {
     std::vector<int64_t> sizes_;
 };
 
-struct Columns {
-    std::vector<int64_t> src, src_offset, dst, dst_offset, nbytes, stream, start, itemsize;
-
-    ze_table table() const {
-        return {static_cast<int64_t>(nbytes.size()),
-                src.data(),
-                src_offset.data(),
-                dst.data(),
-                dst_offset.data(),
-                nbytes.data()};
-    }
+struct Columns : Rows {
+    std::vector<int64_t> stream, start, itemsize;
 };
 
 struct Reported {
