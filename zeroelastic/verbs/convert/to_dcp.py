@@ -88,25 +88,19 @@ class DcpPlan:
         reader = TensorReader(self.state, digests, max_memory // 4, progress)
         # A file per tensor: torch keeps all tensors of a file in memory until the file is complete.
         writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False, thread_count=1)
-        write_state_dict(self._state_dict(reader), writer, reader)
+        state_dict = {"model": self.placeholders(reader), "optim": self.optimizer(reader, "optim")}
+        write_state_dict(state_dict, writer, reader)
         reader.compare()
 
-    def _state_dict(self, reader: TensorReader) -> dict[str, Any]:
-        """The state dict to write, with meta tensors in place of data."""
-        states = {
-            param.name: {key: scalar_value(value) for key, value in param.scalars.items()} for param in self.params
-        }
+    def optimizer(self, reader: TensorReader, name: str) -> dict[str, Any]:
+        """The optimizer's state dict, with meta tensors in place of data; ``name`` is its key in what is written."""
+        states: dict[str, dict[str, Any]] = {}
         for param in self.params:
-            states[param.name] |= self.state_of(param, reader, "optim")
+            state = states[param.name] = {key: scalar_value(value) for key, value in param.scalars.items()}
+            for key, tensor in param.tensors.items():
+                state[key] = reader.placeholder(f"{name}.state.{param.name}.{key}", tensor)
         groups = [{**group.options, "params": list(group.params)} for group in self.groups]
-        return {"model": self.placeholders(reader), "optim": {"state": states, "param_groups": groups}}
-
-    def state_of(self, param: TrainedParam, reader: TensorReader, optimizer: str) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors of a parameter, as meta tensors; ``optimizer`` is what the state dict calls it."""
-        return {
-            key: reader.placeholder(f"{optimizer}.state.{param.name}.{key}", tensor)
-            for key, tensor in param.tensors.items()
-        }
+        return {"state": states, "param_groups": groups}
 
     def placeholders(self, reader: TensorReader) -> dict[str, torch.Tensor]:
         """The model's state dict, with meta tensors in place of data."""

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from zeroelastic.checkpoint.model_states import COUNTERS, client_state_keys
 from zeroelastic.checkpoint.optimizer_file import FP32, OptionValue, ParamGroup
 from zeroelastic.checkpoint.saved_state import SavedState
-from zeroelastic.core.digest import ScalarValue
 from zeroelastic.dcp.names import NATIVE
 from zeroelastic.dcp.notes import NativeNotes, kinds_of_scalars, with_kind
 from zeroelastic.dcp.saved import MODEL_FOLDER, OPTIMIZER_FOLDER, SCHEDULER_FILE
@@ -35,7 +34,7 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.graph import entry, pairs_of, read_graph
 from zeroelastic.verbs.convert.autoep_names import NamedModel, model_type_of, named_model
 from zeroelastic.verbs.convert.model_state import model_groups, trained_params
-from zeroelastic.verbs.convert.to_dcp import DcpPlan, TensorReader, scalar_value, write_state_dict
+from zeroelastic.verbs.convert.to_dcp import DcpPlan, TensorReader, write_state_dict
 from zeroelastic.verbs.model_tensors import ModelTensors, model_tensors
 from zeroelastic.verbs.new_files import RecordedDigests, write_archive
 from zeroelastic.verbs.reshard.lean_source import not_lean
@@ -73,11 +72,10 @@ _SMALL_BYTES = 1 << 10  # of an object such as a number
 
 @dataclass(frozen=True, slots=True)
 class Fsdp2Plan:
-    """The tensors to write, the optimizer's groups as torch has them, and what is kept beside or left out."""
+    """The tensors and groups to write, as torch has them, and what is kept beside or left out."""
 
     tensors: DcpPlan
     layout: FsdpLayout
-    groups: tuple[ParamGroup, ...]
     native: NativeNotes
     scheduler: Mapping[str, object]
     notes: tuple[str, ...]
@@ -114,29 +112,23 @@ class Fsdp2Plan:
         kept = json.dumps(self.native.document(buffers=buffers, tied=tied))
         first: dict[str, Any] = {"model": self.tensors.placeholders(reader), NATIVE: kept}
         if self.layout == "torch":
-            optim = self._optimizer(reader, "optim")
-            flat = {f"optim.{key}": value for key, value in flattened_groups(self.groups).items()}
+            optim = self.tensors.optimizer(reader, "optim")
+            flat = {
+                f"optim.param_groups.{name}.{key}": value
+                for group in self.tensors.groups
+                for name in group.params
+                for key, value in group.options.items()
+            }
             scheduler = {"lr_scheduler": dict(self.scheduler)} if self.scheduler else {}
             folders: dict[Path, dict[str, Any]] = {directory: {**first, "optim": optim, **flat, **scheduler}}
         else:
-            optim = self._optimizer(reader, "optimizer")
+            optim = self.tensors.optimizer(reader, "optimizer")
             folders = {directory / MODEL_FOLDER: first, directory / OPTIMIZER_FOLDER: {"optimizer": optim}}
         for folder, state_dict in folders.items():
             write_state_dict(state_dict, _writer(folder, min(_FILE_BYTES, max_memory // 4)), reader)
         if self.layout == "accelerate" and self.scheduler:
             write_archive(directory / SCHEDULER_FILE, dict(self.scheduler))
         reader.compare()
-
-    def _optimizer(self, reader: TensorReader, key: str) -> dict[str, Any]:
-        """The optimizer's state dict, with meta tensors in place of data."""
-        states: dict[str, dict[str, Any]] = {
-            param.name: {name: scalar_value(as_torch(name, value)) for name, value in param.scalars.items()}
-            for param in self.tensors.params
-        }
-        for param in self.tensors.params:
-            states[param.name] |= self.tensors.state_of(param, reader, key)
-        groups = [{**group.options, "params": list(group.params)} for group in self.groups]
-        return {"state": states, "param_groups": groups}
 
 
 def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch", model_dir: FilePath | None = None) -> Fsdp2Plan:
@@ -151,12 +143,16 @@ def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch", model_dir: Fi
     model = named_model(saved, state.head.ds_config, model_type_of(model_dir))
     _check_names(model, saved, state.checkpoint.tag_dir)
     saved_groups = model_groups(state, model)
-    tensors = DcpPlan(state, model, trained_params(state, model), saved_groups, saved.left_out)
+    # A value as torch's optimizers keep it: step is a float32 tensor.
+    params = tuple(
+        replace(param, scalars={k: with_kind(v, "float32") if k == "step" else v for k, v in param.scalars.items()})
+        for param in trained_params(state, model)
+    )
+    notes: list[str] = []
+    tensors = DcpPlan(state, model, params, _torch_groups(state, saved_groups, notes), saved.left_out)
     root = pairs_of(read_graph(state.checkpoint.model_files[0]))
     scheduler = {str(key): value for key, value in pairs_of(root.get("lr_scheduler")).items() if _is_plain(value)}
     of_torch = "last_epoch" in scheduler
-    notes = list(tensors.notes)
-    groups = torch_groups(state, saved_groups, notes)
     native = NativeNotes(
         counters={key: value for key in COUNTERS if type(value := root.get(key)) is int},
         config=_config_of_result(state.head.ds_config),
@@ -172,7 +168,7 @@ def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch", model_dir: Fi
         notes.append(f"not carried: the client state ({', '.join(client)}). Read it with zeroelastic.open")
     if state.head.scaler is not None and state.head.scaler.dynamic:
         notes.append("not carried: the loss scale, for which a checkpoint of FSDP2 has no place")
-    return Fsdp2Plan(tensors, layout, groups, native, scheduler if of_torch else {}, tuple(notes))
+    return Fsdp2Plan(tensors, layout, native, scheduler if of_torch else {}, (*tensors.notes, *notes))
 
 
 def _check_names(model: NamedModel, saved: ModelTensors, tag_dir: FilePath) -> None:
@@ -198,7 +194,7 @@ def _config_of_result(config: Mapping[str, object]) -> dict[str, object]:
     return {str(key): value for key, value in pairs_of(not_lean({"ds_config": whole})["ds_config"]).items()}
 
 
-def torch_groups(state: SavedState, groups: Sequence[ParamGroup], notes: list[str]) -> tuple[ParamGroup, ...]:
+def _torch_groups(state: SavedState, groups: Sequence[ParamGroup], notes: list[str]) -> tuple[ParamGroup, ...]:
     """The optimizer's groups with the options that torch's class has; other optimizers keep theirs.
 
     ``notes`` get what torch does not have.
@@ -224,21 +220,6 @@ def torch_groups(state: SavedState, groups: Sequence[ParamGroup], notes: list[st
     if left:
         notes.append(f"{', '.join(left)}: options that torch's Adam does not have; kept under {NATIVE} alone")
     return tuple(made)
-
-
-def flattened_groups(groups: Sequence[ParamGroup]) -> dict[str, object]:
-    """The groups as ``StateDictOptions(flatten_optimizer_state_dict=True)`` has them."""
-    return {
-        f"param_groups.{name}.{key}": value
-        for group in groups
-        for name in group.params
-        for key, value in group.options.items()
-    }
-
-
-def as_torch(key: str, value: ScalarValue) -> ScalarValue:
-    """A value of the optimizer's state as torch's optimizers keep it: ``step`` is a float32 tensor."""
-    return with_kind(value, "float32") if key == "step" else value
 
 
 def _is_plain(value: object) -> bool:
