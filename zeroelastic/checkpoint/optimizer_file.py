@@ -18,7 +18,7 @@ from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_from_sub_groups
+from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.columns import NamedColumn
@@ -134,25 +134,6 @@ def checked_params(params: Sequence[Param], path: FilePath) -> Sequence[Param]:
     return params
 
 
-def checked_groups(
-    groups: Sequence[Sequence[Param]],
-    world_size: int,
-    gaps: object,
-    path: FilePath,
-    *,
-    num_parts: Sequence[int] | None = None,
-) -> Layout:
-    """The group split of a file's parameters by group; ``gaps`` as the file states them, or None.
-
-    ``num_parts`` as of ``group_split_layout``. Raises CheckpointError where there is none.
-    """
-    checked_params([param for group in groups for param in group], path)
-    try:
-        return group_split_layout(groups, world_size, checked_gaps(gaps, path), num_parts=num_parts)
-    except (ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path}: {error}. The file is damaged.") from None
-
-
 def checked_gaps(gaps: object, path: FilePath) -> list[list[int]] | None:
     """What is left free behind each parameter of each group, where a file states it. Raises CheckpointError."""
     if gaps is None:
@@ -162,20 +143,6 @@ def checked_gaps(gaps: object, path: FilePath) -> list[list[int]] | None:
     ):
         raise damaged(path, f"param_alignment_paddings is {shown(gaps)}")
     return gaps
-
-
-def checked_layout(
-    sub_groups: Sequence[Sequence[Param]], world_size: int, path: FilePath, *, num_parts: Sequence[int] | None = None
-) -> Layout:
-    """The layout of a file's parameters by sub-group; ``num_parts`` as of ``layout_from_sub_groups``.
-
-    Raises CheckpointError where there is none.
-    """
-    checked_params([param for sub_group in sub_groups for param in sub_group], path)
-    try:
-        return layout_from_sub_groups(sub_groups, world_size, num_parts=num_parts)
-    except (ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path}: {error}. The file is damaged.") from None
 
 
 FP32 = "fp32"

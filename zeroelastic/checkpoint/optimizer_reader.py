@@ -29,8 +29,8 @@ from zeroelastic.checkpoint.optimizer_file import (
     ParamGroup,
     ScalerState,
     Shard,
-    checked_groups,
-    checked_layout,
+    checked_gaps,
+    checked_params,
     checked_table,
     damaged,
     read_option,
@@ -40,7 +40,15 @@ from zeroelastic.checkpoint.optimizer_file import (
 )
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Int64Array, Layout, Param, original_order, with_slices
+from zeroelastic.core.layout import (
+    Int64Array,
+    Layout,
+    Param,
+    group_split_layout,
+    layout_from_sub_groups,
+    original_order,
+    with_slices,
+)
 from zeroelastic.core.slices import RankSet
 from zeroelastic.errors import CheckpointError, NewerFormatError, UnsupportedError, shown
 from zeroelastic.io.paths import FilePath
@@ -186,19 +194,6 @@ def shard_of(
     slices: RankSlices | None = None,
 ) -> Shard:
     """What ``open_shard`` returns, of a file that was read already."""
-    with opened.file.one_open():
-        return _shard_of(opened, rank, world_size=world_size, rigid_params=rigid_params, tp_rank=tp_rank, slices=slices)
-
-
-def _shard_of(
-    opened: OptimizerFile,
-    rank: int,
-    *,
-    world_size: int,
-    rigid_params: Sequence[Sequence[Param]] | None,
-    tp_rank: int,
-    slices: RankSlices | None,
-) -> Shard:
     file, state, config, stage, num_parts = opened
     path = file.path
     if num_parts is not None and slices is None:
@@ -207,16 +202,17 @@ def _shard_of(
             "nothing says which rank has which."
         )
     cut = _Cut(world_size, rank, num_parts) if slices is None else _cut_of(path, state, slices, num_parts)
-    file.locate()
-    make = partial(_build, file, state, rank=cut.rank, config=config, stage=stage)
-    if stage == 3 and "base_optimizer_state" in state:
-        shard = _read_elastic(file, state, make, cut, rank=rank, world_size=world_size, tp_rank=tp_rank)
-    elif rigid_params is None:
-        raise damaged(path, "names no parameters and no model states file does")
-    elif stage == 3:
-        shard = _read_rigid(file, state, make, rigid_params, cut)
-    else:
-        shard = _read_groups(file, state, make, config, rigid_params, cut)
+    with file.one_open():
+        file.locate()
+        make = partial(_build, file, state, rank=cut.rank, config=config, stage=stage)
+        if stage == 3 and "base_optimizer_state" in state:
+            shard = _read_elastic(file, state, make, cut, rank=rank, world_size=world_size, tp_rank=tp_rank)
+        elif rigid_params is None:
+            raise damaged(path, "names no parameters and no model states file does")
+        elif stage == 3:
+            shard = _read_rigid(file, state, make, rigid_params, cut)
+        else:
+            shard = _read_groups(file, state, make, config, rigid_params, cut)
     return shard if slices is None else _of_whole_tensors(shard, slices)
 
 
@@ -232,8 +228,16 @@ class _Cut:
     num_parts: tuple[int, ...] | None = None
     ranks: tuple[RankSet, ...] | None = None
 
-    def layout(self, layout: Layout) -> Layout:
-        """A layout of as many buffers, with the ranks."""
+    def layout(
+        self, buffers: Sequence[Sequence[Param]], path: FilePath, family: Callable[..., Layout] = layout_from_sub_groups
+    ) -> Layout:
+        """The layout of the parameters of each flat buffer, with the ranks. Raises CheckpointError."""
+        parts = self.parts(len(buffers), path)
+        checked_params([param for buffer in buffers for param in buffer], path)
+        try:
+            layout = family(buffers, self.world_size, num_parts=parts)
+        except (ValueError, OverflowError) as error:
+            raise CheckpointError(f"{path}: {error}. The file is damaged.") from None
         return layout if self.ranks is None else with_slices(layout, self.ranks)
 
     def parts(self, num_buffers: int, path: FilePath) -> tuple[int, ...]:
@@ -287,8 +291,7 @@ def _of_whole_tensors(shard: Shard, slices: RankSlices) -> Shard:
 
 
 def _read_rigid(file: TorchFile, state: _State, make: _Make, sub_groups: Sequence[Sequence[Param]], cut: _Cut) -> Shard:
-    parts = cut.parts(len(sub_groups), file.path)
-    layout = cut.layout(checked_layout(sub_groups, cut.world_size, file.path, num_parts=parts))
+    layout = cut.layout(sub_groups, file.path)
     flats = _flat_groups(file, state, layout)
     members, values = _nested_state(file, state.get("optimizer_state_dict"), len(flats))
     groups = tuple(
@@ -354,9 +357,9 @@ def _read_groups(
     cut: _Cut,
 ) -> Shard:
     """Read a file of stage 1 or 2, of ``DeepSpeedZeroOptimizer`` or ``BF16_Optimizer`` (DeepSpeed 0.19.8)."""
-    gaps = state.get("param_alignment_paddings")
+    gaps = checked_gaps(state.get("param_alignment_paddings"), file.path)
+    layout = cut.layout(groups, file.path, partial(group_split_layout, gaps=gaps))
     parts = cut.parts(len(groups), file.path)
-    layout = cut.layout(checked_groups(groups, cut.world_size, gaps, file.path, num_parts=parts))
     flats = state.get(_GROUPS)
     if not isinstance(flats, list) or not all(isinstance(flat, TensorRef) for flat in flats):
         raise damaged(file.path, f"holds no {_GROUPS}")
@@ -425,8 +428,7 @@ def _read_elastic(
     if not isinstance(save_id, str):
         raise damaged(file.path, "has no save id")
     sub_groups = _table_params(file, table)
-    parts = cut.parts(len(sub_groups), file.path)
-    layout = cut.layout(checked_layout(sub_groups, cut.world_size, file.path, num_parts=parts))
+    layout = cut.layout(sub_groups, file.path)
     batch, optimizer = table.get("train_batch_size"), table.get("optimizer")
     if not isinstance(optimizer, (str, type(None))):
         raise damaged(file.path, f"names an optimizer {shown(optimizer)}")
@@ -437,12 +439,8 @@ def _read_elastic(
     values = state["base_optimizer_state"]
     if not isinstance(values, list) or len(values) != len(flats) or not all(isinstance(e, dict) for e in values):
         raise damaged(file.path, f"base_optimizer_state does not hold one entry for each of {len(flats)} flat groups")
-    return make(
-        format="elastic",
-        layout=layout,
-        flats=flats,
-        values=values,
-        groups=groups,
+    return replace(
+        make(format="elastic", layout=layout, flats=flats, values=values, groups=groups),
         save_id=save_id,
         train_batch_size=batch if type(batch) is int else None,
         optimizer=optimizer,
@@ -549,11 +547,6 @@ def _build(
     values: Sequence[Mapping[object, object]],
     groups: tuple[ParamGroup, ...],
     unpadded: bool = False,
-    save_id: str | None = None,
-    train_batch_size: int | None = None,
-    optimizer: str | None = None,
-    grad_scaler: Mapping[str, OptionValue] | None = None,
-    digests: Extent | None = None,
 ) -> Shard:
     """Place every tensor. Raises CheckpointError, UnsupportedError for what is no tensor or scalar.
 
@@ -597,19 +590,17 @@ def _build(
         rank=rank,
         stage=stage,
         format=format,
-        save_id=save_id,
+        save_id=None,
         layout=layout,
         groups=groups,
         tensor_keys=tuple(tensor_keys),
         scalars=tuple(scalars),
         extents={key: TensorExtents(file.path, dtypes[key], offset) for key, offset in offsets.items()},
-        digests=digests,
+        digests=None,
         scaler=_scaler(file, state),
         ds_config={str(k): v for k, v in config.items()} if isinstance(config, dict) else {},
-        train_batch_size=train_batch_size,
+        train_batch_size=None,
         header_bytes=file.header_bytes,
-        optimizer=optimizer,
-        grad_scaler=grad_scaler,
         directory=file.directory,
     )
 
