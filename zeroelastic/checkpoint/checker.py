@@ -18,6 +18,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read
 from zeroelastic.checkpoint.contradictions import (
     MIXED,
     VALUE_FACTS,
+    model_facts,
     other_save,
     other_stage,
     other_step,
@@ -549,12 +550,8 @@ def _said(content: ParamContent) -> dict[str, object]:
 
 
 def _model_facts(model: ModelStates) -> dict[str, str]:
-    frozen = None if model.frozen is None else model.frozen.params
-    dtypes = None if model.frozen_extents is None else sorted(model.frozen_extents.dtype.items())
-    return {
-        "the step": str(model.global_steps),
-        "parameters": repr(model.sub_groups),
-        "frozen parameters": repr(frozen),
-        "the dtypes of frozen parameters": repr(dtypes),
-        "where shared weights are": repr(None if model.shared is None else model.shared.entry()),
-    }
+    facts = model_facts(model)
+    extents = model.frozen_extents
+    facts["the dtypes of frozen parameters"] = None if extents is None else sorted(extents.dtype.items())
+    facts["where shared weights are"] = None if model.shared is None else model.shared.entry()
+    return {what: repr(fact) for what, fact in facts.items()}

@@ -13,7 +13,7 @@ from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.core.collector import paused_collector
-from zeroelastic.core.layout import Layout, Param
+from zeroelastic.core.layout import Layout
 from zeroelastic.errors import CheckpointError, UnsupportedError, some
 from zeroelastic.io.paths import FilePath
 
@@ -196,14 +196,16 @@ def check_same_models(models: Sequence[ModelStates], head: Shard, record: Commit
     first_of: dict[int, ModelStates] = {}  # by tensor parallel rank
     for model in models:
         peer = first_of.setdefault(model.rank % model.tensor_size, model)
-        for what, other, ours, theirs in (
-            ("the step", first, first.global_steps, model.global_steps),
-            ("parameters", peer, peer.sub_groups, model.sub_groups),
-            ("frozen parameters", peer, _frozen_params(peer), _frozen_params(model)),
-        ):
-            if ours != theirs:
+        for what, fact in model_facts(model).items():
+            other = first if what == "the step" else peer
+            if model_facts(other)[what] != fact:
                 raise CheckpointError(f"{model.path} and {other.path} differ in {what}. {MIXED}")
 
 
-def _frozen_params(model: ModelStates) -> tuple[Param, ...] | None:
-    return None if model.frozen is None else model.frozen.params
+def model_facts(model: ModelStates) -> dict[str, object]:
+    """What the module states of one save must say; of other tensor parallel ranks only the step is the same."""
+    return {
+        "the step": model.global_steps,
+        "parameters": model.sub_groups,
+        "frozen parameters": None if model.frozen is None else model.frozen.params,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from zeroelastic.core.slices import Int64Array, Slices
 
@@ -22,14 +23,23 @@ def strip_keys(slices: Slices) -> Int64Array:
     return np.stack((strips.stride, strips.num_runs, strips.numel, strips.start, tensor))
 
 
+def copies_together(key: Int64Array, *among: npt.NDArray[np.generic]) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """The strips of ``strip_keys`` in an order in which copies follow each other, sorted by ``among``, the last first.
+
+    With the places in that order where other copies begin, and how many they are.
+    """
+    order = np.lexsort((*among, *key))
+    begins = np.append(True, (key[:, order[1:]] != key[:, order[:-1]]).any(0))[: len(order)]
+    first = np.flatnonzero(begins)
+    return order, first, np.diff(np.append(first, len(order)))
+
+
 def first_copies(slices: Slices) -> Int64Array:
     """For each strip the first one that is the same of the same tensor, itself where there is none before it."""
-    key = strip_keys(slices)
-    order = np.lexsort((np.arange(key.shape[1]), *key))
-    begins = np.append(True, (key[:, order[1:]] != key[:, order[:-1]]).any(0))[: len(order)]
-    first = np.empty(len(order), dtype=np.int64)
-    first[order] = order[np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))]
-    return first
+    order, first, count = copies_together(strip_keys(slices))
+    found = np.empty_like(order)
+    found[order] = np.repeat(order[first], count)
+    return found
 
 
 def strips_of_runs(slices: Slices, param: Int64Array, start: Int64Array) -> Int64Array:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.core.copies import strip_keys, tensor_numbers
+from zeroelastic.core.copies import copies_together, strip_keys, tensor_numbers
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.core.slices import MOST_STRIPS, Int64Array, Slices, Strips, numbered, whole
 
@@ -156,13 +156,9 @@ def cut_by_source(rows: Rows, src: Layout) -> tuple[Rows, Int64Array]:
 def _distinct(slices: Slices, rank: int) -> tuple[Strips, Int64Array]:
     """Each strip of the tensors once, sorted by tensor and place, and the number of the tensor of each."""
     strips, key = slices.strips, strip_keys(slices)
-    near = slices.part_number(rank) < slices.num_parts
-    order = np.lexsort((strips.param, ~near[strips.param], *key))
-    same = (key[:, order[1:]] == key[:, order[:-1]]).all(0) if len(order) else np.empty(0, dtype=bool)
-    first = np.flatnonzero(np.append(True, ~same)[: len(order)])
-    copies = np.diff(np.append(first, len(order)))
-    is_near = near[strips.param[order[first]]] if len(order) else np.empty(0, dtype=bool)
-    chosen = order[first + np.where(is_near, 0, rank % np.maximum(copies, 1))]
+    near = (slices.part_number(rank) < slices.num_parts)[strips.param]
+    order, first, copies = copies_together(key, strips.param, ~near)
+    chosen = order[first + np.where(near[order[first]], 0, rank % copies)]
     return strips.take(chosen), key[-1, chosen]
 
 
