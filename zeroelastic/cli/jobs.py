@@ -25,7 +25,7 @@ from zeroelastic.cli.terminal import (
 from zeroelastic.errors import UsageError, counted
 
 if TYPE_CHECKING:
-    from zeroelastic.job_log.timeline import Incarnation, RestartCost, Timeline
+    from zeroelastic.job_log.timeline import Incarnation, Restart, Timeline
     from zeroelastic.proving.records import RunSpec
     from zeroelastic.proving.report import Prove
 
@@ -265,7 +265,7 @@ def _row(one: Incarnation, began: float, last_one: bool) -> tuple[str, ...]:
     )
 
 
-def _cost_row(one: Incarnation, cost: RestartCost, began: float) -> tuple[str, ...]:
+def _cost_row(one: Incarnation, cost: Restart, began: float) -> tuple[str, ...]:
     return (
         f"{one.start.time - began:.1f} s",
         str(one.start.world_size),

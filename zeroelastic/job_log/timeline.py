@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from pydantic import BaseModel, ConfigDict
+
 from zeroelastic.errors import UsageError
 from zeroelastic.job_log.event_log import (
     EndEvent,
@@ -28,11 +30,10 @@ E = TypeVar("E")
 How = Literal["cold", "in place"]
 
 PHASES = ("noticing", "rendezvous", "imports", "engine", "load", "first_step")
-"""The phases of a restart, in their order: fields of a ``RestartCost``."""
+"""The phases of a restart, in their order: fields of a ``Restart``."""
 
 
-@dataclass(frozen=True, slots=True)
-class RestartCost:
+class Restart(BaseModel):
     """Seconds from the last kill before a start to its first step, by phase; the phases add up to ``total``.
 
     ``since_kill``: whether the log has the kill; otherwise the time counts from the last line of the previous start.
@@ -40,8 +41,11 @@ class RestartCost:
     ``rendezvous`` until rank 0's new process began; ``imports`` until it had imported zeroelastic.elastic; ``engine``
     until ``resume`` was called; ``load`` is all of ``resume``, zeroelastic's part; ``first_step`` the rest. In place no
     process begins: ``rendezvous`` lasts until the new process groups are there, and ``imports`` is 0. Where the change
-    was announced, ``noticing`` is the time in which the job still trained.
+    was announced, ``noticing`` is the time in which the job still trained. ``our_share`` is ``load`` as a share of
+    ``total``, 0 to 1.
     """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     since_kill: bool
     noticing: float | None
@@ -50,21 +54,13 @@ class RestartCost:
     engine: float
     load: float
     first_step: float
+    total: float
+    our_share: float
 
     @property
     def by_phase(self) -> dict[str, float | None]:
         """The seconds of each phase, in their order."""
         return {phase: getattr(self, phase) for phase in PHASES}
-
-    @property
-    def total(self) -> float:
-        """The sum of all phases."""
-        return (self.noticing or 0.0) + sum((self.rendezvous, self.imports, self.engine, self.load, self.first_step))
-
-    @property
-    def our_share(self) -> float:
-        """``load`` as a share of ``total``, 0 to 1."""
-        return self.load / self.total if self.total > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +78,7 @@ class Incarnation:
     memory: tuple[MemoryEvent, ...]
     ends: tuple[EndEvent, ...]
     lost_steps: int
-    restart: RestartCost | None
+    restart: Restart | None
 
     @property
     def last_time(self) -> float:
@@ -179,7 +175,7 @@ def _restart(
     first: StepEvent,
     before: Sequence[Incarnation],
     nodes: Sequence[NodesEvent],
-) -> RestartCost:
+) -> Restart:
     """The cost of a restart; it includes starts before it that ended without a step."""
     process = start.time - start.process_seconds
     trained = [one for one in before if one.steps] or list(before)
@@ -189,15 +185,16 @@ def _restart(
     noticed = [time for time in ended if time >= began] if kills else []
     noticing = noticed[0] - began if noticed else None
     resumed = resume.monotonic - start.monotonic
-    return RestartCost(
-        since_kill=bool(kills),
-        noticing=noticing,
-        rendezvous=process - (began if noticing is None else noticed[0]),
-        imports=max(start.process_seconds - start.import_seconds, 0.0),
-        engine=start.import_seconds + max(resumed - resume.seconds, 0.0),
-        load=resume.seconds,
-        first_step=max(first.monotonic - resume.monotonic, 0.0),
-    )
+    rest = {
+        "rendezvous": process - (began if noticing is None else noticed[0]),
+        "imports": max(start.process_seconds - start.import_seconds, 0.0),
+        "engine": start.import_seconds + max(resumed - resume.seconds, 0.0),
+        "load": resume.seconds,
+        "first_step": max(first.monotonic - resume.monotonic, 0.0),
+    }
+    total = (noticing or 0.0) + sum(rest.values())
+    share = resume.seconds / total if total > 0 else 0.0
+    return Restart(since_kill=bool(kills), noticing=noticing, **rest, total=total, our_share=share)
 
 
 def _only(events: Sequence[Event], kind: type[E]) -> list[E]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 
 from zeroelastic.job_log import timeline
@@ -11,18 +10,6 @@ from zeroelastic.job_log.event_log import EndReason, Tier
 from zeroelastic.verbs.report import Number, Part, Report
 
 _MOST_POINTS = 4000
-
-
-class Restart(Part):
-    since_kill: bool
-    noticing: float | None
-    rendezvous: float
-    imports: float
-    engine: float
-    load: float
-    first_step: float
-    total: float
-    our_share: float
 
 
 class Point(Part):
@@ -54,7 +41,7 @@ class Start(Part):
     points: list[Point]
     end: EndReason | None
     error: str | None
-    restart: Restart | None
+    restart: timeline.Restart | None
 
 
 class NodeChange(Part):
@@ -87,7 +74,7 @@ def timeline_report(made: timeline.Timeline, *, num_torn: int, plot: Path | None
 
 
 def _start(one: timeline.Incarnation, most: int) -> Start:
-    resume, cost = one.resume, one.restart
+    resume = one.resume
     steps = (one.steps[i] for i in spread(len(one.steps), most))
     return Start(
         time=one.start.time,
@@ -112,7 +99,7 @@ def _start(one: timeline.Incarnation, most: int) -> Start:
         points=[Point(time=event.time, step=event.step, loss=event.loss) for event in steps],
         end=one.end,
         error=one.error,
-        restart=None if cost is None else Restart(**asdict(cost), total=cost.total, our_share=cost.our_share),
+        restart=one.restart,
     )
 
 

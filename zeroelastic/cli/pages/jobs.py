@@ -22,7 +22,8 @@ from zeroelastic.cli.pages.figures import (
     table,
 )
 from zeroelastic.errors import counted
-from zeroelastic.monitoring.job_report import Restart, Start, Timeline
+from zeroelastic.job_log.timeline import Restart
+from zeroelastic.monitoring.job_report import Start, Timeline
 from zeroelastic.proving.report import Prove
 from zeroelastic.verbs.report import Number
 
