@@ -3,8 +3,8 @@
 Where several engines save to the directory, only the tags of this one's parameters count (``tags.runs``). The newest
 tag is the one that was committed last, unless ``latest`` was set to an older tag since, which rolls a run
 back. The ranks agree on the tag before any of them opens it. A damaged tag is passed over, with a warning, for the one
-before it; a tag during whose loads the job died twice is tried after all others. A problem of the run rather than of
-the tag (another model, another global batch) is raised.
+before it, in memory or on the disk; a tag during whose loads the job died twice is tried after all others. A problem of
+the run rather than of the tag (another model, another global batch) is raised.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def resume(
 ) -> Resumed:
     """Load the newest checkpoint of ``directory`` that can be loaded, with the position of ``data``. Collective.
 
-    With ``"memory"`` in the options, that is one in the memory of the nodes where there is a newer one.
+    With ``"memory"`` in the options, that is one in the memory of the nodes where it is newer than those on the disk
+    that can be loaded.
 
     A damaged tag whose save was complete is marked (``checkpoint.marks``), and the next ``resume`` skips it;
     nothing is deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the data. With
@@ -99,6 +100,7 @@ def resume(
     require_partners()
     began = time.monotonic()
     root = as_path(absolute(directory))
+    lost: tuple[str, ...] = ()
 
     def started(resumed: Resumed) -> Resumed:
         if memory is not None:
@@ -112,10 +114,23 @@ def resume(
             publish(StartReport(resumed.tag, step, ranks, seconds, restart_count(), lost), engine)
         return resumed
 
-    def load(load_dir: str, name: str, passed: tuple[str, ...]) -> tuple[FilePath, Resumed]:
-        with attempts.of(
-            tag_dir := as_path(load_dir) / name, lambda: next(tag for tag in tags if tag.tag_dir == tag_dir)
-        ):
+    def load_memory(saved: Tag | None) -> Resumed | None:
+        """The newest generation that loads, of those that are newer than a tag and were not tried. Collective."""
+        nonlocal lost
+        if memory is None:
+            return None
+        newer = memory.newer_than(saved, tags, rolled_back=at > 0)
+        resumed, problems = memory.load_newest(engine, newer, finish, strict=strict)
+        lost += problems
+        return None if resumed is None else replace(resumed, tier="memory")
+
+    def load(load_dir: str, name: str, passed: tuple[str, ...]) -> tuple[FilePath | None, Resumed]:
+        tag_dir = as_path(load_dir) / name
+        saved = next((tag for tag in tags if tag.tag_dir == tag_dir), None)
+        last = saved is not None and attempts.postpone(saved) is not None
+        if (resumed := load_memory(None if last else saved)) is not None:
+            return None, replace(resumed, passed_over=passed)
+        with attempts.of(tag_dir, lambda: next(tag for tag in tags if tag.tag_dir == tag_dir)):
             with loading_strictly(engine, strict):
                 path, client_state = engine.load_checkpoint(load_dir, tag=name)
             if path is None:
@@ -127,19 +142,20 @@ def resume(
         tags = tags_of_this_run(engine, root)
         at = all_or_raise(lambda: going_on_from(root, tags) if dist.get_rank() == 0 else 0)
         memory = memory_tier(engine, root)
-        lost: tuple[str, ...] = ()
         finish = _Finish(engine, root, data, strict)
-        if memory is not None:
-            resumed, lost = memory.load_newest(engine, memory.newer_than(tags, at), finish, strict=strict)
-            if resumed is not None:
-                return started(replace(resumed, passed_over=lost, tier="memory"))
+        if (newest := load_memory(tags[at] if tags else None)) is not None:
+            return started(replace(newest, passed_over=lost))
         attempts = all_or_raise(partial(Attempts, root))
         found, passed = walk_back(root, tags[at:], load, engine=engine, postpone=attempts.postpone)
+        if found is None and (left := load_memory(None)) is not None:
+            found = None, replace(left, passed_over=passed)
         if found is not None:
             tag_dir, resumed = found
+            resumed = replace(resumed, passed_over=(*lost, *resumed.passed_over))
+            if tag_dir is None:
+                return started(resumed)
             tier: Tier = "node-local" if engine.use_node_local_storage() else "directory"
-            resumed = replace(resumed, passed_over=(*lost, *resumed.passed_over), tier=tier)
-            return started(_with_branches(engine, tag_dir, resumed, tags, at))
+            return started(_with_branches(engine, tag_dir, replace(resumed, tier=tier), tags, at))
         if passed or (lost and any_rank(state_of(engine).damage is not None)):
             raise none_loads(root, (*lost, *passed))
         must = required or options_of(engine).required

@@ -311,6 +311,33 @@ def test_a_flipped_byte_is_noticed_and_the_disk_is_taken(rank_pool: RankPool, tm
     assert "step 4 in memory" in turns[0].start.passed_over[0]
 
 
+def test_where_the_newest_save_is_damaged_what_memory_has_from_before_is_taken(
+    rank_pool: RankPool, tmp_path: Path, shared: Path
+) -> None:
+    """The disk has steps 3 and 6, memory step 4; then the disk has no older save, and then memory is damaged too."""
+    directory, job = tmp_path / "ckpt", replace(JOB, options={"verify": True, "memory": {"every": 4}})
+    first = rank_pool.run(run, 2, job, str(directory), shared / "kept", [0, 1], 7, save_steps=3)
+    flip_a_bit(next((directory / "global_step6").glob("*rank_1_*optim_states.pt")))
+    shutil.copytree(directory, tmp_path / "saved")
+    for name in ("alone", "damaged"):
+        shutil.copytree(shared / "kept", shared / name)
+    for path in (shared / "damaged").rglob("complete/*/*optim_states.pt"):
+        flip_a_bit(path)
+
+    for name, tier, step, passed_over in (
+        ("kept", "memory", 4, ["global_step6"]),
+        ("alone", "memory", 4, ["global_step6"]),
+        ("damaged", "directory", 3, ["step 4 in memory", "global_step6"]),
+    ):
+        if name == "alone":
+            shutil.rmtree(directory / "global_step3")
+        turns = rank_pool.run(run, 2, job.other(), str(directory), shared / name, [0, 1], 1)
+        continued(first[0], turns, step, tier=tier)
+        assert [passed.split(": ")[0] for passed in turns[0].start.passed_over] == passed_over, name
+        shutil.rmtree(directory)
+        shutil.copytree(tmp_path / "saved", directory)
+
+
 def saves_late(job: Job, directory: str, shared: Path, *, late: bool) -> tuple[int, dict[str, Any]]:
     """Train to step 5, with a save of step 2 in the background that is ``late``: written when step 5 is in memory."""
     from zeroelastic.deepspeed.save.shard_writer import Snapshot

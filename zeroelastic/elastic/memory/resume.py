@@ -114,12 +114,14 @@ class MemoryTier:
             key=lambda generation: generation.note.committed_at,
             reverse=True,
         )
+        self._tried = set[str]()
 
-    def newer_than(self, tags: Sequence[Tag], at: int) -> list[Generation]:
-        """The generations that a run resumes from rather than from ``tags[at]``, newest first. Collective.
+    def newer_than(self, saved: Tag | None, tags: Sequence[Tag], *, rolled_back: bool) -> list[Generation]:
+        """The generations that a run resumes from rather than from ``saved``, newest first. Collective.
 
-        Rank 0's ``tags`` count; ``at`` is the index of the newest checkpoint on the disk, newest first, or of that to
-        which ``latest`` was set back: then only generations count that continue from it.
+        Those that were tried are left out. Rank 0's arguments count; ``saved`` is one of ``tags``, the checkpoints on
+        the disk, or None: there is none that is left. In a run that was ``rolled_back``, because ``latest`` was set
+        back, only generations count that continue from ``saved``.
         """
 
         def choose() -> dict[str, str | None]:
@@ -127,10 +129,9 @@ class MemoryTier:
             placed = [
                 replace(one, continues=one.note.begun if one.note.begun in committed else one.note.parent)
                 for one in self.generations
+                if one.tag not in self._tried
             ]
-            return {
-                one.tag: one.continues for one in placed if not tags or _is_newer(one, tags[at], rolled_back=at > 0)
-            }
+            return {one.tag: one.continues for one in placed if _is_newer(one, saved, rolled_back=rolled_back)}
 
         newer = broadcast_or_raise(choose)
         return [replace(one, continues=newer[one.tag]) for one in self.generations if one.tag in newer]
@@ -150,6 +151,7 @@ class MemoryTier:
         """
         passed: list[str] = []
         for generation in generations:
+            self._tried.add(generation.tag)
             name = f"step {generation.note.step} in memory"
             if generation.problem is None:
                 try:
@@ -221,14 +223,16 @@ def _hash(note: MemoryNote) -> str:
     return hashlib.sha256(note.model_dump_json().encode()).hexdigest()
 
 
-def _is_newer(generation: Generation, saved: Tag, *, rolled_back: bool) -> bool:
-    """Whether a run resumes from a generation rather than from a checkpoint on the disk.
+def _is_newer(generation: Generation, saved: Tag | None, *, rolled_back: bool) -> bool:
+    """Whether a run resumes from a generation rather than from a checkpoint on the disk, or from none.
 
     A generation that was made after that save is newer, even if the save was committed later: one in the background may
     take long. Of one step, saved to both, the one in memory is taken: they have the same content. Where neither
     continues the other, times decide.
     """
     note = generation.note
+    if saved is None:
+        return not rolled_back
     if saved.save_id is not None and generation.continues == saved.save_id:
         return True
     if rolled_back:
