@@ -131,6 +131,7 @@ def test_whole_tensors_are_written_under_the_names_of_the_model(saved: Saved, tm
     _, job = JOBS[name]
     report = zeroelastic.convert(tag_dir, tmp_path / "fsdp", to="fsdp2")
     assert bool(report.digests_compared) == job.installed, "the others have no record"
+    assert not any("frozen parameters: the checkpoint was saved without them" in note for note in report.notes)
     with zeroelastic.open(tmp_path / "fsdp") as ck:
         tied = dict(ck.tied)
         assert {*ck} == {*names}

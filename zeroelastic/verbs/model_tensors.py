@@ -108,7 +108,11 @@ def model_tensors(state: SavedState) -> ModelTensors:
             left_out.append(f"buffer {name}: it is of a kind that is not read ({shown(value)})")
     left_out += _expert_buffers(state, found)
     if state.models[0].frozen is None:
-        left_out.append("frozen parameters: the checkpoint was saved without them (exclude_frozen_parameters)")
+        left_out.append(
+            "frozen parameters, if the run has any: a save of ZeRO stage 1 does not say whether it left them out"
+            if state.head.stage == 1
+            else "frozen parameters: the checkpoint was saved without them (exclude_frozen_parameters)"
+        )
     tied = _tied(root.get("shared_params"), found, left_out, state)
     order = {name: number for number, name in enumerate(module)}
     tensors = sorted(found.values(), key=lambda tensor: order.get(tensor.name, len(order)))
