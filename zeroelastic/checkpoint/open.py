@@ -106,7 +106,7 @@ class Checkpoint:
     ``near_rank`` chooses among headers of which any will do. ``remote_files`` are names of files that only other ranks
     see: their headers are parsed from bytes that a rank which sees the file has read (``through``).
     ``compare_directories``: whether a file that is opened must have the zip directory that the record states.
-    ``notes`` are sentences on what the files do not say and was inferred.
+    ``notes`` are sentences on what the files do not say and was inferred; ``rederived`` names counters among it.
     """
 
     tag_dir: FilePath
@@ -122,6 +122,7 @@ class Checkpoint:
     whole_model: bool = False
     near_rank: int = 0
     notes: tuple[str, ...] = ()
+    rederived: tuple[str, ...] = ()
     _shards: dict[int, Shard] = field(default_factory=dict, repr=False)
     _models: dict[int, ModelStates] = field(default_factory=dict, repr=False)
     _maps: SavedMaps | None = field(default=None, repr=False)

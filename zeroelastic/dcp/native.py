@@ -33,7 +33,8 @@ class NativeForm:
 
     ``trained`` and ``groups`` are those of ``found`` in the form that DeepSpeed's optimizers have; ``batch`` is the
     global batch that the configuration states; ``model_root`` are the module states, a graph for a torch file.
-    ``notes`` are sentences on what was inferred, and on what no file of DeepSpeed has a place for.
+    ``notes`` are sentences on what was inferred, and on what no file of DeepSpeed has a place for; ``rederived`` names
+    the counters that were computed from others.
     """
 
     found: DcpCheckpoint
@@ -44,6 +45,7 @@ class NativeForm:
     batch: int | None
     model_root: Mapping[object, object]
     notes: tuple[str, ...]
+    rederived: tuple[str, ...] = ()
 
 
 def native_form(found: DcpCheckpoint, config: Mapping[str, object], world_size: int) -> NativeForm:
@@ -67,16 +69,23 @@ def native_form(found: DcpCheckpoint, config: Mapping[str, object], world_size: 
     steps = _steps(found, native, notes)
     batch = configured_batch(config, world_size)
     scheduler = _scheduler(found, native, config, steps, notes)
+    samples, rederived = native.counters.get("global_samples"), tuple[str, ...]()
+    if samples is None:
+        samples = steps * (batch or 0)
+        known = f"{steps} steps of this run's batch of {batch}"
+        by = "the configuration has no global batch" if batch is None else known
+        rederived = (f"global_samples ({samples}: {by})",)
     root = _model_root(found, config, scheduler) | {
         "global_steps": steps,
-        "global_samples": native.counters.get("global_samples", steps * (batch or 0)),
+        "global_samples": samples,
         "skipped_steps": native.counters.get("skipped_steps", 0),
     }
     left = [*found.named.rest, *_left_beside(found)]
     if left:
         notes.append(f"not carried: {some(left, _MAX_LISTED)}, for which DeepSpeed's files have no place")
     groups = _groups(found, native)
-    return NativeForm(found, config, replace(found.trained, scalars=scalars), groups, steps, batch, root, tuple(notes))
+    trained = replace(found.trained, scalars=scalars)
+    return NativeForm(found, config, trained, groups, steps, batch, root, tuple(notes), rederived)
 
 
 def _has_own_adam(config: Mapping[str, object]) -> bool:

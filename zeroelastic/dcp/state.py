@@ -139,7 +139,7 @@ def checkpoint_of(form: NativeForm) -> ChunkedCheckpoint:
         found, trained=form.trained, groups=form.groups, config=config, steps=form.steps
     ).checkpoint
     assert isinstance(checkpoint, ChunkedCheckpoint)
-    checkpoint.notes = form.notes
+    checkpoint.notes, checkpoint.rederived = form.notes, form.rederived
     # a load has the tensors of frozen parameters from their chunks
     root = {**form.model_root, "frozen_param_shapes": None, "frozen_param_fragments": None}
     checkpoint.made = _file_in_memory(root)

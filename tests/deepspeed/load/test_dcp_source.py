@@ -44,6 +44,7 @@ def check(outcome: Outcome, state: dict[str, str], losses: list[float], ranks: i
     assert (report.format, report.saved_world_size, report.world_size) == ("dcp", 2, ranks)
     assert report.bytes_read == report.bytes_owned and report.bytes_sent == 0
     assert any("of FSDP2" in note or "inferred" in note or "taken as" in note for note in report.notes)
+    assert f"global_samples (360: 3 steps of this run's batch of {Job().batch})" in report.rederived
 
 
 @pytest.mark.support(SECTION, FEATURE, "exact", NOTE)
@@ -62,7 +63,8 @@ def test_a_job_of_fsdp2_goes_on_without_a_conversion(
 @pytest.mark.parametrize("stage", [3, 2])
 def test_all_of_the_state_is_that_of_a_conversion(rank_pool: RankPool, saved: Any, tmp_path: Path, stage: int) -> None:
     """Frozen parameters, buffers, hyper-parameters, counters and the scheduler, too."""
-    zeroelastic.convert(saved[0], tmp_path / "native", from_="fsdp2", world_size=3)
+    notes = zeroelastic.convert(saved[0], tmp_path / "native", from_="fsdp2", world_size=3).notes
+    assert "re-derived: global_samples (0: the configuration has no global batch)" in notes
     job = from_dcp(Job(), stage=stage)
     found = rank_pool.run(resume, 3, job, str(saved[0]))
     expected = rank_pool.run(resume, 3, job, str(tmp_path / "native"))
@@ -175,6 +177,8 @@ def test_weights_alone(rank_pool: RankPool, saved: Any, options: dict[str, bool]
     outcome = rank_pool.run(resume, 3, from_dcp(Job()), str(place), **options)[0]
     of_weights = {key: value for key, value in outcome.gathered.items() if key.endswith("/fp32")}
     assert of_weights == {key: value for key, value in state.items() if key.endswith("/fp32")}
+    counts = not options.get("load_module_only", False)
+    assert any("global_samples" in text for text in outcome.report.rederived) == counts
 
 
 def other_mesh(root: Path) -> dict[str, torch.Tensor]:

@@ -71,6 +71,8 @@ def load_report(
         texts.append(f"node-local disks: {few} did not see all files, and had them read and sent by ranks that did")
     texts += module_notes
     exact, rederived, reset = _inventory(engine, live, load_plan, restored.loaded[1], weights_only=request.weights_only)
+    if not request.load_module_only:
+        rederived = (*rederived, *checkpoint.rederived)
     if checkpoint.stale_files:
         texts.append(f"ignored {len(checkpoint.stale_files)} files of an older save in this directory")
     if verification.note is not None:

@@ -65,7 +65,9 @@ def plan_from_fsdp2(
     stage = options.stage or native.stage or 3
     options.check(stage)
     form = native_form(found, known or {}, options.world_size)
-    notes = form.notes if known is not None else (*form.notes, _WITHOUT_CONFIG)
+    notes = (*form.notes, *(f"re-derived: {what}" for what in form.rederived))
+    if known is None:
+        notes = (*notes, _WITHOUT_CONFIG)
     saved = _source(form)
     saved = with_options(saved, {"zero_optimization": options.zero_options})
     if stage == 3 and options.sub_group_size is None:
