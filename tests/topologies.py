@@ -409,6 +409,22 @@ def hashed(value: Any) -> Any:
     return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()}"
 
 
+def save_trained(job: TopologyJob, directory: str, *, steps: int = 2) -> dict[str, Any]:
+    """The state of a new run after some steps, which it saves under the tag ``t``, as hashes."""
+    engine = build(job)
+    train(engine, 0, steps)
+    engine.save_checkpoint(directory, tag="t")
+    return logical_hashes(engine)
+
+
+def load_and_gather(job: TopologyJob, directory: str, tag: str | None = None) -> dict[str, Any]:
+    """The state of a run after a load, as hashes."""
+    engine = build(job)
+    path, _ = engine.load_checkpoint(directory, tag=tag)
+    assert path is not None
+    return logical_hashes(engine)
+
+
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """The keys that differ between two states, or states of hashes."""
     keys = dict.fromkeys([*expected, *found])

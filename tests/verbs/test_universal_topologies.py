@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from extended import with_swept
-from topologies import TopologyJob, build, differences, logical_hashes, train
+from topologies import TopologyJob, differences, load_and_gather, save_trained
 
 import zeroelastic
 from zeroelastic.errors import UnsupportedError
@@ -20,20 +20,6 @@ from zeroelastic.testing import RankPool
 UNIVERSAL: dict[str, Any] = {"checkpoint": {"load_universal": True}}
 RESTORED = ("weight", "fp32", "exp_avg", "exp_avg_sq", "step")
 """What DeepSpeed's loader restores of each parameter."""
-
-
-def save(job: TopologyJob, directory: str) -> dict[str, Any]:
-    engine = build(job)
-    train(engine, 0, 2)
-    engine.save_checkpoint(directory, tag="t")
-    return restored(logical_hashes(engine))
-
-
-def load(job: TopologyJob, directory: str) -> dict[str, Any]:
-    engine = build(job)
-    path, _ = engine.load_checkpoint(directory)
-    assert path is not None
-    return restored(logical_hashes(engine))
 
 
 def restored(state: dict[str, Any]) -> dict[str, Any]:
@@ -67,12 +53,12 @@ CASES = {
 @pytest.mark.parametrize("name", with_swept(CASES, {"autoep 2"}))
 def test_stock_deepspeed_loads_it_at_another_topology(name: str, topology_pool: RankPool, tmp_path: Path) -> None:
     ranks, job, others = CASES[name]
-    saved = topology_pool.run(save, ranks, job, str(tmp_path / "saved"))[0]
+    saved = topology_pool.run(save_trained, ranks, job, str(tmp_path / "saved"))[0]
     report = zeroelastic.convert(tmp_path / "saved", tmp_path / "universal", to="universal")
     assert any("load it with expert parallel size 1" in note for note in report.notes) == (job.model == "moe")
     with pytest.raises(UnsupportedError, match=r"cannot be taken yet.*zeroelastic reshard"):
         zeroelastic.convert(tmp_path / "universal", tmp_path / "native", from_="universal", world_size=2)
     for other_ranks, changes in others:
         other = replace(job.other(), **changes, config=UNIVERSAL)
-        found = topology_pool.run(load, other_ranks, other, str(tmp_path / "universal"))[0]
-        assert not differences(saved, found), changes
+        found = topology_pool.run(load_and_gather, other_ranks, other, str(tmp_path / "universal"))[0]
+        assert not differences(restored(saved), restored(found)), changes

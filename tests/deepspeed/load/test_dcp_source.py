@@ -12,7 +12,7 @@ import pytest
 import torch
 from dcp_writers import grid, job_state, write_dcp
 from fsdp_job import fsdp_train_and_save
-from topologies import TopologyJob, build, differences, logical_hashes, train
+from topologies import TopologyJob, differences, load_and_gather, save_trained
 from training import LOSS_RTOL, Job, Outcome, attempt_each, build_engine, raised, resume, train_and_save, train_step
 
 import zeroelastic
@@ -212,23 +212,10 @@ def test_boxes_of_a_mesh_of_two_dimensions(rank_pool: RankPool, tmp_path: Path) 
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-def save_sliced(job: TopologyJob, directory: str) -> dict[str, Any]:
-    engine = build(job)
-    train(engine, 0, 3)
-    engine.save_checkpoint(directory, tag="t")
-    return logical_hashes(engine)
-
-
-def load_sliced(job: TopologyJob, directory: str) -> dict[str, Any]:
-    engine = build(job)
-    engine.load_checkpoint(directory)
-    return logical_hashes(engine)
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_of_autotp_takes_its_slices(topology_pool: RankPool, tmp_path: Path, stage: int) -> None:
-    state = topology_pool.run(save_sliced, 2, TopologyJob("llama", stage=stage), str(tmp_path / "native"))[0]
+    state = topology_pool.run(save_trained, 2, TopologyJob("llama", stage=stage), str(tmp_path / "native"))[0]
     zeroelastic.convert(tmp_path / "native", tmp_path / "fsdp", to="fsdp2")
     job = TopologyJob("llama", stage=stage, tp=2, config={"zeroelastic": {"source": "dcp"}}).other()
-    assert not differences(state, topology_pool.run(load_sliced, 4, job, str(tmp_path / "fsdp"))[0])
+    assert not differences(state, topology_pool.run(load_and_gather, 4, job, str(tmp_path / "fsdp"))[0])

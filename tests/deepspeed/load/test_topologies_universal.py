@@ -8,26 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from stock_programs import ds_to_universal
-from topologies import TopologyJob, build, differences, logical_hashes, train
+from topologies import TopologyJob, differences, load_and_gather, save_trained
 
 from zeroelastic.testing import RankPool
-
-
-def save(job: TopologyJob, directory: str) -> dict[str, Any]:
-    engine = build(job)
-    train(engine, 0, 2)
-    engine.save_checkpoint(directory, tag="t")
-    return logical_hashes(engine)
-
-
-def load(job: TopologyJob, directory: str) -> dict[str, Any]:
-    engine = build(job)
-    assert engine.load_checkpoint(directory, tag="t")[0] is not None
-    return logical_hashes(engine)
 
 
 class Case(NamedTuple):
@@ -72,11 +59,12 @@ def test_universal_checkpoint_loads_the_same_values_but_where_it_is_wrong(
     topology_pool: RankPool, tmp_path: Path, name: str
 ) -> None:
     case = CASES[name]
-    saved = topology_pool.run(save, case.src_ranks, case.src, str(tmp_path / "run"))[0]
-    assert differences(saved, topology_pool.run(load, case.dst_ranks, case.dst.other(), str(tmp_path / "run"))[0]) == []
+    saved = topology_pool.run(save_trained, case.src_ranks, case.src, str(tmp_path / "run"))[0]
+    loaded = topology_pool.run(load_and_gather, case.dst_ranks, case.dst.other(), str(tmp_path / "run"), "t")[0]
+    assert differences(saved, loaded) == []
     (tmp_path / "universal").mkdir()
     ds_to_universal(tmp_path / "run" / "t", tmp_path / "universal" / "t", "--inject_missing_state")
     stock = replace(case.dst.other(), installed=False, config={"checkpoint": {"load_universal": True}})
-    found = topology_pool.run(load, case.dst_ranks, stock, str(tmp_path / "universal"))[0]
+    found = topology_pool.run(load_and_gather, case.dst_ranks, stock, str(tmp_path / "universal"), "t")[0]
     wrong = differences(saved, found)
     assert {next((end for end in case.wrong if key.endswith(end)), key) for key in wrong} == case.wrong
