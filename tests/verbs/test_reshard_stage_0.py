@@ -84,9 +84,12 @@ def test_as_a_source_stage_0_is_refused_by_name(tmp_path: Path) -> None:
     said = "of ZeRO stage 0, whose optimizer state does not name its parameters, so that only a stage 0 run resumes"
     report = zeroelastic.verify(tmp_path / "b")
     assert report.valid and said in report.unsupported[0]
-    for verb in (zeroelastic.inspect, zeroelastic.open):
-        with pytest.raises(UnsupportedError, match=said):
-            verb(tmp_path / "b")
+    found = zeroelastic.inspect(tmp_path / "b")
+    assert (found.stage, found.world_size, found.step, found.params) == (0, 1, 2, [])
+    assert not found.ok and not found.problems and said in found.unsupported[0]
+    assert found.files.missing == [] and found.buffers and (found.totals.files, found.headers_read) == (1, 1)
+    with pytest.raises(UnsupportedError, match=said):
+        zeroelastic.open(tmp_path / "b")
     with pytest.raises(UnsupportedError, match=said):
         zeroelastic.reshard(tmp_path / "b", tmp_path / "c", world_size=1)
     # Without an optimizer in it the file is one of stage 1 or 2, whose optimizer files are lost.

@@ -157,7 +157,14 @@ class _Checker(TagHeaders):
     def _check_names(self, error: UnsupportedError | None) -> None:
         """Keep the files that ranks write, whatever is in them: names, sizes and checksums are compared."""
         listing, record = self.listing, self.record
-        self.is_stage_0, tp_size = is_stage_0(listing), listing.tp_size
+        root, tp_size = stage_0_root(listing), listing.tp_size
+        self.is_stage_0 = root is not None
+        if root is not None:
+            self.root = root
+            error = UnsupportedError(
+                f"{self.tag_dir}: {min(listing.models.values())} holds the optimizer too. It is of ZeRO stage 0, whose "
+                "optimizer state does not name its parameters, so that only a stage 0 run resumes it."
+            )
         if error is not None and (self.is_stage_0 or self._is_opaque):
             self._refuse(error)
         if record is not None:
@@ -515,14 +522,19 @@ class _Checker(TagHeaders):
 
 def is_stage_0(listing: TagListing) -> bool:
     """Whether there are no optimizer files because the model states file has the optimizer. Opens that file."""
+    return stage_0_root(listing) is not None
+
+
+def stage_0_root(listing: TagListing) -> dict[object, object] | None:
+    """The tree of the model states file of a save at ZeRO stage 0; None for any other save."""
     if listing.kind != "zero-1-2" or listing.optim or RECORD_NAME in listing.sizes:
-        return False
+        return None
     for name in listing.models.values():
         with suppress(CheckpointError, UnsupportedError):
             root = read_torch_file(listing.directory / name, foreign="inert", columns=True).root
             if isinstance(root, dict) and isinstance(root.get("optimizer"), dict):
-                return True
-    return False
+                return root
+    return None
 
 
 def _differences(want: Mapping[str, ParamContent], contents: Iterable[ParamContent]) -> list[tuple[str, str]]:

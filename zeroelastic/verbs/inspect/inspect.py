@@ -121,7 +121,7 @@ def inspect_source(source: Source, *, all_ranks: bool = False) -> InspectReport:
 
     ``all_ranks`` opens every rank's headers and reports contradictions between them. Raises UnreadableError where the
     directory or a file cannot be read, SavedAgainError where it was saved again meanwhile, UnsupportedError for
-    checkpoints of ZeRO stage 0 and Universal ones.
+    Universal checkpoints. One of ZeRO stage 0 is described without its parameters, which its optimizer does not name.
 
     Example::
 
@@ -135,11 +135,6 @@ def inspect_source(source: Source, *, all_ranks: bool = False) -> InspectReport:
             )
         headers: Headers = "all" if all_ranks else "first"
         checked = check_headers(source.tag_dir, headers=headers, listing=listing, first_tp=True)
-        if checked.is_stage_0:
-            raise UnsupportedError(
-                f"{listing.directory}: {min(listing.models.values())} holds the optimizer too. It is of ZeRO stage 0, "
-                "whose optimizer state does not name its parameters, so that only a stage 0 run resumes it."
-            )
         found = _report(source, checked)
     if found.problems and was_saved_again(source.tag_dir):
         raise saved_again(source.tag_dir)
@@ -158,7 +153,7 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         ranks = f"was saved with {listing.tp_size} tensor parallel ranks, of which the first is shown."
         others = [sentence for sentence in unsupported if OFFLINE_TENSOR_PARALLEL not in sentence]
         unsupported = [*others, f"{checked.tag_dir}: {ranks} {OFFLINE_TENSOR_PARALLEL}"]
-    num_missing, missing = listing.missing(checked.topology.data_size)
+    num_missing, missing = _missing(checked)
     damaged = any(problem.file == RECORD_NAME for problem in checked.problems)
     params = list(_params(checked))
     params += _tied(root, params)
@@ -189,10 +184,12 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         latest=source.latest,
         framework=source.framework,
         format=shard.format if shard is not None else None if record is None else record.checkpoint_format,
-        stage=None if shard is None else shard.stage,
+        stage=0 if checked.is_stage_0 else None if shard is None else shard.stage,
         world_size=None if checked.stated_world_size is None else checked.world_size,
         tp_size=listing.tp_size if tp_size is None else tp_size,
-        step=record.global_steps if record is not None else None if model is None else model.global_steps,
+        step=_integer(root, "global_steps")
+        if checked.is_stage_0
+        else next((found.global_steps for found in (record, model) if found is not None), None),
         skipped_steps=_integer(root, "skipped_steps"),
         samples=_integer(root, "global_samples"),
         save_id=next((found.save_id for found in (shard, record) if found is not None and found.save_id), None),
@@ -242,7 +239,7 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
             leftovers=list(listing.temporaries),
             folders=list(listing.folders),
         ),
-        headers_read=checked.num_opened,
+        headers_read=1 if checked.is_stage_0 else checked.num_opened,
     )
 
 
@@ -251,9 +248,14 @@ def _integer(root: Mapping[object, object], key: str) -> int | None:
     return value if type(value) is int else None
 
 
+def _missing(checked: TagHeaders) -> tuple[int, Sequence[str]]:
+    """How many files of ranks are missing, and the names of the first of them."""
+    return (0, ()) if checked.is_stage_0 else checked.listing.missing(checked.topology.data_size)
+
+
 def _problems(checked: TagHeaders) -> list[str]:
     """What is wrong: missing files and parameters that contradict the record as one sentence each."""
-    listing, directory = checked.listing, checked.tag_dir
+    directory = checked.tag_dir
     gone = {*checked.missing}
     found = [problem for problem in checked.problems if problem not in gone]
     found += checked.other_directories({problem.file for problem in checked.problems})
@@ -263,7 +265,7 @@ def _problems(checked: TagHeaders) -> list[str]:
         problems.append(f"{directory}: {len(of_params) - _NAMED} more parameters contradict the commit record.")
     if checked.stated_world_size is None:
         problems.append(f"{directory}: no file tells how many ranks saved it. The checkpoint is incomplete.")
-    num_missing, missing = listing.missing(checked.topology.data_size)
+    num_missing, missing = _missing(checked)
     if num_missing:
         problems.append(
             f"{directory}: {num_missing} of the files of {counted(checked.world_size, 'rank')} "
