@@ -253,10 +253,10 @@ OFTEN = "a tag", "resume from memory or the directory", "a change of world"
 
 
 def marks_of(name: str, stage: int) -> list[pytest.MarkDecorator]:
-    """`make test` has some ways at stage 3, `make test-all` these at both stages and the others at stage 3."""
-    if name in OFTEN:
-        return [pytest.mark.extended] * (stage != 3)
-    return [pytest.mark.extended if stage == 3 else pytest.mark.sweep]
+    """`make test` has some ways at stage 3, `make test-all` all of them, and the first and the last at stage 2."""
+    if stage == 3:
+        return [pytest.mark.extended] * (name not in OFTEN)
+    return [pytest.mark.extended if name in (OFTEN[0], OFTEN[-1]) else pytest.mark.sweep]
 
 
 def put_back(run: Run) -> None:

@@ -108,6 +108,11 @@ SWEPT = {
     "2 to 1, 2 to 3, fp16",
     "2 to 1, 4 to 1, fp32",
     "1 BF16_Optimizer to 2, 2 to 3",
+    "3 to 3, 3 to 4, RMSprop",
+    "3 to 2, 2 to 3, round robin, aligned",
+    "3 to 2, 1 to 3, DeepSpeedCPUAdam",
+    "2, aligned, one group, nothing frozen",
+    "3, bf16, FusedAdam",
 }
 """Other cases have these stages, formats and options, in other pairs."""
 
@@ -223,7 +228,10 @@ def without_scaler(state: dict[str, Any]) -> dict[str, Any]:
     "name",
     [
         *with_core([*AT_STAGE_0]),
-        *(pytest.param(name, marks=pytest.mark.extended) for name in MORE_AT_STAGE_0),
+        *(
+            pytest.param(name, marks=pytest.mark.sweep if name in SWEPT else pytest.mark.extended)
+            for name in MORE_AT_STAGE_0
+        ),
     ],
 )
 def test_stock_deepspeed_goes_on_at_stage_0(rank_pool: RankPool, save: Saver, tmp_path: Path, name: str) -> None:

@@ -46,13 +46,15 @@ EP = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]
 """Ranks, and the tensor or expert parallel size."""
 
 SAVES = [
-    (4, TopologyJob("llama", tp=2, stage=3, precision="bf16"), TP),
-    (4, TopologyJob("qwen3", tp=2, stage=2, frozen=True, offload=True), TP),
-    (4, TopologyJob("autoep", ep=2, stage=3), EP),
-    (4, TopologyJob("autoep", ep=4, stage=1, precision="bf16"), EP),
-    (4, TopologyJob("moe", ep=2, stage=2), EP),
+    (4, TopologyJob("llama", tp=2, stage=3, precision="bf16"), [(2, 1), (4, 4)]),
+    (4, TopologyJob("qwen3", tp=2, stage=2, frozen=True, offload=True), [(2, 2), (4, 2)]),
+    (4, TopologyJob("autoep", ep=2, stage=3), [(1, 1), (4, 4)]),
+    (4, TopologyJob("autoep", ep=4, stage=1, precision="bf16"), [(2, 1), (4, 2)]),
+    (4, TopologyJob("moe", ep=2, stage=2), [(2, 2), (4, 4)]),
 ]
+"""Each of TP and of EP is in one of them; `make sweep` has all of them for each save."""
 MORE_SAVES = [
+    *((ranks, job, TP if job.tp > 1 else EP) for ranks, job, _ in SAVES),
     (2, TopologyJob("llama", tp=1, stage=1), TP),
     (4, TopologyJob("llama", tp=4, stage=2, adapters=True), TP),
     (4, TopologyJob("neox", tp=2, stage=1), TP),
@@ -64,7 +66,7 @@ MORE_SAVES = [
 
 def case(save: tuple[int, TopologyJob, list[tuple[int, int]]], *marks: pytest.MarkDecorator) -> Any:
     job = save[1]
-    return pytest.param(*save, marks=marks, id=f"{job.model}-{job.stage}-{job.tp}-{job.ep}")
+    return pytest.param(*save, marks=marks, id=f"{job.model}-{job.stage}-{job.tp}-{job.ep}-on {len(save[2])}")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_a_stock_save_loads_at_other_sizes(
     topology_pool: RankPool, tmp_path: Any, ranks: int, job: TopologyJob, others: list[tuple[int, int]]
 ) -> None:
     saved = topology_pool.run(save, ranks, replace(job, installed=False, elastic=False), str(tmp_path))[0]
-    axis = "ep" if others is EP else "tp"
+    axis = "ep" if job.model in ("autoep", "moe") else "tp"
     tolerance = topologies.LOSS_RTOL[job.precision]
     for other_ranks, size in others:
         run = job.other(elastic=False, **{axis: size})

@@ -33,18 +33,25 @@ def gather_at_the_start(job: TopologyJob) -> tuple[dict[str, torch.Tensor], dict
 
 
 GATHERED = [
-    (4, TopologyJob("llama", tp=4, stage=3)),
-    (4, TopologyJob("qwen3", tp=2, stage=2, frozen=True)),
-    (2, TopologyJob("neox", tp=2, stage=1)),
-    (2, TopologyJob("mixtral", tp=2, stage=3)),
-    (2, TopologyJob("llama", tp=2, stage=2, adapters=True)),
-    (4, TopologyJob("autoep", ep=2, stage=3)),
-    (4, TopologyJob("autoep", ep=4, stage=2)),
-    (4, TopologyJob("moe", ep=2, stage=2)),
+    (4, TopologyJob("llama", tp=4, stage=3), False),
+    (4, TopologyJob("qwen3", tp=2, stage=2, frozen=True), False),
+    (2, TopologyJob("neox", tp=2, stage=1), False),
+    (2, TopologyJob("mixtral", tp=2, stage=3), True),
+    (2, TopologyJob("llama", tp=2, stage=2, adapters=True), False),
+    (4, TopologyJob("autoep", ep=2, stage=3), False),
+    (4, TopologyJob("autoep", ep=4, stage=2), True),
+    (4, TopologyJob("moe", ep=2, stage=2), False),
 ]
+"""Ranks, the job, and whether `make sweep` alone runs it: others have its size and stage."""
 
 
-@pytest.mark.parametrize(("ranks", "job"), GATHERED, ids=[f"{job.model}-{job.stage}" for _, job in GATHERED])
+@pytest.mark.parametrize(
+    ("ranks", "job"),
+    [
+        pytest.param(ranks, job, marks=[pytest.mark.sweep] * swept, id=f"{job.model}-{job.stage}")
+        for ranks, job, swept in GATHERED
+    ],
+)
 def test_the_referee_gathers_the_unsharded_model_at_every_topology(
     topology_pool: RankPool, ranks: int, job: TopologyJob
 ) -> None:
@@ -199,8 +206,14 @@ ROWS = {
     "MoE, stage 2, ep 2 of 4": ("DeepSpeed's own mixture-of-experts layer", "stages 1 and 2, as DeepSpeed has it"),
 }
 """Of docs/support.md."""
-SWEPT = {"adapters, stage 2, tp 2", "AutoEP, stage 3, ep 1, rigid"}
-"""Adapters, rigid files and experts on one rank are shown by others, too."""
+SWEPT = {
+    "adapters, stage 2, tp 2",
+    "qwen3, stage 3, frozen",
+    "AutoEP, stage 3, ep 1, rigid",
+    "AutoEP, stage 1, ep 2, frozen",
+    "MoE, stage 1, ep 1, frozen",
+}
+"""Adapters, rigid files, experts on one rank and what is frozen are shown by others, too."""
 
 
 def marked(name: str) -> Any:

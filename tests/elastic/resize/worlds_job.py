@@ -151,7 +151,7 @@ def main(directory: Path) -> None:
                     gathered, tag = look(engine)[1], world.save()
                     if first:
                         note(saved=tag, size=dist.get_world_size(), gathered=gathered)
-                time.sleep(settings.get("pause", 0.02))
+                time.sleep(settings.get("pause", 0.1))
                 if world.ends() or settings.get("break") == engine.global_steps:
                     break
             if world.stopped:
