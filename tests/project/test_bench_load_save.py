@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from benchmark_runs import run_benchmark
+from extended import with_swept
 from made_once import made_once
 
 from zeroelastic.executors.dispatch import describe_build
@@ -26,8 +27,10 @@ LONG = {"mmap", "universal-convert", "universal-load", "universal"}
 pytestmark = pytest.mark.skipif(not describe_build("native").usable, reason="the benchmarks need the native engine")
 
 
-def measured(factory: pytest.TempPathFactory, name: str, *arguments: str, result: str = "") -> dict[str, Any]:
-    """What a benchmark writes of a run of one repeat, as ``result``; its page is ``text``."""
+def measured(
+    factory: pytest.TempPathFactory, name: str, *arguments: str, result: str = "", run: str = ""
+) -> dict[str, Any]:
+    """What a benchmark writes of a ``run`` of one repeat, as ``result``; its page is ``text``."""
     result = result or name
 
     def measure(out: Path) -> None:
@@ -35,18 +38,25 @@ def measured(factory: pytest.TempPathFactory, name: str, *arguments: str, result
         done = run_benchmark(f"bench_{name}.py", "--small", "--repeats", "1", *arguments, *places)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    out = made_once(factory, f"bench_{result}", measure)
+    out = made_once(factory, f"bench_{run or result}", measure)
     return json.loads((out / f"{result}.json").read_text()) | {"text": (out / f"{result}.md").read_text()}
 
 
-@pytest.fixture(scope="module")
-def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return measured(tmp_path_factory, "load", "--systems", *SYSTEMS)
+CACHES = {"cold": ("cold",), "both": ("warm", "cold")}
+"""What is measured: loads of files that the page cache has, and of files that it has not."""
+
+
+@pytest.fixture(scope="module", params=with_swept(CACHES, {"both"}))
+def document(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    caches = CACHES[request.param]
+    found = measured(tmp_path_factory, "load", "--caches", *caches, "--systems", *SYSTEMS, run=f"load_{request.param}")
+    assert found["caches"] == [*caches]
+    return found
 
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return measured(tmp_path_factory, "save")
+    return measured(tmp_path_factory, "save", "--ranks", "2")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +71,7 @@ def later(document: dict[str, Any]) -> Rows:
 
 def test_every_system_loads_what_was_saved(document: dict[str, Any], rows: Rows, later: Rows) -> None:
     systems = {*SYSTEMS, "universal-convert", "universal-load"}
-    assert set(rows) == {(system, cache) for system in systems for cache in ("warm", "cold")}
+    assert set(rows) == {(system, cache) for system in systems for cache in document["caches"]}
     assert [sample for sample in document["samples"] if sample["wrong"]] == []
     assert set(later) == {(system, cache) for system, cache in rows if system not in LONG}
     assert all(row["verified"] for row in (*rows.values(), *later.values()))
@@ -69,48 +79,48 @@ def test_every_system_loads_what_was_saved(document: dict[str, Any], rows: Rows,
     assert all(row["ranks"] == ranks.get(system, LOAD_RANKS) for (system, _), row in rows.items())
 
 
-@pytest.mark.parametrize("cache", ["warm", "cold"])
-def test_a_first_load_makes_the_memory_that_a_later_one_has(rows: Rows, later: Rows, cache: str) -> None:
-    for system in ("elastic-read", "stock", "ceiling", "tensors", "dcp"):
-        made = rows[system, cache]["owned_bytes"] * 2 // 3  # the moments
-        assert rows[system, cache]["extra_rss"] > 0.9 * made, system
-        assert later[system, cache]["extra_rss"] < rows[system, cache]["extra_rss"], system
+def test_a_first_load_makes_the_memory_that_a_later_one_has(document: dict[str, Any], rows: Rows, later: Rows) -> None:
+    for cache in document["caches"]:
+        for system in ("elastic-read", "stock", "ceiling", "tensors", "dcp"):
+            made = rows[system, cache]["owned_bytes"] * 2 // 3  # the moments
+            assert rows[system, cache]["extra_rss"] > 0.9 * made, system
+            assert later[system, cache]["extra_rss"] < rows[system, cache]["extra_rss"], system
     assert all((row["reported"] is None) == (row["system"] not in OURS) for row in rows.values())
 
 
-@pytest.mark.parametrize("cache", ["warm", "cold"])
-def test_zeroelastic_reads_every_byte_once(rows: Rows, cache: str) -> None:
-    for system in ("tensors", "elastic-read", "rigid", "same"):
-        row = rows[system, cache]
-        assert row["owned_bytes"] <= row["rank_bytes"] <= 1.01 * row["owned_bytes"] + HEADERS, system
-        assert 1.0 <= row["amplification"] < 1.03, system
+def test_zeroelastic_reads_every_byte_once(document: dict[str, Any], rows: Rows) -> None:
+    for cache in document["caches"]:
+        for system in ("tensors", "elastic-read", "rigid", "same"):
+            row = rows[system, cache]
+            assert row["owned_bytes"] <= row["rank_bytes"] <= 1.01 * row["owned_bytes"] + HEADERS, system
+            assert 1.0 <= row["amplification"] < 1.03, system
 
 
-@pytest.mark.parametrize("cache", ["warm", "cold"])
-def test_what_the_others_read_is_seen(document: dict[str, Any], rows: Rows, cache: str) -> None:
+def test_what_the_others_read_is_seen(document: dict[str, Any], rows: Rows) -> None:
     """Mapped pages and the converter's worker processes included; the figures follow from what each system does."""
-    found = {system: row["amplification"] for (system, at), row in rows.items() if at == cache}
-    assert LOAD_RANKS <= found["mmap"] < 1.05 * LOAD_RANKS  # every rank, every file
-    assert rows["mmap", cache]["mapped_bytes"] > document["saved"]["state_bytes"]
-    assert 1.0 <= found["stock"] < 1.03  # every rank, its own file
-    assert 1.0 <= found["ceiling"] < 1.03
-    assert 1.2 < found["dcp"] < LOAD_RANKS  # whole saved chunks
-    assert 2.0 <= found["universal-convert"] < 3.0  # the files, then the fragments
-    assert found["universal-load"] >= LOAD_RANKS  # every rank, every parameter
+    for cache in document["caches"]:
+        found = {system: row["amplification"] for (system, at), row in rows.items() if at == cache}
+        assert LOAD_RANKS <= found["mmap"] < 1.05 * LOAD_RANKS  # every rank, every file
+        assert rows["mmap", cache]["mapped_bytes"] > document["saved"]["state_bytes"]
+        assert 1.0 <= found["stock"] < 1.03  # every rank, its own file
+        assert 1.0 <= found["ceiling"] < 1.03
+        assert 1.2 < found["dcp"] < LOAD_RANKS  # whole saved chunks
+        assert 2.0 <= found["universal-convert"] < 3.0  # the files, then the fragments
+        assert found["universal-load"] >= LOAD_RANKS  # every rank, every parameter
 
 
-@pytest.mark.parametrize("cache", ["warm", "cold"])
-def test_files_opened(rows: Rows, cache: str) -> None:
+def test_files_opened(document: dict[str, Any], rows: Rows) -> None:
     """A rank of three holds parts of two saved ranks; the others open what they must, too."""
-    found = {system: row["files"] for (system, at), row in rows.items() if at == cache}
-    latest, record, model_states, optim = 1, 1, 1, 2
-    assert found["tensors"] == latest + record + optim
-    assert found["elastic-read"] == latest + record + model_states + optim
-    assert found["rigid"] == latest + model_states + optim
-    assert found["same"] == latest + record + model_states + 1
-    assert found["mmap"] == SAVE_RANKS
-    assert found["stock"] >= latest + model_states + 1
-    assert found["universal-load"] > 100
+    for cache in document["caches"]:
+        found = {system: row["files"] for (system, at), row in rows.items() if at == cache}
+        latest, record, model_states, optim = 1, 1, 1, 2
+        assert found["tensors"] == latest + record + optim
+        assert found["elastic-read"] == latest + record + model_states + optim
+        assert found["rigid"] == latest + model_states + optim
+        assert found["same"] == latest + record + model_states + 1
+        assert found["mmap"] == SAVE_RANKS
+        assert found["stock"] >= latest + model_states + 1
+        assert found["universal-load"] > 100
 
 
 @pytest.mark.sweep

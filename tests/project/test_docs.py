@@ -28,9 +28,9 @@ DOCUMENTS = [
     if document not in RUN_BY_OTHER_TESTS and any(block.language in ("bash", "python") for block in blocks(document))
 ]
 
-# A page that saves on some ranks and resumes on others. Of the others, processes are forked from one that has imported
-# torch and deepspeed, and these.
-RUN_BY_PYTHON_ITSELF = "docs/guides/smaller-checkpoints.md"
+# A page that saves and loads; jobs that change size are started by the real python, too, in tests/elastic. Of the
+# others, processes are forked from one that has imported torch and deepspeed, and these.
+RUN_BY_PYTHON_ITSELF = "docs/guides/rolling-back.md"
 PRELOADED = {"docs/guides/huggingface.md": ("transformers.trainer", "transformers.models.llama.modeling_llama")}
 
 VERBS = "docs/reference/cli/"

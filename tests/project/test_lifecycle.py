@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from extended import with_swept
 from lifecycle.campaign import kind_of, shortened
 from lifecycle.found import FOUND, LATER, Sequence
 from lifecycle.jobs import Server
@@ -44,7 +45,7 @@ def test_a_sequence_that_once_failed_holds(server: Server, tmp_path: Path, seque
         world.close()
 
 
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_drawn_sequences_leave_what_the_model_says(server: Server, tmp_path: Path, stage: int) -> None:
     plan = Plan(server, tmp_path, stage=stage)
     run(plan, examples=8, steps=20)
