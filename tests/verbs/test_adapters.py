@@ -67,11 +67,28 @@ def train_and_save(kind: str, stage: int, directory: str) -> None:
         engine.module.save_pretrained(f"{directory}/peft")
 
 
-@pytest.fixture(scope="module", params=["two", "modules_to_save", "bias"])
-def run(request: pytest.FixtureRequest, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+KINDS = ("two", "modules_to_save", "bias")
+
+
+def save_each(directory: str) -> None:
+    """Each kind at stage 2, and one at stage 3."""
+    for kind in KINDS:
+        train_and_save(kind, 2, f"{directory}/{kind}")
+    train_and_save("two", 3, f"{directory}/two at stage 3")
+
+
+@pytest.fixture(scope="module")
+def saves(topology_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One start of ranks, which import PEFT."""
+    directory = tmp_path_factory.mktemp("adapters")
+    topology_pool.run(save_each, 2, str(directory))
+    return directory
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def run(request: pytest.FixtureRequest, saves: Path) -> Path:
     """The folders ``lean``, ``full`` and ``peft``; PEFT's configurations are beside the tags, as by the Trainer."""
-    directory = tmp_path_factory.mktemp(f"adapters-{request.param}")
-    rank_pool.run(train_and_save, 2, request.param, 2, str(directory))
+    directory = saves / request.param
     for config in (directory / "peft").rglob(CONFIG):
         for name in ("lean", "full"):
             target = directory / name / config.relative_to(directory / "peft")
@@ -105,9 +122,9 @@ def test_peft_loads_it(run: Path, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[key], same[key]) for key in same)
 
 
-def test_one_of_several_adapters(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_one_of_several_adapters(saves: Path, tmp_path: Path) -> None:
     """At stage 3, by the command line; a name that is none is refused with those that are."""
-    rank_pool.run(train_and_save, 2, "two", 3, str(tmp_path))
+    shutil.copytree(saves / "two at stage 3", tmp_path, dirs_exist_ok=True)
     done = run_command("export", tmp_path / "lean", tmp_path / "out", "--adapter", "other", "--dtype", "bf16", "--json")
     assert done.returncode == 0, done.stderr
     assert [str(path.relative_to(tmp_path)) for path in (tmp_path / "out").rglob("*.*")] == [f"out/other/{WEIGHTS}"]
