@@ -2,6 +2,7 @@
 
     collective        gather, agree and raise the same error on every rank
     exchange          bytes between ranks, in rounds of bounded size; ``peers`` says between which
+    peer_memory       the memory of other processes of this machine, copied by the kernel
     multicast         what one rank has read, to all that ask for it
     processes         the processes of an offline verb, under torchrun or alone
     partners          the processes of a training job, and whether each still runs
