@@ -17,7 +17,14 @@ from zeroelastic.core.digest import ParamContent, ScalarValue
 from zeroelastic.core.layout import Param
 from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed.fill import RowStreams, Target
-from zeroelastic.deepspeed.live.digests import LivePiece, ReadDigest, differences, known_digests, with_saved_kinds
+from zeroelastic.deepspeed.live.digests import (
+    LivePiece,
+    ReadDigest,
+    differences,
+    digest_pieces,
+    known_digests,
+    with_saved_kinds,
+)
 
 PLAN: Any = SimpleNamespace(dst=SimpleNamespace(params=(Param("other", (5,)), Param("weight", (1000,))), slices=None))
 STREAM = Stream("weight", "exp_avg")
@@ -63,6 +70,11 @@ def test_a_read_shows_a_tensor_if_no_row_went_elsewhere(
     piece = LivePiece(*STREAM[:2], flat[room : room + int(numel.sum())], first)
     assert read.shows(piece) == (moved is None)
     assert known_digests([piece], {STREAM: read}) == [read.digest if moved is None else None]
+
+
+def test_the_digest_of_no_elements_is_known_without_a_read() -> None:
+    piece = LivePiece(*STREAM[:2], torch.zeros(0), 7)
+    assert known_digests([piece], {}) == digest_pieces([piece]) == [0]
 
 
 def test_a_read_does_not_show_what_is_another_tensor_or_not_all_of_it() -> None:

@@ -226,12 +226,15 @@ def local_digests(
 
 
 def known_digests(pieces: Sequence[LivePiece], read: Mapping[Stream, ReadDigest]) -> list[int | None]:
-    """The digest of each piece that what was read shows, None for the others."""
-    found = [read.get(piece.stream) for piece in pieces]
-    return [
-        each.digest if each is not None and each.shows(piece) else None
-        for each, piece in zip(found, pieces, strict=True)
-    ]
+    """The digest of each piece that what was read shows, 0 of one without elements, None for the others."""
+
+    def known(piece: LivePiece) -> int | None:
+        if not piece.tensor.numel():
+            return 0
+        found = read.get(piece.stream)
+        return found.digest if found is not None and found.shows(piece) else None
+
+    return [known(piece) for piece in pieces]
 
 
 def whole_contents(
