@@ -94,7 +94,7 @@ CASES = {
     "BF16_Optimizer on 2 to 2 on 3, dealt": (FP32_SUMS(2), Run(2, 3, DEALT), Job(options={"async_save": True})),
     "3 on 2 to BF16_Optimizer on 4": (Run(3, 2), FP32_SUMS(4), Job(groups=1, frozen=False)),
     "2 on 8, dealt, to 2 on 6": (Run(2, 8, DEALT), Run(2, 6), Job()),
-    "1 on 6, one group, to 3 on 8": (Run(1, 6), Run(3, 8), Job(groups=1)),
+    "1 on 5, one group, to 3 on 6": (Run(1, 5), Run(3, 6), Job(groups=1)),
 }
 MANY_RANKS = 6
 SWEPT = {
