@@ -19,6 +19,19 @@ from typer.testing import CliRunner
 from zeroelastic.cli.app import VERBS, app
 from zeroelastic.cli.documents import check
 
+ARGUMENTS = {
+    "inspect": (),
+    "verify": (),
+    "plan": ("--world-size", "3"),
+    "reshard": ("{dst}", "--world-size", "3"),
+    "diff": ("{good}",),
+    "export": ("{dst}",),
+    "convert": ("{dst}", "--to", "universal"),
+    "latest": (),
+    "prune": ("--keep", "1", "--dry-run"),
+}
+"""What each verb that reads a checkpoint needs beside it: ``dst`` is to be made, ``good`` another checkpoint."""
+
 
 @dataclass(frozen=True)
 class Done:

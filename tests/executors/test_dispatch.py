@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import ENGINES, Engine, open_engine
+from engines import Engine, open_engine
 from executor_cases import (
     DTYPES,
     UNTOUCHED,
@@ -50,25 +50,6 @@ from zeroelastic.executors.dispatch import (
     write_segments,
 )
 from zeroelastic.executors.tables import CASTS, cast_itemsizes
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with open_engine(request.param) as found:
-        yield found
-
-
-@pytest.fixture(scope="module", params=[name for name in OPERATIONS if "scan" in OPERATIONS[name]])
-def scanner(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """The executors of files and host memory, which scan and move files and make checksums."""
-    with open_engine(request.param) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("files")
-
 
 # --- every table ----------------------------------------------------------------------------------------------------
 

@@ -64,11 +64,6 @@ def each_instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     limit_instruction_set(BEST)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("files")
-
-
 def random_bytes(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
 
@@ -82,11 +77,11 @@ def single_row(nbytes: int, src_offset: int = 0, dst_offset: int = 0) -> CopyTab
     return table_of([(0, src_offset, 0, dst_offset, nbytes)])
 
 
-def digest_rows(num_rows: int, itemsize: int, num_streams: int = 2, seed: int = 0) -> DigestRows:
-    rng = np.random.default_rng(seed)
+def digest_rows(num_rows: int, itemsize: int) -> DigestRows:
+    rng = np.random.default_rng(0)
     return DigestRows(
-        seeds=rng.integers(0, 2**64, num_streams, dtype=np.uint64),
-        stream=rng.integers(0, num_streams, num_rows),
+        seeds=rng.integers(0, 2**64, 2, dtype=np.uint64),
+        stream=rng.integers(0, 2, num_rows),
         start=rng.integers(0, 2**40, num_rows),
         itemsize=np.full(num_rows, itemsize, dtype=np.int64),
     )

@@ -9,12 +9,12 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import ENGINES, REPOSITORY, Engine, open_engine
+from engines import REPOSITORY, Engine
 from executor_cases import (
     ranges,
     segment,
@@ -23,7 +23,6 @@ from executor_cases import (
 from zeroelastic.errors import CheckpointError
 from zeroelastic.executors.build_info import describe_build
 from zeroelastic.executors.dispatch import (
-    OPERATIONS,
     CopyTable,
     move_segments,
     read_segments,
@@ -37,24 +36,6 @@ Progress = Callable[[int], None]
 
 class Stop(Exception):
     """What a progress function raises."""
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with open_engine(request.param) as found:
-        yield found
-
-
-@pytest.fixture(scope="module", params=[name for name in OPERATIONS if "scan" in OPERATIONS[name]])
-def writer(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """The executors that have all four."""
-    with open_engine(request.param) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("files")
 
 
 def operate(
@@ -191,14 +172,14 @@ def run_long_call(script: str, *arguments: object) -> subprocess.Popen[str]:
 
 # Destinations overlap, which several threads must not fill.
 @pytest.mark.parametrize(("operation", "threads"), [("scan", 1), ("scan", 2), ("read", 1), ("write", 1), ("move", 1)])
-def test_ctrl_c_ends_a_long_call_at_once(writer: Engine, tmp_path: Path, operation: str, threads: int) -> None:
+def test_ctrl_c_ends_a_long_call_at_once(scanner: Engine, tmp_path: Path, operation: str, threads: int) -> None:
     script = """
     try:
         call()
     except KeyboardInterrupt:
         print(time.monotonic(), flush=True)
     """
-    child = run_long_call(script, operation, writer.name, threads, tmp_path)
+    child = run_long_call(script, operation, scanner.name, threads, tmp_path)
     try:
         assert child.stdout is not None and child.stdout.readline() == "started\n"
         sent = time.monotonic()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from bounded import bounded
+from commands import ARGUMENTS
 from synthetic import edit
 from topologies import TopologyJob, build, train
 from typer.testing import CliRunner
@@ -21,16 +22,7 @@ JOBS = {
     "AutoEP": TopologyJob("autoep", ep=2, installed=False),
     "MoE": TopologyJob("moe", ep=2, stage=2, installed=False),
 }
-VERBS = {
-    "inspect": (),
-    "verify": (),
-    "plan": ("--world-size", "3"),
-    "reshard": ("{dst}", "--world-size", "3"),
-    "diff": ("{good}",),
-    "export": ("{dst}",),
-    "convert": ("{dst}", "--to", "universal"),
-    "latest": (),
-}
+VERBS = {verb: ARGUMENTS[verb] for verb in ARGUMENTS if verb != "prune"}
 
 
 @pytest.fixture(scope="module")
