@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import torch
@@ -35,8 +36,12 @@ def save_lean_and_full(job: Job, directory: str) -> None:
     if job.stage != 3:
         slanted = engine.module.slanted
         slanted.data = slanted.data.t().contiguous().t()
-    for step in range(2):
-        train_step(engine, step)
+    save_both(engine, train_step, directory)
+
+
+def save_both(engine: Any, step: Any, directory: str) -> None:
+    for number in range(2):
+        step(engine, number)
     engine.save_checkpoint(f"{directory}/lean")
     engine._config._param_dict["zeroelastic"] = {"verify": True}
     engine.save_checkpoint(f"{directory}/full")

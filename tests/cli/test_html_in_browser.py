@@ -158,8 +158,8 @@ def test_the_check_of_contrast_can_fail(reports: Path, browser: Browser, tmp_pat
     page.close()
 
 
-def readout(page: Page, number: int = 0) -> str:
-    text: str = page.evaluate(f"document.querySelectorAll('.readout')[{number}].textContent")
+def readout(page: Page) -> str:
+    text: str = page.evaluate("document.querySelector('.readout').textContent")
     return text
 
 

@@ -38,12 +38,12 @@ def faulty_io(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def run_faulty(faulty_io: Path, directory: Path, executor: str, mode: str, at: int = 1, code: int = 0) -> dict:  # type: ignore[type-arg]
+def run_faulty(faulty_io: Path, directory: Path, executor: str, mode: str, code: int = 0) -> dict:  # type: ignore[type-arg]
     if executor == "native" and not describe_build("native").usable:
         pytest.skip("the native engine is not built")
     (directory / "expected").mkdir()
     faults = {"LD_PRELOAD": str(faulty_io), "FAULTY_PATH": f"{directory}/marked", "FAULTY_MODE": mode}
-    faults |= {"FAULTY_AT": str(at), "FAULTY_ERRNO": str(code)}
+    faults |= {"FAULTY_AT": "1", "FAULTY_ERRNO": str(code)}
     done = subprocess.run(
         [sys.executable, str(TESTS / "faults" / "io_job.py"), str(directory), executor],
         env={**os.environ, **faults, "PYTHONPATH": str(TESTS.parent)},

@@ -37,8 +37,8 @@ def _while_saved(moments: Iterable[int], **how: Any) -> Sequence:
 _EACH_STEP: dict[str, Any] = {"options": {"memory": {"every": 1}}}
 
 
-def _crash(*script: str, place: str = "run") -> tuple[str, dict[str, Any]]:
-    return "preempt", {"job": "a", "directory": place, "script": [*([what] for what in script), ["die"], ["train"]]}
+def _crash(*script: str) -> tuple[str, dict[str, Any]]:
+    return "preempt", {"job": "a", "directory": "run", "script": [*([what] for what in script), ["die"], ["train"]]}
 
 
 LATER: dict[str, Sequence] = {

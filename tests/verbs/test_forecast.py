@@ -63,7 +63,6 @@ def made_head(
     frozen: list[int],
     *,
     world_size: int,
-    keys: dict[str, str] = KEYS,
     sub_group_size: int | None = None,
     num_groups: int = 1,
     stage: int = 3,
@@ -89,7 +88,7 @@ def made_head(
             dict.fromkeys(range(layout.num_sub_groups), dtype),
             (number << 40) + (layout.sub_group << 30) + layout.offset * DTYPE_BYTES[dtype],
         )
-        for number, (key, dtype) in enumerate(keys.items())
+        for number, (key, dtype) in enumerate(KEYS.items())
     }
     shard = Shard(
         path=Path("optim"),
@@ -100,7 +99,7 @@ def made_head(
         save_id=None,
         layout=layout,
         groups=tuple(ParamGroup({"lr": 0.1}, tuple(p.name for p in group)) for group in groups),
-        tensor_keys=tuple(tuple(keys) for _ in range(layout.num_sub_groups)),
+        tensor_keys=tuple(tuple(KEYS) for _ in range(layout.num_sub_groups)),
         scalars=tuple({"step": ScalarValue("pyint", 3)} for _ in range(layout.num_sub_groups)),
         extents=extents,
         digests=None,

@@ -90,13 +90,6 @@ def test_files_without_hyper_parameters_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "fsdp").exists()
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(5, 4))
-        self.b = torch.nn.Parameter(torch.zeros(3))
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 def test_torchs_own_functions_load_the_optimizer_in_either_form(tmp_path: Path, flat: bool) -> None:
@@ -104,7 +97,7 @@ def test_torchs_own_functions_load_the_optimizer_in_either_form(tmp_path: Path, 
     options = [{"lr": 0.5, "weight_decay": 0.1, "betas": (0.7, 0.8)}, {"lr": 0.25, "weight_decay": 0.0}]
     truth = write_checkpoint(tmp_path / "tag", world_size=3, groups=groups, frozen=None, options=options, step=3)
     zeroelastic.convert(tmp_path / "tag", tmp_path / "out", to="fsdp2")
-    model = Model()
+    model = torch.nn.ParameterDict({"w": torch.zeros(5, 4), "b": torch.zeros(3)})
     optimizer = torch.optim.AdamW([{"params": [model.w], "weight_decay": 0.3}, {"params": [model.b]}], lr=7.0)
     how = StateDictOptions(flatten_optimizer_state_dict=flat)
     state = dict(zip(("model", "optim"), get_state_dict(model, optimizer, options=how), strict=True))

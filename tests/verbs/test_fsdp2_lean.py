@@ -12,7 +12,7 @@ import pytest
 import topologies
 import torch
 from exports import plain
-from lean_saves import JOB, save_lean_and_full
+from lean_saves import JOB, save_both, save_lean_and_full
 from made_once import made_once
 from read_dcp import read_dcp
 from safetensors.torch import save_file
@@ -39,14 +39,6 @@ def save_topology(job: TopologyJob, directory: str) -> None:
 def save_all_trained(job: Job, directory: str) -> None:
     """The same of a model that has nothing frozen: at stages 1 and 2 its 16-bit weights are not saved."""
     save_both(build_engine(job), train_step, directory)
-
-
-def save_both(engine: Any, step: Any, directory: str) -> None:
-    for number in range(2):
-        step(engine, number)
-    engine.save_checkpoint(f"{directory}/lean")
-    engine._config._param_dict["zeroelastic"] = {"verify": True}
-    engine.save_checkpoint(f"{directory}/full")
 
 
 LORA = TopologyJob(adapters=True, precision="bf16", config={"zeroelastic": {"lean": True}})

@@ -224,13 +224,19 @@ def test_a_flipped_bit_of_a_shared_tensor_is_found_where_it_is(run: Path, name: 
     assert inspect(run).problems == []  # no payload is read
 
 
-def test_tensors_that_the_tag_does_not_take_are_not_read(run: Path) -> None:
+def forget_buffer(run: Path) -> None:
+    """Let the tag take the buffer no more."""
+
     def forget(data: dict[str, Any]) -> None:
         del data[SHARED_KEY]["buffers"][BUFFER]
 
     (run / TAG / RECORD_NAME).unlink()
     for path in model_files(run):
         edit(path, forget)
+
+
+def test_tensors_that_the_tag_does_not_take_are_not_read(run: Path) -> None:
+    forget_buffer(run)
     PAYLOAD[BUFFER](run)
     report = verify(run)
     assert report.valid and report.bytes_read < (1 << 17)
@@ -340,12 +346,7 @@ def test_damage_of_what_tags_share_is_a_problem_of_each(run: Path) -> None:
 
 
 def test_a_shared_file_that_one_tag_takes_another_tensor_from_is_read_for_that_alone(run: Path) -> None:
-    def forget(data: dict[str, Any]) -> None:
-        del data[SHARED_KEY]["buffers"][BUFFER]
-
-    (run / TAG / RECORD_NAME).unlink()
-    for path in model_files(run):
-        edit(path, forget)
+    forget_buffer(run)
     place = read_head(shared_file(run)).tensors[BUFFER]
     found = {Path(tag.path).name: tag for tag in zeroelastic.verify_all(run).tags}
     own = {name: sum(file.stat().st_size for file in (run / name).glob("*.pt")) for name in found}

@@ -135,17 +135,11 @@ def test_a_model_and_its_optimizer_load_by_torchs_own_functions(tmp_path: Path) 
     """dcp.load into the state dicts of a live model and optimizer, without anything of ours."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = torch.nn.Parameter(torch.zeros(5, 4))
-            self.b = torch.nn.Parameter(torch.zeros(3))
-
     groups = [[Param("w", (5, 4))], [Param("b", (3,))]]
     options = [{"lr": 0.5, "weight_decay": 0.1}, {"lr": 0.25, "weight_decay": 0.0}]
     truth = write_checkpoint(tmp_path / "tag", world_size=3, groups=groups, frozen=None, options=options)
     convert(tmp_path / "tag", tmp_path / "out")
-    model = Model()
+    model = torch.nn.ParameterDict({"w": torch.zeros(5, 4), "b": torch.zeros(3)})
     optimizer = torch.optim.AdamW([{"params": [model.w], "weight_decay": 0.3}, {"params": [model.b]}], lr=7.0)
     model_state, optim_state = get_state_dict(model, optimizer)
     defaults = optim_state["param_groups"]

@@ -62,7 +62,6 @@ def there_and_back(
     *,
     change: Callable[[Job], None] = unchanged,
     other_change: Callable[[Job], None] | None = None,
-    other: Job | None = None,
     pairs: tuple[tuple[int, int], ...] = ((2, 4), (4, 2)),
     load: Callable[..., Outcome] = resume,
 ) -> list[Outcome]:
@@ -75,9 +74,7 @@ def there_and_back(
             made = rank_pool.run(run_with, save_world_size, change, train_and_save, job, directory)
             saves[save_world_size] = Saved(directory, made[0])
         saved = saves[save_world_size]
-        outcomes = rank_pool.run(
-            run_with, world_size, other_change or change, load, other or job.other(), saved.directory
-        )
+        outcomes = rank_pool.run(run_with, world_size, other_change or change, load, job.other(), saved.directory)
         check_resumed(saved, outcomes, job)
         assert outcomes[0].report.root_matches
     return outcomes
@@ -285,10 +282,10 @@ def sliced_job() -> Job:
     return Job(batch=TP_BATCH, sub_group_size=90)
 
 
-def by_tp_rank(results: list[tuple[int, Outcome]], tp_size: int) -> list[list[Outcome]]:
+def by_tp_rank(results: list[tuple[int, Outcome]]) -> list[list[Outcome]]:
     """The outcomes of each tensor parallel rank's data parallel ranks."""
-    split = [[outcome for rank, outcome in results if rank == tp_rank] for tp_rank in range(tp_size)]
-    assert all(len(outcomes) == len(results) // tp_size for outcomes in split)
+    split = [[outcome for rank, outcome in results if rank == tp_rank] for tp_rank in range(2)]
+    assert all(len(outcomes) == len(results) // 2 for outcomes in split)
     return split
 
 
@@ -296,7 +293,7 @@ def by_tp_rank(results: list[tuple[int, Outcome]], tp_size: int) -> list[list[Ou
 def sliced_save(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory, sliced_job: Job) -> list[Saved]:
     """What each of two tensor parallel ranks saved, over two data parallel ranks each."""
     directory = str(tmp_path_factory.mktemp("sliced"))
-    split = by_tp_rank(rank_pool.run(use_sliced, 4, sliced_job, 2, directory, save=True), 2)
+    split = by_tp_rank(rank_pool.run(use_sliced, 4, sliced_job, 2, directory, save=True))
     assert split[0][0].state != split[1][0].state, "the ranks do not differ, so that no mix-up would show"
     return [Saved(directory, outcomes[0]) for outcomes in split]
 
@@ -310,14 +307,14 @@ def test_tensor_parallel_there_and_back(
     """2 x 2 -> 2 x 1 -> 2 x 2: the root is the same in between, new data parallel ranks find what is theirs."""
     target = str(tmp_path)
     results = rank_pool.run(use_sliced, 2, sliced_job.other(), 2, sliced_save[0].directory, target=target)
-    for saved, outcomes in zip(sliced_save, by_tp_rank(results, 2), strict=True):
+    for saved, outcomes in zip(sliced_save, by_tp_rank(results), strict=True):
         check_resumed(saved, outcomes, sliced_job)
         report = outcomes[0].report
         assert report.root_matches and report.loaded_root == sliced_save[0].root
         assert (report.saved_world_size, report.world_size) == (2, 1)
     assert Saved(target, sliced_save[0].outcome).root == sliced_save[0].root
     results = rank_pool.run(use_sliced, 4, sliced_job.other(), 2, target)
-    for saved, outcomes in zip(sliced_save, by_tp_rank(results, 2), strict=True):
+    for saved, outcomes in zip(sliced_save, by_tp_rank(results), strict=True):
         for outcome in outcomes:
             assert compare_states(saved.outcome.state, outcome.state) == []
             assert outcome.losses == pytest.approx(saved.outcome.losses, rel=training.LOSS_RTOL["bf16"])
@@ -340,11 +337,11 @@ def test_stock_tensor_parallel_checkpoint_resumes(rank_pool: RankPool, sliced_jo
     """One that DeepSpeed wrote alone; and one of ours, loaded by DeepSpeed alone at the same size."""
     directory = str(tmp_path / "stock")
     job = replace(sliced_job, elastic=False, installed=False)
-    split = by_tp_rank(rank_pool.run(use_sliced, 4, job, 2, directory, save=True), 2)
+    split = by_tp_rank(rank_pool.run(use_sliced, 4, job, 2, directory, save=True))
     saves = [Saved(directory, outcomes[0]) for outcomes in split]
     assert not (saves[0].tag_dir / "zeroelastic.json").exists()
     results = rank_pool.run(use_sliced, 2, sliced_job.other(), 2, directory)
-    for saved, outcomes in zip(saves, by_tp_rank(results, 2), strict=True):
+    for saved, outcomes in zip(saves, by_tp_rank(results), strict=True):
         check_resumed(saved, outcomes, sliced_job)
         assert outcomes[0].report.format == "rigid"
 
@@ -353,7 +350,7 @@ def test_stock_loads_elastic_tensor_parallel_checkpoint(
     rank_pool: RankPool, sliced_save: list[Saved], sliced_job: Job
 ) -> None:
     results = rank_pool.run(use_sliced, 4, replace(sliced_job, installed=False), 2, sliced_save[0].directory)
-    for saved, outcomes in zip(sliced_save, by_tp_rank(results, 2), strict=True):
+    for saved, outcomes in zip(sliced_save, by_tp_rank(results), strict=True):
         assert outcomes[0].report is None
         for outcome in outcomes:
             assert compare_states(saved.outcome.state, outcome.state) == []
@@ -507,8 +504,8 @@ def use_by_hand(job: Job, directory: str, *, save: bool = False, **load: Any) ->
 @pytest.mark.support(SECTION, "model parallelism through an `mpu`", "exact", "of the same size; slices may be uneven")
 def test_custom_mpu(rank_pool: RankPool, sliced_job: Job, tmp_path: Path) -> None:
     job = replace(sliced_job, sub_group_size=60)
-    split = by_tp_rank(rank_pool.run(use_by_hand, 4, job, str(tmp_path), save=True), 2)
+    split = by_tp_rank(rank_pool.run(use_by_hand, 4, job, str(tmp_path), save=True))
     results = rank_pool.run(use_by_hand, 2, job.other(), str(tmp_path))
-    for saved, outcomes in zip(split, by_tp_rank(results, 2), strict=True):
+    for saved, outcomes in zip(split, by_tp_rank(results), strict=True):
         check_resumed(Saved(str(tmp_path), saved[0]), outcomes, job)
         assert outcomes[0].report.root_matches

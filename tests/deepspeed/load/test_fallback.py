@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from opens import watch_opens
-from saved_files import record_of
+from saved_files import flip, record_of
 from training import Job, build_engine, look, train_step
 
 import zeroelastic
@@ -118,16 +118,10 @@ def alike(ranks: list[list[Loaded]]) -> list[Loaded]:
     return ranks[0]
 
 
-def flip(path: Path, offset: int, bit: int = 3) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1 << bit
-    path.write_bytes(data)
-
-
-def damage_state(tag: Path, rank: int = 1, key: str = "exp_avg") -> str:
+def damage_state(tag: Path, *, key: str = "exp_avg") -> str:
     """Flip a bit of a tensor; the name of the file."""
-    shard = open_checkpoint(tag).shard(rank)
-    flip(shard.path, int(shard.extents[key].offset[shard.layout.index()["up.weight"]]) + 6)
+    shard = open_checkpoint(tag).shard(1)
+    flip(shard.path, int(shard.extents[key].offset[shard.layout.index()["up.weight"]]) + 6, 8)
     return shard.path.name
 
 
@@ -157,7 +151,7 @@ def test_a_load_falls_back_marks_the_bad_tag_and_does_not_read_it_again(run: Run
 def test_what_is_found_without_reading_payload_falls_back_too_until_none_is_left(run: Run, rank_pool: RankPool) -> None:
     path = next((run.directory / NEWEST).glob("*rank_0_*model_states.pt"))
     path.write_bytes(path.read_bytes()[:-1])
-    flip(run.directory / MIDDLE / RECORD_NAME, 40)
+    flip(run.directory / MIDDLE / RECORD_NAME, 40, 8)
     job = Job(options=FALLBACK).other()
     (loaded,) = alike(rank_pool.run(load, 2, str(run.directory), job))
     assert loaded.tag == OLDEST and compare_states(run.states[OLDEST], loaded.state) == []
@@ -274,7 +268,7 @@ def load_damaged(directory: str) -> list[Loaded]:
         for after in (False, True):
             dist.barrier()
             if dist.get_rank() == 0:
-                flip(path, offset, 0)
+                flip(path, offset)
             dist.barrier()
             if after:
                 continue
