@@ -199,11 +199,7 @@ def _badness(tensor: ComparedTensor) -> tuple[float, float, str, str]:
 
 
 def _tensor_row(tensor: ComparedTensor) -> tuple[str, ...]:
-    notes = []
-    if tensor.shape.a != tensor.shape.b:
-        notes.append(f"shape {tensor.shape.a} and {tensor.shape.b}")
-    if tensor.dtype.a != tensor.dtype.b:
-        notes.append(f"{tensor.dtype.a} and {tensor.dtype.b}")
+    notes = tensor.other_forms
     stats = tensor.stats
     if stats is None:
         return tensor.param, tensor.key, "", "", "", "", "", "; ".join(notes)

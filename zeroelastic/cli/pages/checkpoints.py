@@ -567,11 +567,7 @@ def _tensors(worst: list[ComparedTensor]) -> Table | None:
 
 
 def _notes(tensor: ComparedTensor) -> str:
-    notes = []
-    if tensor.shape.a != tensor.shape.b:
-        notes.append(f"shape {tensor.shape.a} and {tensor.shape.b}")
-    if tensor.dtype.a != tensor.dtype.b:
-        notes.append(f"{tensor.dtype.a} and {tensor.dtype.b}")
+    notes = tensor.other_forms
     if tensor.num_nonfinite:
         notes.append(f"{tensor.num_nonfinite:,} NaN or infinite")
     if tensor.num_sign_changed:

@@ -123,10 +123,10 @@ def number_ticks(most: float, count: int = 5, unit: str = "") -> tuple[Tick, ...
     return tuple(Tick(number / most if most > 0 else 0.0, f"{number:,.10g}{unit}") for number in numbers)
 
 
-def byte_ticks(most: int, count: int = 4) -> tuple[Tick, ...]:
+def byte_ticks(most: int) -> tuple[Tick, ...]:
     """Round numbers of bytes from 0 to at most ``most``."""
     name, size = next(((name, size) for name, size in _UNITS if size <= most), _UNITS[-1])
-    ticks = number_ticks(most / size, count)
+    ticks = number_ticks(most / size, 4)
     return tuple(Tick(tick.at, tick.text if tick.text == "0" else f"{tick.text} {name}") for tick in ticks)
 
 

@@ -58,6 +58,12 @@ class ComparedTensor(Part):
         """Whether both sides are the same, bit for bit."""
         return self.dtype.a == self.dtype.b and self.num_different == 0
 
+    @property
+    def other_forms(self) -> list[str]:
+        """The shape and the dtype of both sides, each where it differs."""
+        shape = [f"shape {self.shape.a} and {self.shape.b}"] if self.shape.a != self.shape.b else []
+        return shape + ([f"{self.dtype.a} and {self.dtype.b}"] if self.dtype.a != self.dtype.b else [])
+
 
 def _compared(
     tensor: _Tensor, left: Side | ModelTensor, right: Side | ModelTensor, stats: ElementStats | None
