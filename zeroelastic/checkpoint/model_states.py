@@ -198,7 +198,8 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         others = _entries(others, but=frozen_shapes)
     expert_files = () if is_part else _expert_files(root, path)
     lists_frozen = isinstance(frozen_shapes, Mapping) and any(name not in module for name in frozen_shapes)
-    may_freeze_experts = bool(expert_files) and (lists_frozen or _is_stage_1(root))
+    is_stage_1 = zero_option(with_lists(root.get("ds_config")), "stage") == 1
+    may_freeze_experts = bool(expert_files) and (lists_frozen or is_stage_1)
     others_of.append((module, module if is_part else others))
     params_alone = _used_by_params_alone(file, others_of)
     return ModelStates(
@@ -226,11 +227,6 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         may_freeze_experts=may_freeze_experts,
         shared=shared,
     )
-
-
-def _is_stage_1(root: Mapping[object, object]) -> bool:
-    """Whether a model states file is of ZeRO stage 1, by the DeepSpeed configuration in it."""
-    return zero_option(with_lists(root.get("ds_config")), "stage") == 1
 
 
 def _expert_files(root: Mapping[object, object], path: FilePath) -> tuple[str, ...]:

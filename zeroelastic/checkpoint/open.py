@@ -377,7 +377,7 @@ def open_checkpoint(
         model_files=FilesByRank(tag_dir, (files.models[rank] for rank in range(files.num_models(data_size)))),
         record=record,
         stale_files=(*stale, *files.others),
-        record_bytes=_record_bytes(sizes, record) if listing is None else listing.record_bytes,
+        record_bytes=(0 if record is None else sizes.get(RECORD_NAME, 0)) if listing is None else listing.record_bytes,
         tp=tp or NO_TENSOR_PARALLEL,
         remote_files=frozenset() if listing is None else listing.remote_files,
         compare_directories=compare_directories,
@@ -476,10 +476,6 @@ def _check_none_missing(
         f"{tag_dir}: {num_missing} of the files of {counted(world_size, 'rank')} {'is' if num_missing == 1 else 'are'} "
         f"missing: {missing}. The checkpoint is {why}"
     )
-
-
-def _record_bytes(sizes: Mapping[str, int], record: CommitRecord | None) -> int:
-    return sizes.get(RECORD_NAME, 0) if record is not None else 0
 
 
 def saved_sizes(tag_dir: FilePath) -> tuple[int, int]:

@@ -154,17 +154,13 @@ def _ranks_without_first(tag_dir: FilePath) -> str | None:
 
 
 def _what_is_there(path: FilePath, inside: Collection[str]) -> str:
-    below = [name for name in inside if _holds_latest(path / name)]
+    below = [name for name in inside if isinstance(path, Path) and (path / name / LATEST).is_file()]
     if below:
         return f"is not a checkpoint itself; there are: {some(map(printable, below), _MAX_LISTED)}."
     others = formats_below(path, inside)
     if others is not None:
         return f"holds no ZeRO checkpoint; {others}. {_OF_OTHERS}"
     return f"holds no ZeRO checkpoint: neither zero_pp_rank_*_optim_states.pt nor a file {LATEST}. {WHAT_TO_GIVE}"
-
-
-def _holds_latest(path: FilePath) -> bool:
-    return not isinstance(path, RemotePath) and (path / LATEST).is_file()
 
 
 UNIVERSAL = (

@@ -73,12 +73,6 @@ class PrunePlan:
         return any(decision.valid for decision in self.decisions)
 
 
-def refuse_to_keep_none(keep: int) -> None:
-    """Raise UsageError for a number of checkpoints below 1."""
-    if keep < 1:
-        raise UsageError(f"--keep {keep}: at least 1 checkpoint is kept. Give 1 or more.")
-
-
 def plan_prune(
     root: FilePath,
     *,
@@ -95,7 +89,8 @@ def plan_prune(
     ``min_age_s`` is taken not to be in the middle of a save. With ``of``, a tag, only its run is looked at. Raises
     UsageError for a directory without checkpoints, and ``keep`` below 1.
     """
-    refuse_to_keep_none(keep)
+    if keep < 1:
+        raise UsageError(f"--keep {keep}: at least 1 checkpoint is kept. Give 1 or more.")
     store = open_run(Path(os.path.realpath(root)) if isinstance(root, Path) else root)
     interrupted, unfinished = store.interrupted, store.leftovers((), min_age_s)
     try:

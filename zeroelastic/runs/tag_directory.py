@@ -156,7 +156,7 @@ def carry_over(tag_dir: Path, staging_dir: Path) -> None:
             is_rank_file(entry.name)
             or entry.name in (RECORD_NAME, MARK_NAME)
             or is_note(entry.name)
-            or _is_leftover(entry.name)
+            or entry.name.startswith((f".{RECORD_NAME}.", f".{MARK_NAME}."))  # left by a write
             or os.path.lexists(target)
         ):
             continue
@@ -164,10 +164,6 @@ def carry_over(tag_dir: Path, staging_dir: Path) -> None:
             shutil.copytree(entry.path, target, symlinks=True, copy_function=_link)
         else:
             _link(entry.path, os.fspath(target))
-
-
-def _is_leftover(name: str) -> bool:
-    return name.startswith((f".{RECORD_NAME}.", f".{MARK_NAME}."))
 
 
 def _link(src: str, dst: str) -> None:

@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -162,7 +163,7 @@ class FileImage:
         is_pinned = skeleton.on_gpu and memory.is_pinned()
         for storage in skeleton.storages:
             self._copy(storage, is_pinned=is_pinned)
-        self._skeleton = skeleton.without_storages()
+        self._skeleton = replace(skeleton, storages=())  # whose memory is free again
 
     def _copy(self, storage: torch.UntypedStorage, *, is_pinned: bool = False) -> None:
         source, offset = as_bytes(storage), self._offsets[storage._cdata]

@@ -16,7 +16,7 @@ import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -217,10 +217,6 @@ class TorchSaveSkeleton:
     def on_gpu(self) -> bool:
         """Whether any of the storages is on a GPU."""
         return any(storage.device.type == "cuda" for storage in self.storages)
-
-    def without_storages(self) -> TorchSaveSkeleton:
-        """The same file, without references to its storages."""
-        return replace(self, storages=())
 
     def payload(self, digest_ranges: Sequence[DigestRange], last: Sequence[torch.Tensor]) -> Payload:
         """The payload, cut at the digest ranges; late are the storages of ``last``.

@@ -142,7 +142,7 @@ class LiveStreams:
         new = iter(digest_pieces([piece for piece, found in zip(self.pieces, known, strict=True) if found is None]))
         return LocalDigests(
             tuple(piece.stream for piece in self.pieces),
-            tuple(_dtype_name(piece.tensor) for piece in self.pieces),
+            tuple(str(piece.tensor.dtype).removeprefix("torch.") for piece in self.pieces),
             tuple(next(new) if found is None else found for found in known),
             self.scalars,
         )
@@ -468,7 +468,3 @@ def with_saved_kinds(live: Collection[ParamContent], saved: Collection[ParamCont
             }
         found.append(replace(content, scalars=made[pair]))
     return found
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -29,6 +29,7 @@ from zeroelastic.checkpoint.optimizer_file import (
     elastic_table,
     scalar_bytes,
 )
+from zeroelastic.checkpoint.optimizer_reader import lean_numel
 from zeroelastic.checkpoint.tag_files import expert_file_name
 from zeroelastic.checkpoint.topology import numbered_expert
 from zeroelastic.core.digest import ScalarValue
@@ -264,9 +265,7 @@ def _group_state(source: ReshardSource, target: ReshardTarget, rank: int, flats:
     """
     layout, is_bf16_optimizer = target.layout, target.wrapper == "BF16_Optimizer"
     padded, (number, parts) = layout.sub_group_numel, _shares(layout, rank)
-    ends = np.zeros(layout.num_sub_groups, dtype=np.int64)
-    np.maximum.at(ends, layout.sub_group, layout.origin + layout.numel)
-    lean = np.clip(ends - number * padded, 0, padded)
+    lean = lean_numel(layout, rank)
     paddings = padded - lean
     if is_bf16_optimizer:  # books all padding on the last rank
         numel = np.bincount(layout.sub_group, weights=layout.numel, minlength=layout.num_sub_groups).astype(np.int64)
