@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
@@ -149,7 +149,7 @@ def convert(
         raise UsageError("--layout goes with --to fsdp2.")
     if ds_config is not None and from_ != "fsdp2":
         raise UsageError("--ds-config goes with --from fsdp2.")
-    native_only = {
+    of_native: dict[str, Any] = {
         "world_size": world_size,
         "format": format,
         "sub_group_size": sub_group_size,
@@ -158,30 +158,14 @@ def convert(
         "parameter_alignment": parameter_alignment,
     }
     if to is not None:
-        native_only = {
-            "--world-size": world_size,
-            "--format": format,
-            "--sub-group-size": sub_group_size,
-            "--stage": stage,
-            "--round-robin-gradients": round_robin_gradients,
-            "--parameter-alignment": parameter_alignment,
-        }
-        given = [name for name, value in native_only.items() if value is not None]
+        given = [name.replace("_", "-") for name, value in of_native.items() if value is not None]
         if given:
-            raise UsageError(f"{given[0]} goes with --from; a {to} checkpoint is for every world size.")
+            raise UsageError(f"--{given[0]} goes with --from; a {to} checkpoint is for every world size.")
         made = _convert_to(to, src, target, tag, layout or "torch", memory, dry_run, progress)
     else:
         if world_size is None:
             raise UsageError("--from needs --world-size: the number of ranks that will load the new checkpoint.")
-        options = ReshardOptions(
-            world_size=world_size,
-            format=format,
-            sub_group_size=sub_group_size,
-            stage=stage,
-            round_robin_gradients=round_robin_gradients,
-            parameter_alignment=parameter_alignment,
-            max_memory=memory,
-        )
+        options = ReshardOptions(**of_native, max_memory=memory)
         if from_ == "fsdp2":
             plan = _plan_from_fsdp2(src, tag, options, ds_config)
         else:
