@@ -72,17 +72,19 @@ int64_t ze_mapped_bytes(void) {
 }
 
 int32_t ze_read_segments(const ze_table* table, const ze_files* src, const ze_buffers* dst,
-                         const ze_digest* digest, const ze_options* options, int64_t* bytes_read,
-                         ze_error* error) {
+                         const ze_digest* digest, const ze_options* options, uint32_t* crc32,
+                         int64_t* bytes_read, ze_error* error) {
     return guarded(error, [&] {
-        return zeroelastic::read_segments(*table, *src, *dst, digest, *options, bytes_read, error);
+        return zeroelastic::read_segments(*table, *src, *dst, digest, *options, crc32, bytes_read, error);
     });
 }
 
 int32_t ze_copy_segments(const ze_table* table, const ze_buffers* src, const ze_buffers* dst,
-                         const ze_digest* digest, const ze_options* options, ze_error* error) {
-    return guarded(error,
-                   [&] { return zeroelastic::copy_segments(*table, *src, *dst, digest, *options, error); });
+                         const ze_digest* digest, const ze_options* options, uint32_t* crc32,
+                         ze_error* error) {
+    return guarded(error, [&] {
+        return zeroelastic::copy_segments(*table, *src, *dst, digest, *options, crc32, error);
+    });
 }
 
 int32_t ze_write_segments(const ze_table* table, const ze_buffers* src, const ze_files* dst,

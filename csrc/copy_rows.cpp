@@ -92,17 +92,18 @@ void put_converted(LineWriter* writer, int32_t cast, char* to, const char* from,
     for (int64_t done = lead + whole; done < count; done += line) put(done, std::min(line, count - done));
 }
 
-void copy_past_cache(const Copy& copy, Pieces* pieces) {
+void copy_past_cache(const Copy& copy, Pieces* pieces, Checksums::OfUnit* checksums) {
     LineWriter writer;
     LineWriter copies_writer;
     Sums sums(copy.digest, copy.totals);
     const bool cast = copy.cast != ZE_CAST_NONE;
-    const bool twice = copy.copies != nullptr || (cast && copy.digest != nullptr);
+    const bool twice = copy.copies != nullptr || (cast && copy.digest != nullptr) || checksums->wanted();
     Piece piece;
     while (pieces->peek(twice ? kCachedBytes : kMostBytes, &piece)) {
         if (piece.within == 0) prefetch_row(copy, piece.row + kRowsAhead, true);
         const char* from = copy.source(piece.row) + piece.within;
         char* to = copy.target(piece.row) + converted_bytes(piece.within, copy.cast);
+        if (checksums->wanted()) checksums->add(piece.row, from, piece.nbytes);
         if (!cast && copy.digest == nullptr) {
             writer.put(to, from, piece.nbytes);
         } else if (!cast) {
@@ -122,14 +123,15 @@ void copy_past_cache(const Copy& copy, Pieces* pieces) {
     sums.hand_in();
 }
 
-void copy_to_cache(const Copy& copy, Pieces* pieces) {
+void copy_to_cache(const Copy& copy, Pieces* pieces, Checksums::OfUnit* checksums) {
     Sums sums(copy.digest, copy.totals);
-    const bool twice = copy.copies != nullptr || copy.digest != nullptr;
+    const bool twice = copy.copies != nullptr || copy.digest != nullptr || checksums->wanted();
     Piece piece;
     while (pieces->peek(twice ? kCachedBytes : kMostBytes, &piece)) {
         if (piece.within == 0) prefetch_row(copy, piece.row + kRowsAhead, false);
         const char* from = copy.source(piece.row) + piece.within;
         char* to = copy.target(piece.row) + converted_bytes(piece.within, copy.cast);
+        if (checksums->wanted()) checksums->add(piece.row, from, piece.nbytes);
         if (copy.digest != nullptr) sums.add(piece, digest_bytes(sums.of(piece), from, piece.nbytes));
         if (copy.cast == ZE_CAST_NONE) {
             std::memcpy(to, from, static_cast<size_t>(piece.nbytes));
@@ -154,8 +156,8 @@ void add_digest(const Copy& copy, const Piece& piece, const void* data) {
     copy.digest->totals[copy.digest->stream[piece.row]] += part;
 }
 
-void copy_rows(const Copy& copy, Pieces* pieces, int64_t total) {
-    (total > last_level_cache_bytes() ? copy_past_cache : copy_to_cache)(copy, pieces);
+void copy_rows(const Copy& copy, Pieces* pieces, int64_t total, Checksums::OfUnit* checksums) {
+    (total > last_level_cache_bytes() ? copy_past_cache : copy_to_cache)(copy, pieces, checksums);
 }
 
 }  // namespace zeroelastic

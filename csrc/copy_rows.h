@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <mutex>
 
+#include "checksums.h"
 #include "mapped.h"
 #include "table.h"
 #include "zeroelastic.h"
@@ -50,8 +51,9 @@ struct Copy {
 void add_digest(const Copy& copy, const Piece& piece, const void* data);
 
 // Copies the pieces past the caches where the whole table, `total` bytes, is larger than the last-level
-// cache; else it stays in the cache, where the next reader finds it.
-void copy_rows(const Copy& copy, Pieces* pieces, int64_t total);
+// cache; else it stays in the cache, where the next reader finds it. `checksums` get what is copied, as it is
+// in the source.
+void copy_rows(const Copy& copy, Pieces* pieces, int64_t total, Checksums::OfUnit* checksums);
 
 }  // namespace zeroelastic
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cast.h"
+#include "checksums.h"
 #include "copy_rows.h"
 #include "cpu.h"
 #include "mapped.h"
@@ -56,7 +57,8 @@ bool check_copies(const ze_table& table, const ze_buffers& dst, const ze_options
 }
 
 // Whether all of the unit is in the page cache and was copied from there, in one pass over it.
-bool copy_mapped(const Read& read, const Unit& unit, int fd, int64_t* bytes_read) {
+bool copy_mapped(const Read& read, const Unit& unit, int fd, Checksums::OfUnit* checksums,
+                 int64_t* bytes_read) {
     if (current_isa() < ZE_ISA_AVX2) return false;  // without stores past the caches, preadv() is faster
     const Span span = span_of(read.copy.table, read.order, unit);
     const Mapped mapped(fd, span.begin, span.end, read.pages);
@@ -64,22 +66,23 @@ bool copy_mapped(const Read& read, const Unit& unit, int fd, int64_t* bytes_read
     Copy copy = read.copy;
     copy.mapped = &mapped;
     Pieces pieces(copy.table, read.order, unit);
-    copy_rows(copy, &pieces, read.total);
+    copy_rows(copy, &pieces, read.total, checksums);
     *bytes_read += unit.nbytes;
     Mapped::saw(unit.nbytes);
     return true;
 }
 
-bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, ze_error* error) {
+bool read_unit(const Read& read, const Unit& unit, int fd, Checksums::OfUnit* checksums, int64_t* bytes_read,
+               ze_error* error) {
     const Copy& copy = read.copy;
-    if (copy_mapped(read, unit, fd, bytes_read)) return read.progress->add(unit.nbytes, error);
+    if (copy_mapped(read, unit, fd, checksums, bytes_read)) return read.progress->add(unit.nbytes, error);
     Pieces pieces(copy.table, read.order, unit);
     std::vector<Piece> run;
     std::vector<iovec> vectors;
     std::vector<char> staging;
     const bool casting = copy.cast != ZE_CAST_NONE;
-    const int64_t most =
-        casting || copy.digest != nullptr || copy.copies != nullptr ? kCachedCallBytes : kCallBytes;
+    const bool twice = casting || copy.digest != nullptr || copy.copies != nullptr || checksums->wanted();
+    const int64_t most = twice ? kCachedCallBytes : kCallBytes;
     for (;;) {
         const int64_t nbytes = next_run(copy.table, &pieces, most, &run);
         if (nbytes == 0) return true;
@@ -104,6 +107,7 @@ bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, 
         for (const Piece& piece : run) {
             char* to = copy.target(piece.row) + converted_bytes(piece.within, copy.cast);
             const char* from = casting ? staged : to;
+            if (checksums->wanted()) checksums->add(piece.row, from, piece.nbytes);
             if (copy.digest != nullptr) add_digest(copy, piece, from);
             if (casting) {
                 cast_elements(copy.cast, from, to, piece.nbytes / source_itemsize(copy.cast), false);
@@ -121,18 +125,18 @@ bool read_unit(const Read& read, const Unit& unit, int fd, int64_t* bytes_read, 
 }  // namespace
 
 int32_t read_segments(const ze_table& table, const ze_files& src, const ze_buffers& dst,
-                      const ze_digest* digest, const ze_options& options, int64_t* bytes_read,
-                      ze_error* error) {
+                      const ze_digest* digest, const ze_options& options, uint32_t* crc32,
+                      int64_t* bytes_read, ze_error* error) {
     OpenFiles files(src, O_RDONLY, ZE_SOURCE);
     Progress progress(options);
-    const int32_t code =
-        read_open_segments(table, &files, src.count, dst, digest, options, &progress, bytes_read, error);
+    const int32_t code = read_open_segments(table, &files, src.count, dst, digest, options, &progress, crc32,
+                                            bytes_read, error);
     return code != ZE_OK || progress.finish(error) ? code : error->code;
 }
 
 int32_t read_open_segments(const ze_table& table, OpenFiles* files, int64_t num_files, const ze_buffers& dst,
                            const ze_digest* digest, const ze_options& options, Progress* progress,
-                           int64_t* bytes_read, ze_error* error) {
+                           uint32_t* crc32, int64_t* bytes_read, ze_error* error) {
     *bytes_read = 0;
     if (!check_table(table, num_files, nullptr, dst.count, dst.nbytes, digest, options.cast, error) ||
         !check_copies(table, dst, options, error)) {
@@ -149,16 +153,20 @@ int32_t read_open_segments(const ze_table& table, OpenFiles* files, int64_t num_
                     order.empty(), &totals};
     LargePages pages;
     const Read read{copy, order, progress, total, &pages};
-    return run_units(units.size(), options.threads, progress, error,
-                     [&](int, size_t index, ze_error* reason) {
-                         const Unit& unit = units[index];
-                         const int fd = files->acquire(unit.file, reason);
-                         if (fd < 0) return false;
-                         int64_t got = 0;
-                         const bool done = read_unit(read, unit, fd, &got, reason);
-                         __atomic_fetch_add(bytes_read, got, __ATOMIC_RELAXED);
-                         return files->release(unit.file, false, reason) && done;
-                     });
+    Checksums checksums(table, ZE_CAST_NONE, crc32, units.size());
+    const int32_t code =
+        run_units(units.size(), options.threads, progress, error, [&](int, size_t index, ze_error* reason) {
+            const Unit& unit = units[index];
+            const int fd = files->acquire(unit.file, reason);
+            if (fd < 0) return false;
+            Checksums::OfUnit own(&checksums, index);
+            int64_t got = 0;
+            const bool done = read_unit(read, unit, fd, &own, &got, reason);
+            __atomic_fetch_add(bytes_read, got, __ATOMIC_RELAXED);
+            return files->release(unit.file, false, reason) && done;
+        });
+    if (code == ZE_OK) checksums.join();
+    return code;
 }
 
 }  // namespace zeroelastic

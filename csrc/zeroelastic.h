@@ -16,7 +16,7 @@
 #define ZE_API __attribute__((visibility("default")))
 
 // Raised with every change of this file, so that a library and its caller of different ages notice.
-#define ZE_ABI_VERSION 13
+#define ZE_ABI_VERSION 14
 
 #ifdef __cplusplus
 extern "C" {
@@ -163,15 +163,17 @@ ZE_API int32_t ze_limit_isa(int32_t isa);
 ZE_API int64_t ze_mapped_bytes(void);
 
 // files -> memory. What the page cache holds in large pages is mapped for as long as it takes to look at it,
-// a few MiB at a time; the rest is read. `digest` may be null. `bytes_read` is what was read before an error,
-// too.
+// a few MiB at a time; the rest is read. `digest` may be null, and so may `crc32`: else it gets the checksum
+// of what was read of each row (see crc32.h), 0 for a row without bytes. `bytes_read` is what was read before
+// an error, too.
 ZE_API int32_t ze_read_segments(const ze_table* table, const ze_files* src, const ze_buffers* dst,
-                                const ze_digest* digest, const ze_options* options, int64_t* bytes_read,
-                                ze_error* error);
+                                const ze_digest* digest, const ze_options* options, uint32_t* crc32,
+                                int64_t* bytes_read, ze_error* error);
 
-// memory -> memory. Source and destination runs must not overlap.
+// memory -> memory. Source and destination runs must not overlap. `crc32` as for reading.
 ZE_API int32_t ze_copy_segments(const ze_table* table, const ze_buffers* src, const ze_buffers* dst,
-                                const ze_digest* digest, const ze_options* options, ze_error* error);
+                                const ze_digest* digest, const ze_options* options, uint32_t* crc32,
+                                ze_error* error);
 
 // memory -> files that exist already; they are neither created nor truncated. `crc32` may be null: else it
 // gets, for each row, the checksum of what was written of it (see crc32.h), 0 for a row without bytes.

@@ -39,10 +39,11 @@ class PinnedRing {
     std::vector<char*> slots_;
 };
 
-// Fills device memory on `stream` of `device` and waits until it is filled. May throw std::bad_alloc.
+// Fills device memory on `stream` of `device` and waits until it is filled. `crc32` may be null. May throw
+// std::bad_alloc.
 int32_t read_to_device(const ze_table& table, const ze_files& src, const ze_buffers& dst,
                        const ze_digest* digest, const ze_options& options, int device, cudaStream_t stream,
-                       PinnedRing* ring, int64_t* bytes_read, ze_error* error);
+                       PinnedRing* ring, uint32_t* crc32, int64_t* bytes_read, ze_error* error);
 
 // Writes device memory, as it is after what is enqueued on `stream` of `device`, into files that exist, and
 // returns when all is written. `crc32` may be null. May throw std::bad_alloc.

@@ -10,7 +10,9 @@
 
 #include <fcntl.h>
 
+#include <algorithm>
 #include <new>
+#include <vector>
 
 #include "../operations.h"
 #include "../table.h"
@@ -24,13 +26,14 @@ namespace {
 // A return before the end leaves copies under way that still read the ring; with_ring() waits for them.
 int32_t read_windows(const ze_table& table, const ze_files& src, const ze_buffers& dst,
                      const ze_digest* digest, const ze_options& options, cudaStream_t stream,
-                     PinnedRing* ring, int64_t* bytes_read, ze_error* error) {
+                     PinnedRing* ring, uint32_t* crc32, int64_t* bytes_read, ze_error* error) {
     OpenFiles files(src, O_RDONLY, ZE_SOURCE);
     FilesInUse in_use(&files, src.count, table, table.src);
     Windows windows(Direction::kToDevice, table, dst, digest, options.cast, ring->slot_bytes());
     Events sent(ring->num_slots());
     Progress progress(options);
     Window window;
+    std::vector<uint32_t> sums;
     int slot = 0;
     while (windows.next(&window)) {
         char* data = nullptr;
@@ -42,12 +45,14 @@ int32_t read_windows(const ze_table& table, const ze_files& src, const ze_buffer
         const ze_buffers to{1, &pointer, &slot_bytes};
         ze_digest digests{};
         if (digest != nullptr) digests = window.digests(*digest);
+        if (crc32 != nullptr) sums.resize(window.row.size());
         int64_t got = 0;
-        const int32_t code =
-            read_open_segments(window.table(Direction::kToDevice), &files, src.count, to,
-                               digest == nullptr ? nullptr : &digests, options, &progress, &got, error);
+        const int32_t code = read_open_segments(window.table(Direction::kToDevice), &files, src.count, to,
+                                                digest == nullptr ? nullptr : &digests, options, &progress,
+                                                crc32 == nullptr ? nullptr : sums.data(), &got, error);
         *bytes_read += got;
         if (code != ZE_OK) return code;
+        if (crc32 != nullptr) window.join(sums, ZE_CAST_NONE, crc32);
         if (!in_use.end(window, false, error)) return error->code;
         for (const Run& run : window.runs) {
             status = cudaMemcpyAsync(reinterpret_cast<void*>(run.address), data + run.at,
@@ -65,15 +70,18 @@ int32_t read_windows(const ze_table& table, const ze_files& src, const ze_buffer
 
 int32_t read_to_device(const ze_table& table, const ze_files& src, const ze_buffers& dst,
                        const ze_digest* digest, const ze_options& options, int device, cudaStream_t stream,
-                       PinnedRing* ring, int64_t* bytes_read, ze_error* error) {
+                       PinnedRing* ring, uint32_t* crc32, int64_t* bytes_read, ze_error* error) {
     *bytes_read = 0;
     if (!check_table(table, src.count, nullptr, dst.count, dst.nbytes, digest, options.cast, error)) {
         return error->code;
     }
+    if (crc32 != nullptr) std::fill(crc32, crc32 + table.num_rows, 0);
     if (table.num_rows == 0) return ZE_OK;
     return with_ring(
         ring, device, stream,
-        [&] { return read_windows(table, src, dst, digest, options, stream, ring, bytes_read, error); },
+        [&] {
+            return read_windows(table, src, dst, digest, options, stream, ring, crc32, bytes_read, error);
+        },
         error);
 }
 
@@ -81,12 +89,13 @@ int32_t read_to_device(const ze_table& table, const ze_files& src, const ze_buff
 
 extern "C" int32_t ze_cuda_read_segments(const ze_table* table, const ze_files* src, const ze_buffers* dst,
                                          const ze_digest* digest, const ze_options* options, int32_t device,
-                                         void* stream, int64_t* bytes_read, ze_error* error) {
+                                         void* stream, uint32_t* crc32, int64_t* bytes_read,
+                                         ze_error* error) {
     *error = ze_error{};
     try {
         return zeroelastic::read_to_device(*table, *src, *dst, digest, *options, device,
                                            static_cast<cudaStream_t>(stream), zeroelastic::library_ring(),
-                                           bytes_read, error);
+                                           crc32, bytes_read, error);
     } catch (const std::bad_alloc&) {
         error->code = ZE_NO_MEMORY;
     } catch (...) {

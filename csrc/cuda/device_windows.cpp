@@ -2,6 +2,7 @@
 
 #include <new>
 
+#include "../crc32.h"
 #include "on_device.h"
 
 namespace zeroelastic {
@@ -63,6 +64,13 @@ ze_table Window::table(Direction direction) const {
 
 ze_digest Window::digests(const ze_digest& digest) const {
     return {digest.num_streams, digest.seeds, digest.totals, stream.data(), start.data(), itemsize.data()};
+}
+
+void Window::join(const std::vector<uint32_t>& pieces, int32_t cast, uint32_t* crc32) const {
+    for (size_t i = 0; i < row.size(); ++i) {
+        uint32_t& sum = crc32[row[i]];
+        sum = crc32_join(sum, pieces[i], converted_bytes(nbytes[i], cast));
+    }
 }
 
 Windows::Windows(Direction direction, const ze_table& table, const ze_buffers& device,

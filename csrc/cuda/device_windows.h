@@ -40,6 +40,9 @@ struct Window {
 
     // `digest` with what the window's pieces add to it.
     ze_digest digests(const ze_digest& digest) const;
+
+    // Joins the checksums of the window's pieces, as they are in the file, to those of their rows.
+    void join(const std::vector<uint32_t>& pieces, int32_t cast, uint32_t* crc32) const;
 };
 
 // Cuts a table into windows. Reads go in the order of the destinations, so that what is contiguous on the

@@ -9,7 +9,6 @@
 #include <new>
 #include <vector>
 
-#include "../crc32.h"
 #include "../operations.h"
 #include "../table.h"
 #include "device_files.h"
@@ -73,10 +72,7 @@ int32_t write_windows(const ze_table& table, const ze_buffers& src, const ze_fil
                                                  digest == nullptr ? nullptr : &digests, options, &progress,
                                                  crc32 == nullptr ? nullptr : sums.data(), error);
         if (code != ZE_OK) return code;
-        for (size_t i = 0; crc32 != nullptr && i < sums.size(); ++i) {
-            uint32_t& sum = crc32[window.row[i]];
-            sum = crc32_join(sum, sums[i], converted_bytes(window.nbytes[i], options.cast));
-        }
+        if (crc32 != nullptr) window.join(sums, options.cast, crc32);
         if (!in_use.end(window, options.sync != 0, error)) return error->code;
     }
     return progress.finish(error) ? ZE_OK : error->code;

@@ -47,10 +47,11 @@ ZE_API int32_t ze_cuda_write_segments(const ze_table* table, const ze_buffers* s
 
 // files -> device memory, through at most 48 MiB of pinned host memory that is kept for the next call. Runs
 // on `stream` of `device`, after what is enqueued there already, and returns when the memory is filled, or
-// when nothing uses it after a failure. `digest->totals` is host memory; a conversion is made on the host.
+// when nothing uses it after a failure. `digest->totals` and `crc32`, which may be null, are host memory; a
+// conversion is made on the host.
 ZE_API int32_t ze_cuda_read_segments(const ze_table* table, const ze_files* src, const ze_buffers* dst,
                                      const ze_digest* digest, const ze_options* options, int32_t device,
-                                     void* stream, int64_t* bytes_read, ze_error* error);
+                                     void* stream, uint32_t* crc32, int64_t* bytes_read, ze_error* error);
 
 #ifdef __cplusplus
 }

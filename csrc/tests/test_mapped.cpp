@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "../crc32.h"
 #include "../mapped.h"
 #include "check.h"
 #include "rows.h"
@@ -103,15 +104,19 @@ struct Outcome {
     std::vector<char> bytes;
     std::vector<char> narrow;
     uint64_t digest;
+    std::vector<uint32_t> crc32;
     int64_t in_place;
 
     bool same_as(const Outcome& other) const {
-        return bytes == other.bytes && narrow == other.narrow && digest == other.digest;
+        return bytes == other.bytes && narrow == other.narrow && digest == other.digest &&
+               crc32 == other.crc32;
     }
 };
 
-Outcome read_all(const File& file, const FileRows& rows, int threads, bool digested, bool copied) {
-    Outcome made{std::vector<char>(file.data.size() * 2), std::vector<char>(file.data.size()), 0, 0};
+Outcome read_all(const File& file, const FileRows& rows, int threads, bool digested, bool copied,
+                 bool summed) {
+    Outcome made{std::vector<char>(file.data.size() * 2), std::vector<char>(file.data.size()), 0,
+                 std::vector<uint32_t>(summed ? rows.nbytes.size() : 0), 0};
     void* to = made.bytes.data();
     void* narrow = made.narrow.data();
     const int64_t room = static_cast<int64_t>(made.bytes.size());
@@ -130,8 +135,8 @@ Outcome read_all(const File& file, const FileRows& rows, int threads, bool diges
     ze_error error;
     int64_t got = 0;
     const int64_t before = ze_mapped_bytes();
-    CHECK(ze_read_segments(&table, &files, &dst, digested ? &digest : nullptr, &options, &got, &error) ==
-          ZE_OK);
+    CHECK(ze_read_segments(&table, &files, &dst, digested ? &digest : nullptr, &options,
+                           summed ? made.crc32.data() : nullptr, &got, &error) == ZE_OK);
     CHECK(got == rows.total());
     made.in_place = ze_mapped_bytes() - before;
     return made;
@@ -166,22 +171,25 @@ TEST(what_is_looked_at_in_place_is_what_would_be_read) {
     const File file(64 * (1 << 20) + 4321);
     const FileRows rows(static_cast<int64_t>(file.data.size()));
     std::vector<Outcome> read;
-    for (int kind = 0; kind < 4; ++kind) {
-        read.push_back(read_all(file, rows, 1, kind % 2 != 0, kind / 2 != 0));
+    for (int kind = 0; kind < 8; ++kind) {
+        read.push_back(read_all(file, rows, 1, kind % 2 != 0, kind / 2 % 2 != 0, kind / 4 != 0));
         CHECK(read.back().in_place == 0);
     }
     for (size_t row = 0; row < rows.nbytes.size(); ++row) {
         CHECK(std::memcmp(read[0].bytes.data() + rows.dst_offset[row],
                           file.data.data() + rows.src_offset[row],
                           static_cast<size_t>(rows.nbytes[row])) == 0);
+        CHECK(read[4].crc32[row] ==
+              zeroelastic::crc32_of(0, file.data.data() + rows.src_offset[row], rows.nbytes[row]));
     }
     if (!file.made_large()) return;
     const int32_t best = ze_best_isa();
     for (int32_t isa = ZE_ISA_PLAIN; isa <= best; ++isa) {
         ze_limit_isa(isa);
         for (int threads = 1; threads <= 3; ++threads) {
-            for (int kind = 0; kind < 4; ++kind) {
-                const Outcome made = read_all(file, rows, threads, kind % 2 != 0, kind / 2 != 0);
+            for (int kind = 0; kind < 8; ++kind) {
+                const Outcome made =
+                    read_all(file, rows, threads, kind % 2 != 0, kind / 2 % 2 != 0, kind / 4 != 0);
                 CHECK(made.same_as(read[static_cast<size_t>(kind)]));
                 CHECK(isa < ZE_ISA_AVX2 ? made.in_place == 0 : made.in_place > rows.total() / 2);
             }
@@ -204,7 +212,7 @@ TEST(digests_add_up_where_only_some_units_are_in_large_pages) {
                                 rows.start[row], 1);
     }
     for (int round = 0; round < 20; ++round) {
-        const Outcome made = read_all(file, rows, 4, true, false);
+        const Outcome made = read_all(file, rows, 4, true, false, false);
         CHECK(made.digest == want);
         if (round == 0 && ze_best_isa() >= ZE_ISA_AVX2) CHECK(made.in_place < rows.total());
     }

@@ -89,7 +89,8 @@ int32_t run(Operation operation, const Repeated& rows, int64_t size, int threads
     int64_t bytes_read = 0;
     switch (operation) {
         case kRead:
-            return ze_read_segments(&table, &from, &buffers, nullptr, &options, &bytes_read, error);
+            return ze_read_segments(&table, &from, &buffers, nullptr, &options, crc32.data(), &bytes_read,
+                                    error);
         case kWrite:
             return ze_write_segments(&table, &buffers, &to, nullptr, &options, nullptr, error);
         case kMove:

@@ -235,9 +235,13 @@ TEST(copies_fill_what_the_rows_say) {
             const ze_buffers src = made.src.buffers(), dst = made.dst.buffers();
             const ze_options opts = options(static_cast<int>(between(1, 4)));
             ze_digest digest = made.digests.digest();
+            std::vector<uint32_t> sums(made.crc32.size(), 1);
+            uint32_t* const crc32 = i % 4 < 2 ? sums.data() : nullptr;
             ze_error error;
-            CHECK(ze_copy_segments(&table, &src, &dst, i % 2 ? &digest : nullptr, &opts, &error) == ZE_OK);
+            CHECK(ze_copy_segments(&table, &src, &dst, i % 2 ? &digest : nullptr, &opts, crc32, &error) ==
+                  ZE_OK);
             check_equal(made.dst, made.want);
+            if (crc32 != nullptr) CHECK(sums == made.crc32);
             if (i % 2) CHECK(made.digests.totals == made.totals);
         }
     });
@@ -257,7 +261,12 @@ TEST(large_copies_and_conversions_stay_inside) {
         const ze_buffers from = src.buffers(), to = dst.buffers();
         ze_options opts = options(2);
         ze_error error;
-        CHECK(ze_copy_segments(&table, &from, &to, nullptr, &opts, &error) == ZE_OK);
+        std::vector<uint32_t> sums(2);
+        CHECK(ze_copy_segments(&table, &from, &to, nullptr, &opts, sums.data(), &error) == ZE_OK);
+        for (const size_t i : {0, 1}) {
+            const unsigned char* row = src.data[0].get() + rows.src_offset[i];
+            CHECK(sums[i] == zeroelastic::crc32_of(0, row, rows.nbytes[i]));
+        }
         CHECK(dst.data[0][0] == 0xA5);
         CHECK(std::memcmp(dst.data[0].get() + 1, src.data[0].get(), static_cast<size_t>(count * 4)) == 0);
         Side half;
@@ -266,13 +275,13 @@ TEST(large_copies_and_conversions_stay_inside) {
         table = rows.table();
         const ze_buffers narrow = half.buffers();
         opts.cast = ZE_CAST_F32_BF16;
-        CHECK(ze_copy_segments(&table, &from, &narrow, nullptr, &opts, &error) == ZE_OK);
+        CHECK(ze_copy_segments(&table, &from, &narrow, nullptr, &opts, nullptr, &error) == ZE_OK);
         for (int64_t i = 2; i < count * 2 + 2; i += 2) CHECK(half.data[0][static_cast<size_t>(i)] == 0x41);
         opts.cast = ZE_CAST_BF16_F32;
         rows = Rows();
         rows.add(0, 0, 0, 1, count * 2);
         table = rows.table();
-        CHECK(ze_copy_segments(&table, &narrow, &to, nullptr, &opts, &error) == ZE_OK);
+        CHECK(ze_copy_segments(&table, &narrow, &to, nullptr, &opts, nullptr, &error) == ZE_OK);
         CHECK(dst.data[0][1] == 0 && dst.data[0][5] == 0);
     });
 }
@@ -287,11 +296,14 @@ TEST(reads_fill_what_the_rows_say) {
         const ze_buffers dst = made.dst.buffers();
         const ze_options opts = options(static_cast<int>(between(1, 4)));
         ze_digest digest = made.digests.digest();
+        std::vector<uint32_t> sums(made.crc32.size(), 1);
+        uint32_t* const crc32 = i % 4 < 2 ? sums.data() : nullptr;
         ze_error error;
         int64_t bytes_read = -1;
-        CHECK(ze_read_segments(&table, &src, &dst, i % 2 ? &digest : nullptr, &opts, &bytes_read, &error) ==
-              ZE_OK);
+        CHECK(ze_read_segments(&table, &src, &dst, i % 2 ? &digest : nullptr, &opts, crc32, &bytes_read,
+                               &error) == ZE_OK);
         check_equal(made.dst, made.want);
+        if (crc32 != nullptr) CHECK(sums == made.crc32);
         CHECK(bytes_read == std::accumulate(made.rows.nbytes.begin(), made.rows.nbytes.end(), int64_t{0}));
         if (i % 2) CHECK(made.digests.totals == made.totals);
     }
@@ -320,7 +332,7 @@ TEST(what_is_read_is_converted_beside_it) {
     ze_error error;
     int64_t bytes_read = 0;
     const auto read = [&] {
-        return ze_read_segments(&table, &from, &to, nullptr, &opts, &bytes_read, &error);
+        return ze_read_segments(&table, &from, &to, nullptr, &opts, nullptr, &bytes_read, &error);
     };
     CHECK(read() == ZE_BAD_TABLE);  // no conversion is named
     opts.copies_cast = ZE_CAST_F32_BF16;
@@ -541,9 +553,9 @@ TEST(conversions_know_their_own_way_back) {
             const ze_table there = out.table(), home = in.table();
             ze_options opts = options(2, cast[0]);
             ze_error error;
-            CHECK(ze_copy_segments(&there, &h, &w, nullptr, &opts, &error) == ZE_OK);
+            CHECK(ze_copy_segments(&there, &h, &w, nullptr, &opts, nullptr, &error) == ZE_OK);
             opts.cast = cast[1];
-            CHECK(ze_copy_segments(&home, &w, &b, nullptr, &opts, &error) == ZE_OK);
+            CHECK(ze_copy_segments(&home, &w, &b, nullptr, &opts, nullptr, &error) == ZE_OK);
             const uint32_t infinity = cast[0] == ZE_CAST_F16_F32 ? 0x7C00 : 0x7F80;
             for (uint32_t i = 0; i < 65536; ++i) {
                 if ((i & 0x7FFF) > infinity) continue;  // which NaN it is may change
@@ -571,17 +583,17 @@ TEST(failures_say_which_file_and_where) {
         rows.add(0, 0, 0, 0, 1'000'000);
         rows.add(1, 0, 0, 1'000'000, 9'000'000);
         ze_table table = rows.table();
-        CHECK(ze_read_segments(&table, &all, &buffers, nullptr, &opts, &bytes_read, &error) ==
+        CHECK(ze_read_segments(&table, &all, &buffers, nullptr, &opts, nullptr, &bytes_read, &error) ==
               ZE_END_OF_FILE);
         CHECK(error.file == 1 && error.offset == 6'000'001 && error.side == ZE_SOURCE);
         rows.add(2, 0, 0, 0, 0);
         table = rows.table();
-        CHECK(ze_read_segments(&table, &all, &buffers, nullptr, &opts, &bytes_read, &error) ==
+        CHECK(ze_read_segments(&table, &all, &buffers, nullptr, &opts, nullptr, &bytes_read, &error) ==
               ZE_END_OF_FILE);
         rows = Rows();
         rows.add(2, 0, 0, 0, 0);
         table = rows.table();
-        CHECK(ze_read_segments(&table, &all, &buffers, nullptr, &opts, &bytes_read, &error) ==
+        CHECK(ze_read_segments(&table, &all, &buffers, nullptr, &opts, nullptr, &bytes_read, &error) ==
               ZE_OPEN_FAILED);
         CHECK(error.file == 2 && error.errnum == ENOENT);
         rows = Rows();
@@ -616,7 +628,7 @@ TEST(rows_out_of_bounds_are_refused) {
         const ze_buffers from = src.buffers(), to = dst.buffers();
         const ze_options opts = options(1);
         ze_error error;
-        CHECK(ze_copy_segments(&table, &from, &to, nullptr, &opts, &error) == ZE_BAD_TABLE);
+        CHECK(ze_copy_segments(&table, &from, &to, nullptr, &opts, nullptr, &error) == ZE_BAD_TABLE);
         CHECK(error.offset == 1 && dst.data[0][0] == 2);
     }
 }

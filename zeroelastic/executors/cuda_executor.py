@@ -46,7 +46,7 @@ def _library() -> ctypes.CDLL:
     for name, arguments in (
         ("plan_create", [pointer] * 4 + [ctypes.c_int32] * 2 + [pointer] * 2),
         ("plan_run", [pointer] * 3),
-        ("read_segments", [pointer] * 5 + [ctypes.c_int32] + [pointer] * 3),
+        ("read_segments", [pointer] * 5 + [ctypes.c_int32] + [pointer] * 4),
         ("plan_finish", [pointer] * 4),
         ("write_segments", [pointer] * 5 + [ctypes.c_int32] + [pointer] * 3),
     ):
@@ -84,15 +84,16 @@ def run(
     call, error, bytes_read = Call(table, options), Error(), ctypes.c_int64()
     files = () if src_paths is None else local_paths(src_paths)
     sides: tuple[Files | Buffers, ...]
-    out: object
+    out: list[object] = [checksums(table, options)]
     if src_paths is not None:
-        function, out = _library().ze_cuda_read_segments, ctypes.byref(bytes_read)
+        function = _library().ze_cuda_read_segments
+        out.append(ctypes.byref(bytes_read))
         sides = call.files(files), call.device_buffers(dst or ())
     else:
-        function, out = _library().ze_cuda_write_segments, checksums(table, options)
+        function = _library().ze_cuda_write_segments
         sides = call.device_buffers(src), call.files(dst_paths or ())
     references = [ctypes.byref(side) for side in (call.table, *sides)]
-    code = function(*references, call.digest, call.options, device, ctypes.c_void_p(stream), out, ctypes.byref(error))
+    code = function(*references, call.digest, call.options, device, ctypes.c_void_p(stream), *out, ctypes.byref(error))
     call.end()
     if code:
         raise _exception(error, files, dst_paths or ())

@@ -79,6 +79,7 @@ def read_segments(
     buffers: Sequence[Buffer],
     *,
     digest: DigestRows | None = None,
+    crc32: UInt32Array | None = None,
     cast: Cast = "none",
     copies: ConvertedCopies | None = None,
     threads: int | None = None,
@@ -95,13 +96,15 @@ def read_segments(
     call returns. Raises ConfigError for an unknown engine, for one that is not built, and for
     one that cannot fill such memory; CheckpointError when a file ends early or cannot be read (with file and offset).
 
-    ``copies``, of host memory and files on this machine, are made of what is in the cache.
+    ``copies``, of host memory and files on this machine, are made of what is in the cache. ``crc32``, shape
+    ``(num_rows,)``, is filled with the checksum of each row, as ``zlib.crc32``; there is none with a conversion.
 
     ``progress`` is called on this thread with the bytes that were read since the last call: about every 50 ms, also
     with 0, and once in the end, when the sum is that of the table. An exception in it, or in a signal's handler
     (KeyboardInterrupt), ends the call soon and is raised from it.
     """
-    options = Options(digest, cast=cast, threads=threads, progress=progress, copies=copies)
+    assert crc32 is None or cast == "none", "a checksum is of bytes as they are in the file"
+    options = Options(digest, crc32, cast, threads=threads, progress=progress, copies=copies)
     name = _choose(executor, "read", buffers)
     assert copies is None or name in _HOST, "only host memory is converted beside"
     if name == "cuda" and any(isinstance(path, RemotePath) for path in paths):

@@ -42,7 +42,7 @@ _INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("plain", "avx2", "avx512")
 def _library() -> ctypes.CDLL:
     library = load_library("native")
     pointer = ctypes.c_void_p
-    for name, num_arguments in (("read", 7), ("copy", 6), ("write", 7), ("move", 7), ("scan", 6), ("sum", 6)):
+    for name, num_arguments in (("read", 8), ("copy", 7), ("write", 7), ("move", 7), ("scan", 6), ("sum", 6)):
         function = getattr(library, f"ze_{name}_segments")
         function.restype = ctypes.c_int32
         function.argtypes = [pointer] * num_arguments
@@ -134,7 +134,7 @@ def run(
     elif dst is not None:
         arguments.append(call.buffers(dst))
     references = [ctypes.byref(argument) for argument in (call.table, *arguments)]
-    more = {"read": (ctypes.byref(bytes_read),), "copy": ()}.get(operation, (checksums(table, options),))
+    more = [checksums(table, options), *([ctypes.byref(bytes_read)] if operation == "read" else [])]
     function = getattr(_library(), f"ze_{operation}_segments")
     code = function(*references, call.digest, call.options, *more, ctypes.byref(error))
     call.end()

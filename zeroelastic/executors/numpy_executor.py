@@ -89,6 +89,8 @@ def _read(
     for i, row in enumerate(_rows(table)):
         data = buffers[row.dst][row.dst_offset : row.dst_offset + row.nbytes]
         totals.add(i, data)
+        if options.crc32 is not None:
+            options.crc32[i] = zlib.crc32(data.data)
         if options.copies is not None and (copy := options.copies.buffers[row.dst]) is not None:
             itemsize, converted = cast_itemsizes(options.copies.cast)
             begin = row.dst_offset // itemsize * converted

@@ -4,6 +4,7 @@
 #include <numeric>
 #include <thread>
 
+#include "../../crc32.h"
 #include "../../cuda/zeroelastic_cuda.h"
 #include "file_cases.h"
 
@@ -23,8 +24,15 @@ int32_t read(const Case& one, const Files& files, const DeviceSide& side, Digest
     ze_digest digest{};
     if (digests != nullptr) digest = digests->digest();
     int64_t got = 0;
+    std::vector<uint32_t> sums(one.rows.nbytes.size(), 1);
+    uint32_t* const crc32 = threads == 1 ? nullptr : sums.data();
     const int32_t code = read_to_device(table, from, buffers, digests == nullptr ? nullptr : &digest, options,
-                                        device, stream, ring, &got, error);
+                                        device, stream, ring, crc32, &got, error);
+    for (size_t i = 0; code == ZE_OK && crc32 != nullptr && i < sums.size(); ++i) {
+        const unsigned char* row =
+            one.files[static_cast<size_t>(one.rows.src[i])].data() + one.rows.src_offset[i];
+        CHECK(sums[i] == zeroelastic::crc32_of(0, row, one.rows.nbytes[i]));
+    }
     if (bytes_read != nullptr) *bytes_read = got;
     CHECK(fake::counts().in_flight == 0 && fake::counts().events == 0);
     return code;
@@ -106,7 +114,7 @@ TEST(neighbours_in_different_buffers_are_not_one_copy) {
     ze_error error;
     int64_t got;
     CHECK(read_to_device(table, files.files(), {2, pointers, sizes}, nullptr, {1, 0, 0, 0, nullptr, nullptr},
-                         0, nullptr, &ring, &got, &error) == ZE_OK);
+                         0, nullptr, &ring, nullptr, &got, &error) == ZE_OK);
     CHECK(memory.content() == one.files[0] && fake::counts().async_copies == 2);
 }
 
@@ -140,8 +148,8 @@ TEST(the_librarys_own_ring_is_bounded_and_used_again) {
     for (int i = 0; i < 2; ++i) {
         int64_t got = 0;
         ze_error error;
-        CHECK(ze_cuda_read_segments(&table, &from, &to, nullptr, &options, 0, nullptr, &got, &error) ==
-              ZE_OK);
+        CHECK(ze_cuda_read_segments(&table, &from, &to, nullptr, &options, 0, nullptr, nullptr, &got,
+                                    &error) == ZE_OK);
         CHECK(got == total && memory.data()[0] == 1 && memory.data()[total - 1] == 0);
         CHECK(fake::counts().pinned_bytes == (int64_t{48} << 20) && fake::counts().host_allocations == 3);
     }
@@ -265,7 +273,7 @@ TEST(callers_on_several_threads_take_turns) {
                 ze_error error;
                 int64_t got;
                 CHECK(read_to_device(table, files.files(), to.buffers(), nullptr,
-                                     {2, 0, 0, 0, nullptr, nullptr}, 0, nullptr, &ring, &got,
+                                     {2, 0, 0, 0, nullptr, nullptr}, 0, nullptr, &ring, nullptr, &got,
                                      &error) == ZE_OK);
                 CHECK(side[0]->content() == expected(one.rows, one.files, one.before, 0)[0]);
             }

@@ -256,7 +256,7 @@ TEST(readers_and_writers_take_turns_with_the_ring) {
                 int64_t got;
                 if (i % 2 == 0) {
                     CHECK(read_to_device(table, from.files(), dst.buffers(), nullptr, options, 0, nullptr,
-                                         &ring, &got, &error) == ZE_OK);
+                                         &ring, nullptr, &got, &error) == ZE_OK);
                     CHECK(targets[0]->content() == want);
                 } else {
                     CHECK(write_from_device(table, src.buffers(), to.files(), nullptr, options, 0, nullptr,

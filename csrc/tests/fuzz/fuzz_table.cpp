@@ -182,12 +182,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         const Buffers dst(num_dst, &input);
         const ze_buffers buffers = dst.buffers();
         int64_t bytes_read = 0;
-        code = ze_read_segments(&table, &src, &buffers, digests, &options, &bytes_read, &error);
+        code = ze_read_segments(&table, &src, &buffers, digests, &options, sums, &bytes_read, &error);
         if (bytes_read < 0) fail("less than nothing was read");
     } else if (operation == 1) {
         const Buffers from(num_src, &input), to(num_dst, &input);
         const ze_buffers a = from.buffers(), b = to.buffers();
-        code = ze_copy_segments(&table, &a, &b, digests, &options, &error);
+        code = ze_copy_segments(&table, &a, &b, digests, &options, sums, &error);
     } else if (operation == 2 || operation == 3) {
         Files to(num_dst, &input);
         const Buffers from(num_src, &input);
