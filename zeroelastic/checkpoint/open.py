@@ -6,7 +6,7 @@ Only directory names, the commit record, and the headers of the files that are a
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple, TypeGuard, overload
@@ -47,9 +47,10 @@ from zeroelastic.errors import (
     counted,
     some,
 )
-from zeroelastic.io.paths import FilePath, RemotePath, as_path
-from zeroelastic.io.storage import file_sizes
+from zeroelastic.io.paths import FilePath, RemotePath, as_path, missing_file
+from zeroelastic.io.storage import file_size, file_sizes
 from zeroelastic.torch_file.header import Blocks, read_torch_file
+from zeroelastic.torch_file.zip_check import ZipRecords, read_zip_records
 
 _ON_NO_NODE = "The nodes that hold it have to take part, or use an older tag."
 
@@ -282,6 +283,16 @@ class Checkpoint:
     def module_path(self, model: ModelStates) -> str:
         """Where DeepSpeed reads a module states file that this rank sees: in the pinned directory, or at its URL."""
         return str(model.path) if isinstance(model.path, RemotePath) else os.fspath(model.path)
+
+    def archives(self, path: FilePath) -> Iterator[tuple[int, ZipRecords]]:
+        """The archives in a file: the byte at which each begins, and its records.
+
+        Raises MissingFileError, CheckpointError.
+        """
+        size = file_size(path)
+        if size is None:
+            raise missing_file(path)
+        yield 0, read_zip_records(path, size)
 
     def _check_directory(self, path: FilePath, found: str) -> None:
         recorded = self.record.directories.get(path.name) if self.record is not None else None

@@ -14,6 +14,7 @@ from zeroelastic.errors import CheckpointError
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import BlockFile, LocalFile
 from zeroelastic.torch_file.header import Blocks, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torch_file.zip_check import ZipRecords, read_zip_records
 
 
 class _Window:
@@ -45,6 +46,10 @@ class Archives:
     def open(self, place: StoredBytes) -> TorchFile:
         """One archive, whose objects are inert. Raises MissingFileError, CheckpointError, UnsafePickleError."""
         return read_torch_file(place.path, foreign="inert", through=_Window(self._file(place.path), place))
+
+    def records(self, place: StoredBytes) -> ZipRecords:
+        """The records of one archive. Raises MissingFileError, CheckpointError."""
+        return read_zip_records(place.path, place.nbytes, through=_Window(self._file(place.path), place))
 
     def payload(self, place: StoredBytes, dtype: str, shape: Sequence[int], what: str) -> int:
         """The byte of the file where the elements of a chunk begin, as one run in row-major order.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -16,11 +16,15 @@ from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard, con
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.layout import Layout, pack_sub_groups
+from zeroelastic.dcp.archives import open_archives
+from zeroelastic.dcp.names import NamedState
 from zeroelastic.dcp.native import NativeForm
 from zeroelastic.dcp.saved import DcpCheckpoint
+from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import LocalFile, read_range
 from zeroelastic.torch_file.graph import Archive
 from zeroelastic.torch_file.header import Blocks, read_torch_file
+from zeroelastic.torch_file.zip_check import ZipRecords
 
 
 def saved_state(
@@ -85,6 +89,7 @@ def saved_state(
         _models={0: model},
         trained=trained,
         frozen=found.frozen,
+        named=found.named,
     )
     parts = (trained,) if found.frozen is None else (trained, found.frozen)
     return SavedState(checkpoint, head, (model,), parts)
@@ -99,6 +104,7 @@ class ChunkedCheckpoint(Checkpoint):
 
     trained: SavedPart = field(kw_only=True)
     frozen: SavedPart | None = field(kw_only=True)
+    named: NamedState = field(kw_only=True, repr=False)
     made: BinaryIO | None = None
 
     @property
@@ -120,6 +126,14 @@ class ChunkedCheckpoint(Checkpoint):
     def frozen_extents(self, rank: int) -> TensorExtents | None:
         """As of ``frozen_layout``."""
         return None if self.frozen is None else self.frozen.extents[rank].get(FROZEN)
+
+    def archives(self, path: FilePath) -> Iterator[tuple[int, ZipRecords]]:
+        """The archives of the chunks of parameters in a file."""
+        tensors = [tensor for keys in self.named.trained.values() for tensor in keys.values()]
+        tensors += self.named.others.values()
+        with open_archives() as archives:
+            for place in {chunk.place for tensor in tensors for chunk in tensor.chunks if chunk.place.path == path}:
+                yield place.offset, archives.records(place)
 
     def module_path(self, model: ModelStates) -> str:
         """The file of the module's states that was made; it lasts as long as this checkpoint."""

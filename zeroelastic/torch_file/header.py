@@ -293,12 +293,12 @@ def _read_pickle(path: FilePath, file: Blocks, kept: Blocks | None) -> tuple[byt
         raise CheckpointError(f"{path}: two records are named {records.twice}. The file is damaged.")
     _check_apart(records, path)
     order = records.find("byteorder")
-    if order is not None and _content(file, order, path, min(file.size, 16)) != b"little":
+    if order is not None and _content(file, records, order, path, min(file.size, 16)) != b"little":
         raise CheckpointError(f"{path}: was written on a big-endian machine, which is not supported.")
     pickled = records.find("data.pkl")
     if pickled is None or pickled.text == "data.pkl":
         raise CheckpointError(f"{path}: is a zip archive without data.pkl, so not a torch.save file.")
-    data = _content(file, pickled, path, min(file.size, _MAX_PICKLE_BYTES))
+    data = _content(file, records, pickled, path, min(file.size, _MAX_PICKLE_BYTES))
     folder = pickled.text.partition("/")[0]
     return data, TorchFile(path, file.size, None, file.bytes_read, records.digest, folder, records, _blocks=kept)
 
@@ -328,15 +328,15 @@ def _check_apart(records: Directory, path: FilePath) -> None:
         raise CheckpointError(f"{path}: a record ends behind the directory. The file is truncated or damaged.")
 
 
-def _content(file: Blocks, entry: Entry, path: FilePath, limit: int) -> bytes:
-    """The content of a record, of at most ``limit`` bytes and as many as it takes in the file."""
+def _content(file: Blocks, records: Directory, entry: Entry, path: FilePath, limit: int) -> bytes:
+    """The content of one of the records, of at most ``limit`` bytes and as many as it takes in the file."""
     if entry.method or entry.stored_bytes != entry.nbytes or entry.nbytes > limit:
         raise CheckpointError(
             f"{path}: record {entry.text} is compressed or larger than {limit} bytes. The file is damaged."
         )
     header = file.read(entry.header, LOCATED_BYTES)
     data = file.read(_payload_offset(header, entry, path, file.size), entry.nbytes)
-    if zlib.crc32(data) != entry.crc32:
+    if records.states_checksums and zlib.crc32(data) != entry.crc32:
         raise CheckpointError(f"{path}: Bad CRC-32 for file {entry.text!r}. The file is truncated or damaged.")
     return data
 

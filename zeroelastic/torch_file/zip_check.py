@@ -20,6 +20,7 @@ from zeroelastic.errors import CheckpointError
 from zeroelastic.executors.dispatch import Executor, Ranges, scan_segments
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import BlockFile, LocalFile
+from zeroelastic.torch_file.header import Blocks
 from zeroelastic.torch_file.zip_directory import (
     DEFERRED,
     DESCRIPTOR_MARK,
@@ -87,14 +88,27 @@ class ZipRecords:
     def __iter__(self) -> Iterator[ZipRecord]:
         return map(self.__getitem__, range(len(self)))
 
+    def contradiction(self, number: int, found: int, *, at: int = 0) -> str:
+        """What is wrong with a record whose content has another checksum; the archive begins at byte ``at``."""
+        name, offset, nbytes, stated = self[number]
+        begin = at + offset
+        return (
+            f"record {without_folder(name)}, bytes {begin} to {begin + nbytes}, has CRC-32 {found:08x} and should have "
+            f"{stated:08x}. The file is damaged."
+        )
 
-def read_zip_records(path: FilePath, size: int, *, window_bytes: int = _WINDOW) -> ZipRecords:
+
+def read_zip_records(
+    path: FilePath, size: int, *, window_bytes: int = _WINDOW, through: Blocks | None = None
+) -> ZipRecords:
     """Read the structure of an uncompressed archive of ``size`` bytes; payload is not read, except what shares a read
-    of ``window_bytes`` with a header.
+    of ``window_bytes`` with a header. ``through`` is an archive inside a file.
 
     Memory: 200 bytes for each record, its entry in the directory included, and 16 MiB. Raises CheckpointError where the
     records cannot be found by the directory, MissingFileError.
     """
+    if through is not None:
+        return _read_records(path, size, _Window(through, window_bytes))
     if isinstance(path, RemotePath):
         return _read_records(path, size, _Window(BlockFile(path, size, ahead=False), 0))
     with LocalFile(path) as file:
@@ -241,7 +255,7 @@ class _Window:
     ``batch`` is for how many places ``around`` is asked at one time: as many as a remote file keeps blocks of.
     """
 
-    def __init__(self, file: LocalFile | BlockFile, nbytes: int) -> None:
+    def __init__(self, file: Blocks, nbytes: int) -> None:
         """Reads are of at least ``nbytes`` bytes: of a remote file, which keeps its blocks, none but what is wanted."""
         self.file, self._nbytes, self._begin, self._data = file, nbytes, 0, b""
         self._near = max(nbytes, _SUMS64.size + _USUAL_HEADER)
@@ -293,14 +307,11 @@ def check_archive(path: FilePath, size: int, *, digested: Int64Array | None = No
         if fault.offset < end:  # another writer may make the directory behind it in its own way
             raise CheckpointError(f"{path}: {fault.what} (byte {fault.offset}). The file is damaged.")
     places = np.sort(digested) if digested is not None else np.empty(0, dtype=np.int64)
-    read = np.flatnonzero((np.searchsorted(places, begins) == np.searchsorted(places, ends)) & (ends > begins))
+    is_read = (np.searchsorted(places, begins) == np.searchsorted(places, ends)) & (ends > begins)
+    read = np.flatnonzero(is_read & records.directory.states_checksums)
     found = np.zeros(len(read), dtype=np.uint32)
     table = Ranges(np.zeros(len(read), dtype=np.int64), begins[read], records.nbytes[read])
     scan_segments(table, [path], crc32=found, executor=executor)
     for number in np.flatnonzero(found != records.crc32[read])[:1].tolist():
-        record = records[int(read[number])]
-        raise CheckpointError(
-            f"{path}: record {without_folder(record.name)}, bytes {record.offset} to {record.offset + record.nbytes}, "
-            f"has CRC-32 {int(found[number]):08x} and should have {record.crc32:08x}. The file is damaged."
-        )
+        raise CheckpointError(f"{path}: {records.contradiction(int(read[number]), int(found[number]))}")
     return records.bytes_read + int(table.nbytes.sum())

@@ -152,6 +152,11 @@ class Directory:
     def __len__(self) -> int:
         return len(self.at)
 
+    @property
+    def states_checksums(self) -> bool:
+        """False where all are 0, as ``torch.serialization.set_crc32_options(False)`` leaves them."""
+        return bool(self.crc32.any()) or not self.nbytes.any()
+
     def __getitem__(self, row: int) -> Entry:
         if row < len(self.number):
             name, method = self._prefix + str(self.number[row]).encode(), 0

@@ -8,14 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dcp_writers import grid, job_state, write_dcp
 from fsdp_job import fsdp_train_and_save
+from saved_files import flip
 from topologies import TopologyJob, differences, load_and_gather, save_trained
 from training import LOSS_RTOL, Job, Outcome, attempt_each, build_engine, raised, resume, train_and_save, train_step
 
 import zeroelastic
+from zeroelastic.dcp.saved import open_dcp
 from zeroelastic.testing import RankPool
 
 SECTION, FEATURE = "Using it", 'From FSDP2 in training (`"source": "dcp"`)'
@@ -125,6 +128,30 @@ def test_what_cannot_be_loaded_is_said_and_changes_nothing(rank_pool: RankPool, 
     for errors in outcomes:
         assert [kind for kind, _ in errors] == [kind for kind, _ in expected]
         assert all(words in text for (_, text), (_, words) in zip(errors, expected, strict=True)), errors
+
+
+def test_a_flipped_bit_in_a_chunk_is_found(rank_pool: RankPool, saved: Any, tmp_path: Path) -> None:
+    """Chunks have no digest: the CRC-32 of each is compared, of which every rank reads a part."""
+    root, state, losses = saved
+    for outcome in rank_pool.run(resume, 3, from_dcp(Job()), str(root)):
+        check(outcome, state, losses, 3)
+        assert any("what was read has the CRC-32 that its files state (" in note for note in outcome.report.notes)
+    found = open_dcp(root)
+    parts = (found.trained,) if found.frozen is None else (found.trained, found.frozen)
+    for number, (extents, key) in enumerate((part.extents[1], key) for part in parts for key in part.extents[1]):
+        at = int(np.flatnonzero(extents[key].offset >= 0)[-1])  # others are compared with further names of theirs
+        assert extents[key].param_paths is not None
+        shutil.copytree(root, damaged := tmp_path / str(number))
+        path = damaged / extents[key].param_paths[at].name
+        flip(path, int(extents[key].offset[at]) + 2)
+        (kind, text), *others = rank_pool.run(attempt_damaged, 3, from_dcp(Job()), str(damaged))
+        assert others == [(kind, text)] * 2 and kind == "DigestMismatchError"
+        assert text.startswith(f"{path}: record data/0, bytes ") and text.count(" has CRC-32 ") == 1
+
+
+def attempt_damaged(job: Job, directory: str) -> tuple[str, str]:
+    engine = build_engine(job)
+    return raised(lambda: engine.load_checkpoint(directory))
 
 
 def test_a_load_that_does_not_ask_for_it_says_what_is_there(rank_pool: RankPool, places: dict[str, str]) -> None:

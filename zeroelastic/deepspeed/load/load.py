@@ -229,7 +229,7 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
         with span("load.verify"):
             verified = verify(engine, live, plan, restored, request)
             module_notes = notes_of_modules(plan)
-            failed, costs = gather_costs(plan, restored, failed=verified.failed, began=call.began)
+            failed, costs = gather_costs(plan, restored, verified, call.began)
             if failed:
                 raise_mismatch(live, verified, plan)
     report = load_report(

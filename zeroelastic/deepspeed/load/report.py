@@ -24,8 +24,11 @@ from zeroelastic.errors import StrictError, rank_list, some
 from zeroelastic.report import ResumeReport
 
 
-def gather_costs(load_plan: LoadPlan, restored: Restored, *, failed: bool, began: float) -> tuple[bool, dict[str, int]]:
-    """Whether a call ``failed`` on any rank, and what it cost: of any rank the most, by the report's names. Collective.
+def gather_costs(
+    load_plan: LoadPlan, restored: Restored, verification: Verification, began: float
+) -> tuple[bool, dict[str, int]]:
+    """Whether ``verification`` has failed on any rank, and what the load cost: of any rank the most, by the report's
+    names. Collective.
 
     The call ``began`` at a time (``time.perf_counter``); its "nanoseconds" are until now.
     """
@@ -37,6 +40,7 @@ def gather_costs(load_plan: LoadPlan, restored: Restored, *, failed: bool, began
         "bytes_read": bytes_read,
         "header_bytes": checkpoint.header_bytes
         + load_plan.checked_bytes
+        + verification.bytes_read
         + _module_bytes(load_plan)
         + module.bytes_read,
         "files_opened": len({*checkpoint.opened, *restored.files, *module.files, *payload.files}),
@@ -44,7 +48,7 @@ def gather_costs(load_plan: LoadPlan, restored: Restored, *, failed: bool, began
         "bytes_received": module.received + payload.received,
         "nanoseconds": int((time.perf_counter() - began) * 1e9),
     }
-    (any_failed, *most), total_read = maximum_and_total((failed, *own.values()), bytes_read)
+    (any_failed, *most), total_read = maximum_and_total((verification.failed, *own.values()), bytes_read)
     return bool(any_failed), {**dict(zip(own, most, strict=True)), "total_bytes_read": total_read}
 
 

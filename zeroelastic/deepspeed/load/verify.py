@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
 from zeroelastic.core.digest import ParamContent, combine, content_root, stream_seed
 from zeroelastic.core.plan import held_plan
@@ -27,6 +26,7 @@ from zeroelastic.deepspeed.live.digests import (
     with_saved_kinds,
 )
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.load.checksums import compare_checksums
 from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.deepspeed.load.restore import Restored
 from zeroelastic.deepspeed.options import LoadRequest
@@ -51,9 +51,10 @@ TensorKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The saved and the loaded content root, whether they match, and why that is not known.
+    """The saved and the loaded content root, whether they match, and what is to be known about that.
 
     ``wrong`` is every (parameter, state key) that differs; ``matches`` is False also where the live state has more.
+    ``bytes_read`` bytes of files were read for it alone.
     """
 
     saved_root: str | None
@@ -61,6 +62,7 @@ class Verification:
     matches: bool | None
     note: str | None
     wrong: tuple[TensorKey, ...] = ()
+    bytes_read: int = 0
 
     @property
     def failed(self) -> bool:
@@ -77,21 +79,29 @@ def verify(
     which the live state has it; what comes later is not seen. Tensors that were cast are compared by the digest of
     what was read; so are master weights that the run then rounds to 16 bits (load_from_fp32_weights is off). Where it
     has ``failed`` on any rank, ``raise_mismatch`` has to be called on all.
+
+    Without a commit record, what was read is compared with the CRC-32 of the files. Raises as ``compare_checksums``.
     """
     checkpoint = load_plan.checkpoint
     if not request.options.verifies_content:
         saved_root = checkpoint.record.content_root if checkpoint.record is not None else None
         return Verification(saved_root, None, None, f'content not verified ("verify": "{request.options.verify}")')
+    unrecorded, bytes_read = "saved without a commit record", 0
+    if restored.read_files is not None:
+        clause, bytes_read = compare_checksums(load_plan, restored.read_files, request.options.io_engine)
+        unrecorded += f", so without digests; {clause}"
     with_frozen, membership = load_plan.has_frozen, load_plan.membership
     local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read_digests)
     try:
         contents = whole_contents(live, local, device=engine.device)
     except CopiesDifferError as error:
-        return _of_differing_copies(error, checkpoint.record)
+        if checkpoint.record is None:
+            return Verification(None, None, None, f"{unrecorded}; {error}", bytes_read=bytes_read)
+        return Verification(checkpoint.record.content_root, None, False, None, error.tensors)  # damage: one was saved
     cast, changed = (_sums(live, sums, engine.device) for sums in (restored.cast_digests, restored.changed_digests))
     if checkpoint.record is None:
         root = _root(live, contents)
-        return Verification(None, root, None, "saved without a commit record: nothing to compare with")
+        return Verification(None, root, None, unrecorded, bytes_read=bytes_read)
     from_16_bit = not engine.zero_load_from_fp32_weights()
     num_cast = sum(key != FP32 or not from_16_bit for _, key in cast)
     saved_root = checkpoint.record.content_root
@@ -133,13 +143,6 @@ def verify(
     if not same_params:
         return Verification(saved_root, root, None, f"digests of what was restored match the record; {_INCOMPARABLE}")
     return Verification(saved_root, root, True, None)
-
-
-def _of_differing_copies(error: CopiesDifferError, record: CommitRecord | None) -> Verification:
-    """That of a load after which ranks have different copies of a tensor: damage, where a record was made of one."""
-    if record is None:
-        return Verification(None, None, None, f"saved without a commit record: nothing to compare with; {error}")
-    return Verification(record.content_root, None, False, None, error.tensors)
 
 
 def _as_read(

@@ -388,6 +388,9 @@ def _words(
             "not checked, because there is no commit record: whether this is what was saved; a file that was altered, "
             "its checksums computed anew, would not be noticed"
         )
+    if scan.unstated:
+        files = some(scan.unstated, 4)
+        unchecked.append(f"not checked, because these files state no CRC-32: the records of {files}")
     if headers.streams.num_copies:
         equal = headers.streams.num_copies - int(whole_tensors.differs.sum())
         checked.append(f"{equal} of {headers.streams.num_copies} copies that ranks have of the same elements are equal")

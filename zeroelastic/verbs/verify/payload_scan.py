@@ -64,8 +64,8 @@ class RankScan:
 
     ``digests`` and ``covered`` run parallel to ``TagHeaders.streams``: the sum of the partial digests of the elements
     that were read, and their number. ``unread`` are files that could not be read to their end. ``tables`` are the files
-    whose own digests were compared with what they hold. ``shared`` are the tensors in shared files, each with the
-    digest of what is there.
+    whose own digests were compared with what they hold, ``unstated`` those that state no checksums. ``shared`` are the
+    tensors in shared files, each with the digest of what is there.
     """
 
     digests: UInt64Array
@@ -75,6 +75,7 @@ class RankScan:
     damage: tuple[Damage, ...] = ()
     unread: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
+    unstated: tuple[str, ...] = ()
     shared: tuple[tuple[SharedStream, int], ...] = ()
     num_files: int = 0
     num_records: int = 0
@@ -224,6 +225,7 @@ def _scan_file(
     bad = [
         BadRecord(rank, name, records[int(filled[number])], int(found[number]))
         for number in np.flatnonzero(found != records.crc32[filled]).tolist()
+        if records.directory.states_checksums
     ]
     shard = headers.shards.get(rank)
     parts: tuple[BadPart, ...] | None = None
@@ -236,7 +238,8 @@ def _scan_file(
         bad_parts=parts or (),
         damage=tuple(damage),
         num_files=1,
-        num_records=len(records),
+        num_records=len(records) if records.directory.states_checksums else 0,
+        unstated=() if records.directory.states_checksums else (name,),
         tables=() if parts is None else (name,),
         nbytes=size,
     )

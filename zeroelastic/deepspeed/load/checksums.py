@@ -1,0 +1,67 @@
+"""Compares what all ranks have read of files without digests with the CRC-32 that these files state."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.open import Checkpoint
+from zeroelastic.checkpoint.read_ranges import Comparison, ReadFiles, ReadRanges, compare, packed, unpacked
+from zeroelastic.deepspeed.load.preflight import LoadPlan
+from zeroelastic.distributed.collective import all_gather, all_or_raise
+from zeroelastic.distributed.exchange import all_to_all_bytes
+from zeroelastic.errors import DigestMismatchError, counted, some
+from zeroelastic.executors.dispatch import Executor, host_executor
+from zeroelastic.io.paths import FilePath
+
+_NAMED = 8
+
+
+def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) -> tuple[str, int]:
+    """Compare the records that the ranks have read together; a clause on it, and the bytes read here. Collective.
+
+    One rank gets the ranges of a file from all and puts them together. Raises DigestMismatchError on every rank where a
+    record has another checksum, CheckpointError, UnreadableError.
+    """
+    checkpoint, visibility = load_plan.checkpoint, load_plan.visibility
+    top = str(checkpoint.tag_dir)
+    by_owner: dict[int, dict[str, ReadRanges]] = {}
+    for path, ranges in read.items():
+        name = str(path).removeprefix(top).lstrip("/")
+        number = zlib.crc32(name.encode())
+        owner = number % dist.get_world_size() if visibility is None else visibility.reader(name, number)
+        by_owner.setdefault(owner, {})[name] = ranges
+    arrived = all_to_all_bytes({owner: packed(files) for owner, files in by_owner.items()})
+    parts: dict[str, list[ReadRanges]] = {}
+    for data in arrived.values():
+        for name, ranges in unpacked(data):
+            parts.setdefault(name, []).append(ranges)
+    files = {checkpoint.tag_dir / name: ReadRanges.joined(found) for name, found in sorted(parts.items())}
+    own = all_or_raise(lambda: _compare_files(checkpoint, files, host_executor(executor)))
+    total = Comparison()
+    for other in all_gather(own):
+        total = total.plus(other)
+    if total.faults:
+        raise DigestMismatchError(some(total.faults, _NAMED, separator=" "))
+    return _clause(total), own.bytes_read
+
+
+def _compare_files(checkpoint: Checkpoint, files: Mapping[FilePath, ReadRanges], executor: Executor) -> Comparison:
+    total = Comparison()
+    for path, read in files.items():
+        for begin, records in checkpoint.archives(path):
+            total = total.plus(compare(path, records, begin, read, executor))
+    return total
+
+
+def _clause(total: Comparison) -> str:
+    parts: list[str] = []
+    if total.num_compared:
+        parts.append(f"what was read has the CRC-32 that its files state ({counted(total.num_compared, 'record')})")
+    if total.num_partial:
+        parts.append(f"{counted(total.num_partial, 'record')} read in part and not compared with a CRC-32")
+    if total.num_unstated:
+        parts.append(f"NOT CHECKED: {counted(total.num_unstated, 'record')} of files that state no CRC-32")
+    return "; ".join(parts) or "nothing was read"
