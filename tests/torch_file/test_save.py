@@ -92,6 +92,18 @@ def test_small_things_too(tmp_path: Path, executor: Executor, write: Write, obj:
     assert (tmp_path / "x.pt").read_bytes() == saved_by_torch(obj, tmp_path)
 
 
+def test_checksums_are_written_also_where_the_job_has_turned_them_off(tmp_path: Path) -> None:
+    torch.save(obj := [torch.arange(999)], tmp_path / "a.pt")
+    want = (tmp_path / "a.pt").read_bytes()
+    torch.serialization.set_crc32_options(False)
+    try:
+        write_torch_file(obj, tmp_path / "a.pt")
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert (tmp_path / "a.pt").read_bytes() == want
+
+
 def test_a_file_that_was_there_is_replaced_not_patched(tmp_path: Path) -> None:
     write_torch_file({"large": torch.ones(10_000)}, tmp_path / "x.pt")
     write_torch_file({"small": torch.ones(10)}, tmp_path / "x.pt")

@@ -355,8 +355,13 @@ def _lay_out(obj: object, path: Path) -> dict[str, torch.UntypedStorage]:
     listening = ModuleType("pickle")
     vars(listening).update(vars(pickle))
     listening.Pickler = Pickler  # type: ignore[attr-defined]
-    with torch.serialization.skip_data():
-        torch.save(obj, path, pickle_module=listening)
+    states_checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)  # where a job has turned them off, half of them would be there
+    try:
+        with torch.serialization.skip_data():
+            torch.save(obj, path, pickle_module=listening)
+    finally:
+        torch.serialization.set_crc32_options(states_checksums)
     found = dict(storages)
     storages.clear()  # the class above is in a cycle with itself and may live on for a while
     return found
