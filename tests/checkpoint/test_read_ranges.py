@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroelastic.checkpoint.read_ranges import ReadFiles, ReadRanges, compare, packed, unpacked
+from zeroelastic.checkpoint.read_ranges import ReadFiles, ReadRanges, compare, compare_file, packed, unpacked
+from zeroelastic.errors import CheckpointError
 from zeroelastic.torch_file.zip_check import ZipRecord, ZipRecords, read_zip_records
 
 NUMEL = (1, 40, 3000, 100_000)
@@ -97,6 +98,18 @@ def test_gaps_are_read_where_they_are_little(path: Path) -> None:
     assert compare(path, records, 0, ranges(content, (begin + most, end))).num_compared == 1
     found = compare(path, records, 0, ranges(content, (begin + most + 1, end)))
     assert (found.num_compared, found.num_partial, found.bytes_read) == (0, 1, 0)
+
+
+def test_bytes_of_no_record_are_an_error(path: Path) -> None:
+    """So a file that is looked up under a wrong name, or replaced meanwhile, is never passed over."""
+    content = path.read_bytes()
+    records, tensors = records_of(path)
+    inside = (tensors[-1].offset, tensors[-1].offset + tensors[-1].nbytes)
+    assert compare_file(path, [(0, records)], ranges(content, inside)).num_compared == 1
+    with pytest.raises(CheckpointError, match="1 of 2 ranges that were read are in no record of the file"):
+        compare_file(path, [(0, records)], ranges(content, inside, (len(content) - 9, len(content))))
+    with pytest.raises(CheckpointError, match="1 of 1 ranges"):
+        compare_file(path, [], ranges(content, inside))
 
 
 def test_ranges_that_overlap_are_used_where_they_fit(path: Path) -> None:

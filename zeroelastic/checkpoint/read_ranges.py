@@ -6,7 +6,7 @@ made in the pass that reads, are joined to that of the record, which torch.save 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zeroelastic.core.layout import Int64Array
+from zeroelastic.errors import CheckpointError
 from zeroelastic.executors.batches import join_crc32_groups
 from zeroelastic.executors.dispatch import Executor, Ranges, scan_segments
 from zeroelastic.executors.tables import UInt32Array
@@ -65,10 +66,11 @@ class ReadFiles(dict[FilePath, ReadRanges]):
 class Comparison:
     """Records whose content was compared with their checksums, and others of which a part was read.
 
-    ``num_partial``: too much of them was not read. ``num_unstated``: their archives state no checksums. ``faults`` are
-    sentences. ``bytes_read`` bytes were read for the comparison alone.
+    ``num_ranges`` ranges are of one of them. ``num_partial``: too much of them was not read. ``num_unstated``: their
+    archives state no checksums. ``faults`` are sentences. ``bytes_read`` bytes were read for the comparison alone.
     """
 
+    num_ranges: int = 0
     num_compared: int = 0
     num_partial: int = 0
     num_unstated: int = 0
@@ -78,6 +80,7 @@ class Comparison:
     def plus(self, other: Comparison) -> Comparison:
         """Both together."""
         return Comparison(
+            self.num_ranges + other.num_ranges,
             self.num_compared + other.num_compared,
             self.num_partial + other.num_partial,
             self.num_unstated + other.num_unstated,
@@ -86,13 +89,31 @@ class Comparison:
         )
 
 
+def compare_file(
+    path: FilePath, archives: Iterable[tuple[int, ZipRecords]], read: ReadRanges, executor: Executor = "auto"
+) -> Comparison:
+    """``compare`` with each archive of a file and the byte at which it begins.
+
+    Raises CheckpointError where bytes were read that are in none of their records, and as ``scan_segments``.
+    """
+    total = Comparison()
+    for begin, records in archives:
+        total = total.plus(compare(path, records, begin, read, executor))
+    if total.num_ranges != len(read.offset):
+        outside = f"{len(read.offset) - total.num_ranges} of {len(read.offset)}"
+        raise CheckpointError(
+            f"{path}: {outside} ranges that were read are in no record of the file. It was changed while it was read."
+        )
+    return total
+
+
 def compare(path: FilePath, records: ZipRecords, at: int, read: ReadRanges, executor: Executor = "auto") -> Comparison:
     """Compare what was read of an archive, which begins at byte ``at`` of a file, with its checksums.
 
     What lies between the ranges of a record, such as padding, is read here where it is little. ``read`` may have
     ranges of other archives, and the same range more than once. Raises as ``scan_segments``.
     """
-    num_compared, num_partial, num_unstated = 0, 0, 0
+    num_ranges, num_compared, num_partial, num_unstated = 0, 0, 0, 0
     faults: list[str] = []
     whole: list[_Whole] = []
     ends = read.offset + read.nbytes
@@ -103,6 +124,7 @@ def compare(path: FilePath, records: ZipRecords, at: int, read: ReadRanges, exec
         some = slice(first[number], last[number])
         if some.start == some.stop:
             continue
+        num_ranges += some.stop - some.start
         begin, nbytes = int(begins[number]), int(records.nbytes[number])
         chosen, contradicted = _in_a_row(read, some, begin)
         if contradicted:
@@ -125,7 +147,7 @@ def compare(path: FilePath, records: ZipRecords, at: int, read: ReadRanges, exec
         found = int(join_crc32_groups(np.zeros(len(sums), dtype=np.int64), sums, lengths, 1)[0])
         if found != int(records.crc32[number]):
             faults.append(f"{path}: {records.contradiction(number, found, at=at)}")
-    return Comparison(num_compared, num_partial, num_unstated, tuple(faults), bytes_read)
+    return Comparison(num_ranges, num_compared, num_partial, num_unstated, tuple(faults), bytes_read)
 
 
 class _Whole(NamedTuple):

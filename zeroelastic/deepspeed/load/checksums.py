@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.read_ranges import Comparison, ReadFiles, ReadRanges, compare, packed, unpacked
+from zeroelastic.checkpoint.read_ranges import Comparison, ReadFiles, ReadRanges, compare_file, packed, unpacked
 from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.distributed.collective import all_gather, all_or_raise
 from zeroelastic.distributed.exchange import all_to_all_bytes
@@ -39,7 +39,7 @@ def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) 
         for name, ranges in unpacked(data):
             parts.setdefault(name, []).append(ranges)
     files = {checkpoint.tag_dir / name: ReadRanges.joined(found) for name, found in sorted(parts.items())}
-    own = all_or_raise(lambda: _compare_files(checkpoint, files, host_executor(executor)))
+    own = all_or_raise(lambda: _compare_files(checkpoint, files, executor))
     total = Comparison()
     for other in all_gather(own):
         total = total.plus(other)
@@ -51,8 +51,7 @@ def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) 
 def _compare_files(checkpoint: Checkpoint, files: Mapping[FilePath, ReadRanges], executor: Executor) -> Comparison:
     total = Comparison()
     for path, read in files.items():
-        for begin, records in checkpoint.archives(path):
-            total = total.plus(compare(path, records, begin, read, executor))
+        total = total.plus(compare_file(path, checkpoint.archives(path), read, host_executor(executor)))
     return total
 
 
