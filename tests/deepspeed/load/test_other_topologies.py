@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import topologies
+import torch
 from saved_files import flip
 from topologies import TopologyJob
 
@@ -96,7 +97,9 @@ def alter_a_copy(tag: Path) -> None:
     shard, norm = checkpoint.shard(rank), norm_of(checkpoint, rank)
     in_buffer = int(shard.layout.buffer_offset(rank)[norm] - shard.layout.offset[norm])
     offset = int(shard.extents["exp_avg"].offset[norm]) + 4 * in_buffer
-    flip(tag / shard.path.name, offset + 1)
+    path = tag / shard.path.name
+    flip(path, offset + 1)
+    torch.save(torch.load(path, weights_only=False), path)  # as a rank that had it so would have saved it
 
 
 def norm_of(checkpoint: Checkpoint, rank: int) -> int:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.read_ranges import Comparison, ReadFiles, ReadRanges, compare_file, packed, unpacked
+from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.distributed.collective import all_gather, all_or_raise
 from zeroelastic.distributed.exchange import all_to_all_bytes
@@ -25,14 +26,12 @@ def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) 
     One rank gets the ranges of a file from all and puts them together. Raises DigestMismatchError on every rank where a
     record has another checksum, CheckpointError, UnreadableError.
     """
-    checkpoint, visibility = load_plan.checkpoint, load_plan.visibility
+    checkpoint = load_plan.checkpoint
     top = str(checkpoint.tag_dir)
     by_owner: dict[int, dict[str, ReadRanges]] = {}
     for path, ranges in read.items():
         name = str(path).removeprefix(top).lstrip("/")
-        number = zlib.crc32(name.encode())
-        owner = number % dist.get_world_size() if visibility is None else visibility.reader(name, number)
-        by_owner.setdefault(owner, {})[name] = ranges
+        by_owner.setdefault(_owner(load_plan, name), {})[name] = ranges
     arrived = all_to_all_bytes({owner: packed(files) for owner, files in by_owner.items()})
     parts: dict[str, list[ReadRanges]] = {}
     for data in arrived.values():
@@ -46,6 +45,18 @@ def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) 
     if total.faults:
         raise DigestMismatchError(some(total.faults, _NAMED, separator=" "))
     return _clause(total), own.bytes_read
+
+
+def _owner(load_plan: LoadPlan, name: str) -> int:
+    """The rank that puts the ranges of a file together: one that has read it, where ranks take parts in turn."""
+    visibility, file, ranks = load_plan.visibility, parse_rank_file(name), dist.get_world_size()
+    if visibility is not None:
+        return visibility.reader(name)
+    if file is None:
+        return zlib.crc32(name.encode()) % ranks
+    topology = load_plan.checkpoint.topology
+    saved = file.rank * topology.tensor_size + file.tp_rank
+    return saved * ranks // topology.world_size % ranks
 
 
 def _compare_files(checkpoint: Checkpoint, files: Mapping[FilePath, ReadRanges], executor: Executor) -> Comparison:
