@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from zeroelastic.verbs.reshard.reshard import ReshardReport
 
 _SHOWN_FILES = 12
+_BY_CHECKSUM = "no commit record to compare with: the files of the source have the CRC-32 that they state"
 
 
 def _show_reshard(report: ReshardReport) -> None:
@@ -41,7 +42,7 @@ def _show_reshard(report: ReshardReport) -> None:
             print_line(f"  beside it: {', '.join(report.extras)}")
     else:
         print_line(f"wrote {where}, {format_size(report.file_bytes)}")
-        unknown = "; the source has no commit record to compare with"
+        unknown = "; the source has no commit record: its files have the CRC-32 that they state"
         proof = unknown if report.recorded_root is None else " is the source's"
         print_line(f"  content root {report.content_root[:12]}{proof}")
         if report.verified:
@@ -138,7 +139,7 @@ def _show_export(report: ExportReport) -> None:
         print_line(f"left out: {sentence}")
     if not report.dry_run:
         compared = report.digests_compared
-        proof = f"{compared} digests agree with the commit record" if compared else "no commit record to compare with"
+        proof = f"{compared} digests agree with the commit record" if compared else _BY_CHECKSUM
         print_line(f"{proof}; {round(report.seconds, 3)} s")
 
 
@@ -200,7 +201,7 @@ def _show_convert(report: ConvertReport) -> None:
     elif report.digests_compared:
         proof = f"{report.digests_compared} digests agree with the commit record"
     else:
-        proof = "no commit record to compare with"
+        proof = _BY_CHECKSUM
     print_line(f"{proof}; {round(report.seconds, 3)} s")
 
 

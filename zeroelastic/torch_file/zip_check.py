@@ -307,11 +307,22 @@ def check_archive(path: FilePath, size: int, *, digested: Int64Array | None = No
         if fault.offset < end:  # another writer may make the directory behind it in its own way
             raise CheckpointError(f"{path}: {fault.what} (byte {fault.offset}). The file is damaged.")
     places = np.sort(digested) if digested is not None else np.empty(0, dtype=np.int64)
-    is_read = (np.searchsorted(places, begins) == np.searchsorted(places, ends)) & (ends > begins)
-    read = np.flatnonzero(is_read & records.directory.states_checksums)
-    found = np.zeros(len(read), dtype=np.uint32)
-    table = Ranges(np.zeros(len(read), dtype=np.int64), begins[read], records.nbytes[read])
+    read = np.flatnonzero(np.searchsorted(places, begins) == np.searchsorted(places, ends))
+    return records.bytes_read + check_records(path, records, read, executor=executor)
+
+
+def check_records(
+    path: FilePath, records: ZipRecords, chosen: Int64Array, *, at: int = 0, executor: Executor = "auto"
+) -> int:
+    """Compare records of an archive, which begins at byte ``at`` of a file, with their CRC-32; returns the bytes read.
+
+    ``chosen`` are their numbers. Nothing is compared where the archive states no checksums. Raises CheckpointError with
+    the file and the first damaged record, MissingFileError.
+    """
+    chosen = chosen[(records.nbytes[chosen] > 0) & records.directory.states_checksums]
+    found = np.zeros(len(chosen), dtype=np.uint32)
+    table = Ranges(np.zeros(len(chosen), dtype=np.int64), records.offset[chosen] + at, records.nbytes[chosen])
     scan_segments(table, [path], crc32=found, executor=executor)
-    for number in np.flatnonzero(found != records.crc32[read])[:1].tolist():
-        raise CheckpointError(f"{path}: {records.contradiction(int(read[number]), int(found[number]))}")
-    return records.bytes_read + int(table.nbytes.sum())
+    for number in np.flatnonzero(found != records.crc32[chosen])[:1].tolist():
+        raise CheckpointError(f"{path}: {records.contradiction(int(chosen[number]), int(found[number]), at=at)}")
+    return int(table.nbytes.sum())

@@ -7,6 +7,7 @@ fills slots of them with whole tensors, which it gathers from the files of all s
 from __future__ import annotations
 
 import functools
+import logging
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.slices import numbered
+from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, DigestMismatchError
 from zeroelastic.executors.dispatch import (
     Cast,
@@ -40,9 +42,12 @@ from zeroelastic.io.atomic import write_at
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.graph import Archive, Storage
 from zeroelastic.torch_file.header import DTYPE_BYTES
+from zeroelastic.torch_file.zip_check import check_records
 from zeroelastic.verbs.model_tensors import Buffer, ModelTensor, Place, read_buffer
 
 MINIMUM_MEMORY = 16 << 20
+
+logger = logging.getLogger(__name__)
 
 _ROW_BYTES = 600  # of the tables that one row is in, and of what they are computed from
 _NUMBERS = {
@@ -244,6 +249,31 @@ class RecordedDigests:
                     f"{expected[1]:016x}. The files have changed since they were saved."
                 )
         self.num_compared += len(tensors)
+
+
+def check_unrecorded(state: SavedState, processes: Processes) -> None:
+    """Compare the files of a checkpoint without a commit record with the CRC-32 that they state. Collective.
+
+    They have no digests that could be compared in the pass that copies, so they are read once more; ``processes`` share
+    them. A file that states no checksums is named in a warning. Raises CheckpointError with the file and the record.
+    """
+    checkpoint = state.checkpoint
+    if checkpoint.record is not None:
+        return
+    experts = (checkpoint.tag_dir / name for name in checkpoint.expert_files)
+    files: dict[FilePath, None] = dict.fromkeys((*checkpoint.optim_files, *checkpoint.model_files, *experts))
+    for places in (places for part in state.parts for rank in part.extents for places in part.extents[rank].values()):
+        files.update(dict.fromkeys(places.param_paths or (places.path,)))
+
+    def check() -> None:
+        paths = list(files)
+        for path in map(paths.__getitem__, processes.mine(len(paths))):
+            for begin, records in checkpoint.archives(path):
+                check_records(path, records, np.arange(len(records)), at=begin)
+                if not records.directory.states_checksums:
+                    logger.warning("%s: states no CRC-32, so what is read of it is not checked", path)
+
+    processes.all_or_raise(check)
 
 
 class TensorCopy(NamedTuple):

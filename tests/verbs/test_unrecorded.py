@@ -1,0 +1,97 @@
+"""What is copied from files without digests is compared with their CRC-32 first: damage gets no record of its own."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from places import GOLDEN
+from saved_files import flip, logged
+
+import zeroelastic
+from zeroelastic.dcp.saved import open_dcp
+from zeroelastic.errors import CheckpointError
+from zeroelastic.torch_file.zip_check import read_zip_records
+from zeroelastic.verbs import new_files
+
+Verb = Callable[[Path, Path], Any]
+
+
+def convert(**options: Any) -> Verb:
+    return lambda src, dst: zeroelastic.convert(src, dst, **options)
+
+
+NATIVE: dict[str, Verb] = {
+    "reshard": lambda src, dst: zeroelastic.reshard(src, dst, world_size=3),
+    "export": lambda src, dst: zeroelastic.export(src, dst, dtype="bf16"),
+    "to fsdp2": convert(to="fsdp2"),
+    "to dcp": convert(to="dcp"),
+    "to universal": convert(to="universal"),
+}
+
+
+def payload(path: Path) -> int:
+    """A byte in the middle of the largest tensor of an archive."""
+    tensors = [record for record in read_zip_records(path, path.stat().st_size) if "/data/" in record.name]
+    record = max(tensors, key=lambda record: record.nbytes)
+    return record.offset + record.nbytes // 2
+
+
+def universal(src: Path) -> tuple[Path, int]:
+    zeroelastic.convert(GOLDEN / "rigid2/global_step2", src, to="universal")
+    path = next(src.rglob("exp_avg.pt"))
+    return path, payload(path)
+
+
+def native(src: Path) -> tuple[Path, int]:
+    shutil.copytree(GOLDEN / "rigid2", src)
+    path = next(src.rglob("*rank_1_*optim_states.pt"))
+    return path, payload(path)
+
+
+def fsdp2(src: Path) -> tuple[Path, int]:
+    shutil.copytree(GOLDEN / "fsdp2/ckpt", src)
+    extents = open_dcp(src).trained.extents[1]["exp_avg"]
+    at = int((extents.offset >= 0).nonzero()[0][-1])
+    assert extents.param_paths is not None
+    return src / extents.param_paths[at].name, int(extents.offset[at])
+
+
+@pytest.mark.parametrize(
+    ("make", "verb"),
+    [
+        *(pytest.param(native, verb, id=name) for name, verb in NATIVE.items()),
+        pytest.param(universal, convert(from_="universal", world_size=3), id="from universal"),
+        pytest.param(fsdp2, convert(from_="fsdp2", world_size=3), id="from fsdp2"),
+    ],
+)
+def test_a_flipped_bit_of_the_source_is_an_error_and_nothing_is_left(
+    tmp_path: Path, make: Callable[[Path], tuple[Path, int]], verb: Verb
+) -> None:
+    path, offset = make(tmp_path / "src")
+    verb(tmp_path / "src", tmp_path / "sound")
+    flip(path, offset)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=r"record data/\d+, bytes \d+ to \d+, has CRC-32 ") as caught:
+        verb(tmp_path / "src", tmp_path / "dst")
+    assert str(caught.value).startswith(f"{path}: ")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_source_that_states_no_checksums_is_named(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "rigid2", tmp_path / "src")
+    path = next((tmp_path / "src").rglob("*rank_1_*optim_states.pt"))
+    content = torch.load(path, weights_only=False)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(content, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    said = logged(new_files.logger, logging.WARNING)
+    zeroelastic.reshard(tmp_path / "src", tmp_path / "dst", world_size=3)
+    assert said == [f"{path}: states no CRC-32, so what is read of it is not checked"]
