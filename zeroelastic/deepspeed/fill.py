@@ -133,7 +133,7 @@ class Filled:
     """
 
     def __init__(
-        self, plan: Plan, targets: Sequence[Target], executor: Executor, *, digest: bool, read: ReadFiles | None
+        self, plan: Plan, targets: Sequence[Target], executor: Executor, *, digest: bool, read: ReadFiles | None = None
     ) -> None:
         self.plan, self.targets, self._executor, self._digest, self._read = plan, targets, executor, digest, read
         self._host = host_executor(executor)
