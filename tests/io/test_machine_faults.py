@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -38,7 +39,7 @@ def faulty_io(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def run_faulty(faulty_io: Path, directory: Path, executor: str, mode: str, code: int = 0) -> dict:  # type: ignore[type-arg]
+def run_faulty(faulty_io: Path, directory: Path, executor: str, mode: str, code: int = 0) -> dict[str, Any]:
     if executor == "native" and not describe_build("native").usable:
         pytest.skip("the native engine is not built")
     (directory / "expected").mkdir()

@@ -73,7 +73,7 @@ def named(module: str, name: str) -> bytes:
 
 
 def doubled(pair: bytes = b"\x86") -> bytes:
-    """A tuple of twice a tuple of twice a tuple: few bytes, and 2^60 values for whoever visits them all."""
+    """A tuple of twice a tuple of twice a tuple: few bytes, and 2^60 values for code that visits all of them."""
     return b"Nq\0" + (b"0h\0h\0" + pair + b"q\0") * 60
 
 

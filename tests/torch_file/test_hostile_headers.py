@@ -266,7 +266,10 @@ def test_a_file_cannot_change_how_the_next_one_is_read(tmp_path, name, foreign):
     """BUILD sets the state of whatever is on the stack: never that of the reader's own objects."""
     good = saved(tmp_path / "good.pt", [torch.ones(3), torch.float32, torch.Size([2]), np.float64(1.5)])
     want = repr(read_torch_file(good).root)
-    text = lambda s: b"X" + struct.pack("<I", len(s)) + s  # noqa: E731
+
+    def text(content: bytes) -> bytes:
+        return b"X" + struct.pack("<I", len(content)) + content
+
     named = b"c" + name.replace(" ", "\n").encode() + b"\n"
     for state in (
         b"}" + text(b"dtype") + text(b"int8") + b"s",

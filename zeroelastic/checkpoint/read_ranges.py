@@ -126,7 +126,7 @@ def compare(path: FilePath, records: ZipRecords, at: int, read: ReadRanges, exec
             continue
         num_ranges += some.stop - some.start
         begin, nbytes = int(begins[number]), int(records.nbytes[number])
-        chosen, contradicted = _in_a_row(read, some, begin)
+        chosen, contradicted = _without_overlap(read, some, begin)
         if contradicted:
             faults.append(f"{path}: bytes at {contradicted[0]} were not the same for two ranks that read them.")
         low = np.concatenate(([begin], ends[chosen]))
@@ -159,7 +159,7 @@ class _Whole(NamedTuple):
     gap_bytes: Int64Array
 
 
-def _in_a_row(read: ReadRanges, some: slice, begin: int) -> tuple[Int64Array, list[int]]:
+def _without_overlap(read: ReadRanges, some: slice, begin: int) -> tuple[Int64Array, list[int]]:
     """Ranges that do not overlap, from ``begin`` on, and where two that are the same have other checksums."""
     offsets, lengths, _ = (column[some] for column in read)
     if (offsets[1:] >= (offsets + lengths)[:-1]).all():

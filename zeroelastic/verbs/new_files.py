@@ -251,7 +251,7 @@ class RecordedDigests:
         self.num_compared += len(tensors)
 
 
-def check_unrecorded(state: SavedState, processes: Processes) -> None:
+def check_source_checksums(state: SavedState, processes: Processes) -> None:
     """Compare the files of a checkpoint without a commit record with the CRC-32 that they state. Collective.
 
     They have no digests that could be compared in the pass that copies, so they are read once more; ``processes`` share

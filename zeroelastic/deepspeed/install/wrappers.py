@@ -103,7 +103,7 @@ def _say_active() -> None:
 
 
 def _say_left_to_deepspeed(what: str, *, elastic: bool) -> None:
-    """Tell why saves and loads of a run are DeepSpeed's own, and that it saves no ``elastic`` form."""
+    """Log why DeepSpeed saves and loads this run itself, and, with ``elastic``, that its saves have the rigid form."""
     without = '; saves are rigid in spite of "elastic_checkpoint"' if elastic else ""
     notice(logger, f"saves and loads of this run are left to DeepSpeed, at this ZeRO stage: {what}{without}")
 

@@ -35,7 +35,7 @@ from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Ti
 from zeroelastic.verbs.convert.to_universal import UniversalPlan, plan_universal
 from zeroelastic.verbs.model_tensors import check_shared
 from zeroelastic.verbs.new_directory import check_free, new_directory
-from zeroelastic.verbs.new_files import MINIMUM_MEMORY, RecordedDigests, check_unrecorded
+from zeroelastic.verbs.new_files import MINIMUM_MEMORY, RecordedDigests, check_source_checksums
 from zeroelastic.verbs.options import Progress, local_sources, local_target, no_progress
 from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
 from zeroelastic.verbs.reshard.reshard import ReshardPlan, check_target, plan_reshard, run_reshard
@@ -412,7 +412,7 @@ def write_plan(
     processes = processes or Processes()
     tag_dir, digests = plan.state.checkpoint.tag_dir, RecordedDigests(plan.state.checkpoint)
     with new_directory(target, processes) as (directory, _):
-        check_unrecorded(plan.state, processes)
+        check_source_checksums(plan.state, processes)
         plan.write(directory, digests, max_memory=max_memory, progress=progress, processes=processes)
         processes.all_or_raise(lambda: check_one_save(tag_dir, alone=processes.size == 1))
         return sum(processes.all_gather(digests.num_compared))

@@ -46,7 +46,7 @@ from zeroelastic.torch_file.header import directory_digest
 from zeroelastic.torch_file.zip_check import check_archive
 from zeroelastic.verbs.model_tensors import check_shared
 from zeroelastic.verbs.new_directory import check_free, new_directory, staged_bytes, sweep
-from zeroelastic.verbs.new_files import check_unrecorded
+from zeroelastic.verbs.new_files import check_source_checksums
 from zeroelastic.verbs.options import Progress, local_target, no_progress
 from zeroelastic.verbs.report import Format, GivenPath, Report
 from zeroelastic.verbs.reshard.rank_writer import RankWriter, WrittenRank
@@ -288,7 +288,7 @@ def run_reshard(
     processes.run_on_rank0(lambda: sweep(dst.parent))
     processes.run_on_rank0(lambda: check_target(plan, dst))
     with new_directory(dst, processes, manifest=_manifest(plan)) as (directory, save_id):
-        check_unrecorded(plan.saved.state, processes)
+        check_source_checksums(plan.saved.state, processes)
         writer = RankWriter(
             plan.saved,
             plan.target,
