@@ -96,6 +96,8 @@ class EngineState:
     """The ``KnownFiles`` that lean saves refer to (``save.lean``)."""
     warned_of_waiting: bool = False
     """Whether the reason why saves are not asynchronous was logged (``save.background``)."""
+    warned_of_rigid_saves: bool = False
+    """Whether it was logged that saves are DeepSpeed's own in spite of ``elastic_checkpoint`` (``save.save``)."""
 
 
 def state_of(engine: Any) -> EngineState:

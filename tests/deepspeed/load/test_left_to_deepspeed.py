@@ -9,6 +9,7 @@ from the state that was loaded. Ranks that raise do so together: none is left wa
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from saved_files import logged
 from sliced_model import without_maps
 
 from zeroelastic.errors import UnsupportedError
@@ -276,13 +278,29 @@ def test_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path, name: str) -> No
             assert seen.loaded.items() <= whole.items() and seen.stepped == seen.loaded
 
 
-@pytest.mark.parametrize("run", [Run("MoE", 2), Run("AutoTP", 2, 1)], ids=str)
+@pytest.mark.parametrize("run", [Run("MoE", 2), Run("AutoTP", 2, 1), Run("values by rank", 1)], ids=str)
 def test_a_save_under_the_elastic_flag_resumes_at_its_size(rank_pool: RankPool, tmp_path: Path, run: Run) -> None:
     """With zeroelastic and without it, with the flag and without it. DeepSpeed alone saves what it cannot load."""
     elastic = run._replace(elastic=True)
     saved = rank_pool.run(save, 2, elastic, str(tmp_path))
     for then, installed in ((run, False), (elastic, False), (elastic, True)):
         assert rank_pool.run(load, 2, then, str(tmp_path), installed=installed) == saved, (then, installed)
+
+
+def test_values_by_rank_under_the_elastic_flag_are_named_once(rank_pool: RankPool, tmp_path: Path) -> None:
+    said, silent = rank_pool.run(warnings_of_two_saves, 2, Run("values by rank", 1, elastic=True), str(tmp_path))
+    assert silent == [] and len(said) == 1, said
+    assert "saved by DeepSpeed alone; no commit record is written: 'd' of optimizer group 0 is " in said[0]
+    assert said[0].endswith('The files are rigid in spite of "elastic_checkpoint".')
+
+
+def warnings_of_two_saves(run: Run, directory: str) -> list[str]:
+    engine = build(run, installed=True)
+    take_step(engine, run, 0)
+    said = logged("", logging.WARNING)
+    for tag in ("one", "two"):
+        engine.save_checkpoint(directory, tag=tag)
+    return said
 
 
 def test_what_deepspeed_saved_in_its_own_elastic_form_is_loaded_as_by_deepspeed(

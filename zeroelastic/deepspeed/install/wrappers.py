@@ -81,7 +81,7 @@ def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) ->
             watch(self, options_of(self))
         if wants_background(self):
             all_or_raise(lambda: refuse_background(self))
-        if saves_elastic(self):
+        if saves_elastic(self) and kind.per_param:
             refuse_unwritable(self, all_or_raise(lambda: covered_live(self, made)))
     elif (what := why_left_to_deepspeed(made)) is not None:
         elastic = saves_elastic(self)  # on every rank: an option may be wrong

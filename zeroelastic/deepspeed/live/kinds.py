@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -54,15 +54,13 @@ def why_left_to_deepspeed(optimizer: object) -> str | None:
 
 @contextmanager
 def in_rigid_form(optimizer: object) -> Iterator[None]:
-    """While it lasts, DeepSpeed's own save of a run that is left to it writes its rigid form.
+    """While it lasts, DeepSpeed's own save at stages 1 and 2 writes its rigid form.
 
-    DeepSpeed's form under ``elastic_checkpoint`` at stages 1 and 2 lacks hyper-parameters, and DeepSpeed cannot load it
-    where the optimizer is one of torch. It loads the rigid form with that flag and without it. Loads keep the flag.
+    Its form under ``elastic_checkpoint`` lacks hyper-parameters there, and DeepSpeed cannot load it where the optimizer
+    is one of torch. It loads the rigid form with that flag and without it. Loads keep the flag.
     """
-    if why_left_to_deepspeed(optimizer) is None:
-        yield
-        return
-    with patched(optimizer, elastic_checkpoint=False):
+    kind = _class_of(optimizer)
+    with nullcontext() if kind is None or kind.per_param else patched(optimizer, elastic_checkpoint=False):
         yield
 
 

@@ -72,7 +72,7 @@ def difference(facts: dict[str, str], tokens: Sequence[Token]) -> UnsupportedErr
             named.append(f"{what} is {values[first]} on rank {first} and {values[other]} on rank {other}")
     return UnsupportedError(
         f"{some(named, _MAX_LISTED, separator='; ')}. Values that follow from a rank's own part of the weights cannot "
-        "be resharded: save with elastic_checkpoint off and resume at the same world size."
+        "be resharded: a save with elastic_checkpoint off resumes at the same world size."
     )
 
 
@@ -84,8 +84,8 @@ def _text(value: object, where: str, depth: int = 0) -> str:
     if isinstance(value, (list, tuple)) and depth < 3:
         return ",".join(_text(item, where, depth + 1) for item in value)
     raise UnsupportedError(
-        f"{where} is a {type(value).__name__}, not a plain value, which cannot be restored. Save with "
-        "elastic_checkpoint off and resume at the same world size."
+        f"{where} is a {type(value).__name__}, not a plain value, which cannot be restored: a save with "
+        "elastic_checkpoint off resumes at the same world size."
     )
 
 

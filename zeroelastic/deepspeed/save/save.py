@@ -312,7 +312,9 @@ def _save(
     """The save itself, when all ranks have come to it. Collective."""
     if engine.checkpoint_engine.is_decoupled():
         engine._commit_decoupled_checkpoint()  # a save before this one that is not ours
-    elastic = saves_elastic(engine)
+    # DeepSpeed's own files of stages 1 and 2 have all that another size needs.
+    kind = kind_of(engine.optimizer)
+    elastic = saves_elastic(engine) and kind is not None and kind.per_param
     prepared = _prepare(engine, request, elastic=elastic)
     if isinstance(prepared, ZeroElasticError):
         if elastic or not isinstance(request.tag_dir, Path) or not stock_saves(request.tag):
@@ -322,8 +324,6 @@ def _save(
     request = replace(request, client_state=client_state)
     if options_of(engine).lean:  # the frozen weights are not in the tag, and there is nothing to exclude
         request = replace(request, exclude_frozen_parameters=False)
-    # DeepSpeed's own files of stages 1 and 2 have all that another size needs.
-    elastic = elastic and live.per_param
     options, is_decoupled = options_of(engine), engine.checkpoint_engine.is_decoupled()
     if is_decoupled:
         check_alive(engine)
@@ -370,10 +370,16 @@ def _save_by_deepspeed_alone(engine: Engine, original: Method, request: SaveRequ
     """DeepSpeed's own save, without a commit record. Collective."""
     tag_dir = request.tag_dir
     assert isinstance(tag_dir, Path)
-    if dist.get_rank() == 0:
-        notice(logger, f"{tag_dir}: saved by DeepSpeed alone; no commit record is written: {why}")
+    state, line = state_of(engine), f"{tag_dir}: saved by DeepSpeed alone; no commit record is written: {why}"
+    warns = saves_elastic(engine) and not state.warned_of_rigid_saves
+    state.warned_of_rigid_saves = True
+    if dist.get_rank() == 0 and warns:
+        logger.warning('%s The files are rigid in spite of "elastic_checkpoint".', line)
+    elif dist.get_rank() == 0:
+        notice(logger, line)
     _warn_of_full_save(engine, tag_dir)
-    done = request.call_deepspeed(original, engine)
+    with in_rigid_form(engine.optimizer):
+        done = request.call_deepspeed(original, engine)
     record = tag_dir / RECORD_NAME
     all_or_raise(lambda: record.unlink(missing_ok=True))  # of a save that this one has overwritten
     return done
