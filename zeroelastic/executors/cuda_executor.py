@@ -104,7 +104,7 @@ def _sum(table: Ranges, src: Sequence[DeviceBuffer], options: Options, device: i
     """The digests of device memory, by kernels on ``stream`` that are waited for; nothing is copied to the host.
 
     The plan of the last call is kept for the next one of the same rows, so that a save that follows another uploads
-    nothing. Memory, on the device and on the host: 56 bytes for each row, 4 for every 16 blocks of a digest, and 8 for
+    nothing. Memory, on the device and on the host: 56 bytes for each row, 4 for every block of a digest, and 8 for
     each digest.
     """
     digest = options.digest

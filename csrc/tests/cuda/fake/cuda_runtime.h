@@ -50,6 +50,19 @@ extern dim3 gridDim, blockDim;
 
 void __syncthreads();
 uint64_t __shfl_xor_sync(unsigned mask, uint64_t value, int lanes);
+uint64_t __shfl_sync(unsigned mask, uint64_t value, int lane);
+unsigned __ballot_sync(unsigned mask, bool value);
+unsigned __reduce_add_sync(unsigned mask, unsigned value);
+
+inline uint32_t __shfl_sync(unsigned mask, uint32_t value, int lane) {
+    return static_cast<uint32_t>(__shfl_sync(mask, uint64_t{value}, lane));
+}
+inline bool __all_sync(unsigned mask, bool value) {
+    return __ballot_sync(mask, value) == 0xFFFFFFFF;
+}
+inline int __ffs(int value) {
+    return __builtin_ffs(value);
+}
 
 template <typename T>
 T __ldcs(const T* from) {

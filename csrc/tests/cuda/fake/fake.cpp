@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -116,7 +117,7 @@ constexpr unsigned kWarp = 32;
 
 struct Warp {
     pthread_barrier_t barrier;
-    uint64_t values[kWarp];
+    std::array<uint64_t, kWarp> values;
 };
 
 pthread_barrier_t block_barrier;
@@ -131,14 +132,39 @@ void __syncthreads() {
     pthread_barrier_wait(&block_barrier);
 }
 
-uint64_t __shfl_xor_sync(unsigned, uint64_t value, int lanes) {
+namespace {
+
+// What every lane of the warp gives, to each of them.
+std::array<uint64_t, kWarp> of_all_lanes(uint64_t value) {
     Warp& warp = *warps[threadIdx.x / kWarp];
-    const unsigned lane = threadIdx.x % kWarp;
-    warp.values[lane] = value;
+    warp.values[threadIdx.x % kWarp] = value;
     pthread_barrier_wait(&warp.barrier);
-    const uint64_t other = warp.values[lane ^ static_cast<unsigned>(lanes)];
+    const std::array<uint64_t, kWarp> values = warp.values;
     pthread_barrier_wait(&warp.barrier);
-    return other;
+    return values;
+}
+
+}  // namespace
+
+uint64_t __shfl_xor_sync(unsigned, uint64_t value, int lanes) {
+    return of_all_lanes(value)[threadIdx.x % kWarp ^ static_cast<unsigned>(lanes)];
+}
+
+uint64_t __shfl_sync(unsigned, uint64_t value, int lane) {
+    return of_all_lanes(value)[static_cast<unsigned>(lane) % kWarp];
+}
+
+unsigned __ballot_sync(unsigned, bool value) {
+    unsigned found = 0;
+    const std::array<uint64_t, kWarp> values = of_all_lanes(value);
+    for (unsigned i = 0; i < kWarp; ++i) found |= static_cast<unsigned>(values[i]) << i;
+    return found;
+}
+
+unsigned __reduce_add_sync(unsigned, unsigned value) {
+    uint64_t sum = 0;
+    for (const uint64_t each : of_all_lanes(value)) sum += each;
+    return static_cast<unsigned>(sum);
 }
 
 namespace fake {
