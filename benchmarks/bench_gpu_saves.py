@@ -6,10 +6,15 @@
 One rank, ZeRO-3, bf16 with torch's AdamW; `--cpu` takes gloo and host memory. What fails, or begins after the time
 limit, is named in the results.
 
-Whole calls of `save_checkpoint` in turns on one engine: ours flushed to the device, ours not flushed, DeepSpeed's, and
-DeepSpeed's with a flush of its files. For comparison the bytes of the checkpoint in plain writes from host memory, past
-the page cache and through it. Then what a training step waits for a save in the background (`"async_save"`) and for a
-checkpoint in memory (`"memory"`), with the host memory that these pin.
+Whole calls of `save_checkpoint` in turns on one engine: ours flushed to the device, ours not flushed, DeepSpeed's, the
+same and a flush of its files, and DeepSpeed's by its fast writer (`"checkpoint": {"writer": {"type": "fast"}}` as
+DeepSpeed sets it up by default), which writes by libaio past the page cache and flushes each file. For comparison the
+bytes of the checkpoint in plain writes from host memory, past the page cache and through it. Then what training waits
+for a save in the background (`"async_save"`), for one by DeepSpeed's decoupled fast writer and for a checkpoint in
+memory (`"memory"`), with the host memory that ours pin. The decoupled writer reads the live state in another process,
+and the next optimizer step waits until all is written: that time counts.
+
+`--writer python` is for machines on which DeepSpeed has no fast writer, as it is on a CPU.
 
 Writes gpu_saves.json (every sample) and gpu_saves.md.
 """
@@ -24,7 +29,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -38,7 +44,9 @@ from report import benchmark_arguments, describe, machine, spread, table, write_
 OURS, OURS_UNFLUSHED = "zeroelastic, flushed", "zeroelastic, not flushed"
 STOCK, STOCK_FLUSHED = "DeepSpeed, not flushed", "DeepSpeed, flushed"
 DIRECT, CACHED = "plain writes past the page cache, flushed", "plain writes through the page cache, flushed"
-BACKGROUND, MEMORY = "in the background", "in memory"
+WRITERS = {"fast": "DeepSpeed, fast writer, flushed", "python": "DeepSpeed, python writer, not flushed"}
+BACKGROUND, MEMORY, DECOUPLED = "in the background", "in memory", "by DeepSpeed's decoupled writer"
+PINNED = ("pinned_by_zeroelastic", "pinned_by_torch")
 _LAYERS, _WIDTH, _SMALL_WIDTH = 16, 4096, 256
 _ROWS = 8
 _TAG = "tag"
@@ -49,7 +57,7 @@ class Part:
 
     def __init__(self, arguments: argparse.Namespace, directory: Path) -> None:
         self.directory, self.deadline = directory, time.monotonic() + arguments.limit
-        self.rounds, self.on_gpu = arguments.rounds, not arguments.cpu
+        self.rounds, self.on_gpu, self.writer = arguments.rounds, not arguments.cpu, arguments.writer
         self.found: dict[str, Any] = {"seconds": {}, "not_measured": {}}
         self.engine = self._build(arguments)
         self._batch = torch.randn(_ROWS, self._width, device=self.engine.device, dtype=torch.bfloat16)
@@ -68,7 +76,9 @@ class Part:
         import deepspeed
 
         import zeroelastic
+        from zeroelastic.testing.rank import prepare_deepspeed
 
+        prepare_deepspeed()
         zeroelastic.install()
         self._layers, self._width = (4, _SMALL_WIDTH) if arguments.small else (arguments.layers, _WIDTH)
         torch.manual_seed(0)
@@ -134,6 +144,31 @@ class Part:
         self.found["seconds"].setdefault(name, []).append(seconds)
 
 
+@contextmanager
+def deepspeed_alone(part: Part, **writer: Any) -> Iterator[None]:
+    """Without zeroelastic; a writer of DeepSpeed's of this configuration writes, where one is given."""
+    from deepspeed.runtime.model_checkpointing.config import get_checkpoint_config
+
+    import zeroelastic
+
+    engine = part.engine
+    config, before = engine._config, (engine.checkpoint_engine, engine._config.checkpoint_config)
+    zeroelastic.uninstall()
+    config.zero_config.elastic_checkpoint = False
+    try:
+        if writer:
+            config.checkpoint_config = get_checkpoint_config({"checkpoint": {"writer": writer}})
+            engine._configure_checkpointing()
+            part.found.setdefault("writers", []).append(f"{type(engine.checkpoint_engine).__name__}, {writer}")
+        yield
+    finally:
+        if engine.checkpoint_engine.is_decoupled():
+            engine.checkpoint_engine.cleanup()
+        engine.checkpoint_engine, config.checkpoint_config = before
+        config.zero_config.elastic_checkpoint = True
+        zeroelastic.install()
+
+
 def peak_since(action: Callable[[], object]) -> dict[str, int]:
     """How far the resident set grows in an action, and what torch's allocator and zeroelastic have pinned after it."""
     from meter import status_bytes
@@ -161,15 +196,11 @@ def flush(folder: Path) -> None:
 
 def measure_saves(part: Part) -> None:
     """Everything that needs our engine, the synchronous saves first."""
-    import zeroelastic
-
     part.found["memory"], part.found["phases"] = {}, {}
 
     def ours(name: str, *, fsync: bool, number: int) -> None:
         from bench_phases import REST, Stopwatch
 
-        zeroelastic.install()
-        part.engine._config.zero_config.elastic_checkpoint = True
         part.options(fsync=fsync)
         folder = part.fresh("ours")
         watch = Stopwatch()
@@ -184,31 +215,25 @@ def measure_saves(part: Part) -> None:
         if number == 0:
             part.found["nbytes"] = sum(path.stat().st_size for path in folder.rglob("*.pt"))
 
-    def stock(name: str, *, fsync: bool, number: int) -> None:
-        zeroelastic.uninstall()
-        part.engine._config.zero_config.elastic_checkpoint = False
+    def stock(name: str, flushed: str, **writer: Any) -> None:
         folder = part.fresh("stock")
-
-        def save() -> None:
-            part.save(folder)
-            if fsync:
-                flush(folder)
-
-        part.found["memory"][name] = peak_since(lambda: part.sample(name, part.timed(save)))
-        zeroelastic.install()
+        with deepspeed_alone(part, **writer):
+            part.found["memory"][name] = peak_since(lambda: part.sample(name, part.timed(lambda: part.save(folder))))
+        if flushed:
+            part.sample(flushed, part.found["seconds"][name][-1] + part.timed(lambda: flush(folder)))
 
     for number in range(part.rounds):
-        for name, measure, fsync in (
-            (OURS, ours, True),
-            (STOCK, stock, False),
-            (OURS_UNFLUSHED, ours, False),
-            (STOCK_FLUSHED, stock, True),
+        for name, measure in (
+            (OURS, partial(ours, OURS, fsync=True, number=number)),
+            (STOCK, partial(stock, STOCK, STOCK_FLUSHED)),
+            (OURS_UNFLUSHED, partial(ours, OURS_UNFLUSHED, fsync=False, number=number)),
+            (WRITERS[part.writer], partial(stock, WRITERS[part.writer], "", type=part.writer)),
         ):
-            part.attempt(name, partial(measure, name, fsync=fsync, number=number))
+            part.attempt(name, measure)
     shutil.rmtree(part.directory / "stock", ignore_errors=True)
-    part.engine._config.zero_config.elastic_checkpoint = True
     part.options()
     part.attempt(BACKGROUND, lambda: measure_background(part))
+    part.attempt(DECOUPLED, lambda: measure_decoupled(part))
     part.attempt(MEMORY, lambda: measure_memory(part))
     part.attempt(DIRECT, lambda: measure_writes(part))
 
@@ -240,6 +265,18 @@ def measure_background(part: Part) -> None:
         rounds.append({"stall": stall, "whole": whole, "during": during, "snapshot_bytes": nbytes, **cost})
     part.found[BACKGROUND] = {"plain_steps": plain, "rounds": rounds}
     zeroelastic.wait_for_save(part.engine)
+
+
+def measure_decoupled(part: Part) -> None:
+    """How long saves by DeepSpeed's decoupled writer hold up training; its process starts with the first."""
+    plain, rounds = median(part.timed(part.step) for _ in range(10)), []
+    with deepspeed_alone(part, type=part.writer, decoupled=True):
+        for _ in range(part.rounds + 1):
+            folder = part.fresh("decoupled")
+            call = part.timed(lambda folder=folder: part.save(folder))  # type: ignore[misc]
+            step = part.timed(part.step)
+            rounds.append({"stall": call + step - plain, "call": call, "step": step, "whole": call + step})
+    part.found[DECOUPLED] = {"plain_step": plain, "rounds": rounds}
 
 
 def measure_memory(part: Part) -> None:
@@ -340,39 +377,29 @@ def tables(document: Mapping[str, Any]) -> str:
         shown = sorted((phase for phase in phases if middle[phase] >= 0.5), key=lambda phase: -middle[phase])
         lines += [f"{name}, by phase:", ""]
         lines += [*table(["ms, median", "each without those within it"], [[p, f"{middle[p]:.1f}"] for p in shown]), ""]
-    held = []
-    if BACKGROUND in saves:
-        first, *later = saves[BACKGROUND]["rounds"]
-        plain = median(saves[BACKGROUND]["plain_steps"])
-        during = [step for one in saves[BACKGROUND]["rounds"] for step in one["during"]]
-        held += [
-            [
-                BACKGROUND,
-                first,
-                later,
-                median(one["whole"] for one in later),
-                median(during) / plain if during else None,
-            ]
-        ]
-    if MEMORY in saves:
-        first, _, *later = saves[MEMORY]["rounds"]
-        held += [[MEMORY, first, later, median(one["complete"] for one in later), None]]
-    if held:
-        head = ["a checkpoint", "training waits, s", "for the first", "complete after, s", "steps meanwhile take"]
-        head += ["pinned by zeroelastic, MiB", "by torch, MiB"]
-        rows = [
+    rows = []
+    for name in (BACKGROUND, DECOUPLED, MEMORY):
+        if name not in saves:
+            continue
+        first, *later = saves[name]["rounds"][name == MEMORY :]
+        during = [step for one in saves[name]["rounds"] for step in one.get("during", ())]
+        plain = saves[name].get("plain_steps")
+        rows.append(
             [
                 name,
                 f"{median(one['stall'] for one in later):.3f}",
-                f"{first['stall']:.3f}",
-                f"{whole:.2f}",
-                f"{longer:.2f} times as long" if longer is not None else "",
-                _mib(max(one["pinned_by_zeroelastic"] for one in later)),
-                _mib(max(one["pinned_by_torch"] for one in later)),
+                f"{saves[name]['rounds'][0]['stall']:.3f}",
+                f"{median(one['complete' if name == MEMORY else 'whole'] for one in later):.2f}",
+                f"{median(during) / median(plain):.2f} times as long" if during else "",
+                *(_mib(max(one[key] for one in later)) if key in first else "" for key in PINNED),
             ]
-            for name, first, later, whole, longer in held
-        ]
-        lines += [*table(head, rows), ""]
+        )
+    if rows:
+        head = ["a checkpoint", "training waits, s", "for the first", "complete after, s", "steps meanwhile take"]
+        lines += [*table([*head, "pinned by zeroelastic, MiB", "by torch, MiB"], rows), ""]
+    if DECOUPLED in saves:
+        plain = saves[DECOUPLED]["plain_step"]
+        lines += [f"A step without a save takes {plain:.3f} s; for a decoupled one both call and next step wait.", ""]
     if missing := saves["not_measured"]:
         lines += ["Not measured:", "", *(f"* {name}: {why.splitlines()[0]}" for name, why in missing.items()), ""]
     return "\n".join(lines)
@@ -383,12 +410,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=_LAYERS, help=f"linear layers of {_WIDTH}^2 weights")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cpu", action="store_true", help="with gloo, and no GPU")
+    parser.add_argument("--writer", default="fast", choices=list(WRITERS), help="of DeepSpeed's own writers")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds after which no other measurement begins")
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
         sys.exit("bench_gpu_saves: there is no CUDA device, so nothing is measured.")
-    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), "0"), DS_ACCELERATOR="cpu" if arguments.cpu else "cuda")
-    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"))
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "CROSS_RANK"), "0")
+    os.environ.update(ranks, DS_ACCELERATOR="cpu" if arguments.cpu else "cuda")
+    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE"), "1"))
     from load_systems import filesystem
 
     document: dict[str, Any] = {"machine": machine() | {"deepspeed": version("deepspeed")}, "rounds": arguments.rounds}

@@ -204,13 +204,16 @@ def test_the_command_line_is_measured_beside_every_other_tool(tmp_path: Path) ->
 @native
 def test_saves_on_a_gpu_are_measured_beside_deepspeeds_own(tmp_path: Path) -> None:
     """Here with gloo and in host memory."""
-    done = run_benchmark("bench_gpu_saves.py", "--cpu", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
+    more = ("--cpu", "--small", "--rounds", "1", "--writer", "python")
+    done = run_benchmark("bench_gpu_saves.py", *more, "--out", os.fspath(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     saves = json.loads((tmp_path / "gpu_saves.json").read_text())["parts"]["saves"]
     assert not saves["not_measured"], saves
-    assert len(saves["seconds"]) == 6 and all(len(values) == 1 for values in saves["seconds"].values())
+    assert len(saves["seconds"]) == 7 and all(len(values) == 1 for values in saves["seconds"].values())
     assert saves["nbytes"] > 12 * saves["numel"] and len(saves["phases"]) == 2
-    assert [len(saves[way]["rounds"]) for way in ("in the background", "in memory")] == [2, 4]
+    ways = ("in the background", "by DeepSpeed's decoupled writer", "in memory")
+    assert [len(saves[way]["rounds"]) for way in ways] == [2, 2, 4]
+    assert [name.split(",")[0] for name in saves["writers"]] == ["FastCheckpointEngine", "DecoupledCheckpointEngine"]
     assert all(one["snapshot_bytes"] >= 12 * saves["numel"] for one in saves["in the background"]["rounds"])
     text = (tmp_path / "gpu_saves.md").read_text()
     assert "| in memory |" in text and "payload: written" in text and "Not measured" not in text
