@@ -4,6 +4,7 @@
 #   tools/gpu_check.sh --out DIR                        # all parts, in less than 8 minutes
 #   tools/gpu_check.sh --out DIR --only tests,kernels   # these parts
 #   tools/gpu_check.sh --out DIR --skip features        # all but these
+#   tools/gpu_check.sh --out DIR --keep PLACE           # what is installed and compiled stays there for the next run
 #   tools/gpu_check.sh --out DIR --cpu                  # on the CPU, at a small size: to test this script
 #
 # For a machine that is borrowed for minutes: it needs Python with torch, nvcc and a C++ compiler, no network, no virtual
@@ -12,15 +13,18 @@
 # unpacked beside them: DeepSpeed's NVMe offload is compiled against libaio. Engines that are built already and newer
 # than their sources are used as they are.
 #
-# Each part has a time limit, and a part that fails ends no other. DIR has summary.md and, for each part, a log and the
-# results; with --archive all of that but the summary is in DIR/results.tar.gz, which is renewed after each part.
+# Each part has a time limit, and a part that fails ends no other. DeepSpeed's ops, which the last parts use, are compiled
+# beside the first ones; no part that times the CPU or files begins before that has ended. DIR has summary.md and, for
+# each part, a log and the results; with --archive all of that but the summary is in DIR/results.tar.gz, which is renewed
+# after each part.
 # Exit code: 0 if every part passed, 1 if one failed, 2 if the arguments are wrong.
 set -uo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PARTS=(build tests kernels files resume saves features)
-declare -A LIMITS=([build]=180 [tests]=240 [kernels]=100 [files]=100 [resume]=150 [saves]=150 [features]=170)
+declare -A LIMITS=([build]=180 [tests]=240 [kernels]=100 [files]=100 [resume]=150 [saves]=110 [features]=130)
 SECONDS_IN_ALL=470
+OPS_SECONDS=150 # for compiling DeepSpeed's ops, beside other parts
 
 usage() {
     sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}" >&2
@@ -28,16 +32,17 @@ usage() {
     exit 2
 }
 
-out='' wheels=$ROOT/.whl only='' skip='' cpu='' archive=''
+out='' wheels=$ROOT/.whl keep='' only='' skip='' cpu='' archive=''
 while (($#)); do
     case $1 in
         --cpu) cpu=1 ;;
         --archive) archive=1 ;;
-        --out | --wheels | --only | --skip | --seconds)
+        --out | --wheels | --keep | --only | --skip | --seconds)
             (($# > 1)) || usage "$1 needs a value"
             case $1 in
                 --out) out=$2 ;;
                 --wheels) wheels=$2 ;;
+                --keep) keep=$2 ;;
                 --only) only=$2 ;;
                 --skip) skip=$2 ;;
                 --seconds) SECONDS_IN_ALL=$2 ;;
@@ -55,8 +60,16 @@ done
 
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
-temporary=$(mktemp -d)
-trap 'rm -rf "$temporary"' EXIT
+if [[ $keep ]]; then
+    mkdir -p "$keep"
+    temporary=$(cd "$keep" && pwd)
+    rm -rf "$temporary"/{results,cuda} "$temporary"/ops/*/lock
+else
+    temporary=$(mktemp -d)
+fi
+part_job='' ops_job='' ops_began=0
+trap 'stop_ops; stop_part; [[ $keep ]] || rm -rf "$temporary"' EXIT
+trap 'exit 143' TERM INT
 results=$out
 [[ $archive ]] && results=$temporary/results
 mkdir -p "$results" "$temporary/site" "$temporary/ops"
@@ -67,8 +80,6 @@ export DS_ACCELERATOR=${cpu:+cpu}
 DS_ACCELERATOR=${DS_ACCELERATOR:-cuda}
 small=()
 [[ $cpu ]] && small=(--small)
-# DeepSpeed's builders cannot read architectures such as 9.0a.
-[[ ${TORCH_CUDA_ARCH_LIST:-} == *a* ]] && export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST//a/}
 # nvcc and CUDA's headers, where they are not on the PATH already.
 [[ -d /usr/local/cuda/bin ]] && export PATH=$PATH:/usr/local/cuda/bin
 work=/dev/shm
@@ -76,7 +87,9 @@ work=/dev/shm
 
 install_wheels() {
     local debs
-    if compgen -G "$wheels/*.whl" >/dev/null; then
+    if [[ -e $temporary/site/deepspeed ]]; then
+        echo "the wheels of an earlier run are in $temporary/site"
+    elif compgen -G "$wheels/*.whl" >/dev/null; then
         "$python" -m pip install -q --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
             --target "$temporary/site" "$wheels"/*.whl || return 1
     else
@@ -93,6 +106,30 @@ install_wheels() {
     "$python" -c 'import sys, torch, deepspeed, numpy, pytest, hypothesis, typer, rich, pydantic
 print("Python", sys.version.split()[0], "torch", torch.__version__, "DeepSpeed", deepspeed.__version__, "numpy", numpy.__version__)
 print("GPU:", torch.cuda.get_device_name() if torch.cuda.is_available() else "none")'
+}
+
+# What DeepSpeed compiles for: this card alone, and not "9.0a" or the like, which its builders cannot read. And where the
+# compiler finds the headers and libraries of CUDA: those of torch's wheels, where the toolkit has nvcc and little else.
+find_cuda() {
+    local root headers
+    TORCH_CUDA_ARCH_LIST=$("$python" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())') || return 1
+    export TORCH_CUDA_ARCH_LIST
+    for root in "${CUDA_HOME:-}" "$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")" /usr/local/cuda; do
+        [[ -x $root/bin/nvcc && -e $root/include/cuda_runtime.h ]] && export CUDA_HOME=$root && break
+    done
+    mkdir -p "$temporary/cuda"
+    headers=$("$python" -c 'import glob, os, sys, torch
+torch.cuda.init()
+loaded = {line.split()[-1] for line in open("/proc/self/maps") if "/lib" in line}
+for name in ("cuda", "cudart"):
+    found = sorted(path for path in loaded if os.path.basename(path).startswith(f"lib{name}.so"))
+    if found:
+        os.symlink(found[0], f"{sys.argv[1]}/lib{name}.so")
+print(":".join(glob.glob(os.path.join(os.path.dirname(torch.__path__[0]), "nvidia", "*", "include"))))' "$temporary/cuda")
+    export LIBRARY_PATH=${LIBRARY_PATH:+$LIBRARY_PATH:}$temporary/cuda
+    [[ $headers ]] && export CPATH=${CPATH:+$CPATH:}$headers
+    echo "architecture $TORCH_CUDA_ARCH_LIST; CUDA_HOME=${CUDA_HOME:-}; CPATH=${CPATH:-}; LIBRARY_PATH=$LIBRARY_PATH"
+    ls -l "$temporary/cuda"
 }
 
 # Is the library of this name newer than every source, and can it be loaded?
@@ -154,16 +191,74 @@ resume() {
 
 saves() {
     cd "$ROOT" || return 1
-    if [[ ! -e benchmarks/bench_gpu_saves.py ]]; then
-        echo "benchmarks/bench_gpu_saves.py is not in this checkout"
-        return 77
-    fi
-    "$python" benchmarks/bench_gpu_saves.py --limit 140 "${small[@]}" ${cpu:+--cpu} --out "$results"
+    "$python" benchmarks/bench_gpu_saves.py --limit 85 "${small[@]}" ${cpu:+--cpu --writer python} --out "$results"
 }
 
 features() {
     cd "$ROOT" || return 1
-    "$python" benchmarks/gpu_features.py --directory "$work" "${small[@]}" ${cpu:+--cpu} --out "$results"
+    "$python" benchmarks/gpu_features.py --directory "$work" --limit 115 "${small[@]}" ${cpu:+--cpu} --out "$results"
+}
+
+# Compile DeepSpeed's ops, each in a process of its own, where every part then finds them. A part that needs one before
+# it is done waits for torch's lock on its folder.
+compile_ops() {
+    local op code=0 jobs=() ops=(AsyncIOBuilder CPUAdamBuilder)
+    [[ $cpu ]] || ops+=(QuantizerBuilder UtilsBuilder)
+    # One of the quantizer's sources takes 100 s, and 15 s if nvcc optimizes less.
+    nvcc -Ofc=max -E -x cu /dev/null >/dev/null 2>&1 && export NVCC_APPEND_FLAGS=-Ofc=max
+    for op in "${ops[@]}"; do
+        "$python" -c 'import sys, time
+from deepspeed.accelerator import get_accelerator
+began = time.monotonic()
+builder = get_accelerator().create_op_builder(sys.argv[1])
+compatible = builder.is_compatible(verbose=True)
+if compatible:
+    builder.load(verbose=True)
+done = "compiled and loaded" if compatible else "cannot be compiled here"
+print(f"op {builder.NAME}: {done}, {time.monotonic() - began:.0f} s", flush=True)
+sys.exit(not compatible)' "$op" &
+        jobs+=($!)
+    done
+    for op in "${jobs[@]}"; do wait "$op" || code=1; done
+    return $code
+}
+
+start_ops() {
+    ops_began=$SECONDS
+    set -m
+    compile_ops >"$results/ops.log" 2>&1 </dev/null &
+    ops_job=$!
+    set +m
+}
+
+# End what still compiles. Its locks go too: torch waits for them without end.
+stop_ops() {
+    [[ $ops_job ]] || return 0
+    kill -TERM -- -"$ops_job" 2>/dev/null && sleep 1
+    kill -KILL -- -"$ops_job" 2>/dev/null
+    wait "$ops_job" 2>/dev/null
+    ops_job=''
+    rm -f "$temporary"/ops/*/lock
+}
+
+# Wait until nothing compiles any more, and say how that went.
+finish_ops() {
+    [[ $ops_job ]] || return 0
+    local code verdict=passed waited=$SECONDS
+    while kill -0 "$ops_job" 2>/dev/null && ((SECONDS - ops_began < OPS_SECONDS)); do sleep 0.5; done
+    if kill -0 "$ops_job" 2>/dev/null; then
+        verdict='**took too long**'
+        stop_ops
+    else
+        wait "$ops_job"
+        code=$?
+        ((code == 0)) || verdict="**failed**, exit code $code"
+        stop_ops
+    fi
+    [[ $verdict == passed ]] || failed=1
+    waited=$((SECONDS - waited))
+    echo "== DeepSpeed's ops: $verdict after $((SECONDS - ops_began)) s, of which $waited s of waiting" >&2
+    lines+=("| ops | $verdict | $((SECONDS - ops_began)) | $(figures ops); $waited s of waiting |")
 }
 
 # What one line of the summary says of a part's log and results.
@@ -182,6 +277,14 @@ summarise() {
     [[ $archive ]] && tar -czf "$temporary/results.tar.gz" -C "$temporary" results && mv "$temporary/results.tar.gz" "$out/"
 }
 
+# End what a part left running, with a second for ninja to end its compilers, which are in groups of their own.
+stop_part() {
+    [[ $part_job ]] || return 0
+    kill -TERM -- -"$part_job" 2>/dev/null && sleep 1
+    kill -KILL -- -"$part_job" 2>/dev/null
+    part_job=''
+}
+
 # Run a part within its limit and what is left in all. A function in a process group of its own, so that its end is the
 # end of everything that it started.
 run() {
@@ -193,9 +296,11 @@ run() {
         return
     fi
     echo "== $part (at most $limit s)" >&2
+    [[ $ops_job ]] || rm -f "$temporary"/ops/*/lock # of a part that was killed while it compiled
     set -m
     "$part" >"$results/$part.log" 2>&1 </dev/null &
     local job=$!
+    part_job=$job
     set +m
     (
         sleep "$limit"
@@ -206,7 +311,7 @@ run() {
     local clock=$!
     wait "$job"
     code=$?
-    kill -KILL -- -"$job" 2>/dev/null # what it left running
+    stop_part
     kill "$clock" 2>/dev/null
     wait "$clock" 2>/dev/null
     case $code in
@@ -226,9 +331,16 @@ install_wheels >"$results/install.log" 2>&1
 code=$?
 lines+=("| install | $([[ $code == 0 ]] && echo passed || echo "**failed**, exit code $code") | $((SECONDS - began)) | $(tail -n 2 "$results/install.log" | paste -sd' ' | tr '|' '/') |")
 ((code == 0)) || failed=1
+[[ $cpu ]] || find_cuda >>"$results/install.log" 2>&1 || failed=1
+chosen=()
 for part in "${PARTS[@]}"; do
     [[ -n $only && ",$only," != *",$part,"* ]] && continue
     [[ ",$skip," == *",$part,"* ]] && continue
+    chosen+=("$part")
+done
+[[ " ${chosen[*]} " == *' saves '* || " ${chosen[*]} " == *' features '* ]] && start_ops
+for part in "${chosen[@]}"; do
+    [[ " build tests kernels " == *" $part "* ]] || finish_ops
     run "$part"
 done
 summarise

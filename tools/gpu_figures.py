@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
 
 
 def kernels(results: Path) -> str:
@@ -49,10 +50,16 @@ def build(results: Path) -> str:
     return "; ".join(found[-2:])
 
 
+def ops(results: Path) -> str:
+    """Which of DeepSpeed's ops could be compiled, and how long each took."""
+    return "; ".join(re.findall(r"^op (.*)", (results / "ops.log").read_text(), re.MULTILINE))
+
+
 def saves(results: Path) -> str:
-    """The last line of its output."""
-    lines = (results / "saves.log").read_text().split("\n")
-    return next((line.strip("| ") for line in reversed(lines) if line.strip()), "")[:200]
+    """Median seconds of each kind of save, how long training waits, and what was not measured."""
+    found = json.loads((results / "gpu_saves.json").read_text())["parts"]["saves"]
+    whole = [f"{name} {median(seconds):.2f} s" for name, seconds in found["seconds"].items()]
+    return "; ".join([*whole, *(f"not measured: {name}" for name in found["not_measured"])])
 
 
 def _by_key(ratios: dict[str, float]) -> str:
@@ -64,7 +71,7 @@ def _exact(phases: dict[str, dict[str, object]]) -> bool:
     return all(load.get("num_different") == 0 for load in loads)
 
 
-PARTS = {each.__name__: each for each in (build, tests, kernels, files, resume, saves, features)}
+PARTS = {each.__name__: each for each in (build, ops, tests, kernels, files, resume, saves, features)}
 
 
 def main() -> None:
