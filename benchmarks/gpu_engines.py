@@ -28,7 +28,7 @@ _CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Model:
-    """``layers`` linear layers of ``width`` x ``width`` weights, in bf16 with fp32 masters, under torch's AdamW."""
+    """``layers`` linear layers of ``width`` x ``width`` weights, in 16 bits with fp32 masters, under torch's AdamW."""
 
     stage: int
     width: int
@@ -38,6 +38,7 @@ class Model:
     elastic: bool = True
     verify: str = "read"
     optimizer: str = "adamw"
+    precision: str = "bf16"
     zero: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -83,7 +84,7 @@ def build_engine(model: Model) -> Any:
         module = Layers(model.width, model.layers)
     config: dict[str, Any] = {
         "train_batch_size": BATCH,
-        "bf16": {"enabled": True},
+        model.precision: {"enabled": True, **({"initial_scale_power": 8} if model.precision == "fp16" else {})},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": model.stage, **model.zero},
@@ -125,7 +126,7 @@ def _batch(engine: Any, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 + step)
     batch = torch.randn(BATCH, engine.module.layers[0].in_features, generator=generator)
     mine = BATCH // dist.get_world_size()
-    return batch[dist.get_rank() * mine :][:mine].to(device(), torch.bfloat16)
+    return batch[dist.get_rank() * mine :][:mine].to(device(), engine.module.layers[0].weight.dtype)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,11 @@ engine, of other weights, loads that and trains on. The same with DeepSpeed's ow
 DeepSpeed does, to compare. The state is compared bit for bit, as DeepSpeed's tables and collectives gather it, and the
 losses that follow too. DeepSpeed's ops are compiled on first use; what cannot be, or does not work, is in the result
 with the text of its error. Seconds mean little here.
+
+One rank gathers nothing and reduces nothing, so DeepSpeed quantizes nothing there: with one rank, qwZ and qgZ show that
+the op can be compiled and that state under these flags is exact. With two ranks on the one GPU, over gloo, DeepSpeed
+takes each for a node and quantizes what goes between them; the result counts how often. That trains in fp16, because
+the op for gradients reads them as fp16 whatever they are.
 """
 
 from __future__ import annotations
@@ -30,8 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from bench_gpu_resume import TAG, cost, join_group
-from gpu_engines import Model, build_engine, engine_arguments, masters, moments, train_step
+from gpu_engines import Model, build_engine, device, engine_arguments, masters, moments, train_step
 from report import REPOSITORY, describe, machine, table, without_paths, write_results
 
 from zeroelastic.executors.build_info import describe_build
@@ -51,11 +57,16 @@ class Feature:
     zero: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "adamw"
     ops: tuple[str, ...] = ()
+    ranks: int = 1
+    precision: str = "bf16"
 
     def model(self, arguments: argparse.Namespace, directory: Path, **changes: Any) -> Model:
         zero = json.loads(json.dumps(self.zero).replace("NVME", str(directory / "nvme")))
         return replace(
-            Model(self.stage, arguments.width, arguments.layers, 0, zero=zero), optimizer=self.optimizer, **changes
+            Model(self.stage, arguments.width, arguments.layers, 0, zero=zero),
+            optimizer=self.optimizer,
+            precision=self.precision,
+            **changes,
         )
 
 
@@ -85,6 +96,22 @@ FEATURES = {
     "qgz": Feature(
         "quantized gradients (qgZ), stage 3", 3, {"zero_quantized_gradients": True}, ops=("QuantizerBuilder",)
     ),
+    "qwz-2": Feature(
+        "quantized weights (qwZ), stage 3, two ranks over gloo",
+        3,
+        {"zero_quantized_weights": True},
+        ops=("QuantizerBuilder",),
+        ranks=2,
+        precision="fp16",
+    ),
+    "qgz-2": Feature(
+        "quantized gradients (qgZ), stage 3, two ranks over gloo",
+        3,
+        {"zero_quantized_gradients": True},
+        ops=("QuantizerBuilder",),
+        ranks=2,
+        precision="fp16",
+    ),
     "hpz": Feature("secondary partitions (hpZ), stage 3", 3, {"zero_hpz_partition_size": 1}),
 }
 
@@ -98,6 +125,7 @@ class Trial:
     def __init__(self, feature: Feature, arguments: argparse.Namespace, directory: Path) -> None:
         self.feature, self.arguments, self.directory = feature, arguments, directory
         self.phases: dict[str, dict[str, Any]] = {}
+        self.quantized = count_quantized()
 
     def run(self) -> None:
         self._try("ops", self._load_ops)
@@ -142,7 +170,7 @@ class Trial:
 
     def _engine(self, kind: str, seed: int, installed: bool) -> Any:
         own = self.directory / f"{kind}-{seed}-{installed}"
-        (own / "nvme").mkdir(parents=True)
+        (own / "nvme").mkdir(parents=True, exist_ok=True)  # by either rank
         model = self.feature.model(self.arguments, own, seed=seed, installed=installed, elastic=kind == "elastic")
         return build_engine(replace(model, verify="full"))
 
@@ -157,7 +185,13 @@ class Trial:
         pinned = _pinned(engine)
         losses = [train_step(engine, step) for step in range(STEPS, 2 * STEPS)]
         saved |= {"state": state, "losses": losses}
-        return {"seconds": spent, "changed by the save": changed[:5], "pinned": pinned, "losses": losses}
+        return {
+            "seconds": spent,
+            "changed by the save": changed[:5],
+            "pinned": pinned,
+            "losses": losses,
+            "quantized": dict(self.quantized),
+        }
 
     def _load(self, kind: str, saved: dict[str, Any], *, installed: bool) -> dict[str, Any]:
         engine = self._engine(kind, 9, installed)
@@ -177,10 +211,39 @@ class Trial:
             "differences": differences[:8],
             "pinned": pinned,
             "losses": losses,
+            "quantized": dict(self.quantized),
             "same_losses": losses == saved["losses"],
             "greatest_loss_difference": max(abs(a / b - 1) for a, b in zip(losses, saved["losses"], strict=True)),
             "report": None if report is None or not installed else report.text().splitlines(),
         }
+
+
+def count_quantized() -> dict[str, int]:
+    """How often, from now on, DeepSpeed quantizes weights and gradients that it sends, by the name of its function."""
+    from deepspeed.runtime.zero import partition_parameters, stage3
+
+    found: dict[str, int] = {}
+
+    def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **more: Any) -> Any:
+            found[name] = found.get(name, 0) + 1
+            return original(*args, **more)
+
+        return counted
+
+    for place, name in ((partition_parameters.CUDAQuantizer, "quantize"), (stage3, "all_to_all_quant_reduce")):
+        setattr(place, name, counting(name, getattr(place, name)))
+    return found
+
+
+def join(feature: Feature, channel: Path) -> None:
+    """The process group of the feature's ranks, by gloo where one GPU has several, which NCCL refuses."""
+    if feature.ranks == 1:
+        return join_group(channel)
+    if device() == "cuda":
+        torch.cuda.set_device(0)
+    store = dist.FileStore(str(channel / "store"), feature.ranks)
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=feature.ranks)
 
 
 def _pinned(engine: Any) -> dict[str, Any]:
@@ -208,22 +271,24 @@ def try_all(names: list[str], arguments: argparse.Namespace, directory: Path) ->
         OMP_NUM_THREADS="2",
         PYTHONPATH=os.pathsep.join([os.fspath(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
     )
-    started: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
+    started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
     same = ["--width", str(arguments.width), "--layers", str(arguments.layers)] + ["--cpu"] * arguments.cpu
     for name in names:
         own = directory / name
         own.mkdir()
-        log = own / "log"
         python = environment.get("PYTHON_EXEC", sys.executable)  # as torchrun has it
         command = [python, os.path.abspath(__file__), "--feature", name, "--channel", str(own), *same]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-            )
-        started[name] = (process, log)
+        ranks = FEATURES[name].ranks
+        for rank in reversed(range(ranks)):  # the phases of rank 0 are the last to be read
+            log, environment = own / f"log-{rank}", {**environment, "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                )
+            started.append((name, process, log))
     until = time.monotonic() + arguments.limit
     results: dict[str, dict[str, Any]] = {}
-    for name, (process, log) in started.items():
+    for name, process, log in started:
         problem = ""
         try:
             code = process.wait(max(0.1, until - time.monotonic()))
@@ -234,7 +299,7 @@ def try_all(names: list[str], arguments: argparse.Namespace, directory: Path) ->
             problem = f"the process took longer than {arguments.limit:.0f} s"
         text = without_paths(log.read_text(errors="replace"))
         phases = [line for line in text.splitlines() if line.startswith("PHASES ")]
-        results[name] = json.loads(phases[-1].removeprefix("PHASES ")) if phases else {}
+        results[name] = results.get(name, {}) | (json.loads(phases[-1].removeprefix("PHASES ")) if phases else {})
         if problem:
             results[name]["process"] = {"error": problem, "traceback": text[-4000:]}
     return results
@@ -275,6 +340,8 @@ def tables(document: dict[str, Any]) -> str:
         *table(["feature", *phases], rows, text_columns=6),
     ]
     for name, found in document["results"].items():
+        if FEATURES[name].ranks > 1 and "quantized" in found.get("save elastic", {}):
+            lines += ["", f"{FEATURES[name].title}: quantized in training {found['save elastic']['quantized']}"]
         for phase, about in found.items():
             if "error" in about:
                 lines += ["", f"{FEATURES[name].title}, {phase}: {about['error'].splitlines()[0]}"]
@@ -290,7 +357,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.feature:
         prepare_deepspeed()
-        join_group(arguments.channel)
+        join(FEATURES[arguments.feature], arguments.channel)
         Trial(FEATURES[arguments.feature], arguments, arguments.channel).run()
         sys.stdout.flush()
         os._exit(0)
