@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from statistics import median
 
+HELD = ("in the background", "by DeepSpeed's decoupled writer", "in memory")
+"""The ways of a save that training waits for, in the results of bench_gpu_saves.py."""
+
 
 def kernels(results: Path) -> str:
     """Copies and digests, compared with a flat copy on the device."""
@@ -56,10 +59,12 @@ def ops(results: Path) -> str:
 
 
 def saves(results: Path) -> str:
-    """Median seconds of each kind of save, how long training waits, and what was not measured."""
+    """Median seconds of each kind of save, how long training waits after the first, and what was not measured."""
     found = json.loads((results / "gpu_saves.json").read_text())["parts"]["saves"]
     whole = [f"{name} {median(seconds):.2f} s" for name, seconds in found["seconds"].items()]
-    return "; ".join([*whole, *(f"not measured: {name}" for name in found["not_measured"])])
+    later = {name: about["rounds"][1:] for name, about in found.items() if name in HELD}
+    waits = [f"waits {median(one['stall'] for one in rounds):.2f} s {name}" for name, rounds in later.items()]
+    return "; ".join([*whole, *waits, *(f"not measured: {name}" for name in found["not_measured"])])
 
 
 def _by_key(ratios: dict[str, float]) -> str:
