@@ -22,7 +22,7 @@ from zeroelastic.core.layout import Param
 from zeroelastic.errors import UsageError
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file.header import DTYPE_BYTES
-from zeroelastic.verbs.diff import tensors as diff_tensors
+from zeroelastic.verbs import new_files
 from zeroelastic.verbs.diff.diff import DiffReport, ParamAndKey, compare_checkpoints
 from zeroelastic.verbs.diff.element_stats import CHUNK, ElementStats, compare_elements
 from zeroelastic.verbs.diff.tensors import ComparedTensor, comparison_nbytes
@@ -171,7 +171,7 @@ STATES = (
 
 
 def nudged(truth: Truth, tag_dir: Path, world_size: int, changes: list[tuple[str, str, int]], format: str) -> Truth:
-    """Add one to the lowest bit of some elements in the files; returns what they hold then."""
+    """Save files anew in which the lowest bit of some elements is another; returns what they hold then."""
     changed = {name: {key: (dtype, bytearray(data)) for key, (dtype, data) in t.items()} for name, t in truth.items()}
     state = open_state(open_checkpoint(tag_dir))
     for name, key, element in changes:
@@ -188,6 +188,7 @@ def nudged(truth: Truth, tag_dir: Path, world_size: int, changes: list[tuple[str
                 byte = file.read(1)[0] ^ 1
                 file.seek(at)
                 file.write(bytes([byte]))
+            edit(Path(rows.paths[int(rows.file[row])]), lambda data: None)
             changed[name][key][1][element * size] ^= 1
     return {name: {key: (dtype, bytes(data)) for key, (dtype, data) in t.items()} for name, t in changed.items()}
 
@@ -240,9 +241,9 @@ def test_long_tensors_are_compared_in_pieces_of_bounded_size(tmp_path: Path, mon
         write_checkpoint(tmp_path / side, world_size=world_size, groups=groups, frozen=None, sub_group_size=None)
     sizes: list[int] = []
     done: list[int] = []
-    read = diff_tensors.read_segments
+    read = new_files.read_segments
     monkeypatch.setattr(
-        diff_tensors,
+        new_files,
         "read_segments",
         lambda t, p, b, **o: (sizes.append(sum(x.nbytes for x in b)), read(t, p, b, **o))[1],
     )

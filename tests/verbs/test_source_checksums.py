@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from saved_files import flip, logged
 
 import zeroelastic
 from zeroelastic.dcp.saved import open_dcp
-from zeroelastic.errors import CheckpointError
+from zeroelastic.errors import CheckpointError, DigestMismatchError
 from zeroelastic.torch_file.zip_check import read_zip_records
 from zeroelastic.verbs import new_files
 
@@ -81,6 +81,76 @@ def test_a_flipped_bit_of_the_source_is_an_error_and_nothing_is_left(
         verb(tmp_path / "src", tmp_path / "dst")
     assert str(caught.value).startswith(f"{path}: ")
     assert sorted(tmp_path.iterdir()) == before
+
+
+def frozen(src: Path) -> tuple[Path, int]:
+    shutil.copytree(GOLDEN / "rigid2", src)
+    with zeroelastic.open(src) as ck:
+        (place, *_) = ck.places(next(name for name in ck if ck[name].kind == "frozen"))
+    return Path(str(place.path)), place.offset
+
+
+def recorded(src: Path) -> tuple[Path, int]:
+    shutil.copytree(GOLDEN / "elastic2", src)
+    with zeroelastic.open(src) as ck:
+        (place, *_) = ck.places(next(name for name in ck if len(ck[name]) > 1))
+    return Path(str(place.path)), place.offset
+
+
+def buffer(src: Path) -> tuple[Path, int]:
+    shutil.copytree(GOLDEN / "rigid2", src)
+    with zeroelastic.open(src) as ck:
+        (place, *_) = ck.places(next(name for name in ck if ck[name].kind == "buffer"))
+    return Path(str(place.path)), place.offset
+
+
+@pytest.mark.parametrize("make", [fsdp2, frozen, buffer, recorded])
+def test_a_tensor_with_a_flipped_bit_is_not_handed_out(
+    tmp_path: Path, make: Callable[[Path], tuple[Path, int]]
+) -> None:
+    path, offset = make(tmp_path / "src")
+    sound = read_all(tmp_path / "src")
+    flip(path, offset)
+    stated = f"^{path}: record .*, has CRC-32 " if make is not recorded else "has digest .*; the commit record says"
+    with pytest.raises(DigestMismatchError, match=stated):
+        read_all(tmp_path / "src")
+    with zeroelastic.open(tmp_path / "src") as ck:  # rows are read alone, and compared with nothing
+        rows = {key: [row.numpy() for row in tensor] for key, tensor in tensors_of(ck) if tensor.numel > 1}
+    assert sum(any((x != y).any() for x, y in zip(rows[key], sound[key], strict=True)) for key in rows) == 1
+
+
+def tensors_of(ck: Any) -> Iterator[tuple[str, Any]]:
+    for name in ck:
+        yield name, ck[name]
+        if ck[name].kind == "trained":
+            yield from (
+                (f"{name} {key}", state) for key, state in ck.optimizer(name).items() if hasattr(state, "shape")
+            )
+
+
+def read_all(src: Path) -> dict[str, Any]:
+    with zeroelastic.open(src) as ck:
+        return {key: tensor.numpy() for key, tensor in tensors_of(ck)}
+
+
+@pytest.mark.parametrize("make", [native, frozen, buffer, recorded])
+def test_damage_is_no_difference(tmp_path: Path, make: Callable[[Path], tuple[Path, int]]) -> None:
+    path, offset = make(tmp_path / "src")
+    shutil.copytree(tmp_path / "src", tmp_path / "other")
+    assert zeroelastic.diff(tmp_path / "src", tmp_path / "other").equal
+    flip(path, offset)
+    stated = f"{path}: record .*, has CRC-32 " if make is not recorded else "has digest .*; the commit record says"
+    for sides in (("src", "other"), ("other", "src")):
+        with pytest.raises(DigestMismatchError, match=stated):
+            zeroelastic.diff(*(tmp_path / side for side in sides))
+
+
+def test_damage_of_a_checkpoint_of_fsdp2_is_not_taken_for_another_save(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "fsdp2/ckpt", tmp_path / "src")
+    (path,) = (tmp_path / "src").rglob("__1_0.distcp")
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError):
+        zeroelastic.open(tmp_path / "src")
 
 
 def test_a_source_that_states_no_checksums_is_named(tmp_path: Path) -> None:

@@ -134,7 +134,9 @@ def test_a_handle_is_like_an_array(samples: Path) -> None:
         with pytest.raises(UsageError, match="always a copy"):
             handle.__array__(copy=False)
         assert handle[0][0].numpy().shape == ()
-    odd = TensorHandle("x", (2,), "float8_e5m2", "buffer", lambda start, numel: np.zeros(numel, dtype=np.uint8))
+    odd = TensorHandle(
+        "x", (2,), "float8_e5m2", "buffer", lambda start, numel, compared: np.zeros(numel, dtype=np.uint8)
+    )
     assert odd.torch().dtype == torch.float8_e5m2
     with pytest.raises(UnsupportedError, match=r"Use \.torch\(\)"):
         odd.numpy()

@@ -38,7 +38,7 @@ from zeroelastic.checkpoint.tag_files import (
     parse_rank_file,
 )
 from zeroelastic.checkpoint.topology import Topology
-from zeroelastic.core.layout import Layout, Param
+from zeroelastic.core.layout import Int64Array, Layout, Param
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -284,8 +284,8 @@ class Checkpoint:
         """Where DeepSpeed reads a module states file that this rank sees: in the pinned directory, or at its URL."""
         return str(model.path) if isinstance(model.path, RemotePath) else os.fspath(model.path)
 
-    def archives(self, path: FilePath) -> Iterator[tuple[int, ZipRecords]]:
-        """The archives in a file: the byte at which each begins, and its records.
+    def archives(self, path: FilePath, holding: Int64Array | None = None) -> Iterator[tuple[int, ZipRecords]]:
+        """The archives in a file: the byte at which each begins, and its records; of many, those ``holding`` bytes.
 
         Raises MissingFileError, CheckpointError.
         """

@@ -6,7 +6,7 @@ made in the pass that reads, are joined to that of the record, which torch.save 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.errors import CheckpointError
+from zeroelastic.errors import CheckpointError, DigestMismatchError, some
 from zeroelastic.executors.batches import join_crc32_groups
 from zeroelastic.executors.dispatch import Executor, Ranges, scan_segments
 from zeroelastic.executors.tables import UInt32Array
@@ -23,6 +23,10 @@ from zeroelastic.torch_file.zip_check import ZipRecords
 
 _FREE_GAPS = 64 << 10
 _GAPS_SHARE = 8
+_NAMED = 8
+
+ArchivesOf = Callable[[FilePath, Int64Array], Iterable[tuple[int, ZipRecords]]]
+"""The archives of a file that hold some of its bytes: the byte at which each begins, and its records."""
 
 
 class ReadRanges(NamedTuple):
@@ -77,6 +81,11 @@ class Comparison:
     faults: tuple[str, ...] = ()
     bytes_read: int = 0
 
+    def check(self) -> None:
+        """Raise DigestMismatchError, naming the first records, where any has another checksum."""
+        if self.faults:
+            raise DigestMismatchError(some(self.faults, _NAMED, separator=" "))
+
     def plus(self, other: Comparison) -> Comparison:
         """Both together."""
         return Comparison(
@@ -107,6 +116,16 @@ def compare_file(
     return total
 
 
+def compare_files(
+    files: Mapping[FilePath, ReadRanges], archives: ArchivesOf, executor: Executor = "auto"
+) -> Comparison:
+    """``compare_file`` with each file, whose archives are ``Checkpoint.archives``. Raises as that."""
+    total = Comparison()
+    for path, read in files.items():
+        total = total.plus(compare_file(path, archives(path, read.offset), read, executor))
+    return total
+
+
 def compare(path: FilePath, records: ZipRecords, at: int, read: ReadRanges, executor: Executor = "auto") -> Comparison:
     """Compare what was read of an archive, which begins at byte ``at`` of a file, with its checksums.
 
@@ -118,12 +137,10 @@ def compare(path: FilePath, records: ZipRecords, at: int, read: ReadRanges, exec
     whole: list[_Whole] = []
     ends = read.offset + read.nbytes
     begins = records.offset + at
-    first = np.searchsorted(read.offset, begins).tolist()
-    last = np.searchsorted(read.offset, begins + records.nbytes).tolist()
-    for number in range(len(records)):
-        some = slice(first[number], last[number])
-        if some.start == some.stop:
-            continue
+    first = np.searchsorted(read.offset, begins)
+    last = np.searchsorted(read.offset, begins + records.nbytes)
+    for number in np.flatnonzero(last > first).tolist():
+        some = slice(int(first[number]), int(last[number]))
         num_ranges += some.stop - some.start
         begin, nbytes = int(begins[number]), int(records.nbytes[number])
         chosen, contradicted = _without_overlap(read, some, begin)
@@ -138,7 +155,7 @@ def compare(path: FilePath, records: ZipRecords, at: int, read: ReadRanges, exec
         else:
             num_compared += 1
             whole.append(_Whole(number, chosen, low, gaps))
-    gap_sums, bytes_read = _scan(path, whole, executor)
+    gap_sums, bytes_read = _scan(path, whole, executor) if whole else (iter(()), 0)
     for number, chosen, _, gaps in whole:
         # a gap, a range, a gap, ..., a gap
         sums, lengths = np.empty(2 * len(chosen) + 1, dtype=np.uint32), np.empty(2 * len(chosen) + 1, dtype=np.int64)

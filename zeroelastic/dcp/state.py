@@ -9,14 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard, configured_sub_group_size
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.checkpoint.topology import Topology
-from zeroelastic.core.layout import Layout, pack_sub_groups
+from zeroelastic.core.layout import Int64Array, Layout, pack_sub_groups
 from zeroelastic.dcp.archives import open_archives
+from zeroelastic.dcp.metadata import StoredBytes
 from zeroelastic.dcp.names import NamedState
 from zeroelastic.dcp.native import NativeForm
 from zeroelastic.dcp.saved import DcpCheckpoint
@@ -106,6 +109,7 @@ class ChunkedCheckpoint(Checkpoint):
     frozen: SavedPart | None = field(kw_only=True)
     named: NamedState = field(kw_only=True, repr=False)
     made: BinaryIO | None = None
+    _places: dict[FilePath, dict[int, StoredBytes]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def layout(self) -> Layout:
@@ -127,13 +131,20 @@ class ChunkedCheckpoint(Checkpoint):
         """As of ``frozen_layout``."""
         return None if self.frozen is None else self.frozen.extents[rank].get(FROZEN)
 
-    def archives(self, path: FilePath) -> Iterator[tuple[int, ZipRecords]]:
+    def archives(self, path: FilePath, holding: Int64Array | None = None) -> Iterator[tuple[int, ZipRecords]]:
         """The archives of the chunks of parameters in a file."""
-        tensors = [tensor for keys in self.named.trained.values() for tensor in keys.values()]
-        tensors += self.named.others.values()
+        if not self._places:
+            tensors = [tensor for keys in self.named.trained.values() for tensor in keys.values()]
+            tensors += self.named.others.values()
+            for place in {chunk.place: None for tensor in tensors for chunk in tensor.chunks}:
+                self._places.setdefault(place.path, {})[place.offset] = place
+        places = self._places.get(path, {})
+        begins = np.sort(np.fromiter(places, dtype=np.int64, count=len(places)))
+        if holding is not None and places:
+            begins = begins[np.unique((np.searchsorted(begins, holding, side="right") - 1).clip(0))]
         with open_archives() as archives:
-            for place in {chunk.place for tensor in tensors for chunk in tensor.chunks if chunk.place.path == path}:
-                yield place.offset, archives.records(place)
+            for begin in begins.tolist():
+                yield begin, archives.records(places[begin])
 
     def module_path(self, model: ModelStates) -> str:
         """The file of the module's states that was made; it lasts as long as this checkpoint."""

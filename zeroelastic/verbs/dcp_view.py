@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
+from zeroelastic.checkpoint.one_save import pin
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.saved_state import SavedState
+from zeroelastic.core.layout import Int64Array
 from zeroelastic.dcp.saved import dcp_folders, open_dcp
 from zeroelastic.dcp.state import saved_state
 from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.io.paths import FilePath, as_path
 from zeroelastic.runs.locate import Source
+from zeroelastic.torch_file.zip_check import ZipRecords
 from zeroelastic.verbs.model_tensors import Buffer, Kind, ModelTensor, ModelTensors, Place
 from zeroelastic.verbs.view import CheckpointView
 
@@ -39,11 +42,15 @@ class DcpView(CheckpointView):
     """
 
     def __init__(self, root: FilePath) -> None:
+        root = pin(root)
         self._source = Source(root, root.name, root, None, "deepspeed")
         self._is_open = True
         with self._reading():
             self._found = open_dcp(root)
         self._checkpoint = self._state.checkpoint
+
+    def _archives(self, path: FilePath, holding: Int64Array) -> Iterable[tuple[int, ZipRecords]]:
+        return self._checkpoint.archives(path, holding)  # each of them holds one chunk
 
     @cached_property
     def format(self) -> str:

@@ -7,6 +7,7 @@ in DeepSpeed's ``zero_to_fp32`` (``buffer_names``, ``shared_params``; DeepSpeed 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
+from zeroelastic.checkpoint.read_ranges import ReadFiles
 from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.checkpoint.tag_files import EXPERT_FILE
 from zeroelastic.checkpoint.topology import numbered_expert
@@ -153,10 +155,11 @@ def optimizer_tensors(state: SavedState, *, keys: frozenset[str] | None = None) 
     )
 
 
-def read_buffer(tensor: ModelTensor, *, limit: int) -> ByteArray:
+def read_buffer(tensor: ModelTensor, *, limit: int, read: ReadFiles | None = None) -> ByteArray:
     """All elements of a buffer of the module in row-major order: shape ``(nbytes,)``.
 
-    Raises UnsupportedError for one that needs more than ``limit`` bytes, CheckpointError when the file has ended.
+    What is read is added to ``read``, but of safetensors files, which state no CRC-32. Raises UnsupportedError for one
+    that needs more than ``limit`` bytes, CheckpointError when the file has ended.
     """
     buffer = tensor.source
     assert isinstance(buffer, Buffer)
@@ -169,6 +172,9 @@ def read_buffer(tensor: ModelTensor, *, limit: int) -> ByteArray:
     raw = read_range(extent.path, extent.offset, extent.nbytes)
     if len(raw) != extent.nbytes:
         raise CheckpointError(f"{extent.path}: ends at byte {extent.offset + len(raw)}. The file is truncated.")
+    if read is not None and not extent.path.name.endswith(".safetensors"):
+        row = np.array([0, extent.offset, extent.nbytes], dtype=np.int64)
+        read.add((extent.path,), row[:1], row[1:2], row[2:], np.array([zlib.crc32(raw)], dtype=np.uint32))
     data = np.frombuffer(bytearray(raw), dtype=np.uint8)
     if buffer.stride is None or tensor.nbytes == 0:
         return data[: tensor.nbytes]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 
 from zeroelastic.checkpoint.extents import ExtentTable, stream_seeds
 from zeroelastic.checkpoint.open import Checkpoint
+from zeroelastic.checkpoint.read_ranges import ArchivesOf, ReadFiles, compare_files
 from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
@@ -249,6 +251,39 @@ class RecordedDigests:
                     f"{expected[1]:016x}. The files have changed since they were saved."
                 )
         self.num_compared += len(tensors)
+
+
+class SourceCheck:
+    """What is read of a checkpoint, against its digests, and where it has none, against the CRC-32 of its files."""
+
+    def __init__(self, digests: RecordedDigests, archives: ArchivesOf) -> None:
+        self._digests, self._archives = digests, archives
+        self.read = ReadFiles()
+        self._sums: Counter[SavedTensor] = Counter()
+
+    def fill(
+        self,
+        buffer: ByteArray,
+        rows: ExtentTable,
+        begin: Int64Array,
+        tensors: Sequence[SavedTensor],
+        progress: ProgressFunction | None = None,
+    ) -> None:
+        """Read rows of ``tensors``, by ``rows.target``, to the bytes ``begin`` of a buffer."""
+        table = CopyTable(rows.file, rows.file_offset, np.zeros_like(begin), begin, rows.nbytes)
+        seeds = self._digests.seeds(tensors)
+        crc32 = np.zeros(rows.num_rows, dtype=np.uint32) if seeds is None else None
+        digest = _digest_rows(rows, seeds)
+        found = read_segments(table, rows.paths, [buffer], digest=digest, crc32=crc32, progress=progress).digests
+        if crc32 is not None:
+            self.read.add(rows.paths, rows.file, rows.file_offset, rows.nbytes, crc32)
+        elif found is not None:
+            self._sums.update({tensors[i]: int(found[i]) for i in np.unique(rows.target).tolist()})
+
+    def end(self) -> None:
+        """Raise DigestMismatchError where a tensor, all of which was read, or a record is not what was saved."""
+        self._digests.compare([*self._sums], [number % (1 << 64) for number in self._sums.values()])
+        compare_files(self.read, self._archives).check()
 
 
 def check_source_checksums(state: SavedState, processes: Processes) -> None:

@@ -46,7 +46,8 @@ class TensorHandle:
     shape: tuple[int, ...]
     dtype: str
     kind: str
-    _read: Callable[[int, int], ByteArray] = field(repr=False)  # first element, number of elements -> their bytes
+    # first element, number of elements, whether to compare a whole tensor with its digest -> their bytes
+    _read: Callable[[int, int, bool], ByteArray] = field(repr=False)
     _start: int = field(default=0, repr=False)
 
     @property
@@ -67,12 +68,13 @@ class TensorHandle:
     def numpy(self) -> npt.NDArray[Any]:
         """The elements as a new array. numpy has no bfloat16: such a tensor becomes float32, which is exact.
 
-        Raises CheckpointError when a file ended early, SavedAgainError when the checkpoint was saved again meanwhile,
-        UnsupportedError for a dtype such as float8, which numpy does not have either: use ``torch``.
+        Raises CheckpointError when a file ended early, DigestMismatchError when a whole tensor is not what was saved,
+        SavedAgainError when the checkpoint was saved again meanwhile, UnsupportedError for a dtype such as float8,
+        which numpy does not have either: use ``torch``.
         """
         if self.dtype != "bfloat16" and _IN_NUMPY.fullmatch(self.dtype) is None:
             raise UnsupportedError(f"{self.name}: numpy has no {self.dtype}. Use .torch().")
-        raw = self._read(self._start, self.numel)
+        raw = self._read(self._start, self.numel, True)
         if self.dtype == "bfloat16":
             wide = np.empty(2 * len(raw), dtype=np.uint8)
             cast_bytes("bfloat16->float32", raw, wide)
@@ -89,14 +91,17 @@ class TensorHandle:
         dtype: torch.dtype = getattr(torch, self.dtype)
         if not self.numel:
             return torch.empty(self.shape, dtype=dtype)
-        return torch.from_numpy(self._read(self._start, self.numel)).view(dtype).reshape(self.shape)
+        return torch.from_numpy(self._read(self._start, self.numel, True)).view(dtype).reshape(self.shape)
 
     def windows(self, nbytes: int = 16 << 20) -> Iterator[ByteArray]:
-        """The elements as raw bytes in row-major order, at most ``nbytes`` at a time. Raises as ``numpy``."""
+        """The elements as raw bytes in row-major order, at most ``nbytes`` at a time. Raises as ``numpy``.
+
+        They are not compared with a digest.
+        """
         size = DTYPE_BYTES[self.dtype]
         step = max(1, nbytes // size)
         for at in range(0, self.numel, step):
-            yield self._read(self._start + at, min(step, self.numel - at))
+            yield self._read(self._start + at, min(step, self.numel - at), False)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """What ``np.asarray`` calls."""

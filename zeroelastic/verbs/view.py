@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import html
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,15 +20,17 @@ from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup
-from zeroelastic.checkpoint.saved_state import SavedState, experts_part, frozen_part, trained_part
+from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor, experts_part, frozen_part, trained_part
 from zeroelastic.checkpoint.shared_files import check_shared_files
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import ByteArray
+from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable, with_remedy
 from zeroelastic.executors.dispatch import CopyTable, read_segments
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torch_file.zip_check import ZipRecords
 from zeroelastic.verbs.model_tensors import (
     Buffer,
     ModelTensor,
@@ -38,6 +40,7 @@ from zeroelastic.verbs.model_tensors import (
     read_buffer,
     stored_tensor,
 )
+from zeroelastic.verbs.new_files import RecordedDigests, SourceCheck
 from zeroelastic.verbs.tensor import TensorHandle
 
 _LISTED = 20
@@ -105,6 +108,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
     def __init__(self, source: Source) -> None:
         self._source = source
         self._is_open = True
+        self._records: dict[FilePath, list[tuple[int, ZipRecords]]] = {}
         with self._reading():
             self._checkpoint = open_checkpoint(source.tag_dir)
 
@@ -354,27 +358,47 @@ class CheckpointView(Mapping[str, TensorHandle]):
     def _handle(self, tensor: ModelTensor) -> TensorHandle:
         return TensorHandle(tensor.name, tensor.shape, tensor.dtype, tensor.kind, partial(self._read, tensor))
 
-    def _read(self, tensor: ModelTensor, start: int, numel: int) -> ByteArray:
-        """The bytes of ``numel`` elements of the flattened tensor from ``start`` on: shape ``(nbytes,)``."""
+    def _read(self, tensor: ModelTensor, start: int, numel: int, compared: bool) -> ByteArray:
+        """The bytes of ``numel`` elements of the flattened tensor from ``start`` on: shape ``(nbytes,)``.
+
+        A whole tensor is compared: with its digest if ``compared``, and where files have none, with the CRC-32 of
+        records that are read whole, or nearly so. Raises DigestMismatchError.
+        """
         itemsize = DTYPE_BYTES[tensor.dtype]
         source = tensor.source
         data = np.empty(numel * itemsize, dtype=np.uint8)
         with self._reading():
             if not numel:
                 return data
+            check, whole = SourceCheck(self._digests, self._archives), numel == tensor.numel
             if isinstance(source, Place):
-                rows = self._state.parts[source.part].tensor_rows(source.param, source.key, start, start + numel)
-                at = rows.target_offset * rows.itemsize
-                table = CopyTable(rows.file, rows.file_offset, rows.target, at, rows.nbytes)
-                paths = rows.paths
-            elif source.stride is None:
+                part = self._state.parts[source.part]
+                rows = part.tensor_rows(source.param, source.key, start, start + numel)
+                begin = rows.target_offset * rows.itemsize
+                if whole and (compared or not self._digests.known):
+                    saved = SavedTensor(part.params[source.param], source.key, tensor.dtype)
+                    check.fill(data, rows, begin, [saved])
+                else:
+                    read_segments(
+                        CopyTable(rows.file, rows.file_offset, rows.target, begin, rows.nbytes), rows.paths, [data]
+                    )
+            elif whole or source.stride is not None:
+                data = read_buffer(tensor, limit=_NO_LIMIT, read=check.read)[start * itemsize :][: len(data)]
+            else:
                 row = (0, source.extent.offset + start * itemsize, 0, 0, len(data))
                 table = CopyTable(*(np.array([value], dtype=np.int64) for value in row))
-                paths = (source.extent.path,)
-            else:
-                return read_buffer(tensor, limit=_NO_LIMIT)[start * itemsize : (start + numel) * itemsize]
-            read_segments(table, paths, [data])
+                read_segments(table, (source.extent.path,), [data])
+            check.end()
         return data
+
+    @cached_property
+    def _digests(self) -> RecordedDigests:
+        return RecordedDigests(self._checkpoint)
+
+    def _archives(self, path: FilePath, holding: Int64Array) -> Iterable[tuple[int, ZipRecords]]:
+        if path not in self._records:
+            self._records[path] = [*self._checkpoint.archives(path)]
+        return self._records[path]
 
     def _with_handles(self, name: str, value: object, file: TorchFile, seen: dict[int, object]) -> object:
         """A value of the client state with handles in place of tensors; a container may hold itself."""

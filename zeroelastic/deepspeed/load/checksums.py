@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.read_ranges import Comparison, ReadFiles, ReadRanges, compare_file, packed, unpacked
+from zeroelastic.checkpoint.read_ranges import Comparison, ReadFiles, ReadRanges, compare_files, packed, unpacked
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.distributed.collective import all_gather, all_or_raise
 from zeroelastic.distributed.exchange import all_to_all_bytes
-from zeroelastic.errors import DigestMismatchError, counted, some
+from zeroelastic.errors import counted
 from zeroelastic.executors.dispatch import Executor, host_executor
-from zeroelastic.io.paths import FilePath
-
-_NAMED = 8
 
 
 def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) -> tuple[str, int]:
@@ -38,12 +33,11 @@ def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) 
         for name, ranges in unpacked(data):
             parts.setdefault(name, []).append(ranges)
     files = {checkpoint.tag_dir / name: ReadRanges.joined(found) for name, found in sorted(parts.items())}
-    own = all_or_raise(lambda: _compare_files(checkpoint, files, executor))
+    own = all_or_raise(lambda: compare_files(files, checkpoint.archives, host_executor(executor)))
     total = Comparison()
     for other in all_gather(own):
         total = total.plus(other)
-    if total.faults:
-        raise DigestMismatchError(some(total.faults, _NAMED, separator=" "))
+    total.check()
     return _clause(total), own.bytes_read
 
 
@@ -57,13 +51,6 @@ def _owner(load_plan: LoadPlan, name: str) -> int:
     topology = load_plan.checkpoint.topology
     saved = file.rank * topology.tensor_size + file.tp_rank
     return saved * ranks // topology.world_size % ranks
-
-
-def _compare_files(checkpoint: Checkpoint, files: Mapping[FilePath, ReadRanges], executor: Executor) -> Comparison:
-    total = Comparison()
-    for path, read in files.items():
-        total = total.plus(compare_file(path, checkpoint.archives(path), read, host_executor(executor)))
-    return total
 
 
 def _clause(total: Comparison) -> str:

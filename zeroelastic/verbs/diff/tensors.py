@@ -12,14 +12,15 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import Field
 
+from zeroelastic.checkpoint.read_ranges import ReadFiles, compare_files
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.executors.batches import Batch, batches
-from zeroelastic.executors.dispatch import CopyTable, read_segments
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile
 from zeroelastic.verbs.diff.element_stats import CHUNK, ElementStats, compare_elements
 from zeroelastic.verbs.model_tensors import ModelTensor, read_buffer, shared_buffers, stored_tensor
+from zeroelastic.verbs.new_files import RecordedDigests, SourceCheck
 from zeroelastic.verbs.report import Part, Sides
 
 BUFFER = "buffer"
@@ -130,6 +131,7 @@ def compare_tensors(
         if x.shape == y.shape:
             groups.setdefault((x.part, x.dtype, y.part, y.dtype), []).append(tensor)
     stats = {tensor: ElementStats() for tensors in groups.values() for tensor in tensors}
+    checks = [SourceCheck(RecordedDigests(side.checkpoint), side.checkpoint.archives) for side in (left, right)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for (left_part, left_dtype, right_part, right_dtype), tensors in groups.items():
             parts, dtypes = (left.parts[left_part], right.parts[right_part]), (left_dtype, right_dtype)
@@ -137,8 +139,10 @@ def compare_tensors(
             numel = np.array([math.prod(sides[0][tensor].shape) for tensor in tensors], dtype=np.int64)
             room = max(1 << 16, max_memory // 3)  # for both sides; the rest is for tables and for what is computed
             for batch in batches(numel, room // sum(itemsizes)):  # in elements instead of bytes
-                buffers = [_read(batch, tensors, parts[i], sides[i], itemsizes[i], progress) for i in (0, 1)]
+                buffers = [_read(batch, tensors, parts[i], sides[i], itemsizes[i], checks[i], progress) for i in (0, 1)]
                 _compare_batch(batch, tensors, buffers, dtypes, stats, pool)
+    for check in checks:
+        check.end()
     found = [_compared(tensor, sides[0][tensor], sides[1][tensor], stats.get(tensor)) for tensor in common]
     only_left = [tensor for tensor in sides[0] if tensor not in sides[1]]
     only_right = [tensor for tensor in sides[1] if tensor not in sides[0]]
@@ -148,7 +152,10 @@ def compare_tensors(
 def compare_buffers(left: SavedState, right: SavedState, files: tuple[TorchFile, TorchFile]) -> TensorComparison:
     """Compare the buffers in two model states files, and in the shared files of a lean checkpoint."""
     x, y = (_buffers(file, side) for file, side in zip(files, (left, right), strict=True))
-    found = [_compare_buffer(name, x[name], y[name]) for name in x if name in y]
+    reads = ReadFiles(), ReadFiles()
+    found = [_compare_buffer(name, x[name], y[name], reads) for name in x if name in y]
+    for side, read in zip((left, right), reads, strict=True):
+        compare_files(read, side.checkpoint.archives).check()
     return TensorComparison(
         found, [(name, BUFFER) for name in x if name not in y], [(name, BUFFER) for name in y if name not in x]
     )
@@ -182,6 +189,7 @@ def _read(
     part: SavedPart,
     side: Mapping[_Tensor, Side],
     itemsize: int,
+    check: SourceCheck,
     progress: ProgressFunction | None,
 ) -> ByteArray:
     """One side's elements of a batch, one piece of a tensor behind the other."""
@@ -199,8 +207,7 @@ def _read(
     rows = rows.pieces(inside, (begin - rows.target_offset)[inside], (end - begin)[inside])
     at = offset[rows.target] + rows.target_offset - first[rows.target]
     buffer = np.empty(int(batch.offset[-1] + batch.nbytes[-1]) * itemsize, dtype=np.uint8)
-    table = CopyTable(rows.file, rows.file_offset, np.zeros_like(at), at * itemsize, rows.nbytes)
-    read_segments(table, rows.paths, [buffer], progress=progress)
+    check.fill(buffer, rows, at * itemsize, saved, progress)
     return buffer
 
 
@@ -247,9 +254,9 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _compare_buffer(name: str, x: ModelTensor, y: ModelTensor) -> ComparedTensor:
+def _compare_buffer(name: str, x: ModelTensor, y: ModelTensor, reads: tuple[ReadFiles, ReadFiles]) -> ComparedTensor:
     stats = None
     if x.shape == y.shape:
-        left, right = (read_buffer(one, limit=_NO_LIMIT) for one in (x, y))
+        left, right = (read_buffer(one, limit=_NO_LIMIT, read=read) for one, read in zip((x, y), reads, strict=True))
         stats = compare_elements(left, right, x.dtype, y.dtype)
     return _compared((name, BUFFER), x, y, stats)
