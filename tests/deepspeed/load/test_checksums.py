@@ -15,6 +15,8 @@ from saves import Saver, check_resumed, save_once
 from training import Job, Outcome, build_engine, raised, resume, train_step
 
 import zeroelastic
+from zeroelastic.checkpoint import read_ranges
+from zeroelastic.deepspeed.patching import patched
 from zeroelastic.testing import RankPool
 from zeroelastic.torch_file.zip_check import ZipRecord, read_zip_records
 
@@ -123,6 +125,21 @@ def test_a_flipped_bit_is_found_where_a_part_of_the_parameters_is_loaded(
     flip(path, record.offset + 4)
     for kind, text in rank_pool.run(attempt_load, 3, other, str(tmp_path / "copy")):
         assert kind == "DigestMismatchError" and text.startswith(f"{path}: record ")
+
+
+def test_the_report_says_what_checks_a_record_that_was_read_in_part(rank_pool: RankPool, saved: Saver) -> None:
+    job = replace(STOCK["stage 3"], frozen=False, sub_group_size=10**6)
+    checkpoint = saved(job, 2)
+    other = job.other(installed=True, frozen=True, options={"verify": True, "on_mismatch": "initialize"})
+    (note,) = rank_pool.run(load_without_gaps, 3, other, checkpoint.directory)[0]
+    assert f" records read in part; `zeroelastic verify {checkpoint.tag_dir}` checks all of them" in note
+    assert "NOT CHECKED: " in note and zeroelastic.verify(checkpoint.tag_dir).valid
+
+
+def load_without_gaps(job: Job, directory: str) -> list[str]:
+    """The note of a load that reads nothing beside what it loads."""
+    with patched(read_ranges, _FREE_GAPS=0, _GAPS_SHARE=1 << 62):
+        return load_each([job], directory)
 
 
 def attempt_load(job: Job, directory: str) -> tuple[str, str]:

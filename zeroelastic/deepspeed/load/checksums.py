@@ -38,7 +38,10 @@ def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) 
     for other in all_gather(own):
         total = total.plus(other)
     total.check()
-    return _clause(total), own.bytes_read
+    is_ours_to_verify = parse_rank_file(load_plan.head.path.name) is not None  # not a checkpoint of FSDP2
+    return _clause(
+        total, f"; `zeroelastic verify {top}` checks all of them" if is_ours_to_verify else ""
+    ), own.bytes_read
 
 
 def _owner(load_plan: LoadPlan, name: str) -> int:
@@ -53,12 +56,12 @@ def _owner(load_plan: LoadPlan, name: str) -> int:
     return saved * ranks // topology.world_size % ranks
 
 
-def _clause(total: Comparison) -> str:
+def _clause(total: Comparison, advice: str) -> str:
     parts: list[str] = []
     if total.num_compared:
         parts.append(f"what was read has the CRC-32 that its files state ({counted(total.num_compared, 'record')})")
     if total.num_partial:
-        parts.append(f"{counted(total.num_partial, 'record')} read in part and not compared with a CRC-32")
+        parts.append(f"NOT CHECKED: {counted(total.num_partial, 'record')} read in part{advice}")
     if total.num_unstated:
         parts.append(f"NOT CHECKED: {counted(total.num_unstated, 'record')} of files that state no CRC-32")
     return "; ".join(parts) or "nothing was read"
