@@ -38,10 +38,9 @@ def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) 
     for other in all_gather(own):
         total = total.plus(other)
     total.check()
-    is_ours_to_verify = parse_rank_file(load_plan.head.path.name) is not None  # not a checkpoint of FSDP2
-    return _clause(
-        total, f"; `zeroelastic verify {top}` checks all of them" if is_ours_to_verify else ""
-    ), own.bytes_read
+    of_fsdp2 = parse_rank_file(load_plan.head.path.name) is None  # which no verb verifies
+    advice = "" if of_fsdp2 else f"; `zeroelastic verify {top}` checks all of them"
+    return _clause(total, advice), own.bytes_read
 
 
 def _owner(load_plan: LoadPlan, name: str) -> int:

@@ -276,7 +276,8 @@ class Forecast:
     ``segments`` (runs of one tensor from one file) and ``requests`` (segments, less those that follow each other in
     file and destination). Estimates, because only rank 0's headers are opened: ``header_bytes`` (headers, scalars,
     commit record and the module states beside frozen parameters), ``memory`` (a load's beyond the state that it
-    fills), and what a reshard writes.
+    fills), and what a reshard writes. ``pieces`` are segments whose state keys count as one. ``module`` is what each
+    rank reads of a model states file beside parameters; a reshard reads that of ``modules_resharded`` ranks.
     """
 
     head: Head
@@ -286,16 +287,47 @@ class Forecast:
     optimizer: Traffic
     frozen: Traffic
     bytes_owned: Int64Array
-    bytes_read: Int64Array
-    header_bytes: Int64Array
-    optimizer_files: Int64Array
     model_files: Int64Array
     segments: Int64Array
     requests: Int64Array
-    memory: Int64Array
-    reshard_header_bytes: int
+    pieces: Int64Array
+    module: Int64Array
+    modules_resharded: int
     reshard_bytes_written: int
     reshard_files_written: int
+
+    @property
+    def bytes_read(self) -> Int64Array:
+        """Payload bytes that each rank reads."""
+        return self.optimizer.per_target(self.world_size) + self.frozen.per_target(self.world_size)
+
+    @property
+    def optimizer_files(self) -> Int64Array:
+        """Optimizer files that each rank opens: one where it owns nothing."""
+        return np.maximum(self.optimizer.files_per_target(self.world_size), 1)
+
+    @property
+    def header_bytes(self) -> Int64Array:
+        """Bytes that each rank reads beside the payload."""
+        head = self.head
+        headers = self.optimizer_files * head.shard.header_bytes
+        headers += (self.model_files - head.shared_files(self.world_size)) * head.model.header_bytes
+        headers[0] += head.record_bytes  # rank 0 reads it for all
+        return headers + 2 * self.module + head.shared_buffers  # a module is read for its checksums, and to load it
+
+    @property
+    def memory(self) -> Int64Array:
+        """Memory of a load on each rank."""
+        tables: Int64Array = np.minimum(TABLE_ROW_BYTES * (self.segments + self.pieces), TABLE_WINDOW_BYTES)
+        rows = PLAN_ROW_BYTES * self.segments
+        return LOAD_STAGING_BYTES + rows + tables + self.module + self.head.shared_buffers
+
+    @property
+    def reshard_header_bytes(self) -> int:
+        """Bytes that a reshard reads beside the payload."""
+        head = self.head
+        headers = head.world_size * head.shard.header_bytes + len(head.model_sizes) * head.model.header_bytes
+        return head.record_bytes + headers + int(self.module[: self.modules_resharded].sum()) + head.shared_buffers
 
     @property
     def saved_world_size(self) -> int:
@@ -336,7 +368,7 @@ def make_forecast(head: Head, world_size: int, *, stage: int | None = None) -> F
         raise UsageError(
             f"a world size is a number from 1 to {MAX_WORLD_SIZE}, not {world_size}. Give --world-size another."
         )
-    saved, stage = head.world_size, stage or head.shard.stage
+    stage = stage or head.shard.stage
     layout, element_bytes = head.shard.layout, head.element_bytes
     target = target_layout(head, world_size, stage)
     optimizer, rows, pieces = _pieces(layout, target, element_bytes, head.num_keys)
@@ -353,9 +385,6 @@ def make_forecast(head: Head, world_size: int, *, stage: int | None = None) -> F
         segments, requests, pieces = segments + more, requests + more, pieces + more_pieces
         owned = owned + _owned(parts, sizes)
         state_bytes += int((head.frozen.numel * sizes).sum())
-    # A rank that owns nothing still opens one optimizer file.
-    optimizer_files = np.maximum(optimizer.files_per_target(world_size), 1)
-    shared_files = head.shared_files(world_size)
     model_files = np.ones(world_size, dtype=np.int64)  # of a lean checkpoint only a rank's own
     if head.model.shared is None:
         model_files = _model_files(frozen, len(head.model_sizes), world_size)
@@ -368,26 +397,12 @@ def make_forecast(head: Head, world_size: int, *, stage: int | None = None) -> F
         optimizer=optimizer,
         frozen=frozen,
         bytes_owned=owned,
-        bytes_read=optimizer.per_target(world_size) + frozen.per_target(world_size),
-        header_bytes=np.where(np.arange(world_size) == 0, head.record_bytes, 0)  # rank 0 reads it for all
-        + optimizer_files * head.shard.header_bytes
-        + model_files * head.model.header_bytes
-        + 2 * module  # read for its checksums, and again when DeepSpeed loads it
-        + head.shared_buffers,
-        optimizer_files=optimizer_files,
-        model_files=model_files + shared_files,
+        model_files=model_files + head.shared_files(world_size),
         segments=segments,
         requests=requests,
-        memory=LOAD_STAGING_BYTES
-        + PLAN_ROW_BYTES * segments
-        + np.minimum(TABLE_ROW_BYTES * (segments + pieces), TABLE_WINDOW_BYTES)
-        + module
-        + head.shared_buffers,
-        reshard_header_bytes=head.record_bytes
-        + saved * head.shard.header_bytes
-        + len(head.model_sizes) * head.model.header_bytes
-        + int(module.sum() if stage == 3 else module[0])
-        + head.shared_buffers,
+        pieces=pieces,
+        module=module,
+        modules_resharded=world_size if stage == 3 else 1,
         reshard_bytes_written=_bytes_written(head, target, stage, module + head.shared_buffers),
         reshard_files_written=world_size + (world_size if stage == 3 else 1),
     )

@@ -12,16 +12,7 @@ import numpy as np
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import Plan, make_plan
-from zeroelastic.verbs.plan.forecast import (
-    LOAD_STAGING_BYTES,
-    PLAN_ROW_BYTES,
-    TABLE_ROW_BYTES,
-    TABLE_WINDOW_BYTES,
-    Forecast,
-    Head,
-    Traffic,
-    add_traffic,
-)
+from zeroelastic.verbs.plan.forecast import Forecast, Head, Traffic, add_traffic
 from zeroelastic.verbs.reshard.reshard import ReshardPlan
 
 
@@ -62,7 +53,7 @@ def slices_forecast(head: Head, checkpoint: Checkpoint, planned: ReshardPlan) ->
     requests of their own.
     """
     target, source = planned.target, head.layout
-    world_size, saved = target.world_size, checkpoint.world_size
+    world_size = target.world_size
     counts = _Counts(world_size)
     optimizer = counts.add(source, target.layout, head.element_bytes, head.num_keys)
     empty = np.zeros(0, dtype=np.int64)
@@ -73,8 +64,6 @@ def slices_forecast(head: Head, checkpoint: Checkpoint, planned: ReshardPlan) ->
         parts = target.slicing.frozen_layout(head.frozen.whole_tensors, 3)  # at every stage each rank fills its part
         frozen = counts.add(head.frozen, parts, sizes, np.ones_like(sizes))
         state_bytes += _state_bytes(head.frozen, sizes)
-    optimizer_files = np.maximum(optimizer.files_per_target(world_size), 1)
-    model_files = _model_files(checkpoint, frozen, world_size)
     module = _module_bytes(head, checkpoint, world_size)
     return Forecast(
         head=head,
@@ -84,23 +73,12 @@ def slices_forecast(head: Head, checkpoint: Checkpoint, planned: ReshardPlan) ->
         optimizer=optimizer,
         frozen=frozen,
         bytes_owned=counts.owned,
-        bytes_read=optimizer.per_target(world_size) + frozen.per_target(world_size),
-        header_bytes=np.where(np.arange(world_size) == 0, head.record_bytes, 0)  # rank 0 reads it for all
-        + optimizer_files * head.shard.header_bytes
-        + model_files * head.model.header_bytes
-        + 2 * module,  # read for its checksums, and again when DeepSpeed loads it
-        optimizer_files=optimizer_files,
-        model_files=model_files,
+        model_files=_model_files(checkpoint, frozen, world_size),
         segments=counts.segments,
         requests=counts.segments,
-        memory=LOAD_STAGING_BYTES
-        + PLAN_ROW_BYTES * counts.segments
-        + np.minimum(TABLE_ROW_BYTES * (counts.segments + counts.pieces), TABLE_WINDOW_BYTES)
-        + module,
-        reshard_header_bytes=head.record_bytes
-        + saved * head.shard.header_bytes
-        + len(head.model_sizes) * head.model.header_bytes
-        + int(module.sum()),
+        pieces=counts.pieces,
+        module=module,
+        modules_resharded=world_size,
         reshard_bytes_written=_bytes_written(head, planned, module),
         reshard_files_written=target.num_files,
     )
