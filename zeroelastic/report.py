@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from zeroelastic.byte_sizes import format_size
@@ -18,19 +18,19 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class ResumeReport:
-    """What one load did; the same object on every rank.
+    """What one load did; the same on every rank, except for ``seconds``, which do not count when reports are compared.
 
-    Bytes and files are those of the worst rank. ``bytes_owned`` counts the state that the rank owns and loaded,
-    padding excluded; ``bytes_read`` the payload read for it; ``header_bytes`` everything else that was read (zip
-    directories, pickles, scalars, the module states file, the commit record). ``seconds`` are those of the whole call
-    of ``load_checkpoint``, on the slowest rank. ``saved_root`` is None without a commit record. ``root_matches`` is
-    None when the root was not verified, with the reason in ``notes``, and never False: a difference is an error.
-    ``changed`` names what the save and the run do not have in common, and how it was loaded. Where files are on
-    node-local disks, ``bytes_read`` includes what the rank read for others, and ``bytes_sent`` and
-    ``bytes_received`` count the payload and the module states sent between ranks. ``batch_changed``: the run's global
-    batch is not that of the save. ``verify`` is the option of that name, as this load used it.
-    ``topology`` are the data, tensor and expert parallel sizes of the save and of the run, as text; None where neither
-    has slices of tensors.
+    Bytes and files are those of the worst rank. ``bytes_owned`` counts the state that the rank owns and loaded, padding
+    excluded; ``bytes_read`` the payload read for it; ``header_bytes`` everything else that was read (zip directories,
+    pickles, scalars, the module states file, the commit record). ``seconds`` are those of the whole call of
+    ``load_checkpoint`` by this rank's clock; observers and the log line have the seconds until they get the report.
+    ``saved_root`` is None without a commit record. ``root_matches`` is None when the root was not verified, with the
+    reason in ``notes``, and never False: a difference is an error. ``changed`` names what the save and the run do not
+    have in common, and how it was loaded. Where files are on node-local disks, ``bytes_read`` includes what the rank
+    read for others, and ``bytes_sent`` and ``bytes_received`` count the payload and the module states sent between
+    ranks. ``batch_changed``: the run's global batch is not that of the save. ``verify`` is the option of that name, as
+    this load used it. ``topology`` are the data, tensor and expert parallel sizes of the save and of the run, as text;
+    None where neither has slices of tensors.
     """
 
     path: str
@@ -42,7 +42,7 @@ class ResumeReport:
     header_bytes: int
     files_opened: int
     total_bytes_read: int
-    seconds: float
+    seconds: float = field(compare=False)
     saved_root: str | None
     loaded_root: str | None
     root_matches: bool | None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -178,5 +179,7 @@ def init_process_group(original: Method, self: Any, *args: Any, **kwargs: Any) -
 @with_remedy()
 def load_checkpoint(original: Method, self: Engine, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
     """A load at any world size; what is not ours (stage 0, universal checkpoints) goes to the original."""
+    began = time.perf_counter()
     finish_pending(self, before="load_checkpoint()")  # a decoupled engine may still be writing what a load fills
-    return load(self, LoadRequest(load_dir, *args, **kwargs), partial(original, self), lineage_of(self).load)
+    request = LoadRequest(load_dir, *args, **kwargs)
+    return load(self, request, partial(original, self), lineage_of(self).load, began=began)

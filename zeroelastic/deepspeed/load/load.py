@@ -62,6 +62,7 @@ from zeroelastic.io.paths import FilePath, PinnedPath, absolute, is_url
 from zeroelastic.io.remote import retrying
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.monitoring.spans import span
+from zeroelastic.report import ResumeReport
 from zeroelastic.runs.names import read_latest
 from zeroelastic.runs.tag_directory import MAX_LOOKS, open_tag
 from zeroelastic.torch_file.safe_unpickler import allow_globals
@@ -81,17 +82,29 @@ class Call:
     """One call of ``load_checkpoint``: the engine, DeepSpeed's own method, bound to it, and when the call began.
 
     ``pending_micro_batches`` are those that the engine has accumulated before; a load may set its counters to others.
+    ``log`` logs the report of a load; it is None until a tag is loaded, and where DeepSpeed alone loads.
     """
 
-    def __init__(self, engine: Engine, original: Callable[..., Loaded], loaded: OnLoad) -> None:
-        self.engine, self.original, self.loaded = engine, original, loaded
-        self.began = time.perf_counter()
+    def __init__(self, engine: Engine, original: Callable[..., Loaded], loaded: OnLoad, began: float) -> None:
+        self.engine, self.original, self.loaded, self.began = engine, original, loaded, began
         self.pending_micro_batches = 0
+        self.log: Callable[[ResumeReport], None] | None = None
+
+    def timed_report(self) -> ResumeReport:
+        """The engine's report, whose seconds are now those since the call began."""
+        report = replace(self.engine.zeroelastic_report, seconds=time.perf_counter() - self.began)
+        self.engine.zeroelastic_report = report
+        return report
 
 
-def load(engine: Engine, request: LoadRequest, original: Callable[..., Loaded], loaded: OnLoad) -> Loaded:
-    """A load at any world size; ``original`` is DeepSpeed's own method, bound to the engine. Collective."""
-    call = Call(engine, original, loaded)
+def load(
+    engine: Engine, request: LoadRequest, original: Callable[..., Loaded], loaded: OnLoad, *, began: float
+) -> Loaded:
+    """A load at any world size; ``original`` is DeepSpeed's own method, bound to the engine. Collective.
+
+    The call ``began`` at a time of ``time.perf_counter``, from which the report counts its seconds.
+    """
+    call = Call(engine, original, loaded, began)
     request = replace(request, load_dir=absolute(request.load_dir))
     with changing(engine, whole=not request.weights_only and request.load_lr_scheduler_states):
         if engine.load_universal_checkpoint():
@@ -109,15 +122,14 @@ def load(engine: Engine, request: LoadRequest, original: Callable[..., Loaded], 
             retrying(request.options.retries),
             span("load", directory=str(request.load_dir), ranks=dist.get_world_size()),
         ):
-            if request.options.fallback and request.tag is None:
-                found = load_newest(
-                    request.directory,
-                    lambda directory, tag: _load_one_save(call, replace(request, load_dir=directory, tag=tag)),
-                    engine,
-                )
-                if found is not None:
-                    return found[0]
-            return _load_one_save(call, request)
+            outcome = _load_newest_or_named(call, request)
+            if call.log is not None:
+                if dist.get_rank() == 0:
+                    publish(call.timed_report(), engine)
+                call.log(call.timed_report())
+    if call.log is not None:
+        call.timed_report()
+    return outcome
 
 
 def _refuse_dcp(engine: Engine, request: LoadRequest, why: str) -> None:
@@ -155,6 +167,19 @@ def _load_by_deepspeed(call: Call, request: LoadRequest) -> Loaded:
     elif not request.load_module_only:
         call.loaded(None, client_state)
     return path, client_state
+
+
+def _load_newest_or_named(call: Call, request: LoadRequest) -> Loaded:
+    """Load the tag of the request, or that of ``latest``; with ``"fallback"`` the newest that loads. Collective."""
+    if request.options.fallback and request.tag is None:
+        found = load_newest(
+            request.directory,
+            lambda directory, tag: _load_one_save(call, replace(request, load_dir=directory, tag=tag)),
+            call.engine,
+        )
+        if found is not None:
+            return found[0]
+    return _load_one_save(call, request)
 
 
 def _load_one_save(call: Call, request: LoadRequest) -> Loaded:
@@ -229,7 +254,7 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
         with span("load.verify"):
             verified = verify(engine, live, plan, restored, request)
             module_notes = notes_of_modules(plan)
-            failed, costs = gather_costs(plan, restored, verified, call.began)
+            failed, costs = gather_costs(plan, restored, verified)
             if failed:
                 raise_mismatch(live, verified, plan)
     report = load_report(
@@ -245,13 +270,17 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
         keys=keys,
         batch_changed=batch_changed,
     )
-    engine.zeroelastic_report = report
-    log_report(logger, report, warn=bool(warnings))
-    if dist.get_rank() == 0:
-        publish(report, engine)
     if not request.load_module_only:
-        log_batch(logger, engine, report, plan.train_batch_size)
         call.loaded(plan.checkpoint.record, restored.loaded[1])
+    engine.zeroelastic_report = report
+    saved_batch, module_only = plan.train_batch_size, request.load_module_only  # the plan is let go of before the log
+
+    def log(report: ResumeReport) -> None:
+        log_report(logger, report, warn=bool(warnings))
+        if not module_only:
+            log_batch(logger, engine, report, saved_batch)
+
+    call.log = log
     return restored.loaded
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import torch.distributed as dist
@@ -24,13 +23,9 @@ from zeroelastic.errors import StrictError, rank_list, some
 from zeroelastic.report import ResumeReport
 
 
-def gather_costs(
-    load_plan: LoadPlan, restored: Restored, verification: Verification, began: float
-) -> tuple[bool, dict[str, int]]:
+def gather_costs(load_plan: LoadPlan, restored: Restored, verification: Verification) -> tuple[bool, dict[str, int]]:
     """Whether ``verification`` has failed on any rank, and what the load cost: of any rank the most, by the report's
     names. Collective.
-
-    The call ``began`` at a time (``time.perf_counter``); its "nanoseconds" are until now.
     """
     checkpoint = load_plan.checkpoint
     module, payload = restored.module, restored.payload
@@ -46,7 +41,6 @@ def gather_costs(
         "files_opened": len({*checkpoint.opened, *restored.files, *module.files, *payload.files}),
         "bytes_sent": module.sent + payload.sent,
         "bytes_received": module.received + payload.received,
-        "nanoseconds": int((time.perf_counter() - began) * 1e9),
     }
     (any_failed, *most), total_read = maximum_and_total((verification.failed, *own.values()), bytes_read)
     return bool(any_failed), {**dict(zip(own, most, strict=True)), "total_bytes_read": total_read}
@@ -66,7 +60,10 @@ def load_report(
     keys: ModuleKeys,
     batch_changed: bool,
 ) -> ResumeReport:
-    """The report, the same on every rank. ``warnings`` are notes from before the engine was touched."""
+    """The report, the same on every rank, without its seconds: these are known at the end of the call.
+
+    ``warnings`` are notes from before the engine was touched.
+    """
     checkpoint = load_plan.checkpoint
     texts = [*warnings, *restored.notes]
     if load_plan.visibility is not None and not load_plan.visibility.in_store:
@@ -90,7 +87,7 @@ def load_report(
         format=load_plan.format,
         saved_world_size=checkpoint.world_size,
         world_size=live.layout.world_size,
-        seconds=costs.pop("nanoseconds") / 1e9,
+        seconds=0.0,
         saved_root=verification.saved_root,
         loaded_root=verification.loaded_root,
         root_matches=verification.matches,
