@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from zeroelastic.elastic.events import Status, StatusLine
 from zeroelastic.errors import ConfigError
 from zeroelastic.job_log.event_log import EndEvent, ResumeEvent, SaveEvent, StartEvent, StepEvent, read_events
 from zeroelastic.job_log.timeline import make_timeline
+from zeroelastic.monitoring import ResumeReport, subscribe
 from zeroelastic.testing import RankError, RankPool
 from zeroelastic.testing.supervisor import GRACE_VARIABLE
 
@@ -92,6 +94,33 @@ def test_a_restart_knows_the_steps_that_were_lost(job: Path) -> None:
     restart = second.restart
     assert restart is not None and restart.load == second.resume.seconds
     assert second.start.process_seconds > 0 and restart.total > restart.load
+
+
+def resume_slowly(directory: str) -> float:
+    """The seconds of a clock around a ``resume`` that is slow at its beginning, and in its load."""
+    from zeroelastic.distributed import partners
+
+    def check_slowly() -> None:
+        time.sleep(0.5)
+
+    engine = build_engine(JOB)
+    stop = subscribe(lambda report, engine: time.sleep(0.5 * isinstance(report, ResumeReport)))
+    with (
+        events(engine, f"{directory}/slow.jsonl") as log,
+        mock.patch.object(partners, "require_partners", check_slowly),
+    ):
+        began = time.perf_counter()
+        resume(engine, f"{directory}/ckpt", data=ElasticDistributedSampler(range(1000), 120), log=log)
+        clock = time.perf_counter() - began
+    stop()
+    return clock
+
+
+def test_the_seconds_of_a_resume_are_those_of_the_call(rank_pool: RankPool, job: Path) -> None:
+    clock, _ = rank_pool.run(resume_slowly, 2, str(job.parent))
+    (resumed,) = (event for event in read_events([job.parent / "slow.jsonl"]).events if isinstance(event, ResumeEvent))
+    assert clock > 1 and 0.95 * clock <= resumed.seconds <= clock
+    assert resumed.load_seconds is not None and 0.5 < resumed.load_seconds < resumed.seconds - 0.5
 
 
 def test_a_log_that_cannot_be_written_does_not_stop_the_job(

@@ -84,6 +84,7 @@ def resume(
         start = resume(engine, "ckpt", data=sampler)
         for step in range(start.global_steps, total_steps): ...
     """
+    began = time.monotonic()
     from zeroelastic.deepspeed.engine import options_of
     from zeroelastic.deepspeed.engine_state import changing, state_of
     from zeroelastic.deepspeed.install.seams import install
@@ -98,7 +99,6 @@ def resume(
 
     install()
     require_partners()
-    began = time.monotonic()
     root = as_path(absolute(directory))
     lost: tuple[str, ...] = ()
 
