@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -105,7 +106,8 @@ class Sample:
     """One load on one rank; ``wrong`` names what was not loaded right.
 
     ``first`` tells the first load of a process, or into new memory, from later ones. ``reported`` are the seconds of
-    zeroelastic's report, if there is one.
+    zeroelastic's report, if there is one, ``call_seconds`` those of a clock around the call alone: the cost has those
+    of a barrier after it, too, in which a rank may wait for a processor.
     """
 
     system: str
@@ -116,6 +118,7 @@ class Sample:
     owned_bytes: int
     wrong: tuple[str, ...]
     reported: float | None = None
+    call_seconds: float | None = None
 
 
 class Block(torch.nn.Module):
@@ -612,7 +615,9 @@ class _Measured:
         meter = Meter(view)
         dist.barrier()
         meter.start()
+        began = time.perf_counter()
         loaded = load()
+        call_seconds = time.perf_counter() - began
         dist.barrier()
         cost = meter.stop()
         wrong: tuple[str, ...] = ()
@@ -623,7 +628,8 @@ class _Measured:
         dist.barrier()
         report = getattr(run.engine, "zeroelastic_report", None)
         reported = None if report is None else report.seconds
-        return Sample(system.name, self.cache, first, self.number, cost, run.owned_bytes(), wrong, reported)
+        figures = (cost, run.owned_bytes(), wrong, reported, call_seconds)
+        return Sample(system.name, self.cache, first, self.number, *figures)
 
 
 def _unlike_files(loaded: object) -> tuple[str, ...]:

@@ -86,6 +86,7 @@ def test_a_first_load_makes_the_memory_that_a_later_one_has(document: dict[str, 
             assert rows[system, cache]["extra_rss"] > 0.9 * made, system
             assert later[system, cache]["extra_rss"] < rows[system, cache]["extra_rss"], system
     assert all((row["reported"] is None) == (row["system"] not in OURS) for row in rows.values())
+    assert all(row["reported_of_call"][1] <= 1 for row in rows.values() if row["system"] in OURS)
 
 
 def test_zeroelastic_reads_every_byte_once(document: dict[str, Any], rows: Rows) -> None:
