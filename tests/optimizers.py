@@ -104,6 +104,15 @@ class Lamb(torch.optim.Optimizer):
                 param.add_(state["ema"].float(), alpha=-group["lr"])
 
 
+class Counting(torch.optim.SGD):
+    """Keeps a counter for all parameters together, as MADGRAD does."""
+
+    def step(self) -> None:  # type: ignore[override]
+        self.state.setdefault("k", torch.zeros(1))
+        self.state["k"] += 1
+        super().step()
+
+
 class Unplain(torch.optim.SGD):
     """Has a hyper-parameter that no checkpoint of ours can hold."""
 
@@ -130,6 +139,7 @@ OTHER_OPTIMIZERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "factored": Factored,
     "lamb": Lamb,
     "unplain": Unplain,
+    "counting": Counting,
 }
 
 

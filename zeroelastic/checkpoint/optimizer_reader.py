@@ -307,7 +307,7 @@ def _nested_state(
     """The state dict of a torch optimizer that steps flat buffers.
 
     Returns the hyper-parameters and the positions of the flat buffers of each optimizer group, and the state of each
-    flat buffer. Raises CheckpointError.
+    flat buffer. Raises CheckpointError, UnsupportedError for state that is not of a parameter.
     """
     groups_raw, states_raw = (nested.get(k) if isinstance(nested, dict) else None for k in ("param_groups", "state"))
     if not isinstance(groups_raw, list) or not isinstance(states_raw, dict):
@@ -334,6 +334,11 @@ def _nested_state(
         raise damaged(file.path, f"optimizer groups hold {len(flat_of_index)} flat groups of {num_flats}")
     values: list[Mapping[object, object]] = [{} for _ in range(num_flats)]
     for index, entry in states_raw.items():
+        if isinstance(index, str):
+            raise UnsupportedError(
+                f"{file.path}: the optimizer keeps {shown(index)} beside the state of its parameters, which has no "
+                "place at another world size: resume at the one that saved, where DeepSpeed alone loads it."
+            )
         if index not in flat_of_index or not isinstance(entry, dict):
             raise damaged(file.path, f"optimizer state {shown(index)} belongs to no flat group")
         values[flat_of_index[index]] = {

@@ -160,6 +160,7 @@ REFUSED = {
     "quantised": "Quantised's optimizer state 'absmax' of sub-group 0 is a Tensor of shape",
     "factored": "Factored's state 'rms' of sub-group 0 is pyfloat:",
     "unplain": "'schedule' of optimizer group 0 is a dict, not a plain value",
+    "counting": "Counting keeps 'k' beside the state of its parameters, which has no place at another world size",
 }
 BEFORE = "before a save writes anything"
 
@@ -167,6 +168,7 @@ BEFORE = "before a save writes anything"
 @pytest.mark.support("Optimizers", "block-quantised (8-bit) state", "refused", BEFORE)
 @pytest.mark.support("Optimizers", "factored state, statistics of a rank's part", "refused", BEFORE)
 @pytest.mark.support("Optimizers", "hyper-parameters that are no plain values", "refused", BEFORE)
+@pytest.mark.support("Optimizers", "state of no parameter (MADGRAD's `k`)", "refused", BEFORE)
 def test_state_that_cannot_be_resharded_is_refused_before_a_save_writes_anything(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:

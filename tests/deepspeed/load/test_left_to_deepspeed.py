@@ -95,6 +95,23 @@ class _Distances(torch.optim.Optimizer):
             group["d"] = 1e-2 * float(1 + group["d_sum"])
 
 
+class _Counting(_Distances):
+    """As MADGRAD does, it keeps one counter for all parameters, in ``state["k"]``, and its steps depend on it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state.setdefault("k", torch.tensor([0]))
+        self.state["k"] += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    moment = self.state[param].setdefault("exp_avg", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+                    param.add_(moment, alpha=-group["lr"] / float(self.state["k"]))
+
+
+_OPTIMIZERS = {"values by rank": _Distances, "a common counter": _Counting}
+
+
 def build(run: Run, *, installed: bool, seed: int = 1, lr: float = 1e-2) -> Any:
     import deepspeed
 
@@ -119,8 +136,8 @@ def build(run: Run, *, installed: bool, seed: int = 1, lr: float = 1e-2) -> Any:
         if name.rpartition(".")[0].endswith("deepspeed_experts"):
             module.register_buffer("seen", torch.ones(3))
     options: dict[str, Any] = {"model_parameters": list(model.parameters())}
-    if run.kind == "values by rank":
-        options = {"optimizer": _Distances(model.parameters())}
+    if run.kind in _OPTIMIZERS:
+        options = {"optimizer": _OPTIMIZERS[run.kind](model.parameters())}
         del config["optimizer"]
     with without_maps():
         return deepspeed.initialize(model=model, config=config, **options)[0]
@@ -217,6 +234,12 @@ CASES = {
     "values by rank, stage 3": Case(
         Run("values by rank", 1, 3), Run("values by rank", 1, 3), 3, "'d' of optimizer group 0 is "
     ),
+    "a common counter, stage 3": Case(
+        Run("a common counter", 1, 3), Run("a common counter", 1, 3), 3, "the optimizer keeps 'k' beside the state of"
+    ),
+    "a common counter, stage 2": Case(
+        Run("a common counter", 1), Run("a common counter", 1), 3, "the optimizer keeps 'k' beside the state of"
+    ),
     "values by rank, stage 2": Case(
         Run("values by rank", 1), Run("values by rank", 1), 3, "'d' of optimizer group 0 is "
     ),
@@ -263,7 +286,7 @@ def test_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path, name: str) -> No
         assert any(".deepspeed_experts.0.seen" in text for text in export(directory, tmp_path / "export").left_out)
     report = verify(directory)
     assert report.valid and not report.problems, report.problems
-    assert bool(report.unsupported) == (report.content_root is None) == (case.run.kind == "values by rank")
+    assert bool(report.unsupported) == (report.content_root is None) == (case.run.kind in _OPTIMIZERS)
     assert report.num_files == len(list((tmp_path / "run" / "t").iterdir()))
     for expert in sorted((tmp_path / "run" / "t").glob("layer_*"))[:2]:
         check_damage(directory, expert)
@@ -278,7 +301,9 @@ def test_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path, name: str) -> No
             assert seen.loaded.items() <= whole.items() and seen.stepped == seen.loaded
 
 
-@pytest.mark.parametrize("run", [Run("MoE", 2), Run("AutoTP", 2, 1), Run("values by rank", 1)], ids=str)
+@pytest.mark.parametrize(
+    "run", [Run("MoE", 2), Run("AutoTP", 2, 1), Run("values by rank", 1), Run("a common counter", 1)], ids=str
+)
 def test_a_save_under_the_elastic_flag_resumes_at_its_size(rank_pool: RankPool, tmp_path: Path, run: Run) -> None:
     """With zeroelastic and without it, with the flag and without it. DeepSpeed alone saves what it cannot load."""
     elastic = run._replace(elastic=True)

@@ -258,6 +258,8 @@ class LiveOptimizer(ABC):
             del state[key]
         if not state:
             self.owner(sub_group).state.pop(self.flat(sub_group), None)
+        for common in [key for key in self.base.state if not isinstance(key, torch.Tensor)]:  # of no checkpoint of ours
+            del self.base.state[common]
 
     def reset_state(self, sub_group: int) -> None:
         """Reset the state of a sub-group to that before the first step: for most optimizers, none."""

@@ -29,6 +29,7 @@ def replicated_facts(live: LiveOptimizer) -> dict[str, str]:
     Raises UnsupportedError for state that is neither cut like the weights nor a scalar, and for hyper-parameters that
     are not plain values.
     """
+    refuse_common_state(live)
     facts: dict[str, str] = {}
     for i in range(live.layout.num_sub_groups):
         _, scalars = live.split_state(i)
@@ -41,6 +42,16 @@ def replicated_facts(live: LiveOptimizer) -> dict[str, str]:
     if live.grad_scaler is not None:
         facts |= {f"{key!r} of torch's GradScaler": repr(value) for key, value in live.grad_scaler.state_dict().items()}
     return facts
+
+
+def refuse_common_state(live: LiveOptimizer) -> None:
+    """Raise UnsupportedError for an optimizer that keeps state beside that of parameters, as MADGRAD its ``k``."""
+    keys = [repr(key) for key in live.base.state if not isinstance(key, torch.Tensor)]
+    if keys:
+        raise UnsupportedError(
+            f"{type(live.base).__name__} keeps {some(keys)} beside the state of its parameters, which has no place at "
+            "another world size: a save with elastic_checkpoint off resumes at the same one."
+        )
 
 
 Token = tuple[int, str]

@@ -20,6 +20,7 @@ from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import make_plan
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.replicated import refuse_common_state
 from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
 from zeroelastic.distributed.peers import Peers
 from zeroelastic.errors import UnsupportedError
@@ -40,7 +41,7 @@ class HeldState:
 
 
 def hold(live: LiveOptimizer) -> HeldState:
-    """Keep what this rank has. Raises UnsupportedError for state that is not all in memory."""
+    """Keep what this rank has. Raises UnsupportedError for state that is not all in memory, or of no parameter."""
     if live.on_nvme:
         raise UnsupportedError(
             "state on NVMe does not move from memory to memory: save, and start at the other size, or keep the "
@@ -50,6 +51,7 @@ def hold(live: LiveOptimizer) -> HeldState:
         raise UnsupportedError("tensor parallel ranks do not change in number while a job runs: start it again.")
     if live.sharing.has_slices:
         raise UnsupportedError("jobs with mixture-of-experts layers do not change size while they run: start it again.")
+    refuse_common_state(live)
     num_sub_groups = live.layout.num_sub_groups
     states = [{FP32: live.fp32(i), **live.split_state(i)[0]} for i in range(num_sub_groups)]
     keys = sorted({key for state in states for key in state})
