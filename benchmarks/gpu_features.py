@@ -244,6 +244,15 @@ def join(feature: Feature, channel: Path) -> None:
         torch.cuda.set_device(0)
     store = dist.FileStore(str(channel / "store"), feature.ranks)
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=feature.ranks)
+    from deepspeed.runtime.zero import partition_parameters
+
+    gather = partition_parameters._dist_allgather_fn
+
+    # NCCL gathers tensors of any shape; gloo compares the shape of the scales of quantized weights with the result's.
+    def gather_flat(piece: torch.Tensor, *others: Any, **more: Any) -> Any:
+        return gather(piece.reshape(-1), *others, **more)
+
+    partition_parameters._dist_allgather_fn = gather_flat
 
 
 def _pinned(engine: Any) -> dict[str, Any]:

@@ -172,7 +172,7 @@ tests() {
     local found=() workers=()
     cd "$ROOT" || return 1
     mapfile -t found < <(grep -rlE --include='test_*.py' '^@pytest\.mark\.gpu|import .*\bENGINES\b' tests | sort)
-    "$python" -c 'import xdist' 2>/dev/null && workers=(-n $(($(nproc) < 6 ? $(nproc) : 6)))
+    "$python" -c 'import xdist' 2>/dev/null && workers=(-n $(($(nproc) < 10 ? $(nproc) : 10)))
     "$python" -m pytest -q -p no:cacheprovider -p no:benchmark -m gpu "${workers[@]}" --durations 8 "${found[@]}"
 }
 
@@ -202,12 +202,13 @@ features() {
 # Compile DeepSpeed's ops, each in a process of its own, where every part then finds them. A part that needs one before
 # it is done waits for torch's lock on its folder.
 compile_ops() {
-    local op code=0 jobs=() ops=(AsyncIOBuilder CPUAdamBuilder)
+    local op code=0 jobs=() ops=(AsyncIOBuilder CPUAdamBuilder cpu:ShareMemCommBuilder)
     [[ $cpu ]] || ops+=(QuantizerBuilder UtilsBuilder)
     # One of the quantizer's sources takes 100 s, and 15 s if nvcc optimizes less.
     nvcc -Ofc=max -E -x cu /dev/null >/dev/null 2>&1 && export NVCC_APPEND_FLAGS=-Ofc=max
-    for op in "${ops[@]}"; do
-        "$python" -c 'import sys, time
+    for op in "${ops[@]}"; do # of the accelerator before the colon
+        [[ $op == *:* ]] || op=$DS_ACCELERATOR:$op
+        DS_ACCELERATOR=${op%:*} "$python" -c 'import sys, time
 from deepspeed.accelerator import get_accelerator
 began = time.monotonic()
 builder = get_accelerator().create_op_builder(sys.argv[1])
@@ -216,7 +217,7 @@ if compatible:
     builder.load(verbose=True)
 done = "compiled and loaded" if compatible else "cannot be compiled here"
 print(f"op {builder.NAME}: {done}, {time.monotonic() - began:.0f} s", flush=True)
-sys.exit(not compatible)' "$op" &
+sys.exit(not compatible)' "${op#*:}" &
         jobs+=($!)
     done
     for op in "${jobs[@]}"; do wait "$op" || code=1; done

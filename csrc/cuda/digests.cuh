@@ -183,17 +183,18 @@ __device__ __forceinline__ uint64_t convert_and_sum(const Chunk& chunk, const Ro
 
 // A chunk as the warp that sums it needs it, in registers of one lane.
 struct Piece {
-    uint64_t src;  // fp32: the aligned word that holds the first element
+    uint64_t src;  // the aligned word that holds the first element
     uint32_t about;
 
     __device__ Piece(uint64_t from, uint32_t said) : src(from), about(said) {}
 
+    // What is no fp32 at an address of its own has no words here.
     __device__ Piece(const Chunk& chunk, uint32_t log_itemsize) {
         const bool rare = log_itemsize != 2 || chunk.src % 4 != 0;
-        const unsigned skipped = rare ? 0 : static_cast<unsigned>(chunk.src % 16 / 4);
-        src = chunk.src - skipped * 4;
-        about = static_cast<unsigned>(chunk.nbytes) >> log_itemsize | skipped << 11 |
-                (static_cast<unsigned>(chunk.element % kBlock) + 4 - skipped) << 13 | (rare ? 1u << 24 : 0);
+        const unsigned skipped = static_cast<unsigned>(chunk.src % 16 / 4);
+        src = chunk.src - chunk.src % 16;
+        about = (rare ? 0 : skipped + static_cast<unsigned>(chunk.nbytes) / 4) | skipped << 11 |
+                (static_cast<unsigned>(chunk.element % kBlock) + 4 - skipped) << 13;
     }
 
     // That of another lane.
@@ -201,26 +202,23 @@ struct Piece {
         return {__shfl_sync(kAllLanes, src, lane), __shfl_sync(kAllLanes, about, lane)};
     }
 
-    __device__ __forceinline__ int count() const {
-        return static_cast<int>(about & 0x7FF);
-    }
-
-    // Elements of the first word that are not the piece's.
+    // In its words, elements from `skipped` on that are less than `end` are the piece's.
     __device__ __forceinline__ int skipped() const {
         return static_cast<int>(about >> 11 & 3);
     }
 
-    // Of the first word, four elements ahead of the block, in the first table of weights.
-    __device__ __forceinline__ unsigned first_weight() const {
-        return about >> 13 & 0x7FF;
-    }
-
-    __device__ __forceinline__ bool rare() const {
-        return about >> 24 != 0;
+    __device__ __forceinline__ int end() const {
+        return static_cast<int>(about & 0x7FF);
     }
 
     __device__ __forceinline__ int num_words() const {
-        return rare() ? 0 : (skipped() + count() + 3) / 4;
+        return (end() + 3) / 4;
+    }
+
+    // Those of its first word, in tables that begin four elements ahead of the block.
+    __device__ __forceinline__ const uint64_t* weights(const uint64_t* tables) const {
+        const unsigned first = about >> 13;
+        return tables + first % 4 * kTable + first / 4;
     }
 };
 
@@ -245,13 +243,14 @@ __device__ __forceinline__ uint64_t sum_words(const uint4 (&words)[kMany], const
         const int begin = from + k * kWarp;
         if (begin >= piece.num_words()) break;
         uint4 word = words[k];
-        const int first = (begin + lane) * 4 - piece.skipped();
-        if (first < 0 || first + 4 > piece.count()) {  // the ends
-            const unsigned count = static_cast<unsigned>(piece.count());
-            word.x = static_cast<unsigned>(first) < count ? word.x : 0;
-            word.y = static_cast<unsigned>(first + 1) < count ? word.y : 0;
-            word.z = static_cast<unsigned>(first + 2) < count ? word.z : 0;
-            word.w = static_cast<unsigned>(first + 3) < count ? word.w : 0;
+        const int first = (begin + lane) * 4;
+        if (first < piece.skipped() || first + 4 > piece.end()) {  // an end of the piece
+            const unsigned from_first = static_cast<unsigned>(first - piece.skipped());
+            const unsigned count = static_cast<unsigned>(piece.end() - piece.skipped());
+            word.x = from_first < count ? word.x : 0;
+            word.y = from_first + 1 < count ? word.y : 0;
+            word.z = from_first + 2 < count ? word.z : 0;
+            word.w = from_first + 3 < count ? word.w : 0;
         }
         const uint64_t* own = weights + begin + lane;
         sum += own[0] * word.x;
@@ -294,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, 4) sum_chunks(Launch launch) {
                 next = piece.of_lane(i + 1);
                 load_words(next, 0, lane, words);
             }
-            const uint64_t* weights = tables + now.first_weight() % 4 * kTable + now.first_weight() / 4;
+            const uint64_t* weights = now.weights(tables);
             uint64_t sum = sum_words(here, now, 0, weights, lane);
 #pragma unroll 1
             for (int from = kAhead * kWarp; from < now.num_words(); from += kRest * kWarp) {
@@ -305,7 +304,7 @@ __global__ void __launch_bounds__(kThreads, 4) sum_chunks(Launch launch) {
             sum = warp_sum(sum);
             if (lane == i) total = sum;
         }
-        unsigned rare = __ballot_sync(kAllLanes, lane < num_pieces && piece.rare());
+        unsigned rare = __ballot_sync(kAllLanes, lane < num_pieces && piece.num_words() == 0);
         for (; rare != 0; rare &= rare - 1) {
             const int i = __ffs(static_cast<int>(rare)) - 1;
             const uint32_t rare_number = number + static_cast<uint32_t>(i);
