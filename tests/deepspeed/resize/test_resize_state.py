@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from extended import with_swept
-from training import LOSS_RTOL, Job, build_engine, look, train_step
+from training import LOSS_RTOL, Job, build_engine, look, raised, train_step
 
 from zeroelastic.core.layout import Layout
 from zeroelastic.core.movement import assign_ranks
@@ -238,3 +238,26 @@ def test_a_bit_that_changes_on_its_way_is_noticed_on_every_rank(rank_pool):
     found = rank_pool.run(flipped, 3, Job())
     assert [name for name, _ in found[:2]] == ["DigestMismatchError"] * 2
     assert "the content root was" in found[0][1] and "do not train on it" in found[0][1]
+
+
+NO_PLACE = {
+    "factored": "'rms' of optimizer group 0 is pyfloat:",
+    "counting": "Counting keeps 'k' beside the state of its parameters",
+}
+
+
+def test_values_that_differ_by_rank_do_not_become_those_of_one(rank_pool):
+    for errors in rank_pool.run(leave_each, 2, list(NO_PLACE)):
+        for (kind, text), said in zip(errors, NO_PLACE.values(), strict=True):
+            assert kind == "UnsupportedError" and said in text
+
+
+def leave_each(optimizers: list[str]) -> list[tuple[str, str]]:
+    from zeroelastic.deepspeed.resize.restore import leave_world
+
+    found = []
+    for optimizer in optimizers:
+        engine = build_engine(Job(optimizer=optimizer, stage=2))
+        train_step(engine, 0)
+        found.append(raised(lambda: leave_world(engine, {})))  # noqa: B023
+    return found

@@ -18,6 +18,7 @@ from zeroelastic.deepspeed.engine_state import begin_change, changing
 from zeroelastic.deepspeed.live.digests import local_digests, whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.replicated import difference, token_of
 from zeroelastic.deepspeed.resize.move import NO_RUNS, HeldState, MoveCost, Runs, buffers_of, hold, move, runs_of
 from zeroelastic.deepspeed.resize.run_state import (
     RunState,
@@ -26,7 +27,7 @@ from zeroelastic.deepspeed.resize.run_state import (
     restore_values,
     run_state_of,
 )
-from zeroelastic.distributed.collective import all_gather_alike, all_or_raise
+from zeroelastic.distributed.collective import all_gather_alike, all_gather_of_or_raise, all_or_raise
 from zeroelastic.distributed.peers import Peers
 from zeroelastic.errors import DigestMismatchError, UnsupportedError, with_remedy
 
@@ -70,8 +71,8 @@ def recuts_of(engine: Engine, world_size: int) -> tuple[Recut, ...]:
 def leave_world(engine: Engine, client_state: Mapping[str, Any]) -> Leaving:
     """Keep the state of an engine, whose digests are computed. Collective over its world.
 
-    Raises the same error on every rank: UnsupportedError for state that cannot move, and in the middle of an
-    accumulation, whose gradients would be lost.
+    Raises the same error on every rank: UnsupportedError for state that cannot move, such as values that differ by
+    rank, and in the middle of an accumulation, whose gradients would be lost.
     """
 
     def held() -> tuple[LiveOptimizer, HeldState]:
@@ -85,7 +86,11 @@ def leave_world(engine: Engine, client_state: Mapping[str, Any]) -> Leaving:
     live, tensors = all_or_raise(held)
     root = _root(engine, live)
     keys = tuple(key for key in tensors.tensors if key != FROZEN)
-    state = all_or_raise(lambda: run_state_of(engine, live, client_state, keys=keys, root=root))
+    state, tokens = all_gather_of_or_raise(
+        lambda: run_state_of(engine, live, client_state, keys=keys, root=root), lambda state: token_of(state.values())
+    )
+    if (different := difference(state.values(), tokens)) is not None:
+        raise different
     return Leaving(tensors, state)
 
 

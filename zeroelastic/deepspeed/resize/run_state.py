@@ -59,6 +59,17 @@ class RunState:
     run: str
     root: str | None
 
+    def values(self) -> dict[str, str]:
+        """The numbers and texts of the optimizer, as texts by description: those of one rank are set on all."""
+        found: dict[str, str] = {}
+        for g, group in enumerate(self.groups):
+            for key, value in {**group.options, **group.scalars}.items():
+                plain = value.canonical() if isinstance(value, ScalarValue) else value
+                plain = plain.tolist() if isinstance(plain, torch.Tensor) else plain
+                if isinstance(plain, (bool, int, float, str, list, tuple)):
+                    found[f"{key!r} of optimizer group {g}"] = str(plain)
+        return found
+
 
 def run_state_of(
     engine: Engine, live: LiveOptimizer, client_state: Mapping[str, Any], *, keys: tuple[str, ...], root: str | None
