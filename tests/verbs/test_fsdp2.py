@@ -17,7 +17,7 @@ from exports import add_to_model, buffers, keys_of, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import TESTS
-from synthetic import Param, raw, write_checkpoint
+from synthetic import Param, edit, model_name, raw, write_checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zeroelastic
@@ -82,6 +82,16 @@ def test_what_deepspeed_saved_at_any_stage_comes_back(tmp_path: Path, golden: st
     assert report.content_root == zeroelastic.verify(tag).content_root
     with zeroelastic.open(tag) as one, zeroelastic.open(tmp_path / "back") as two:
         assert one.stage == two.stage and one.groups == two.groups
+
+
+def test_the_state_of_a_scheduler_that_cannot_be_carried_is_named(tmp_path: Path) -> None:
+    """That of SequentialLR has the states of its schedulers."""
+    write_checkpoint(tmp_path / "src", world_size=2)
+    state = {"last_epoch": 3, "_last_lr": [0.1], "_schedulers": [{"last_epoch": 1}, {"last_epoch": 2}]}
+    edit(tmp_path / "src" / model_name(0), lambda data: data.update(lr_scheduler=state))
+    report = zeroelastic.convert(tmp_path / "src", tmp_path / "out", to="fsdp2")
+    said = "not carried: _schedulers of the lr_scheduler, which a checkpoint of FSDP2 cannot hold"
+    assert said in report.notes
 
 
 def test_files_without_hyper_parameters_are_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from zeroelastic.dcp.names import NATIVE
 from zeroelastic.dcp.notes import NativeNotes, kinds_of_scalars, with_kind
 from zeroelastic.dcp.saved import MODEL_FOLDER, OPTIMIZER_FOLDER, SCHEDULER_FILE
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import UnsupportedError, printable
+from zeroelastic.errors import UnsupportedError, printable, some
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.extras import require_torch
 from zeroelastic.io.paths import FilePath
@@ -151,7 +151,10 @@ def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch", model_dir: Fi
     notes: list[str] = []
     tensors = DcpPlan(state, model, params, _torch_groups(state, saved_groups, notes), saved.left_out)
     root = pairs_of(read_graph(state.checkpoint.model_files[0]))
-    scheduler = {str(key): value for key, value in pairs_of(root.get("lr_scheduler")).items() if _is_plain(value)}
+    states = pairs_of(root.get("lr_scheduler"))
+    scheduler = {str(key): value for key, value in states.items() if _is_plain(value)}
+    if lost := [str(key) for key in states if str(key) not in scheduler]:
+        notes.append(f"not carried: {some(lost)} of the lr_scheduler, which a checkpoint of FSDP2 cannot hold")
     of_torch = "last_epoch" in scheduler
     native = NativeNotes(
         counters={key: value for key in COUNTERS if type(value := root.get(key)) is int},
