@@ -7,7 +7,7 @@ made in the pass that reads, are joined to that of the record, which torch.save 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -88,14 +88,7 @@ class Comparison:
 
     def plus(self, other: Comparison) -> Comparison:
         """Both together."""
-        return Comparison(
-            self.num_ranges + other.num_ranges,
-            self.num_compared + other.num_compared,
-            self.num_partial + other.num_partial,
-            self.num_unstated + other.num_unstated,
-            self.faults + other.faults,
-            self.bytes_read + other.bytes_read,
-        )
+        return Comparison(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 def compare_file(

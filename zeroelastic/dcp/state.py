@@ -134,9 +134,8 @@ class ChunkedCheckpoint(Checkpoint):
     def archives(self, path: FilePath, holding: Int64Array | None = None) -> Iterator[tuple[int, ZipRecords]]:
         """The archives of the chunks of parameters in a file."""
         if not self._places:
-            tensors = [tensor for keys in self.named.trained.values() for tensor in keys.values()]
-            tensors += self.named.others.values()
-            for place in {chunk.place: None for tensor in tensors for chunk in tensor.chunks}:
+            tensors = [*self.named.others.values(), *(t for keys in self.named.trained.values() for t in keys.values())]
+            for place in (chunk.place for tensor in tensors for chunk in tensor.chunks):
                 self._places.setdefault(place.path, {})[place.offset] = place
         places = self._places.get(path, {})
         begins = np.sort(np.fromiter(places, dtype=np.int64, count=len(places)))

@@ -269,11 +269,10 @@ class SourceCheck:
         tensors: Sequence[SavedTensor],
         progress: ProgressFunction | None = None,
     ) -> None:
-        """Read rows of ``tensors``, by ``rows.target``, to the bytes ``begin`` of a buffer."""
+        """Read rows to the bytes ``begin`` of a buffer: of ``tensors``, by ``rows.target``; without these unchecked."""
         table = CopyTable(rows.file, rows.file_offset, np.zeros_like(begin), begin, rows.nbytes)
-        seeds = self._digests.seeds(tensors)
-        crc32 = np.zeros(rows.num_rows, dtype=np.uint32) if seeds is None else None
-        digest = _digest_rows(rows, seeds)
+        digest = _digest_rows(rows, self._digests.seeds(tensors) if tensors else None)
+        crc32 = np.zeros(rows.num_rows, dtype=np.uint32) if tensors and digest is None else None
         found = read_segments(table, rows.paths, [buffer], digest=digest, crc32=crc32, progress=progress).digests
         if crc32 is not None:
             self.read.add(rows.paths, rows.file, rows.file_offset, rows.nbytes, crc32)

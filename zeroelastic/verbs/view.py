@@ -374,14 +374,9 @@ class CheckpointView(Mapping[str, TensorHandle]):
             if isinstance(source, Place):
                 part = self._state.parts[source.part]
                 rows = part.tensor_rows(source.param, source.key, start, start + numel)
-                begin = rows.target_offset * rows.itemsize
-                if whole and (compared or not self._digests.known):
-                    saved = SavedTensor(part.params[source.param], source.key, tensor.dtype)
-                    check.fill(data, rows, begin, [saved])
-                else:
-                    read_segments(
-                        CopyTable(rows.file, rows.file_offset, rows.target, begin, rows.nbytes), rows.paths, [data]
-                    )
+                saved = SavedTensor(part.params[source.param], source.key, tensor.dtype)
+                checked = [saved] if whole and (compared or not self._digests.known) else []
+                check.fill(data, rows, rows.target_offset * rows.itemsize, checked)
             elif whole or source.stride is not None:
                 data = read_buffer(tensor, limit=_NO_LIMIT, read=check.read)[start * itemsize :][: len(data)]
             else:

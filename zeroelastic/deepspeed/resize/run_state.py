@@ -61,13 +61,12 @@ class RunState:
 
     def values(self) -> dict[str, str]:
         """The numbers and texts of the optimizer, as texts by description: those of one rank are set on all."""
+        plain = (bool, int, float, str, list, tuple)
         found: dict[str, str] = {}
         for g, group in enumerate(self.groups):
-            for key, value in {**group.options, **group.scalars}.items():
-                plain = value.canonical() if isinstance(value, ScalarValue) else value
-                plain = plain.tolist() if isinstance(plain, torch.Tensor) else plain
-                if isinstance(plain, (bool, int, float, str, list, tuple)):
-                    found[f"{key!r} of optimizer group {g}"] = str(plain)
+            values = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.options.items()}
+            values |= {k: v.canonical() for k, v in group.scalars.items()}
+            found |= {f"{k!r} of optimizer group {g}": str(v) for k, v in values.items() if isinstance(v, plain)}
         return found
 
 
