@@ -59,6 +59,7 @@ class Part:
         self.directory, self.deadline = directory, time.monotonic() + arguments.limit
         self.rounds, self.on_gpu, self.writer = arguments.rounds, not arguments.cpu, arguments.writer
         self.found: dict[str, Any] = {"seconds": {}, "not_measured": {}}
+        self.after_each: Callable[[], None] = lambda: None
         self.engine = self._build(arguments)
         self._batch = torch.randn(_ROWS, self._width, device=self.engine.device, dtype=torch.bfloat16)
         self.step()  # from here on there are moments
@@ -139,6 +140,7 @@ class Part:
         except Exception as error:
             traceback.print_exc()
             self.found["not_measured"][name] = f"{type(error).__name__}: {error}"
+        self.after_each()
 
     def sample(self, name: str, seconds: float) -> None:
         self.found["seconds"].setdefault(name, []).append(seconds)
@@ -233,9 +235,9 @@ def measure_saves(part: Part) -> None:
     shutil.rmtree(part.directory / "stock", ignore_errors=True)
     part.options()
     part.attempt(BACKGROUND, lambda: measure_background(part))
-    part.attempt(DECOUPLED, lambda: measure_decoupled(part))
     part.attempt(MEMORY, lambda: measure_memory(part))
     part.attempt(DIRECT, lambda: measure_writes(part))
+    part.attempt(DECOUPLED, lambda: measure_decoupled(part))
 
 
 def measure_background(part: Part) -> None:
@@ -424,11 +426,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-gpu-saves-", dir=arguments.directory) as directory:
         document["filesystem"] = filesystem(Path(directory).resolve())
         part = Part(arguments, Path(directory))
+        document["parts"] = {"saves": part.found}
+        part.after_each = lambda: write_results(arguments.out, "gpu_saves", document, tables(document), shown=False)
         measure_saves(part)
         part.wait_for_device()
         part.engine.destroy()
         torch.distributed.destroy_process_group()
-    document["parts"] = {"saves": part.found}
     write_results(arguments.out, "gpu_saves", document, tables(document))
 
 

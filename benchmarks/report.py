@@ -101,12 +101,13 @@ def write_result(directory: Path | None, name: str, document: object) -> None:
         (directory / f"{name}.json").write_text(text + "\n")
 
 
-def write_results(directory: Path, name: str, document: object, text: str) -> None:
-    """The raw result as NAME.json and its tables as NAME.md, which are printed as well."""
+def write_results(directory: Path, name: str, document: object, text: str, *, shown: bool = True) -> None:
+    """The raw result as NAME.json and its tables as NAME.md, which are printed as well if ``shown``."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     (directory / f"{name}.md").write_text(text)
-    print(text)
+    if shown:
+        print(text)
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

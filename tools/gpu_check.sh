@@ -171,7 +171,10 @@ build() {
 tests() {
     local found=() workers=()
     cd "$ROOT" || return 1
-    mapfile -t found < <(grep -rlE --include='test_*.py' '^@pytest\.mark\.gpu|import .*\bENGINES\b' tests | sort)
+    # Files with such tests, and the folders whose conftest.py gives them the engines.
+    mapfile -t found < <(grep -rlE --include='test_*.py' --include=conftest.py \
+        '^@pytest\.mark\.gpu|^from engines import .*\bENGINES\b' tests | sed 's|/conftest.py$||' | sort)
+    echo "tests in ${found[*]}"
     "$python" -c 'import xdist' 2>/dev/null && workers=(-n $(($(nproc) < 10 ? $(nproc) : 10)))
     "$python" -m pytest -q -p no:cacheprovider -p no:benchmark -m gpu "${workers[@]}" --durations 8 "${found[@]}"
 }

@@ -14,6 +14,7 @@ import pytest
 import torch
 from benchmark_runs import run_benchmark
 from engines import REPOSITORY
+from support_table import COLLECTED
 from warm_python import executable
 
 from zeroelastic.executors.dispatch import describe_build
@@ -163,8 +164,13 @@ def test_features_of_a_gpu_are_tried_and_what_cannot_be_is_named(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_the_check_of_a_borrowed_gpu_goes_on_after_a_part_that_fails(tmp_path: Path) -> None:
-    """Without a GPU: parts fail by name, others run; a part or an option that is not known is refused."""
+def test_the_check_of_a_borrowed_gpu_goes_on_after_a_part_that_fails(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Without a GPU: parts fail by name, others run; a part or an option that is not known is refused.
+
+    Where this run has all tests, each that needs a GPU is among those that the check runs.
+    """
     script = os.fspath(REPOSITORY / "tools" / "gpu_check.sh")
     out = tmp_path / "out"
     environment = os.environ | {"PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])}
@@ -181,6 +187,12 @@ def test_the_check_of_a_borrowed_gpu_goes_on_after_a_part_that_fails(tmp_path: P
     with tarfile.open(out / "results.tar.gz") as archive:
         log = archive.extractfile("results/kernels.log")
         assert log is not None and b"there is no CUDA device" in log.read()
+        log = archive.extractfile("results/tests.log")
+        assert log is not None
+        places = [REPOSITORY / place for place in log.readline().decode().removeprefix("tests in ").split()]
+    on_gpu = {item.path for item in request.config.stash[COLLECTED] if item.get_closest_marker("gpu")}
+    missed = {path for path in on_gpu if not any(path.is_relative_to(place) for place in places)}
+    assert on_gpu and not missed, "tests that need a GPU, and that tools/gpu_check.sh does not run"
     for wrong in (("--only", "nothing"), ("--outt", "x"), ()):
         done = run(*(wrong if wrong == () else ("--out", os.fspath(out), *wrong)))
         assert done.returncode == 2 and "gpu_check: " in done.stderr
