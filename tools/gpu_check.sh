@@ -180,11 +180,11 @@ tests() {
 }
 
 kernels() {
-    cd "$ROOT" && "$python" benchmarks/bench_gpu.py --rounds 5 --repeats 3 "${small[@]}" --out "$results"
+    cd "$ROOT" && "$python" benchmarks/bench_gpu.py --rounds 4 --repeats 3 "${small[@]}" --out "$results"
 }
 
 files() {
-    cd "$ROOT" && "$python" benchmarks/bench_gpu_files.py --rounds 5 --directory "$work" "${small[@]}" --out "$results"
+    cd "$ROOT" && "$python" benchmarks/bench_gpu_files.py --rounds 3 --directory "$work" "${small[@]}" --out "$results"
 }
 
 resume() {
