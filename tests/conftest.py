@@ -93,7 +93,7 @@ def topology_pool() -> Iterator[RankPool]:
 
     from zeroelastic.testing import RankPool
 
-    with RankPool(4, preload=PRELOADED) as pool:
+    with RankPool(4, preload=("pytest", *PRELOADED)) as pool:
         yield pool
 
 

@@ -86,7 +86,7 @@ FRAMEWORKS = {
 def rank_pool() -> Iterator[RankPool]:
     """A pool of its own, which has imported the frameworks, with the modules of Lightning's examples on the path."""
     sys.path.insert(0, str(EXAMPLES / "lightning"))
-    with RankPool(4, preload=PRELOAD) as pool:
+    with RankPool(4, preload=("pytest", *PRELOAD)) as pool:
         yield pool
     sys.path.remove(str(EXAMPLES / "lightning"))
 

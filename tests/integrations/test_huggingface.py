@@ -65,7 +65,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Runs]:
-    with RankPool(4, preload=PRELOAD) as made:
+    with RankPool(4, preload=("pytest", *PRELOAD)) as made:
         yield Runs(made)
 
 

@@ -22,7 +22,8 @@ _MAX_RANKS = 8
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """A RankPool of up to 8 ranks, one per pytest process (so one per worker under pytest-xdist)."""
-    with RankPool(_MAX_RANKS) as pool:
+    # The module of a test that has a function for ranks imports pytest, which takes a quarter of a short run.
+    with RankPool(_MAX_RANKS, preload=("pytest",)) as pool:
         yield pool
 
 
