@@ -85,12 +85,13 @@ def test_what_deepspeed_saved_at_any_stage_comes_back(tmp_path: Path, golden: st
 
 
 def test_the_state_of_a_scheduler_that_cannot_be_carried_is_named(tmp_path: Path) -> None:
-    """That of SequentialLR has the states of its schedulers."""
+    """That of SequentialLR has the states of its schedulers; a list may hold itself."""
     write_checkpoint(tmp_path / "src", world_size=2)
-    state = {"last_epoch": 3, "_last_lr": [0.1], "_schedulers": [{"last_epoch": 1}, {"last_epoch": 2}]}
+    state = {"last_epoch": 3, "_last_lr": [0.1], "_schedulers": [{"last_epoch": 1}, {"last_epoch": 2}], "endless": []}
+    state["endless"].append(state["endless"])
     edit(tmp_path / "src" / model_name(0), lambda data: data.update(lr_scheduler=state))
     report = zeroelastic.convert(tmp_path / "src", tmp_path / "out", to="fsdp2")
-    said = "not carried: _schedulers of the lr_scheduler, which a checkpoint of FSDP2 cannot hold"
+    said = "not carried: _schedulers, endless of the lr_scheduler, which a checkpoint of FSDP2 cannot hold"
     assert said in report.notes
 
 

@@ -68,6 +68,7 @@ _OF_SLICES = ("tensor_parallel", "expert_parallel")
 
 _FILE_BYTES = 8 << 20
 _SMALL_BYTES = 1 << 10  # of an object such as a number
+_MAX_DEPTH = 4  # of lists in lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +226,9 @@ def _torch_groups(state: SavedState, groups: Sequence[ParamGroup], notes: list[s
     return tuple(made)
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value: object, depth: int = 0) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
+        return depth < _MAX_DEPTH and all(_is_plain(item, depth + 1) for item in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 
