@@ -317,7 +317,9 @@ def _save(
     elastic = saves_elastic(engine) and kind is not None and kind.per_param
     prepared = _prepare(engine, request, elastic=elastic)
     if isinstance(prepared, ZeroElasticError):
-        if elastic or not isinstance(request.tag_dir, Path) or not stock_saves(request.tag):
+        asked = options_of(engine).lean or request.exclude_frozen_parameters  # which DeepSpeed's save would not heed
+        refuses = elastic or (asked and saves_elastic(engine))
+        if refuses or not isinstance(request.tag_dir, Path) or not stock_saves(request.tag):
             raise prepared
         return _save_by_deepspeed_alone(engine, original, request, prepared)
     live, client_state = prepared
