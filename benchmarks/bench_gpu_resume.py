@@ -418,8 +418,9 @@ def _mib(samples: Sequence[dict[str, Any]], key: str) -> str:
 
 def tables(about: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
     """The results as Markdown."""
+    stages = sorted({sample["stage"] for sample in samples}, reverse=True)
     lines = [
-        "# Whole saves and loads on one GPU",
+        f"# Whole saves and loads on one GPU, stage {' and '.join(map(str, stages))}",
         "",
         f"{about['gpu']}, CUDA {about['cuda']}, DeepSpeed {about['deepspeed']}, engine built by {about['engine']}; "
         f"{about['num_params'] / 1e6:.0f} million parameters in bf16, torch's AdamW; files in {about['directory']}.",

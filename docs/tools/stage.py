@@ -33,7 +33,7 @@ PLACES = {
 }
 """Pages that are not below docs -> where the site has them."""
 
-LANGUAGES = {".py": "python", ".cpp": "cpp", ".h": "cpp", ".cu": "cpp", ".json": "json", ".yaml": "yaml"}
+LANGUAGES = {".py": "python", ".cpp": "cpp", ".h": "cpp", ".cu": "cpp", ".cuh": "cpp", ".json": "json", ".yaml": "yaml"}
 PICTURES = (".png", ".svg")
 """Files that are copied as they are."""
 

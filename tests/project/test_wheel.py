@@ -89,7 +89,7 @@ PAGE_FILES = [f"cli/templates/{path.name}" for path in (ROOT / "zeroelastic/cli/
 def test_it_has_this_package_and_the_sources_of_the_cuda_engine(wheel: Path, tmp_path: Path) -> None:
     found = set(names(wheel))
     modules = [path for path in (ROOT / "zeroelastic").rglob("*.py") if "__pycache__" not in path.parts]
-    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".cu", ".h")]
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".cu", ".cuh", ".h")]
     expected = {str(path.relative_to(ROOT)): path for path in modules}
     for path in sources:
         if not {"tests", "build"} & set(path.relative_to(ROOT).parts):
