@@ -275,7 +275,7 @@ def measure_decoupled(part: Part) -> None:
     with deepspeed_alone(part, type=part.writer, decoupled=True):
         for _ in range(part.rounds + 1):
             folder = part.fresh("decoupled")
-            call = part.timed(lambda folder=folder: part.save(folder))  # type: ignore[misc]
+            call = part.timed(partial(part.save, folder))
             step = part.timed(part.step)
             rounds.append({"stall": call + step - plain, "call": call, "step": step, "whole": call + step})
     part.found[DECOUPLED] = {"plain_step": plain, "rounds": rounds}

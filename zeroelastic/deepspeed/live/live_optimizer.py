@@ -258,7 +258,8 @@ class LiveOptimizer(ABC):
             del state[key]
         if not state:
             self.owner(sub_group).state.pop(self.flat(sub_group), None)
-        for common in [key for key in self.base.state if not isinstance(key, torch.Tensor)]:  # of no checkpoint of ours
+        # State of no parameter, as MADGRAD's counter: saves refuse it, so no checkpoint has it.
+        for common in [key for key in self.base.state if not isinstance(key, torch.Tensor)]:
             del self.base.state[common]
 
     def reset_state(self, sub_group: int) -> None:
