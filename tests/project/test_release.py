@@ -1,11 +1,15 @@
-"""What a release consists of besides code agrees with the version: the changelog, the citation, the issue forms."""
+"""What a release consists of besides code: change log and citation of this version, issue forms, pinned versions."""
 
 from __future__ import annotations
 
 import re
+import sys
+from importlib.metadata import distributions
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from places import ROOT
 
 from zeroelastic import __version__
@@ -36,3 +40,21 @@ def test_an_issue_form_is_one_that_github_takes(form) -> None:
     assert all(field["attributes"]["label"] for field in fields)
     assert len({field["id"] for field in fields}) == len(fields)
     assert any(field.get("validations", {}).get("required") for field in fields)
+
+
+def test_pinned_versions_install_on_the_first_release_of_a_python_version() -> None:
+    """Linux distributions keep early ones: Debian 12 has 3.11.2, and a package may require 3.11.5."""
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    first = {"python_version": minor, "python_full_version": f"{minor}.0"}
+    installed = {package.metadata["Name"].lower().replace("_", "-"): package for package in distributions()}
+    compared = 0
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        pin = Requirement(line)
+        package = installed.get(pin.name)
+        if package and package.version in pin.specifier and (pin.marker is None or pin.marker.evaluate(first)):
+            requires = package.metadata.get("Requires-Python") or ""
+            assert first["python_full_version"] in SpecifierSet(requires), f"{line}: requires Python {requires}"
+            compared += 1
+    assert compared > 100
