@@ -26,10 +26,10 @@ def test_statistics_are_those_of_torch(dtype: str) -> None:
     tensor = (values > 0) if dtype == "bool" else values.abs().to(getattr(torch, dtype))
     wide = tensor.to(torch.float64)
     stats = tensor_stats(raw(tensor), dtype)
-    got = (stats.min, stats.max, stats.mean, stats.std, stats.norm, stats.num_zero)
+    got = (stats.min, stats.max, stats.mean, stats.std, stats.norm, stats.zeros)
     want = (wide.min(), wide.max(), wide.mean(), wide.std(correction=0), wide.norm(), (wide == 0).sum())
     assert got == pytest.approx([float(value) for value in want], rel=1e-9)
-    assert stats.num == 70_001 and stats.num_nan == stats.num_inf == 0
+    assert stats.numel == 70_001 and stats.nans == stats.infs == 0
 
 
 @given(
@@ -44,11 +44,11 @@ def test_windows_add_up_to_the_whole(values: list[float], cuts: list[int]) -> No
         (tensor_stats(data[a:b].view(np.uint8), "float32") for a, b in pairwise(bounds)),
         TensorStats(),
     )
-    for name in ("num", "num_finite", "min", "max", "num_zero", "num_nan", "num_inf"):
+    for name in ("numel", "num_finite", "min", "max", "zeros", "nans", "infs"):
         assert getattr(parts, name) == getattr(whole, name)
-    assert parts.mean == pytest.approx(whole.mean, rel=1e-9, abs=1e-30)
+    assert parts.centre == pytest.approx(whole.centre, rel=1e-9, abs=1e-30)
     assert parts.deviations == pytest.approx(whole.deviations, rel=1e-6, abs=1e-9 * max(whole.squares, 1e-30))
-    assert whole.num_nan == sum(map(math.isnan, data)) and whole.num_inf == sum(map(math.isinf, data))
+    assert whole.nans == sum(map(math.isnan, data)) and whole.infs == sum(map(math.isinf, data))
 
 
 def test_a_large_mean_does_not_drown_the_deviation() -> None:
@@ -59,6 +59,6 @@ def test_a_large_mean_does_not_drown_the_deviation() -> None:
 
 def test_nothing_has_no_statistics() -> None:
     empty = tensor_stats(np.empty(0, dtype=np.uint8), "float32")
-    assert (empty.num, empty.min, empty.max, empty.std, empty.norm) == (0, None, None, None, 0.0)
+    assert (empty.numel, empty.min, empty.max, empty.std, empty.norm) == (0, None, None, None, 0.0)
     nan = tensor_stats(raw(torch.tensor([math.nan, math.inf])), "float32")
-    assert (nan.num, nan.num_finite, nan.min, nan.std) == (2, 0, None, None)
+    assert (nan.numel, nan.num_finite, nan.min, nan.std) == (2, 0, None, None)

@@ -21,7 +21,7 @@ from zeroelastic.verbs.diff.element_stats import CHUNK, bits_of, values_of
 from zeroelastic.verbs.options import Advance, Progress, no_progress
 from zeroelastic.verbs.report import Format, Number, Part, Report
 from zeroelastic.verbs.tensor import TensorHandle
-from zeroelastic.verbs.view import CheckpointView
+from zeroelastic.verbs.view import CheckpointView, ShownPlace
 from zeroelastic.verbs.view import open as open_view
 
 WEIGHT = "weight"
@@ -43,17 +43,6 @@ class Statistics(Part):
     zeros: int
     nans: int
     infs: int
-
-
-class ShownPlace(Part):
-    """A run of a tensor's elements in the file of a saved rank: ``bytes`` from ``offset`` on are ``numel`` elements."""
-
-    rank: int
-    file: str
-    offset: int
-    bytes: int
-    start: int
-    numel: int
 
 
 class ShownTensor(Part):
@@ -193,22 +182,14 @@ def _shown(
     advance: Advance,
 ) -> ShownTensor:
     saved_as = ck[name].name
-    others = tuple(key for key in _kinds(ck, name) if key != kind)
-    group = groups.get(saved_as)
-    tied_to = None if saved_as == name else saved_as
+    about: dict[str, Any] = {
+        "group": groups.get(saved_as),
+        "tied_to": None if saved_as == name else saved_as,
+        "other_kinds": tuple(key for key in _kinds(ck, name) if key != kind),
+    }
     if not isinstance(found, TensorHandle):
-        return ShownTensor(
-            name=name,
-            kind=kind,
-            key=kind,
-            dtype=type(found).__name__,
-            shape=(),
-            bytes=0,
-            group=group,
-            tied_to=tied_to,
-            other_kinds=others,
-            value=found,
-        )
+        scalar: dict[str, Any] = {"dtype": type(found).__name__, "shape": (), "bytes": 0, "value": found}
+        return ShownTensor(name=name, kind=kind, key=kind, **about, **scalar)
     is_param = ck[name].kind != "buffer"
     key = kind if kind != WEIGHT else "buffer" if not is_param else FP32 if ck[name].kind == "trained" else "frozen"
     itemsize = DTYPE_BYTES[found.dtype]
@@ -231,60 +212,39 @@ def _shown(
         dtype=found.dtype,
         shape=found.shape,
         bytes=found.nbytes,
-        group=group,
-        tied_to=tied_to,
-        other_kinds=others,
-        statistics=_statistics(statistics),
+        **about,
+        statistics=Statistics(**{name: getattr(statistics, name) for name in Statistics.model_fields}),
         digest=f"{digest:016x}" if is_param else None,
         recorded_digest=f"{digests[saved_as, key][1]:016x}" if (saved_as, key) in digests else None,
         first=first,
         last=last,
-        places=tuple(
-            ShownPlace(
-                rank=place.rank,
-                file=place.file,
-                offset=place.offset,
-                bytes=place.nbytes,
-                start=place.start,
-                numel=place.numel,
-            )
-            for place in ck.places(name, key=None if kind == WEIGHT else kind)
-        ),
-    )
-
-
-def _statistics(found: TensorStats) -> Statistics:
-    return Statistics(
-        numel=found.num,
-        min=found.min,
-        max=found.max,
-        mean=found.mean if found.num_finite else None,
-        std=found.std,
-        norm=found.norm,
-        zeros=found.num_zero,
-        nans=found.num_nan,
-        infs=found.num_inf,
+        places=ck.places(name, key=None if kind == WEIGHT else kind),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """Statistics of ``num`` elements; those of disjoint runs are joined with ``+``.
+    """Statistics of ``numel`` elements; those of disjoint runs are joined with ``+``.
 
     ``min`` to ``squares`` are of the ``num_finite`` finite elements: 0 where there is none (``min`` and ``max``: None).
-    ``deviations`` is the sum of the squared differences to ``mean``.
+    ``deviations`` is the sum of the squared differences to ``centre``, their mean.
     """
 
-    num: int = 0
+    numel: int = 0
     num_finite: int = 0
     min: float | None = None
     max: float | None = None
-    mean: float = 0.0
+    centre: float = 0.0
     deviations: float = 0.0
     squares: float = 0.0
-    num_zero: int = 0
-    num_nan: int = 0
-    num_inf: int = 0
+    zeros: int = 0
+    nans: int = 0
+    infs: int = 0
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of the finite elements."""
+        return self.centre if self.num_finite else None
 
     @property
     def std(self) -> float | None:
@@ -299,20 +259,20 @@ class TensorStats:
     def __add__(self, other: TensorStats) -> TensorStats:
         finite = self.num_finite + other.num_finite
         share = other.num_finite / finite if finite else 0.0
-        apart = other.mean - self.mean
+        apart = other.centre - self.centre
         # The pairwise update of Chan, Golub and LeVeque: sums of squares minus squares of sums would lose everything
         # where the mean is large.
         return TensorStats(
-            num=self.num + other.num,
+            numel=self.numel + other.numel,
             num_finite=finite,
             min=min((x for x in (self.min, other.min) if x is not None), default=None),
             max=max((x for x in (self.max, other.max) if x is not None), default=None),
-            mean=self.mean + apart * share,
+            centre=self.centre + apart * share,
             deviations=self.deviations + other.deviations + apart * apart * share * self.num_finite,
             squares=self.squares + other.squares,
-            num_zero=self.num_zero + other.num_zero,
-            num_nan=self.num_nan + other.num_nan,
-            num_inf=self.num_inf + other.num_inf,
+            zeros=self.zeros + other.zeros,
+            nans=self.nans + other.nans,
+            infs=self.infs + other.infs,
         )
 
 
@@ -324,18 +284,18 @@ def tensor_stats(data: ByteArray, dtype: str) -> TensorStats:
         values = values_of(bits[at : at + CHUNK], dtype)
         finite = values[np.isfinite(values)]
         nan = int(np.count_nonzero(np.isnan(values)))
-        mean = float(finite.mean()) if len(finite) else 0.0
-        centred = finite - mean
+        centre = float(finite.mean()) if len(finite) else 0.0
+        centred = finite - centre
         total += TensorStats(
-            num=len(values),
+            numel=len(values),
             num_finite=len(finite),
             min=float(finite.min()) if len(finite) else None,
             max=float(finite.max()) if len(finite) else None,
-            mean=mean,
+            centre=centre,
             deviations=float(np.dot(centred, centred)),
             squares=float(np.dot(finite, finite)),
-            num_zero=len(values) - int(np.count_nonzero(values)),
-            num_nan=nan,
-            num_inf=len(values) - len(finite) - nan,
+            zeros=len(values) - int(np.count_nonzero(values)),
+            nans=nan,
+            infs=len(values) - len(finite) - nan,
         )
     return total
