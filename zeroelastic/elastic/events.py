@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from zeroelastic.elastic.resume import Resumed
-    from zeroelastic.report import ResizeReport, SaveReport
+    from zeroelastic.report import MemoryReport, ResizeReport, SaveReport
 
 __all__ = ["EventLog", "Events", "events", "note_nodes", "read_events"]
 
@@ -170,19 +170,10 @@ class Events:
             )
             self._show(saved_at=time.monotonic(), save_seconds=seconds)
 
-    def memory(self, *, step: int, seconds: float, stall_seconds: float, node_bytes: int, network_bytes: int) -> None:
-        """Log a checkpoint in memory, as ``preemption`` does itself for one of many; see ``report.MemoryReport``."""
+    def memory(self, report: MemoryReport) -> None:
+        """Log a checkpoint in memory, as ``preemption`` does itself for one of many."""
         if self._rank == 0:
-            self._write(
-                MemoryEvent(
-                    **self._when(),
-                    step=step,
-                    seconds=seconds,
-                    stall_seconds=stall_seconds,
-                    node_bytes=node_bytes,
-                    network_bytes=network_bytes,
-                )
-            )
+            self._write(MemoryEvent(**{**asdict(report), **self._when()}))
 
     def stopping(self) -> None:
         """Note that the run is stopping; ``preemption`` calls this itself."""

@@ -261,13 +261,7 @@ class Preemption:
             return
         self._memory_step, self._num_memory = report.step, self._num_memory + 1
         if self._log is not None and self._num_memory % _LOGGED == 1:
-            self._log.memory(
-                step=report.step,
-                seconds=report.seconds,
-                stall_seconds=report.stall_seconds,
-                node_bytes=report.node_bytes,
-                network_bytes=report.network_bytes,
-            )
+            self._log.memory(report)
 
     def _finish(self, before: str = "") -> None:
         """Wait for the save that is still being written, and commit it. Raises its error on every rank."""
