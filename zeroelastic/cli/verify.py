@@ -35,8 +35,6 @@ _NUMBERS = {"different", "of", "max abs", "max ulp", "relative norm"}
 
 
 def _show_verified(report: VerifyReport) -> None:
-    from zeroelastic.byte_sizes import format_size
-
     facts = [report.format, counted(report.world_size, "rank")] if report.world_size else []
     print_styled((report.path, "bold"), "  ", ", ".join(fact for fact in facts if fact))
     for clause in report.checked:
@@ -49,9 +47,7 @@ def _show_verified(report: VerifyReport) -> None:
         compared = report.recorded_root is not None
         matches = "the saved one" if report.content_root == report.recorded_root else "not the saved one"
         print_styled("        content root ", report.content_root[:12], f", {matches}" if compared else "")
-    if report.mode == "full" and report.bytes_read:
-        rate = format_size(report.bytes_read / max(report.read_seconds, 1e-9))
-        print_styled(f"        {format_size(report.bytes_read)} read in {report.read_seconds:.2f} s, {rate}/s")
+    _show_rate(report)
     if report.quarantine is not None:
         done = (
             "; the mark is gone now"
@@ -78,6 +74,12 @@ def _show_verified(report: VerifyReport) -> None:
         print_wrapped(report.remedy, first="", rest="")
 
 
+def _show_rate(report: VerifyReport | VerifyAllReport) -> None:
+    if report.mode == "full" and report.bytes_read:
+        rate = format_size(report.bytes_read / max(report.read_seconds, 1e-9))
+        print_styled(f"        {format_size(report.bytes_read)} read in {report.read_seconds:.2f} s, {rate}/s")
+
+
 def _show_all(report: VerifyAllReport) -> None:
     for tag in report.tags:
         if tag.valid and not tag.unsupported and tag.quarantine is None:
@@ -87,9 +89,7 @@ def _show_all(report: VerifyAllReport) -> None:
             _show_verified(tag)
         else:
             print_styled("  ", ("not checked", "yellow"), "  ", " ".join(tag.unsupported))
-    if report.bytes_read:
-        rate = format_size(report.bytes_read / max(report.read_seconds, 1e-9))
-        print_styled(f"        {format_size(report.bytes_read)} read in {report.read_seconds:.2f} s, {rate}/s")
+    _show_rate(report)
     valid = sum(tag.valid for tag in report.tags)
     every = f"{valid} of {counted(len(report.tags), 'checkpoint')} "
     what = "valid" if report.mode == "full" else "with nothing wrong with names and sizes"
