@@ -6,21 +6,26 @@ Between the plan, which speaks of flat buffers and elements, and the executors, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.core.digest import UInt64Array, stream_seed
+from zeroelastic.core.digest import UInt64Array, combine, stream_seed
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import Plan, Runs
 from zeroelastic.core.slices import numbered
+from zeroelastic.errors import CheckpointError
+from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 _WINDOW_ROWS = 1 << 17
 """Of an extent table: 8 MiB for its columns, and less than five times as much while it is made."""
+
+_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +98,8 @@ class ExtentTable:
         return self.numel * self.itemsize
 
     @property
-    def _columns(self) -> tuple[Int64Array, ...]:
-        where = self.file, self.file_offset, self.target, self.target_offset
-        return (*where, self.numel, self.itemsize, self.param, self.start)
+    def _columns(self) -> list[Int64Array]:
+        return [getattr(self, field.name) for field in fields(self)[1:]]
 
     def take(self, index: Int64Array) -> ExtentTable:
         """Some of the rows, in the order given."""
@@ -219,3 +223,18 @@ def _files_of(piece: TensorExtents, params: Int64Array, paths: dict[FilePath, in
 def stream_seeds(names: Sequence[tuple[str, str]]) -> UInt64Array:
     """The digest seed of each (parameter, state key): shape ``(num_streams,)``, uint64."""
     return np.fromiter((stream_seed(name, key) for name, key in names), dtype=np.uint64, count=len(names))
+
+
+def digest_in_file(path: FilePath, dtype: str, offset: int, numel: int, *, name: str, key: str, start: int = 0) -> int:
+    """The digest of ``numel`` elements of a tensor from element ``start`` on, which are at byte ``offset`` of a file.
+
+    Memory: 4 MiB. Raises as ``read_range``, CheckpointError for a file that ends before.
+    """
+    itemsize, seed, total = DTYPE_BYTES[dtype], stream_seed(name, key), 0
+    for done in range(0, numel * itemsize, _CHUNK_BYTES):
+        nbytes = min(_CHUNK_BYTES, numel * itemsize - done)
+        data = np.frombuffer(read_range(path, offset + done, nbytes), dtype=np.uint8)
+        if len(data) != nbytes:
+            raise CheckpointError(f"{path}: ends at byte {offset + done + len(data)}. The file is truncated.")
+        total = combine(total, digest_range(data, itemsize, seed=seed, start=start + done // itemsize))
+    return total

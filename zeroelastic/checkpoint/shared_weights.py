@@ -6,22 +6,20 @@ docs/concepts/format.md describes it. It is read as hostile input.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.extents import TensorExtents, digest_in_file
 from zeroelastic.checkpoint.optimizer_file import FROZEN, checked_param, checked_params
 from zeroelastic.checkpoint.shared_files import SharedFile, check_shared_files, digest_from_text
-from zeroelastic.core.digest import combine, stream_seed
 from zeroelastic.core.layout import Layout, unpacked_layout
 from zeroelastic.errors import CheckpointError, DigestMismatchError, brief, shown
-from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import read_range
-from zeroelastic.torch_file.header import DTYPE_BYTES, Extent
+from zeroelastic.torch_file.header import Extent
 from zeroelastic.torch_file.safetensors import DTYPE_NAMES, TensorPlace
 
 SHARED_KEY = "zeroelastic_shared"
@@ -31,7 +29,6 @@ BUFFER = "buffer"
 """The state key under which a shared buffer is digested; that of a parameter is ``FROZEN``."""
 
 _VERSION = 1
-_CHUNK_BYTES = 8 << 20
 _MAX_FILES = 1 << 12
 _MAX_DIMENSIONS = 64
 _ENTRIES = ("version", "files", "params", "buffers", "left_out")
@@ -101,14 +98,10 @@ class SharedWeights:
         """
         check_shared_files(self.files, tag_dir)
         for name, buffer in self.buffers.items():
-            extent, itemsize, digest = self.extent(buffer, tag_dir), DTYPE_BYTES[buffer.dtype], 0
-            for at in range(0, extent.nbytes, _CHUNK_BYTES):
-                raw = read_range(extent.path, extent.offset + at, min(_CHUNK_BYTES, extent.nbytes - at))
-                data = np.frombuffer(raw, dtype=np.uint8)
-                part = digest_range(data, itemsize, seed=stream_seed(name, BUFFER), start=at // itemsize)
-                digest = combine(digest, part)
-            if digest != buffer.digest:
-                raise DigestMismatchError(f"{extent.path}: buffer {name} is not what was saved. It is damaged.")
+            path = self.files[buffer.file].at(tag_dir)
+            numel = math.prod(buffer.shape)
+            if digest_in_file(path, buffer.dtype, buffer.offset, numel, name=name, key=BUFFER) != buffer.digest:
+                raise DigestMismatchError(f"{path}: buffer {name} is not what was saved. It is damaged.")
 
     def frozen(
         self, tag_dir: FilePath, at: Callable[[SharedFile], FilePath] | None = None

@@ -68,7 +68,7 @@ def save_on_base(job: Job, directory: str) -> Outcome:
         train_step(engine, step)
     state, seen = look(engine)
     engine.save_checkpoint(directory)
-    with mock.patch.object(base_model, "read_range", side_effect=AssertionError("the base model is read again")):
+    with mock.patch.object(base_model, "digest_in_file", side_effect=AssertionError("the base model is read again")):
         engine.save_checkpoint(directory, tag="again")
     return Outcome(state, seen, [train_step(engine, step) for step in range(3, 5)])
 

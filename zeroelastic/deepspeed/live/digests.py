@@ -330,9 +330,9 @@ def _maximum(values: UInt64Array, device: torch.device, group: dist.ProcessGroup
 
 
 def sum_over_ranks(
-    partial: Sequence[int] | UInt64Array, *, device: torch.device, group: dist.ProcessGroup
+    partial: Sequence[int] | UInt64Array, *, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> list[int]:
-    """Partial digests added up over all ranks: one int64 all-reduce, on ``device``. Collective."""
+    """Partial digests added up over all ranks of a group: one int64 all-reduce, on ``device``. Collective."""
     table = torch.from_numpy(np.array(partial, dtype=np.uint64).view(np.int64)).to(device)
     dist.all_reduce(table, group=group)
     totals: list[int] = table.cpu().numpy().view(np.uint64).tolist()

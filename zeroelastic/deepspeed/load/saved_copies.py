@@ -13,23 +13,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.extents import Destination, TensorExtents, extent_windows
+from zeroelastic.checkpoint.extents import Destination, TensorExtents, digest_in_file, extent_windows
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.core.copies import first_copies, strips_of_runs
-from zeroelastic.core.digest import UInt64Array, combine, stream_seed
+from zeroelastic.core.digest import UInt64Array, combine
 from zeroelastic.core.layout import Layout
 from zeroelastic.core.plan import held_plan
 from zeroelastic.deepspeed.live.digests import sum_over_ranks
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import UnsupportedError, some
-from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import read_range
 
 _MAX_NAMED = 4
-_CHUNK_BYTES = 4 << 20
 
 _Extents = Callable[[int], Mapping[str, TensorExtents]]
 
@@ -57,7 +54,7 @@ def refuse_other_copies(
         files = checkpoint.model_files if own == [FROZEN] else checkpoint.optim_files
         ranks = [rank for rank in range(layout.world_size) if _is_read_here(rank, files[rank], visibility)]
         sums = all_or_raise(partial(_sums, layout, own, extents, ranks))
-        totals = np.array(sum_over_ranks(sums.ravel(), device=device, group=_world()), dtype=np.uint64)
+        totals = np.array(sum_over_ranks(sums.ravel(), device=device), dtype=np.uint64)
         totals = totals.reshape(sums.shape)
         first = first_copies(layout.slices)
         wrong = np.argwhere(totals != totals[first])
@@ -92,22 +89,13 @@ def _sums(layout: Layout, keys: list[str], extents: _Extents, ranks: list[int]) 
         targets = [Destination(key, i, dtype) for key in there for i, dtype in places[key].dtype.items()]
         for rows in extent_windows(plan, {rank: places}, targets):
             strips = strips_of_runs(slices, rows.param, rows.start).tolist()
-            arrays = (rows.file, rows.file_offset, rows.numel, rows.itemsize, rows.start)
+            arrays = (rows.file, rows.file_offset, rows.numel, rows.start)
             columns = (column.tolist() for column in arrays)
             numbers = rows.target.tolist()
-            for strip, number, file, offset, numel, itemsize, start in zip(strips, numbers, *columns, strict=True):
-                key = targets[number].key
-                seed = stream_seed(layout.tensors[int(slices.strips.param[strip])].name, key)
+            for strip, number, file, offset, numel, start in zip(strips, numbers, *columns, strict=True):
+                key, dtype = targets[number].key, targets[number].dtype
+                name = layout.tensors[int(slices.strips.param[strip])].name
+                found = digest_in_file(rows.paths[file], dtype, offset, numel, name=name, key=key, start=start)
                 at = strip, keys.index(key)
-                for done in range(0, numel * itemsize, _CHUNK_BYTES):
-                    nbytes = min(_CHUNK_BYTES, numel * itemsize - done)
-                    data = np.frombuffer(read_range(rows.paths[file], offset + done, nbytes), dtype=np.uint8)
-                    found = digest_range(data, itemsize, seed=seed, start=start + done // itemsize)
-                    sums[at] = combine(int(sums[at]), found)
+                sums[at] = combine(int(sums[at]), found)
     return sums
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world

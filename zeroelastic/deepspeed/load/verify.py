@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from zeroelastic.checkpoint.extents import digest_in_file
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
-from zeroelastic.core.digest import ParamContent, combine, content_root, stream_seed
+from zeroelastic.core.digest import ParamContent, combine, content_root
 from zeroelastic.core.plan import held_plan
 from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed.engine import Engine
@@ -32,14 +32,12 @@ from zeroelastic.deepspeed.load.restore import Restored
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError
-from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, read_range
 from zeroelastic.torch_file.header import DTYPE_BYTES, Extent
 from zeroelastic.torch_file.zip_check import check_archive
 
 _NAMED = 8
-_CHUNK_BYTES = 4 << 20
 _ROOT_DIGITS = 12
 _ANY_DTYPE = "uint8"
 _INCOMPARABLE = "content roots are not comparable, because the run does not train the parameters of the save"
@@ -263,7 +261,8 @@ def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[boo
             ):
                 continue
             holders.add(path.name)
-            found = _range_digest(path, tensor.place.dtype, tensor.offset, math.prod(tensor.shape), name, FROZEN)
+            numel = math.prod(tensor.shape)
+            found = digest_in_file(path, tensor.dtype, tensor.offset, numel, name=name, key=FROZEN)
             bad |= {path.name} if found != tensor.digest else set()
     elif any(key == FROZEN for _, key in wrong):
         sizes = file_sizes(checkpoint.tag_dir)
@@ -290,7 +289,7 @@ def _contradicts_itself(path: FilePath, size: int) -> bool:
 
 
 def _recorded(shard: Shard, digests: Extent, index: int) -> int:
-    return int(_read(shard.path, digests.offset + 8 * index, 8).view("<u8")[0])
+    return int.from_bytes(read_range(shard.path, digests.offset + 8 * index, 8), "little")
 
 
 def _part_digest(shard: Shard, index: int) -> int:
@@ -300,7 +299,8 @@ def _part_digest(shard: Shard, index: int) -> int:
         dtype, offset = shard.extents[key].dtype[sub_group], int(shard.extents[key].offset[index])
         for within, start, numel in _own_runs(shard, index):
             at = offset + within * DTYPE_BYTES[dtype]
-            total = combine(total, _range_digest(shard.path, dtype, at, numel, name, key, start=start))
+            part = digest_in_file(shard.path, dtype, at, numel, name=name, key=key, start=start)
+            total = combine(total, part)
     return total
 
 
@@ -314,20 +314,3 @@ def _own_runs(shard: Shard, index: int) -> list[tuple[int, int, int]]:
     mine = np.flatnonzero(plan.src_param == index)
     within = plan.src_offset[mine] - layout.offset[index]
     return list(zip(within.tolist(), plan.start[mine].tolist(), plan.length[mine].tolist(), strict=True))
-
-
-def _range_digest(path: FilePath, dtype: str, offset: int, numel: int, name: str, key: str, *, start: int = 0) -> int:
-    """The digest of ``numel`` elements of a tensor from element ``start`` on, which are at ``offset`` of a file."""
-    itemsize, total = DTYPE_BYTES[dtype], 0
-    for done in range(0, numel * itemsize, _CHUNK_BYTES):
-        data = _read(path, offset + done, min(_CHUNK_BYTES, numel * itemsize - done))
-        seed = stream_seed(name, key)
-        total = combine(total, digest_range(data, itemsize, seed=seed, start=start + done // itemsize))
-    return total
-
-
-def _read(path: FilePath, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    data = read_range(path, offset, nbytes)
-    if len(data) != nbytes:
-        raise CheckpointError(f"{path}: ends at byte {offset + len(data)}. The file is truncated.")
-    return np.frombuffer(data, dtype=np.uint8)

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch.distributed as dist
 
-from zeroelastic.core.digest import combine, stream_seed
+from zeroelastic.checkpoint.extents import digest_in_file
 from zeroelastic.deepspeed.live.digests import sum_over_ranks
 from zeroelastic.distributed.collective import all_or_raise, broadcast_or_raise, collective_device
 from zeroelastic.errors import CheckpointError, MissingFileError, SaveError, UnreadableError, UsageError, counted, some
-from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import FilePath, absolute, as_path
-from zeroelastic.io.storage import file_size, list_directory, read_range, read_whole
+from zeroelastic.io.storage import file_size, list_directory, read_whole
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES
 from zeroelastic.torch_file.safetensors import Head, TensorPlace, read_head
 
@@ -36,7 +35,6 @@ SUFFIX = ".safetensors"
 
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 << 20
-_CHUNK_BYTES = 4 << 20
 _WRAPPERS = ("module", "_orig_mod", "base_model.model", "base_layer")
 _NAMED = 3
 
@@ -84,9 +82,7 @@ class BaseModel:
             self.versions, self.searched, self.tensors = versions, {}, {}
         new = {name: content for name, content in wanted.items() if self.searched.get(name) != content}
         partial = all_or_raise(lambda: self._digests(candidates, keys, tag_dir))
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        totals = sum_over_ranks(partial, device=collective_device(), group=everyone) if candidates else []
+        totals = sum_over_ranks(partial, device=collective_device()) if candidates else []
         for name in new:
             self.tensors.pop(name, None)
         for (name, tensor), total in zip(candidates.items(), totals, strict=True):
@@ -106,7 +102,7 @@ class BaseModel:
     def _digests(self, candidates: Mapping[str, BaseTensor], keys: Mapping[str, str], tag_dir: FilePath) -> list[int]:
         """The digests of this rank's share of each candidate. Raises SaveError."""
         try:
-            return [_share_digest(tensor, stream_seed(name, keys[name])) for name, tensor in candidates.items()]
+            return [_share_digest(tensor, name, keys[name]) for name, tensor in candidates.items()]
         except (CheckpointError, UnreadableError) as error:
             raise SaveError(
                 f'{tag_dir}: "frozen" in the "zeroelastic" block is {self.location}, which rank {dist.get_rank()} '
@@ -184,15 +180,11 @@ def _version(path: FilePath) -> tuple[int, int]:
     return size, os.stat(path).st_mtime_ns if isinstance(path, Path) else 0
 
 
-def _share_digest(tensor: BaseTensor, seed: int) -> int:
-    """The digest of this rank's share of the elements of a tensor. Raises as ``read_range``."""
-    itemsize, numel = DTYPE_BYTES[tensor.place.dtype], int(np.prod(tensor.place.shape, dtype=np.int64))
-    rank, num_ranks, total = dist.get_rank(), dist.get_world_size(), 0
-    begin, end = (numel * number // num_ranks * itemsize for number in (rank, rank + 1))
-    for done in range(begin, end, _CHUNK_BYTES):
-        data = read_range(tensor.path, tensor.place.offset + done, min(_CHUNK_BYTES, end - done))
-        if len(data) != min(_CHUNK_BYTES, end - done):
-            raise CheckpointError(f"{tensor.path}: ends at byte {tensor.place.offset + done + len(data)}.")
-        part = digest_range(np.frombuffer(data, dtype=np.uint8), itemsize, seed=seed, start=done // itemsize)
-        total = combine(total, part)
-    return total
+def _share_digest(tensor: BaseTensor, name: str, key: str) -> int:
+    """The digest of this rank's share of the elements of a tensor. Raises as ``digest_in_file``."""
+    dtype, shape, offset = tensor.place
+    begin, end = (
+        math.prod(shape) * number // dist.get_world_size() for number in (dist.get_rank(), dist.get_rank() + 1)
+    )
+    at = offset + begin * DTYPE_BYTES[dtype]
+    return digest_in_file(tensor.path, dtype, at, end - begin, name=name, key=key, start=begin)
