@@ -99,6 +99,10 @@ class _Wanted:
         return self.dtype, self.shape, self.digest
 
 
+_Places = dict[str, tuple[SharedFile, int]]
+"""Where tensors are, by name: the file, and the first byte there."""
+
+
 def refuse_lean(live: LiveOptimizer) -> None:
     """Raise UnsupportedError for a run whose frozen weights cannot be shared."""
     if live.sharing.place[1].size > 1:
@@ -164,28 +168,27 @@ def share_weights(
     wanted = {**params, **buffers}
     folder, way = place_of(destination, tag)
     with retrying(options.retries):
-        found, files = _find_in_base(wanted, buffers, known, destination, options)
+        found = _find_in_base(wanted, buffers, known, destination, options)
         others = {name: want for name, want in wanted.items() if name not in found}
-        own_found, own_files = _find(folder, others, known, destination)
-        found |= {name: tensor._replace(file=tensor.file + len(files)) for name, tensor in own_found.items()}
-        files += [SharedFile(path=f"{way}/{name}", nbytes=nbytes, digest=of) for name, nbytes, of in own_files]
+        found |= _find(folder, way, others, known, destination)
         if missing := {name: want for name, want in wanted.items() if name not in found}:
             pieces = [streams.pieces[i] for i in frozen if streams.pieces[i].param in missing]
             if dist.get_rank() == 0:
                 pieces += [LivePiece(name, BUFFER, t, 0) for name, (_, t) in tensors.items() if name in missing]
             digest = digest_of({name: want.content for name, want in missing.items()})
-            digests = {name: want.digest for name, want in missing.items()}
             shapes = [(name, want.dtype, want.shape) for name, want in missing.items()]
-            header, head = lay_out(shared_name(digest), shapes, metadata_of(digests))
+            metadata = metadata_of({name: want.digest for name, want in missing.items()})
+            header, head = lay_out(shared_name(digest), shapes, metadata)
             new = NewFile(destination.tag_dir, folder / shared_name(digest), header, head, pieces)
             write_shared_file(new, destination, save_id, options)
-            files.append(SharedFile(path=f"{way}/{shared_name(digest)}", nbytes=head.nbytes, digest=digest))
-            for name, place in head.tensors.items():
-                found[name] = SharedTensor(len(files) - 1, place.offset, place.dtype, place.shape, digests[name])
+            file = SharedFile(path=f"{way}/{shared_name(digest)}", nbytes=head.nbytes, digest=digest)
+            found |= {name: (file, place.offset) for name, place in head.tensors.items()}
+    number = {file: i for i, file in enumerate(dict.fromkeys(file for file, _ in found.values()))}
+    at = {name: SharedTensor(number[file], offset, *wanted[name].content) for name, (file, offset) in found.items()}
     shared = SharedWeights(
-        tuple(files),
-        {name: found[name] for name in params},
-        {name: found[name] for name in buffers},
+        tuple(number),
+        {name: at[name] for name in params},
+        {name: at[name] for name in buffers},
         frozenset(names | buffers.keys()),
     )
     learned: list[int | None] = [None] * len(streams.pieces)
@@ -247,36 +250,29 @@ def _find_in_base(
     known: KnownFiles,
     destination: Destination,
     options: Options,
-) -> tuple[dict[str, SharedTensor], list[SharedFile]]:
-    """The wanted tensors that files of the base model have, and those files. Collective."""
+) -> _Places:
+    """The wanted tensors that files of the base model have. Collective."""
     if options.frozen is None:
-        return {}, []
+        return {}
     location = absolute(options.frozen)
     if known.base is None or known.base.location != location:
         known.base = BaseModel(location)
     keys = {name: BUFFER if name in buffers else FROZEN for name in wanted}
     contents = {name: want.content for name, want in wanted.items()}
     found = known.base.find(contents, keys, destination.tag_dir)
-    paths = sorted({tensor.path for tensor in found.values()}, key=str)
-    files = [
-        SharedFile(
-            path=str(path),
-            nbytes=next(tensor.file_bytes for tensor in found.values() if tensor.path == path),
-            digest=digest_of({name: contents[name] for name, tensor in found.items() if tensor.path == path}),
-        )
-        for path in paths
-    ]
-    tensors = {
-        name: SharedTensor(paths.index(tensor.path), tensor.place.offset, *contents[name])
-        for name, tensor in found.items()
-    }
-    return tensors, files
+    places: _Places = {}
+    for path in sorted({tensor.path for tensor in found.values()}, key=str):
+        here = {name: tensor for name, tensor in found.items() if tensor.path == path}
+        digest = digest_of({name: contents[name] for name in here})
+        file = SharedFile(path=str(path), nbytes=next(iter(here.values())).file_bytes, digest=digest)
+        places |= {name: (file, tensor.place.offset) for name, tensor in here.items()}
+    return places
 
 
 def _find(
-    folder: FilePath, wanted: Mapping[str, _Wanted], known: KnownFiles, destination: Destination
-) -> tuple[dict[str, SharedTensor], list[tuple[str, int, str]]]:
-    """The wanted tensors that shared files of the folder have, and those files: name, bytes, digest. Collective.
+    folder: FilePath, way: str, wanted: Mapping[str, _Wanted], known: KnownFiles, destination: Destination
+) -> _Places:
+    """The wanted tensors that shared files of the folder have, to which ``way`` leads from the tag. Collective.
 
     Where each node has such a folder, files count that all of them have.
     """
@@ -289,7 +285,7 @@ def _find(
     if any(destination.leaders):
         tables = all_gather(has if destination.is_leader else None)
         has = {name: names for name, names in has.items() if all(table is None or name in table for table in tables)}
-    return broadcast_or_raise(lambda: _chosen(folder, has, known))
+    return broadcast_or_raise(lambda: _chosen(folder, way, has, known))
 
 
 def _look(folder: FilePath, wanted: Mapping[str, _Wanted], known: KnownFiles) -> dict[str, set[str]]:
@@ -331,12 +327,9 @@ def _look(folder: FilePath, wanted: Mapping[str, _Wanted], known: KnownFiles) ->
     return has
 
 
-def _chosen(
-    folder: FilePath, has: Mapping[str, set[str]], known: KnownFiles
-) -> tuple[dict[str, SharedTensor], list[tuple[str, int, str]]]:
-    """Where each tensor is taken from, and the files that this takes, few of them: name, bytes, digest."""
-    found: dict[str, SharedTensor] = {}
-    files: list[tuple[str, int, str]] = []
+def _chosen(folder: FilePath, way: str, has: Mapping[str, set[str]], known: KnownFiles) -> _Places:
+    """Where each tensor is taken from: from few files."""
+    found: _Places = {}
     left = dict(has)
     while left:
         name = max(left, key=lambda other: (len(left[other] - found.keys()), other))
@@ -344,10 +337,10 @@ def _chosen(
         if not new:
             break
         head, digests = known.heads[folder / name]
-        for each in new:
-            found[each] = SharedTensor(len(files), head.tensors[each].offset, *head.tensors[each][:2], digests[each])
-        files.append((name, head.nbytes, digest_of({n: (*at[:2], digests[n]) for n, at in head.tensors.items()})))
-    return found, files
+        digest = digest_of({n: (*at[:2], digests[n]) for n, at in head.tensors.items()})
+        file = SharedFile(path=f"{way}/{name}", nbytes=head.nbytes, digest=digest)
+        found |= {each: (file, head.tensors[each].offset) for each in new}
+    return found
 
 
 class LeanStates:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -158,120 +158,93 @@ def _write_to_store(file: NewFile, path: RemotePath, options: Options) -> None:
 
     Memory: a part, what the store's client takes for it, and the buffers of an exchange.
     """
-    rank, rows, nbytes = dist.get_rank(), _Rows.of_all_ranks(file), file.head.nbytes
+    rank, rows, nbytes, many = dist.get_rank(), _Rows.of_all_ranks(file), file.head.nbytes, has_parts(path)
     part_bytes = part_size(nbytes, min(options.store_part_mib, _PART_MIB) * _MIB)
-    upload = _PartsUpload(file, path) if has_parts(path) else _StreamUpload(file, path, part_bytes)
-    senders = range(dist.get_world_size() if isinstance(upload, _PartsUpload) else 1)
+    senders = range(dist.get_world_size() if many else 1)
     part = bytearray(min(part_bytes, nbytes) if rank in senders else 0)  # used for all: less memory than new ones
-    try:
-        upload.begin()
+    with _parts(file, path) if many else _stream(file, path, part_bytes) as send:
         for first in range(0, -(-nbytes // part_bytes), len(senders)):
             begin = min((first + rank) * part_bytes, nbytes) if rank in senders else nbytes
             num_bytes = min(part_bytes, nbytes - begin)
             rows.fill(part, begin, num_bytes)
             body = part if num_bytes == len(part) else part[:num_bytes]
-            file.all_or_raise(partial(upload.send, first + rank, body) if num_bytes else lambda: None)
-        upload.complete(nbytes)
-        file.all_or_raise(lambda: file.check(path) if rank == 0 else None)
+            file.all_or_raise(partial(send, first + rank, body) if num_bytes else lambda: None)
+
+
+@contextmanager
+def _parts(file: NewFile, path: RemotePath) -> Iterator[Callable[[int, bytearray], None]]:
+    """A multipart upload of which every rank sends parts by number; the object is there at the end. Collective.
+
+    If it fails, rank 0 aborts the upload, or removes what it has made. Failures of that are logged.
+    """
+    completed, tags = False, dict[int, str]()
+
+    def begin() -> OpenUpload:
+        with saves_nothing(file.tag_dir):
+            return begin_upload(path)
+
+    def send(number: int, part: bytearray) -> None:
+        tags[number] = send_part(upload, number, part)
+
+    def complete(everywhere: Mapping[int, str]) -> None:
+        nonlocal completed
+        if dist.get_rank() == 0:
+            complete_upload(upload, [everywhere[number] for number in sorted(everywhere)], file.head.nbytes)
+            completed = True
+            file.check(path)
+
+    upload = broadcast_or_raise(begin)
+    try:
+        yield send
+        everywhere = {number: tag for sent in all_gather(tags) for number, tag in sent.items()}
+        file.all_or_raise(partial(complete, everywhere))
     except Exception:
-        upload.discard()
+        if dist.get_rank() == 0:
+            try:
+                if completed:
+                    remove_objects([path])
+                else:
+                    abort_upload(upload)
+            except OSError as error:
+                logger.warning("%s: what a save has left could not be removed: %s", path, error.strerror)
         raise
 
 
-class _PartsUpload:
-    """A multipart upload of which every rank sends parts. ``begin`` and ``complete`` are collective."""
+@contextmanager
+def _stream(file: NewFile, path: RemotePath, part_bytes: int) -> Iterator[Callable[[int, bytearray], None]]:
+    """``_parts`` that rank 0 alone sends, in their order, to a store of which fsspec knows one step only. Collective.
 
-    def __init__(self, file: NewFile, path: RemotePath) -> None:
-        self._file, self._path = file, path
-        self._upload: OpenUpload | None = None
-        self._tags: dict[int, str] = {}
-        self._completed = False
-
-    def begin(self) -> None:
-        def act() -> OpenUpload:
-            with saves_nothing(self._file.tag_dir):
-                return begin_upload(self._path)
-
-        self._upload = broadcast_or_raise(act)
-
-    def send(self, number: int, part: bytearray) -> None:
-        assert self._upload is not None
-        self._tags[number] = send_part(self._upload, number, part)
-
-    def complete(self, nbytes: int) -> None:
-        tags = {number: tag for sent in all_gather(self._tags) for number, tag in sent.items()}
-
-        def act() -> None:
-            if dist.get_rank() == 0:
-                assert self._upload is not None
-                complete_upload(self._upload, [tags[number] for number in sorted(tags)], nbytes)
-                self._completed = True
-
-        self._file.all_or_raise(act)
-
-    def discard(self) -> None:
-        """On rank 0, abort the upload, or remove what it has made. Failures are logged."""
-        if dist.get_rank() != 0 or self._upload is None:
-            return
-        try:
-            if self._completed:
-                remove_objects([self._path])
-            else:
-                abort_upload(self._upload)
-        except OSError as error:
-            logger.warning("%s: what a save has left could not be removed: %s", self._path, error.strerror)
-
-
-class _StreamUpload:
-    """An object that rank 0 alone writes, in a store of which fsspec knows one step only. All but ``send`` collective.
-
-    Most stores show the object when it is complete.
+    Most stores show the object when it is complete. If it fails, what a store shows of it all the same goes, too.
     """
+    open_stream, write = ExitStack(), list[Callable[[bytearray], object]]()
 
-    def __init__(self, file: NewFile, path: RemotePath, part_bytes: int) -> None:
-        self._file, self._path, self._part_bytes, self._open = file, path, part_bytes, ExitStack()
-        self._write: Callable[[bytes | bytearray], object] | None = None
+    def on_rank_0(action: Callable[[], object]) -> None:
+        if dist.get_rank() == 0:
+            try:
+                action()
+            except Exception as error:  # file systems raise errors of many kinds
+                raise not_written_error(path, error) from error
 
-    def begin(self) -> None:
-        def act() -> None:
-            if dist.get_rank() == 0:
-                with self._errors():
-                    self._write = self._open.enter_context(object_stream(self._path, self._part_bytes))
+    def begin() -> None:
+        write.append(open_stream.enter_context(object_stream(path, part_bytes)))
 
-        self._file.all_or_raise(act)
-
-    def send(self, number: int, part: bytearray) -> None:
-        assert self._write is not None
-        with self._errors():
-            self._write(part)
-
-    def complete(self, nbytes: int) -> None:
-        def act() -> None:
-            with self._errors():
-                self._open.close()
-
-        self._file.all_or_raise(act)
-
-    def discard(self) -> None:
-        """Give the object up; what a store shows of it all the same goes, too."""
+    try:
+        file.all_or_raise(partial(on_rank_0, begin))
+        yield lambda number, part: on_rank_0(lambda: write[0](part))
+        file.all_or_raise(partial(on_rank_0, open_stream.close))
+        file.all_or_raise(lambda: file.check(path) if dist.get_rank() == 0 else None)
+    except Exception:
         with suppress(Exception):
-            self._open.__exit__(SaveError, SaveError("the save has failed"), None)
-        if dist.get_rank() != 0:
-            return
-        try:
-            read_shared_head(self._path)
-        except (MissingFileError, UnreadableError):
-            return
-        except CheckpointError:
-            with suppress(OSError):
-                remove_objects([self._path])
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # file systems raise errors of many kinds
-            raise not_written_error(self._path, error) from error
+            open_stream.__exit__(SaveError, SaveError("the save has failed"), None)
+        if dist.get_rank() == 0:
+            try:
+                read_shared_head(path)
+            except (MissingFileError, UnreadableError):
+                pass
+            except CheckpointError:
+                with suppress(OSError):
+                    remove_objects([path])
+        raise
 
 
 @dataclass(frozen=True, slots=True)
