@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroelastic.distributed import exchange
-from zeroelastic.distributed.peers import DefaultPeers
+from zeroelastic.distributed.peers import Peers
 from zeroelastic.executors import cuda_executor
 from zeroelastic.executors.dispatch import CopyTable, copy_segments
 from zeroelastic.testing import RankPool
@@ -114,10 +114,12 @@ class GpuMemory(exchange._Memory):
         return to_fake_gpu(self.gpu, sent), to_fake_gpu(self.gpu, received)
 
 
-class PeersOnGpu(DefaultPeers):
+class PeersOnGpu(Peers):
     """A process group that moves the GPU's memory itself, as NCCL does."""
 
-    device = torch.device("cuda:0")
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("cuda:0")
 
 
 def swap_on_gpu(numel: int, group_moves_it: bool) -> tuple[bool, bool]:

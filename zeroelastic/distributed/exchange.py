@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.distributed.peers import DefaultPeers, Peers
+from zeroelastic.distributed.peers import Peers
 
 ROUND_BYTES = 8 << 20
 """At most so much is sent, and at most so much received, by a rank in one round."""
@@ -81,7 +81,7 @@ def all_to_all_stream(
     side that is on another device than the process group's. Raises what ``fill`` and ``take`` raised first, after the
     last round.
     """
-    peers = peers or DefaultPeers()
+    peers = peers or Peers()
     rank, world_size = peers.rank, peers.size
     table = {
         (src, dst): nbytes

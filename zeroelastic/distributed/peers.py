@@ -28,64 +28,34 @@ class UnderWay(Protocol):
     def wait(self) -> Any: ...
 
 
-class Peers(Protocol):
-    """Some processes, each with a rank among them. The methods are collective."""
+class Peers:
+    """Some processes, each with a rank among them: all ranks of torch's default process group. Methods are collective.
 
-    @property
-    def rank(self) -> int:
-        """This process."""
+    ``rank`` is this process, of ``size``; tensors of ``all_to_all`` lie on ``device``.
+    """
 
-    @property
-    def size(self) -> int:
-        """How many there are."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors of ``all_to_all`` lie."""
+    def __init__(self) -> None:
+        self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), collective_device()
 
     def all_gather(self, value: T) -> list[T]:
         """The value of every process, by rank. Pickled."""
-
-    def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, received_numel: Sequence[int], sent_numel: Sequence[int]
-    ) -> UnderWay:
-        """Send ``sent_numel[peer]`` elements of ``sent`` to each peer, and fill ``received`` with what comes."""
-
-
-class DefaultPeers:
-    """All ranks of torch's default process group."""
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank()
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size()
-
-    @property
-    def device(self) -> torch.device:
-        return collective_device()
-
-    def all_gather(self, value: T) -> list[T]:
         return all_gather(value)
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_numel: Sequence[int], sent_numel: Sequence[int]
     ) -> UnderWay:
+        """Send ``sent_numel[peer]`` elements of ``sent`` to each peer, and fill ``received`` with what comes."""
         splits = list(received_numel), list(sent_numel)
         work: UnderWay = dist.all_to_all_single(received, sent, *splits, async_op=True)
         return work
 
 
-class JoinedPeers:
+class JoinedPeers(Peers):
     """A gloo group of its own over a store; tensors lie in host memory. Its end closes its connections."""
-
-    device = torch.device("cpu")
 
     def __init__(self, store: Store, rank: int, size: int, *, timeout: timedelta) -> None:
         """Meet the others. Collective. Raises RuntimeError where one does not come within the timeout."""
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.device = rank, size, torch.device("cpu")
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def all_gather(self, value: T) -> list[T]:
