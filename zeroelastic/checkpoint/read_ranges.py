@@ -196,26 +196,3 @@ def _scan(path: FilePath, whole: Sequence[_Whole], executor: Executor) -> tuple[
     sums = np.zeros(len(nbytes), dtype=np.uint32)
     scan_segments(Ranges(np.zeros_like(begin), begin, nbytes), [path], crc32=sums, executor=executor)
     return (sums[low:high] for low, high in pairwise(bounds.tolist())), int(nbytes.sum())
-
-
-def packed(files: Mapping[str, ReadRanges]) -> bytes:
-    """Ranges by the name of a file, to be sent to another rank."""
-    parts: list[bytes] = []
-    for name, read in files.items():
-        text = name.encode()
-        parts.append(np.array([len(text), len(read.offset)], dtype=np.int64).tobytes() + text)
-        parts += [column.tobytes() for column in read]
-    return b"".join(parts)
-
-
-def unpacked(data: bytes) -> Iterator[tuple[str, ReadRanges]]:
-    """What ``packed`` was given."""
-    at = 0
-    while at < len(data):
-        length, count = np.frombuffer(data, dtype=np.int64, count=2, offset=at).tolist()
-        name = data[at + 16 : at + 16 + length].decode()
-        at += 16 + length
-        offset, nbytes = np.frombuffer(data, dtype=np.int64, count=2 * count, offset=at).reshape(2, count)
-        at += 16 * count
-        yield name, ReadRanges(offset, nbytes, np.frombuffer(data, dtype=np.uint32, count=count, offset=at))
-        at += 4 * count

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import zlib
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.read_ranges import Comparison, ReadFiles, ReadRanges, compare_files, packed, unpacked
+from zeroelastic.checkpoint.read_ranges import Comparison, ReadFiles, ReadRanges, compare_files
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.distributed.collective import all_gather, all_or_raise
@@ -27,10 +28,10 @@ def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) 
     for path, ranges in read.items():
         name = str(path).removeprefix(top).lstrip("/")
         by_owner.setdefault(_owner(load_plan, name), {})[name] = ranges
-    arrived = all_to_all_bytes({owner: packed(files) for owner, files in by_owner.items()})
+    arrived = all_to_all_bytes({owner: pickle.dumps(files) for owner, files in by_owner.items()})
     parts: dict[str, list[ReadRanges]] = {}
     for data in arrived.values():
-        for name, ranges in unpacked(data):
+        for name, ranges in pickle.loads(data).items():
             parts.setdefault(name, []).append(ranges)
     files = {checkpoint.tag_dir / name: ReadRanges.joined(found) for name, found in sorted(parts.items())}
     own = all_or_raise(lambda: compare_files(files, checkpoint.archives, host_executor(executor)))

@@ -10,7 +10,7 @@ a process holds its part of both worlds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -132,24 +132,18 @@ def move(
     last round, so that no other waits for it.
     """
     local = np.flatnonzero(runs.src_rank == held.rank) if held is not None else np.empty(0, dtype=np.int64)
-    _copy(Runs(*(column[local] for column in runs)), sources, targets)
+    _copy(CopyTable(*(column[local] for column in runs[1:])), sources, targets)  # what this member has already
     away = np.setdiff1d(np.arange(len(runs.nbytes)), local)
     rows = np.stack((runs.src, runs.src_offset, runs.nbytes), 1)[away]
 
     def serve(asked: Int64Array, parts: Arrived, buffer: RoundBuffer) -> None:
-        numbers, src = np.unique(asked[:, 0], return_inverse=True)
-        flats = [_there(sources[number]) for number in numbers.tolist()]
-        zero = np.zeros_like(parts.at)
-        copy_segments(
-            CopyTable(src.reshape(-1), asked[:, 1] + parts.skip, zero, parts.at, parts.nbytes), flats, [buffer]
-        )
+        src, zero = asked[:, 0], np.zeros_like(parts.at)
+        _copy(CopyTable(src, asked[:, 1] + parts.skip, zero, parts.at, parts.nbytes), sources, [buffer])
 
     def put(arrived: Arrived, buffer: RoundBuffer) -> None:
         row, zero = away[arrived.row], np.zeros_like(arrived.at)
-        numbers, dst = np.unique(runs.dst[row], return_inverse=True)
-        flats = [_there(targets[number]) for number in numbers.tolist()]
         at = runs.dst_offset[row] + arrived.skip
-        copy_segments(CopyTable(zero, arrived.at, dst.reshape(-1), at, arrived.nbytes), [buffer], flats)
+        _copy(CopyTable(zero, arrived.at, runs.dst[row], at, arrived.nbytes), [buffer], targets)
 
     cost = exchange_rows(
         rows,
@@ -163,19 +157,14 @@ def move(
     return MoveCost(int(runs.nbytes[local].sum()), cost.sent, cost.received)
 
 
-def _copy(runs: Runs, sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]) -> None:
-    """Copy what this member has already."""
-    if not len(runs.nbytes):
-        return
-    src_numbers, src = np.unique(runs.src, return_inverse=True)
-    dst_numbers, dst = np.unique(runs.dst, return_inverse=True)
-    copy_segments(
-        CopyTable(src.reshape(-1), runs.src_offset, dst.reshape(-1), runs.dst_offset, runs.nbytes),
-        [_there(sources[number]) for number in src_numbers.tolist()],
-        [_there(targets[number]) for number in dst_numbers.tolist()],
-    )
-
-
-def _there(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None, "both sides list the same keys of the same buffers"
-    return tensor
+def _copy(table: CopyTable, sources: Sequence[RoundBuffer | None], targets: Sequence[RoundBuffer | None]) -> None:
+    """Copy between buffers, of which those that the table names are there."""
+    sides: list[list[RoundBuffer]] = []
+    numbers: list[Int64Array] = []
+    for column, buffers in ((table.src, sources), (table.dst, targets)):
+        used, number = np.unique(column, return_inverse=True)
+        there = [buffer for i in used.tolist() if (buffer := buffers[i]) is not None]
+        assert len(there) == len(used), "both sides list the same keys of the same buffers"
+        sides.append(there)
+        numbers.append(number.reshape(-1))
+    copy_segments(replace(table, src=numbers[0], dst=numbers[1]), *sides)
