@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import ClassVar, Literal
 
@@ -130,14 +130,7 @@ class Unfinished:
     @property
     def text(self) -> bytes:
         """The content of the mark."""
-        data = {
-            "work": self.work,
-            "save_id": self.save_id,
-            "owner": self.owner,
-            "began_at": self.began_at,
-            "zeroelastic": __version__,
-        }
-        return (json.dumps(data, indent=1) + "\n").encode()
+        return (json.dumps({**asdict(self), "zeroelastic": __version__}, indent=1) + "\n").encode()
 
     @property
     def life(self) -> Life:

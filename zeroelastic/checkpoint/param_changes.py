@@ -109,29 +109,30 @@ def compare(
         for name, (kind, param) in now.items()
         if name in was and was[name][1].shape != param.shape
     ]
-    restored, frozen, unfrozen, newly_frozen, relisted, added_trained, added_frozen, excluded = _empty_lists(8)
+    found: dict[str, list[str]] = {what: [] for what in _OUTCOMES}
     moved: list[str] = []
     missing: dict[str, list[str]] = {_TRAINED: [], _FROZEN: []}
     for name, (kind, param) in now.items():
         before = was[name][0] if name in was else None
         if before == kind:
-            (restored if kind == _TRAINED else frozen).append(name)
+            found["restored" if kind == _TRAINED else "frozen"].append(name)
         elif before is not None and param.numel == 0:
-            relisted.append(name)
+            found["relisted"].append(name)
         elif before is not None:
-            (unfrozen if kind == _TRAINED else newly_frozen).append(name)
+            found["unfrozen" if kind == _TRAINED else "newly_frozen"].append(name)
             moved.append(
                 f"parameter {name} {list(param.shape)} was {_WORD[before]} when the checkpoint was saved and is "
                 f"{_WORD[kind]} in the model"
             )
         elif kind == _FROZEN and saved.frozen is None:
-            excluded.append(name)
+            found["excluded"].append(name)
         else:
-            (added_trained if kind == _TRAINED else added_frozen).append(name)
+            found["added_trained" if kind == _TRAINED else "added_frozen"].append(name)
             missing[kind].append(f"{kind} {name} {list(param.shape)} of the model is not in the checkpoint")
-    dropped = [name for name in was if name not in now]
+    found["dropped"] = [name for name in was if name not in now]
     unknown = [
-        f"{was[name][0]} {name} {list(was[name][1].shape)} of the checkpoint is not in the model" for name in dropped
+        f"{was[name][0]} {name} {list(was[name][1].shape)} of the checkpoint is not in the model"
+        for name in found["dropped"]
     ]
     group_problems = _compare_groups(saved_groups, live_groups)
     problems = [*missing[_TRAINED], *missing[_FROZEN], *unknown, *moved, *reshaped]
@@ -140,16 +141,8 @@ def compare(
     if dealt:
         group_problems = _compare_dealt_groups(saved_groups, live_groups)
     return Membership(
-        restored=tuple(restored),
-        frozen=tuple(frozen),
-        unfrozen=tuple(unfrozen),
-        newly_frozen=tuple(newly_frozen),
-        added_trained=tuple(added_trained),
-        added_frozen=tuple(added_frozen),
-        excluded=tuple(excluded),
-        dropped=tuple(dropped),
-        relisted=tuple(relisted),
-        groups=match_groups(saved_groups, live_groups, frozenset(restored), fits=fits),
+        **{what: tuple(names) for what, names in found.items()},
+        groups=match_groups(saved_groups, live_groups, frozenset(found["restored"]), fits=fits),
         problems=tuple(problems),
         group_problems=tuple(group_problems),
         reshaped=tuple(reshaped),
@@ -159,6 +152,12 @@ def compare(
     )
 
 
+_OUTCOMES = (
+    *("restored", "frozen", "unfrozen", "newly_frozen", "added_trained", "added_frozen", "excluded", "dropped"),
+    "relisted",
+)
+"""The lists of ``Membership`` in one of which each parameter is."""
+
 _TRAINED, _FROZEN = "parameter", "frozen parameter"
 _WORD = {_TRAINED: "trained", _FROZEN: "frozen"}
 
@@ -167,10 +166,6 @@ def _listed(inventory: ParamSet) -> dict[str, tuple[str, Param]]:
     """Every parameter by name: how it is listed, and itself."""
     trained = {param.name: (_TRAINED, param) for param in inventory.trained}
     return trained | {param.name: (_FROZEN, param) for param in inventory.frozen or ()}
-
-
-def _empty_lists(count: int) -> Iterable[list[str]]:
-    return ([] for _ in range(count))
 
 
 def _compare_groups(saved: Sequence[ParamGroup], live: Sequence[Sequence[str]]) -> list[str]:

@@ -161,17 +161,16 @@ class Layout:
         return self._take(np.array([i for i, param in enumerate(self.params) if param.name in names], dtype=np.int64))
 
     def _take(self, keep: Int64Array) -> Layout:
-        return Layout(
-            world_size=self.world_size,
+        return replace(
+            self,
             params=tuple(self.params[i] for i in keep.tolist()),
-            numel=self.numel[keep],
-            sub_group=self.sub_group[keep],
-            origin=self.origin[keep],
-            part=self.part[keep],
-            offset=self.offset[keep],
-            sub_group_numel=self.sub_group_numel,
             slices=None if self.slices is None else self.slices.take(keep),
+            **{name: getattr(self, name)[keep] for name in _OF_PARAMS},
         )
+
+
+_OF_PARAMS = ("numel", "sub_group", "origin", "part", "offset")
+"""The arrays of a layout that run parallel to its parameters."""
 
 
 def joined_layouts(layouts: Sequence[Layout]) -> Layout:
@@ -184,11 +183,10 @@ def joined_layouts(layouts: Sequence[Layout]) -> Layout:
     slices = [layout.slices for layout in layouts if layout.slices is not None]
     if len(slices) < len(layouts) or len({(layout.world_size, layout.num_sub_groups) for layout in layouts}) > 1:
         raise ValueError("layouts that are joined have slices, one world size, and buffers of the same numbers")
-    arrays = ("numel", "sub_group", "origin", "part", "offset")
     joined = Layout(
         world_size=first.world_size,
         params=tuple(param for layout in layouts for param in layout.params),
-        **{name: np.concatenate([getattr(layout, name) for layout in layouts]) for name in arrays},
+        **{name: np.concatenate([getattr(layout, name) for layout in layouts]) for name in _OF_PARAMS},
         sub_group_numel=np.maximum.reduce([layout.sub_group_numel for layout in layouts]),
         slices=whole_slices.joined(slices),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -125,17 +125,7 @@ class Plan:
         return tuple(np.flatnonzero(np.bincount(self.src_rank)).tolist())  # np.unique would import numpy.ma, 50 ms
 
 
-_COLUMNS = (
-    "param",
-    "start",
-    "length",
-    "src_rank",
-    "src_sub_group",
-    "src_offset",
-    "dst_sub_group",
-    "dst_offset",
-    "src_param",
-)
+_COLUMNS = tuple(field.name for field in fields(Plan) if field.type == "Int64Array")
 
 
 def match_params(src: Layout, dst: Layout) -> Int64Array:

@@ -267,13 +267,13 @@ class LoadRequest:
 
     def flags(self) -> dict[str, Any]:
         """The keyword arguments after ``load_dir`` and ``tag``, for DeepSpeed's own methods."""
-        return {
-            "load_module_strict": self.load_module_strict,
-            "load_optimizer_states": self.load_optimizer_states,
-            "load_lr_scheduler_states": self.load_lr_scheduler_states,
-            "load_module_only": self.load_module_only,
-            "custom_load_fn": self.custom_load_fn,
-        }
+        return {name: getattr(self, name) for name in _FLAGS}
+
+
+_FLAGS = (
+    *("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"),
+    "custom_load_fn",
+)
 
 
 def parse_options(config: Mapping[str, object]) -> Options:

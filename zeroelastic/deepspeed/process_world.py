@@ -56,13 +56,11 @@ _INITIAL: dict[str, object] = {
 """Other globals of ``deepspeed.utils.groups`` that describe a world, as they are when it is imported."""
 
 
-def begin_world(
-    store: Store, *, rank: int, world_size: int, backend: str | None = None, timeout: timedelta | None = None
-) -> None:
+def begin_world(store: Store, *, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
     """Make this process a rank of a new world; ``deepspeed.initialize`` then builds its engine there. Collective.
 
-    ``store`` must have no keys of another world: give a ``PrefixStore`` of this world's own. ``backend`` and
-    ``timeout``, of collectives, are by default those of ``deepspeed.init_distributed``. RANK and WORLD_SIZE are set in
+    ``store`` must have no keys of another world: give a ``PrefixStore`` of this world's own. The ``timeout`` of
+    collectives is by default that of ``deepspeed.init_distributed``. RANK and WORLD_SIZE are set in
     the environment; LOCAL_RANK, which names the device, stays. Raises RuntimeError if a world has not ended.
 
         begin_world(dist.PrefixStore("world 1", store), rank=0, world_size=3)
@@ -77,7 +75,7 @@ def begin_world(
     from deepspeed.constants import default_pg_timeout
 
     accelerator, comm = get_accelerator(), importlib.import_module("deepspeed.comm.comm")
-    backend, timeout = backend or accelerator.communication_backend_name(), timeout or default_pg_timeout
+    backend, timeout = accelerator.communication_backend_name(), timeout or default_pg_timeout
     device = None
     if accelerator.device_name() == "cuda" and world_size > 1:  # as deepspeed.comm.torch.TorchBackend does
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -216,8 +216,8 @@ def plan_requests(
     )
 
 
-def affordable_gap(file: Int64Array, offset: Int64Array, nbytes: Int64Array, *, max_gap: int = MAX_GAP) -> int:
-    """The largest gap up to ``max_gap`` for which all that is in such gaps is little beside the rows. Pure.
+def affordable_gap(file: Int64Array, offset: Int64Array, nbytes: Int64Array) -> int:
+    """The largest gap up to ``MAX_GAP`` for which all that is in such gaps is little beside the rows. Pure.
 
     Little is a share of the rows, 1/``_GAPS_SHARE``, or ``_FREE_GAPS`` bytes. What is between the rows of one rank
     belongs to other ranks, which read it too: without this bound a run of many small parameters would read each byte
@@ -226,14 +226,14 @@ def affordable_gap(file: Int64Array, offset: Int64Array, nbytes: Int64Array, *, 
     order = np.lexsort((offset, file))
     order = order[nbytes[order] > 0]
     if len(order) < 2:
-        return max_gap
+        return MAX_GAP
     file, begin, end = file[order], offset[order], (offset + nbytes)[order]
     gaps = (begin[1:] - end[:-1])[file[1:] == file[:-1]]
-    gaps = np.sort(gaps[(gaps > 0) & (gaps <= max_gap)])
+    gaps = np.sort(gaps[(gaps > 0) & (gaps <= MAX_GAP)])
     total = np.cumsum(gaps)
     fits = total <= max(int(nbytes.sum()) // _GAPS_SHARE, _FREE_GAPS)
     if fits.all():
-        return max_gap
+        return MAX_GAP
     first_too_many = int(gaps[int(np.argmin(fits))])
     return first_too_many - 1
 

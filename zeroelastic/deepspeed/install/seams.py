@@ -90,6 +90,13 @@ USED = (
         "zero_load_from_fp32_weights",
         "_copy_recovery_script save_path",
         "use_node_local_storage",
+        "_get_param_fragment_func param",
+        "zero_nvme_offload_optimizer",
+        "_get_zero_frozen_param_attributes attr_func",
+        "module_state_dict exclude_frozen_parameters",
+        "_get_zero_param_shapes",
+        "_get_shared_params",
+        "_get_buffer_names",
     ),
     *_seams(
         _STAGE3,
@@ -99,29 +106,15 @@ USED = (
         "checkpoint_event_prologue",
         "checkpoint_event_epilogue",
         "get_param_id param",
+        "_swappable_optimizer_subgroup sub_group_id",
+        "reload_states",
     ),
     *(
         seam
         for optimizer in (_GROUPS, _BF16)
-        for seam in _seams(
-            optimizer,
-            "state_dict",
-            "_link_all_hp_params",
-            "_lazy_init_hp_params_optimizer_state",
-        )
+        for seam in _seams(optimizer, "state_dict", "_link_all_hp_params", "_lazy_init_hp_params_optimizer_state")
     ),
     *_seams(f"{_WRITERS}.torch_checkpoint_engine.TorchCheckpointEngine", "save state_dict path"),
-    *_seams(
-        _ENGINE,
-        "_get_param_fragment_func param",
-        "zero_nvme_offload_optimizer",
-        "_get_zero_frozen_param_attributes attr_func",
-        "module_state_dict exclude_frozen_parameters",
-        "_get_zero_param_shapes",
-        "_get_shared_params",
-        "_get_buffer_names",
-    ),
-    *_seams(_STAGE3, "_swappable_optimizer_subgroup sub_group_id", "reload_states"),
     *_seams(f"{_SWAP}.optimizer_utils.OptimizerSwapper", "_io_aligned_numel numel"),
     *_seams(
         f"{_SWAP}.optimizer_utils.OptimizerStateSwapInfo",

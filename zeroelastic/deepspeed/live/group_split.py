@@ -170,12 +170,6 @@ class GroupSplit(LiveOptimizer):
         if hasattr(optimizer, "_wait_for_offload_copies"):
             optimizer._wait_for_offload_copies()
 
-    def refresh(self) -> None:
-        """Nothing is replaced."""
-
-    def state_filled(self) -> None:
-        """DeepSpeed's views of the state are made again in ``end_load``."""
-
     def _low(self, sub_group: int) -> torch.Tensor:
         """This rank's part of the 16-bit weights."""
         number = dist.get_rank(group=self._group_of_buffer(sub_group))
@@ -291,9 +285,6 @@ class GroupSplit(LiveOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
-
-    def sync(self) -> None:
-        """Nothing is on NVMe."""
 
     def numels_in_stock_files(self) -> list[int]:
         padded = zip(self.layout.sub_group_numel.tolist(), self.lists(self.optimizer).padding, strict=True)
