@@ -49,7 +49,6 @@ from zeroelastic.executors.dispatch import (
     sum_segments,
     write_segments,
 )
-from zeroelastic.executors.tables import operation_of
 from zeroelastic.torch_file import save
 from zeroelastic.torch_file.save import DigestRange, write_torch_file
 
@@ -71,11 +70,7 @@ def digests_of(itemsizes: list[int]) -> DigestRows:
 
 def rows_of(engine: mock.Mock, operation: str) -> list[int]:
     """The rows of each table with which an engine was called for an operation."""
-    return [
-        len(call.args[0].nbytes)
-        for call in engine.call_args_list
-        if operation_of(*(call.kwargs[side] is not None for side in ("src_paths", "dst_paths", "dst"))) == operation
-    ]
+    return [len(call.args[0].nbytes) for call in engine.call_args_list if call.kwargs["sides"].operation == operation]
 
 
 # --- the library ----------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from zeroelastic.executors.dispatch import (
     scan_segments,
 )
 from zeroelastic.executors.remote_executor import MAX_GAP, RemoteEngine, affordable_gap, plan_requests
-from zeroelastic.executors.tables import CASTS, Options
+from zeroelastic.executors.tables import CASTS, Options, Sides
 from zeroelastic.io import remote
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.remote import read_ranges
@@ -192,9 +192,11 @@ def test_every_row_comes_and_nothing_else(data, remote, digested, summed, operat
     reported: list[int] = []
     digest = case.digest if digested else None
     options = Options(digest, sums, case.cast, threads=2, progress=reported.append)
-    sides = {"read": {"dst": buffers}, "move": {"dst_paths": targets}, "scan": {}}[operation]
+    sides = {"read": Sides(paths, dst=buffers), "move": Sides(paths, dst_paths=targets), "scan": Sides(paths)}[
+        operation
+    ]
     table = ranges(case.rows) if operation == "scan" else case.rows
-    totals, bytes_read = RemoteEngine(host, staging_bytes=STAGING)(table, options, src_paths=paths, **sides)
+    totals, bytes_read = RemoteEngine(host, staging_bytes=STAGING)(table, options, sides=sides)
     want, digests = expected(case)
     if operation != "scan":
         got = [b.tobytes() for b in buffers] if operation == "read" else [path.read_bytes() for path in targets]
@@ -255,21 +257,21 @@ def test_staging_is_bounded_and_the_next_batch_is_under_way(counted, tmp_path):
     engine = RemoteEngine(numpy_executor.run, staging_bytes=staging)
     asked_while_moving: list[int] = []
 
-    def slow(*arguments, **sides):
+    def slow(*arguments, sides):
         time.sleep(0.02)
         asked_while_moving.append(bytes_asked())
-        return numpy_executor.run(*arguments, **sides)
+        return numpy_executor.run(*arguments, sides=sides)
 
-    ends = {"src_paths": [path], "dst_paths": [tmp_path / "d"]}
+    sides = Sides([path], dst_paths=[tmp_path / "d"])
     tracemalloc.start()
     try:
-        engine(segment(0, 0, size), Options(crc32=np.zeros(1, dtype=np.uint32)), **ends)
+        engine(segment(0, 0, size), Options(crc32=np.zeros(1, dtype=np.uint32)), sides=sides)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < staging
     forget()
-    RemoteEngine(slow, staging_bytes=staging)(segment(0, 0, size), **ends)
+    RemoteEngine(slow, staging_bytes=staging)(segment(0, 0, size), Options(), sides=sides)
     moved = np.arange(len(asked_while_moving)) * (staging // 3)
     ahead = np.array(asked_while_moving) - moved
     assert (ahead <= 2 * (staging // 3) + 4096).all() and (ahead[:-2] > staging // 3).all()
@@ -289,10 +291,10 @@ def run(engine: RemoteEngine, operation: str, path: RemotePath, target: Path, pr
     options = Options(progress=progress)
     rows = segment(0, 0, 10_000)
     if operation == "read":
-        return engine(rows, options, src_paths=[path], dst=[np.zeros(10_000, np.uint8)])
+        return engine(rows, options, sides=Sides([path], dst=[np.zeros(10_000, np.uint8)]))
     if operation == "move":
-        return engine(rows, options, src_paths=[path], dst_paths=[target])
-    return engine(ranges(rows), options, src_paths=[path])
+        return engine(rows, options, sides=Sides([path], dst_paths=[target]))
+    return engine(ranges(rows), options, sides=Sides([path]))
 
 
 @pytest.mark.parametrize("operation", ["read", "move", "scan"])
@@ -608,7 +610,7 @@ def test_a_server_that_dies_in_the_middle_is_an_error(checkpoints, tmp_path):
 
         begin = time.monotonic()
         with pytest.raises(UnreadableError, match=rf"^{path}: reading at byte \d+ failed: .*"):
-            engine(segment(0, 0, size), Options(progress=die), src_paths=[path], dst_paths=[tmp_path / "d"])
+            engine(segment(0, 0, size), Options(progress=die), sides=Sides([path], dst_paths=[tmp_path / "d"]))
         assert time.monotonic() - begin < 90
 
 

@@ -22,16 +22,16 @@ from zeroelastic.executors.batches import DigestTotals
 from zeroelastic.executors.build_info import load_library
 from zeroelastic.executors.tables import (
     CASTS,
-    PLAIN,
     Cast,
     DeviceBuffer,
     DigestRows,
     Moved,
     Options,
     Ranges,
+    Sides,
     Table,
 )
-from zeroelastic.io.paths import FilePath, local_paths
+from zeroelastic.io.paths import local_paths
 
 _MAX_SUMMED_ROWS = 1 << 18
 """Rows of one launch that sums: 15 MiB of tables on the device, and as much on the host while it is made."""
@@ -57,16 +57,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def run(
-    table: Table,
-    options: Options = PLAIN,
-    *,
-    stream: int = 0,
-    src_paths: Sequence[FilePath] | None = None,
-    src: Sequence[DeviceBuffer] = (),
-    dst_paths: Sequence[Path] | None = None,
-    dst: Sequence[DeviceBuffer] | None = None,
-) -> Moved:
+def run(table: Table, options: Options, *, sides: Sides[DeviceBuffer], stream: int = 0) -> Moved:
     """As ``tables.HostEngine``, for the memory of one device; it neither moves nor scans files.
 
     It runs on ``stream`` (``torch.cuda.Stream.cuda_stream``), after what is enqueued there, and returns when all is
@@ -74,29 +65,29 @@ def run(
     checksums and conversions are made on the host, in the same pass. A progress function must not use this engine
     itself. Raises UnsupportedError when CUDA refuses.
     """
-    device = _device([*src, *(dst or ())])
-    if src_paths is None and dst_paths is None:
+    device = _device(sides.buffers)
+    if sides.src_paths is None and sides.dst_paths is None:
         if isinstance(table, Ranges):
-            return _sum(table, src, options, device, stream), 0
-        with DevicePlan(table, src, dst, device=device, digest=options.digest, cast=options.cast) as plan:
+            return _sum(table, sides.src, options, device, stream), 0
+        with DevicePlan(table, sides.src, sides.dst, device=device, digest=options.digest, cast=options.cast) as plan:
             plan.run(stream)
             return plan.finish(stream), 0
     call, error, bytes_read = Call(table, options), Error(), ctypes.c_int64()
-    files = () if src_paths is None else local_paths(src_paths)
-    sides: tuple[Files | Buffers, ...]
+    files = local_paths(sides.src_paths or ())
+    arguments: tuple[Files | Buffers, ...]
     out: list[object] = [checksums(table, options)]
-    if src_paths is not None:
+    if sides.src_paths is not None:
         function = _library().ze_cuda_read_segments
         out.append(ctypes.byref(bytes_read))
-        sides = call.files(files), call.device_buffers(dst or ())
+        arguments = call.files(files), call.device_buffers(sides.dst or ())
     else:
         function = _library().ze_cuda_write_segments
-        sides = call.device_buffers(src), call.files(dst_paths or ())
-    references = [ctypes.byref(side) for side in (call.table, *sides)]
+        arguments = call.device_buffers(sides.src), call.files(sides.dst_paths or ())
+    references = [ctypes.byref(argument) for argument in (call.table, *arguments)]
     code = function(*references, call.digest, call.options, device, ctypes.c_void_p(stream), *out, ctypes.byref(error))
     call.end()
     if code:
-        raise _exception(error, files, dst_paths or ())
+        raise _exception(error, files, sides.dst_paths or ())
     return call.totals, bytes_read.value
 
 

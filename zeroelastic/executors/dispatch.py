@@ -38,6 +38,7 @@ from zeroelastic.executors.tables import (
     ProgressFunction,
     Ranges,
     ReadResult,
+    Sides,
     Table,
     UInt32Array,
 )
@@ -109,7 +110,7 @@ def read_segments(
     assert copies is None or name in _HOST, "only host memory is converted beside"
     if name == "cuda" and any(isinstance(path, RemotePath) for path in paths):
         name = "torch"  # through host memory
-    digests, bytes_read = _run(name, table, options, src_paths=paths, dst=buffers)
+    digests, bytes_read = _run(name, table, options, Sides(paths, dst=buffers))
     files = tuple(paths[int(number)] for number in np.flatnonzero(np.bincount(table.src)))
     return ReadResult(bytes_read, files, digests)
 
@@ -132,7 +133,7 @@ def copy_segments(
     """
     options = Options(digest, cast=cast, threads=threads)
     name = _choose(executor, "copy", [*src, *dst])
-    return _run(name, table, options, torch_takes_over=executor != "cuda", src=src, dst=dst)[0]
+    return _run(name, table, options, Sides(src=src, dst=dst), torch_takes_over=executor != "cuda")[0]
 
 
 def write_segments(
@@ -159,11 +160,8 @@ def write_segments(
     options = Options(digest, crc32, cast, sync, threads, progress)
     staged_by = executor if executor in _HOST and not all(_kind(buffer) == "host" for buffer in src) else None
     name = _choose("torch" if staged_by is not None else executor, "write", src)
-    takes_over = executor != "cuda"
-    return _run(
-        name, table, options,
-        staged_by=staged_by, torch_takes_over=takes_over, src=src, dst_paths=paths,
-    )[0]  # fmt: skip
+    sides = Sides(src=src, dst_paths=paths)
+    return _run(name, table, options, sides, staged_by=staged_by, torch_takes_over=executor != "cuda")[0]
 
 
 def move_segments(
@@ -185,7 +183,8 @@ def move_segments(
     there.
     """
     options = Options(digest, crc32, cast, threads=threads, progress=progress)
-    return _run(choose_executor(executor, "move"), table, options, src_paths=src_paths, dst_paths=dst_paths)[0]
+    sides = Sides[Buffer](src_paths, dst_paths=dst_paths)
+    return _run(choose_executor(executor, "move"), table, options, sides)[0]
 
 
 def scan_segments(
@@ -204,7 +203,7 @@ def scan_segments(
     ``zlib.crc32``. Errors and ``progress`` as of ``read_segments``.
     """
     options = Options(digest, crc32, threads=threads, progress=progress)
-    return _run(choose_executor(executor, "scan"), table, options, src_paths=paths)[0]
+    return _run(choose_executor(executor, "scan"), table, options, Sides[Buffer](paths))[0]
 
 
 def sum_segments(
@@ -223,20 +222,17 @@ def sum_segments(
     """
     options = Options(digest, crc32, threads=threads)
     name = _choose(executor, "sum", src)
-    return _run(name, table, options, torch_takes_over=executor != "cuda", src=src)[0]
+    return _run(name, table, options, Sides(src=src), torch_takes_over=executor != "cuda")[0]
 
 
 def _run(
     name: str,
     table: Table,
     options: Options,
+    sides: Sides[Buffer],
     *,
     staged_by: str | None = None,
     torch_takes_over: bool = False,
-    src_paths: Sequence[FilePath] | None = None,
-    src: Sequence[Buffer] = (),
-    dst_paths: Sequence[Path] | None = None,
-    dst: Sequence[Buffer] | None = None,
 ) -> Moved:
     """Run the engine that was chosen.
 
@@ -244,38 +240,24 @@ def _run(
     writes files through the engine ``staged_by``, the fastest one if None.
     """
     if name in _HOST:
-        to = None if dst is None else _arrays(dst)
-        engine = _file_engine(name, src_paths)
-        return engine(table, options, src_paths=src_paths, src=_arrays(src), dst_paths=dst_paths, dst=to)
+        return _file_engine(name, sides)(table, options, sides=sides.having(_arrays))
     if name == "cuda":
-        buffers = [*src, *(dst or ())]
-        here, there = _device_buffers(src), None if dst is None else _device_buffers(dst)
-        on = _stream(buffers)
         try:
-            return cuda_executor.run(
-                table, options, stream=on, src_paths=src_paths, src=here, dst_paths=dst_paths, dst=there
-            )
+            return cuda_executor.run(table, options, sides=sides.having(_device_buffers), stream=_stream(sides.buffers))
         except UnsupportedError as error:
-            if not torch_takes_over or any(isinstance(buffer, DeviceBuffer) for buffer in buffers):
+            if not torch_takes_over or any(isinstance(buffer, DeviceBuffer) for buffer in sides.buffers):
                 raise
             logger.warning("memory of the GPU is moved by torch instead, which is slower: %s", error)
     from zeroelastic.executors import torch_executor
 
-    with_files = src_paths is not None or dst_paths is not None
-    return torch_executor.run(
-        table,
-        options,
-        host=_file_engine(staged_by or (_fastest() if with_files else "numpy"), src_paths),
-        src_paths=src_paths,
-        src=_tensors(src),
-        dst_paths=dst_paths,
-        dst=None if dst is None else _tensors(dst),
-    )
+    with_files = sides.src_paths is not None or sides.dst_paths is not None
+    host = _file_engine(staged_by or (_fastest() if with_files else "numpy"), sides)
+    return torch_executor.run(table, options, sides=sides.having(_tensors), host=host)
 
 
-def _file_engine(name: str, sources: Sequence[FilePath] | None) -> HostEngine:
+def _file_engine(name: str, sides: Sides[Buffer]) -> HostEngine:
     """A host engine, which also takes sources that are behind an object store."""
-    if not any(isinstance(path, RemotePath) for path in sources or ()):
+    if not any(isinstance(path, RemotePath) for path in sides.src_paths or ()):
         return _HOST[name]
     from zeroelastic.executors.remote_executor import RemoteEngine
 

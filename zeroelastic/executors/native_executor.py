@@ -11,8 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -22,16 +20,14 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.executors.abi import BAD_TABLE, Buffers, Call, Error, Files, Packed, checksums, exception_of
 from zeroelastic.executors.build_info import load_library
 from zeroelastic.executors.tables import (
-    PLAIN,
-    ByteBuffer,
     Moved,
     Options,
+    Sides,
     Table,
     UInt32Array,
     default_threads,
-    operation_of,
 )
-from zeroelastic.io.paths import FilePath, local_paths
+from zeroelastic.io.paths import local_paths
 
 InstructionSet = Literal["plain", "avx2", "avx512"]
 
@@ -114,30 +110,21 @@ def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:
     return int(_library().ze_crc32_join(crc32.ctypes.data, nbytes.ctypes.data, len(crc32)))
 
 
-def run(
-    table: Table,
-    options: Options = PLAIN,
-    *,
-    src_paths: Sequence[FilePath] | None = None,
-    src: Sequence[ByteArray] = (),
-    dst_paths: Sequence[Path] | None = None,
-    dst: Sequence[ByteBuffer] | None = None,
-) -> Moved:
+def run(table: Table, options: Options, *, sides: Sides[ByteArray]) -> Moved:
     """As ``tables.HostEngine``. Memory: 256 KiB per thread to read with a conversion, 1 MiB to move or scan files."""
-    assert dst is None or all(buffer.flags.writeable for buffer in dst), "a destination is read-only"
+    assert all(buffer.flags.writeable for buffer in sides.dst or ()), "a destination is read-only"
     call, error, bytes_read = Call(table, options), Error(), ctypes.c_int64()
-    files = () if src_paths is None else local_paths(src_paths)
-    operation = operation_of(src_paths is not None, dst_paths is not None, dst is not None)
-    arguments: list[Files | Buffers] = [call.files(files) if src_paths is not None else call.buffers(src)]
-    if dst_paths is not None:
-        arguments.append(call.files(dst_paths))
-    elif dst is not None:
-        arguments.append(call.buffers(dst))
+    files, operation = local_paths(sides.src_paths or ()), sides.operation
+    arguments: list[Files | Buffers] = [call.files(files) if sides.src_paths is not None else call.buffers(sides.src)]
+    if sides.dst_paths is not None:
+        arguments.append(call.files(sides.dst_paths))
+    elif sides.dst is not None:
+        arguments.append(call.buffers(sides.dst))
     references = [ctypes.byref(argument) for argument in (call.table, *arguments)]
     more = [checksums(table, options), *([ctypes.byref(bytes_read)] if operation == "read" else [])]
     function = getattr(_library(), f"ze_{operation}_segments")
     code = function(*references, call.digest, call.options, *more, ctypes.byref(error))
     call.end()
     if code:
-        raise exception_of(error, "native", src_paths=files, dst_paths=dst_paths or ())
+        raise exception_of(error, "native", src_paths=files, dst_paths=sides.dst_paths or ())
     return call.totals, bytes_read.value

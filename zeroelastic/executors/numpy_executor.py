@@ -19,7 +19,6 @@ from zeroelastic.core.digest import ByteArray, UInt64Array, combine, digest_rang
 from zeroelastic.core.plan import coalesce
 from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.executors.tables import (
-    PLAIN,
     ByteBuffer,
     Cast,
     ConvertedCopies,
@@ -28,12 +27,13 @@ from zeroelastic.executors.tables import (
     Moved,
     Options,
     Progress,
+    Sides,
     Table,
     cast_itemsizes,
     check_rows,
 )
 from zeroelastic.io.atomic import name_in_errors, write_fully
-from zeroelastic.io.paths import FilePath, local_paths, missing_file
+from zeroelastic.io.paths import local_paths, missing_file
 
 _MAX_VECTORS = 1024  # IOV_MAX on Linux
 _MAX_CALL_BYTES = 256 << 20
@@ -45,17 +45,10 @@ BFLOAT16_NAN = 0x7FC0
 """What every NaN becomes in bfloat16, on any machine: torch's rule for one element. Its vector units make others."""
 
 
-def run(
-    table: Table,
-    options: Options = PLAIN,
-    *,
-    src_paths: Sequence[FilePath] | None = None,
-    src: Sequence[ByteArray] = (),
-    dst_paths: Sequence[Path] | None = None,
-    dst: Sequence[ByteBuffer] | None = None,
-) -> Moved:
+def run(table: Table, options: Options, *, sides: Sides[ByteArray]) -> Moved:
     """As ``tables.HostEngine``. No byte is read twice; between files, and for a conversion, rows go through 1 MiB."""
-    check_rows(table, options, src_paths=src_paths, src=src, dst_paths=dst_paths, dst=dst)
+    check_rows(table, options, sides)
+    src_paths, dst = sides.src_paths, sides.dst
     num_read = 0 if src_paths is None else int(table.nbytes.sum())
     if src_paths is not None and dst is not None and options.cast == "none":
         assert isinstance(table, CopyTable)
@@ -64,9 +57,9 @@ def run(
     if src_paths is not None:
         pieces = _file_pieces(local_paths(src_paths), table)
     else:
-        pieces = _memory_pieces(src, rows, options)
-    with _Destinations(dst_paths or (), sync=options.sync) as files:
-        write = files.write if dst_paths is not None else None if dst is None else _into_memory(dst)
+        pieces = _memory_pieces(sides.src, rows, options)
+    with _Destinations(sides.dst_paths or (), sync=options.sync) as files:
+        write = files.write if sides.dst_paths is not None else None if dst is None else _into_memory(dst)
         return _run(pieces, options, rows, write), num_read
 
 

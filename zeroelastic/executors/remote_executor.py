@@ -22,9 +22,7 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.slices import numbered
 from zeroelastic.executors.batches import PieceTotals
 from zeroelastic.executors.tables import (
-    PLAIN,
     PROGRESS_INTERVAL_S,
-    ByteBuffer,
     Cast,
     CopyTable,
     HostEngine,
@@ -32,6 +30,7 @@ from zeroelastic.executors.tables import (
     Options,
     Progress,
     Ranges,
+    Sides,
     Table,
     cast_itemsizes,
     check_rows,
@@ -60,30 +59,21 @@ class RemoteEngine:
         self._host = host
         self._batch_bytes = staging_bytes // _NUM_BATCHES
 
-    def __call__(
-        self,
-        table: Table,
-        options: Options = PLAIN,
-        *,
-        src_paths: Sequence[FilePath] | None = None,
-        src: Sequence[ByteArray] = (),
-        dst_paths: Sequence[Path] | None = None,
-        dst: Sequence[ByteBuffer] | None = None,
-    ) -> Moved:
+    def __call__(self, table: Table, options: Options, *, sides: Sides[ByteArray]) -> Moved:
         """As the host engine, from files. The bytes that are read are those that are asked for, gaps included."""
-        assert src_paths is not None and not src, "the sources are files"
+        src_paths = sides.src_paths
+        assert src_paths is not None, "the sources are files"
         assert options.copies is None, "only files on this machine are converted beside"
-        check_rows(table, options, src_paths=src_paths, dst_paths=dst_paths, dst=dst)
-        host = partial(self._host, dst_paths=dst_paths, dst=dst)
+        check_rows(table, options, sides)
         totals = PieceTotals(replace(options, progress=None))
         progress = Progress(options.progress)
         is_remote = np.array([isinstance(path, RemotePath) for path in src_paths], dtype=np.bool_)[table.src]
         local, rows = np.flatnonzero(~is_remote), np.flatnonzero(is_remote)
         num_read = 0
         if len(local):
-            here, on_disk = table.rows(local), _on_disk(src_paths)
+            here, on_disk = table.rows(local), replace(sides, src_paths=_on_disk(src_paths))
             num_read = totals.run(
-                lambda some: host(here, replace(some, progress=options.progress), src_paths=on_disk),
+                lambda some: self._host(here, replace(some, progress=options.progress), sides=on_disk),
                 local,
                 None,
                 here.nbytes,
@@ -99,9 +89,10 @@ class RemoteEngine:
             assert ahead is not None
             answers = [np.frombuffer(answer, dtype=np.uint8) for answer in ahead.answers(progress)]
             ahead = _Fetching(src_paths, batches[i + 1]) if i + 1 < len(batches) else None
-            move = partial(host, _from_answers(batch, table, options.cast), src=answers)
+            arrived = replace(sides, src_paths=None, src=answers)
+            move = partial(self._host, _from_answers(batch, table, options.cast), sides=arrived)
             totals.run(move, batch.row, batch.piece_start, batch.piece_nbytes)
-            del answers, move
+            del answers, arrived, move
             progress.add(int(batch.piece_nbytes.sum()))
         progress.finish()
         return totals.finish(), num_read + int(plan.nbytes.sum())

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,10 @@ from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import ConfigError
 from zeroelastic.io.paths import FilePath
+
+B = TypeVar("B")
+C = TypeVar("C")
+S = TypeVar("S", bound=Sized)
 
 UInt32Array = npt.NDArray[np.uint32]
 
@@ -109,15 +113,7 @@ class Ranges:
 Table: TypeAlias = "CopyTable | Ranges"
 
 
-def check_rows(
-    table: Table,
-    options: Options,
-    *,
-    src_paths: Sequence[FilePath] | None = None,
-    src: Sequence[Sized] = (),
-    dst_paths: Sequence[Path] | None = None,
-    dst: Sequence[Sized] | None = None,
-) -> None:
+def check_rows(table: Table, options: Options, sides: Sides[S]) -> None:
     """Assert once that every row is inside its sides, that digests are of whole elements, and checksums have a place.
 
     A failure is a bug of ours: it names the first bad row. The native engine makes the same checks itself.
@@ -127,11 +123,11 @@ def check_rows(
     src_itemsize, dst_itemsize = cast_itemsizes(options.cast)
     good = (nbytes >= 0) & (nbytes <= _MOST // 2) & (nbytes % src_itemsize == 0)
     nbytes = np.where(good, nbytes, 0)
-    sides = [(table.src, table.src_offset, nbytes, src_paths, src)]
+    checked = [(table.src, table.src_offset, nbytes, sides.src_paths, sides.src)]
     if isinstance(table, CopyTable):
         made = nbytes // src_itemsize * dst_itemsize
-        sides.append((table.dst, table.dst_offset, made, dst_paths, dst or ()))
-    for number, offset, length, paths, buffers in sides:
+        checked.append((table.dst, table.dst_offset, made, sides.dst_paths, sides.dst or ()))
+    for number, offset, length, paths, buffers in checked:
         sizes = None if paths is not None else np.array([len(buffer) for buffer in buffers], dtype=np.int64)
         good &= _inside(number, offset, length, len(buffers if paths is None else paths), sizes)
     if options.digest is not None:
@@ -225,9 +221,6 @@ class Options:
     copies: ConvertedCopies | None = None
 
 
-PLAIN = Options()
-"""Bytes are moved as they are, and nothing is computed."""
-
 Moved: TypeAlias = "tuple[UInt64Array | None, int]"
 """The digests, where they were asked for, and of a read the bytes that were read."""
 
@@ -235,31 +228,41 @@ Moved: TypeAlias = "tuple[UInt64Array | None, int]"
 Operation = Literal["read", "copy", "write", "move", "scan", "sum"]
 
 
-def operation_of(from_files: bool, to_files: bool, to_memory: bool) -> Operation:
-    """The name of what moves bytes between such sides."""
-    if to_files:
-        return "move" if from_files else "write"
-    if to_memory:
-        return "read" if from_files else "copy"
-    return "scan" if from_files else "sum"
-
-
-class HostEngine(Protocol):
-    """An engine of files and host memory.
+@dataclass(frozen=True, slots=True)
+class Sides(Generic[B]):
+    """What the rows of a table are in, and what they go to: files or buffers.
 
     The sources are ``src_paths``, or ``src``; the destinations ``dst_paths``, or ``dst``, or there are none.
     """
 
-    def __call__(
-        self,
-        table: Table,
-        options: Options = PLAIN,
-        *,
-        src_paths: Sequence[FilePath] | None = None,
-        src: Sequence[ByteArray] = (),
-        dst_paths: Sequence[Path] | None = None,
-        dst: Sequence[ByteBuffer] | None = None,
-    ) -> Moved: ...
+    src_paths: Sequence[FilePath] | None = None
+    src: Sequence[B] = ()
+    dst_paths: Sequence[Path] | None = None
+    dst: Sequence[B] | None = None
+
+    @property
+    def operation(self) -> Operation:
+        """The name of what moves bytes between such sides."""
+        if self.dst_paths is not None:
+            return "write" if self.src_paths is None else "move"
+        if self.dst is not None:
+            return "copy" if self.src_paths is None else "read"
+        return "sum" if self.src_paths is None else "scan"
+
+    @property
+    def buffers(self) -> list[B]:
+        """All buffers of both sides."""
+        return [*self.src, *(self.dst or ())]
+
+    def having(self, form: Callable[[Sequence[B]], Sequence[C]]) -> Sides[C]:
+        """The same with the buffers in another form."""
+        return Sides(self.src_paths, form(self.src), self.dst_paths, None if self.dst is None else form(self.dst))
+
+
+class HostEngine(Protocol):
+    """An engine of files and host memory, of which destinations are writable."""
+
+    def __call__(self, table: Table, options: Options, *, sides: Sides[ByteArray]) -> Moved: ...
 
 
 class Progress:

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,8 +20,6 @@ from zeroelastic.errors import ConfigError
 from zeroelastic.executors.batches import PieceTotals, batches
 from zeroelastic.executors.numpy_executor import BFLOAT16_NAN
 from zeroelastic.executors.tables import (
-    PLAIN,
-    ByteBuffer,
     Cast,
     CopyTable,
     DigestRows,
@@ -30,11 +27,11 @@ from zeroelastic.executors.tables import (
     Moved,
     Options,
     Progress,
+    Sides,
     Table,
     cast_itemsizes,
     check_rows,
 )
-from zeroelastic.io.paths import FilePath
 
 STAGING_BYTES = 16 << 20
 """Host memory that reads and writes go through."""
@@ -70,27 +67,19 @@ def current_stream(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-def run(
-    table: Table,
-    options: Options = PLAIN,
-    *,
-    host: HostEngine,
-    src_paths: Sequence[FilePath] | None = None,
-    src: Sequence[ByteArray | torch.Tensor] = (),
-    dst_paths: Sequence[Path] | None = None,
-    dst: Sequence[ByteBuffer | torch.Tensor] | None = None,
-) -> Moved:
+def run(table: Table, options: Options, *, sides: Sides[ByteArray | torch.Tensor], host: HostEngine) -> Moved:
     """As ``tables.HostEngine``, for memory on any devices; it neither moves nor scans files.
 
     ``host`` reads and writes files by ``STAGING_BYTES`` of host memory, torch copies to and from it. A file is opened
     once for each of these batches, and with ``sync`` flushed as often. Digests of memory are taken where it is: they
     cost a few MiB there, and a synchronization in the end.
     """
-    assert dst is None or all(isinstance(b, torch.Tensor) or b.flags.writeable for b in dst), "read-only destination"
-    sources = [bytes_of(buffer) for buffer in src]
-    targets = None if dst is None else [bytes_of(buffer) for buffer in dst]
-    check_rows(table, options, src_paths=src_paths, src=sources, dst_paths=dst_paths, dst=targets)
-    if src_paths is None and dst_paths is None:
+    assert all(isinstance(b, torch.Tensor) or b.flags.writeable for b in sides.dst or ()), "read-only destination"
+    in_bytes = sides.having(lambda buffers: [bytes_of(buffer) for buffer in buffers])
+    sources, targets = in_bytes.src, in_bytes.dst
+    check_rows(table, options, in_bytes)
+    src_paths = sides.src_paths
+    if src_paths is None and sides.dst_paths is None:
         assert options.crc32 is None, "torch makes digests, not checksums"
         return _copy_rows(table, sources, targets, options.cast, options.digest), 0
     assert isinstance(table, CopyTable)
@@ -106,12 +95,12 @@ def run(
         stage = CopyTable(table.src[row], table.src_offset[row] + batch.start, zero, batch.offset, batch.nbytes)
         unstage = CopyTable(zero, batch.offset, table.dst[row], to, batch.nbytes)
         if src_paths is not None:
-            read = partial(host, stage, src_paths=src_paths, dst=[memory])
+            read = partial(host, stage, sides=Sides(src_paths, dst=[memory]))
             num_read += totals.run(read, row, batch.start, batch.nbytes)
             _copy_rows(unstage, [staging], targets, options.cast)
         else:
             _copy_rows(stage, sources, [staging])
-            write = partial(host, unstage, src=[memory], dst_paths=dst_paths)
+            write = partial(host, unstage, sides=Sides(src=[memory], dst_paths=sides.dst_paths))
             totals.run(write, row, batch.start, batch.nbytes)
         progress.add(int(batch.nbytes.sum()))
     progress.finish()
