@@ -246,13 +246,14 @@ def trained_tables(root: Mapping[object, object], path: FilePath) -> tuple[tuple
     tables = root.get("param_shapes")
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
         raise CheckpointError(f"{path}: holds no param_shapes. It is not a ZeRO model states file.")
-    return tuple(tuple(_params(table, path)) for table in tables)
-
-
-def _params(table: Mapping[object, object], path: FilePath) -> list[Param]:
-    if isinstance(table, NamedColumn):
-        return checked_column(table, path)
-    return checked_table([*table], [*table.values()], path)
+    return tuple(
+        tuple(
+            checked_column(table, path)
+            if isinstance(table, NamedColumn)
+            else checked_table([*table], [*table.values()], path)
+        )
+        for table in tables
+    )
 
 
 def _entries(module: Mapping[object, object], *, but: Collection[object]) -> dict[object, object]:

@@ -42,7 +42,7 @@ def _walk(value: object, seed: int, left: list[str], where: str) -> object:
     if isinstance(value, list):
         return [_walk(item, seed, left, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, tuple):
-        if _is_python_state(value):
+        if len(value) == 3 and type(value[0]) is int and isinstance(value[1], tuple) and len(value[1]) == _WORDS + 1:
             return random.Random(seed).getstate()
         if len(value) == 5 and value[0] == "MT19937":
             return _numpy_state(value, seed, left, where)
@@ -50,10 +50,6 @@ def _walk(value: object, seed: int, left: list[str], where: str) -> object:
     if isinstance(value, Node) and type(value).name == "_rebuild_tensor_v2" and isinstance(value.args[0], Storage):
         return _tensor_state(value, seed, left, where)
     return value
-
-
-def _is_python_state(value: tuple[object, ...]) -> bool:
-    return len(value) == 3 and type(value[0]) is int and isinstance(value[1], tuple) and len(value[1]) == _WORDS + 1
 
 
 def _numpy_state(value: tuple[object, ...], seed: int, left: list[str], where: str) -> tuple[object, ...]:
@@ -82,11 +78,10 @@ def _cpu_state(seed: int) -> bytes:
     return head + _words(seed).astype("<u8").tobytes() + bytes(_CPU_BYTES - len(head) - 8 * _WORDS)
 
 
-def _gpu_state(seed: int) -> bytes:
-    return struct.pack("<QQ", seed, 0)
-
-
-_STATES: dict[int, Callable[[int], bytes]] = {_CPU_BYTES: _cpu_state, _GPU_BYTES: _gpu_state}
+_STATES: dict[int, Callable[[int], bytes]] = {
+    _CPU_BYTES: _cpu_state,
+    _GPU_BYTES: lambda seed: struct.pack("<QQ", seed, 0),
+}
 
 
 def _tensor_state(value: Node, seed: int, left: list[str], where: str) -> object:

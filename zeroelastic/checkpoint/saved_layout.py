@@ -204,7 +204,8 @@ def frozen_layout(models: Sequence[ModelStates], topology: Topology, saved: Save
     for model, layout in zip(models, layouts, strict=True):
         if topology.tensor_size > 1:
             check_described(saved.maps, (param.name for param in layout.params), model.path)
-    experts = [param.name for param in layouts[0].params if _is_cut_expert(param.name, saved.maps)]
+    cut = {name for name, one in saved.maps.items() if one.axis == "expert" and len(one.views) > 1}
+    experts = [param.name for param in layouts[0].params if param.name in cut]
     if experts:
         raise UnsupportedError(
             f"{models[0].path}: has frozen experts, of which each expert parallel rank saved some: "
@@ -214,11 +215,6 @@ def frozen_layout(models: Sequence[ModelStates], topology: Topology, saved: Save
         return layout_over_ranks(lambda t: [[param] for param in layouts[t].params], topology, saved.maps, stage=3)
     except (ValueError, OverflowError) as error:
         raise CheckpointError(f"{models[0].path}: {error}. The file is damaged.") from None
-
-
-def _is_cut_expert(name: str, maps: SliceMaps) -> bool:
-    found = maps.get(name)
-    return found is not None and found.axis == "expert" and len(found.views) > 1
 
 
 def _with_native_experts(

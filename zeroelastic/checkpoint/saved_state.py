@@ -93,7 +93,8 @@ class SavedPart:
         layout, numbers = self.layout, self.numbers()
         targets: list[Destination] = []
         position: list[int] = []  # of a target's key among those of its parameters
-        for sub_group, first in enumerate(_first_members(layout)):
+        for sub_group in range(layout.num_sub_groups):
+            first = int(np.argmax(layout.sub_group == sub_group))
             for number, (key, dtype) in enumerate(self.dtypes[numbers[first]].items()):
                 targets.append(Destination(key, sub_group, dtype))
                 position.append(number)
@@ -204,7 +205,10 @@ def trained_part(shards: Mapping[int, Shard], head: Shard, layout: Layout | None
     """
     layout = head.layout if layout is None else layout
     params = layout.whole_tensors
-    sub_groups = _of_first(layout.sub_group, whole_numbers(layout, params), len(params)).tolist()
+    numbers = whole_numbers(layout, params)
+    first = np.empty(len(params), dtype=np.int64)  # slice of each tensor
+    first[numbers[::-1]] = np.arange(len(numbers))[::-1]
+    sub_groups = layout.sub_group[first].tolist()
     return SavedPart(
         layout=layout,
         params=params,
@@ -270,16 +274,3 @@ def whole_numbers(layout: Layout, params: Sequence[Param]) -> Int64Array:
         return np.arange(layout.num_params, dtype=np.int64)
     number = {param.name: i for i, param in enumerate(params)}
     return np.array([number[tensor.name] for tensor in layout.tensors], dtype=np.int64)
-
-
-def _of_first(values: Int64Array, numbers: Int64Array, count: int) -> Int64Array:
-    """For each of ``count`` tensors the value of its first slice, where slice i is of tensor ``numbers[i]``."""
-    first = np.empty(count, dtype=np.int64)
-    first[numbers[::-1]] = np.arange(len(numbers))[::-1]
-    chosen: Int64Array = values[first]
-    return chosen
-
-
-def _first_members(layout: Layout) -> list[int]:
-    """A parameter of each sub-group."""
-    return [int(np.argmax(layout.sub_group == i)) for i in range(layout.num_sub_groups)]

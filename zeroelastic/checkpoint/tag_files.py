@@ -203,7 +203,9 @@ def list_tag(directory: FilePath) -> TagListing:
             temporaries.append(name)
         elif name not in (RECORD_NAME, MARK_NAME):
             unknown_files.append(name)
-    kind = _kind(directory, optim, models, whole, inside)
+    kind: Kind = "zero-1-2" if whole and not models else "zero-3"
+    if not optim and _holds_whole_params(directory, inside):
+        kind = "universal"
     if kind == "zero-1-2":
         models = {(0, tp_rank): name for tp_rank, name in whole.items()}
     return TagListing(
@@ -239,24 +241,8 @@ def is_universal(directory: FilePath) -> bool:
         names, inside = list_directory(directory)
     except (CheckpointError, UnreadableError):
         return False
-    return not any(_is_optimizer_file(name) for name in names) and _holds_whole_params(directory, inside)
-
-
-def _kind(
-    directory: FilePath,
-    optim: Mapping[tuple[int, int], str],
-    models: Mapping[tuple[int, int], str],
-    whole: Mapping[int, str],
-    inside: tuple[str, ...],
-) -> Kind:
-    if not optim and _holds_whole_params(directory, inside):
-        return "universal"
-    return "zero-1-2" if whole and not models else "zero-3"
-
-
-def _is_optimizer_file(name: str) -> bool:
-    file = parse_rank_file(name)
-    return file is not None and file.kind == "optimizer"
+    files = (file for name in names if (file := parse_rank_file(name)) is not None)
+    return not any(file.kind == "optimizer" for file in files) and _holds_whole_params(directory, inside)
 
 
 def _holds_whole_params(directory: FilePath, inside: tuple[str, ...]) -> bool:

@@ -24,6 +24,7 @@ def refuse_unwritable(engine: Engine, live: LiveOptimizer) -> None:
     """Raise UnsupportedError for a ``checkpoint`` block of the configuration whose files could not be loaded again."""
     config: Mapping[str, Any] = engine._config.checkpoint_config
     writer: Mapping[str, Any] | None = config.get("writer")
+    no_fast_writer = str(fast_file_writer.UtilsBuilder.__name__) == "NotImplementedBuilder"
     problem = None
     if not config.get("checkpoint_serialization", True):
         problem = (
@@ -32,7 +33,7 @@ def refuse_unwritable(engine: Engine, live: LiveOptimizer) -> None:
         )
     elif writer is not None and writer["type"] == "MOCK":
         problem = 'the checkpoint writer "mock" writes nothing. Use "python" or "fast"'
-    elif writer is not None and writer["type"] == "FAST" and not _fast_writer_exists():
+    elif writer is not None and writer["type"] == "FAST" and no_fast_writer:
         problem = (
             'the checkpoint writer "fast" needs DeepSpeed\'s op "utils", which it does not have for this accelerator. '
             'Use "type": "python"'
@@ -68,10 +69,6 @@ def refuse_to_exclude_experts(live: LiveOptimizer) -> None:
             f"exclude_frozen_parameters does not go with frozen experts, as {experts[0]}, at ZeRO stages 1 and 2: "
             "DeepSpeed writes the files of experts all the same. Save without it."
         )
-
-
-def _fast_writer_exists() -> bool:
-    return str(fast_file_writer.UtilsBuilder.__name__) != "NotImplementedBuilder"
 
 
 def directory_leaders(tag_dir: Path) -> tuple[int, ...]:

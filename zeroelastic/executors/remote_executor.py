@@ -71,7 +71,9 @@ class RemoteEngine:
         local, rows = np.flatnonzero(~is_remote), np.flatnonzero(is_remote)
         num_read = 0
         if len(local):
-            here, on_disk = table.rows(local), replace(sides, src_paths=_on_disk(src_paths))
+            # The same files by number: the rows name only those that are on a disk.
+            files = tuple(path if isinstance(path, Path) else Path(os.devnull) for path in src_paths)
+            here, on_disk = table.rows(local), replace(sides, src_paths=files)
             num_read = totals.run(
                 lambda some: self._host(here, replace(some, progress=options.progress), sides=on_disk),
                 local,
@@ -136,11 +138,6 @@ def _from_answers(batch: Requests, table: Table, cast: Cast) -> Table:
     src_itemsize, dst_itemsize = cast_itemsizes(cast)
     at = table.dst_offset[batch.row] + batch.piece_start // src_itemsize * dst_itemsize
     return CopyTable(batch.request, batch.piece_offset, table.dst[batch.row], at, batch.piece_nbytes)
-
-
-def _on_disk(paths: Sequence[FilePath]) -> tuple[Path, ...]:
-    """The same files by number, for a host engine; its rows name only those that are on a disk."""
-    return tuple(path if isinstance(path, Path) else Path(os.devnull) for path in paths)
 
 
 @dataclass(frozen=True, slots=True)

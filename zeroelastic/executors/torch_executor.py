@@ -124,15 +124,10 @@ def _copy_rows(
             begin = int(table.dst_offset[i])
             _copy(data, dst[int(table.dst[i])][begin : begin + nbytes // src_itemsize * dst_itemsize], cast)
         if digest is not None:
-            parts += _row_digests(digest, i, data)
+            stream = int(digest.stream[i])
+            seed, start, itemsize = int(digest.seeds[stream]), int(digest.start[i]), int(digest.itemsize[i])
+            parts += [(stream, part) for part in _digests(data, itemsize, seed, start)]
     return None if digest is None else _added_up(parts, len(digest.seeds))
-
-
-def _row_digests(digest: DigestRows, row: int, data: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """What a row adds to its digest: (number of the digest, int64 scalar on the data's device)."""
-    stream = int(digest.stream[row])
-    seed, start, itemsize = int(digest.seeds[stream]), int(digest.start[row]), int(digest.itemsize[row])
-    return [(stream, part) for part in _digests(data, itemsize, seed, start)]
 
 
 def _added_up(parts: Sequence[tuple[int, torch.Tensor]], num_streams: int) -> UInt64Array:

@@ -216,7 +216,8 @@ def live_form(
     The type is that of ``current``, the live value, which is None before the first step; else that of the optimizer's
     class; else the saved one. Raises UnsupportedError if the type cannot hold the number.
     """
-    kind = _kind_of(current) or _kind_known(optimizer, options, key)
+    known = _known(optimizer, options, bases=True)
+    kind = _kind_of(current) or (None if known is None else known.scalars.get(key))
     tensor = not value.kind.startswith("py")
     if kind is None or kind == value.kind or isinstance(value.value, bool) or value.value is None:
         return value
@@ -247,8 +248,3 @@ def _kind_of(current: object) -> str | None:
     if isinstance(current, (bool, int, float)):
         return ScalarValue.of_python(current).kind
     return None
-
-
-def _kind_known(optimizer: torch.optim.Optimizer, options: Mapping[str, object], key: str) -> str | None:
-    known = _known(optimizer, options, bases=True)
-    return None if known is None else known.scalars.get(key)

@@ -20,12 +20,13 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, scalar_value, uncovered_groups
 from zeroelastic.deepspeed.live.swap_files import SwapFiles, is_param_on_nvme, on_nvme
-from zeroelastic.deepspeed.live.topology import expert_group, is_expert, sharing_of_group
+from zeroelastic.deepspeed.live.topology import Sharing, expert_group, is_expert
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError
 
@@ -327,7 +328,8 @@ class Evaluation(Stage3):
         world: Any = dist.group.WORLD
         self.dp_group = next((param.ds_process_group for param in params if hasattr(param, "ds_id")), world)
         self.tp_group, self.grad_scaler, self.module = None, None, optimizer.module
-        self._share(sharing_of_group(self.dp_group))
+        size, rank = dist.get_world_size(group=self.dp_group), dist.get_rank(group=self.dp_group)
+        self._share(Sharing(Topology(size), rank, self.dp_group))
         self._read(names)
 
     def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:

@@ -138,7 +138,8 @@ def sharing_of(
     maps = None if opaque or is_opaque(optimizer, module) else _tensor_maps(module, tp)
     if not maps:
         return Sharing(Topology(data_size), data_rank, dp_group, tp)
-    topology, world = Topology(data_size, tp.size), _world()
+    topology, world = Topology(data_size, tp.size), dist.group.WORLD
+    assert world is not None
     return Sharing(topology, topology.rank(data_rank, tp.rank), world, maps=maps)
 
 
@@ -172,11 +173,6 @@ def uncovered_sharing(optimizer: Any, engine: Any) -> str | None:
     except (CheckpointError, UnsupportedError) as error:
         return str(error)
     return None
-
-
-def sharing_of_group(group: dist.ProcessGroup) -> Sharing:
-    """That of a run in which all ranks of a process group share all parameters."""
-    return Sharing(Topology(dist.get_world_size(group=group)), dist.get_rank(group=group), group)
 
 
 def is_expert(param: torch.nn.Parameter) -> bool:
@@ -225,12 +221,6 @@ def _parse(info: object, size: int) -> SliceMaps | None:
     except (CheckpointError, UnsupportedError):  # scaled slices, and maps of another version
         return None
     return None if maps is None or any(0 in view.shape for each in maps.values() for view in each.views) else maps
-
-
-def _world() -> dist.ProcessGroup:
-    world: Any = dist.group.WORLD
-    found: dist.ProcessGroup = world
-    return found
 
 
 def _with_experts(

@@ -16,7 +16,6 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, Target, fill
 from zeroelastic.deepspeed.live.digests import LiveStreams, known_digests, local_digests, own_parts
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.optimizers import SavedGroup
 from zeroelastic.deepspeed.live.replicated import restore_scales, set_groups
 from zeroelastic.deepspeed.load.preflight import LoadPlan, saved_groups
 from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others
@@ -263,19 +262,15 @@ def _restore_values(
         for i, state in enumerate(load_plan.states):
             for key, value in state.scalars.items():
                 live.set_scalar(i, key, value)
-        notes = [*_converted(load_plan), *set_groups(live, _sources(load_plan))]
+        saved, matches = saved_groups(load_plan.head), load_plan.membership.groups
+        groups = [None if match.source is None else saved[match.source] for match in matches]
+        notes = [*_converted(load_plan), *set_groups(live, groups)]
         scale_notes, lost = restore_scales(live, load_plan.head, engine._config._param_dict)
         notes += scale_notes
     numels = live.layout.owned_numels(live.rank)
     whole = {i for i, numel in rounded.items() if numel == numels[i]}
     live.finish_weights(from_16_bit=not engine.zero_load_from_fp32_weights(), rounded=whole)
     return tuple(notes), tuple(lost)
-
-
-def _sources(load_plan: LoadPlan) -> list[SavedGroup | None]:
-    """The saved group from which each live group takes its hyper-parameters; None if it keeps its own."""
-    groups = saved_groups(load_plan.head)
-    return [None if match.source is None else groups[match.source] for match in load_plan.membership.groups]
 
 
 def _converted(load_plan: LoadPlan) -> list[str]:

@@ -34,7 +34,7 @@ from zeroelastic.distributed.collective import all_gather
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, read_range
-from zeroelastic.torch_file.header import DTYPE_BYTES, Extent
+from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.torch_file.zip_check import check_archive
 
 _NAMED = 8
@@ -247,7 +247,8 @@ def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[boo
             if not here or shard.digests is None:
                 is_bad = bool(here) and _contradicts_itself(path, shard.size)
             else:
-                is_bad = any(_part_digest(shard, at) != _recorded(shard, shard.digests, at) for at in here)
+                stated = [read_range(path, shard.digests.offset + 8 * at, 8) for at in here]
+                is_bad = [_part_digest(shard, at).to_bytes(8, "little") for at in here] != stated
             bad |= {path.name} if is_bad else set()
         except (ZeroElasticError, OSError) as error:  # the others wait for this sentence
             return False, f"({error})"
@@ -286,10 +287,6 @@ def _contradicts_itself(path: FilePath, size: int) -> bool:
     except CheckpointError:
         return True
     return False
-
-
-def _recorded(shard: Shard, digests: Extent, index: int) -> int:
-    return int.from_bytes(read_range(shard.path, digests.offset + 8 * index, 8), "little")
 
 
 def _part_digest(shard: Shard, index: int) -> int:

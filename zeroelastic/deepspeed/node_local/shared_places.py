@@ -85,12 +85,12 @@ def find_shared_files(files: Sequence[SharedFile], tag_dir: FilePath, base: str 
             folder = as_path(absolute(base))
             yield folder if folder.name == file.name else folder / file.name
 
+    def sees(path: FilePath, nbytes: int) -> bool:
+        return (rank == 0 or isinstance(path, Path)) and file_size(path) == nbytes
+
     def look() -> list[FilePath | None]:
         put_back_missing(files, tag_dir)
-        return [
-            next((path for path in places_of(file) if _is_here(path, file.nbytes, asks=rank == 0)), None)
-            for file in files
-        ]
+        return [next((path for path in places_of(file) if sees(path, file.nbytes)), None) for file in files]
 
     found = all_gather_alike(all_or_raise(look))
     paths: dict[str, FilePath] = {}
@@ -103,11 +103,6 @@ def find_shared_files(files: Sequence[SharedFile], tag_dir: FilePath, base: str 
         readers_of[file.path] = tuple(other for other in range(num_ranks) if by_rank[other] is not None)
     all_or_raise(lambda: check_shared_files([file for file in files if not readers_of[file.path]], tag_dir))
     return SharedPlaces(tag_dir, paths, readers_of)
-
-
-def _is_here(path: FilePath, nbytes: int, *, asks: bool) -> bool:
-    """Whether a file of this size is there; behind a URL only the rank that ``asks`` finds out."""
-    return (asks or isinstance(path, Path)) and file_size(path) == nbytes
 
 
 def with_shared(found: Listing | FileVisibility, places: SharedPlaces) -> Listing | FileVisibility:

@@ -34,7 +34,6 @@ from zeroelastic.checkpoint.marks import refuse_unfinished
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import Listing, check_sizes, rank_files
 from zeroelastic.checkpoint.tag_files import (
-    EXPERT_FILE,
     WHOLE_MODEL_FILE,
     TensorParallel,
     is_rank_file,
@@ -206,7 +205,7 @@ def _look(tag_dir: Path) -> tuple[CommitRecord | None, _Node]:
     """What this rank finds in a directory, for the ranks of its node."""
     sizes = _list(tag_dir)
     record = read_record(tag_dir) if RECORD_NAME in sizes else None
-    node = _Node({name: size for name, size in sizes.items() if _is_of_a_save(name)})
+    node = _Node({name: size for name, size in sizes.items() if is_rank_file(name) or name == RECORD_NAME})
     if record is None:
         return None, node
     node.save = record.save_id + record.content_root
@@ -317,10 +316,6 @@ def _list(tag_dir: Path) -> dict[str, int]:
         return file_sizes(tag_dir)
     except MissingFileError:
         return {}
-
-
-def _is_of_a_save(name: str) -> bool:
-    return is_rank_file(name) or EXPERT_FILE.match(name) is not None or name == RECORD_NAME
 
 
 def _is_whole_module(name: str) -> bool:

@@ -57,22 +57,24 @@ class Destination(ABC):
     """Where the files of a save are written, and how they become the tag ``tag_dir``.
 
     DeepSpeed saves to ``deepspeed_dir``; what it writes for the tag goes into ``staging_dir``. ``run_dir`` has the tags
-    of the run. Ranks that see the same directory have the same one of ``leaders``, by rank: the first of them, which
-    acts for all of them.
+    of the run, and ``place`` is the tag directory with no symbolic link on the way to it. Ranks that see the same
+    directory have the same one of ``leaders``, by rank: the first of them, which acts for all of them.
     """
 
     reading: str
     """The stage in which a rank reads its files back."""
 
-    @property
-    @abstractmethod
-    def place(self) -> FilePath:
-        """The tag directory, with no symbolic link on the way to it."""
-
     def __init__(
-        self, tag_dir: FilePath, *, run_dir: FilePath, deepspeed_dir: Path, staging_dir: Path, leaders: tuple[int, ...]
+        self,
+        tag_dir: FilePath,
+        *,
+        place: FilePath,
+        run_dir: FilePath,
+        deepspeed_dir: Path,
+        staging_dir: Path,
+        leaders: tuple[int, ...],
     ) -> None:
-        self.tag_dir, self.run_dir = tag_dir, run_dir
+        self.tag_dir, self.place, self.run_dir = tag_dir, place, run_dir
         self.deepspeed_dir, self.staging_dir, self.leaders = deepspeed_dir, staging_dir, leaders
         self.is_leader = leaders[dist.get_rank()] == dist.get_rank()
 
@@ -162,13 +164,14 @@ class Directory(Destination):
         self._root, self._place = Path(os.path.realpath(directory)), Path(os.path.realpath(directory / tag))
         staging_dir = staging_dir_of(self._place, save_id)
         super().__init__(
-            directory / tag, run_dir=self._root, deepspeed_dir=directory, staging_dir=staging_dir, leaders=leaders
+            directory / tag,
+            place=self._place,
+            run_dir=self._root,
+            deepspeed_dir=directory,
+            staging_dir=staging_dir,
+            leaders=leaders,
         )
         self._save_id, self._save_latest, self._fsync = save_id, save_latest, fsync
-
-    @property
-    def place(self) -> Path:
-        return self._place
 
     def begin(self) -> None:
         """Make the directory in which this rank sees others' files appear, where ``latest`` can be written too."""

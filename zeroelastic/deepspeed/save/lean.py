@@ -15,8 +15,8 @@ import logging
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.digests import LivePiece, LiveStreams, digest_pieces, sum_over_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.options import Options
-from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.save import recovery_script
 from zeroelastic.deepspeed.save.base_model import BaseModel
 from zeroelastic.deepspeed.save.directory import Destination
@@ -375,13 +374,6 @@ def copy_recovery_scripts(copy_own: Callable[[str], None], save_dir: str, *, lea
     for path in paths:
         path.write_bytes(own)
         path.chmod(path.stat().st_mode | stat.S_IEXEC)
-
-
-@contextmanager
-def without_fragments(engine: Engine) -> Iterator[None]:
-    """While it lasts, DeepSpeed's save copies no frozen parameters, which ``LeanStates`` takes out again."""
-    with patched(engine, _get_param_fragment_func=lambda param: torch.empty(0, dtype=param.dtype)):
-        yield
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

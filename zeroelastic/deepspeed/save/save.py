@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
@@ -52,7 +53,6 @@ from zeroelastic.deepspeed.save.lean import (
     copy_recovery_scripts,
     refuse_lean,
     share_weights,
-    without_fragments,
 )
 from zeroelastic.deepspeed.save.pending import DecoupledSave, check_alive, finish_pending, unfinished
 from zeroelastic.deepspeed.save.shard_writer import (
@@ -160,6 +160,9 @@ class Save:
                 return Snapshot(checkpoint_engine, live, streams, options, self.memory), streams
             return ShardWriter(checkpoint_engine, live, streams, options), streams
 
+        def no_fragment(param: torch.Tensor) -> torch.Tensor:
+            return torch.empty(0, dtype=param.dtype)
+
         with destination.discarded_on_failure(), span("save.write"):
             shard, streams = all_or_raise(begin)
             self.shard = shard
@@ -193,7 +196,8 @@ class Save:
                 patched(engine.optimizer, **state),
                 listed_by_optimizer(engine, live.trained),
                 one_module_writer(engine, live, destination.leaders),
-                without_fragments(engine) if options.lean else nullcontext(),
+                # Of a lean save it copies no frozen parameters, which LeanStates takes out again.
+                patched(engine, _get_param_fragment_func=no_fragment) if options.lean else nullcontext(),
                 live.saving(engine, elastic=self.elastic, written=partial(self.barrier.wait, "write")),
             ):
                 done = replace(

@@ -89,6 +89,7 @@ class StoreTarget(Destination):
         staging_dir.mkdir()
         super().__init__(
             run / tag,
+            place=run / tag,
             run_dir=run,
             deepspeed_dir=self.scratch,
             staging_dir=staging_dir,
@@ -99,10 +100,6 @@ class StoreTarget(Destination):
         self._uploads: list[Upload] = []
         self._marked = False
         self.files: dict[str, ByteArray] = {}
-
-    @property
-    def place(self) -> RemotePath:
-        return self.tag_dir
 
     def begin(self) -> None:
         """Remove what dead saves have left, and mark the tag. Raises SaveError."""
