@@ -357,16 +357,14 @@ def open_checkpoint(
     tag_dir = pin(as_path(tag_dir))
     if listing is None:
         sizes = file_sizes(tag_dir) if sizes is None else sizes
-        names: Collection[str] = sizes
-    else:
-        sizes, names = listing.sizes, listing.names
+        listing = Listing(sizes, sizes, read_record(tag_dir), record_bytes=sizes.get(RECORD_NAME, 0))
+    sizes, names, record = listing.sizes, listing.names, listing.record
     refuse_unfinished(tag_dir, names)
-    record = read_record(tag_dir) if listing is None else listing.record
     files = _state_files(tag_dir, names, record, tp)
     first: _First | None = None
     if record is not None:
         data_size = record.world_size
-    elif listing is not None and listing.world_size is not None:
+    elif listing.world_size is not None:
         data_size = listing.world_size
     else:
         first = _first_model_states(tag_dir, files, near_rank, tp)
@@ -374,9 +372,8 @@ def open_checkpoint(
         if first.model.tensor_size != files.tensor_size and not _is_one_of_several(tp):
             files = rank_files(tag_dir, names, tensor_size=first.model.tensor_size)
     topology = Topology(data_size, files.tensor_size)
-    over_nodes = listing is not None and listing.over_nodes
     tp_rank = tp.rank if tp is not None else 0
-    _check_none_missing(tag_dir, files, topology, tp_rank=tp_rank, over_nodes=over_nodes)
+    _check_none_missing(tag_dir, files, topology, tp_rank=tp_rank, over_nodes=listing.over_nodes)
     if record is not None:
         check_sizes(tag_dir, names, sizes, record)
     world_size = topology.world_size
@@ -388,9 +385,9 @@ def open_checkpoint(
         model_files=FilesByRank(tag_dir, (files.models[rank] for rank in range(files.num_models(data_size)))),
         record=record,
         stale_files=(*stale, *files.others),
-        record_bytes=(0 if record is None else sizes.get(RECORD_NAME, 0)) if listing is None else listing.record_bytes,
+        record_bytes=0 if record is None else listing.record_bytes,
         tp=tp or NO_TENSOR_PARALLEL,
-        remote_files=frozenset() if listing is None else listing.remote_files,
+        remote_files=listing.remote_files,
         compare_directories=compare_directories,
         whole_model=files.whole_model,
         near_rank=near_rank,

@@ -37,10 +37,6 @@ class _Wrapper:
             found = getattr(found, "__wrapped__", None)
         return found is not None
 
-    def is_outermost(self) -> bool:
-        """Whether nobody has wrapped or replaced the method since."""
-        return vars(self.owner).get(self.name) is self.method
-
     def unwrap(self) -> None:
         """Put back what was there."""
         if self.inherited:
@@ -67,7 +63,7 @@ def unwrap_all() -> None:
     """Put every method back; one that another library has wrapped since stays below its wrapper, and does nothing."""
     for key, wrapper in list(_wrappers.items()):
         wrapper.active = False
-        if wrapper.is_outermost():
+        if vars(wrapper.owner).get(wrapper.name) is wrapper.method:  # nobody has wrapped or replaced it since
             wrapper.unwrap()
             del _wrappers[key]
 

@@ -183,7 +183,7 @@ def move_segments(
     there.
     """
     options = Options(digest, crc32, cast, threads=threads, progress=progress)
-    sides = Sides[Buffer](src_paths, dst_paths=dst_paths)
+    sides: Sides[Buffer] = Sides(src_paths, dst_paths=dst_paths)
     return _run(choose_executor(executor, "move"), table, options, sides)[0]
 
 
@@ -203,7 +203,8 @@ def scan_segments(
     ``zlib.crc32``. Errors and ``progress`` as of ``read_segments``.
     """
     options = Options(digest, crc32, threads=threads, progress=progress)
-    return _run(choose_executor(executor, "scan"), table, options, Sides[Buffer](paths))[0]
+    sides: Sides[Buffer] = Sides(paths)
+    return _run(choose_executor(executor, "scan"), table, options, sides)[0]
 
 
 def sum_segments(

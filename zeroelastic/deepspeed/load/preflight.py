@@ -41,6 +41,7 @@ from zeroelastic.distributed.collective import all_gather, all_gather_of_or_rais
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, UnsupportedError
 from zeroelastic.executors.dispatch import Executor
 from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.torch_file.graph import entry
 from zeroelastic.torch_file.zip_check import check_archive
 
 
@@ -85,11 +86,6 @@ class LoadPlan:
     visibility: FileVisibility | None = None
     shared_places: SharedPlaces | None = None
     checked_bytes: int = 0
-
-    @property
-    def has_frozen(self) -> bool:
-        """Whether frozen parameters were saved, those of experts included."""
-        return self.checkpoint.frozen_layout is not None
 
     @property
     def reads_all_locally(self) -> bool:
@@ -294,11 +290,9 @@ def _read_here(paths: Sequence[FilePath], visibility: FileVisibility) -> list[in
 
 def _refuse_lost_state(head: Shard) -> None:
     """DeepSpeed's own files of a run with partial offload lack the state of the sub-groups that the GPU stepped."""
-    block = head.ds_config.get("zero_optimization")
-    offload = block.get("offload_optimizer") if isinstance(block, Mapping) else None
-    ratio = offload.get("ratio", 1.0) if isinstance(offload, Mapping) else 1.0
+    ratio = entry(head.ds_config, "zero_optimization", "offload_optimizer", "ratio")
     without = sum(keys == (FP32,) for keys in head.tensor_keys)
-    if head.format == "rigid" and ratio != 1.0 and without:
+    if head.format == "rigid" and ratio not in (None, 1.0) and without:
         raise UnsupportedError(
             f"{head.path}: was saved by DeepSpeed alone from a run with partial optimizer offload (ratio {ratio}), and "
             f"lacks the optimizer state of the {without} of {len(head.tensor_keys)} sub-groups that the GPU stepped. "

@@ -1,17 +1,25 @@
-"""Verifies a load: digests of the live state, in its own layout, against the commit record."""
+"""Verifies a load: digests of the live state, in its own layout, against the commit record; without one, what was read.
+
+The files of a save without a record have no digests: what all ranks have read is compared with the CRC-32 in the files.
+"""
 
 from __future__ import annotations
 
 import math
+import pickle
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from zeroelastic.checkpoint.extents import digest_in_file
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
+from zeroelastic.checkpoint.read_ranges import Comparison, ReadFiles, ReadRanges, compare_files
+from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import ParamContent, combine, content_root
 from zeroelastic.core.plan import held_plan
 from zeroelastic.core.streams import Stream
@@ -26,12 +34,13 @@ from zeroelastic.deepspeed.live.digests import (
     with_saved_kinds,
 )
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.load.checksums import compare_checksums
 from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.deepspeed.load.restore import Restored
 from zeroelastic.deepspeed.options import LoadRequest
-from zeroelastic.distributed.collective import all_gather
-from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError
+from zeroelastic.distributed.collective import all_gather, all_or_raise
+from zeroelastic.distributed.exchange import all_to_all_bytes
+from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError, counted
+from zeroelastic.executors.dispatch import Executor, host_executor
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, read_range
 from zeroelastic.torch_file.header import DTYPE_BYTES
@@ -88,7 +97,7 @@ def verify(
     if restored.read_files is not None:
         clause, bytes_read = compare_checksums(load_plan, restored.read_files, request.options.io_engine)
         unrecorded += f", so without digests; {clause}"
-    with_frozen, membership = load_plan.has_frozen, load_plan.membership
+    with_frozen, membership = checkpoint.frozen_layout is not None, load_plan.membership
     local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read_digests)
     try:
         contents = whole_contents(live, local, device=engine.device)
@@ -141,6 +150,57 @@ def verify(
     if not same_params:
         return Verification(saved_root, root, None, f"digests of what was restored match the record; {_INCOMPARABLE}")
     return Verification(saved_root, root, True, None)
+
+
+def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) -> tuple[str, int]:
+    """Compare the records that the ranks have read together; a clause on it, and the bytes read here. Collective.
+
+    One rank gets the ranges of a file from all and puts them together. Raises DigestMismatchError on every rank where a
+    record has another checksum, CheckpointError, UnreadableError.
+    """
+    checkpoint = load_plan.checkpoint
+    top = str(checkpoint.tag_dir)
+    by_owner: dict[int, dict[str, ReadRanges]] = {}
+    for path, ranges in read.items():
+        name = str(path).removeprefix(top).lstrip("/")
+        by_owner.setdefault(_owner(load_plan, name), {})[name] = ranges
+    arrived = all_to_all_bytes({owner: pickle.dumps(files) for owner, files in by_owner.items()})
+    parts: dict[str, list[ReadRanges]] = {}
+    for data in arrived.values():
+        for name, ranges in pickle.loads(data).items():
+            parts.setdefault(name, []).append(ranges)
+    files = {checkpoint.tag_dir / name: ReadRanges.joined(found) for name, found in sorted(parts.items())}
+    own = all_or_raise(lambda: compare_files(files, checkpoint.archives, host_executor(executor)))
+    total = Comparison()
+    for other in all_gather(own):
+        total = total.plus(other)
+    total.check()
+    of_fsdp2 = parse_rank_file(load_plan.head.path.name) is None  # which no verb verifies
+    advice = "" if of_fsdp2 else f"; `zeroelastic verify {top}` checks all of them"
+    return _clause(total, advice), own.bytes_read
+
+
+def _owner(load_plan: LoadPlan, name: str) -> int:
+    """The rank that puts the ranges of a file together: one that has read it, where ranks take parts in turn."""
+    visibility, file, ranks = load_plan.visibility, parse_rank_file(name), dist.get_world_size()
+    if visibility is not None:
+        return visibility.reader(name)
+    if file is None:
+        return zlib.crc32(name.encode()) % ranks
+    topology = load_plan.checkpoint.topology
+    saved = file.rank * topology.tensor_size + file.tp_rank
+    return saved * ranks // topology.world_size % ranks
+
+
+def _clause(total: Comparison, advice: str) -> str:
+    parts: list[str] = []
+    if total.num_compared:
+        parts.append(f"what was read has the CRC-32 that its files state ({counted(total.num_compared, 'record')})")
+    if total.num_partial:
+        parts.append(f"NOT CHECKED: {counted(total.num_partial, 'record')} read in part{advice}")
+    if total.num_unstated:
+        parts.append(f"NOT CHECKED: {counted(total.num_unstated, 'record')} of files that state no CRC-32")
+    return "; ".join(parts) or "nothing was read"
 
 
 def _as_read(
