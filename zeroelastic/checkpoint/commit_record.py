@@ -275,23 +275,14 @@ def record_text(record: CommitRecord) -> bytes:
     Tensor parallelism, lost micro batches, time, parent, run and shared files are not mentioned where there are none.
     """
     names = FileNames.of(record.files)
-    fields = record.model_dump(mode="json", exclude={"params", "files", "directories", "versions", "content_root"})
+    elsewhere = {"params", "files", "directories", "versions", "content_root"}
     data = {
-        **fields,
+        **record.model_dump(mode="json", exclude=elsewhere, exclude_defaults=True),
         "num_files": len(names),
         "versions": record.versions.model_dump(mode="json"),
         "files": names_json(names),
         "content_root": record.content_root,
     }
-    if record.tp_size == 1:
-        del data["tp_size"]
-    if record.lost_micro_batches == 0:
-        del data["lost_micro_batches"]
-    if not record.shared:
-        del data["shared"]
-    for key in ("committed_at", "parent", "run", "trained_params"):
-        if data[key] is None:
-            del data[key]
     groups = [group_json(group) for group in record.params.groups]
     rows = [list(group_rows(group)) for group in record.params.groups]
     data["checksum"] = checksum_of({**data, "params": groups}, rows)

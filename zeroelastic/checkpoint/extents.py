@@ -142,8 +142,8 @@ def extent_table(
     source = plan.src_param
     within = plan.src_offset - plan.src.offset[source]
     by_sub_group = _members(plan.dst_sub_group, plan.dst.num_sub_groups)
-    columns: list[list[Int64Array]] = [[] for _ in range(8)]
-    segments: list[Int64Array] = []
+    empty = np.empty(0, dtype=np.int64)
+    columns, segments = [(empty,) * 8], [empty]
     for t, target in enumerate(targets):
         mine = by_sub_group[target.sub_group]
         segments.append(mine)
@@ -156,28 +156,15 @@ def extent_table(
             base[here] = piece.offset[source[mine][here]]
             file[here] = _files_of(piece, source[mine][here], paths)
         assert (base >= 0).all(), f"{target.key} has no extent for a segment"
-        for column, values in zip(
-            columns,
-            (
-                file,
-                base + within[mine] * itemsize,
-                np.full(len(mine), t, dtype=np.int64),
-                plan.dst_offset[mine],
-                plan.length[mine],
-                np.full(len(mine), itemsize, dtype=np.int64),
-                plan.param[mine],
-                plan.start[mine],
-            ),
-            strict=True,
-        ):
-            column.append(values)
-    empty = np.empty(0, dtype=np.int64)
-    rows = ExtentTable(tuple(paths), *(np.concatenate(column) if column else empty for column in columns))
+        dst_offset, length, param, start = (c[mine] for c in (plan.dst_offset, plan.length, plan.param, plan.start))
+        place = file, base + within[mine] * itemsize, np.full_like(mine, t), dst_offset
+        columns.append((*place, length, np.full_like(mine, itemsize), param, start))
+    rows = ExtentTable(tuple(paths), *map(np.concatenate, zip(*columns, strict=True)))
     order = np.lexsort((rows.file_offset, rows.file))
     rows = rows.take(order)
     if plan.runs is None:
         return rows
-    rows = _run_by_run(rows, plan.runs.take(np.concatenate([empty, *segments])[order]))
+    rows = _run_by_run(rows, plan.runs.take(np.concatenate(segments)[order]))
     follows = (rows.file[1:] > rows.file[:-1]) | (rows.file_offset[1:] >= rows.file_offset[:-1])
     return rows if follows.all() else rows.take(np.lexsort((rows.file_offset, rows.file)))
 
