@@ -279,39 +279,17 @@ def _rectangles(strips: Strips, tensor: Int64Array, grid: Int64Array) -> _Rectan
     none = np.zeros_like(line)
     rest = np.where(within, runs.numel, wide - column)
     before = np.where(column > 0, wide - column, 0)
-    far_rows = np.flatnonzero(far)
-    kept = strips.take(far_rows)
+    on_line, on_column = np.divmod(strips.start, width)
+    tail = runs.offset + runs.numel - end_column
+    below = line + (column > 0)
     pieces = [
-        (
-            kept.param,
-            tensor[far_rows],
-            kept.start // width[far_rows],
-            kept.num_runs,
-            kept.start % width[far_rows],
-            kept.numel,
-            kept.offset,
-            kept.step,
-        ),
-        tuple(c[head] for c in (runs.param, tensor_of, line, none + 1, column, rest, runs.offset, wide)),
-        tuple(
-            c[~within & (body > 0)]
-            for c in (runs.param, tensor_of, line + (column > 0), body, none, wide, runs.offset + before, wide)
-        ),
-        tuple(
-            c[~within & (end_column > 0)]
-            for c in (
-                runs.param,
-                tensor_of,
-                end_line,
-                none + 1,
-                none,
-                end_column,
-                runs.offset + runs.numel - end_column,
-                wide,
-            )
-        ),
+        (far, (strips.param, tensor, on_line, strips.num_runs, on_column, strips.numel, strips.offset, strips.step)),
+        (head, (runs.param, tensor_of, line, none + 1, column, rest, runs.offset, wide)),
+        (~within & (body > 0), (runs.param, tensor_of, below, body, none, wide, runs.offset + before, wide)),
+        (~within & (end_column > 0), (runs.param, tensor_of, end_line, none + 1, none, end_column, tail, wide)),
     ]
-    return _Rectangles(*(np.concatenate(columns) for columns in zip(*pieces, strict=True)))
+    chosen = ([column[some] for column in columns] for some, columns in pieces)
+    return _Rectangles(*map(np.concatenate, zip(*chosen, strict=True)))
 
 
 def _single_runs(strips: Strips, chosen: BoolArray) -> tuple[Strips, Int64Array]:
