@@ -174,7 +174,8 @@ def make_plan(src: Layout, dst: Layout, rank: int) -> Plan:
     order = match_params(src, dst)
     param, src_rank = _rows(src, dst, rank, order)
     # Memory: the plan itself and one chunk of what it is computed from.
-    columns = [np.empty(len(param), dtype=np.int64) for _ in range(6)]
+    computed = ("start", "length", "src_sub_group", "src_offset", "dst_sub_group", "dst_offset")
+    columns = {name: np.empty(len(param), dtype=np.int64) for name in computed}
     for at in range(0, len(param), _CHUNK):
         here = slice(at, at + _CHUNK)
         target, owner = param[here], src_rank[here]
@@ -183,28 +184,13 @@ def make_plan(src: Layout, dst: Layout, rank: int) -> Plan:
         # Where the two parts begin, counted from the parameter's first element: below 0 where they begin before it.
         src_start, dst_start = owner * src_part - src.origin[source], rank * dst_part - dst.origin[target]
         begin = np.maximum(np.maximum(src_start, dst_start), 0)
-        start, length, src_sub_group, src_offset, dst_sub_group, dst_offset = (column[here] for column in columns)
-        start[:] = begin
-        length[:] = np.minimum(np.minimum(src_start + src_part, dst_start + dst_part), dst.numel[target]) - begin
-        src_sub_group[:] = src.sub_group[source]
-        src_offset[:] = src.offset[source] + begin - src_start
-        dst_sub_group[:] = dst.sub_group[target]
-        dst_offset[:] = dst.offset[target] + begin - dst_start
-    start, length, src_sub_group, src_offset, dst_sub_group, dst_offset = columns
-    return Plan(
-        src=src,
-        dst=dst,
-        rank=rank,
-        param=param,
-        start=start,
-        length=length,
-        src_rank=src_rank,
-        src_sub_group=src_sub_group,
-        src_offset=src_offset,
-        dst_sub_group=dst_sub_group,
-        dst_offset=dst_offset,
-        src_param=order[param],
-    )
+        end = np.minimum(np.minimum(src_start + src_part, dst_start + dst_part), dst.numel[target])
+        columns["start"][here], columns["length"][here] = begin, end - begin
+        columns["src_sub_group"][here] = src.sub_group[source]
+        columns["src_offset"][here] = src.offset[source] + begin - src_start
+        columns["dst_sub_group"][here] = dst.sub_group[target]
+        columns["dst_offset"][here] = dst.offset[target] + begin - dst_start
+    return Plan(src, dst, rank, param=param, src_rank=src_rank, src_param=order[param], **columns, runs=None)
 
 
 def held_plan(layout: Layout, rank: int) -> Plan:
