@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from training import LOSS_RTOL as LOSS_RTOL
+from training import shorten_tensors_in_text
 
 MODELS = ("llama", "qwen3", "neox", "mixtral")
 """Models of transformers, which AutoTP slices."""
@@ -316,6 +317,7 @@ def build(job: TopologyJob) -> Any:
     options: dict[str, Any] = {"model_parameters": [param for param in model.parameters() if param.requires_grad]}
     if job.model != "autoep":  # for which DeepSpeed makes the groups, and so the optimizer
         options = {"optimizer": _optimizer(job, model)}
+    shorten_tensors_in_text()
     engine, *_ = deepspeed.initialize(model=model, config=ds_config(job), **options)
     engine.built = Built(
         job, {name: tensor for old, whole in weights.items() for name, tensor in _as_run(job, old, whole)}
