@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from commands import run_command
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeroelastic
 from zeroelastic.errors import UsageError
@@ -24,13 +22,17 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 
-def base_model() -> LlamaForCausalLM:
+def base_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(7)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=False, **sizes))
 
 
 def peft_model(kind: str) -> Any:
+    from peft import LoraConfig, get_peft_model  # seconds, which each worker would spend on collecting the tests
+
     targets = {"target_modules": ["q_proj", "v_proj"]}
     if kind == "two":
         model = get_peft_model(base_model(), LoraConfig(r=2, **targets))
@@ -114,6 +116,8 @@ def test_an_adapter_has_the_names_and_tensors_of_peft(run: Path, tmp_path: Path,
 
 
 def test_peft_loads_it(run: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     zeroelastic.export(run / "lean", tmp_path / "out", adapters=True)
     loaded, same = (
         PeftModel.from_pretrained(base_model(), str(folder)).state_dict() for folder in (tmp_path / "out", run / "peft")
