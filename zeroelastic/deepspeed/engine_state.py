@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.errors import CheckpointError, SaveError, ZeroElasticError, advice, finding
@@ -36,15 +36,20 @@ class Lineage:
 
     ``save_id`` is None at a fresh start, and after a load of a checkpoint without a record. ``committed_at`` is the
     time of that commit, by its record. ``begun`` is the save that was begun last: it may be committed later, or never.
-    ``run`` is the run that it belongs to (``CommitRecord.run``): a new one, rank 0's, until a checkpoint is loaded. The
-    engine was ``made_at`` a time in seconds since 1970. ``on_load`` are called with the client state at the end of each
-    load that sets the engine's counters, on every rank.
+    ``saves`` are all that this engine has committed.
+    ``run`` is the run that it belongs to (``CommitRecord.run``): a new one, rank 0's, until a checkpoint is loaded.
+    ``unsaved_steps`` and ``unsaved_seconds`` are what was trained since the last save to a directory when the training
+    loop (``preemption``) of now began. The engine was ``made_at`` a time in seconds since 1970. ``on_load`` are called
+    with the client state at the end of each load that sets the engine's counters, on every rank.
     """
 
     save_id: str | None = None
     committed_at: float = 0.0
     begun: str | None = None
     run: str = field(default_factory=_new_run)
+    saves: set[str] = field(default_factory=set)
+    unsaved_steps: int = 0
+    unsaved_seconds: float = 0.0
     made_at: float = field(default_factory=time.time)
     on_load: list[Callable[[Mapping[str, Any]], None]] = field(default_factory=list)
 
@@ -55,10 +60,12 @@ class Lineage:
     def commit(self, save_id: str, committed_at: float) -> None:
         """Record that a save of the engine was committed."""
         self.save_id, self.committed_at = save_id, committed_at
+        self.saves.add(save_id)
 
     def load(self, record: CommitRecord | None, client_state: Mapping[str, Any]) -> None:
         """Record that a checkpoint was loaded, with its counters. Collective, if one of ``on_load`` is."""
         self.save_id, self.begun = None if record is None else record.save_id, None
+        self.unsaved_steps, self.unsaved_seconds = 0, 0.0
         self.committed_at = max(self.committed_at, (record.committed_at or 0.0) if record is not None else 0.0)
         if record is not None and record.run is not None:
             self.run = record.run
@@ -66,7 +73,7 @@ class Lineage:
             call(client_state)
 
 
-@dataclass
+@dataclass(eq=False)
 class EngineState:
     """The state of one engine; the module named at a field is the only one that sets it.
 
@@ -100,10 +107,20 @@ class EngineState:
     """Whether it was logged that saves are DeepSpeed's own in spite of ``elastic_checkpoint`` (``save.save``)."""
 
 
+_states = WeakSet[EngineState]()
+"""Those of the engines of this process that are still there."""
+
+
 def state_of(engine: Any) -> EngineState:
     """The state of an engine, made at the first call."""
     found: EngineState = vars(engine).setdefault(_ATTRIBUTE, EngineState())
+    _states.add(found)
     return found
+
+
+def is_of_another_engine(engine: Any, save_id: object) -> bool:
+    """Whether another engine of this process has committed a save."""
+    return any(save_id in state.lineage.saves for state in _states if state is not state_of(engine))
 
 
 def link(optimizer: Any, engine: Any) -> None:

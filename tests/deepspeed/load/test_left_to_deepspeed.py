@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from saved_files import logged
 from sliced_model import without_maps
+from training import Job, build_engine, raised
 
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool
@@ -335,6 +337,20 @@ def test_what_deepspeed_saved_in_its_own_elastic_form_is_loaded_as_by_deepspeed(
     rank_pool.run(save, 2, run, str(tmp_path), installed=False)
     for installed in (False, True):
         assert rank_pool.run(error_of_load, 2, run, str(tmp_path), installed=installed) == ["AssertionError"] * 2
+
+
+def warnings_of_a_save_after_a_failed_load(directory: str) -> list[str]:
+    engine, said = build_engine(Job(stage=0, options={})), logged("", logging.WARNING)
+    engine.save_checkpoint(directory, tag="good")
+    next(Path(directory, "good").glob("*model_states.pt")).write_bytes(b"damaged")
+    assert raised(partial(engine.load_checkpoint, directory, tag="good"))[0]
+    engine.save_checkpoint(directory, tag="bad")
+    return said
+
+
+def test_a_save_after_a_load_that_failed_is_warned_of(rank_pool: RankPool, tmp_path: Path) -> None:
+    (line,) = rank_pool.run(warnings_of_a_save_after_a_failed_load, 1, str(tmp_path))[0]
+    assert line.startswith(f"{tmp_path}: DeepSpeed saves the engine although a load of it failed")
 
 
 def test_a_file_that_only_some_ranks_lack_ends_the_load_on_all(rank_pool: RankPool, tmp_path: Path) -> None:

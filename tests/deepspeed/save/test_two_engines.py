@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,14 @@ def test_twins_keep_their_own_and_resume_from_the_newest_of_both(rank_pool: Rank
     assert {start[0] for start in found["resumed"].values()} == {"B_2"}
 
 
-def save_under_one_tag(directory: str, job: Job) -> tuple[str, bool]:
+def save_under_one_tag(directory: str, job: Job, *, fork: bool) -> tuple[str, bool]:
+    """``fork``: both engines go on from one checkpoint, so that they are of one run."""
     engines = [build_engine(job), build_engine(replace(job, extra="more"))]
+    if fork:
+        build_engine(job).save_checkpoint(f"{directory}/before")
     for engine in engines:
+        if fork:
+            engine.load_checkpoint(f"{directory}/before")
         train_step(engine, 0)
     engines[0].save_checkpoint(directory, tag="epoch")
     try:
@@ -73,11 +79,32 @@ def save_under_one_tag(directory: str, job: Job) -> tuple[str, bool]:
     return said, zeroelastic.verify(Path(directory) / "epoch").valid
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_tag_that_another_engine_has_saved_is_refused(rank_pool: RankPool, tmp_path: Path, background: bool) -> None:
-    job = replace(G, options={"async_save": background})
-    for said, valid in rank_pool.run(save_under_one_tag, 2, str(tmp_path), job):
+@pytest.mark.parametrize(("background", "fork"), [(False, False), (True, False), (False, True)])
+def test_a_tag_that_another_engine_has_saved_is_refused(
+    rank_pool: RankPool, tmp_path: Path, background: bool, fork: bool
+) -> None:
+    job = replace(G, options={"async_save": background, "on_mismatch": "initialize"})
+    for said, valid in rank_pool.run(save_under_one_tag, 2, str(tmp_path), job, fork=fork):
         assert "by another engine" in said and "Two engines cannot save under one tag" in said and valid
+
+
+def save_its_own_tags_again(directory: str, ahead_s: float) -> None:
+    """Save under tags that another engine has not: one of before a load, and one with a time that is still to come."""
+    pretrained, engine = build_engine(Job()), build_engine(Job())
+    pretrained.save_checkpoint(f"{directory}/other")
+    engine.save_checkpoint(directory, tag="last")
+    engine.load_checkpoint(f"{directory}/other")
+    engine.save_checkpoint(directory, tag="last")
+    clock = time.time
+    time.time = lambda: clock() + ahead_s  # type: ignore[assignment]
+    pretrained.save_checkpoint(directory, tag="ahead")
+    time.time = clock
+    build_engine(Job()).save_checkpoint(directory, tag="ahead")
+
+
+def test_an_engine_saves_its_own_tags_again(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(save_its_own_tags_again, 1, str(tmp_path), 3600.0)
+    assert all(zeroelastic.verify(tmp_path / tag).valid for tag in ("last", "ahead"))
 
 
 def change_params(directory: str) -> tuple[list[str], list[str]]:

@@ -29,7 +29,7 @@ from zeroelastic.deepspeed.engine import (
     options_of,
     saves_elastic,
 )
-from zeroelastic.deepspeed.engine_state import lineage_of, link, refuse_to_save, state_of
+from zeroelastic.deepspeed.engine_state import is_of_another_engine, lineage_of, link, refuse_to_save, state_of
 from zeroelastic.deepspeed.live.digests import (
     LiveStreams,
     copies_that_differ,
@@ -289,6 +289,7 @@ def save_checkpoint(
                 "zeroelastic saves at ZeRO stages 1 to 3. Save to a directory, and copy it."
             )
         _warn_of_full_save(self, save_dir)
+        _warn_of_damage(self, save_dir)
         with in_rigid_form(self.optimizer):
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
     tag = normal(f"global_step{self.global_steps}" if tag is None else str(tag))
@@ -473,15 +474,20 @@ def _with_copies(engine: Engine, live: LiveOptimizer, tag_dir: FilePath) -> Live
 
 
 def _refuse_tag_of_another(engine: Engine, tag_dir: FilePath) -> None:
-    """Raise SaveError where another engine saves under the same tag: one that is at work as long as this one is."""
+    """Raise SaveError where another engine saves under the same tag: one that is at work as long as this one is.
+
+    A time that is still to come says nothing about when the tag was saved: the clock was set back since.
+    """
     problem = "is being saved by another engine" if any(save.tag_dir == tag_dir for save in unfinished()) else None
     lineage = lineage_of(engine)
     try:
         head = read_head(tag_dir / RECORD_NAME)
     except (CheckpointError, UnreadableError):  # there is none, or it is damaged
         head = {}
-    run, committed_at = head.get("run"), head.get("committed_at")
-    if run not in (None, lineage.run) and isinstance(committed_at, float) and committed_at > lineage.made_at:
+    save_id, run, committed_at = (head.get(key) for key in ("save_id", "run", "committed_at"))
+    is_own = save_id in lineage.saves or save_id == lineage.save_id
+    is_foreign = not is_own and (run not in (None, lineage.run) or is_of_another_engine(engine, save_id))
+    if is_foreign and isinstance(committed_at, float) and lineage.made_at < committed_at <= time.time():
         problem = f"was saved by another engine at its step {head.get('global_steps')}, since this one was made"
     if problem is not None:
         raise SaveError(
@@ -494,6 +500,17 @@ def _warn_of_full_save(engine: Engine, place: object) -> None:
     """Say that ``"lean"`` has no effect on a save that is DeepSpeed's own."""
     if options_of(engine).lean and place and dist.get_rank() == 0:
         logger.warning('%s: "lean" has no effect: this save is DeepSpeed\'s own, which holds all weights.', place)
+
+
+def _warn_of_damage(engine: Engine, place: object) -> None:
+    """Say that a save which is DeepSpeed's own is of an engine that an earlier load has left damaged."""
+    damage = state_of(engine).damage
+    if damage is not None and place and dist.get_rank() == 0:
+        logger.warning(
+            "%s: DeepSpeed saves the engine although a load of it failed: %s Load a whole checkpoint into it first, or "
+            "remove this save.",
+            *(place, damage),
+        )
 
 
 def _warn_without_memory(engine: Engine) -> None:
