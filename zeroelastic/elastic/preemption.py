@@ -48,7 +48,9 @@ logger = logging.getLogger(__name__)
 class Every:
     """When a periodic save is due: this many steps or seconds after the last one, whichever comes first.
 
-    A crash then costs at most this much work, and what is in flight. With neither, no save is ever due. ``background``
+    A crash then costs at most this much work, and what is in flight: what was trained before the loop began, in an
+    earlier loop of the engine, a world before, or a start whose checkpoint in memory was resumed, counts. With neither,
+    no save is ever due. ``background``
     says whether training goes on while the save is written; None leaves that to the ``"async_save"`` option.
     """
 
@@ -310,7 +312,12 @@ class Preemption:
         self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
         if self._owns_notice:
             self._notice.begin()
-        lineage_of(self._engine).on_load.append(self._loaded)
+        lineage = lineage_of(self._engine)
+        self._last_step, self._last_time = (
+            self._seen_step - lineage.unsaved_steps,
+            time.monotonic() - lineage.unsaved_seconds,
+        )
+        lineage.on_load.append(self._loaded)
         self._unsubscribe = subscribe(self._observe)
         return self
 
@@ -319,7 +326,8 @@ class Preemption:
     ) -> None:
         from zeroelastic.deepspeed.engine_state import lineage_of
 
-        lineage_of(self._engine).on_load.remove(self._loaded)
+        lineage = lineage_of(self._engine)
+        lineage.on_load.remove(self._loaded)
         ended = False
         try:
             if self._memory is not None:
@@ -328,6 +336,8 @@ class Preemption:
                 self._finish("the end of the training loop")
                 ended = self.stopped
         finally:
+            lineage.unsaved_steps = int(self._engine.global_steps) - self._last_step
+            lineage.unsaved_seconds = time.monotonic() - self._last_time
             self._unsubscribe()
             if self._owns_notice:
                 self._notice.end(ignoring=ended)

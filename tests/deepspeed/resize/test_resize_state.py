@@ -42,6 +42,7 @@ def members_of(sizes: tuple[int, ...]) -> list[list[int]]:
 
 def change_sizes(job: Job, worlds: list[list[int]], others: dict[int, Job]) -> list[dict[str, Any]]:
     """Train in one world after another; what each world began and ended with, and its losses."""
+    from zeroelastic.deepspeed.engine_state import lineage_of
     from zeroelastic.deepspeed.live.kinds import covered_live
     from zeroelastic.deepspeed.process_world import begin_world, end_world
     from zeroelastic.deepspeed.resize.restore import join_world, leave_world, recuts_of, serve
@@ -84,7 +85,7 @@ def change_sizes(job: Job, worlds: list[list[int]], others: dict[int, Job]) -> l
             seen["begin"] = look(engine)
             seen["scale"] = float(getattr(engine.optimizer, "cur_scale", 1.0))
             seen["rates"] = [group["lr"] for group in engine.optimizer.param_groups]
-            seen["steps"] = engine.global_steps
+            seen["steps"], seen["unsaved"] = engine.global_steps, lineage_of(engine).unsaved_steps
             seen["buffer"] = engine.module.batches_seen.tolist()
             for _ in range(STEPS):
                 seen["losses"].append(train_step(engine, engine.global_steps))
@@ -94,6 +95,7 @@ def change_sizes(job: Job, worlds: list[list[int]], others: dict[int, Job]) -> l
             seen["end_buffer"] = engine.module.batches_seen.tolist()
             if number + 1 < len(worlds):
                 foreseen = recuts_of(engine, len(worlds[number + 1]))
+            lineage_of(engine).unsaved_steps += STEPS  # as ``preemption`` does at its end
             leaving = leave_world(engine, {"note": number})
             end_world(engine)
         del engine
@@ -128,7 +130,7 @@ def check(by_process: list[list[dict[str, Any]]], job: Job, losses: list[float])
                 assert one["begin"][0] == before["end"][0], "the whole state"
                 assert one["scale"] == before["end_scale"] and one["rates"] == before["end_rates"]
                 assert one["buffer"] == before["end_buffer"] and one["client_state"] == {"note": w - 1}
-                assert one["steps"] == w * STEPS and one["joined"].root is not None
+                assert one["steps"] == one["unsaved"] == w * STEPS and one["joined"].root is not None
         if w:
             moved = sum(one["joined"].moved.received for one in mine)
             kept = sum(one["joined"].moved.kept for one in mine)

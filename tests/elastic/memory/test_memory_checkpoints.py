@@ -114,6 +114,18 @@ def run(
     )
 
 
+def save_in_short_loops(directory: str) -> list[str]:
+    """The saves of training loops of two steps each, one of which is due every three steps."""
+    engine, saves = build_engine(replace(JOB, options={})), list[str]()
+    for epoch in range(3):
+        with preemption(engine, directory, saving=every(steps=3)) as stop:
+            for step in range(2):
+                train_step(engine, 2 * epoch + step)
+                stop()
+        saves += stop.saves
+    return saves
+
+
 def fail_alone(job: Job, directory: str, shared: Path) -> tuple[float, bool]:
     """Rank 0 alone fails in the thread of a checkpoint; how long each rank waits for its end, and if it is broken."""
     use_node(shared, dist.get_rank())
@@ -419,6 +431,18 @@ def test_of_one_step_in_memory_and_on_the_disk_memory_is_taken(
     assert (tmp_path / "ckpt" / "latest").read_text() == "global_step4"
     turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 1], 1)
     continued(first[0], turns, 4)
+
+
+def test_steps_since_the_last_save_count_over_starts_and_loops(
+    rank_pool: RankPool, tmp_path: Path, shared: Path
+) -> None:
+    """Starts that are shorter than the interval between saves save nevertheless."""
+    directory = str(tmp_path / "ckpt")
+    for _ in range(4):
+        rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 2, save_steps=3)
+    found = sorted(path.name for path in (tmp_path / "ckpt").glob("global_step*"))
+    assert found == ["global_step3", "global_step6"]
+    assert rank_pool.run(save_in_short_loops, 1, str(tmp_path / "loops"))[0] == ["global_step3", "global_step6"]
 
 
 @pytest.mark.parametrize("act", ACTS)

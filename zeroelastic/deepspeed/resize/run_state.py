@@ -57,6 +57,8 @@ class RunState:
     save_id: str | None
     committed_at: float
     run: str
+    unsaved_steps: int
+    unsaved_seconds: float
     root: str | None
 
     def values(self) -> dict[str, str]:
@@ -91,6 +93,8 @@ def run_state_of(
         save_id=lineage.save_id,
         committed_at=lineage.committed_at,
         run=lineage.run,
+        unsaved_steps=lineage.unsaved_steps,
+        unsaved_seconds=lineage.unsaved_seconds,
         root=root,
     )
 
@@ -158,6 +162,7 @@ def restore_module(engine: Engine, state: RunState) -> None:
         raise CheckpointError("DeepSpeed did not take the state of the world before.")
     lineage = lineage_of(engine)
     lineage.save_id, lineage.committed_at, lineage.run = state.save_id, state.committed_at, state.run
+    lineage.unsaved_steps, lineage.unsaved_seconds = state.unsaved_steps, state.unsaved_seconds
 
 
 def restore_values(live: LiveOptimizer, state: RunState) -> None:

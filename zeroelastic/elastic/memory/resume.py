@@ -27,7 +27,7 @@ from zeroelastic.deepspeed.install.wrappers import loading_strictly
 from zeroelastic.deepspeed.live.kinds import kind_of, trained_params
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
 from zeroelastic.elastic.memory.place import MemoryNote, Place, RunPlace, lacking
-from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, finding, rank_list
+from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, finding, printable, rank_list
 from zeroelastic.in_place import VARIABLE as IN_PLACE
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.order import Tag
@@ -48,6 +48,7 @@ class Generation:
     """A generation over all nodes; ``on_nodes`` are the files of each and their sizes, by the node's first rank.
 
     ``continues`` is the save on the disk after which it was made, as far as the run has committed it.
+    ``unsaved_steps`` and ``unsaved_seconds`` are what was trained after the newest save that is left there.
     """
 
     tag: str
@@ -55,6 +56,8 @@ class Generation:
     on_nodes: Mapping[int, Mapping[str, int]]
     attempts: int
     continues: str | None = None
+    unsaved_steps: int = 0
+    unsaved_seconds: float = 0.0
 
     @cached_property
     def seen(self) -> Mapping[str, int]:
@@ -114,7 +117,7 @@ class MemoryTier:
             key=lambda generation: generation.note.committed_at,
             reverse=True,
         )
-        self._tried = set[str]()
+        self._tried, self._left = set[str](), set[str]()
 
     def newer_than(self, saved: Tag | None, tags: Sequence[Tag], *, rolled_back: bool) -> list[Generation]:
         """The generations that a run resumes from rather than from ``saved``, newest first. Collective.
@@ -124,17 +127,30 @@ class MemoryTier:
         back, only generations count that continue from ``saved``.
         """
 
-        def choose() -> dict[str, str | None]:
-            committed = {tag.save_id for tag in tags}
-            placed = [
-                replace(one, continues=one.note.begun if one.note.begun in committed else one.note.parent)
-                for one in self.generations
-                if one.tag not in self._tried
-            ]
-            return {one.tag: one.continues for one in placed if _is_newer(one, saved, rolled_back=rolled_back)}
+        def choose() -> dict[str, tuple[str | None, int, float]]:
+            placed = [_placed(one, saved, tags) for one in self.generations if one.tag not in self._tried]
+            newer = [one for one in placed if _is_newer(one, saved, rolled_back=rolled_back)]
+            if rolled_back and saved is not None:
+                self._warn_of_left([one for one in placed if one not in newer], saved)
+            return {one.tag: (one.continues, one.unsaved_steps, one.unsaved_seconds) for one in newer}
 
         newer = broadcast_or_raise(choose)
-        return [replace(one, continues=newer[one.tag]) for one in self.generations if one.tag in newer]
+        found = [one for one in self.generations if one.tag in newer]
+        places = (newer[one.tag] for one in found)
+        return [
+            replace(one, continues=continues, unsaved_steps=steps, unsaved_seconds=seconds)
+            for one, (continues, steps, seconds) in zip(found, places, strict=True)
+        ]
+
+    def _warn_of_left(self, generations: Sequence[Generation], saved: Tag) -> None:
+        """Warn once of each generation that a run which was rolled back does not take."""
+        for one in generations:
+            if one.tag not in self._left and one.note.committed_at > saved.saved_at:
+                self._left.add(one.tag)
+                logger.warning(
+                    "step %d in memory is let go of: latest was pointed at %s, and it does not continue from that save",
+                    *(one.note.step, printable(saved.name)),
+                )
 
     def load_newest(
         self,
@@ -184,7 +200,9 @@ class MemoryTier:
             path, client_state = engine.load_checkpoint(str(self._run.complete), tag=generation.tag)
         if path is None:
             raise CheckpointError(f"{tag_dir}: DeepSpeed did not load it.")
-        lineage_of(engine).save_id = generation.continues
+        lineage = lineage_of(engine)
+        lineage.save_id = generation.continues
+        lineage.unsaved_steps, lineage.unsaved_seconds = generation.unsaved_steps, generation.unsaved_seconds
         return finish(generation.tag, dict(client_state or {}))
 
     def _attempts_path(self) -> Path:
@@ -221,6 +239,16 @@ def _wait_for_late_nodes() -> None:
 
 def _hash(note: MemoryNote) -> str:
     return hashlib.sha256(note.model_dump_json().encode()).hexdigest()
+
+
+def _placed(generation: Generation, saved: Tag | None, tags: Sequence[Tag]) -> Generation:
+    """A generation with what it continues of the ``tags`` on the disk, where ``saved`` is the newest that is left."""
+    note = generation.note
+    continues = note.begun if note.begun in {tag.save_id for tag in tags} else note.parent
+    step, seconds = (0, 0.0) if saved is None else (saved.step or 0, note.committed_at - saved.saved_at)
+    return replace(
+        generation, continues=continues, unsaved_steps=max(note.step - step, 0), unsaved_seconds=max(seconds, 0.0)
+    )
 
 
 def _is_newer(generation: Generation, saved: Tag | None, *, rolled_back: bool) -> bool:
