@@ -233,6 +233,11 @@ def roll_back(job: Job, directory: str) -> dict[str, list[Any]]:
         set_latest(root, "global_step3")
     dist.barrier()
     starts.append(resume(build_engine(job), directory))
+    if dist.get_rank() == 0:
+        shutil.copytree(root, root.with_name("copy"), copy_function=shutil.copy)
+        os.utime(root.with_name("copy") / "latest", (1e9, 1e9))  # copied before the tags
+    dist.barrier()
+    starts.append(resume(build_engine(job), root.with_name("copy")))
     found = [(start.tag, start.global_steps) for start in starts]
     return {"tags": tags, "starts": found, "notes": [start.notes for start in starts],
             "reported": [start.report.notes for start in starts]}  # fmt: skip
@@ -241,11 +246,12 @@ def roll_back(job: Job, directory: str) -> dict[str, list[Any]]:
 def test_after_a_rollback_the_last_commit_counts_and_latest_rolls_back(rank_pool: RankPool, tmp_path: Path) -> None:
     for found in rank_pool.run(roll_back, 2, JOB, str(tmp_path / "ckpt")):
         assert found["tags"] == ["again2", "global_step3", "global_step2", "global_step1"]
-        assert found["starts"] == [("again2", 2), ("global_step3", 3)]
-        (left, *_), (pointed, *_) = found["notes"]
+        assert found["starts"] == [("again2", 2), ("global_step3", 3), ("again2", 2)]
+        (left, *_), (pointed, *_), (lost, *_) = found["notes"]
         assert left == "LEFT: global_step3, global_step2 are of a branch that was rolled back"
         assert pointed.startswith("NOT THE NEWEST: latest was pointed at global_step3 after the last commit. Newer, ")
-        assert left in found["reported"][0] and pointed in found["reported"][1]
+        assert lost.startswith("NOT WHAT LATEST NAMES: again2 was committed after global_step3, and latest was not ")
+        assert all(note in found["reported"][i] for i, note in enumerate((left, pointed, lost)))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from zeroelastic.runs.candidates import check_quickly, committed_after, list_run
 from zeroelastic.runs.latest import find_latest, fix_latest, set_latest
 from zeroelastic.runs.order import (
     Tag,
+    later_of_one_run,
     left_behind,
     newest_first,
     pointed_at,
@@ -221,7 +222,11 @@ def test_a_run_whose_parameters_change_stays_one_while_its_tags_are_linked() -> 
     unfrozen = recorded("s3", run, D, 30, parent="id of s2")
     assert by_run(runs_of([unfrozen, *before])) == [["s3", "s2", "s1"]]
     # Its parent was removed by hand: it may as well be an engine of its own that began from a tag of this run.
-    assert by_run(runs_of([unfrozen, before[1]])) == [["s3"], ["s1"]]
+    cut = [unfrozen, before[1]]
+    assert by_run(runs_of(cut)) == [["s3"], ["s1"]]
+    assert later_of_one_run(without_other_runs(cut, G), cut) == unfrozen
+    assert later_of_one_run(without_other_runs(cut, D), cut) is None  # nothing that is left out is later
+    assert later_of_one_run(without_other_runs(GAN, G), GAN) is None  # of another run
 
 
 def test_a_gap_in_the_chain_of_one_run_splits_nothing() -> None:

@@ -18,6 +18,7 @@ from zeroelastic.errors import CheckpointError, UnsupportedError, some
 from zeroelastic.io.paths import FilePath
 
 MIXED = "Files of two saves are mixed in this directory."
+OVERWRITTEN = f"(If DeepSpeed overwrote this tag without zeroelastic, remove {RECORD_NAME}.)"
 
 
 def other_save(shard: Shard, record: CommitRecord | None) -> str | None:
@@ -62,7 +63,7 @@ def other_directory(path: FilePath) -> str:
     """The sentence about a file whose zip directory is not the one that the commit record states."""
     return (
         f"{path}: its zip directory, which has the sizes and checksums of everything in it, is not the one that "
-        f"{RECORD_NAME} states. One of the two is damaged, altered or from another save."
+        f"{RECORD_NAME} states. One of the two is damaged, altered or from another save. {OVERWRITTEN}"
     )
 
 

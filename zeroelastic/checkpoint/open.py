@@ -12,7 +12,7 @@ from itertools import islice
 from typing import NamedTuple, TypeGuard, overload
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.contradictions import MIXED, other_directory, other_save, other_stage
+from zeroelastic.checkpoint.contradictions import MIXED, OVERWRITTEN, other_directory, other_save, other_stage
 from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
 from zeroelastic.checkpoint.file_table import FileNames, FileSizes
@@ -594,5 +594,5 @@ def check_sizes(tag_dir: FilePath, names: Collection[str], sizes: Mapping[str, i
     if wrong:
         raise CheckpointError(
             f"{tag_dir}: contradicts its commit record: {some(wrong)}. Files are truncated, damaged or from another "
-            f"save. (If DeepSpeed overwrote this tag without zeroelastic, remove {RECORD_NAME}.)"
+            f"save. {OVERWRITTEN}"
         )

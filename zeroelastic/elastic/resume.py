@@ -30,7 +30,8 @@ from zeroelastic.job_log.event_log import Tier
 from zeroelastic.monitoring.observers import publish
 from zeroelastic.monitoring.spans import span
 from zeroelastic.report import ResumeReport, StartReport
-from zeroelastic.runs.order import Tag, about_left, about_pointed, left_behind
+from zeroelastic.runs.names import named_latest
+from zeroelastic.runs.order import Tag, about_left, about_pointed, about_unpointed, left_behind
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
@@ -155,7 +156,7 @@ def resume(
             if tag_dir is None:
                 return started(resumed)
             tier: Tier = "node-local" if engine.use_node_local_storage() else "directory"
-            return started(_with_branches(engine, tag_dir, replace(resumed, tier=tier), tags, at))
+            return started(_with_branches(engine, root, tag_dir, replace(resumed, tier=tier), tags, at))
         if passed or (lost and any_rank(state_of(engine).damage is not None)):
             raise none_loads(root, (*lost, *passed))
         must = required or options_of(engine).required
@@ -205,12 +206,17 @@ class _Finish:
         return notes
 
 
-def _with_branches(engine: Any, tag_dir: FilePath, resumed: Resumed, tags: Sequence[Tag], at: int) -> Resumed:
-    """Add notes about newer tags that were not used, and about branches that the run has left. Collective."""
+def _with_branches(
+    engine: Any, root: FilePath, tag_dir: FilePath, resumed: Resumed, tags: Sequence[Tag], at: int
+) -> Resumed:
+    """Add notes about newer tags, or one that ``latest`` names, that were not used, and about branches. Collective."""
 
     def notes() -> list[str]:
         chosen = next(tag for tag in tags if tag.tag_dir == tag_dir)
+        latest, _ = named_latest(root)
         pointed = about_pointed(tags[at].name, [tag.name for tag in tags[:at]]) if at else None
+        if latest is not None and any(tag.name == latest for tag in tags[tags.index(chosen) + 1 :]):
+            pointed = about_unpointed(chosen.name, latest)
         return [note for note in (pointed, about_left(left_behind(tags, chosen))) if note is not None]
 
     added = broadcast(all_or_raise(lambda: notes() if dist.get_rank() == 0 else []))

@@ -152,6 +152,15 @@ def about_pointed(chosen: str, newer: Sequence[str]) -> str:
     )
 
 
+def about_unpointed(chosen: str, named: str) -> str:
+    """A sentence about a ``latest`` that names an older tag, and was not set back to it as far as its time tells."""
+    return (
+        f"NOT WHAT LATEST NAMES: {printable(chosen)} was committed after {printable(named)}, and latest was not "
+        "written since, as after a crash. Where the directory was copied without its times, latest may have been set "
+        f"back: `zeroelastic latest DIR --set {printable(named)}` says so again"
+    )
+
+
 def about_left(left: Sequence[Tag]) -> str | None:
     """A sentence about branches that were left, None where there are none."""
     if not left:
@@ -233,6 +242,18 @@ def runs_at_once(tags: Sequence[Tag]) -> tuple[str, str] | None:
             if _begun(one) < _ended(other) and _begun(other) < _ended(one) and one[0].run != other[0].run:
                 return printable(other[0].name), printable(one[0].name)
     return None
+
+
+def later_of_one_run(own: Sequence[Tag], tags: Sequence[Tag]) -> Tag | None:
+    """The newest of the ``tags`` if it may be a later save of the same run as the newest of its ``own`` tags.
+
+    Both are newest first, and it is not among ``own``: its trained parameters are others, and no chain of parents leads
+    from it to them, because tags were removed or the run saved to another directory in between.
+    """
+    if not own or own[0].step is None or own[0].run is None:
+        return None
+    one = tags[0]
+    return one if one not in own and one.run == own[0].run and one.step is not None and one.step > own[0].step else None
 
 
 def _has(run: Tags, trained_params: str) -> bool:

@@ -42,7 +42,7 @@ from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_sizes, folders
 from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.names import named_latest
-from zeroelastic.runs.order import Tag, newest_first, runs_at_once, without_other_runs
+from zeroelastic.runs.order import Tag, later_of_one_run, newest_first, runs_at_once, without_other_runs
 from zeroelastic.runs.tag_directory import recover_all
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def tags_of_all_nodes(root: FilePath) -> list[Tag]:
 def tags_of_this_run(engine: Engine, root: FilePath) -> list[Tag]:
     """``tags_of_all_nodes`` without those of other engines' runs that save there (``runs.order``). Collective.
 
-    Warns where two runs are left that existed at the same time.
+    Warns where two runs are left that existed at the same time, and where what is left out may be of this run.
     """
     tags = tags_of_all_nodes(root)
 
@@ -164,6 +164,14 @@ def tags_of_this_run(engine: Engine, root: FilePath) -> list[Tag]:
                 "and give each engine a directory of its own.",
                 root,
                 *twins,
+            )
+        later = later_of_one_run(found, tags)
+        if later is not None:
+            logger.warning(
+                "%s: %s is not taken, whose record names the same run: it has other trained parameters, and the saves "
+                "that would link it to %s are not there. If the parameters of this run have changed, and it is to go "
+                "on from %s, load by tag (engine.load_checkpoint(directory, tag=...)).",
+                *(root, printable(later.name), printable(found[0].name), printable(later.name)),
             )
         return list(found)
 
