@@ -234,7 +234,8 @@ class Bench:
         """Whether another engine has saved one of these tags since this one was made."""
         there = {on_disk(tag): saved for tag, saved in self.directory(path).tags.items()}
         found = [there[on_disk(tag)] for tag in tags if on_disk(tag) in there]
-        return any(saved.origin.run != live.origin.run and saved.committed > live.made for saved in found)
+        others = [saved for saved in found if saved.number not in live.own and saved.number != live.continues]
+        return any(saved.origin.run != live.origin.run and saved.committed > live.made for saved in others)
 
     def _commit(self, path: str, saved: Saved, live: Live, *, others: int = 0, keep: bool = True) -> None:
         model = self.directory(path)
@@ -242,6 +243,7 @@ class Bench:
         self.listings.pop(path, None)
         model.commit(replace(saved, committed=next(self._saves)))
         live.continues = saved.number
+        live.own.add(saved.number)
         if keep:
             self._after_keep(path, live)
         seen = disk.look(Path(path))

@@ -201,7 +201,7 @@ class Live:
     """An engine: what it holds (None after a load that failed), and where it is.
 
     ``continues`` is the save that it loaded or committed last, ``begun`` the one that it has begun since, by numbers.
-    ``made`` is the count of saves when the engine was made.
+    ``made`` is the count of saves when the engine was made, ``own`` are those that it has committed.
     """
 
     world_size: int
@@ -217,6 +217,7 @@ class Live:
     begun: int = 0
     pending: Pending | None = None
     frozen: bool = False
+    own: set[int] = field(default_factory=set)
 
     @property
     def memory(self) -> Mapping[str, Any] | None:
