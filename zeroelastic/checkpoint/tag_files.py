@@ -180,44 +180,34 @@ class TagListing:
 def list_tag(directory: FilePath) -> TagListing:
     """List a tag directory. Raises MissingFileError, UnreadableError where it cannot be listed."""
     sizes, inside = list_directory(directory)
-    optim: dict[tuple[int, int], str] = {}
-    models: dict[tuple[int, int], str] = {}
+    found: dict[str, dict[tuple[int, int], str]] = {"optimizer": {}, "model": {}, "whole_model": {}}
     duplicates: dict[str, CheckpointError] = {}
-    temporaries: list[str] = []
-    expert_files: list[str] = []
-    unknown_files: list[str] = []
-    whole: dict[int, str] = {}
+    others: list[str] = []
     for name in sorted(sizes):
         file = parse_rank_file(name)
-        if file is not None and file.kind == "whole_model":
-            whole[file.tp_rank] = name
-        elif file is not None:
-            files = optim if file.kind == "optimizer" else models
-            if (file.rank, file.tp_rank) in files:
-                duplicates[name] = claimed_twice(directory, files[file.rank, file.tp_rank], name, file.rank)
-            else:
-                files[file.rank, file.tp_rank] = name
-        elif EXPERT_FILE.match(name):
-            expert_files.append(name)
-        elif is_temporary(name):
-            temporaries.append(name)
-        elif name not in (RECORD_NAME, MARK_NAME):
-            unknown_files.append(name)
+        if file is None:
+            others.append(name)
+        elif file.kind != "whole_model" and (other := found[file.kind].get((file.rank, file.tp_rank))) is not None:
+            duplicates[name] = claimed_twice(directory, other, name, file.rank)
+        else:
+            found[file.kind][file.rank, file.tp_rank] = name
+    optim, models, whole = found.values()
+    expert_files = [name for name in others if EXPERT_FILE.match(name)]
+    temporaries = [name for name in others if is_temporary(name)]
+    known = {*expert_files, *temporaries, RECORD_NAME, MARK_NAME}
     kind: Kind = "zero-1-2" if whole and not models else "zero-3"
     if not optim and _holds_whole_params(directory, inside):
         kind = "universal"
-    if kind == "zero-1-2":
-        models = {(0, tp_rank): name for tp_rank, name in whole.items()}
     return TagListing(
         directory=directory,
         kind=kind,
         sizes=sizes,
         optim=optim,
-        models=models,
+        models=whole if kind == "zero-1-2" else models,
         duplicates=duplicates,
         temporaries=tuple(temporaries),
         expert_files=tuple(expert_files),
-        unknown_files=tuple(unknown_files),
+        unknown_files=tuple(name for name in others if name not in known),
         folders=inside,
     )
 
