@@ -210,17 +210,17 @@ class Shard:
     rank: int
     stage: int
     format: CheckpointFormat
-    save_id: str | None
     layout: Layout
     groups: tuple[ParamGroup, ...]
     tensor_keys: tuple[tuple[str, ...], ...]
     scalars: tuple[Mapping[str, ScalarValue], ...]
     extents: Mapping[str, TensorExtents]
-    digests: Extent | None
     scaler: ScalerState | None
     ds_config: Mapping[str, object]
-    train_batch_size: int | None
     header_bytes: int
+    save_id: str | None = None
+    digests: Extent | None = None
+    train_batch_size: int | None = None
     optimizer: str | None = None
     grad_scaler: Mapping[str, OptionValue] | None = None
     directory: str = ""
