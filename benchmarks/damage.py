@@ -330,7 +330,7 @@ def regions(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
                     found[kind, rest].append((name, gap, end - gap))
                 at = end
             found[kind, "directory"].append((name, at, size - at))
-    shared = checkpoint.shared
+    shared = checkpoint.model_states(0).shared
     for number, file in enumerate(() if shared is None else shared.files):
         name, at = f"{FROZEN_FOLDER}/{file.name}", file.nbytes
         for (_, key), tensor in shared.in_file(number).items():

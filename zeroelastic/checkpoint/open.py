@@ -28,7 +28,6 @@ from zeroelastic.checkpoint.saved_layout import (
     saved_maps,
     sliced_layout,
 )
-from zeroelastic.checkpoint.shared_weights import SharedWeights
 from zeroelastic.checkpoint.tag_files import (
     NO_TENSOR_PARALLEL,
     TensorParallel,
@@ -303,11 +302,6 @@ class Checkpoint:
     def has_models(self) -> bool:
         """Whether a model states header was parsed, which names the parameters of a rigid checkpoint."""
         return bool(self._models)
-
-    @property
-    def shared(self) -> SharedWeights | None:
-        """What the checkpoint takes from shared files, by a model states header that was parsed."""
-        return next((model.shared for model in self._models.values()), None)
 
     @property
     def header_bytes(self) -> int:

@@ -70,10 +70,6 @@ class Sharing:
         """Whether some ranks have other parts of whole tensors than others."""
         return self.topology.tensor_size > 1 or bool(self.expert_sizes)
 
-    def num_parts(self, members: Sequence[Param]) -> int:
-        """How many ranks share a flat buffer of these parameters."""
-        return self.topology.data_size // self._expert_size(members)
-
     def whole_name(self, name: str) -> str:
         """The name of the whole tensor of which a parameter is a slice."""
         found = self.maps.get(name)
