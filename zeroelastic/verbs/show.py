@@ -21,7 +21,7 @@ from zeroelastic.verbs.diff.element_stats import CHUNK, bits_of, values_of
 from zeroelastic.verbs.options import Advance, Progress, no_progress
 from zeroelastic.verbs.report import Format, Number, Part, Report
 from zeroelastic.verbs.tensor import TensorHandle
-from zeroelastic.verbs.view import CheckpointView, ShownPlace
+from zeroelastic.verbs.view import CheckpointView
 from zeroelastic.verbs.view import open as open_view
 
 WEIGHT = "weight"
@@ -43,6 +43,17 @@ class Statistics(Part):
     zeros: int
     nans: int
     infs: int
+
+
+class ShownPlace(Part):
+    """A run of a tensor's elements in the file of a saved rank: ``bytes`` from ``offset`` on are ``numel`` elements."""
+
+    rank: int
+    file: str
+    offset: int
+    bytes: int
+    start: int
+    numel: int
 
 
 class ShownTensor(Part):
@@ -218,7 +229,17 @@ def _shown(
         recorded_digest=f"{digests[saved_as, key][1]:016x}" if (saved_as, key) in digests else None,
         first=first,
         last=last,
-        places=ck.places(name, key=None if kind == WEIGHT else kind),
+        places=tuple(
+            ShownPlace(
+                rank=place.rank,
+                file=place.file,
+                offset=place.offset,
+                bytes=place.nbytes,
+                start=place.start,
+                numel=place.numel,
+            )
+            for place in ck.places(name, key=None if kind == WEIGHT else kind)
+        ),
     )
 
 

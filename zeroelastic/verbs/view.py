@@ -7,7 +7,7 @@ import html
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType, TracebackType
 
@@ -41,7 +41,6 @@ from zeroelastic.verbs.model_tensors import (
     stored_tensor,
 )
 from zeroelastic.verbs.new_files import RecordedDigests, SourceCheck
-from zeroelastic.verbs.report import Part
 from zeroelastic.verbs.tensor import TensorHandle
 
 _LISTED = 20
@@ -74,15 +73,24 @@ def open(path: str | os.PathLike[str], *, tag: str | None = None) -> CheckpointV
     return CheckpointView(find_source(path, tag=tag)) if root is None else DcpView(root)
 
 
-class ShownPlace(Part):
-    """A run of a tensor's elements in the file of a saved rank: ``bytes`` from ``offset`` on are ``numel`` elements."""
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """A run of a tensor's elements in a file: ``numel`` from element ``start`` on are ``nbytes`` bytes from ``offset``.
+
+    ``rank`` is the saved rank whose file it is.
+    """
 
     rank: int
-    file: str
+    path: FilePath
     offset: int
-    bytes: int
+    nbytes: int
     start: int
     numel: int
+
+    @property
+    def file(self) -> str:
+        """The name of the file in the tag directory."""
+        return self.path.name
 
 
 class CheckpointView(Mapping[str, TensorHandle]):
@@ -150,7 +158,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
         }
         return MappingProxyType(state | {key: value.value for key, value in part.scalars[place.param].items()})
 
-    def places(self, name: str, *, key: str | None = None) -> tuple[ShownPlace, ...]:
+    def places(self, name: str, *, key: str | None = None) -> tuple[TensorPlace, ...]:
         """Where the files have a tensor, in the order of its elements; ``key`` is a state key, None: the weight.
 
         Opens the headers of the ranks that hold it. Raises UnknownTensorError.
@@ -159,15 +167,14 @@ class CheckpointView(Mapping[str, TensorHandle]):
         source = tensor.source
         if isinstance(source, Buffer):
             extent = source.extent
-            name, offset, nbytes = extent.path.name, extent.offset, extent.nbytes
-            return (ShownPlace(rank=0, file=name, offset=offset, bytes=nbytes, start=0, numel=tensor.numel),)
+            return (TensorPlace(0, extent.path, extent.offset, extent.nbytes, 0, tensor.numel),)
         with self._reading():
             rows = state.parts[source.part].tensor_rows(source.param, key or source.key)
         columns = (rows.file, rows.file_offset, rows.nbytes, rows.start, rows.numel)
         ranks = [*map(self._rank_of, rows.paths)]
         places = [
-            ShownPlace(rank=ranks[i], file=rows.paths[i].name, offset=offset, bytes=nbytes, start=start, numel=numel)
-            for i, offset, nbytes, start, numel in zip(*(column.tolist() for column in columns), strict=True)
+            TensorPlace(ranks[file], rows.paths[file], *numbers)
+            for file, *numbers in zip(*(column.tolist() for column in columns), strict=True)
         ]
         return tuple(sorted(places, key=lambda place: place.start))
 
