@@ -86,7 +86,10 @@ class Factored(torch.optim.Optimizer):
 
 
 class Lamb(torch.optim.Optimizer):
-    """Moments like Adam's, and a trust ratio that is no state: its state is cut like the weights."""
+    """Moments like Adam's, and a trust ratio that is no state: its state is cut like the weights.
+
+    Its groups have values that it makes at a step, a tensor and lists in a list, and changes in place.
+    """
 
     def __init__(self, groups: Groups, beta: float = 0.9) -> None:
         super().__init__(groups, {"lr": 1e-3, "beta": beta})
@@ -94,6 +97,8 @@ class Lamb(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            group.setdefault("decay", torch.ones(1, dtype=torch.float64)).mul_(0.9)
+            group.setdefault("buffer", [[0, None] for _ in range(2)])[0][0] += 1
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
@@ -105,10 +110,13 @@ class Lamb(torch.optim.Optimizer):
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a counter for all parameters together, as MADGRAD does."""
+    """Keeps a counter for all parameters together, as MADGRAD does, from its constructor on."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups)
+        self.state["k"] = torch.zeros(1)  # type: ignore[index]
 
     def step(self) -> None:  # type: ignore[override]
-        self.state.setdefault("k", torch.zeros(1))
         self.state["k"] += 1
         super().step()
 

@@ -113,6 +113,16 @@ def test_elastic_and_rigid_parse_to_the_same(tmp_path, world_size):
     assert elastic.ds_config == rigid.ds_config == {"train_batch_size": 2 * world_size}
 
 
+@pytest.mark.parametrize("format", ["elastic", "rigid"])
+def test_hyper_parameters_keep_their_lists_and_say_which_are_tensors(tmp_path, format):
+    lists = {"buffer": [[3, None], (1, [0.5])], "ints": [*range(20)], "floats": [0.5] * 20, "shapes": [(1, 2)] * 20}
+    made = {"d": torch.tensor([0.5], dtype=torch.bfloat16), "n": torch.tensor(3)}
+    write_checkpoint(tmp_path, world_size=2, format=format, options=[{"lr": 0.5, **lists, **made}, {"lr": 0.1}])
+    first, second = opened(tmp_path).groups
+    assert first.options == {"lr": 0.5, **lists, "d": 0.5, "n": 3}
+    assert first.tensors == {"d": ("bfloat16", (1,)), "n": ("int64", ())} and second.tensors == {}
+
+
 def test_what_a_shard_says(tmp_path):
     options = [{"lr": 0.5, "betas": (0.9, 0.99), "fused": None, "tensor_lr": torch.tensor(0.25)}, {"lr": 0.1}]
     write_checkpoint(tmp_path, world_size=2, options=options)
@@ -420,6 +430,15 @@ def test_state_that_cannot_be_resharded_is_refused_by_name(tmp_path, format, nam
     if format == "elastic" and name == "block-quantised":
         message = "Block-quantised and factored"
     with pytest.raises(UnsupportedError, match=message):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [torch.ones(5), torch.ones(5)], []])
+def test_a_list_in_the_state_of_a_rigid_file_is_not_called_damage(tmp_path, values):
+    """DeepSpeed loads it at the size that saved."""
+    write_checkpoint(tmp_path, world_size=2, format="rigid")
+    edit_optim(tmp_path / optim_name(0), lambda state: nested(state)["state"][0].update(history=values))
+    with pytest.raises(UnsupportedError, match=r"optimizer state 'history' of sub-group 0 is \[.*cannot be resharded"):
         opened(tmp_path)
 
 

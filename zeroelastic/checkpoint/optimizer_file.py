@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from zeroelastic.torch_file.columns import NamedColumn
 from zeroelastic.torch_file.graph import entry
 from zeroelastic.torch_file.header import DType, Extent, TensorRef, TorchFile
 
-OptionValue = int | float | bool | str | None | tuple[object, ...]
+OptionValue = int | float | bool | str | None | tuple[object, ...] | list[object]
 
 _MAX_OPTION_DEPTH = 3
 _MAX_OPTION_ITEMS = 1024
@@ -86,12 +87,21 @@ def read_options(file: TorchFile, group: Mapping[object, object], where: str) ->
     return {str(k): read_option(file, v, f"{where}: {k}") for k, v in group.items() if k != "params"}
 
 
+def tensor_forms(group: Mapping[object, object]) -> dict[str, TensorForm]:
+    """The forms of the hyper-parameters of an optimizer group that are tensors, once ``read_options`` has taken it."""
+    return {str(k): TensorForm(v.dtype, v.shape) for k, v in group.items() if isinstance(v, TensorRef)}
+
+
 def read_option(file: TorchFile, value: object, where: str, depth: int = 0) -> OptionValue:
-    """A hyper-parameter: a plain value, a short tuple of them, or a tensor of one element. Raises UnsupportedError."""
+    """A hyper-parameter: a plain value, a short list or tuple of them, or a tensor of one element, as its number.
+
+    Raises UnsupportedError.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)) and depth < _MAX_OPTION_DEPTH and len(value) <= _MAX_OPTION_ITEMS:
-        return tuple(read_option(file, item, where, depth + 1) for item in value)
+        items: list[object] = [read_option(file, item, where, depth + 1) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     if isinstance(value, TensorRef) and value.numel == 1:
         return read_scalar(file, value, where).value
     raise UnsupportedError(f"{file.path}: {where} is {shown(value)}, which is not a plain value.")
@@ -172,12 +182,23 @@ DEFAULT_SUB_GROUP_SIZE = 10**9
 """``sub_group_size`` of deepspeed.runtime.zero.config.DeepSpeedZeroConfig, in elements of one rank's parts."""
 
 
+class TensorForm(NamedTuple):
+    """The dtype and the shape of a tensor of one element."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """One optimizer group as saved: its hyper-parameters and the names of its parameters, in order."""
+    """One optimizer group as saved: its hyper-parameters and the names of its parameters, in order.
+
+    ``tensors`` are the forms of the hyper-parameters that are tensors of one element in the file.
+    """
 
     options: Mapping[str, OptionValue]
     params: tuple[str, ...]
+    tensors: Mapping[str, TensorForm] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from zeroelastic.checkpoint.optimizer_file import (
     read_option,
     read_options,
     read_scalar,
+    tensor_forms,
     zero_option,
 )
 from zeroelastic.checkpoint.topology import Topology
@@ -284,9 +285,7 @@ def _of_whole_tensors(shard: Shard, slices: RankSlices) -> Shard:
             f"{shard.path}: has other slices of tensors than the maps in the model states files give to rank "
             f"{slices.rank}. Files of two saves are mixed in this directory."
         )
-    groups = [
-        ParamGroup(group.options, tuple(names.get(name, name) for name in group.params)) for group in shard.groups
-    ]
+    groups = [replace(group, params=tuple(names.get(name, name) for name in group.params)) for group in shard.groups]
     return replace(shard, layout=layout, groups=tuple(groups))
 
 
@@ -295,24 +294,24 @@ def _read_rigid(file: TorchFile, state: _State, make: _Make, sub_groups: Sequenc
     flats = _flat_groups(file, state, layout)
     members, values = _nested_state(file, state.get("optimizer_state_dict"), len(flats))
     groups = tuple(
-        ParamGroup(options, tuple(param.name for position in positions for param in sub_groups[position]))
-        for options, positions in members
+        replace(group, params=tuple(param.name for position in positions for param in sub_groups[position]))
+        for group, positions in members
     )
     return make(format="rigid", layout=layout, flats=flats, values=values, groups=groups)
 
 
 def _nested_state(
     file: TorchFile, nested: object, num_flats: int
-) -> tuple[list[tuple[dict[str, OptionValue], list[int]]], list[Mapping[object, object]]]:
+) -> tuple[list[tuple[ParamGroup, list[int]]], list[Mapping[object, object]]]:
     """The state dict of a torch optimizer that steps flat buffers.
 
-    Returns the hyper-parameters and the positions of the flat buffers of each optimizer group, and the state of each
-    flat buffer. Raises CheckpointError, UnsupportedError for state that is not of a parameter.
+    Returns each optimizer group, its parameters not named yet, with the positions of its flat buffers, and the state of
+    each flat buffer. Raises CheckpointError, UnsupportedError for state that is not of a parameter.
     """
     groups_raw, states_raw = (nested.get(k) if isinstance(nested, dict) else None for k in ("param_groups", "state"))
     if not isinstance(groups_raw, list) or not isinstance(states_raw, dict):
         raise damaged(file.path, "holds no optimizer state (param_groups and state)")
-    groups: list[tuple[dict[str, OptionValue], list[int]]] = []
+    groups: list[tuple[ParamGroup, list[int]]] = []
     flat_of_index: dict[int, int] = {}
     for g, group in enumerate(groups_raw):
         indices = group.get("params") if isinstance(group, dict) else None
@@ -329,7 +328,7 @@ def _nested_state(
                 )
             flat_of_index[index] = position
             positions.append(position)
-        groups.append((read_options(file, group, f"optimizer group {g}"), positions))
+        groups.append((_group(file, group, g), positions))
     if len(flat_of_index) != num_flats:
         raise damaged(file.path, f"optimizer groups hold {len(flat_of_index)} flat groups of {num_flats}")
     values: list[Mapping[object, object]] = [{} for _ in range(num_flats)]
@@ -387,12 +386,12 @@ def _read_groups(
         if len(base) != len(flats) or not all(isinstance(values, dict) for values in base):
             raise damaged(file.path, f"base_optimizer_state does not hold one entry for each of {len(flats)} groups")
         step = state.get("base_optimizer_state_step")  # of DeepSpeed's own optimizers; those of torch keep theirs
-        options = {} if step is None else {"step": read_option(file, step, "base_optimizer_state_step")}
-        return make(values=base, groups=tuple(ParamGroup(options, each) for each in names), unpadded=True)
+        shared = ParamGroup({}, ()) if step is None else _group(file, {"step": step}, 0)
+        return make(values=base, groups=tuple(replace(shared, params=each) for each in names), unpadded=True)
     members, values = _nested_state(file, base, len(flats))
     if [len(indices) for _, indices in members] != [1] * len(flats):
         raise damaged(file.path, f"optimizer groups do not refer to one flat buffer each of {len(flats)}")
-    param_groups = tuple(ParamGroup(options, each) for (options, _), each in zip(members, names, strict=True))
+    param_groups = tuple(replace(group, params=each) for (group, _), each in zip(members, names, strict=True))
     return make(values=values, groups=param_groups)
 
 
@@ -488,8 +487,14 @@ def _table_groups(file: TorchFile, groups: object) -> tuple[ParamGroup, ...]:
         names = group.get("params") if isinstance(group, dict) else None
         if not isinstance(group, dict) or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
             raise damaged(file.path, f"optimizer group {g} is not a group")
-        found.append(ParamGroup(read_options(file, group, f"optimizer group {g}"), tuple(names)))
+        found.append(_group(file, group, g, tuple(names)))
     return tuple(found)
+
+
+def _group(file: TorchFile, group: Mapping[object, object], number: int, params: tuple[str, ...] = ()) -> ParamGroup:
+    """An optimizer group, without or with the names of its parameters. Raises as ``read_options``."""
+    options = {key: with_lists(value) for key, value in group.items() if key != "params"}
+    return ParamGroup(read_options(file, options, f"optimizer group {number}"), params, tensor_forms(options))
 
 
 def _grad_scaler(file: TorchFile, scaler: object) -> dict[str, OptionValue] | None:
@@ -573,7 +578,7 @@ def _build(
             where = f"optimizer state {shown(key)} of sub-group {i}"
             if not isinstance(key, str) or key in (FP32, FROZEN):
                 raise UnsupportedError(f"{file.path}: {where} has a name that cannot be kept.")
-            if isinstance(value, (list, TensorColumn)):
+            if format == "elastic" and isinstance(value, (list, TensorColumn)):
                 placed[key] = _lean(file, value, owned[members[i]], where, rank)
             elif isinstance(value, TensorRef) and value.shape == state_shapes[i] and format == "rigid":
                 placed[key] = _cut(file, value, layout, members[i])

@@ -149,7 +149,7 @@ class SlicedLayout:
                 group_of_name[param.name] = group_of_buffer[buffer]
                 members[group_of_buffer[buffer]].append(param.name)
         return tuple(
-            ParamGroup(group.options, tuple(in_order_of_experts(names)))
+            replace(group, params=tuple(in_order_of_experts(names)))
             for group, names in zip(head.groups, members, strict=True)
         )
 

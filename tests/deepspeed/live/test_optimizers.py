@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,17 @@ from exact_jobs import OPTIMIZERS
 from saves import Saver, check_each, save_once
 from training import LOSS_RTOL, Job, attempt, build_engine, look, raised, resume, train_step
 
+from zeroelastic.checkpoint.optimizer_file import TensorForm
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.deepspeed.live.optimizers import SavedGroup, changed_class, live_form, misfits, options_to_set
+from zeroelastic.deepspeed.live.optimizers import (
+    SavedGroup,
+    changed_class,
+    common_state_made_later,
+    live_form,
+    misfits,
+    options_to_set,
+)
+from zeroelastic.deepspeed.live.replicated import set_groups
 from zeroelastic.errors import UnsupportedError, ZeroElasticError
 from zeroelastic.testing import RankPool, compare_states
 
@@ -111,6 +121,39 @@ def test_an_option_of_the_same_name_that_is_the_users_is_restored(path: str | No
     assert taken["decoupled_weight_decay"] is True and left == own == () and changed_class(saved, radam) is None
 
 
+def grouped(*groups: dict[str, object]) -> Any:
+    """A live optimizer with these hyper-parameters."""
+    return SimpleNamespace(base=SimpleNamespace(param_groups=list(groups), defaults={}))
+
+
+def test_hyper_parameters_take_the_form_that_the_run_has_and_else_the_saved_one() -> None:
+    saved = {"betas": (0.5, 0.25), "lists": [[1, None], (2, [3])], "made": [4], "scale": 0.5}
+    live = grouped({"betas": [torch.tensor(0.9), 0.9], "lists": ([7, 8], [9, []])})
+    form = {"scale": TensorForm("bfloat16", (1,))}
+    assert set_groups(live, [SavedGroup("types.SimpleNamespace", saved, frozenset(), form)]) == []
+    (group,) = live.base.param_groups
+    assert isinstance(group["betas"][0], torch.Tensor)
+    assert group == {
+        "betas": [torch.tensor(0.5), 0.25],
+        "lists": ([1, None], [2, [3]]),
+        "made": [4],
+        "scale": torch.tensor([0.5], dtype=torch.bfloat16),
+    }
+    assert group["scale"].dtype == torch.bfloat16 and group["scale"].shape == (1,)
+
+
+@pytest.mark.parametrize(("values", "is_shared"), [((0.25, 0.5), False), ((0.25, 0.25), True), ((0.25, None), False)])
+def test_groups_that_share_a_tensor_get_each_its_saved_value(values: tuple[float | None, ...], is_shared: bool) -> None:
+    rate = torch.tensor(0.75)
+    live = grouped({"lr": rate}, {"lr": rate})
+    set_groups(
+        live, [None if v is None else SavedGroup("types.SimpleNamespace", {"lr": v}, frozenset()) for v in values]
+    )
+    first, second = (group["lr"] for group in live.base.param_groups)
+    assert [float(first), float(second)] == [0.75 if v is None else v for v in values]
+    assert (first is second) == is_shared
+
+
 @pytest.mark.support("Optimizers", "changing to one with other state", "refused", "both lists of state keys are named")
 def test_another_optimizer_with_other_state_is_refused(rank_pool: RankPool, saved: Saver) -> None:
     checkpoint = saved(OPTIMIZERS["adamw"][0], 3)
@@ -203,6 +246,55 @@ def test_quantised_state_is_left_to_deepspeed_at_the_same_size_and_refused_at_an
     assert len(set(errors)) == 1
     assert errors[0][0] == "UnsupportedError" and "'absmax' of sub-group 0 has shape" in errors[0][1]
     assert rank_pool.run(load_own_state, 2, job, str(tmp_path)) == saved
+
+
+def test_state_of_no_parameter_that_an_old_save_lacks_is_named_and_begins_anew(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """Saves once left it out; a load must not take it from an optimizer that makes it in its constructor."""
+    for loaded, stepped, said in rank_pool.run(load_without_counter, 2, str(tmp_path)):
+        assert (loaded, stepped) == ([0.0], [1.0])
+        assert said == [
+            "STATE NOT SAVED: Counting keeps 'k' beside the state of its parameters. The checkpoint has none of it, "
+            "and it begins anew"
+        ]
+
+
+def load_without_counter(directory: str) -> tuple[list[float], list[float], list[str]]:
+    saving, loading = (build_engine(Job(optimizer="counting")) for _ in range(2))
+    for engine in (saving, loading):
+        train_step(engine, 0)
+    del saving.optimizer.optimizer.state["k"]
+    saving.save_checkpoint(directory)
+    loading.load_checkpoint(directory)
+    state = loading.optimizer.optimizer.state
+    loaded = state["k"].tolist()
+    train_step(loading, 1)
+    notes = loading.zeroelastic_report.notes
+    return loaded, state["k"].tolist(), [note for note in notes if note.startswith("STATE NOT SAVED")]
+
+
+def test_the_state_of_no_parameter_of_a_known_class_is_named_before_it_is_made() -> None:
+    madgrad = type("MADGRAD", (torch.optim.SGD,), {})
+    assert common_state_made_later(madgrad([torch.zeros(1)])) == ("k",)
+    assert common_state_made_later(torch.optim.SGD([torch.zeros(1)])) == ()
+
+
+def test_values_of_a_ranks_part_are_not_told_to_be_kept_apart(rank_pool: RankPool, tmp_path: Path) -> None:
+    """At twice the size each rank reads the file of one saved rank, whose sub-groups differ, too."""
+    job = Job(optimizer="factored", elastic=False)
+    rank_pool.run(step_and_save, 2, job, str(tmp_path))
+    errors = rank_pool.run(attempt, 4, job.other(sub_group_size=10**9), str(tmp_path))
+    assert len(set(errors)) == 1
+    kind, text = errors[0]
+    assert kind == "UnsupportedError" and "sub_group_size" not in text
+    assert "'rms' of sub-group 0 is " in text and "takes the weights only (load_optimizer_states=False" in text
+
+
+def step_and_save(job: Job, directory: str) -> None:
+    engine = build_engine(job)
+    train_step(engine, 0)
+    engine.save_checkpoint(directory)
 
 
 def train_one_and_save(job: Job, directory: str) -> list[list[float]]:

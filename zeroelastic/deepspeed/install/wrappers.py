@@ -5,6 +5,7 @@ The replacement of a method is the function of the same name.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import time
@@ -23,6 +24,7 @@ from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, s
 from zeroelastic.deepspeed.engine_state import engine_of, lineage_of, link, state_of
 from zeroelastic.deepspeed.install.seams import wrap_frameworks
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names, read_live, why_left_to_deepspeed
+from zeroelastic.deepspeed.live.optimizers import common_state
 from zeroelastic.deepspeed.load import from_state_dicts
 from zeroelastic.deepspeed.load.load import load
 from zeroelastic.deepspeed.load.report import count
@@ -73,6 +75,7 @@ def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) ->
     made = original(self, optimizer)
     link(made, self)
     if (kind := kind_of(made)) is not None:
+        state_of(self).fresh_common_state = copy.deepcopy(common_state(made.optimizer))
         require_partners(wait=not kind.per_param)  # what makes the optimizer of stage 3 has a barrier of DeepSpeed's
         agree_on_options(self)
         wrap_frameworks()

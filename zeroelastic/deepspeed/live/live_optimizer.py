@@ -6,6 +6,7 @@ subclass, listed in ``kinds``.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import mmap
 from abc import ABC, abstractmethod
@@ -20,7 +21,8 @@ from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.live.optimizers import live_form, state_dtype
+from zeroelastic.deepspeed.engine_state import engine_of, state_of
+from zeroelastic.deepspeed.live.optimizers import common_state, common_state_made_later, live_form, state_dtype
 from zeroelastic.deepspeed.live.topology import Sharing, sharing_of, tensor_parallel, uncovered_sharing
 from zeroelastic.errors import UnsupportedError
 
@@ -258,8 +260,19 @@ class LiveOptimizer(ABC):
         if not state:
             self.owner(sub_group).state.pop(self.flat(sub_group), None)
         # State of no parameter, as MADGRAD's counter: saves refuse it, so no checkpoint has it.
-        for common in [key for key in self.base.state if not isinstance(key, torch.Tensor)]:
-            del self.base.state[common]
+        base_state: MutableMapping[Any, Any] = self.base.state
+        for common in common_state(self.base):
+            del base_state[common]
+        base_state.update(copy.deepcopy(self._fresh_common_state()))
+
+    def _fresh_common_state(self) -> Mapping[str, Any]:
+        engine = engine_of(self.optimizer)
+        return {} if engine is None else state_of(engine).fresh_common_state
+
+    def common_state(self) -> list[str]:
+        """The names of what the optimizer keeps, or is known to make, beside the state of its parameters."""
+        made = common_state_made_later(self.base)
+        return sorted({*map(str, common_state(self.base)), *map(str, self._fresh_common_state()), *made})
 
     def reset_state(self, sub_group: int) -> None:
         """Reset the state of a sub-group to that before the first step: for most optimizers, none."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from zeroelastic.checkpoint.optimizer_file import OptionValue
+from zeroelastic.checkpoint.optimizer_file import OptionValue, TensorForm
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.errors import UnsupportedError, shown
 
@@ -75,12 +76,29 @@ _OF_THE_CLASS = {_DECOUPLED}
 class SavedGroup:
     """One optimizer group in a checkpoint: the class of its optimizer if it is known, options, and state keys.
 
-    ``keys`` are the state keys that have a value, without the master weights; empty before the first step.
+    ``keys`` are the state keys that have a value, without the master weights; empty before the first step. ``tensors``
+    are the forms of the options that are tensors in the file.
     """
 
     class_path: str | None
     options: Mapping[str, OptionValue]
     keys: frozenset[str]
+    tensors: Mapping[str, TensorForm] = field(default_factory=dict)
+
+
+_COMMON = {"MADGRAD": ("k",), "MirrorMADGRAD": ("k",)}
+"""State of no parameter that classes make at a step."""
+
+
+def common_state(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """What an optimizer keeps beside the state of its parameters."""
+    state: Mapping[Any, object] = optimizer.state
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+
+def common_state_made_later(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """What an optimizer of this class is known to make at a step beside the state of its parameters."""
+    return _COMMON.get(type(optimizer).__name__, ())
 
 
 def class_path(optimizer: torch.optim.Optimizer) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 
-from zeroelastic.checkpoint.optimizer_file import OptionValue, Shard
+from zeroelastic.checkpoint.optimizer_file import OptionValue, Shard, TensorForm
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.optimizers import SavedGroup, changed_class, options_to_set
+from zeroelastic.deepspeed.live.optimizers import SavedGroup, changed_class, common_state, options_to_set
 from zeroelastic.distributed.collective import all_gather
 from zeroelastic.errors import UnsupportedError, some
 from zeroelastic.torch_file.header import DType
@@ -46,7 +46,7 @@ def replicated_facts(live: LiveOptimizer) -> dict[str, str]:
 
 def refuse_common_state(live: LiveOptimizer) -> None:
     """Raise UnsupportedError for an optimizer that keeps state beside that of parameters, as MADGRAD its ``k``."""
-    keys = [repr(key) for key in live.base.state if not isinstance(key, torch.Tensor)]
+    keys = [repr(key) for key in common_state(live.base)]
     if keys:
         raise UnsupportedError(
             f"{type(live.base).__name__} keeps {some(keys)} beside the state of its parameters, which has no place at "
@@ -103,13 +103,14 @@ def _text(value: object, where: str, depth: int = 0) -> str:
 def set_groups(live: LiveOptimizer, groups: Sequence[SavedGroup | None]) -> list[str]:
     """Set the hyper-parameters of every group that takes saved ones. Returns notes about options that differ."""
     notes: dict[str, None] = {}
+    _part_tensors(live.base.param_groups, groups)
     for saved, group in zip(groups, live.base.param_groups, strict=True):
         if saved is None:
             continue
         taken, left, own = options_to_set(saved, live.base, group)
         for option, choice in taken.items():
             if not (option == "name" and group.get("moe")):  # which names the ranks that share the experts
-                set_option(group, option, choice)
+                set_option(group, option, choice, saved.tensors.get(option))
         if (changed := changed_class(saved, live.base)) is not None:
             notes[changed] = None
         if left:
@@ -119,15 +120,52 @@ def set_groups(live: LiveOptimizer, groups: Sequence[SavedGroup | None]) -> list
     return list(notes)
 
 
-def set_option(group: dict[str, Any], option: str, value: OptionValue) -> None:
-    """Set a hyper-parameter in place; a tensor keeps its identity, which compiled optimizers rely on."""
+def _part_tensors(live: Sequence[dict[str, Any]], saved: Sequence[SavedGroup | None]) -> None:
+    """Give each group a tensor of its own where groups share one, as a default, and were saved with different values.
+
+    A group without a saved one keeps the value that it has.
+    """
+    values: dict[int, set[str]] = {}
+    for own, group in zip(saved, live, strict=True):
+        for option, current in group.items():
+            if isinstance(current, torch.Tensor):
+                value = None if own is None else own.options.get(option)
+                values.setdefault(id(current), set()).add(repr(value))
+    for group in live:
+        for option, current in group.items():
+            if isinstance(current, torch.Tensor) and len(values[id(current)]) > 1:
+                group[option] = current.clone()
+
+
+def set_option(
+    group: dict[str, Any], option: str, value: OptionValue | torch.Tensor, form: TensorForm | None = None
+) -> None:
+    """Set a hyper-parameter in place; a tensor keeps its identity, which compiled optimizers rely on.
+
+    The number is the saved one, and its form the run's: a tensor, a list, a tuple. What the run does not have yet, as
+    values that an optimizer makes at a step, has the saved form: ``form`` is that of a tensor.
+    """
     current = group.get(option)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:  # of a state dict in memory
+        form, value = TensorForm(str(value.dtype).removeprefix("torch."), tuple(value.shape)), value.item()
     if isinstance(current, torch.Tensor) and isinstance(value, (int, float)):
         current.fill_(value)
-    elif isinstance(current, list) and isinstance(value, tuple):
-        group[option] = list(value)
+    elif current is None and form is not None:
+        group[option] = torch.tensor(value, dtype=getattr(torch, form.dtype)).reshape(form.shape)
     else:
-        group[option] = value
+        group[option] = _in_form_of(current, value)
+
+
+def _in_form_of(current: object, value: object) -> object:
+    """A saved value as a list, a tuple or a tensor where the live one is, within lists and tuples too."""
+    if isinstance(value, (list, tuple)):
+        own = current if isinstance(current, (list, tuple)) else ()
+        items = [_in_form_of(own[i] if i < len(own) else None, item) for i, item in enumerate(value)]
+        is_list = isinstance(current if isinstance(current, (list, tuple)) else value, list)
+        return items if is_list else tuple(items)
+    if isinstance(current, torch.Tensor) and isinstance(value, (int, float)):
+        return torch.full_like(current, value)
+    return value
 
 
 def precision_of(config: Mapping[str, Any]) -> str:

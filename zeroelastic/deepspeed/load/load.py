@@ -34,6 +34,7 @@ from zeroelastic.deepspeed.load.module_states import (
 from zeroelastic.deepspeed.load.preflight import LoadPlan, preflight
 from zeroelastic.deepspeed.load.report import (
     check_batch,
+    common_state_notes,
     gather_costs,
     hyper_parameter_notes,
     load_report,
@@ -245,7 +246,8 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
         warnings.append(batch)
     warnings += plan.checkpoint.notes
     if not request.weights_only:
-        warnings += hyper_parameter_notes(plan) + micro_batch_notes(plan, call.pending_micro_batches)
+        warnings += hyper_parameter_notes(plan) + common_state_notes(live, plan)
+        warnings += micro_batch_notes(plan, call.pending_micro_batches)
     keys = ModuleKeys()
     with allow_globals(request.options.allow_globals):
         with span("load.restore"):

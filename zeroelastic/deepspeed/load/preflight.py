@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -239,7 +239,12 @@ def _open(
         shards |= {source: checkpoint.shard(source) for source in (part.source_ranks if part else ())}
     check_same_save(shards, head, recorded=record is not None, resizable=not request.weights_only)
     frozen_plan, unfrozen_plan, extents = _open_frozen(checkpoint, model, frozen, live, membership)
-    states = target_state(membership, head, layout, live, weights_only=request.weights_only)
+    try:
+        states = target_state(membership, head, layout, live, weights_only=request.weights_only)
+    except UnsupportedError:
+        if record is None:
+            _refuse_values_of_ranks(checkpoint, head)
+        raise
     batch = record.train_batch_size if record is not None else head.train_batch_size
     return LoadPlan(
         checkpoint=checkpoint,
@@ -261,6 +266,17 @@ def _open(
         visibility=visibility,
         shared_places=places,
     )
+
+
+def _refuse_values_of_ranks(checkpoint: Checkpoint, head: Shard) -> None:
+    """Raise UnsupportedError where saved ranks differ in values that the optimizer computes from a rank's own part.
+
+    A sub_group_size does not keep these apart. This rank may have opened the file of one saved rank only: here is
+    another one's, where it is readable.
+    """
+    other = (head.rank + 1) % checkpoint.world_size
+    with suppress(CheckpointError):
+        check_same_save({other: checkpoint.shard(other)}, head, recorded=False)
 
 
 def _with_checksums(load_plan: LoadPlan, executor: Executor) -> LoadPlan:
@@ -405,7 +421,7 @@ def saved_groups(head: Shard) -> list[SavedGroup]:
             values = {key for key, value in head.scalars[sub_group].items() if value.value is not None}
             keys[group_of[name]] |= {*head.tensor_keys[sub_group], *values} - {FP32}
     return [
-        SavedGroup(head.optimizer, group.options, frozenset(found))
+        SavedGroup(head.optimizer, group.options, frozenset(found), group.tensors)
         for group, found in zip(head.groups, keys, strict=True)
     ]
 

@@ -168,6 +168,17 @@ def hyper_parameter_notes(load_plan: LoadPlan) -> list[str]:
     ]
 
 
+def common_state_notes(live: LiveOptimizer, load_plan: LoadPlan) -> list[str]:
+    """A note where the optimizer has state of no parameter, which no checkpoint that is loaded here has."""
+    names = live.common_state()
+    if not names or load_plan.model.global_steps == 0:
+        return []
+    return [
+        f"STATE NOT SAVED: {type(live.base).__name__} keeps {some(map(repr, names))} beside the state of its "
+        "parameters. The checkpoint has none of it, and it begins anew"
+    ]
+
+
 def micro_batch_notes(load_plan: LoadPlan, pending: int) -> list[str]:
     """Notes about gradients of micro batches that the save lost, and of the ``pending`` ones of this engine."""
     record = load_plan.checkpoint.record

@@ -276,7 +276,7 @@ def optimizer_document(state: SavedState) -> dict[str, object]:
 def _plain(value: OptionValue | object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def _export_dtype(tensor: ModelTensor, dtype: ExportDtype | None) -> str:
