@@ -223,7 +223,7 @@ class Shard:
     ``digests`` is where the file keeps, for each parameter, the sum over its state keys of the partial digests of this
     shard's own part (int64); only elastic files that a save wrote have it. Elastic files alone say the class of the
     ``optimizer`` and, under fp16 autocast, the state of torch's ``grad_scaler``. ``directory`` is the file's digest of
-    its zip directory.
+    its zip directory. ``clip_grad`` is the norm to which gradients were clipped, which files of stages 1 and 2 state.
     """
 
     path: FilePath
@@ -245,6 +245,7 @@ class Shard:
     optimizer: str | None = None
     grad_scaler: Mapping[str, OptionValue] | None = None
     directory: str = ""
+    clip_grad: float | None = None
 
 
 def configured_batch(config: Mapping[str, object], world_size: int) -> int | None:

@@ -609,7 +609,16 @@ def _build(
         ds_config={str(k): v for k, v in config.items()} if isinstance(config, dict) else {},
         header_bytes=file.header_bytes,
         directory=file.directory,
+        clip_grad=_clip_grad(state.get("clip_grad")) if stage != 3 else None,
     )
+
+
+_MOST_CLIPPED = 1e30
+"""A greater norm is none that a run was configured with."""
+
+
+def _clip_grad(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < _MOST_CLIPPED else None
 
 
 def _cut(file: TorchFile, flat: TensorRef, layout: Layout, members: Int64Array) -> tuple[Int64Array, str]:

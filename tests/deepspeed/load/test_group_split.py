@@ -262,6 +262,31 @@ def test_deepspeed_alone_loads_what_was_saved(rank_pool: RankPool, tmp_path: Pat
         assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])
 
 
+def clipping_after_loads(job: Job, directory: str) -> list[tuple[float, list[str]]]:
+    """The norm to which gradients are clipped after DeepSpeed's own load and ours, and what the report says of it."""
+    engine = build_engine(replace(job, config={**job.config, "gradient_clipping": 0.25}))
+    engine.save_checkpoint(directory)
+    found = []
+    for installed in (False, True):
+        engine = build_engine(replace(job, installed=installed))
+        engine.load_checkpoint(directory)
+        report = getattr(engine, "zeroelastic_report", None)
+        notes = [] if report is None else [note for note in report.notes if "clipping" in note]
+        found.append((engine.optimizer.clip_grad, notes))
+    return found
+
+
+@pytest.mark.parametrize(
+    "run", [Run(2, 2, installed=False), FP32_SUMS(2, installed=False)], ids=["stage 2", "BF16_Optimizer"]
+)
+def test_gradients_are_clipped_as_in_the_save_as_after_a_load_of_deepspeed(
+    rank_pool: RankPool, tmp_path: Path, run: Run
+) -> None:
+    said = "gradient_clipping is 0.25, as in the checkpoint; this run's configuration says 1"
+    for found in rank_pool.run(clipping_after_loads, 2, run.job(Job(elastic=False)), str(tmp_path), timeout=LIMIT_S):
+        assert found == [(0.25, []), (0.25, [said])]
+
+
 def load_universal(job: Job, directory: str) -> dict[str, Any]:
     engine = build_engine(job)
     engine.load_checkpoint(directory, tag="universal")

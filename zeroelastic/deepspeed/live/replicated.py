@@ -216,6 +216,20 @@ def restore_scales(live: LiveOptimizer, head: Shard, config: Mapping[str, Any]) 
     return notes, reset
 
 
+def restore_clipping(live: LiveOptimizer, saved: float | None) -> list[str]:
+    """Set the norm to which gradients are clipped, as DeepSpeed's own loads do at stages 1 and 2. Returns notes.
+
+    At stage 3 it is the run's own. Source: ``DeepSpeedZeroOptimizer._load_global_state`` (0.19.8).
+    """
+    optimizer, own = live.optimizer, getattr(live.optimizer, "clip_grad", None)
+    if live.per_param or saved is None or own is None or saved == own:
+        return []
+    if saved > 0 and not getattr(optimizer, "compute_grad_norm", True):
+        return [f"gradient_clipping is {own:g}, the run's own, which computes no norm; the checkpoint has {saved:g}"]
+    optimizer.clip_grad = saved
+    return [f"gradient_clipping is {saved:g}, as in the checkpoint; this run's configuration says {own:g}"]
+
+
 def set_loss_scaler(live: LiveOptimizer, scaler: Any, *, dynamic: bool, overflow: bool) -> None:
     """Set DeepSpeed's loss scaler, and the flags beside it."""
     live.optimizer.loss_scaler = scaler

@@ -16,7 +16,7 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, Target, fill
 from zeroelastic.deepspeed.live.digests import LiveStreams, known_digests, local_digests, own_parts
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.replicated import restore_scales, set_groups
+from zeroelastic.deepspeed.live.replicated import restore_clipping, restore_scales, set_groups
 from zeroelastic.deepspeed.load.preflight import LoadPlan, saved_groups
 from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others
 from zeroelastic.deepspeed.node_local.peer_checkpoint import module_file
@@ -266,7 +266,7 @@ def _restore_values(
         groups = [None if match.source is None else saved[match.source] for match in matches]
         notes = [*_converted(load_plan), *set_groups(live, groups)]
         scale_notes, lost = restore_scales(live, load_plan.head, engine._config._param_dict)
-        notes += scale_notes
+        notes += [*scale_notes, *restore_clipping(live, load_plan.head.clip_grad)]
     numels = live.layout.owned_numels(live.rank)
     whole = {i for i, numel in rounded.items() if numel == numels[i]}
     live.finish_weights(from_16_bit=not engine.zero_load_from_fp32_weights(), rounded=whole)
