@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from zeroelastic.errors import UsageError
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs import new_files
+from zeroelastic.verbs.diff import diff
 from zeroelastic.verbs.diff.diff import DiffReport, ParamAndKey, compare_checkpoints
 from zeroelastic.verbs.diff.element_stats import CHUNK, ElementStats, compare_elements
 from zeroelastic.verbs.diff.tensors import ComparedTensor, comparison_nbytes
@@ -304,11 +306,14 @@ def test_state_is_kept_apart_from_how_it_was_saved(tmp_path: Path) -> None:
 def test_counters_client_state_and_buffers_are_state(tmp_path: Path) -> None:
     def first(data: dict[str, Any]) -> None:
         data.update(skipped_steps=0, epoch=1, lr_scheduler={"last": [1, 2.5]}, rng=torch.arange(9), blob="x" * 500)
-        data["module"].update(mask=torch.arange(6.0), tail=torch.ones(2))
+        data["module"].update(mask=torch.arange(6.0), tail=torch.ones(2), strided=torch.arange(6).reshape(2, 3).t())
+        data["module"]["linear._extra_state"] = {"scale": 1}
 
     def second(data: dict[str, Any]) -> None:
         data.update(skipped_steps=7, lr_scheduler={"last": [1, 2.75]}, rng=-torch.arange(9), blob="x" * 499 + "y")
         data["module"]["mask"][3] += 1
+        data["module"]["strided"][2, 1] += 1
+        data["module"]["linear._extra_state"] = {"scale": 2}
         data["module"]["head"] = data["module"].pop("tail")
 
     for side in "ab":
@@ -317,12 +322,58 @@ def test_counters_client_state_and_buffers_are_state(tmp_path: Path) -> None:
     assert compare(tmp_path / "a", tmp_path / "b").equal
     edit(tmp_path / "b" / model_name(0), second)
     found = compare(tmp_path / "a", tmp_path / "b")
-    assert {value.what for value in found.state} == {"skipped_steps", "lr_scheduler.last[1]", "rng", "blob"}
+    assert {value.what for value in found.state} == {
+        *("skipped_steps", "lr_scheduler.last[1]", "rng", "blob", "linear._extra_state.scale")
+    }
     assert all(value.a != value.b for value in found.state)
     mask = named(found)["mask", "buffer"]
-    assert found.differing == (mask,) and mask.stats is not None
+    assert found.differing == (mask, named(found)["strided", "buffer"]) and mask.stats is not None
     assert (mask.stats.max_abs, mask.stats.num_different) == (1.0, 1)
     assert (pairs(found.only_a), pairs(found.only_b)) == ({("tail", "buffer")}, {("head", "buffer")})
+
+
+def deep(value: object) -> object:
+    for _ in range(60):
+        value = [value]
+    return value
+
+
+def with_client_state(value: object, data: dict[str, Any]) -> None:
+    data["client"] = value
+
+
+def looped(value: object) -> object:
+    items: list[object] = [value]
+    items.append(items)
+    return items
+
+
+COMPLEX = torch.arange(6.0).to(torch.complex128).reshape(2, 3).t()
+PAIRS: dict[str, tuple[object, object]] = {
+    "a numpy array": (np.arange(3), np.array([0, 1, 3])),
+    "a large tensor": (torch.zeros(300_000), torch.zeros(300_000).index_fill(0, torch.tensor(299_999), 1)),
+    "a tensor with strides": (torch.arange(6).reshape(2, 3).t(), torch.tensor([[0, 3], [1, 4], [2, 6]])),
+    "complex numbers with strides": (1j * COMPLEX, 2j * COMPLEX),
+    "many levels": (deep(1), deep(2)),
+    "a list that holds itself": (looped(1), looped(2)),
+    "many values": ([*range(90)], [*range(89), 90]),
+    "long keys": ({"x" * 300 + end: 1 for end in "ab"}, {"x" * 300 + "a": 2, "x" * 300 + "b": 1}),
+    "a class": (Path, int),
+    "a frozen set": (frozenset("abcdefgh"), frozenset("abcdefgi")),
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_an_object_of_client_state_is_equal_to_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(diff, "_MAX_VALUES", 50)
+    for side, value in zip("ab", PAIRS[kind], strict=True):
+        write_checkpoint(tmp_path / side, world_size=1)
+        edit(tmp_path / side / model_name(0), partial(with_client_state, value))
+    assert compare(tmp_path / "a", tmp_path / "a").equal
+    found = compare(tmp_path / "a", tmp_path / "b").state
+    assert found and all(value.what.startswith("client") and value.a != value.b for value in found)
 
 
 def test_the_loss_scale_is_state(tmp_path: Path) -> None:

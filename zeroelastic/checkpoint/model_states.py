@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.optimizer_file import (
     checked_column,
     checked_param,
@@ -189,10 +190,11 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         others = _entries(module, but=trained)
         frozen, extents = _frozen_parts(file, trained, count)
     else:
-        trained |= _tied_params(root, module, tables)
+        names = module_names(root, module, places_of(module), is_whole=True)
+        trained |= names.tied.keys()
         others = _entries(module, but=trained)
         weights = _ranges(file, module, others)
-        frozen, extents = _whole_frozen_params(file, others)
+        frozen, extents = _whole_frozen_params(file, others, but=names.no_params)
         others = _entries(others, but={param.name for param in frozen.params} if frozen is not None else ())
     if isinstance(frozen_shapes, Mapping):
         others = _entries(others, but=frozen_shapes)
@@ -369,73 +371,12 @@ def _frozen_parts(
     return frozen, TensorExtents(path, dtype, offset)
 
 
-def _names(value: object) -> list[str]:
-    """The texts among the entries of a list or the keys of a mapping; none for anything else."""
-    return [name for name in value if isinstance(name, str)] if isinstance(value, (Mapping, list, tuple)) else []
-
-
-def _tied_params(
-    root: Mapping[object, object], module: Mapping[object, object], tables: Sequence[Mapping[object, object]]
-) -> set[object]:
-    """The further names of parameters that the module has under several, in a file with the whole module.
-
-    DeepSpeed lists them (``shared_params``) in what rank 0 writes alone; in the file of another node they are found by
-    their place in memory, as DeepSpeed finds them (``_get_shared_params``, 0.19.8).
-    """
-    tied: set[object] = {*_names(root.get("shared_params")), *second_routers(root, module)}
-    if isinstance(module, NamedColumn):
-        module = module.only(_in_one_place(module))
-    if not module:
-        return tied
-    trained = {name: None for table in tables for name in table}
-    known = {*trained, *tied, *_names(root.get("buffer_names"))}
-    first: set[tuple[str, int]] = set()
-    for name in (*trained, *(name for name in module if name not in known)):
-        ref = module.get(name)
-        if not isinstance(ref, TensorRef) or not ref.numel:
-            continue
-        place = (ref.storage.key, ref.offset * DTYPE_BYTES[ref.dtype])
-        if place in first:
-            tied.add(name)
-        first.add(place)
-    return tied
-
-
-def second_routers(root: Mapping[object, object], module: Iterable[object]) -> dict[object, object]:
-    """The further names of the routers of AutoEP's layers, each with the router's own.
-
-    The layers have them for hooks of the model they replace; DeepSpeed's ``shared_params`` does not list them. Source:
-    ``AutoEPMoELayer.__init__`` (deepspeed.module_inject.auto_ep_layer, 0.19.8).
-    """
-    layers = with_lists(root.get("ds_autoep_layers"))
-    layers = [layer for layer in layers if isinstance(layer, Mapping)] if isinstance(layers, list) else []
-    paths = {layer.get("module_path") for layer in layers}
-    names = {*module} if paths else set[object]()
-    found: dict[object, object] = {}
-    for name in names:
-        parts = str(name).split(".")
-        for i in range(1, len(parts) - 1):
-            path, attribute, rest = ".".join(parts[:i]), parts[i], ".".join(parts[i + 1 :])
-            is_own = attribute in ("router", "experts") or attribute.startswith("shared_experts")
-            if path in paths and not is_own and f"{path}.router.{rest}" in names:
-                found[name] = f"{path}.router.{rest}"
-    return found
-
-
-def _in_one_place(module: NamedColumn) -> Int64Array:
-    """The rows of tensors with elements that begin where another one does."""
-    _, numel, itemsize, _ = module.facts.T
-    rows = np.flatnonzero((numel > 0)[module.form])
-    key, begin = module.key[rows], module.offset[rows] * itemsize[module.form[rows]]
-    order = np.lexsort((begin, key))
-    again = (np.diff(key[order]) == 0) & (np.diff(begin[order]) == 0)
-    return np.sort(rows[order[np.append(again, False) | np.append(False, again)]]) if len(rows) else rows
-
-
 def _whole_frozen_params(
-    file: TorchFile, others: Mapping[object, object]
+    file: TorchFile, others: Mapping[object, object], *, but: Collection[object]
 ) -> tuple[Layout | None, TensorExtents | None]:
-    """``_frozen_parts`` of a file with the whole module, whose entries ``others`` are not trained: all but buffers.
+    """``_frozen_parts`` of a file with the whole module, whose entries ``others`` are not trained.
+
+    The names ``but`` are those of no parameter.
 
     The layout is that of one rank. DeepSpeed lists frozen parameters at stage 2 and not at stage 1, so the list is not
     used.
@@ -444,7 +385,7 @@ def _whole_frozen_params(
     assert isinstance(root, dict)
     if not isinstance(root.get("module"), Mapping):
         return None, None
-    entries = _entries(others, but={*_names(root.get("buffer_names"))})
+    entries = _entries(others, but=but)
     found = {str(name): value for name, value in entries.items() if isinstance(value, TensorRef)}
     if not found and not isinstance(root.get("frozen_param_shapes"), Mapping):
         return None, None

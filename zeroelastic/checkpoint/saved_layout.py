@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zeroelastic.checkpoint.model_states import ModelStates, trained_tables
+from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.optimizer_file import ParamGroup, Shard, checked_gaps, checked_param, checked_params
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
@@ -97,10 +98,12 @@ def _maps_of_tensor_ranks(root: Mapping[object, object], tensor_size: int, path:
 
 def _frozen_params(root: Mapping[object, object], trained: Collection[str], path: FilePath) -> list[Param]:
     """The frozen parameters that a model states file lists, or whose weights it has."""
-    listed, module, buffers = (with_lists(root.get(key)) for key in ("frozen_param_shapes", "module", "buffer_names"))
+    listed, saved = (with_lists(root.get(key)) for key in ("frozen_param_shapes", "module"))
     shapes = {**listed} if isinstance(listed, Mapping) else {}
-    others = {*trained, *(buffers if isinstance(buffers, list) else ())}
-    for name, ref in module.items() if isinstance(module, Mapping) else ():
+    module: Mapping[object, object] = saved if isinstance(saved, Mapping) else {}
+    names = module_names(root, module, places_of(module), is_whole=WHOLE_MODEL_FILE.match(path.name) is not None)
+    others = names.no_params.union(trained)
+    for name, ref in module.items():
         if isinstance(ref, TensorRef) and ref.numel and name not in others:
             shapes.setdefault(name, ref.shape)
     return [checked_param(name, shape, path) for name, shape in shapes.items()]

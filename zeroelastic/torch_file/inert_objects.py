@@ -341,6 +341,9 @@ class _NumpyDType:
         if isinstance(state, tuple) and len(state) > 1 and state[1] == ">":
             raise UnsafePickleError("a numpy scalar is big-endian")
 
+    def __repr__(self) -> str:
+        return f"numpy dtype {self.code}"
+
 
 def _numpy_scalar(dtype: object, data: object = b"") -> int | float | bool:
     if not isinstance(dtype, _NumpyDType) or not isinstance(data, bytes):

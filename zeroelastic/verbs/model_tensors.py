@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.read_ranges import ReadFiles
 from zeroelastic.checkpoint.saved_state import SavedState
@@ -115,7 +116,7 @@ def model_tensors(state: SavedState) -> ModelTensors:
             if state.head.stage == 1
             else "frozen parameters: the checkpoint was saved without them (exclude_frozen_parameters)"
         )
-    tied = _tied(root.get("shared_params"), found, left_out, state)
+    tied = _tied(file, module, found, left_out, state)
     order = {name: number for number, name in enumerate(module)}
     tensors = sorted(found.values(), key=lambda tensor: order.get(tensor.name, len(order)))
     return ModelTensors(tuple(tensors), tied, tuple(left_out), _autoep_blocks(root))
@@ -180,7 +181,7 @@ def read_buffer(tensor: ModelTensor, *, limit: int, read: ReadFiles | None = Non
         return data[: tensor.nbytes]
     size = DTYPE_BYTES[tensor.dtype]
     strides = [stride * size for stride in buffer.stride]
-    view = np.lib.stride_tricks.as_strided(data.view(f"<u{size}"), tensor.shape, strides)
+    view = np.lib.stride_tricks.as_strided(data.view(f"V{size}"), tensor.shape, strides)
     return np.ascontiguousarray(view).reshape(-1).view(np.uint8)
 
 
@@ -210,19 +211,39 @@ def shared_buffers(state: SavedState) -> dict[str, ModelTensor]:
     }
 
 
-def _tied(shared: object, found: Mapping[str, ModelTensor], left_out: list[str], state: SavedState) -> dict[str, str]:
-    """Further name -> the name of the tensor, resolved in order as ``zero_to_fp32`` does."""
-    path = state.checkpoint.model_files[0]
-    if shared is None:
-        return {}
-    if not isinstance(shared, dict):
+def _tied(
+    file: TorchFile,
+    module: Mapping[object, object],
+    found: Mapping[str, ModelTensor],
+    left_out: list[str],
+    state: SavedState,
+) -> dict[str, str]:
+    """Further name -> the name of the tensor, resolved in order as ``zero_to_fp32`` does.
+
+    A name of the module's state that has no tensor here gets a sentence in ``left_out``.
+    """
+    path, root = file.path, file.root
+    assert isinstance(root, dict)
+    shared = root.get("shared_params")
+    if not isinstance(shared, (dict, type(None))):
         raise CheckpointError(f"{path}: shared_params is {shown(shared)}. The file is damaged.")
-    tied: dict[str, str] = {}
-    for alias, name in shared.items():
-        if not isinstance(alias, str) or not isinstance(name, str) or alias in found:
+    for alias, name in (shared or {}).items():
+        if not isinstance(alias, str) or not isinstance(name, str):
             raise CheckpointError(f"{path}: shared_params holds {shown(alias)}: {shown(name)}. The file is damaged.")
+    names = module_names(root, module, places_of(module), is_whole=state.checkpoint.whole_model)
+    tied: dict[str, str] = {}
+    for alias, name in (*names.tied.items(), *names.buffers.items()):
+        if alias in found and alias in names.tied:
+            raise CheckpointError(f"{path}: shared_params holds {shown(alias)}: {shown(name)}. The file is damaged.")
+        if alias in found:
+            continue
         if name in found or name in tied:
             tied[alias] = tied.get(name, name)
-        else:
+        elif alias in names.tied:
             left_out.append(f"parameter {alias}: it is tied to {name}, which was not saved")
+    left_out += [
+        f"{name}: what get_extra_state of a module returned, which is neither a parameter nor a buffer"
+        for name in module
+        if name in names.extra_states
+    ]
     return tied

@@ -358,9 +358,12 @@ class LeanStates:
 
     def _without_weights(self, table: dict[str, Any]) -> dict[str, Any]:
         table = copy.copy(table)  # with the attributes of a module's state dict
+        empty: dict[object, torch.Tensor] = {}  # one for all names of a tensor, as readers of ``ModuleNames`` tell them
         for name in table.keys() & (self._shared.left_out | self._shared.params.keys()):
-            if table[name].untyped_storage().nbytes():  # at stage 3 none has elements
-                table[name] = torch.empty(0, dtype=table[name].dtype, device=table[name].device)
+            tensor = table[name]
+            if tensor.untyped_storage().nbytes():  # at stage 3 none has elements
+                place = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.dtype
+                table[name] = empty.setdefault(place, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
         return table
 
 

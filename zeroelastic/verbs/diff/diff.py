@@ -11,11 +11,12 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from pydantic import Field
 
 from zeroelastic.byte_sizes import size_option
+from zeroelastic.checkpoint.module_names import module_names
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, ParamGroup
@@ -25,14 +26,14 @@ from zeroelastic.checkpoint.topology import expert_sizes
 from zeroelastic.errors import UsageError, brief, shown, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.runs.locate import find_source
-from zeroelastic.torch_file.header import DTYPE_BYTES, DType, Stub, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torch_file.header import DType, Stub, TensorRef, TorchFile, read_torch_file
 from zeroelastic.verbs.diff.tensors import (
     ComparedTensor,
     compare_buffers,
     compare_tensors,
     comparison_nbytes,
 )
-from zeroelastic.verbs.model_tensors import check_shared
+from zeroelastic.verbs.model_tensors import check_shared, read_buffer, stored_tensor
 from zeroelastic.verbs.options import Progress, no_progress
 from zeroelastic.verbs.report import Part, Report, Sides
 
@@ -45,7 +46,7 @@ _EXPERT_GROUP = re.compile(r"ep_size_\d+")
 """The name of an optimizer group of experts (deepspeed.moe.utils, 0.19.8)."""
 _MAX_VALUES = 100_000
 _MAX_LEVELS = 50
-_SMALL_BYTES = 1 << 20
+_NO_LIMIT = 1 << 62
 _MAX_SHOWN = 120
 _OF_THE_SAVE = {
     "buffer_names",
@@ -263,12 +264,15 @@ def _state_values(state: SavedState, file: TorchFile) -> dict[str, str]:
         values |= {f"loss scaler: {key}": _text(value) for key, value in scaler.attributes.items()}
     root = file.root
     if isinstance(root, dict):
-        for key, value in root.items():
+        module = root.get("module")
+        entries = module if isinstance(module, Mapping) else {}
+        extra = module_names(root, entries, {}, is_whole=True).extra_states
+        objects = {name: entries[name] for name in extra if not isinstance(entries[name], TensorRef)}
+        leaves = _Leaves(file)
+        for key, value in (*sorted(objects.items()), *root.items()):
             if key not in _OF_THE_SAVE:
-                for what, text in _flattened(value, brief(str(key)), file):
-                    values[what] = text
-                    if len(values) >= _MAX_VALUES:
-                        return values
+                leaves.add(value, brief(str(key)))
+        values |= leaves.texts
     return values
 
 
@@ -316,43 +320,91 @@ def _saving_values(state: SavedState) -> dict[str, str]:
     return values
 
 
-def _flattened(value: object, what: str, file: TorchFile, levels: int = _MAX_LEVELS) -> Iterator[tuple[str, str]]:
-    """The leaves of containers as (what, text); what holds itself is not followed for ever."""
-    if levels == 0:
-        yield what, "nested deeper than is looked at"
-    elif isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flattened(item, f"{what}.{brief(key) if type(key) is str else shown(key)}", file, levels - 1)
-    elif isinstance(value, (list, tuple)) and value:
-        for i, item in enumerate(value):
-            yield from _flattened(item, f"{what}[{i}]", file, levels - 1)
-    elif isinstance(value, TensorRef):
-        yield what, _tensor_text(value, file)
-    elif isinstance(value, Stub):
-        yield what, f"a {value.module}.{value.qualname}"
-        yield from _flattened(value.attributes or None, f"{what}.", file, levels - 1)
-        yield from _flattened([*value.args, *value.items] or None, f"{what}.", file, levels - 1)
-    else:
-        yield what, _text(value)
+class _Leaves:
+    """The leaves of objects of a file, each as text by where it is; what is not shown is in a digest.
+
+    Equal objects have equal texts, whatever the numbers of their storages; other objects have other texts.
+    """
+
+    def __init__(self, file: TorchFile) -> None:
+        self.texts: dict[str, str] = {}
+        self._file = file
+        self._digests: dict[int, tuple[str, object]] = {}  # with the object, whose number nothing else gets meanwhile
+        self._open: set[int] = set()
+
+    def add(self, value: object, what: str, levels: int = _MAX_LEVELS) -> None:
+        """Add the leaves of an object that is called ``what``."""
+        parts = _parts(value)
+        if not parts:
+            self._put(what, self._leaf(value))
+            return
+        if levels == 0 or len(self.texts) >= _MAX_VALUES or id(value) in self._open:
+            self._put(what, f"{type(value).__name__}, digest {self._digest(value)[:12]}")
+            return
+        if isinstance(value, Stub):
+            self._put(what, self._leaf(value))
+        self._open.add(id(value))
+        for name, part in parts:
+            self.add(part, what + name, levels - 1)
+        self._open.remove(id(value))
+
+    def _put(self, what: str, text: str) -> None:
+        while what in self.texts:  # names are shortened
+            what += "'"
+        self.texts[what] = text
+
+    def _digest(self, value: object) -> str:
+        """Of all that an object holds; each object is looked at once."""
+        parts = _parts(value)
+        if not parts:
+            return self._leaf(value)
+        if id(value) in self._digests:
+            return self._digests[id(value)][0]
+        self._digests[id(value)] = "itself", value
+        texts = [(name, self._digest(part)) for name, part in parts]
+        if isinstance(value, dict):
+            texts.sort()
+        own = self._leaf(value) if isinstance(value, Stub) else type(value).__name__
+        digest = hashlib.sha256(repr((own, texts)).encode(errors="surrogatepass")).hexdigest()
+        self._digests[id(value)] = digest, value
+        return digest
+
+    def _leaf(self, value: object) -> str:
+        if isinstance(value, TensorRef):
+            tensor = stored_tensor("", value, self._file)
+            raw = read_buffer(tensor, limit=_NO_LIMIT).tobytes()
+            text = raw.hex() if 2 * len(raw) <= _MAX_SHOWN else f"digest {hashlib.sha256(raw).hexdigest()[:12]}"
+            return f"{value.dtype}{list(value.shape)} {text}"
+        if isinstance(value, Stub):
+            return f"a {value.module}.{value.qualname}"
+        if isinstance(value, type) and issubclass(value, Stub):
+            return f"{value.module}.{value.qualname}"
+        return value.name if isinstance(value, DType) else _text(value)
 
 
-def _tensor_text(ref: TensorRef, file: TorchFile) -> str:
-    """A small tensor of client state: dtype, shape, and its bytes or what stands for them."""
-    text = f"{ref.dtype}{list(ref.shape)}"
-    if not ref.is_contiguous or ref.numel * DTYPE_BYTES[ref.dtype] > _SMALL_BYTES:
-        return text
-    return f"{text} {_shortened(file.read(ref).tobytes().hex())}"
+def _parts(value: object) -> list[tuple[str, object]]:
+    """What an object holds, with what each part adds to its name; nothing for a leaf."""
+    if isinstance(value, dict):
+        return [(f".{brief(key) if type(key) is str else shown(key)}", item) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{i}]", item) for i, item in enumerate(value)]
+    if isinstance(value, Stub):
+        named = [(f"..{name}", item) for name, item in value.attributes.items()]
+        return [*named, *((f".[{i}]", item) for i, item in enumerate((*value.args, *value.items)))]
+    return []
 
 
 def _text(value: object) -> str:
-    return value.name if isinstance(value, DType) else _shortened(repr(value))
+    if isinstance(value, (set, frozenset)) and value:  # in no order of its own
+        return _shortened(f"{{{', '.join(sorted(map(repr, value)))}}}")
+    return _shortened(repr(value))
 
 
 def _shortened(text: str) -> str:
     """One text per distinct value, too long to show or not."""
     if len(text) <= _MAX_SHOWN:
         return text
-    return f"{text[: _MAX_SHOWN // 2]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+    return f"{text[: _MAX_SHOWN // 2]}... ({hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:12]})"
 
 
 def _value_differences(left: Mapping[str, str], right: Mapping[str, str]) -> list[Difference]:

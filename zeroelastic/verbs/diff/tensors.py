@@ -245,7 +245,7 @@ def _buffers(file: TorchFile, state: SavedState) -> dict[str, ModelTensor]:
         return {}
     names = state.models[0].others if state.checkpoint.whole_model else module
     tensors = {str(key): value for key, value in module.items() if key in names and isinstance(value, TensorRef)}
-    tensors = {name: ref for name, ref in tensors.items() if ref.numel and ref.is_contiguous}
+    tensors = {name: ref for name, ref in tensors.items() if ref.numel}
     file.locate(ref.storage.key for ref in tensors.values())
     return {name: stored_tensor(name, ref, file) for name, ref in tensors.items()} | shared_buffers(state)
 

@@ -13,6 +13,7 @@ from zeroelastic.checkpoint.checker import Headers, check_headers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
 from zeroelastic.checkpoint.model_states import ModelStates, client_state_keys
+from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.one_save import one_save, saved_again, was_saved_again
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_sub_group_size
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
@@ -156,7 +157,8 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
     num_missing, missing = _missing(checked)
     damaged = any(problem.file == RECORD_NAME for problem in checked.problems)
     params = list(_params(checked))
-    params += _tied(root, params)
+    whole = model is not None and WHOLE_MODEL_FILE.match(model.path.name) is not None
+    params += _tied(root, params, is_whole=whole)
     num, numel = Counter[ParamKind](), Counter[ParamKind]()
     for param in params:
         num[param.kind] += 1
@@ -488,10 +490,12 @@ def _param(
     )
 
 
-def _tied(root: Mapping[object, object], params: Sequence[InspectedParam]) -> list[InspectedParam]:
+def _tied(root: Mapping[object, object], params: Sequence[InspectedParam], *, is_whole: bool) -> list[InspectedParam]:
     """The further names of tied parameters."""
     shapes = {param.name: param.shape for param in params}
-    shared = root.get("shared_params")
+    module = root.get("module")
+    entries = module if isinstance(module, Mapping) else {}
+    shared = module_names(root, entries, places_of(entries), is_whole=is_whole).tied
     return [
         InspectedParam(
             name=name,
@@ -505,6 +509,6 @@ def _tied(root: Mapping[object, object], params: Sequence[InspectedParam]) -> li
             sub_group=None,
             offset=None,
         )
-        for name, owner in (shared.items() if isinstance(shared, dict) else ())
-        if isinstance(name, str) and isinstance(owner, str) and name not in shapes
+        for name, owner in shared.items()
+        if name not in shapes
     ]

@@ -53,7 +53,7 @@ from zeroelastic.torch_file.graph import (
 from zeroelastic.verbs.reshard.lean_source import WeightPlace
 from zeroelastic.verbs.reshard.slice_tables import described, partition_groups
 from zeroelastic.verbs.reshard.slicing import EXPERT_WEIGHTS, INFO, ExpertLayer, strips_by_param
-from zeroelastic.verbs.reshard.source import ReshardSource, tied_params, whole_module
+from zeroelastic.verbs.reshard.source import ReshardSource, names_in_module, whole_module
 from zeroelastic.verbs.reshard.target import ReshardTarget
 
 Root: TypeAlias = dict[object, object]
@@ -393,16 +393,23 @@ def _sharded_model(source: ReshardSource, target: ReshardTarget, rank: int, froz
 def _shard_module(root: Root, source: ReshardSource, trained: Collection[str]) -> None:
     """Turn the module states of stages 1 and 2 into those of stage 3, with frozen parameters listed."""
     frozen = () if source.frozen is None else source.frozen.params
-    names = {*trained, *(param.name for param in frozen), *tied_params(source.model_root(0))}
+    tied = names_in_module(source, source.model_root(0)).tied
+    names = {*trained, *(param.name for param in frozen), *tied}
+    empty: dict[str, Node] = {}
 
-    def without_elements(value: object) -> object:
+    def without_elements(name: str, value: object) -> object:
+        """What is under two names stays one tensor."""
         storage = storage_of(value)
-        return value if storage is None else tensor(new_storage(storage.dtype, 0), 0, (0,))
+        if storage is None:
+            return value
+        return empty.setdefault(tied.get(name, name), tensor(new_storage(storage.dtype, 0), 0, (0,)))
 
     root["module"] = ordered_dict(
-        (name, without_elements(value) if name in names else value)
+        (name, without_elements(str(name), value) if name in names else value)
         for name, value in pairs_of(root.get("module")).items()
     )
+    shared = pairs_of(root.get("shared_params"))
+    root["shared_params"] = {alias: name for alias, name in shared.items() if alias in tied}
     root["frozen_param_shapes"] = _shapes(frozen) if source.frozen is not None else None
     root["frozen_param_fragments"] = None
 
@@ -425,7 +432,7 @@ def _whole_model(
     if source.shared is not None:
         pieces = {name: _flat(storage) for name, storage in frozen.items()}
     root["module"] = whole_module(
-        root, {**_made_weights(source, target, weights), **pieces}, tied_params(source.model_root(0))
+        root, {**_made_weights(source, target, weights), **pieces}, names_in_module(source, source.model_root(0)).tied
     )
     excluded = root.get("frozen_param_shapes") is None and source.stage != 1 and not frozen
     if target.stage == 1 or excluded:  # stage 1 lists no frozen parameters
@@ -464,7 +471,7 @@ def _whole_root(
     if source.slicing.has_slices:
         root = described(target.slicing, root, 0, 0)
     pieces = _whole_tensors(() if target.frozen is None else target.frozen.params, frozen)
-    root["module"] = whole_module(root, {**made, **pieces}, tied_params(root))
+    root["module"] = whole_module(root, {**made, **pieces}, names_in_module(source, root).tied)
     root["optimizer"] = _whole_state(source, target, flats)
     for key in ("param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments"):
         root[key] = None

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from zeroelastic.checkpoint.module_names import names_in_graph
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.checkpoint.shared_weights import SHARED_KEY, SharedWeights
 from zeroelastic.core.layout import Layout
@@ -66,7 +67,7 @@ def completed(
     weights: Mapping[str, WeightPlace],
 ) -> dict[object, object]:
     """The module states ``root`` of a lean tag with its buffers, and with the trained ``weights`` of ``layout``."""
-    tied = pairs_of(root.get("shared_params"))
+    tied = names_in_graph(root, is_whole=True).tied
     trained = {
         tied.get(param.name, param.name): (weights[param.name], param.shape)
         for param in layout.params
@@ -81,7 +82,7 @@ def completed(
             storage = _like(saved, new_storage(buffer.dtype, math.prod(buffer.shape)))
             storage.find = partial(shared.extent, buffer, tag_dir)
             return tensor(storage, 0, buffer.shape)
-        place = trained.get(tied.get(name, name))
+        place = trained.get(tied.get(str(name), str(name)))
         return value if place is None else tensor(place[0].storage, place[0].start, place[1])
 
     saved_module = root.get("module")

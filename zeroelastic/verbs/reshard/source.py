@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
-from zeroelastic.checkpoint.model_states import second_routers
+from zeroelastic.checkpoint.module_names import ModuleNames, names_in_graph
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import (
     FP32,
@@ -385,16 +385,16 @@ def made_weights(source: ReshardSource, slicing: Slicing) -> dict[str, str]:
     return dtypes
 
 
-def tied_params(root: Mapping[object, object]) -> dict[object, object]:
-    """The further names of parameters that the module has under several, each with the name that it is listed by."""
-    return {**pairs_of(root.get("shared_params")), **second_routers(root, pairs_of(root.get("module")))}
+def names_in_module(source: ReshardSource, root: Mapping[object, object]) -> ModuleNames:
+    """What the names in the module's state of a model states file are, other than one parameter each."""
+    return names_in_graph(root, is_whole=source.whole_model)
 
 
 def check_entries(source: ReshardSource, names: Iterable[str]) -> None:
     """Raise UnsupportedError where the module's state has no place for the weight of one of these parameters."""
     root = source.model_root(0)
-    module, shared = pairs_of(root.get("module")), tied_params(root)
-    found = {*module, *(shared.get(name, name) for name in module)}
+    module, shared = pairs_of(root.get("module")), names_in_module(source, root).tied
+    found = {*module, *(shared.get(str(name), str(name)) for name in module)}
     missing = sorted(name for name in names if name not in found and shared.get(name, name) not in found)
     if missing:
         raise UnsupportedError(
@@ -406,12 +406,11 @@ def check_entries(source: ReshardSource, names: Iterable[str]) -> None:
 def check_module(source: ReshardSource) -> None:
     """Raise UnsupportedError where a whole module would not say which of its tensors are frozen parameters.
 
-    At stages 1 and 2 these are its tensors that are neither trained, nor buffers, nor tied to another parameter.
+    At stages 1 and 2 these are its tensors that are neither trained nor among ``ModuleNames``.
     """
     root = source.model_root(0)
-    others = {param.name for param in source.trained.params} | {*tied_params(root)}
-    buffers = root.get("buffer_names")
-    others |= set(buffers) if isinstance(buffers, list) else set()
+    names = names_in_module(source, root)
+    others = {param.name for param in source.trained.params} | names.no_params.union(names.tied)
     module = pairs_of(root.get("module"))
     found = {str(name) for name, value in module.items() if name not in others and storage_of(value) is not None}
     frozen = set() if source.frozen is None else {param.name for param in source.frozen.params}
@@ -427,7 +426,7 @@ def check_module(source: ReshardSource) -> None:
         )
 
 
-def whole_module(root: Mapping[object, object], whole: Mapping[str, Node], shared: Mapping[object, object]) -> Node:
+def whole_module(root: Mapping[object, object], whole: Mapping[str, Node], shared: Mapping[str, str]) -> Node:
     """The module's state with these whole weights; what is tied to one of them (``shared``) is the same tensor.
 
     Every other entry stays as it is.
@@ -435,6 +434,6 @@ def whole_module(root: Mapping[object, object], whole: Mapping[str, Node], share
     tied = {shared.get(name, name): value for name, value in whole.items()}
 
     def weight(name: object, value: object) -> object:
-        return whole.get(str(name), tied.get(shared.get(name, name), value))
+        return whole.get(str(name), tied.get(shared.get(str(name), str(name)), value))
 
     return ordered_dict((name, weight(name, value)) for name, value in pairs_of(root.get("module")).items())

@@ -1,0 +1,161 @@
+"""The names in a module's state: further names of one tensor, buffers, and what modules add by ``get_extra_state``.
+
+A model states file lists the trained parameters (``param_shapes``), the buffers (``buffer_names``) and some further
+names (``shared_params``). DeepSpeed makes the lists by a walk that visits a module once under each parent, so what a
+parent has under two names is listed by one of them. The state has the tensor under both: they are one place of one
+storage. What ``get_extra_state`` of a module returned is in no list; it may be a tensor, as in Transformer Engine.
+
+Source: ``_get_buffer_names``, ``_get_shared_params`` (deepspeed.runtime.engine, 0.19.8); ``Module.state_dict`` (torch).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from zeroelastic.checkpoint.shared_weights import SHARED_KEY
+from zeroelastic.core.layout import Int64Array
+from zeroelastic.torch_file.columns import NamedColumn, with_lists
+from zeroelastic.torch_file.graph import Node, pairs_of, storage_of
+from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef
+
+_EXTRA_STATE = "_extra_state"
+"""The last part of the name of what ``get_extra_state`` of a module returned (torch.nn.modules.module)."""
+
+Place = tuple[Hashable, int, tuple[int, ...]]
+"""Where a tensor is: its storage, where it begins there, and its shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """What the names in a module's state are, other than one parameter each.
+
+    ``tied`` are further names of parameters, each with the name that is listed; ``buffers`` the names of buffers, each
+    with the first one of its tensor; ``extra_states`` those of what ``get_extra_state`` returned.
+    """
+
+    tied: Mapping[str, str]
+    buffers: Mapping[str, str]
+    extra_states: frozenset[str]
+
+    @property
+    def no_params(self) -> frozenset[str]:
+        """The names that are of no parameter."""
+        return self.extra_states.union(self.buffers)
+
+
+def module_names(
+    root: Mapping[object, object], names: Iterable[object], places: Mapping[str, Place], *, is_whole: bool
+) -> ModuleNames:
+    """The names of a model states file, whose lists are in ``root``.
+
+    ``names`` are all of the module's state; ``places`` those of its tensors, or at least of all that have no elements
+    and of all that are in one place with another one. ``is_whole`` tells the files of stages 0 to 2, which have the
+    weights, from those of stage 3, whose parameters have no elements there.
+    """
+    listed, tables, buffers, frozen = (
+        with_lists(root.get(key)) for key in ("shared_params", "param_shapes", "buffer_names", "frozen_param_shapes")
+    )
+    tied = {str(alias): str(name) for alias, name in listed.items()} if isinstance(listed, Mapping) else {}
+    frozen = frozen if isinstance(frozen, Mapping) else {}
+    # DeepSpeed finds tied parameters by their addresses, and takes all that have no elements for one, at 0.
+    empty = {name for name, shape in frozen.items() if isinstance(shape, tuple) and 0 in shape}
+    if is_whole and SHARED_KEY not in root:
+        empty |= {alias for alias, name in tied.items() if _are_two_empty(places.get(alias), places.get(name))}
+    tied = {alias: name for alias, name in tied.items() if alias not in empty}
+    tied |= {str(alias): str(name) for alias, name in second_routers(root, names).items()}
+    extra_states = {name for name in map(str, names) if name.rpartition(".")[2] == _EXTRA_STATE}
+    of_buffers = {str(name): str(name) for name in buffers} if isinstance(buffers, list) else {}
+    tables = [*(tables if isinstance(tables, list) else ()), frozen]
+    params = dict.fromkeys(str(name) for table in tables if isinstance(table, Mapping) for name in table)
+    first: dict[Hashable, str] = {}
+    for name in (*params, *of_buffers.copy(), *places):
+        if name in places and name not in tied and name not in extra_states:
+            owner = first.setdefault(_comparable(places[name]), name)
+            if owner in of_buffers:
+                of_buffers.setdefault(name, owner)
+            elif owner != name and name not in of_buffers and name not in params:
+                tied[name] = owner
+    return ModuleNames(tied, of_buffers, frozenset(extra_states - params.keys()))
+
+
+def places_of(entries: Mapping[object, object]) -> dict[str, Place]:
+    """Where the tensors of the module's state are; of columns, those that ``module_names`` needs."""
+    if isinstance(entries, NamedColumn):
+        entries = entries.only(_in_one_place(entries))
+    return {
+        str(name): (ref.storage.key, ref.offset * DTYPE_BYTES[ref.dtype], ref.shape)
+        for name, ref in entries.items()
+        if isinstance(ref, TensorRef)
+    }
+
+
+def _in_one_place(module: NamedColumn) -> Int64Array:
+    """The rows of tensors that begin where another one does, and of those without elements."""
+    _, numel, itemsize, _ = module.facts.T
+    rows = np.flatnonzero((itemsize > 0)[module.form])
+    key, begin = module.key[rows], module.offset[rows] * itemsize[module.form[rows]]
+    order = np.lexsort((begin, key))
+    again = (np.diff(key[order]) == 0) & (np.diff(begin[order]) == 0)
+    found = rows[order[np.append(again, False) | np.append(False, again)]] if len(rows) else rows
+    return np.union1d(found, np.flatnonzero(((itemsize > 0) & (numel == 0))[module.form]))
+
+
+def names_in_graph(root: Mapping[object, object], *, is_whole: bool) -> ModuleNames:
+    """What the names in the module's state of a model states file are, whose tree is ``root``."""
+    module, tables = pairs_of(root.get("module")), root.get("param_shapes")
+    lists = {
+        **root,
+        "param_shapes": [*map(pairs_of, tables)] if isinstance(tables, list) else [],
+        "frozen_param_shapes": {
+            name: shape.args[0] if isinstance(shape, Node) and shape.args else shape
+            for name, shape in pairs_of(root.get("frozen_param_shapes")).items()
+        },
+        "shared_params": pairs_of(root.get("shared_params")),
+    }
+    places = {str(name): at for name, value in module.items() if (at := _place_of(value)) is not None}
+    return module_names(lists, module, places, is_whole=is_whole)
+
+
+def _place_of(value: object) -> Place | None:
+    storage = storage_of(value)
+    if storage is None or not isinstance(value, Node) or len(value.args) < 3:
+        return None
+    _, offset, shape = value.args[:3]
+    return (id(storage), offset, shape) if isinstance(offset, int) and isinstance(shape, tuple) else None
+
+
+def _comparable(place: Place) -> Hashable:
+    """What places of one tensor have in common: a tied weight may have another shape, as DeepSpeed compares them."""
+    return place[:2] if math.prod(place[2]) else place
+
+
+def _are_two_empty(one: Place | None, other: Place | None) -> bool:
+    """Whether these are two tensors, without elements."""
+    if one is None or other is None:
+        return False
+    return not math.prod(one[2]) and not math.prod(other[2]) and one != other
+
+
+def second_routers(root: Mapping[object, object], module: Iterable[object]) -> dict[object, object]:
+    """The further names of the routers of AutoEP's layers, each with the router's own.
+
+    The layers have them for hooks of the model they replace; DeepSpeed's ``shared_params`` does not list them. Source:
+    ``AutoEPMoELayer.__init__`` (deepspeed.module_inject.auto_ep_layer, 0.19.8).
+    """
+    layers = with_lists(root.get("ds_autoep_layers"))
+    layers = [layer for layer in layers if isinstance(layer, Mapping)] if isinstance(layers, list) else []
+    paths = {layer.get("module_path") for layer in layers}
+    names = {*module} if paths else set[object]()
+    found: dict[object, object] = {}
+    for name in names:
+        parts = str(name).split(".")
+        for i in range(1, len(parts) - 1):
+            path, attribute, rest = ".".join(parts[:i]), parts[i], ".".join(parts[i + 1 :])
+            is_own = attribute in ("router", "experts") or attribute.startswith("shared_experts")
+            if path in paths and not is_own and f"{path}.router.{rest}" in names:
+                found[name] = f"{path}.router.{rest}"
+    return found
