@@ -293,8 +293,8 @@ def test_frozen_parameters_that_the_module_does_not_show_are_refused(tmp_path: P
         zeroelastic.reshard(tmp_path / "a", tmp_path / "b", world_size=3, stage=2)
     make_tag(tmp_path / "c", 2, frozen=None)
     for rank in range(2):
-        edit(tmp_path / "c" / "tag" / model_name(rank), lambda data: data["module"].update(_extra_state=torch.zeros(3)))
-    with pytest.raises(UnsupportedError, match="has _extra_state, neither parameters nor buffers"):
+        edit(tmp_path / "c" / "tag" / model_name(rank), lambda data: data["module"].update(leftover=torch.zeros(3)))
+    with pytest.raises(UnsupportedError, match="has leftover, neither parameters nor buffers"):
         zeroelastic.reshard(tmp_path / "c", tmp_path / "d", world_size=3, stage=2)
 
 

@@ -29,6 +29,7 @@ from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, DigestRows, read_segments
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.extras import require_torch
+from zeroelastic.io.atomic import name_in_errors
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.convert.autoep_names import NamedModel, NamedTensor, PartOf, as_saved
 from zeroelastic.verbs.convert.model_state import TrainedParam, trained_params
@@ -117,10 +118,12 @@ def write_state_dict(state_dict: dict[str, Any], writer: FileSystemWriter, reade
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
         try:
-            save(state_dict, storage_writer=writer, planner=_planner(reader), no_dist=True)
+            with name_in_errors(Path(writer.path)):
+                save(state_dict, storage_writer=writer, planner=_planner(reader), no_dist=True)
         except CheckpointException as error:
-            for failure in error.failures.values():
-                raise failure[0] from None
+            with name_in_errors(Path(writer.path)):
+                for failure in error.failures.values():
+                    raise failure[0] from None
             raise
 
 
