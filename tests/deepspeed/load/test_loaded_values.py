@@ -41,7 +41,7 @@ OPTIM: dict[str, tuple[Edit, str]] = {
     "scaler without a scale": (of_scaler(lambda scaler: scaler.pop("cur_scale")), "loss_scaler has cur_scale None"),
     "a scale of text": (of_scaler(lambda scaler: scaler.update(cur_scale="high")), "loss_scaler has cur_scale 'high'"),
     "a scale of nothing": (of_scaler(lambda scaler: scaler.update(cur_scale=0)), "loss_scaler has cur_scale 0"),
-    "a window of text": (of_scaler(lambda scaler: scaler.update(scale_window=[])), "loss_scaler has scale_window ()"),
+    "a window of text": (of_scaler(lambda scaler: scaler.update(scale_window=[])), "loss_scaler has scale_window []"),
     "another scaler": (another_scaler, f"loss_scaler is a {__name__}.Mine"),
     "a number of text": (of_scaler(lambda scaler: scaler.update(cur_iter="1")), "loss_scaler has cur_iter '1'"),
     "a rate of text": (of_options(lr="fast"), "lr of optimizer group 0 is 'fast' in the checkpoint and "),
