@@ -35,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all sweep slowest coverage same-as-stock deepspeed-faults test-gpu test-native native-tests \
+.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all sweep slowest coverage same-as-stock deepspeed-faults test-gpu test-native native-tests compiled-tests \
     crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale reliability support sizes lint format clean
 
 help:
@@ -96,9 +96,10 @@ $(DEEPSPEED): constraints.txt
 	@DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed
 	@touch $@
 
-# Everything else, while DeepSpeed's ops compile where make may run two jobs.
+# Everything else, while DeepSpeed's ops compile where make may run two jobs. Bytecode is left to what imports a module:
+# compiling all of transformers, moto and others takes a minute, and the tests import a small part.
 $(STAMP): $(DEEPSPEED) pyproject.toml setup.py zeroelastic.pth
-	@$(INSTALL) --no-build-isolation -e '.[train,demo,dev]'
+	@$(INSTALL) --no-compile --no-build-isolation -e '.[train,demo,dev]'
 	@$(PIP) check
 	@touch $@
 
@@ -117,7 +118,7 @@ $(VENV)/.op-%: $(DEEPSPEED)
 versions: $(OTHER_DEEPSPEEDS:%=$(VENV)/deepspeed-%/.stamp)
 
 $(VENV)/deepspeed-%/.stamp: $(STAMP)
-	@DS_BUILD_OPS=0 $(PIP) install --no-deps --no-build-isolation --upgrade --target $(VENV)/deepspeed-$* deepspeed==$*
+	@DS_BUILD_OPS=0 $(PIP) install --no-compile --no-deps --no-build-isolation --upgrade --target $(VENV)/deepspeed-$* deepspeed==$*
 	@touch $@
 
 # Front ends that train with DeepSpeed, each in an environment of its own, with pinned packages, beside the development
@@ -240,6 +241,10 @@ test-gpu: $(STAMP)
 # The C++ tests, plainly and under the address, undefined-behaviour and thread sanitizers.
 test-native:
 	$(MAKE) -j$(JOBS) -C csrc test asan tsan
+
+# The bytecode of the tests with pytest's assertions, made once: workers that start together make it each for itself.
+compiled-tests: $(STAMP)
+	@$(PY) -m pytest -q --collect-only tests >/dev/null
 
 # What the tests in Python run of them, compiled ahead: it needs no environment.
 native-tests:
