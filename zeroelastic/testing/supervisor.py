@@ -292,13 +292,15 @@ def _kill(pid: int) -> None:
 
 def _members(session: int) -> list[int]:
     """The living processes of a session."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            state, _, _, found = stat.read_text().rpartition(")")[2].split()[:4]
-            if int(found) == session and state not in "ZX":
-                members.append(int(stat.parent.name))
-    return members
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_member(pid, session)]
+
+
+def _is_member(pid: int, session: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        # The files of all processes take 20 times as long.
+        if os.getsid(pid) == session:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def _pid(rank: _Rank) -> int:
