@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from places import ROOT
@@ -13,8 +12,9 @@ from warm_python import executable
 
 
 def test_quick_demo(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--quick", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON_EXEC": executable()}  # torchrun starts ranks by it
+    python = executable()  # the demonstration starts torchrun by it, and torchrun the ranks
+    command = [python, str(ROOT / "examples" / "demo.py"), "--quick", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON_EXEC": python}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert (tmp_path / "loss.png").stat().st_size > 10_000
