@@ -256,6 +256,15 @@ def test_new_interpreters_give_the_same_results_and_are_silent(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_ranks_find_the_modules_imported_that_the_ini_file_names(rank_pool, pytestconfig):
+    names = ["pytest", *pytestconfig.getini("rank_pool_preload")]
+    assert "s3fs" in names and rank_pool.run(which_are_imported, 2, names) == [names] * 2
+
+
+def which_are_imported(names):
+    return [name for name in names if name in sys.modules]
+
+
 def test_ranks_have_the_callers_environment_and_no_launchers(rank_pool, monkeypatch, tmp_path):
     monkeypatch.setenv("OF_THE_CALLER", "yes")
     monkeypatch.setenv("MASTER_PORT", "29500")
