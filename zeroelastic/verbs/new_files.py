@@ -11,7 +11,7 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -310,6 +310,19 @@ def check_source_checksums(state: SavedState, processes: Processes) -> None:
     processes.all_or_raise(check)
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the tensors of a checkpoint are read: in ``max_memory`` bytes, and compared with ``digests``.
+
+    ``progress`` is called with bytes of the sources.
+    """
+
+    state: SavedState
+    digests: RecordedDigests
+    max_memory: int
+    progress: ProgressFunction | None
+
+
 class TensorCopy(NamedTuple):
     """One tensor to copy, the dtype to write, and the slot for it, where it begins at element ``start``.
 
@@ -324,19 +337,10 @@ class TensorCopy(NamedTuple):
     step: int = 0
 
 
-def copy_tensors(
-    files: NewFiles,
-    copies: Sequence[TensorCopy],
-    state: SavedState,
-    *,
-    max_memory: int,
-    digests: RecordedDigests | None = None,
-    progress: ProgressFunction | None = None,
-) -> None:
-    """Fill slots of files with whole tensors, converted to their dtypes; compare what is read with ``digests``.
+def copy_tensors(files: NewFiles, copies: Sequence[TensorCopy], reading: Reading) -> None:
+    """Fill slots of files with whole tensors, converted to their dtypes; compare what is read with the digests.
 
-    ``progress`` is called with bytes of the sources.
-    Memory: ``max_memory``, most of it tables where there are many small parameters and many ranks. Raises
+    Memory: that of ``reading``, most of it tables where there are many small parameters and many ranks. Raises
     DigestMismatchError naming the parameter and the state key, UnsupportedError for a buffer that needs more memory,
     CheckpointError and OSError as ``move_segments``.
     """
@@ -350,25 +354,26 @@ def copy_tensors(
             kind = (place.part, place.key, copy.tensor.dtype, copy.dtype, number)
             classes.setdefault(kind, []).append(copy)
         elif copy.tensor.numel:
-            _copy_buffer(files, copy, place, max_memory, progress)
+            _copy_buffer(files, copy, place, reading)
     for (part_number, key, saved, dtype, _), members in classes.items():
-        part = state.parts[part_number]
+        part = reading.state.parts[part_number]
         # A parameter has one row of each rank that holds some of it.
-        at_once = max(1, max_memory // 2 // _ROW_BYTES // part.layout.world_size)
+        at_once = max(1, reading.max_memory // 2 // _ROW_BYTES // part.layout.world_size)
         for begin in range(0, len(members), at_once):
             together = members[begin : begin + at_once]
             params = [copy.tensor.source.param for copy in together if isinstance(copy.tensor.source, Place)]
             tensors, rows = part.whole_rows(params, keys=(key,))
             rows = rows_of_copies(rows, together)
-            seeds = None if digests is None else digests.seeds(tensors)
+            seeds = reading.digests.seeds(tensors)
             slots = np.array([copy.slot for copy in together], dtype=np.int64)
             cast = cast_between(saved, dtype)
             if cast is None:
-                found = _move_through_memory(files, rows, slots, (saved, dtype), seeds, max_memory, progress)
+                found = _move_through_memory(files, rows, slots, (saved, dtype), seeds, reading)
             else:
-                found = files.move(rows, slots, cast=cast, digest=_digest_rows(rows, seeds), progress=progress)
-            if digests is not None and found is not None:
-                digests.compare(tensors, found.tolist())
+                digest = _digest_rows(rows, seeds)
+                found = files.move(rows, slots, cast=cast, digest=digest, progress=reading.progress)
+            if found is not None:
+                reading.digests.compare(tensors, found.tolist())
 
 
 def rows_of_copies(rows: ExtentTable, copies: Sequence[TensorCopy]) -> ExtentTable:
@@ -387,20 +392,18 @@ def rows_of_copies(rows: ExtentTable, copies: Sequence[TensorCopy]) -> ExtentTab
     return replace(pieces, target_offset=(starts[pieces.target] + number * steps[pieces.target] + within))
 
 
-def _copy_buffer(
-    files: NewFiles, copy: TensorCopy, place: Buffer, max_memory: int, progress: ProgressFunction | None
-) -> None:
+def _copy_buffer(files: NewFiles, copy: TensorCopy, place: Buffer, reading: Reading) -> None:
     """Copy one buffer of the module; through memory where it is not one run, or no executor converts it."""
     tensor, cast = copy.tensor, cast_between(copy.tensor.dtype, copy.dtype)
     if cast is None or place.stride is not None:
-        data = convert_elements(read_buffer(tensor, limit=max_memory // 4), tensor.dtype, copy.dtype)
+        data = convert_elements(read_buffer(tensor, limit=reading.max_memory // 4), tensor.dtype, copy.dtype)
         files.write(copy.slot, data.tobytes())
-        if progress is not None:
-            progress(tensor.nbytes)
+        if reading.progress is not None:
+            reading.progress(tensor.nbytes)
         return
     row = (0, place.extent.offset, 0, 0, tensor.numel, DTYPE_BYTES[tensor.dtype], 0, 0)
     rows = ExtentTable((place.extent.path,), *(np.array([value], dtype=np.int64) for value in row))
-    files.move(rows, np.array([copy.slot], dtype=np.int64), cast=cast, progress=progress)
+    files.move(rows, np.array([copy.slot], dtype=np.int64), cast=cast, progress=reading.progress)
 
 
 def _move_through_memory(
@@ -409,19 +412,18 @@ def _move_through_memory(
     slots: Int64Array,
     dtypes: tuple[str, str],
     seeds: UInt64Array | None,
-    max_memory: int,
-    progress: ProgressFunction | None,
+    reading: Reading,
 ) -> UInt64Array | None:
     """Convert rows in two steps, through float32, as torch does."""
     totals = None if seeds is None else np.zeros(len(seeds), dtype=np.uint64)
     src_itemsize, dst_itemsize = (DTYPE_BYTES[dtype] for dtype in dtypes)
-    for batch in batches(rows.nbytes, max(8, max_memory // 8)):
+    for batch in batches(rows.nbytes, max(8, reading.max_memory // 8)):
         some = rows.pieces(batch.row, batch.start // src_itemsize, batch.nbytes // src_itemsize)
         buffer = np.empty(int(batch.offset[-1] + batch.nbytes[-1]), dtype=np.uint8)
         zero = np.zeros(some.num_rows, dtype=np.int64)
         table = CopyTable(some.file, some.file_offset, zero, batch.offset, some.nbytes)
         digest = _digest_rows(some, seeds)
-        found = read_segments(table, some.paths, [buffer], digest=digest, progress=progress).digests
+        found = read_segments(table, some.paths, [buffer], digest=digest, progress=reading.progress).digests
         made = convert_elements(buffer, *dtypes)
         offset, numel = batch.offset // src_itemsize * dst_itemsize, some.numel * dst_itemsize
         files.write_rows(made, offset, numel, slots[some.target], some.target_offset * dst_itemsize)

@@ -35,7 +35,7 @@ from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Ti
 from zeroelastic.verbs.convert.to_universal import UniversalPlan, plan_universal
 from zeroelastic.verbs.model_tensors import check_shared
 from zeroelastic.verbs.new_directory import check_free, new_directory
-from zeroelastic.verbs.new_files import MINIMUM_MEMORY, RecordedDigests, check_source_checksums
+from zeroelastic.verbs.new_files import MINIMUM_MEMORY, Reading, RecordedDigests, check_source_checksums
 from zeroelastic.verbs.options import Progress, local_sources, local_target, no_progress
 from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
 from zeroelastic.verbs.reshard.reshard import ReshardPlan, check_target, plan_reshard, run_reshard
@@ -167,10 +167,13 @@ def convert(
             raise UsageError("--from needs --world-size: the number of ranks that will load the new checkpoint.")
         options = ReshardOptions(**of_native, max_memory=memory)
         if from_ == "fsdp2":
-            plan = _plan_from_fsdp2(src, tag, options, ds_config)
+            if tag is not None:
+                raise UsageError("--tag: a checkpoint of FSDP2 has no tags. Give the path of the one to convert.")
+            config = None if ds_config is None else read_config(Path(ds_config))
+            plan = plan_from_fsdp2(find_dcp(src), options, config=config)
         else:
             plan = plan_from_universal(find_universal(src, tag=tag), options)
-        made = _convert_from(from_ or "universal", plan, target, options, dry_run, progress)
+        made = _convert_from(from_ or "universal", plan, target, dry_run, progress)
     return made.model_copy(update={"seconds": time.monotonic() - began})
 
 
@@ -326,23 +329,10 @@ def _self_contained(source: Source, state: SavedState, dst: Path, max_memory: in
         yield open_state(open_checkpoint(Path(folder) / "full" / source.tag))
 
 
-def _plan_from_fsdp2(
-    src: str | os.PathLike[str],
-    tag: str | None,
-    options: ReshardOptions,
-    ds_config: str | os.PathLike[str] | None,
-) -> ReshardPlan:
-    if tag is not None:
-        raise UsageError("--tag: a checkpoint of FSDP2 has no tags. Give the path of the one to convert.")
-    config = None if ds_config is None else read_config(Path(ds_config))
-    return plan_from_fsdp2(find_dcp(src), options, config=config)
-
-
 def _convert_from(
     from_: Literal["universal", "fsdp2"],
     plan: ReshardPlan,
     dst: Path,
-    options: ReshardOptions,
     dry_run: bool,
     progress: Progress,
 ) -> ConvertReport:
@@ -361,7 +351,7 @@ def _convert_from(
         to=report.format,
         dry_run=dry_run,
         world_size=report.world_size,
-        target_world_size=options.world_size,
+        target_world_size=report.target_world_size,
         bytes_read=plan.nbytes,
         tensors=sum(len(part.tensors()) for part in plan.saved.state.parts),
         digests_compared=None,
@@ -377,16 +367,8 @@ class Plan(Protocol):
     def state(self) -> SavedState:
         """The checkpoint."""
 
-    def write(
-        self,
-        directory: Path,
-        digests: RecordedDigests,
-        *,
-        max_memory: int,
-        progress: ProgressFunction | None,
-        processes: Processes,
-    ) -> None:
-        """Fill the new directory; compare what is read with ``digests``. Collective."""
+    def write(self, directory: Path, reading: Reading, processes: Processes) -> None:
+        """Fill the new directory. Collective."""
 
 
 def write_plan(
@@ -413,6 +395,6 @@ def write_plan(
     tag_dir, digests = plan.state.checkpoint.tag_dir, RecordedDigests(plan.state.checkpoint)
     with new_directory(target, processes) as (directory, _):
         check_source_checksums(plan.state, processes)
-        plan.write(directory, digests, max_memory=max_memory, progress=progress, processes=processes)
+        plan.write(directory, Reading(plan.state, digests, max_memory, progress), processes)
         processes.all_or_raise(lambda: check_one_save(tag_dir, alone=processes.size == 1))
         return sum(processes.all_gather(digests.num_compared))

@@ -27,14 +27,13 @@ from zeroelastic.core.digest import ByteArray, ScalarValue
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, DigestRows, read_segments
-from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.extras import require_torch
 from zeroelastic.io.atomic import name_in_errors
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.convert.autoep_names import NamedModel, NamedTensor, PartOf, as_saved
 from zeroelastic.verbs.convert.model_state import TrainedParam, trained_params
 from zeroelastic.verbs.model_tensors import Buffer, Place, model_tensors, read_buffer
-from zeroelastic.verbs.new_files import RecordedDigests, TensorCopy, rows_of_copies
+from zeroelastic.verbs.new_files import Reading, TensorCopy, rows_of_copies
 
 if TYPE_CHECKING:
     import torch
@@ -73,20 +72,12 @@ class DcpPlan:
         of_state = sum(tensor.nbytes for param in self.params for tensor in param.tensors.values())
         return sum(by_name.values()) + tied + of_state
 
-    def write(
-        self,
-        directory: Path,
-        digests: RecordedDigests,
-        *,
-        max_memory: int,
-        progress: ProgressFunction | None,
-        processes: Processes,
-    ) -> None:
+    def write(self, directory: Path, reading: Reading, processes: Processes) -> None:
         """Write the files, by one process. Raises MissingPackageError without torch."""
         require_torch("convert --to dcp")
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-        reader = TensorReader(self.state, digests, max_memory // 4, progress)
+        reader = TensorReader(reading)
         # A file per tensor: torch keeps all tensors of a file in memory until the file is complete.
         writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False, thread_count=1)
         state_dict = {"model": self.placeholders(reader), "optim": self.optimizer(reader, "optim")}
@@ -140,11 +131,9 @@ class TensorReader:
     The digests of pieces are added up; ``compare`` compares them with the record's in the end.
     """
 
-    def __init__(
-        self, state: SavedState, digests: RecordedDigests, most: int, progress: ProgressFunction | None
-    ) -> None:
-        """``most`` bytes of a tensor are in memory at once."""
-        self._state, self._digests, self._most, self._progress = state, digests, most, progress
+    def __init__(self, reading: Reading) -> None:
+        self._state, self._digests, self._progress = reading.state, reading.digests, reading.progress
+        self._most = reading.max_memory // 4  # bytes of a tensor that are in memory at once
         self._tensors: dict[str, NamedTensor] = {}
         self._rows: tuple[str, list[tuple[SavedTensor, ExtentTable]]] | None = None
         self._found: dict[tuple[str, int], tuple[SavedTensor, int]] = {}

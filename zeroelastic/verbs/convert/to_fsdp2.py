@@ -28,7 +28,6 @@ from zeroelastic.dcp.notes import NativeNotes, kinds_of_scalars, with_kind
 from zeroelastic.dcp.saved import MODEL_FOLDER, OPTIMIZER_FOLDER, SCHEDULER_FILE
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UnsupportedError, printable, some
-from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.extras import require_torch
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.graph import entry, pairs_of, read_graph
@@ -36,7 +35,7 @@ from zeroelastic.verbs.convert.autoep_names import NamedModel, model_type_of, na
 from zeroelastic.verbs.convert.model_state import model_groups, trained_params
 from zeroelastic.verbs.convert.to_dcp import DcpPlan, TensorReader, write_state_dict
 from zeroelastic.verbs.model_tensors import ModelTensors, model_tensors
-from zeroelastic.verbs.new_files import RecordedDigests, write_archive
+from zeroelastic.verbs.new_files import Reading, write_archive
 from zeroelastic.verbs.reshard.lean_source import not_lean
 from zeroelastic.verbs.reshard.source import no_hyper_parameters
 
@@ -96,18 +95,10 @@ class Fsdp2Plan:
         """Bytes of tensors that are read."""
         return self.tensors.nbytes
 
-    def write(
-        self,
-        directory: Path,
-        digests: RecordedDigests,
-        *,
-        max_memory: int,
-        progress: ProgressFunction | None,
-        processes: Processes,
-    ) -> None:
+    def write(self, directory: Path, reading: Reading, processes: Processes) -> None:
         """Write the files, by one process. Raises MissingPackageError without torch."""
         require_torch("convert --to fsdp2")
-        reader = TensorReader(self.state, digests, max_memory // 4, progress)
+        reader = TensorReader(reading)
         model, tied = self.tensors.model, dict(self.tensors.model.tied)
         buffers = [tensor.name for tensor in model.tensors if tensor.first.kind == "buffer"]
         kept = json.dumps(self.native.document(buffers=buffers, tied=tied))
@@ -126,7 +117,7 @@ class Fsdp2Plan:
             optim = self.tensors.optimizer(reader, "optimizer")
             folders = {directory / MODEL_FOLDER: first, directory / OPTIMIZER_FOLDER: {"optimizer": optim}}
         for folder, state_dict in folders.items():
-            write_state_dict(state_dict, _writer(folder, min(_FILE_BYTES, max_memory // 4)), reader)
+            write_state_dict(state_dict, _writer(folder, min(_FILE_BYTES, reading.max_memory // 4)), reader)
         if self.layout == "accelerate" and self.scheduler:
             write_archive(directory / SCHEDULER_FILE, dict(self.scheduler))
         reader.compare()

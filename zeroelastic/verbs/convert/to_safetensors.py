@@ -27,7 +27,7 @@ from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapte
 from zeroelastic.verbs.convert.autoep_names import NamedTensor, as_saved, model_type_of, named_model
 from zeroelastic.verbs.model_tensors import ModelTensor, model_tensors, optimizer_tensors
 from zeroelastic.verbs.new_directory import reserve_file
-from zeroelastic.verbs.new_files import NewFiles, RecordedDigests, TensorCopy, convertible, copy_tensors
+from zeroelastic.verbs.new_files import NewFiles, Reading, TensorCopy, convertible, copy_tensors
 
 ExportDtype = Literal["fp32", "bf16", "fp16"]
 Tied = Literal["once", "all"]
@@ -106,15 +106,7 @@ class ExportPlan:
         """Bytes of tensors that are read."""
         return sum(entry.tensor.nbytes for file in self.files for entry in file.entries)
 
-    def write(
-        self,
-        directory: Path,
-        digests: RecordedDigests,
-        *,
-        max_memory: int,
-        progress: ProgressFunction | None,
-        processes: Processes,
-    ) -> None:
+    def write(self, directory: Path, reading: Reading, processes: Processes) -> None:
         """Write the files; ``processes`` share the tensors, about as many bytes for each. Collective."""
         processes.run_on_rank0(lambda: self._write_headers(directory))
         loads = [0] * processes.size
@@ -133,10 +125,8 @@ class ExportPlan:
             for file, own in zip(self.files, copies, strict=True):
                 path = directory / file.name
                 slots = [(0, len(file.header) + entry.offset) for entry in file.entries]
-                flushing = _flush_early(path, progress)
-                copy_tensors(
-                    NewFiles([path], slots), own, self.state, max_memory=max_memory, digests=digests, progress=flushing
-                )
+                flushing = replace(reading, progress=_flush_early(path, reading.progress))
+                copy_tensors(NewFiles([path], slots), own, flushing)
                 start_writeback(path)
 
         processes.all_or_raise(write_tensors)

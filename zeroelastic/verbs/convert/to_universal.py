@@ -31,7 +31,6 @@ from zeroelastic.core.copies import first_copies, strips_of_runs
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, DigestRows, move_segments
-from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.runs.names import LATEST_UNIVERSAL
 from zeroelastic.torch_file.graph import Storage, entry, new_storage, pairs_of, read_graph, tensor, write_graph
 from zeroelastic.torch_file.header import TensorRef, read_torch_file
@@ -39,7 +38,7 @@ from zeroelastic.verbs.model_tensors import ModelTensor, Place, optimizer_tensor
 from zeroelastic.verbs.new_directory import reserve_file
 from zeroelastic.verbs.new_files import (
     Archives,
-    RecordedDigests,
+    Reading,
     TensorCopy,
     convertible,
     copy_tensors,
@@ -95,15 +94,7 @@ class UniversalPlan:
         trained = sum(saved.nbytes for saved in self.state.parts[0].tensors())
         return trained + sum(model.size for model in self.state.models) + sum(entry.nbytes for entry in self.module)
 
-    def write(
-        self,
-        directory: Path,
-        digests: RecordedDigests,
-        *,
-        max_memory: int,
-        progress: ProgressFunction | None,
-        processes: Processes,
-    ) -> None:
+    def write(self, directory: Path, reading: Reading, processes: Processes) -> None:
         """Write the files, by one process; those of tensors in batches, which keep the tables small."""
         trained, whole = self.state.parts[0], self.state.checkpoint.whole_model
         tag_dir = directory / self.tag
@@ -126,13 +117,13 @@ class UniversalPlan:
             slots = archives.slots(storages).tolist()
             columns = zip(some, storages, slots, strict=True)
             copies = [TensorCopy(one, storage.dtype, slot) for one, storage, slot in columns]
-            copy_tensors(archives, copies, self.state, max_memory=max_memory, digests=digests, progress=progress)
+            copy_tensors(archives, copies, reading)
             archives.finish()
         for param, own in zip(params, scalars, strict=True):
             if whole and "step" in own:
                 write_archive(zero / param.name / "step.pt", scalar_node(own["step"]))
         write_archive(zero / OPTIMIZER_STATE, self.optimizer_state)
-        _copy_models(self.state, tag_dir, digests, progress)
+        _copy_models(tag_dir, reading)
         for tensor_rank, model in enumerate(self.state.models if whole else ()):  # a run of stage 3 looks for its name
             os.link(tag_dir / model.path.name, tag_dir / model_file_name(0, tensor_rank, whole=False))
         (directory / LATEST_UNIVERSAL).write_text(self.tag)
@@ -287,8 +278,9 @@ def _is_of_experts(name: object) -> bool:
     return isinstance(name, str) and name.startswith("ep_size_")
 
 
-def _copy_models(state: SavedState, tag_dir: Path, digests: RecordedDigests, progress: ProgressFunction | None) -> None:
+def _copy_models(tag_dir: Path, reading: Reading) -> None:
     """Copy every rank's module states; compare the digests of frozen parameters with the record in the same pass."""
+    state, digests = reading.state, reading.digests
     frozen = state.parts[1] if digests.known and len(state.parts) > 1 else None
     tensors = [] if frozen is None else frozen.tensors()
     seeds = stream_seeds([*((saved.param.name, saved.key) for saved in tensors), ("", "")])  # the last is of the gaps
@@ -315,7 +307,7 @@ def _copy_models(state: SavedState, tag_dir: Path, digests: RecordedDigests, pro
             (model.path,),
             [path],
             digest=None if frozen is None else DigestRows(seeds, stream, table.start, table.itemsize),
-            progress=progress,
+            progress=reading.progress,
         )
         totals += 0 if found is None else found
     digests.compare(tensors, totals[: len(tensors)].tolist())

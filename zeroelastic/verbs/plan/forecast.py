@@ -65,9 +65,9 @@ _CHUNK_ROWS = 1 << 21
 class Head:
     """The facts of a checkpoint that a forecast needs: rank 0's headers and the size of every file, in rank order.
 
-    ``model_sizes`` has one entry where one file has the whole model (stages 1 and 2). ``weight_bytes`` are the bytes
-    of an element of each tensor in the module's state. ``over_ranks`` are the layouts over all ranks of trained and of
-    frozen parameters, where ranks have slices of these.
+    ``model_sizes`` has an entry for each tensor parallel rank where its file has the ``whole_model`` (stages 1 and 2),
+    else for each rank. ``weight_bytes`` are the bytes of an element of each tensor in the module's state.
+    ``over_ranks`` are the layouts over all ranks of trained and of frozen parameters, where ranks have slices of these.
     """
 
     shard: Shard
@@ -77,6 +77,7 @@ class Head:
     record_bytes: int
     weight_bytes: Mapping[str, int] = field(default_factory=dict)
     over_ranks: tuple[Layout, Layout | None] | None = None
+    whole_model: bool = False
 
     @property
     def world_size(self) -> int:
@@ -156,15 +157,15 @@ class Head:
         return 2 if any(isinstance(block, dict) and block.get("enabled") for block in blocks) else 4
 
     def module_bytes(self, world_size: int) -> Int64Array:
-        """Bytes that each rank reads of a model states file besides parameters; additional ranks read rank 0's.
+        """Bytes that each rank reads of a model states file besides parameters: shape ``(world_size,)``.
 
-        Shape ``(world_size,)``.
+        Additional ranks read rank 0's file, or that of their tensor parallel rank.
         """
-        rank = np.arange(world_size)
-        weights = int(self.model.weights[:, 1].sum())
-        parts = len(self.model_sizes)
-        frozen = 0 if self.model.shared is not None else self.frozen_payload(parts)
-        return self.model_sizes[np.where(rank < parts, rank, 0)] - frozen - weights
+        of_params = sum(nbytes for _, nbytes in self.model.fragments()) + int(self.model.weights[:, 1].sum())
+        rank, parts = np.arange(world_size), len(self.model_sizes)
+        number = rank % parts if self.whole_model else np.where(rank < parts, rank, 0)
+        nbytes: Int64Array = np.maximum(self.model_sizes[number] - of_params, 0)
+        return nbytes
 
     @property
     def num_files(self) -> int:
@@ -208,6 +209,7 @@ def read_head(checkpoint: Checkpoint) -> Head:
         record_bytes=0 if checkpoint.record is None else sizes[RECORD_NAME],
         weight_bytes=_weight_bytes(checkpoint),
         over_ranks=None if layout.slices is None else (layout, checkpoint.frozen_layout),
+        whole_model=checkpoint.whole_model,
     )
 
 
@@ -264,6 +266,9 @@ class Traffic:
         matrix = np.zeros((-(-num_sources // source_step), -(-num_targets // target_step)), dtype=np.int64)
         np.add.at(matrix, (self.source // source_step, self.target // target_step), self.nbytes)
         return matrix
+
+
+NO_TRAFFIC = Traffic(*np.zeros((3, 0), dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,8 +380,7 @@ def make_forecast(head: Head, world_size: int, *, stage: int | None = None) -> F
     owned = _owned(target, element_bytes[match_params(layout, target)])
     state_bytes = int((layout.numel * element_bytes).sum())
     segments, requests = rows, rows - _joined(head, target)
-    empty = np.zeros(0, dtype=np.int64)
-    frozen = Traffic(empty, empty, empty)
+    frozen = NO_TRAFFIC
     if head.frozen is not None:
         sizes = head.frozen_bytes
         parts = unpacked_layout(head.frozen.params, world_size)  # at every stage each rank fills its part
@@ -426,8 +430,7 @@ def _pieces(
     keep = dst.numel[alike] > 0
     alike, weights = alike[keep], weights[keep]
     segments, pieces = np.zeros((2, dst.world_size), dtype=np.int64)
-    empty = np.zeros(0, dtype=np.int64)
-    found = Traffic(empty, empty, empty)
+    found = NO_TRAFFIC
     step = max(1, _CHUNK_ROWS // (src.world_size + dst.world_size))
     for at in range(0, len(alike), step):
         row, target, source, length = overlaps(src, dst, alike[at : at + step], order)

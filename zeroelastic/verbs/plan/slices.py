@@ -11,8 +11,8 @@ import numpy as np
 
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.core.layout import Int64Array, Layout
-from zeroelastic.core.plan import Plan, make_plan
-from zeroelastic.verbs.plan.forecast import Forecast, Head, Traffic, add_traffic
+from zeroelastic.core.plan import make_plan
+from zeroelastic.verbs.plan.forecast import NO_TRAFFIC, Forecast, Head, Traffic, add_traffic
 from zeroelastic.verbs.reshard.reshard import ReshardPlan
 
 
@@ -36,14 +36,8 @@ class _Counts:
             self.segments[rank] += int((runs * num_keys[plan.src_param]).sum())
             self.pieces[rank] += int(runs.sum())
             keys.append(rank * source.world_size + plan.src_rank)
-            counted.append(_bytes_of(plan, nbytes))
+            counted.append(plan.numel * nbytes[plan.src_param])
         return add_traffic(np.concatenate(keys), np.concatenate(counted), source.world_size)
-
-
-def _bytes_of(plan: Plan, nbytes: Int64Array) -> Int64Array:
-    """Bytes of each row of a plan."""
-    moved: Int64Array = plan.numel * nbytes[plan.src_param]
-    return moved
 
 
 def slices_forecast(head: Head, checkpoint: Checkpoint, planned: ReshardPlan) -> Forecast:
@@ -56,15 +50,14 @@ def slices_forecast(head: Head, checkpoint: Checkpoint, planned: ReshardPlan) ->
     world_size = target.world_size
     counts = _Counts(world_size)
     optimizer = counts.add(source, target.layout, head.element_bytes, head.num_keys)
-    empty = np.zeros(0, dtype=np.int64)
-    frozen = Traffic(empty, empty, empty)
+    frozen = NO_TRAFFIC
     state_bytes = _state_bytes(source, head.element_bytes)
     if head.frozen is not None:
         sizes = head.frozen_bytes
         parts = target.slicing.frozen_layout(head.frozen.whole_tensors, 3)  # at every stage each rank fills its part
         frozen = counts.add(head.frozen, parts, sizes, np.ones_like(sizes))
         state_bytes += _state_bytes(head.frozen, sizes)
-    module = _module_bytes(head, checkpoint, world_size)
+    module = head.module_bytes(world_size)
     return Forecast(
         head=head,
         world_size=world_size,
@@ -100,15 +93,6 @@ def _model_files(checkpoint: Checkpoint, frozen: Traffic, world_size: int) -> In
         data_rank = topology.place(rank)[0] if rank < checkpoint.world_size and not whole else 0
         found.update(topology.rank(data_rank, t) for t in range(topology.tensor_size))
     return np.array([len(found) for found in sources], dtype=np.int64)
-
-
-def _module_bytes(head: Head, checkpoint: Checkpoint, world_size: int) -> Int64Array:
-    """Bytes that each rank reads of a model states file besides parameters."""
-    of_params = sum(nbytes for _, nbytes in head.model.fragments()) + int(head.model.weights[:, 1].sum())
-    rank, parts = np.arange(world_size), len(head.model_sizes)
-    number = rank % parts if checkpoint.whole_model else np.where(rank < parts, rank, 0)
-    nbytes: Int64Array = np.maximum(head.model_sizes[number] - of_params, 0)
-    return nbytes
 
 
 def _bytes_written(head: Head, planned: ReshardPlan, module: Int64Array) -> int:
