@@ -29,12 +29,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_kernel import CopyTable, Workload, workloads
+from bench_kernel import CopyTable, Workload, digests_of, workloads
 from report import benchmark_arguments, describe, machine, spread, table, write_results
 
 from zeroelastic.core.digest import digest_range
 from zeroelastic.executors.build_info import describe_build
-from zeroelastic.executors.dispatch import DigestRows
 
 FLAT, FLAT_16 = "flat device copy", "flat bf16.copy_"
 NATIVE, NATIVE_DIGEST, NATIVE_16 = "DevicePlan", "DevicePlan + digest", "DevicePlan to bf16"
@@ -154,12 +153,7 @@ def methods(work: Workload, stack: ExitStack, cub: ctypes.CDLL | None, rotated: 
     rows = work.table
     num_rows, numel = len(rows.nbytes), work.nbytes // 4
     half_table = CopyTable(rows.src, rows.src_offset, rows.dst, rows.dst_offset // 2, rows.nbytes)
-    digest = DigestRows(
-        seeds=np.arange(num_rows, dtype=np.uint64),
-        stream=np.arange(num_rows),
-        start=np.arange(num_rows) * 7919,
-        itemsize=np.full(num_rows, 4, dtype=np.int64),
-    )
+    digest = digests_of(num_rows)
     device = torch.cuda.current_device()
     keep: list[object] = []
     stack.callback(keep.clear)

@@ -22,12 +22,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from bench_gpu import Row, Run, chosen_workloads, gpu_document, moved, page, rows_of
-from bench_kernel import Workload
+from bench_kernel import Workload, digests_of
 from report import benchmark_arguments, write_results
 
 from zeroelastic.executors.dispatch import (
     CopyTable,
-    DigestRows,
     Ranges,
     read_segments,
     sum_segments,
@@ -76,12 +75,7 @@ def methods(work: Workload, folder: Path) -> dict[str, Run]:
         tensor.numpy().tofile(paths[-1])
     order = np.lexsort((rows.src_offset, rows.src))
     reads = rows.rows(order)
-    digest = DigestRows(
-        seeds=np.arange(num_rows, dtype=np.uint64),
-        stream=np.arange(num_rows),
-        start=np.arange(num_rows) * 7919,
-        itemsize=np.full(num_rows, 4, dtype=np.int64),
-    )
+    digest = digests_of(num_rows)
     target = torch.zeros(len(work.dst) + skew, device="cuda")[skew:]
     on_host = torch.zeros(len(work.dst), pin_memory=True)
     written = folder / "written.bin"

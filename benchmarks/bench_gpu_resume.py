@@ -29,18 +29,27 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from gpu_engines import Model, build_engine, device, engine_arguments, loss_of, overwrite, state_digest, train_step
+from gpu_engines import (
+    Model,
+    about_engines,
+    build_engine,
+    device,
+    engine_arguments,
+    join_group,
+    loss_of,
+    overwrite,
+    rank_environment,
+    state_digest,
+    train_step,
+)
 from meter import status_bytes
-from report import REPOSITORY, describe, machine, table
+from report import describe, table
 
-from zeroelastic.executors.build_info import describe_build
 from zeroelastic.testing import RankError, run_ranks
 from zeroelastic.testing.rank import prepare_deepspeed
 
@@ -92,16 +101,6 @@ def work(worker: Worker, channel: Path) -> None:
             about = {"stage": model.stage, "system": worker.system, "process": os.getpid()}
             lines.write(f"{json.dumps({**about, **sample})}\n")
     os._exit(0)  # the next one waits, and nothing is left to do
-
-
-def join_group(directory: Path) -> None:
-    """The process group of the one rank, on the GPU where this process trains on one."""
-    store = dist.FileStore(str(directory / "store"), 1)
-    if device() == "cuda":
-        torch.cuda.set_device(0)
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    else:
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def measure_loads(worker: Worker, engine: Any) -> Iterator[dict[str, Any]]:
@@ -325,16 +324,7 @@ def measure_stage(stage: int, directory: Path, arguments: argparse.Namespace, ou
     """All samples of one stage; each is also appended to the results at once."""
     model = Model(stage, arguments.width, arguments.layers)
     cores = len(os.sched_getaffinity(0))
-    environment = dict(
-        os.environ,
-        DS_ACCELERATOR="cpu" if arguments.cpu else "cuda",
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_WORLD_SIZE="1",
-        OMP_NUM_THREADS=str(cores),
-        PYTHONPATH=os.pathsep.join([os.fspath(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    )
+    environment = rank_environment(cpu=arguments.cpu, threads=cores)
     planned = workers(model, directory, arguments)
     started = [Process(each, environment, directory / "processes" / str(i)) for i, each in enumerate(planned)]
     samples: list[dict[str, Any]] = []
@@ -455,13 +445,6 @@ def tables(about: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def missing(cpu: bool) -> str | None:
-    """Why nothing can be measured here, or None."""
-    if not cpu and not torch.cuda.is_available():
-        return "bench_gpu_resume: there is no CUDA device, so nothing is measured."
-    return None
-
-
 def main() -> None:
     parser = engine_arguments(__doc__, width=4096, layers=16, limit=120.0, limited="one process")
     parser.add_argument("--stages", type=int, nargs="+", default=[3, 2])
@@ -474,19 +457,12 @@ def main() -> None:
     if arguments.worker:
         work(Worker.of(arguments.worker), arguments.channel)
         return
-    reason = missing(arguments.cpu)
-    if reason is not None:
-        sys.exit(reason)
+    if not arguments.cpu and not torch.cuda.is_available():
+        sys.exit("bench_gpu_resume: there is no CUDA device, so nothing is measured.")
     if arguments.small:
         arguments.width, arguments.layers, arguments.processes, arguments.loads = 256, 4, 1, 3
-    model = Model(3, arguments.width, arguments.layers)
     about: dict[str, Any] = {
-        "machine": machine(),
-        "gpu": "no GPU" if arguments.cpu else torch.cuda.get_device_name(),
-        "cuda": torch.version.cuda,
-        "deepspeed": version("deepspeed"),
-        "engine": describe_build("cuda").compiler or "none",
-        "num_params": model.num_params,
+        **about_engines(arguments),
         "directory": str(arguments.directory or tempfile.gettempdir()),
         "threads": arguments.threads,
     }

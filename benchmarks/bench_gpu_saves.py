@@ -39,7 +39,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from report import benchmark_arguments, describe, machine, spread, table, write_results
+from gpu_engines import Model, build_engine, engine_arguments, join_group, rank_environment, train_step
+from report import describe, machine, spread, table, write_results
+
+from zeroelastic.testing.rank import prepare_deepspeed
 
 OURS, OURS_UNFLUSHED = "zeroelastic, flushed", "zeroelastic, not flushed"
 STOCK, STOCK_FLUSHED = "DeepSpeed, not flushed", "DeepSpeed, flushed"
@@ -47,8 +50,6 @@ DIRECT, CACHED = "plain writes past the page cache, flushed", "plain writes thro
 WRITERS = {"fast": "DeepSpeed, fast writer, flushed", "python": "DeepSpeed, python writer, not flushed"}
 BACKGROUND, MEMORY, DECOUPLED = "in the background", "in memory", "by DeepSpeed's decoupled writer"
 PINNED = ("pinned_by_zeroelastic", "pinned_by_torch")
-_LAYERS, _WIDTH, _SMALL_WIDTH = 16, 4096, 256
-_ROWS = 8
 _TAG = "tag"
 
 
@@ -60,41 +61,13 @@ class Part:
         self.rounds, self.on_gpu, self.writer = arguments.rounds, not arguments.cpu, arguments.writer
         self.found: dict[str, Any] = {"seconds": {}, "not_measured": {}}
         self.after_each: Callable[[], None] = lambda: None
-        self.engine = self._build(arguments)
-        self._batch = torch.randn(_ROWS, self._width, device=self.engine.device, dtype=torch.bfloat16)
-        self.step()  # from here on there are moments
-        self.found["numel"] = self._layers * (self._width**2 + self._width)
-        self.found["device"] = torch.cuda.get_device_name() if self.on_gpu else "CPU"
-
-    def _build(self, arguments: argparse.Namespace) -> Any:
-        if self.on_gpu:
-            torch.cuda.set_device(0)
-        store = self.directory / "store"
-        store.unlink(missing_ok=True)
-        torch.distributed.init_process_group(
-            "gloo" if arguments.cpu else "nccl", init_method=f"file://{store}", rank=0, world_size=1
-        )
-        import deepspeed
-
-        import zeroelastic
-        from zeroelastic.testing.rank import prepare_deepspeed
-
         prepare_deepspeed()
-        zeroelastic.install()
-        self._layers, self._width = (4, _SMALL_WIDTH) if arguments.small else (arguments.layers, _WIDTH)
-        torch.manual_seed(0)
-        with torch.device("cpu" if arguments.cpu else "cuda"):
-            layers = (torch.nn.Linear(self._width, self._width) for _ in range(self._layers))
-            model = torch.nn.Sequential(*layers)
-        config = {
-            "train_micro_batch_size_per_gpu": _ROWS,
-            "bf16": {"enabled": True},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": 3, "elastic_checkpoint": True},
-        }
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        join_group(directory)
+        model = Model(3, arguments.width, arguments.layers)
+        self.engine = build_engine(model)
+        self.step()  # from here on there are moments
+        self.found["numel"] = model.num_params
+        self.found["device"] = torch.cuda.get_device_name() if self.on_gpu else "CPU"
 
     def options(self, **options: Any) -> None:
         """The ``"zeroelastic"`` block from here on."""
@@ -115,8 +88,7 @@ class Part:
 
     def step(self) -> None:
         """A training step."""
-        self.engine.backward(self.engine(self._batch).float().pow(2).mean())
-        self.engine.step()
+        train_step(self.engine, 0)
 
     def fresh(self, name: str) -> Path:
         """An empty place for a checkpoint; nothing waits to be written."""
@@ -408,18 +380,15 @@ def tables(document: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = benchmark_arguments(__doc__)
-    parser.add_argument("--layers", type=int, default=_LAYERS, help=f"linear layers of {_WIDTH}^2 weights")
+    parser = engine_arguments(__doc__, width=4096, layers=16, limit=150.0, limited="all measurements but the last")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--cpu", action="store_true", help="with gloo, and no GPU")
     parser.add_argument("--writer", default="fast", choices=list(WRITERS), help="of DeepSpeed's own writers")
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds after which no other measurement begins")
     arguments = parser.parse_args()
     if not arguments.cpu and not torch.cuda.is_available():
         sys.exit("bench_gpu_saves: there is no CUDA device, so nothing is measured.")
-    ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "CROSS_RANK"), "0")
-    os.environ.update(ranks, DS_ACCELERATOR="cpu" if arguments.cpu else "cuda")
-    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE"), "1"))
+    if arguments.small:
+        arguments.width, arguments.layers = 256, 4
+    os.environ.update(rank_environment(cpu=arguments.cpu, threads=len(os.sched_getaffinity(0))))
     from load_systems import filesystem
 
     document: dict[str, Any] = {"machine": machine() | {"deepspeed": version("deepspeed")}, "rounds": arguments.rounds}

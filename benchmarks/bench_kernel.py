@@ -131,6 +131,12 @@ def even_workload(name: str, numels: np.ndarray, *, shuffled: bool) -> Workload:
     return Workload(name, table, [touched(int(numels.sum()) + len(numels))], touched(int(numels.sum())))
 
 
+def digests_of(num_rows: int) -> DigestRows:
+    """A digest of each of so many rows of float32: row i with the seed i, from element 7919 i on."""
+    numbers = np.arange(num_rows)
+    return DigestRows(numbers.astype(np.uint64), numbers, numbers * 7919, np.full(num_rows, 4, dtype=np.int64))
+
+
 def workloads(scale: float) -> dict[str, Callable[[], Workload]]:
     """The workloads by key, made when called; ``scale`` 1 is the full size."""
     rng = np.random.default_rng(1)
@@ -178,13 +184,7 @@ def methods(work: Workload, threads: int, directory: Path | None) -> dict[str, C
     half = torch.zeros(len(work.dst), dtype=torch.bfloat16)
     half_bytes = half.view(torch.uint8).numpy()
     half_table = CopyTable(table.src, table.src_offset, table.dst, table.dst_offset // 2, table.nbytes)
-    rows = len(table.nbytes)
-    digest = DigestRows(
-        seeds=np.arange(rows, dtype=np.uint64),
-        stream=np.arange(rows),
-        start=np.arange(rows) * 7919,
-        itemsize=np.full(rows, 4, dtype=np.int64),
-    )
+    digest = digests_of(len(table.nbytes))
     numel = work.nbytes // 4
     flat_src, flat_dst = torch.cat([t[:numel] for t in src])[:numel].clone(), touched(numel)
     flat_half = torch.zeros(numel, dtype=torch.bfloat16)

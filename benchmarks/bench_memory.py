@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 from meter import cool_down, warm_up
-from report import REPOSITORY, describe, machine, write_results
+from report import REPOSITORY, describe, machine, table, write_results
 
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests")]
 
@@ -148,11 +148,11 @@ def page(result: dict[str, Any]) -> str:
         "4 -> 3 ranks, seconds. With a node for each rank, its disk has the same files as its memory, and what other "
         "nodes have comes over the (loopback) network.",
         "",
-        *table(loads, "resumes"),
+        *medians(loads, "resumes"),
         "",
         "Plain reads of the same files, by three processes that do nothing with the bytes:",
         "",
-        *table([found for found in loads if found["ranks"] != EACH], "reads"),
+        *medians([found for found in loads if found["ranks"] != EACH], "reads"),
     ]
     largest = max(loads, key=lambda found: found["gigabytes"])
     lines += [
@@ -164,20 +164,17 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def table(loads: Sequence[dict[str, Any]], what: str) -> list[str]:
+def medians(loads: Sequence[dict[str, Any]], what: str) -> list[str]:
     """Medians of each kind, and their ratios, as rows of Markdown."""
     kinds = list(loads[0][what])
     ratios = ["memory / warm", *(f"{kind.replace(' disk', '')} / memory" for kind in kinds[2:])]
-    lines = [
-        f"| ranks | GB | {' | '.join((*kinds, *ratios))} |",
-        "|---|--:" + "|--:" * (len(kinds) + len(ratios)) + "|",
-    ]
+    rows = []
     for found in loads:
         memory, warm, *cold = (median(found[what][kind]) for kind in kinds)
         cells = [f"{seconds:.3f}" for seconds in (memory, warm, *cold)]
         cells += [f"{memory / warm:.2f}", *(f"{seconds / memory:.1f}" for seconds in cold)]
-        lines += [f"| {found['ranks']} | {found['gigabytes']:.2f} | {' | '.join(cells)} |"]
-    return lines
+        rows.append([found["ranks"], f"{found['gigabytes']:.2f}", *cells])
+    return table(["ranks", "GB", *kinds, *ratios], rows)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from unittest import mock
 import torch.distributed as dist
 from load_systems import TAG, Job, Run, fill_with_noise, job_arguments, params_of, temporary_job
 from meter import touch_free_memory
-from report import describe, machine, write_results
+from report import describe, machine, table, write_results
 
 from zeroelastic.testing import RankPool
 
@@ -184,7 +184,7 @@ def load_rounds(job: Job, verify: str) -> tuple[dict[str, float], dict[str, floa
     return load(), load()
 
 
-def table(ranks: Sequence[Sequence[Mapping[str, float]]]) -> list[str]:
+def phase_table(ranks: Sequence[Sequence[Mapping[str, float]]]) -> list[str]:
     """Milliseconds of each phase, the median of all rounds, of each rank; the largest first."""
     phases = [*PHASES, REST]
     cells = {
@@ -192,10 +192,9 @@ def table(ranks: Sequence[Sequence[Mapping[str, float]]]) -> list[str]:
     }
     shown = sorted((phase for phase in phases if max(cells[phase]) >= 0.05), key=lambda phase: -max(cells[phase]))
     totals = [median(1e3 * sum(seconds.values()) for seconds in rounds) for rounds in ranks]
-    lines = [f"| ms, median | {' | '.join(f'rank {rank}' for rank in range(len(ranks)))} |"]
-    lines += [f"|---|{'--:|' * len(ranks)}"]
-    lines += [f"| {phase} | {' | '.join(f'{value:.1f}' for value in cells[phase])} |" for phase in shown]
-    return [*lines, f"| **all** | {' | '.join(f'{value:.1f}' for value in totals)} |"]
+    rows = [(phase, cells[phase]) for phase in shown] + [("**all**", totals)]
+    head = ["ms, median", *(f"rank {rank}" for rank in range(len(ranks)))]
+    return table(head, [[name, *(f"{value:.1f}" for value in values)] for name, values in rows])
 
 
 def markdown(document: Mapping[str, Any]) -> str:
@@ -212,7 +211,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         "share the cores: the time of a rank contains that in which others ran.",
     ]
     for title, ranks in document["parts"].items():
-        lines += ["", f"## {title}", "", *table(ranks)]
+        lines += ["", f"## {title}", "", *phase_table(ranks)]
     return "\n".join(lines) + "\n"
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meter import status_bytes
-from report import REPOSITORY, write_results
+from report import REPOSITORY, table, write_results
 
 if TYPE_CHECKING:
     from zeroelastic.core.layout import Param
@@ -278,14 +278,9 @@ def write(out: Path, results: dict[str, dict[str, object]]) -> None:
             f"{result['cpus']} processors, load average {result['load_average']} at the end.",
             "",
         ]
-        lines += [
-            "| step | seconds | of the processor | extra MiB | peak MiB | read, MiB |",
-            "|---|---:|---:|---:|---:|---:|",
-        ]
-        for what, s in steps.items():
-            memory = f"{s.get('extra_mib', '')} | {s['peak_mib']}"
-            lines += [f"| {what} | {s['seconds']} | {s['cpu_seconds']} | {memory} | {s.get('mib', '')} |"]
-        lines += [""]
+        head = ["step", "seconds", "of the processor", "extra MiB", "peak MiB", "read, MiB"]
+        keys = ("seconds", "cpu_seconds", "extra_mib", "peak_mib", "mib")
+        lines += [*table(head, [[what, *(str(s.get(key, "")) for key in keys)] for what, s in steps.items()]), ""]
     write_results(out, "scale", results, "\n".join(lines).rstrip() + "\n")
 
 

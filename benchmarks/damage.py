@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import REPOSITORY, describe, machine
+from report import REPOSITORY, describe, machine, table
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -499,6 +499,8 @@ def markdown(result: dict[str, Any]) -> str:
     total: Counter[str] = Counter()
     for row in result["counts"]:
         total.update({key: row[key] for key in VERDICTS})
+    rows = [*result["counts"], {"damage": "**all**", "where": "", **total}]
+    cells = [[str(row.get(key, 0)) for key in ("damage", "where", *VERDICTS)] for row in rows]
     lines = [
         f"# Damage of {kind}checkpoints of ZeRO stage {result['stage']}",
         "",
@@ -512,11 +514,8 @@ def markdown(result: dict[str, Any]) -> str:
         "another tag was loaded whole, with a warning that `latest` does not name the newest. Harmless: the damaged "
         "bytes are not used, and the state is, bit for bit, what was saved. Failed: anything else.",
         "",
-        "| damage | where | detected | warned | harmless | failed |",
-        "|---|---|--:|--:|--:|--:|",
+        *table(["damage", "where", "detected", "warned", "harmless", "failed"], cells, text_columns=2),
     ]
-    for row in [*result["counts"], {"damage": "**all**", "where": "", **total}]:
-        lines.append("| " + " | ".join(str(row.get(key, 0)) for key in ("damage", "where", *VERDICTS)) + " |")
     return "\n".join(lines) + "\n"
 
 

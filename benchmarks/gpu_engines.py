@@ -13,13 +13,15 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from report import benchmark_arguments
+from report import REPOSITORY, benchmark_arguments, machine
 
+from zeroelastic.executors.build_info import describe_build
 from zeroelastic.testing.state import group_buffers
 
 BATCH = 4
@@ -70,6 +72,41 @@ def engine_arguments(
     parser.add_argument("--cpu", action="store_true", help="on the CPU: to test the script itself")
     parser.add_argument("--channel", type=Path, help=argparse.SUPPRESS)
     return parser
+
+
+def rank_environment(*, cpu: bool, threads: int) -> dict[str, str]:
+    """The environment of a process that is the only rank of its engine."""
+    paths = [os.fspath(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "CROSS_RANK"), "0"),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE"), "1"),
+        "DS_ACCELERATOR": "cpu" if cpu else "cuda",
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def about_engines(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The machine, what is installed, and the size of the engines of a script with ``engine_arguments``."""
+    return {
+        "machine": machine(),
+        "gpu": "no GPU" if arguments.cpu else torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "deepspeed": version("deepspeed"),
+        "engine": describe_build("cuda").compiler or "none",
+        "num_params": Model(3, arguments.width, arguments.layers).num_params,
+    }
+
+
+def join_group(directory: Path) -> None:
+    """The process group of the one rank, on the GPU where this process trains on one."""
+    store = dist.FileStore(str(directory / "store"), 1)
+    if device() == "cuda":
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    else:
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 def build_engine(model: Model) -> Any:

@@ -30,17 +30,26 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_gpu_resume import TAG, cost, join_group
-from gpu_engines import Model, build_engine, device, engine_arguments, masters, moments, train_step
-from report import REPOSITORY, describe, machine, table, without_paths, write_results
+from bench_gpu_resume import TAG, cost
+from gpu_engines import (
+    Model,
+    about_engines,
+    build_engine,
+    device,
+    engine_arguments,
+    join_group,
+    masters,
+    moments,
+    rank_environment,
+    train_step,
+)
+from report import describe, table, without_paths, write_results
 
-from zeroelastic.executors.build_info import describe_build
 from zeroelastic.testing.rank import prepare_deepspeed
 from zeroelastic.testing.state import compare_states, fingerprint_state
 
@@ -270,16 +279,7 @@ def _pinned(engine: Any) -> dict[str, Any]:
 
 def try_all(names: list[str], arguments: argparse.Namespace, directory: Path) -> dict[str, dict[str, Any]]:
     """The phases of every feature, each from a process with a time limit."""
-    environment = dict(
-        os.environ,
-        DS_ACCELERATOR="cpu" if arguments.cpu else "cuda",
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_WORLD_SIZE="1",
-        OMP_NUM_THREADS="2",
-        PYTHONPATH=os.pathsep.join([os.fspath(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    )
+    environment = rank_environment(cpu=arguments.cpu, threads=2)
     started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
     same = ["--width", str(arguments.width), "--layers", str(arguments.layers)] + ["--cpu"] * arguments.cpu
     for name in names:
@@ -374,14 +374,7 @@ def main() -> None:
         sys.exit("gpu_features: there is no CUDA device, so nothing is tried.")
     if arguments.small:
         arguments.width, arguments.layers = 640, 3
-    document: dict[str, Any] = {
-        "machine": machine(),
-        "gpu": "no GPU" if arguments.cpu else torch.cuda.get_device_name(),
-        "cuda": torch.version.cuda,
-        "deepspeed": version("deepspeed"),
-        "engine": describe_build("cuda").compiler or "none",
-        "num_params": Model(3, arguments.width, arguments.layers).num_params,
-    }
+    document: dict[str, Any] = about_engines(arguments)
     with tempfile.TemporaryDirectory(prefix="gpu-features-", dir=arguments.directory) as directory:
         document["results"] = try_all(arguments.only, arguments, Path(directory))
     write_results(arguments.out, "gpu_features", document, tables(document))
