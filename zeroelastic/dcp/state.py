@@ -14,7 +14,7 @@ import numpy as np
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard, configured_sub_group_size
+from zeroelastic.checkpoint.optimizer_file import FROZEN, Shard, configured_sub_group_size
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.layout import Int64Array, Layout, pack_sub_groups
@@ -22,7 +22,6 @@ from zeroelastic.dcp.archives import open_archives
 from zeroelastic.dcp.metadata import StoredBytes
 from zeroelastic.dcp.names import NamedState
 from zeroelastic.dcp.native import NativeForm
-from zeroelastic.dcp.saved import DcpCheckpoint
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import LocalFile, read_range
 from zeroelastic.torch_file.graph import Archive
@@ -30,19 +29,12 @@ from zeroelastic.torch_file.header import Blocks, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords
 
 
-def saved_state(
-    found: DcpCheckpoint,
-    *,
-    trained: SavedPart,
-    groups: tuple[ParamGroup, ...],
-    config: Mapping[str, object],
-    steps: int,
-    batch: int | None = None,
-) -> SavedState:
-    """The state of a checkpoint: ``trained`` and ``groups`` are those of ``found``, in the form that is wanted.
+def saved_state(form: NativeForm) -> SavedState:
+    """The state of a checkpoint in the form that is wanted.
 
     FSDP2 cuts weights, gradients and state, so it counts as stage 3.
     """
+    found, trained, groups, config = form.found, form.trained, form.groups, form.config
     table = {param.name: param for param in trained.params}
     members = [[table[name] for name in group.params] for group in groups]
     size = configured_sub_group_size(config)
@@ -65,7 +57,7 @@ def saved_state(
         digests=None,
         scaler=None,
         ds_config=config,
-        train_batch_size=batch,
+        train_batch_size=form.batch,
         header_bytes=0,
     )
     model = ModelStates(
@@ -74,7 +66,7 @@ def saved_state(
         rank=0,
         world_size=found.world_size,
         tensor_size=1,
-        global_steps=steps,
+        global_steps=form.steps,
         sub_groups=tuple(map(tuple, buffers)),
         frozen=None if found.frozen is None else found.frozen.layout,
         frozen_extents=None,
@@ -156,12 +148,9 @@ def checkpoint_of(form: NativeForm) -> ChunkedCheckpoint:
 
     Payload of buffers alone is read.
     """
-    found = form.found
     # it has no configuration, and so no batch; its weights are as the run has them
     config = {"bf16": form.config["bf16"]} if "bf16" in form.config else {}
-    checkpoint = saved_state(
-        found, trained=form.trained, groups=form.groups, config=config, steps=form.steps
-    ).checkpoint
+    checkpoint = saved_state(replace(form, config=config, batch=None)).checkpoint
     assert isinstance(checkpoint, ChunkedCheckpoint)
     checkpoint.notes, checkpoint.rederived = form.notes, form.rederived
     # a load has the tensors of frozen parameters from their chunks

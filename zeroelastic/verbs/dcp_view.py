@@ -13,6 +13,7 @@ from zeroelastic.checkpoint.one_save import pin
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.core.layout import Int64Array
+from zeroelastic.dcp.native import NativeForm
 from zeroelastic.dcp.saved import dcp_folders, open_dcp
 from zeroelastic.dcp.state import saved_state
 from zeroelastic.errors import CheckpointError, UnreadableError
@@ -74,8 +75,7 @@ class DcpView(CheckpointView):
     @cached_property
     def _state(self) -> SavedState:
         found = self._found
-        groups, trained = found.named.groups, found.trained
-        return saved_state(found, trained=trained, groups=groups, config={}, steps=found.steps)
+        return saved_state(NativeForm(found, {}, found.trained, found.named.groups, found.steps, None, {}, ()))
 
     @cached_property
     def _model(self) -> ModelTensors:

@@ -93,9 +93,7 @@ def _check_experts(found: DcpCheckpoint) -> None:
 
 
 def _source(form: NativeForm) -> ReshardSource:
-    state = saved_state(
-        form.found, trained=form.trained, groups=form.groups, config=form.config, steps=form.steps, batch=form.batch
-    )
+    state = saved_state(form)
     inner = {
         "zero_stage": called("deepspeed.runtime.zero.config", "ZeroStageEnum", 3),
         "loss_scaler": instance(
