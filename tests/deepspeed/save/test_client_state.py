@@ -37,10 +37,11 @@ def save_each_refused(job: Job, directory: str) -> list[tuple[str, str]]:
 @pytest.mark.support(
     "Using it", "client state with keys of DeepSpeed's own (`module`, `param_shapes`, ...)", "refused", "at the save"
 )
+@pytest.mark.parametrize("stage", [3, 2])
 def test_a_key_that_a_load_relies_on_is_refused_by_name_before_anything_is_written(
-    rank_pool: RankPool, tmp_path: Path
+    rank_pool: RankPool, tmp_path: Path, stage: int
 ) -> None:
-    first, second = rank_pool.run(save_each_refused, 2, Job(), str(tmp_path))
+    first, second = rank_pool.run(save_each_refused, 2, Job(stage=stage), str(tmp_path))
     assert first == second and len(first) == len(REFUSED)
     for key, (kind, text) in zip(REFUSED, first, strict=True):
         assert kind == "UnsupportedError" and f"client_state['{key}'] is " in text and "Rename the key" in text

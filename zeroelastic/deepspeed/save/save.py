@@ -323,9 +323,11 @@ def _save(
     prepared = _prepare(engine, request, elastic=elastic)
     if isinstance(prepared, ZeroElasticError):
         asked = options_of(engine).lean or request.exclude_frozen_parameters  # which DeepSpeed's save would not heed
-        refuses = elastic or (asked and saves_elastic(engine))
+        refuses = elastic or (saves_elastic(engine) and (asked or isinstance(prepared, UsageError)))
         if refuses or not isinstance(request.tag_dir, Path) or not stock_saves(request.tag):
             raise prepared
+        if saves_elastic(engine):
+            all_or_raise(lambda: checked_client_state(engine, request.client_state))  # no load would take it
         return _save_by_deepspeed_alone(engine, original, request, prepared)
     live, client_state = prepared
     request = replace(request, client_state=client_state)
