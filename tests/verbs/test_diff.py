@@ -6,6 +6,7 @@ import json
 import math
 import re
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from zeroelastic.verbs.diff import diff
 from zeroelastic.verbs.diff.diff import DiffReport, ParamAndKey, compare_checkpoints
 from zeroelastic.verbs.diff.element_stats import CHUNK, ElementStats, compare_elements
 from zeroelastic.verbs.diff.tensors import ComparedTensor, comparison_nbytes
+from zeroelastic.verbs.report import Sides
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
@@ -141,6 +143,19 @@ def test_equal_bits_are_equal_and_others_are_not_numbers_or_infinite() -> None:
     assert (found.num_different, found.num_nonfinite, found.max_ulp) == (3, 2, 1)
     assert (found.left_nan, found.right_nan, found.left_inf, found.right_inf) == (2, 2, 2, 2)
     assert math.isfinite(found.max_abs) and math.isfinite(found.square)
+
+
+def test_what_is_not_finite_is_the_worst_difference_whatever_the_rest_is_like() -> None:
+    form = {"key": "fp32", "dtype": Sides(a="float32", b="float32"), "shape": Sides(a=[4], b=[4]), "num_elements": 4}
+    small, large = (ComparedTensor(param=f"{norm}", num_different=4, relative_norm=norm, **form) for norm in (0.1, 9.0))
+    broken = ComparedTensor(param="nan", num_different=1, num_nonfinite=1, relative_norm=0.0, **form)
+    from_zero = ComparedTensor(param="from zero", num_different=2, num_nonfinite=0, **form)
+    assert sorted([small, broken, large, from_zero], key=attrgetter("difference_key")) == [
+        from_zero,
+        broken,
+        large,
+        small,
+    ]
 
 
 def test_other_dtypes_are_compared_by_value() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -139,7 +140,7 @@ def _show_differences(found: DiffReport, show_all: bool) -> None:
     print_styled(("Weights: ", "bold"), _about_weights(found))
     print_styled(("A  ", "bold"), found.a)
     print_styled(("B  ", "bold"), found.b)
-    differing = sorted(found.differing, key=_badness)
+    differing = sorted(found.differing, key=attrgetter("difference_key"))
     shown = [*differing, *found.equal_tensors] if show_all else differing
     if shown:
         table(
@@ -187,15 +188,6 @@ def _about_weights(found: DiffReport) -> str:
     line += "" if relative is None else f"; the norm of the difference is {relative:.2g} of that of A"
     only = len({one.param for one in (*found.only_a, *found.only_b) if one.key in ("fp32", "frozen")})
     return line + (f"; {counted(only, 'parameter')} on one side only" if only else "")
-
-
-def _badness(tensor: ComparedTensor) -> tuple[float, float, str, str]:
-    """What sorts the worst difference first: other shapes and dtypes, then by relative norm."""
-    relative = tensor.relative_norm
-    stats = tensor.stats
-    different = 0.0 if stats is None or not stats.num else stats.num_different / stats.num
-    rank = math.inf if relative is None or not math.isfinite(relative) or (stats and stats.num_nonfinite) else relative
-    return (-rank, -different, tensor.param, tensor.key)
 
 
 def _tensor_row(tensor: ComparedTensor) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -479,7 +480,7 @@ def _plan_ranks(plan: PlanReport) -> Table | None:
 def diff_view(found: DiffReport) -> dict[str, object]:
     """Whether the two are equal, which tensors differ and how far, and what else differs."""
     tone, sentence = _diff_answer(found)
-    worst = sorted(found.tensors, key=_badness)
+    worst = sorted(found.tensors, key=attrgetter("difference_key"))
     norms = [(tensor, tensor.relative_norm) for tensor in worst if tensor.relative_norm][:_MOST_NORMS]
     most = max((norm for _, norm in norms), default=0.0)
     bars = [Bar(f"{tensor.param} · {tensor.key}", norm / most, f"{norm:.3g}") for tensor, norm in norms]
@@ -522,13 +523,6 @@ def _diff_answer(found: DiffReport) -> tuple[Tone, str]:
     if not weights:
         sentence = "The weights differ: some are on one side only"
     return "bad", sentence + (f"; {others} differ, too." if found.state else ".")
-
-
-def _badness(tensor: ComparedTensor) -> tuple[bool, float, float, str, str]:
-    """What sorts the worst difference first: what cannot be compared, then by relative norm, then by elements."""
-    norm = tensor.relative_norm
-    share = (tensor.num_different or 0) / tensor.num_elements if tensor.num_elements else 0.0
-    return (norm is not None, -(norm or 0.0), -share, tensor.param, tensor.key)
 
 
 def _tensor_counts(found: DiffReport) -> Chart | None:

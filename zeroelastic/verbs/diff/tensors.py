@@ -65,6 +65,13 @@ class ComparedTensor(Part):
         shape = [f"shape {self.shape.a} and {self.shape.b}"] if self.shape.a != self.shape.b else []
         return shape + ([f"{self.dtype.a} and {self.dtype.b}"] if self.dtype.a != self.dtype.b else [])
 
+    @property
+    def difference_key(self) -> tuple[float, float, str, str]:
+        """What sorts the worst difference first: what has no norm or is not finite, then by relative norm."""
+        relative = math.inf if self.relative_norm is None or self.num_nonfinite else self.relative_norm
+        share = (self.num_different or 0) / self.num_elements if self.num_elements else 0.0
+        return (-relative, -share, self.param, self.key)
+
 
 def _compared(
     tensor: _Tensor, left: Side | ModelTensor, right: Side | ModelTensor, stats: ElementStats | None
