@@ -237,6 +237,18 @@ def test_user_objects_are_refused_by_name_or_stay_inert(tmp_path):
     assert file.root["lr"] == 0.5 and bytes_at(file, file.root["t"]) == raw(torch.ones(2))
 
 
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_global_has_the_name_of_today_in_every_protocol(protocol: int, tmp_path: Path) -> None:
+    path = tmp_path / "f.pt"
+    torch.save({"steps": range(3), "error": ValueError("text")}, path, pickle_protocol=protocol)
+    root = read_torch_file(path, foreign="inert").root
+    assert isinstance(root, dict)
+    assert [f"{value.module}.{value.qualname}" for value in root.values()] == [
+        "builtins.range",
+        "builtins.ValueError",
+    ]
+
+
 class UserThing:
     def __init__(self, value: int) -> None:
         self.value = value

@@ -20,7 +20,6 @@ import os
 import pickle
 import struct
 import zlib
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +32,7 @@ from zeroelastic.io.atomic import name_in_errors, reserve_space, write_fully
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import Extent, TorchFile, pickle_errors, read_pickle
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, STORAGE_DTYPES, StorageRef, storage_id
-from zeroelastic.torch_file.safe_unpickler import check_opcodes, pickle_file
+from zeroelastic.torch_file.safe_unpickler import check_opcodes, global_names, pickle_file
 from zeroelastic.torch_file.zip_directory import (
     END,
     END64,
@@ -298,7 +297,7 @@ class _GraphUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, file: TorchFile) -> None:
         super().__init__(pickle_file(data), encoding="utf-8")
         self._file = file
-        self._old_names = data[:1] != b"\x80" or data[1] < 3
+        self._global_name = global_names(data)
         self._storages: dict[str, Storage] = {}
         self._named: set[tuple[str, str]] = set()
 
@@ -308,9 +307,7 @@ class _GraphUnpickler(pickle.Unpickler):
             raise UnsafePickleError(f"the pickle names more than {_MAX_GLOBALS} globals")
         if "\n" in module or "\n" in name:
             raise UnsafePickleError("the pickle has a global whose name has two lines")
-        if self._old_names:  # protocol 2 has Python 2's names of some modules
-            module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        return global_named(module, name)
+        return global_named(*self._global_name(module, name))
 
     def persistent_load(self, pid: object) -> Storage:
         kind, key, location, numel = storage_id(pid)

@@ -356,7 +356,6 @@ def _numpy_scalar(dtype: object, data: object = b"") -> int | float | bool:
     return value
 
 
-PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _INERT = (
     ("torch", "Tensor"),
     ("torch.nn.parameter", "Parameter"),

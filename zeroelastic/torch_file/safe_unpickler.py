@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import io
 import pickle
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, TypeAlias
@@ -26,7 +27,6 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.columns import COLUMNS, IntColumn, NamedColumn, TensorColumn
 from zeroelastic.torch_file.inert_objects import (
     ALLOWED,
-    PYTHON2_MODULES,
     Enumeration,
     Function,
     StorageRef,
@@ -241,6 +241,13 @@ def pickle_file(data: bytes | memoryview) -> io.BufferedReader:
     return io.BufferedReader(io.BytesIO(data), _READ_BYTES)
 
 
+def global_names(data: bytes | memoryview) -> Callable[[str, str], tuple[str, str]]:
+    """What the globals of a pickle are named today: protocol 2, which torch.save writes, names some as Python 2 did."""
+    if data[:1] == b"\x80" and data[1] > 2:
+        return lambda module, name: (module, name)
+    return lambda module, name: NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+
+
 class HeaderUnpickler(pickle.Unpickler):
     """The allow-listed unpickler: every global resolves to one of our own objects, or is refused or inert.
 
@@ -257,9 +264,10 @@ class HeaderUnpickler(pickle.Unpickler):
         self._foreign = foreign
         self._stubs: dict[tuple[str, str], type[Stub]] = {}
         self._encodable = len(data) + _MAX_REPEATED
+        self._global_name = global_names(data)
 
     def find_class(self, module: str, name: str) -> object:
-        module = PYTHON2_MODULES.get(module, module)  # pickle protocol 2, which torch.save writes
+        module, name = self._global_name(module, name)
         if (module, name) == ("_codecs", "encode"):
             return Function(self._encode)
         if (module, name) == ("builtins", "getattr"):
