@@ -204,26 +204,31 @@ cudaError_t launch(dim3 blocks, dim3 threads, cudaStream_t stream, const std::fu
     }
     gridDim = blocks;
     blockDim = threads;
+    // Not the block's own: a thread that returns without the others' last __syncthreads() has to show.
+    pthread_barrier_t end_of_block;
     pthread_barrier_init(&block_barrier, nullptr, threads.x);
+    pthread_barrier_init(&end_of_block, nullptr, threads.x);
     for (unsigned i = 0; i < threads.x / kWarp; ++i) {
         warps.emplace_back(new Warp);
         pthread_barrier_init(&warps.back()->barrier, nullptr, kWarp);
     }
-    for (unsigned block = 0; block < blocks.x; ++block) {
-        std::vector<std::thread> running;
-        for (unsigned i = 0; i < threads.x; ++i) {
-            running.emplace_back([&, i] {
-                threadIdx = dim3(i);
-                threadIdx.y = threadIdx.z = 0;
+    std::vector<std::thread> running;
+    for (unsigned i = 0; i < threads.x; ++i) {
+        running.emplace_back([&, i] {
+            threadIdx = dim3(i);
+            threadIdx.y = threadIdx.z = 0;
+            for (unsigned block = 0; block < blocks.x; ++block) {
                 blockIdx = dim3(block);
                 blockIdx.y = blockIdx.z = 0;
                 kernel();
-            });
-        }
-        for (std::thread& thread : running) thread.join();
+                pthread_barrier_wait(&end_of_block);  // the next one has the same shared memory
+            }
+        });
     }
+    for (std::thread& thread : running) thread.join();
     for (const auto& warp : warps) pthread_barrier_destroy(&warp->barrier);
     pthread_barrier_destroy(&block_barrier);
+    pthread_barrier_destroy(&end_of_block);
     warps.clear();
     return cudaSuccess;
 }
