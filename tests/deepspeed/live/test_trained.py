@@ -29,6 +29,7 @@ from saved_files import contents, logged, record_of
 from training import Job, build_engine, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
@@ -172,6 +173,18 @@ def test_what_cannot_be_restored_is_refused_at_the_save(rank_pool: RankPool, tmp
     for outcomes in rank_pool.run(refuse_after_each, 2, Job(), str(tmp_path), list(said)):
         for (kind, text, _), words in zip(outcomes, said.values(), strict=True):
             assert kind == "UnsupportedError" and words in text
+
+
+def test_groups_that_deepspeed_drops_are_named(rank_pool: RankPool) -> None:
+    """DeepSpeed 0.19.8 makes torch's Adagrad anew without them (``initialize_optimizer_states``), and cannot step."""
+    said = rank_pool.run(refused_at_the_start, 2, Job(optimizer="adagrad", groups=2))
+    assert said == ["DeepSpeed made the optimizer anew with 1 of its 2 groups"] * 2
+
+
+def refused_at_the_start(job: Job) -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        build_engine(job)
+    return str(caught.value).split(",")[0]
 
 
 def test_a_rigid_save_without_a_record_does_not_keep_the_record_of_the_one_before(

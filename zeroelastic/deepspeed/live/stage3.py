@@ -58,6 +58,11 @@ class Stage3(LiveOptimizer):
         self.group_of = tuple(optimizer.sub_group_to_group_id[i] for i in range(len(optimizer.fp16_groups)))
         self.refresh()
         sub_groups = [[self._param(param, names) for param in members] for members in optimizer.fp16_groups]
+        if max(self.group_of, default=0) >= len(self.base.param_groups):
+            raise UnsupportedError(
+                f"DeepSpeed made the optimizer anew with {len(self.base.param_groups)} of its {max(self.group_of) + 1} "
+                "groups, as it does with torch's Adagrad, and fails at the first step. Give the optimizer one group."
+            )
         groups: list[list[Param]] = [[] for _ in self.base.param_groups]
         for g, members in zip(self.group_of, sub_groups, strict=True):
             groups[g] += members
