@@ -50,8 +50,8 @@ class Every:
 
     A crash then costs at most this much work, and what is in flight: what was trained before the loop began, in an
     earlier loop of the engine, a world before, or a start whose checkpoint in memory was resumed, counts. With neither,
-    no save is ever due. ``background``
-    says whether training goes on while the save is written; None leaves that to the ``"async_save"`` option.
+    no save is ever due. ``background`` says whether training goes on while the save is written; None leaves that to the
+    ``"async_save"`` option.
     """
 
     seconds: float | None = None

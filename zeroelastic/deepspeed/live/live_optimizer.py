@@ -213,7 +213,7 @@ class LiveOptimizer(ABC):
     def begin_load(self) -> None:
         """Prepare DeepSpeed's own part of a load. Collective."""
 
-    def refresh(self) -> None:  # noqa: B027
+    def refresh(self) -> None:  # noqa: B027 (most kinds have nothing to do)
         """Take notice of tensors that DeepSpeed's own part of a load may have replaced."""
 
     @contextmanager
@@ -288,7 +288,7 @@ class LiveOptimizer(ABC):
         """The value of an element of a state tensor before the first step."""
         return float(self.group(sub_group).get("initial_accumulator_value", 0.0)) if key == "sum" else 0.0
 
-    def state_filled(self) -> None:  # noqa: B027
+    def state_filled(self) -> None:  # noqa: B027 (most kinds have nothing to do)
         """Called when the tensors of the optimizer state are the ones that a load fills."""
 
     def set_scalar(self, sub_group: int, key: str, value: ScalarValue) -> None:
@@ -329,7 +329,7 @@ class LiveOptimizer(ABC):
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's own (rigid) state dict, with the state that DeepSpeed leaves out of it."""
 
-    def sync(self) -> None:  # noqa: B027
+    def sync(self) -> None:  # noqa: B027 (most kinds have nothing to do)
         """Write what was changed to the disk, where the optimizer keeps state on one."""
 
     # What DeepSpeed's own (rigid) files have.

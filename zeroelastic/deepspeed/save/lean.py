@@ -358,7 +358,7 @@ class LeanStates:
 
     def _without_weights(self, table: dict[str, Any]) -> dict[str, Any]:
         table = copy.copy(table)  # with the attributes of a module's state dict
-        empty: dict[object, torch.Tensor] = {}  # one for all names of a tensor, as readers of ``ModuleNames`` tell them
+        empty: dict[object, torch.Tensor] = {}  # one for all names of a tensor: ``ModuleNames`` finds ties by place
         for name in table.keys() & (self._shared.left_out | self._shared.params.keys()):
             tensor = table[name]
             if tensor.untyped_storage().nbytes():  # at stage 3 none has elements
