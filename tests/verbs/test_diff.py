@@ -369,6 +369,8 @@ PAIRS: dict[str, tuple[object, object]] = {
     "a large tensor": (torch.zeros(300_000), torch.zeros(300_000).index_fill(0, torch.tensor(299_999), 1)),
     "a tensor with strides": (torch.arange(6).reshape(2, 3).t(), torch.tensor([[0, 3], [1, 4], [2, 6]])),
     "complex numbers with strides": (1j * COMPLEX, 2j * COMPLEX),
+    "a conjugate view": (1j * COMPLEX, (1j * COMPLEX).conj()),
+    "a negative view": (torch.ones(3), torch.ones(3)._neg_view()),
     "many levels": (deep(1), deep(2)),
     "a list that holds itself": (looped(1), looped(2)),
     "many values": ([*range(90)], [*range(89), 90]),

@@ -275,12 +275,18 @@ def test_what_the_format_cannot_hold_is_refused_or_reported(tmp_path: Path) -> N
     edit(
         tag_dir / model_name(0),
         lambda d: d.update(
-            buffer_names=["angles", "small", "cycles"],
-            module={"angles": torch.zeros(2, dtype=torch.complex128), "small": torch.zeros(4).to(torch.float8_e4m3fn)},
+            buffer_names=["angles", "turned", "small", "cycles"],
+            module={
+                "angles": torch.zeros(2, dtype=torch.complex128),
+                "turned": torch.ones(2, dtype=torch.complex64).conj(),
+                "small": torch.zeros(4).to(torch.float8_e4m3fn),
+            },
         ),
     )
     plan = plan_export(open_state(open_checkpoint(tag_dir)))
-    assert [sentence.partition(":")[0] for sentence in plan.left_out] == ["frozen parameters", "buffer angles"]
+    first = ["buffer turned", "frozen parameters", "buffer angles"]
+    assert [sentence.partition(":")[0] for sentence in plan.left_out] == first
+    assert "torch.Tensor.conj view" in plan.left_out[0], "its storage holds other values"
     with pytest.raises(UnsupportedError, match=r"buffer tensor small is float8_e4m3fn, .* not converted to float32"):
         plan_export(open_state(open_checkpoint(tag_dir)), dtype="fp32")
     write_plan(plan, tmp_path / "out")

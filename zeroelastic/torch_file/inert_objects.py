@@ -229,10 +229,13 @@ class Enumeration:
         return self.members[name]
 
 
-def _rebuild_tensor_v2(storage: object, offset: object, size: object, stride: object, *_: object) -> TensorRef | Stub:
+def _rebuild_tensor_v2(
+    storage: object, offset: object, size: object, stride: object, *rest: object
+) -> TensorRef | Stub:
     if isinstance(storage, Stub):
         return storage
-    return _tensor_ref(storage, offset, size, stride, storage.dtype if isinstance(storage, StorageRef) else "")
+    dtype = storage.dtype if isinstance(storage, StorageRef) else ""
+    return _of_bits(_tensor_ref(storage, offset, size, stride, dtype), *rest[2:3])
 
 
 def _rebuild_tensor_v3(
@@ -245,7 +248,15 @@ def _rebuild_tensor_v3(
         return dtype()
     if not isinstance(dtype, DType):
         raise UnsafePickleError(f"a tensor names {shown(dtype)} as its dtype")
-    return _tensor_ref(storage, offset, size, stride, dtype.name)
+    return _of_bits(_tensor_ref(storage, offset, size, stride, dtype.name), *rest[3:4])
+
+
+def _of_bits(tensor: TensorRef, marks: object = None) -> TensorRef | Stub:
+    """The tensor, if its elements are what its storage holds; those of a conjugate or negative view are not."""
+    if not marks:
+        return tensor
+    name = " ".join(mark for mark in ("conj", "neg") if isinstance(marks, dict) and marks.get(mark)) or shown(marks)
+    return new_stub("torch.Tensor", f"{name} view")(tensor)
 
 
 def _tensor_ref(storage: object, offset: object, size: object, stride: object, dtype: str) -> TensorRef:

@@ -157,6 +157,7 @@ class Odd(torch.nn.Module):
         self.register_buffer("qweight", torch.arange(40_000, dtype=torch.int32).reshape(200, 200) * (seed + 1))
         self.register_buffer("mask", torch.arange(70_000).reshape(700, 100) % (seed + 2) == 0)
         self.register_buffer("running", torch.full((20_000,), float(seed)))
+        self.register_buffer("angles", torch.polar(torch.ones(20_000), torch.arange(20_000.0) * (seed + 1)).conj())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -190,7 +191,7 @@ def odd_state(engine: Any) -> dict[str, bytes]:
     with deepspeed.zero.GatheredParameters(whole):
         found = {name: p.detach().clone() for name, p in module.named_parameters(remove_duplicate=False)}
     found |= {**dict(module.named_buffers()), "absmax": module.quantised.absmax}
-    return {name: bits_of_tensor(tensor) for name, tensor in found.items()}
+    return {name: bits_of_tensor(tensor.resolve_conj()) for name, tensor in found.items()}
 
 
 def run_odd(stage: int, directory: str, load: str, tags: tuple[str, ...], seed: int) -> list[dict[str, bytes]]:

@@ -231,6 +231,7 @@ def _large_buffers(engine: Engine) -> tuple[Collection[str], dict[str, _Wanted],
         if name not in params
         and value.nbytes >= MIN_BUFFER_BYTES
         and value.is_contiguous()
+        and not (value.is_conj() or value.is_neg())  # its memory holds other values
         and value.nbytes == value.untyped_storage().nbytes()
         and memory[value.untyped_storage().data_ptr()] == 1
         and dtype_name(value) in DTYPE_NAMES
