@@ -137,8 +137,30 @@ def saves_elastic(engine: Engine) -> bool:
 
 
 def accumulated_micro_batches(engine: Engine) -> int:
-    """How many micro batches were taken since the last optimizer step: their gradients wait in memory."""
-    return int(engine.micro_steps % engine.gradient_accumulation_steps())
+    """How many micro batches were taken since the last optimizer step: their gradients wait in memory.
+
+    DeepSpeed's counter of micro steps counts calls of ``step``. Where the caller decides which of them is an optimizer
+    step (``decides_boundaries``), the optimizer says whether it has gradients: how many micro batches these are of at
+    stages 2 and 3, and at stage 1 that there is at least one.
+    """
+    if not decides_boundaries(engine):
+        return int(engine.micro_steps % engine.gradient_accumulation_steps())
+    optimizer = engine.optimizer
+    counted = getattr(optimizer, "micro_step_id", None)
+    if counted is None:  # BF16_Optimizer; without an optimizer there is neither
+        return int(any(map(any, getattr(optimizer, "fp32_groups_has_gradients", ()))))
+    if engine.zero_optimization_stage() < 3:
+        return int(counted) + 1
+    return int(counted) + bool(getattr(optimizer, "_epilogue_ran_this_backward", False))  # of the last backward
+
+
+def decides_boundaries(engine: Engine) -> bool:
+    """Whether the caller, and not DeepSpeed's counter, decides when an accumulation of gradients ends.
+
+    After ``set_gradient_accumulation_boundary``, which accelerate calls, and without ``managed_gradient_accumulation``.
+    """
+    managed = getattr(engine._config, "managed_gradient_accumulation", True)
+    return not managed or getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
 
 
 def facts_of(engine: Engine) -> dict[str, object]:

@@ -260,6 +260,53 @@ def test_gradient_accumulation_in_flight(rank_pool: RankPool, tmp_path: Path, el
     assert record_of(tmp_path / "global_step2").lost_micro_batches == 2
 
 
+BOUNDARIES = {
+    "stage 1": (Job(micro=10, stage=1), 1),
+    "stage 1, fp32 gradients": (Job(micro=10, stage=1, config={"data_types": {"grad_accum_dtype": "fp32"}}), 1),
+    "stage 2": (Job(micro=10, stage=2), 2),
+    "stage 3": (Job(micro=10), 2),
+    "stage 2, unmanaged": (Job(micro=10, stage=2, config={"managed_gradient_accumulation": False}), 2),
+}
+"""Runs, and of how many of two micro batches the optimizer knows that they wait."""
+
+
+def save_around_a_step(job: Job, directory: str) -> list[str]:
+    """Two steps of three micro batches each, whose end the caller decides; a save, two more micro batches, a save."""
+    engine = training.build_engine(job)
+    said = logged("", logging.WARNING)
+    managed = job.config.get("managed_gradient_accumulation", True)
+
+    def micro_batch(seed: int, *, is_last: bool) -> None:
+        tokens = torch.randint(0, training.VOCABULARY, (10, 5), generator=torch.Generator().manual_seed(seed))
+        if managed:
+            engine.set_gradient_accumulation_boundary(is_last)
+        engine.backward(engine(tokens, tokens.roll(1, 1)))
+        if is_last:
+            engine.step()
+
+    for number in range(6):
+        micro_batch(number, is_last=number % 3 == 2)
+    engine.save_checkpoint(directory, tag="after")
+    assert [text for text in said if "LOST" in text] == []
+    for number in range(2):
+        micro_batch(number, is_last=False)
+    engine.save_checkpoint(directory, tag="between")
+    return [text for text in said if "LOST" in text]
+
+
+@pytest.mark.parametrize("name", BOUNDARIES)
+def test_gradients_are_told_of_where_the_caller_decides_when_to_step(
+    rank_pool: RankPool, tmp_path: Path, name: str
+) -> None:
+    """As accelerate does: it calls ``engine.step()`` once for each optimizer step, whatever the configuration says."""
+    job, known = BOUNDARIES[name]
+    said = rank_pool.run(save_around_a_step, 2, job, str(tmp_path))
+    assert [len(warnings) for warnings in said] == [1, 0]
+    assert f"gradients of at least {known} micro batches" in said[0][0]
+    assert record_of(tmp_path / "after").lost_micro_batches == 0
+    assert record_of(tmp_path / "between").lost_micro_batches == known
+
+
 def test_gradients_that_are_pending_at_a_load_are_told_of(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Job(micro=10)
     rank_pool.run(train_and_save, 2, job, str(tmp_path), after=0)

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -338,16 +339,22 @@ def test_state_that_cannot_move_goes_by_way_of_the_directory(job, rank_pool):
     trains_as_uninterrupted(nodes, rank_pool)
 
 
-def asks_at(phase: int, directory: Path) -> tuple[int, str]:
-    """Ask whether the world ends, this many micro batches after each optimizer step; the steps, and the error."""
+def asks_at(phase: int, directory: Path, *, decides: bool = False) -> tuple[int, str]:
+    """Ask whether the world ends, this many micro batches after each optimizer step; the steps, and the error.
+
+    ``decides``: the loop calls ``step`` once for each optimizer step, as accelerate does, whatever DeepSpeed counts.
+    """
     job, steps = Job(micro=10, stage=2), 0
     for world in worlds(lambda: build_engine(job), directory, saving=every(steps=2)):
         with world as engine:
             accumulation = engine.gradient_accumulation_steps()
             for micro in range(1, 3 * accumulation + 1):
                 part = torch.full((10, 5), micro)
+                if decides:
+                    engine.set_gradient_accumulation_boundary(micro % accumulation == 0)
                 engine.backward(engine(part, part))
-                engine.step()
+                if not decides or micro % accumulation == 0:
+                    engine.step()
                 steps = engine.global_steps
                 if micro > accumulation and micro % accumulation == phase:
                     try:
@@ -357,9 +364,11 @@ def asks_at(phase: int, directory: Path) -> tuple[int, str]:
     return steps, ""
 
 
-def test_a_world_ends_between_two_optimizer_steps_alone(rank_pool, tmp_path):
-    assert rank_pool.run(asks_at, 2, 0, tmp_path / "between") == [(3, "")] * 2
-    for steps, message in rank_pool.run(asks_at, 2, 1, tmp_path / "within"):
+@pytest.mark.parametrize("decides", [False, True], ids=["DeepSpeed counts", "the loop decides"])
+def test_a_world_ends_between_two_optimizer_steps_alone(rank_pool, tmp_path, decides):
+    asks = partial(asks_at, decides=decides)
+    assert rank_pool.run(asks, 2, 0, tmp_path / "between") == [(3, "")] * 2
+    for steps, message in rank_pool.run(asks, 2, 1, tmp_path / "within"):
         assert steps == 1 and "was called 1 micro batches after optimizer step 1" in message
 
 

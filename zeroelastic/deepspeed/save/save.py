@@ -26,6 +26,7 @@ from zeroelastic.deepspeed.engine import (
     Engine,
     accumulated_micro_batches,
     agree_on_options,
+    decides_boundaries,
     options_of,
     saves_elastic,
 )
@@ -531,11 +532,12 @@ def _warn_of_lost_micro_batches(engine: Engine, tag_dir: FilePath) -> int:
     """How many micro batches wait in gradients, which DeepSpeed does not save; loudly, where there are any."""
     lost = accumulated_micro_batches(engine)
     if lost and dist.get_rank() == 0:
+        total = engine.gradient_accumulation_steps()
+        number = f"at least {lost}" if decides_boundaries(engine) else f"{lost} of {total}"
         logger.warning(
-            "%s: LOST on a resume: the gradients of %d of %d micro batches, accumulated since the last optimizer step. "
+            "%s: LOST on a resume: the gradients of %s micro batches, accumulated since the last optimizer step. "
             "No checkpoint of DeepSpeed holds gradients. Save at a gradient accumulation boundary to lose none.",
             tag_dir,
-            lost,
-            engine.gradient_accumulation_steps(),
+            number,
         )
     return lost
