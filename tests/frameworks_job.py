@@ -491,6 +491,46 @@ def lightning_run(
     )
 
 
+def lightning_of_two_loaders(
+    job: LightningJob,
+    mode: str,
+    samples: tuple[int, int],
+    *,
+    load: str | None = None,
+    save: tuple[int, str] | None = None,
+) -> tuple[list[Any], list[str]]:
+    """The samples of each of 12 steps from each of two loaders, None for one that has no more; and what was said."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.utilities import CombinedLoader
+
+    said = listen()
+    seen: list[Any] = []
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batches: Any, batch_idx: int) -> torch.Tensor:
+            given = [batch if batch is None else self.all_gather(batch[1]).flatten().tolist() for batch in batches]
+            seen.append([one if one is None else sorted(one) for one in given])
+            return self.net(next(batch for batch in batches if batch is not None)[0])
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if save is not None and self.trainer.global_step == save[0]:
+                self.trainer.save_checkpoint(save[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(groups(self, 1e-2))
+
+    pl.seed_everything(3)
+    trainer = lightning_trainer(job, max_steps=12, logger=False)
+    trainer.strategy.config["train_micro_batch_size_per_gpu"] = job.micro  # with several loaders Lightning requires it
+    loaders = [DataLoader(Rows(count), batch_size=job.micro, shuffle=True) for count in samples]
+    trainer.fit(Module(), CombinedLoader(loaders, mode), ckpt_path=load)
+    return seen, said
+
+
 def lightning_test(job: LightningJob, path: str) -> tuple[dict[str, list[float]], float, int]:
     """``Trainer.test`` of a model with other weights: weights and buffers in the test, the loss, and samples."""
     import deepspeed

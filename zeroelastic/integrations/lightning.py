@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -213,7 +214,8 @@ def _correct(trainer: Any, engine: Any, saved: _Saved, client_state: dict[str, A
         why = "as in the saved run" if keep else '"keep_gradient_scale" is off'
         notes.warn(f"GRADIENTS are divided by {now} besides the mean, not by {then}: {why}")
     if done and not saved.is_last_batch and not saved.loader_states:
-        _skip_at_setup(trainer.fit_loop, done)
+        is_elsewhere = (saved.world_size, saved.micro) != (trainer.world_size, engine.train_micro_batch_size_per_gpu())
+        _skip_at_setup(trainer.fit_loop, done, engine.train_batch_size() if is_elsewhere else 1)
         notes.info(f"data: the epoch goes on after its first {done} batches per rank")
 
 
@@ -252,10 +254,11 @@ def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-def _skip_at_setup(fit_loop: Any, batches: int) -> None:
+def _skip_at_setup(fit_loop: Any, batches: int, whole: int) -> None:
     """Let the loaders skip their first batches, once the loaders are made and before they are iterated over.
 
-    ``_FitLoop._load_combined_loader_states`` is called at that moment; it has nothing to load here.
+    ``_FitLoop._load_combined_loader_states`` is called at that moment; it has nothing to load here. A loader that
+    begins again within the epoch is to have a multiple of ``whole`` samples: rank 0 warns of any other number.
     """
     patch = ExitStack()
 
@@ -263,18 +266,51 @@ def _skip_at_setup(fit_loop: Any, batches: int) -> None:
         patch.close()
         combined = fit_loop._combined_loader
         epoch = fit_loop.epoch_progress.current.processed
-        combined.flattened = [_skipping(loader, batches, epoch) for loader in combined.flattened]
+        for loader in combined.flattened if fit_loop.trainer.is_global_zero else ():
+            if (samples := _short_of(loader, batches, combined)) and samples % whole:
+                logger.warning(
+                    "POSITION CHANGED: a loader of %d samples begins again within the epoch; they do not fill global "
+                    "batches of %d, so its place depends on the world size. Give it a multiple of them.",
+                    *(samples, whole),
+                )
+        combined.flattened = [
+            _skipping(loader, skip, epoch) if skip else loader
+            for loader, skip in zip(combined.flattened, _batches_done(combined, batches), strict=True)
+        ]
 
     patch.enter_context(patched(fit_loop, _load_combined_loader_states=skip))
 
 
-def _skipping(loader: Any, batches: int, epoch: int) -> Any:
+def _batches_done(combined: Any, batches: int) -> list[int]:
+    """How many batches of each loader are done after so many of the epoch; none where the epoch is over.
+
+    A loader that is shorter than the epoch begins again within it, in the order that it has in this epoch, or has no
+    batches left.
+    """
+    lengths = [_length(loader) for loader in combined.flattened]
+    if batches >= (min if combined._mode == "min_size" else max)(lengths):
+        return [0] * len(lengths)
+    if combined._mode == "max_size_cycle":
+        return [batches if batches < length else int(batches % max(1, length)) for length in lengths]
+    return [batches] * len(lengths)
+
+
+def _short_of(loader: Any, batches: int, combined: Any) -> int:
+    """The samples of a loader that has begun again before so many batches of the epoch; 0 of any other."""
+    if combined._mode != "max_size_cycle" or _length(loader) > batches:
+        return 0
+    return int(_length(getattr(loader, "dataset", ())))
+
+
+def _length(loader: Any) -> float:
+    """How many batches a loader has, or samples a dataset; infinity for a stream."""
     try:
-        length = len(loader)
+        return len(loader)
     except (TypeError, NotImplementedError):
-        length = None
-    if length is not None and batches >= length:
-        return loader  # the epoch is over, or this loader is shorter than the epoch and begins again within it
+        return math.inf
+
+
+def _skipping(loader: Any, batches: int, epoch: int) -> Any:
     batch_sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or batch_sampler is None:
         return _SkipOnce(loader, batches)
