@@ -364,6 +364,26 @@ def without_position(job: Job, directory: str, strict: bool) -> tuple[int, tuple
     return data.consumed, notes
 
 
+def at_another_batch(job: Job, directory: str, batch: int, strict: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    data = ElasticDistributedSampler(range(LENGTH), batch, seed=4)
+    notes = resume(build_engine(job), directory, data=data, strict=strict).notes
+    return data.state_dict(), notes
+
+
+def test_the_position_goes_on_with_another_global_batch_where_that_is_allowed(
+    three_tags: Path, rank_pool: RankPool
+) -> None:
+    job = JOB.other(batch=60)
+    with pytest.raises(Exception, match="GLOBAL BATCH CHANGED from 120 to 60"):
+        rank_pool.run(at_another_batch, 2, job, str(three_tags), 60, True)
+    position, notes = rank_pool.run(at_another_batch, 2, job, str(three_tags), BATCH // 2 * 5, False)[0]
+    assert (position["epoch"], position["consumed"]) == (0, BATCH // 2 * 5)
+    (note,) = [note for note in notes if "global batch" in note]
+    assert note.endswith(
+        f"epoch 0, {3 * BATCH} samples -> epoch 0, {BATCH // 2 * 5} samples; {BATCH // 2} samples come again"
+    )
+
+
 def test_a_checkpoint_without_a_position_is_refused_unless_told(rank_pool: RankPool, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=f"{StrictError.__name__}.*no position in the data"):
         rank_pool.run(without_position, 2, JOB, str(tmp_path / "a"), True)

@@ -216,3 +216,33 @@ def test_what_cannot_be_dealt_out_is_said() -> None:
         sampler(24, 12).advance(-1)
     with pytest.raises(IndexError):
         sampler(24, 12).batch(2)
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "batch", "place"),
+    [
+        (False, 12, (2, 24)),  # two whole batches of the other size
+        (False, 16, (2, 16)),  # 8 of the 24 samples fill no whole batch
+        (False, 48, (2, 0)),
+        (True, 5, (2, 20)),
+        (True, 28, (2, 0)),
+        (True, 12, (3, 0)),  # 29 samples are two batches of 12, so the epoch is over
+    ],
+)
+def test_a_position_goes_on_with_another_global_batch_where_it_may(
+    drop_last: bool, batch: int, place: tuple[int, int]
+) -> None:
+    saved = {"epoch": 2, "consumed": 24, "seed": 0, "length": 29, "global_batch": 6, "shuffle": True}
+    one = ElasticDistributedSampler(range(29), batch, drop_last=drop_last, rank=0, world_size=1)
+    one.load_state_dict({**saved, "drop_last": drop_last}, strict=False)
+    assert (one.epoch, one.consumed) == place
+    whole = ElasticDistributedSampler(range(29), batch, drop_last=drop_last, rank=0, world_size=1)
+    whole.set_epoch(place[0])
+    assert list(one) == list(whole)[place[1] :]
+    with pytest.raises(StrictError, match="seed was 1 and is 0"):
+        one.load_state_dict({**saved, "drop_last": drop_last, "seed": 1}, strict=False)
+    with pytest.raises(StrictError, match="not the end of a global batch"):
+        one.load_state_dict({**saved, "drop_last": drop_last, "consumed": -6}, strict=False)
+    stream = ElasticIterableDataset(numbers, batch_plan(batch, 1), rank=0)
+    stream.load_state_dict({"consumed": 24, "global_batch": 6}, strict=False)
+    assert list(stream)[:2] == [24, 25]

@@ -55,6 +55,6 @@ class ElasticStatefulDataLoader(StatefulDataLoader):  # type: ignore[misc]
         """The sampler's position after the global batches that were yielded; the same on every rank."""
         return self._position.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
         """Go to a saved position; the next iteration begins there. Raises as the sampler's ``load_state_dict``."""
-        self._position.load_state_dict(state_dict)
+        self._position.load_state_dict(state_dict, strict=strict)

@@ -8,6 +8,7 @@ numbers, strings and tensors, so that ``"weights_only_load": true`` reads it.
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -36,7 +37,7 @@ class Position(Protocol):
         """The position; the same on every rank."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Go to a saved position."""
+        """Go to a saved position. Where it takes ``strict``, False allows another global batch, as for our samplers."""
 
 
 def pack_position(data: Position | None, device: torch.device, *, for_all_ranks: bool = False) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def _unpack(
     notes: list[str] = []
     saved = None if entry is None else entry.get("data")
     if data is not None and saved is not None:
-        data.load_state_dict(saved)
+        notes += _load_data(data, saved, strict)
     elif data is not None:
         problem = "the checkpoint has no position in the data: it was not saved through zeroelastic.elastic"
         if strict:
@@ -104,6 +105,27 @@ def _unpack(
     else:
         seed_generators(derived_seed(identity, rank))
     return tuple(notes), generators is not None
+
+
+def _load_data(data: Position, saved: Any, strict: bool) -> list[str]:
+    """Go to a saved position, unless ``strict`` also one with another global batch, and return a note on that."""
+    if strict or "strict" not in inspect.signature(data.load_state_dict).parameters:
+        data.load_state_dict(saved)
+        return []
+    data.load_state_dict(saved, strict=False)  # type: ignore[call-arg]
+    now = data.state_dict()
+    if not isinstance(saved, Mapping) or saved.get("global_batch") == now["global_batch"]:
+        return []
+    again = saved["consumed"] - now["consumed"] if saved.get("epoch") == now.get("epoch") else 0
+    return [
+        f"the position in the data is from a global batch of {saved['global_batch']}, and goes on with one of "
+        f"{now['global_batch']}: {_place(saved)} -> {_place(now)}" + (f"; {again} samples come again" if again else "")
+    ]
+
+
+def _place(position: Mapping[str, Any]) -> str:
+    epoch = f"epoch {position['epoch']}, " if "epoch" in position else ""
+    return f"{epoch}{position['consumed']} samples"
 
 
 def _stacked(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -196,7 +196,9 @@ class Preemption:
             logger.warning("the checkpoint that was loaded has no position in the data: set it yourself")
         if entry is not None:
             identity = f"{self._engine.global_steps}"
-            unpack_position(entry, self._data, self._engine.device, identity=identity, strict=False)
+            notes = unpack_position(entry, self._data, self._engine.device, identity=identity, strict=False)
+            if notes and dist.get_rank() == 0:
+                logger.info("what was loaded: %s", "; ".join(notes))
 
     def _stop(self, step: int, left: float) -> None:
         """Finish the save that is being written, then save the last step, if it is not saved and there is time."""

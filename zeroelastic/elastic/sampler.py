@@ -247,10 +247,11 @@ class ElasticDistributedSampler(Sampler[int]):
         """The position and the order that it refers to; the same on every rank, at every world size."""
         return {name: getattr(self, name) for name in _STATE}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Go to a saved position. Raises StrictError when it refers to other data or other batches.
 
-        A changed seed or order would train some samples twice and others not at all, so it is refused as well.
+        A changed seed or order would train some samples twice and others not at all, so it is refused as well. Unless
+        ``strict``, the global batch may be another: the samples that fill no whole one of these come again.
         """
         missing = [name for name in _STATE if name not in state]
         if missing:
@@ -258,22 +259,26 @@ class ElasticDistributedSampler(Sampler[int]):
                 f"the saved position has no {', '.join(missing)}; it is not of this sampler. Resume with the "
                 "sampler that saved it."
             )
+        free = ("epoch", "consumed") if strict else ("epoch", "consumed", "global_batch")
         changed = [
             f"{name} was {state[name]!r} and is {getattr(self, name)!r}"
             for name in _STATE
-            if name not in ("epoch", "consumed") and state[name] != getattr(self, name)
+            if name not in free and state[name] != getattr(self, name)
         ]
         if changed:
             raise StrictError(
                 f"the saved position is one in another order of samples: {'; '.join(changed)}. Build the sampler as it "
                 "was, or begin a new epoch without this state."
             )
-        if state["consumed"] % self.global_batch or not 0 <= state["consumed"] < self.num_batches * self.global_batch:
+        batches, rest = divmod(state["consumed"], self.global_batch)
+        is_whole = rest == 0 and batches < self.num_batches
+        if batches < 0 or (state["global_batch"] == self.global_batch and not is_whole):
             raise StrictError(
                 f"the saved position, {state['consumed']} samples, is not the end of a global batch. Resume with "
                 "the global batch of the save."
             )
-        self.epoch, self.consumed = state["epoch"], state["consumed"]
+        self.epoch, self.consumed = state["epoch"], 0
+        self.advance(min(batches, self.num_batches))
 
     def _batches(self, first: int) -> Iterator[torch.Tensor]:
         """Global batches of the epoch that is current when the first one is requested."""
@@ -352,9 +357,10 @@ class ElasticIterableDataset(IterableDataset[T]):
         """The position; the same on every rank, at every world size."""
         return {"consumed": self.consumed, "global_batch": self.plan.global_batch}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go to a saved position. Raises StrictError when its global batch differs from this run's."""
-        if state.get("global_batch") != self.plan.global_batch or not isinstance(state.get("consumed"), int):
+    def load_state_dict(self, state: Mapping[str, int], *, strict: bool = True) -> None:
+        """Go to a saved position. Raises StrictError when its global batch differs from this run's, if ``strict``."""
+        is_other = state.get("global_batch") != self.plan.global_batch
+        if (is_other and strict) or not isinstance(state.get("consumed"), int):
             raise StrictError(
                 f"the saved position is one with a global batch of {state.get('global_batch')}; this run's is "
                 f"{self.plan.global_batch}. Resume with that of the save."
