@@ -32,6 +32,8 @@ ODD_TAGS = (
     "x" * 200 + "-2",
 )
 OWN_KEYS = ("global_steps", "module", "mp_world_size", "param_shapes", "dp_world_size", "buffer_names")
+REFUSED_KEYS = frozenset(OWN_KEYS) - {"global_steps"}
+"""Those that a save refuses, with the values that are drawn."""
 """Keys of client state that DeepSpeed's own files have, too."""
 IN_MEMORY = "(in memory)"
 """Stands for the tag of a checkpoint in memory."""

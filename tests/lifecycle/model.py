@@ -213,6 +213,7 @@ class Live:
     made: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     nodes: tuple[int, ...] = ()
+    elastic: bool = True
     continues: int = 0
     begun: int = 0
     pending: Pending | None = None
