@@ -30,7 +30,8 @@ ROOMS = {
     "verbs": ["report", "options", "new_directory", "model_tensors", "new_files", "inspect", "verify", "diff",
               "reshard", "plan", "convert"],
     "deepspeed": ["patching", "agreement", "notices", "options", "engine_state", "engine", "metrics", "client_state",
-                  "live", "storage_rules", "fill", "node_local", "load", "save", "process_world", "resize", "install"],
+                  "run_objects", "live", "storage_rules", "fill", "node_local", "load", "save", "process_world",
+                  "resize", "install"],
     "elastic": ["memory"],
     "cli": ["terminal", "machine", "documents", "pages", "app"],
 }  # fmt: skip

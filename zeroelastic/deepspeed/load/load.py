@@ -48,6 +48,7 @@ from zeroelastic.deepspeed.load.stock import read_covered, refuse_other_arrangem
 from zeroelastic.deepspeed.load.tag_choice import choice_notes, choose_tag, nothing_to_load, warn_of_mark
 from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
 from zeroelastic.deepspeed.options import LoadRequest
+from zeroelastic.deepspeed.run_objects import loading_sampler
 from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import (
@@ -361,6 +362,7 @@ def _load_module(
     with (
         model_states_reader(engine, live, plan, module_path, buffers, request.options),
         recorded_keys(engine.module, keys, forgive=request.options.on_mismatch == "initialize"),
+        loading_sampler(engine),
     ):
         # load_optimizer_states=False would merge the full model on every rank
         flags = {**request.flags(), "load_optimizer_states": True}

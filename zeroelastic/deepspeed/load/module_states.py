@@ -34,6 +34,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.deepspeed.options import LoadRequest, Options
 from zeroelastic.deepspeed.patching import patched
+from zeroelastic.deepspeed.run_objects import SAMPLER, sampler_problem, without_missing
 from zeroelastic.errors import (
     CheckpointError,
     ConfigError,
@@ -108,7 +109,7 @@ class _ModelStatesReader:
         safe: list[Any] | None,
         own: Mapping[str, torch.nn.Parameter],
     ) -> None:
-        self._original, self._scheduler = engine.checkpoint_engine, engine.lr_scheduler
+        self._engine, self._original, self._scheduler = engine, engine.checkpoint_engine, engine.lr_scheduler
         self._load_plan, self._path, self._safe, self._own = load_plan, path, safe, own
         self._buffers, self._experts, self._tp_size = buffers, _experts(engine), engine.mp_world_size
         self.paths = (path,) * self._tp_size  # DeepSpeed wants one for each tensor parallel rank
@@ -128,7 +129,8 @@ class _ModelStatesReader:
     def _read(self) -> dict[str, Any]:
         frozen = self._load_plan.model.frozen
         mapped = bool(self._own) or (frozen is not None and bool(frozen.numel.any()))
-        state = self._unpickle(mmap=mapped)  # maps the payload, so that fragments left out are never read
+        # maps the payload, so that fragments left out are never read
+        state = without_missing(self._engine, self._unpickle(mmap=mapped))
         state[_FRAGMENTS] = None  # DeepSpeed then leaves frozen parameters to us
         schedule, membership = state.get("lr_scheduler"), self._load_plan.membership
         if self._scheduler is not None and isinstance(schedule, Mapping) and not membership.same_groups:
@@ -290,6 +292,8 @@ def check_loaded_values(engine: Engine, model: ModelStates, request: LoadRequest
                 what = f"lacks {', '.join(map(str, missing))}" if missing else f"is {_value(model, key)}"
                 advice = " (load_lr_scheduler_states=False leaves it out)" if key == "lr_scheduler" else ""
                 problems.append(f"{key} {what}, which the run's own state has{advice}")
+            elif key == SAMPLER and (problem := sampler_problem(engine, saved)) is not None:
+                problems.append(problem)
     if problems:
         raise LayoutMismatchError(f"{model.path}: cannot be loaded into this run:", problems)
 

@@ -18,6 +18,7 @@ from zeroelastic.deepspeed.load.restore import Restored
 from zeroelastic.deepspeed.load.verify import Verification
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import LoadRequest
+from zeroelastic.deepspeed.run_objects import not_restored
 from zeroelastic.distributed.collective import all_gather_alike, maximum_and_total
 from zeroelastic.errors import StrictError, rank_list, some
 from zeroelastic.report import ResumeReport
@@ -74,6 +75,9 @@ def load_report(
     exact, rederived, reset = _inventory(engine, live, load_plan, restored.loaded[1], weights_only=request.weights_only)
     if not request.load_module_only:
         rederived = (*rederived, *checkpoint.rederived)
+    if live.trains and not request.load_module_only:
+        with_scheduler = request.load_lr_scheduler_states
+        reset = (*reset, *not_restored(engine, load_plan.model.values, with_scheduler=with_scheduler))
     if checkpoint.stale_files:
         texts.append(f"ignored {len(checkpoint.stale_files)} files of an older save in this directory")
     if verification.note is not None:

@@ -27,6 +27,7 @@ from zeroelastic.deepspeed.resize.run_state import (
     restore_values,
     run_state_of,
 )
+from zeroelastic.deepspeed.run_objects import sampler_state
 from zeroelastic.distributed.collective import all_gather_alike, all_gather_of_or_raise, all_or_raise
 from zeroelastic.distributed.peers import Peers
 from zeroelastic.errors import DigestMismatchError, UnsupportedError, with_remedy
@@ -86,8 +87,10 @@ def leave_world(engine: Engine, client_state: Mapping[str, Any]) -> Leaving:
     live, tensors = all_or_raise(held)
     root = _root(engine, live)
     keys = tuple(key for key in tensors.tensors if key != FROZEN)
+    sampler = sampler_state(engine)
     state, tokens = all_gather_of_or_raise(
-        lambda: run_state_of(engine, live, client_state, keys=keys, root=root), lambda state: token_of(state.values())
+        lambda: run_state_of(engine, live, client_state, keys=keys, root=root, sampler=sampler),
+        lambda state: token_of(state.values()),
     )
     if (different := difference(state.values(), tokens)) is not None:
         raise different

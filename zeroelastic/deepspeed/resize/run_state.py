@@ -22,6 +22,7 @@ from zeroelastic.deepspeed.engine_state import lineage_of, state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import set_loss_scaler, set_option
 from zeroelastic.deepspeed.patching import patched
+from zeroelastic.deepspeed.run_objects import SAMPLER, loading_sampler
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, UnsupportedError
 
 
@@ -73,9 +74,18 @@ class RunState:
 
 
 def run_state_of(
-    engine: Engine, live: LiveOptimizer, client_state: Mapping[str, Any], *, keys: tuple[str, ...], root: str | None
+    engine: Engine,
+    live: LiveOptimizer,
+    client_state: Mapping[str, Any],
+    *,
+    keys: tuple[str, ...],
+    root: str | None,
+    sampler: Mapping[str, Any] | None,
 ) -> RunState:
-    """What this rank leaves. Raises UnsupportedError where sub-groups of one group differ in their state."""
+    """What this rank leaves; ``sampler`` is the ``sampler_state``.
+
+    Raises UnsupportedError where sub-groups of one group differ in their state.
+    """
     optimizer, lineage = live.optimizer, lineage_of(engine)
     grad_scaler = None if live.grad_scaler is None else dict(live.grad_scaler.state_dict())
     return RunState(
@@ -87,7 +97,7 @@ def run_state_of(
         dynamic_loss_scale=bool(getattr(optimizer, "dynamic_loss_scale", False)),
         overflow=bool(getattr(optimizer, "overflow", False)),
         grad_scaler=grad_scaler,
-        module_states=copy.deepcopy(_module_states(engine)),
+        module_states=copy.deepcopy(_module_states(engine, sampler)),
         client_state=copy.deepcopy(dict(client_state)),
         train_batch_size=int(engine.train_batch_size()),
         save_id=lineage.save_id,
@@ -116,7 +126,7 @@ def _group_state(live: LiveOptimizer, group: int) -> GroupState:
     return GroupState(live.groups[group], copy.deepcopy(options), dtypes, scalars)
 
 
-def _module_states(engine: Engine) -> dict[str, Any]:
+def _module_states(engine: Engine, sampler: Mapping[str, Any] | None) -> dict[str, Any]:
     """What ``_load_checkpoint`` reads, with buffers and extra state of the module, and without parameters."""
     params = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
     module = {name: value for name, value in engine.module.state_dict().items() if name not in params}
@@ -124,6 +134,7 @@ def _module_states(engine: Engine) -> dict[str, Any]:
     return {
         "module": {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in module.items()},
         **states_to_load(engine),
+        SAMPLER: sampler,
         **counters,
         "global_samples": engine.global_samples,
         "dp_world_size": engine.seq_dp_world_size,
@@ -156,6 +167,7 @@ def restore_module(engine: Engine, state: RunState) -> None:
     with (
         patched(engine.checkpoint_engine, load=lambda path, map_location=None: dict(states)),
         patched(state_of(engine), module_paths=(os.devnull,)),
+        loading_sampler(engine),
     ):
         path, _ = engine._load_checkpoint("", "", load_optimizer_states=True)
     if path is None:

@@ -43,6 +43,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.patching import patched
+from zeroelastic.deepspeed.run_objects import saving_sampler
 from zeroelastic.deepspeed.save.after_save import AfterSave, remove_old_tags
 from zeroelastic.deepspeed.save.background import BackgroundSave, background_for
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
@@ -196,6 +197,7 @@ class Save:
                 ),
                 patched(engine.optimizer, **state),
                 listed_by_optimizer(engine, live.trained),
+                saving_sampler(engine),
                 one_module_writer(engine, live, destination.leaders),
                 # Of a lean save it copies no frozen parameters, which LeanStates takes out again.
                 patched(engine, _get_param_fragment_func=no_fragment) if options.lean else nullcontext(),
