@@ -110,6 +110,23 @@ def test_a_load_that_leaves_the_schedule_out_does_not_ask_for_it(
     assert rank_pool.run(load_without_schedule, 3, Job().other(), str(tmp_path)) == [1, 1, 1]
 
 
+def test_the_schedule_of_an_older_torch_is_taken(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Schedulers of torch have ``_is_initial`` in their state since they have set it in their constructor."""
+    rank_pool.run(train_and_save, 2, Job(), str(tmp_path), before=1, after=0, tag="good")
+    for path in (tmp_path / "good").glob("*model_states.pt"):
+        root = torch.load(path, weights_only=False)
+        root["lr_scheduler"].pop("_is_initial", None)
+        torch.save(root, path)
+    (tmp_path / "good" / "zeroelastic.json").unlink()
+    assert rank_pool.run(load_schedule, 3, Job().other(), str(tmp_path)) == [(1, False)] * 3
+
+
+def load_schedule(job: Job, directory: str) -> tuple[int, bool]:
+    engine = build_engine(job)
+    engine.load_checkpoint(directory, tag="good")
+    return engine.lr_scheduler.last_epoch, getattr(engine.lr_scheduler, "_is_initial", False)
+
+
 def load_without_schedule(job: Job, directory: str) -> int:
     engine = build_engine(job)
     engine.load_checkpoint(directory, tag="good", load_lr_scheduler_states=False)

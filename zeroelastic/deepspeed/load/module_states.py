@@ -265,6 +265,10 @@ def rearranged(saved: Mapping[str, Any], own: Mapping[str, Any], groups: Sequenc
     return state
 
 
+_ADDED_BY_TORCH = frozenset(("_is_initial",))
+"""Flags that schedulers of a newer torch have in their state, and set in their constructor alone (torch 2.13)."""
+
+
 def check_loaded_values(engine: Engine, model: ModelStates, request: LoadRequest) -> None:
     """Raise LayoutMismatchError, naming the file and all that the run cannot take from it.
 
@@ -287,8 +291,9 @@ def check_loaded_values(engine: Engine, model: ModelStates, request: LoadRequest
                 or (key != "lr_scheduler" and saved is None)
             ):
                 continue
-            if not isinstance(saved, Mapping) or not state.keys() <= saved.keys():
-                missing = [name for name in state if name not in saved] if isinstance(saved, Mapping) else []
+            wanted = [name for name in state if name not in _ADDED_BY_TORCH]
+            missing = [name for name in wanted if name not in saved] if isinstance(saved, Mapping) else []
+            if not isinstance(saved, Mapping) or missing:
                 what = f"lacks {', '.join(map(str, missing))}" if missing else f"is {_value(model, key)}"
                 advice = " (load_lr_scheduler_states=False leaves it out)" if key == "lr_scheduler" else ""
                 problems.append(f"{key} {what}, which the run's own state has{advice}")
