@@ -152,8 +152,8 @@ class Kept:
         return len(set(self.nodes) - set(nodes)) > self.tolerance
 
     def newer(self, model: Directory) -> bool:
-        """Whether a resume takes it rather than the newest save on the disk, whenever that was committed."""
-        line = model.line(self.saved.origin.net)
+        """Whether a resume takes it rather than the newest whole save on the disk, whenever that was committed."""
+        line = model.healthy(self.saved.origin.net)
         if not line:
             return True
         head, numbers = line[0], {saved.number for saved in model.tags.values()}

@@ -115,7 +115,8 @@ class World(Bench):
     ) -> None:
         """``hold``: a save in the background stops at this event until something waits for it."""
         live = self._live(job)
-        if live.state is None or not (live.elastic or REFUSED_KEYS.isdisjoint(client_state or ())):
+        odd = tag in ODD_TAGS or not REFUSED_KEYS.isdisjoint(client_state or ())
+        if live.state is None or (odd and not live.elastic):
             raise Skipped  # without the flag DeepSpeed saves these alone, and there is no commit record
         self._release(job)
         if len(self._names(job)) > 1:
@@ -129,7 +130,7 @@ class World(Bench):
             self._ok(job, "arm", kind="hold", at=hold, gate=str(gate), background=True)
             # The fault belongs to the thread that outlives the command.
         answers = self._call(job, "save", **keywords, background=background)
-        self._flushed(job, others=int(background))  # the new save is on its way by now
+        self._flushed(job, others=int(background), keep=False)  # the new save is on its way by now, or committed
         of_another = self._of_another(live, path, [saved.tag])
         if self._refused(answers, saved) or (of_another and self._refuse(answers)):
             self._release(job)
