@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 import sys
 import warnings
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from places import ROOT
-from training import allow_fp16_on_cpu, raised
+from saved_files import logged
+from training import allow_fp16_on_cpu, raised, save_slowly
 
 GLOBAL_BATCH = 12  # divisible by 1, 2, 3 and 4
 SAMPLES = 43  # three whole batches, and seven samples
@@ -64,6 +66,8 @@ class TrainerJob:
     tracker_fails: bool = False
     events: str | None = None
     model_seed: int = 7
+    slow_saves: bool = False
+    """A save in the background is written a second later."""
 
     def at(self, **changes: Any) -> TrainerJob:
         return replace(self, **changes)
@@ -88,6 +92,8 @@ class Seen:
     micro_steps: int
     weights_file: dict[str, Any]
     metrics: list[dict[str, Any]] = field(default_factory=list)
+    complete: list[list[int]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
 
 
 class Words(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -169,7 +175,11 @@ def run_trainer(job: TrainerJob) -> Seen:
 
         model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
+    if job.slow_saves:
+        save_slowly()
+    said = logged("", logging.WARNING)
     tracked: list[dict[str, Any]] = []
+    complete: list[list[int]] = []
     mine: dict[int, list[int]] = {}
     seen: dict[str, Any] = {"micro": 0, "generators": {}, "saved": {}, "report": None, "resumed": None, "first": 0}
 
@@ -193,6 +203,7 @@ def run_trainer(job: TrainerJob) -> Seen:
                 raise RuntimeError("the tracker is down")
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            complete.append(complete_steps(job.directory))
             seen["saved"][state.global_step] = fingerprint(gather_state(trainer.model_wrapped))
 
     class WatchedTrainer(Trainer):
@@ -244,6 +255,8 @@ def run_trainer(job: TrainerJob) -> Seen:
         micro_steps=seen["micro"],
         weights_file=weights_file(Path(job.directory) / f"checkpoint-{trainer.state.global_step}"),
         metrics=[entry for entry in tracked if any(key.startswith("zeroelastic/") for key in entry)],
+        complete=complete,
+        said=said,
     )
 
 
@@ -264,6 +277,13 @@ def attempt(job: TrainerJob) -> tuple[str, str]:
 
 def saved_steps(directory: str) -> list[int]:
     return sorted(int(path.name.removeprefix("checkpoint-")) for path in Path(directory).glob("checkpoint-*"))
+
+
+def complete_steps(directory: str) -> list[int]:
+    """The steps whose checkpoints have a commit record."""
+    return [
+        step for step in saved_steps(directory) if any(Path(directory).glob(f"checkpoint-{step}/*/zeroelastic.json"))
+    ]
 
 
 def generators_of_a_new_rank(seed: int, step: int, rank: int) -> str:

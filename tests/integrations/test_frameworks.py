@@ -24,9 +24,11 @@ from frameworks_job import (
     AccelerateJob,
     LightningJob,
     Seen,
+    accelerate_limited,
     accelerate_metrics,
     accelerate_numbered,
     accelerate_run,
+    lightning_limited,
     lightning_of_two_loaders,
     lightning_run,
     lightning_test,
@@ -424,6 +426,8 @@ class Recorder:
         self.calls.append((input_dir, load_kwargs, kwargs))
         return "done"
 
+    def save_state(self, output_dir: Any = None) -> None: ...
+
 
 @pytest.mark.parametrize(("kind", "stage"), [("FSDP", 3), ("MULTI_GPU", 3), ("DEEPSPEED", 0)])
 def test_what_is_not_zero_is_left_alone(kind: str, stage: int) -> None:
@@ -618,6 +622,24 @@ def test_a_loader_that_begins_again_within_a_global_batch_is_named(rank_pool: Ra
         assert len([line for line in said if "POSITION CHANGED: a loader of 30 samples" in line]) == warned
 
 
+BEHIND = {"async_save": True}
+
+
+def test_accelerate_removes_no_checkpoint_before_the_one_after_it_is_complete(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    stay = rank_pool.run(accelerate_limited, 2, AccelerateJob(options=BEHIND), str(tmp_path), 4)[0]
+    assert [names for names in stay if names] == [["checkpoint_1"], ["checkpoint_2"]] and [] not in stay
+
+
+def test_lightning_removes_no_checkpoint_before_the_one_after_it_is_complete(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    complete = rank_pool.run(lightning_limited, 2, LightningJob(options=BEHIND), str(tmp_path), 4)[0]
+    assert complete == [[], ["step=2.ckpt"], ["step=3.ckpt"], ["step=4.ckpt"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]
+
+
 @pytest.mark.support("Frameworks", "Lightning: stateful DataLoaders", "refused", "at another size; exact at the same")
 def test_a_stateful_loader_is_refused_at_another_size(rank_pool: RankPool, tmp_path: Path) -> None:
     job = replace(FITTED, loader="stateful")
@@ -643,6 +665,8 @@ class Strategy:
     """Stands for Lightning's own class: what is not ours must reach it as it was given."""
 
     zero_stage_3, load_full_weights, lightning_module = True, True, None
+
+    def remove_checkpoint(self, filepath: str) -> None: ...
 
     def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> tuple[str, bool | None]:
         return checkpoint_path, weights_only

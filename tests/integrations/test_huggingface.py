@@ -313,6 +313,21 @@ def test_the_best_model_may_be_of_another_world_size_and_old_checkpoints_go(pool
         assert compare_states(first[0].saved[2], outcome.final) == []
 
 
+@pytest.mark.parametrize("best", [False, True], ids=["limit", "limit and best"])
+def test_in_the_background_the_checkpoint_before_stays_until_the_new_one_is_complete(pool, tmp_path, best):
+    """``save_total_limit=1``: the Trainer removes the others while the newest is not written yet."""
+    args = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    if best:  # the first one, by this metric
+        args |= {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss"}
+        args |= {"greater_is_better": True}
+    config = {"zeroelastic": {"async_save": True}}
+    job = TrainerJob(str(tmp_path), stage=2, args=args, config=config, stop_at=8, slow_saves=True)
+    seen = pool.run(run_trainer, 2, job)[0]
+    assert seen.complete == ([[], [2], [2, 4], [2, 8]] if best else [[], [2], [4], [8]])
+    assert saved_steps(str(tmp_path)) == ([2] if best else [8])  # the Trainer itself leaves the best alone
+    assert not [line for line in seen.said if "not complete" in line]
+
+
 @pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_save_only_model_writes_the_resumed_weights_and_nothing_to_resume(pool, whole, tmp_path, stage):
     directory, _ = whole

@@ -31,6 +31,7 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.rng_files import derived_seed
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import wrap
+from zeroelastic.deepspeed.save.pending import finish_pending
 from zeroelastic.elastic.position import seed_generators
 from zeroelastic.errors import StrictError, UnsupportedError
 from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct
@@ -50,8 +51,21 @@ _LR_TOLERANCE = 1e-6
 
 
 def wrap_module(module: ModuleType) -> None:
-    """Wrap ``accelerate.accelerator.Accelerator.load_state``; does nothing the second time."""
+    """Wrap ``load_state`` and ``save_state`` of accelerate's ``Accelerator``; does nothing the second time."""
     wrap(module.Accelerator, "load_state", _load_state)
+    wrap(module.Accelerator, "save_state", _save_state)
+
+
+def _save_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Save, and before that finish a save in the background: accelerate removes older checkpoints first."""
+
+    def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _engine(self) is not None and getattr(self.project_configuration, "total_limit", None) is not None:
+            for engine in filter(is_loaded_here, self._models):
+                finish_pending(engine, before="save_state()")
+        return original(self, *args, **kwargs)
+
+    return save_state
 
 
 def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,6 +32,7 @@ from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
+from zeroelastic.deepspeed.save.pending import finish_pending
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
 from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct
 from zeroelastic.io.paths import FilePath
@@ -54,9 +55,10 @@ _GRADIENT_SCALE = "_zeroelastic_gradient_scale"
 
 
 def wrap_module(module: ModuleType) -> None:
-    """Wrap ``load_checkpoint`` and ``save_checkpoint`` of ``DeepSpeedStrategy``; does nothing the second time."""
+    """Wrap the methods for checkpoints of ``DeepSpeedStrategy``; does nothing the second time."""
     wrap(module.DeepSpeedStrategy, "load_checkpoint", _load_checkpoint)
     wrap(module.DeepSpeedStrategy, "save_checkpoint", _save_checkpoint)
+    wrap(module.DeepSpeedStrategy, "remove_checkpoint", _remove_checkpoint)
 
 
 def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,6 +69,17 @@ def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, checkpoint, *args, **kwargs)
 
     return save_checkpoint
+
+
+def _remove_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Remove an older checkpoint (``save_top_k``) once that of a save in the background is complete. Collective."""
+
+    def remove_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_loaded_here(getattr(self, "model", None)):
+            finish_pending(self.model, before="the removal of an older checkpoint")
+        return original(self, *args, **kwargs)
+
+    return remove_checkpoint
 
 
 def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,8 @@
 Front ends on top of the Hugging Face Trainer (TRL, LLaMA-Factory, ms-swift, axolotl) are started with a batch per
 device, which at another number of ranks is another global batch: other samples, another schedule. With the option,
 ``Trainer.train`` first sets the micro batch and the accumulation with which this number of ranks has the saved global
-batch. Wrapped by ``deepspeed/install/seams`` where transformers is imported; written for transformers 5.23.
+batch. And where saves are in the background, ``save_total_limit`` removes no checkpoint before the one after it is
+complete. Wrapped by ``deepspeed/install/seams`` where transformers is imported; written for transformers 5.23.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -24,9 +25,9 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.global_batch import listed_world_sizes
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import parse_options
-from zeroelastic.deepspeed.patching import wrap
+from zeroelastic.deepspeed.patching import patched, wrap
 from zeroelastic.elastic.sampler import BatchPlan, batch_plan
-from zeroelastic.errors import ConfigError, UnsupportedError
+from zeroelastic.errors import ConfigError, SaveError, UnsupportedError
 from zeroelastic.integrations.framework_load import read_on_rank_0
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import find_source
@@ -43,8 +44,10 @@ _MICRO, _ACCUMULATION, _GLOBAL = (
 
 
 def wrap_module(module: ModuleType) -> None:
-    """Wrap ``train`` of ``transformers.trainer.Trainer``; does nothing the second time."""
+    """Wrap methods of ``transformers.trainer.Trainer``; does nothing the second time."""
     wrap(module.Trainer, "train", partial(_train, module))
+    if hasattr(module, "rotate_checkpoints"):
+        wrap(module.Trainer, "_save_checkpoint", partial(_save_checkpoint, module))
 
 
 def _train(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,10 +59,59 @@ def _train(module: ModuleType, original: Callable[..., Any]) -> Callable[..., An
         if config is not None and isinstance(checkpoint, str | os.PathLike) and parse_options(config).keep_global_batch:
             keep_global_batch(self, config, Path(checkpoint))
         is_path = isinstance(checkpoint, str | os.PathLike)
-        with _running(TrainerRun(self, module.TrainerCallback, Path(checkpoint) if is_path else None)):
-            return original(self, resume_from_checkpoint, *args, **kwargs)
+        run = TrainerRun(self, module.TrainerCallback, Path(checkpoint) if is_path else None)
+        with _running(run):
+            done = original(self, resume_from_checkpoint, *args, **kwargs)
+        for call in run.at_end:
+            call()
+        return done
 
     return train
+
+
+def _save_checkpoint(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
+    rotate = module.rotate_checkpoints
+
+    def keeping_one_more(
+        *args: Any, save_total_limit: int | None = None, best_model_checkpoint: str | None = None, **kwargs: Any
+    ) -> None:
+        if save_total_limit is not None and save_total_limit > 0:
+            # The Trainer keeps the newest and the best, whatever the limit is.
+            save_total_limit = 1 + max(save_total_limit, 1 if best_model_checkpoint is None else 2)
+        rotate(*args, save_total_limit=save_total_limit, best_model_checkpoint=best_model_checkpoint, **kwargs)
+
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = _ds_config(self)
+        if config is None or not parse_options(config).async_save:
+            return original(self, *args, **kwargs)
+        # The newest checkpoint is not complete when the Trainer removes the oldest: that of the save before is.
+        with patched(module, rotate_checkpoints=keeping_one_more):
+            done = original(self, *args, **kwargs)
+        if (run := current_run()) is not None and self.args.save_total_limit:
+            run.at_end[:] = [partial(_remove_older, self, rotate)]
+            if self.control.should_training_stop:  # the Trainer may remove all but the best then
+                run.at_end.pop()()
+        return done
+
+    return save_checkpoint
+
+
+def _remove_older(trainer: Any, rotate: Callable[..., None]) -> None:
+    """Remove the checkpoints above ``save_total_limit``, once the last one is complete. Collective."""
+    from zeroelastic.deepspeed.save.pending import finish_pending
+
+    try:
+        finish_pending(trainer.model_wrapped, before="save_total_limit")
+    except SaveError as error:
+        logger.error("older checkpoints stay, since the last one is not complete: %s", error)
+        return
+    if trainer.args.should_save:
+        rotate(
+            output_dir=trainer._get_output_dir(trial=None),
+            save_total_limit=trainer.args.save_total_limit,
+            best_model_checkpoint=trainer.state.best_model_checkpoint,
+            use_mtime=True,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +121,8 @@ class TrainerRun:
     trainer: Any
     callback_class: type
     checkpoint: Path | None
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    """What to call once the training has ended without an error, on every rank."""
 
     def record(self, key: str, values: Mapping[str, int]) -> None:
         """Have the run write ``values`` into the ``trainer_state.json`` of its checkpoints, from its beginning on."""
