@@ -34,7 +34,9 @@ def checked_client_state(engine: Engine, client_state: Any) -> dict[str, Any]:
             continue
         if key in _LOADED:
             own = _LOADED[key](engine)
-            if own is None or (isinstance(value, Mapping) and own.keys() <= value.keys()):
+            if own is None or (isinstance(value, type(own)) and not isinstance(own, Mapping)):
+                continue
+            if isinstance(own, Mapping) and isinstance(value, Mapping) and own.keys() <= value.keys():
                 continue
         raise UnsupportedError(
             f"client_state[{key!r}] is {shown(value)}: DeepSpeed keeps a value of its own under this key, which a load "
@@ -78,7 +80,7 @@ _OWN: dict[str, Callable[[Engine, Any], bool]] = {
 }
 """What describes the model and its partition, and whether a value says of it what DeepSpeed's own says."""
 
-_LOADED: dict[str, Callable[[Engine], Mapping[str, Any] | None]] = {
+_LOADED: dict[str, Callable[[Engine], Any]] = {
     "lr_scheduler": lambda engine: None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
     "random_ltd": lambda engine: engine.random_ltd_scheduler.state_dict() if engine.random_ltd_enabled() else None,
     "data_sampler": lambda engine: (
@@ -87,10 +89,10 @@ _LOADED: dict[str, Callable[[Engine], Mapping[str, Any] | None]] = {
         else None
     ),
 }
-"""What a load gives to an object of the run, where the run has it: the object's own state has these keys."""
+"""What a load gives to an object of the run, where the run has it: the object's own state, most often a mapping."""
 
 
-def states_to_load(engine: Engine) -> dict[str, Mapping[str, Any] | None]:
+def states_to_load(engine: Engine) -> dict[str, Any]:
     """The state of each object of the run that a load gives a state to; None for what the run does not have."""
     return {key: own(engine) for key, own in _LOADED.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,43 @@ def load_without_schedule(job: Job, directory: str) -> int:
     engine = build_engine(job)
     engine.load_checkpoint(directory, tag="good", load_lr_scheduler_states=False)
     return int(engine.global_steps)
+
+
+class Countdown:
+    """A scheduler of one's own, whose state is no mapping."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: type) -> None:
+        self.optimizer, self.kind, self.steps = optimizer, kind, 0
+
+    def step(self) -> None:
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + self.steps)
+
+    def get_last_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> object:
+        return self.steps if self.kind is int else [self.steps]
+
+    def load_state_dict(self, state: Any) -> None:
+        self.steps = state if self.kind is int else state[0]
+
+
+def train_by_countdown(job: Job, directory: str, kind: type, *, loads: bool) -> int:
+    engine = build_engine(job)
+    engine.lr_scheduler = Countdown(engine.optimizer.optimizer, kind)
+    if loads:
+        engine.load_checkpoint(directory)
+        return int(engine.lr_scheduler.steps)
+    for step in range(2):
+        train_step(engine, step)
+    engine.save_checkpoint(directory)
+    return int(engine.lr_scheduler.steps)
+
+
+@pytest.mark.parametrize("kind", [int, list])
+def test_a_scheduler_whose_state_is_no_mapping_resumes(rank_pool: RankPool, tmp_path: Path, kind: type) -> None:
+    """DeepSpeed saves and loads whatever the scheduler has; such a run could be saved, and not loaded."""
+    assert rank_pool.run(partial(train_by_countdown, loads=False), 2, Job(), str(tmp_path), kind) == [2, 2]
+    assert rank_pool.run(partial(train_by_countdown, loads=True), 3, Job().other(), str(tmp_path), kind) == [2] * 3

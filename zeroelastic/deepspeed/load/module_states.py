@@ -291,7 +291,9 @@ def check_loaded_values(engine: Engine, model: ModelStates, request: LoadRequest
                 or (key != "lr_scheduler" and saved is None)
             ):
                 continue
-            wanted = [name for name in state if name not in _ADDED_BY_TORCH]
+            if not isinstance(state, Mapping) and saved is not None:
+                continue  # a scheduler of one's own, which alone knows what it takes
+            wanted = [name for name in state if name not in _ADDED_BY_TORCH] if isinstance(state, Mapping) else []
             missing = [name for name in wanted if name not in saved] if isinstance(saved, Mapping) else []
             if not isinstance(saved, Mapping) or missing:
                 what = f"lacks {', '.join(map(str, missing))}" if missing else f"is {_value(model, key)}"
