@@ -328,6 +328,25 @@ def test_in_the_background_the_checkpoint_before_stays_until_the_new_one_is_comp
     assert not [line for line in seen.said if "not complete" in line]
 
 
+def test_a_save_that_was_cut_short_is_passed_over_by_a_resume_from_the_last_checkpoint(pool, tmp_path):
+    """As a kill leaves it while the newest checkpoint is written in the background: all but the tag is there."""
+    job = TrainerJob(str(tmp_path), args={"save_strategy": "steps", "save_steps": 2}, stop_at=6)
+    first = pool.run(run_trainer, 2, job)[0]
+    (tmp_path / "checkpoint-6/global_step6").rename(tmp_path / "checkpoint-6/.global_step6.made.tmp")
+    (tmp_path / "checkpoint-8").mkdir()  # killed earlier still
+    for rank, seen in enumerate(pool.run(run_trainer, 3, job.at(resume=True))):
+        assert seen.first_step == 4 and compare_states(first.saved[4], seen.resumed) == []
+        warned = [line for line in seen.said if "has no checkpoint to resume from" in line]
+        assert len(warned) == (rank == 0)
+        assert all("checkpoint-8" in line and "from checkpoint-4" in line for line in warned)
+    assert zeroelastic.verify(tmp_path / "checkpoint-6").valid  # saved again
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    for step in (2, 4, 6):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}/global_step{step}")
+    errors = pool.run(attempt, 2, job.at(resume=True))
+    assert {kind for kind, _ in errors} == {"ValueError"}  # the Trainer's own
+
+
 @pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_save_only_model_writes_the_resumed_weights_and_nothing_to_resume(pool, whole, tmp_path, stage):
     directory, _ = whole

@@ -56,6 +56,9 @@ def _train(module: ModuleType, original: Callable[..., Any]) -> Callable[..., An
         checkpoint = resume_from_checkpoint
         if checkpoint is True:
             checkpoint = module.get_last_checkpoint(self.args.output_dir)
+            if config is not None and checkpoint is not None:
+                checkpoint = newest_complete(Path(checkpoint)) or checkpoint
+                resume_from_checkpoint = str(checkpoint)
         if config is not None and isinstance(checkpoint, str | os.PathLike) and parse_options(config).keep_global_batch:
             keep_global_batch(self, config, Path(checkpoint))
         is_path = isinstance(checkpoint, str | os.PathLike)
@@ -112,6 +115,33 @@ def _remove_older(trainer: Any, rotate: Callable[..., None]) -> None:
             best_model_checkpoint=trainer.state.best_model_checkpoint,
             use_mtime=True,
         )
+
+
+def newest_complete(newest: Path) -> Path | None:
+    """The newest ``checkpoint-N`` beside ``newest`` that has what a resume reads, if that is an older one. Collective.
+
+    A save that was cut short leaves a folder that is newer than the last complete checkpoint, and from which no resume
+    goes on.
+    """
+
+    def look() -> str | None:
+        numbers = (path.name.removeprefix("checkpoint-") for path in newest.parent.glob("checkpoint-*"))
+        for number in sorted(map(int, filter(str.isdecimal, numbers)), reverse=True):
+            folder = newest.parent / f"checkpoint-{number}"
+            if (folder / "trainer_state.json").is_file() and any(folder.glob("global_step*/")):
+                return folder.name
+        return None
+
+    name = read_on_rank_0(look)
+    if name is None or name == newest.name:
+        return None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(
+            "%s: has no checkpoint to resume from: its save was cut short, or it has weights alone. The run goes on "
+            "from %s. A path as resume_from_checkpoint chooses another.",
+            *(newest, name),
+        )
+    return newest.parent / name
 
 
 @dataclass(frozen=True, slots=True)
