@@ -177,6 +177,21 @@ def test_set_epoch_goes_on_within_the_epoch_it_is_in() -> None:
     assert (one.epoch, one.consumed) == (2, 0)
 
 
+def test_a_loop_that_begins_with_epoch_0_after_a_resume_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    one = sampler(24, 12)
+    for epoch in (0, 1, 0, 1):
+        one.set_epoch(epoch)
+    one.load_state_dict({**one.state_dict(), "epoch": 2, "consumed": 12})
+    one.set_epoch(2)
+    assert not caplog.records and (one.epoch, one.consumed) == (2, 12)
+    one.set_epoch(0)
+    (record,) = caplog.records
+    assert "set_epoch(0) goes back from epoch 2, 12 samples, of a run that was resumed" in record.getMessage()
+    one.set_epoch(1)
+    one.set_epoch(0)
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

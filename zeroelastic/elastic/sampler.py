@@ -12,6 +12,7 @@ the order of DistributedSampler, and the position is one number: the samples con
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from zeroelastic.core.global_batch import listed_world_sizes, world_sizes
 from zeroelastic.errors import ConfigError, StrictError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -173,6 +176,7 @@ class ElasticDistributedSampler(Sampler[int]):
         self.length, self.global_batch = len(dataset), global_batch
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.epoch = self.consumed = 0
+        self._is_loaded = False  # and no epoch was begun since
         self._rank, self._world_size = rank, world_size
         self._drawn: tuple[int, torch.Tensor] | None = None
         if global_batch < 1 or self.length < 1:
@@ -214,9 +218,19 @@ class ElasticDistributedSampler(Sampler[int]):
         self.consumed = batches * self.global_batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch. If the run is already in it, the position stays."""
+        """Begin an epoch. If the run is already in it, the position stays.
+
+        Logs a warning where that leaves a position that was loaded for an earlier epoch: a loop over
+        ``range(num_epochs)`` begins with epoch 0, one over ``range(sampler.epoch, num_epochs)`` where the run stopped.
+        """
+        if epoch < self.epoch and self._is_loaded and self.rank == 0:
+            logger.warning(
+                "set_epoch(%d) goes back from epoch %d, %d samples, of a run that was resumed: what was trained on "
+                "since comes again. Begin the loop over epochs at sampler.epoch.",
+                *(epoch, self.epoch, self.consumed),
+            )
         if epoch != self.epoch:
-            self.epoch, self.consumed = epoch, 0
+            self.epoch, self.consumed, self._is_loaded = epoch, 0, False
 
     def batch(self, number: int) -> torch.Tensor:
         """The indices of a global batch of the current epoch, for all ranks: int64, shape ``(global_batch,)``."""
@@ -277,7 +291,7 @@ class ElasticDistributedSampler(Sampler[int]):
                 f"the saved position, {state['consumed']} samples, is not the end of a global batch. Resume with "
                 "the global batch of the save."
             )
-        self.epoch, self.consumed = state["epoch"], 0
+        self.epoch, self.consumed, self._is_loaded = state["epoch"], 0, True
         self.advance(min(batches, self.num_batches))
 
     def _batches(self, first: int) -> Iterator[torch.Tensor]:
