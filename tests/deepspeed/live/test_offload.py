@@ -100,6 +100,16 @@ def test_partial_offload_resumes_with_the_owner_of_each_sub_group(rank_pool: Ran
         assert any(backup) == run.backup
 
 
+def test_hyper_parameters_that_partial_offload_keeps_for_itself_are_named(rank_pool: RankPool, tmp_path: Path) -> None:
+    """DeepSpeed's backup optimizer has a copy of those of group 0, at the first rate of the schedule."""
+    checkpoint = save(rank_pool, PARTIAL, 2, tmp_path / "ckpt")
+    for run, rate in ((PARTIAL.other(lr=PARTIAL.lr * 8), PARTIAL.lr), (WHOLE.other(), None)):
+        for outcome, _, _ in rank_pool.run(resume_and_look, 3, run, checkpoint.directory):
+            text = outcome.report.text()
+            assert ("that partial offload leaves on the GPU" in text) == (rate is not None)
+            assert rate is None or f"has the run's own lr {rate}: DeepSpeed copies" in text
+
+
 def test_a_run_with_partial_offload_takes_state_of_one_without(rank_pool: RankPool, tmp_path: Path) -> None:
     checkpoint = save(rank_pool, WHOLE, 2, tmp_path / "ckpt")
     results = rank_pool.run(resume_and_look, 3, PARTIAL.other(lr=PARTIAL.lr), checkpoint.directory)

@@ -121,6 +121,10 @@ class LiveOptimizer(ABC):
     def uncovered(optimizer: Any, engine: Engine) -> list[str]:
         """The names of the features in use whose state cannot be read or restored right."""
 
+    def own_options(self) -> list[str]:
+        """Hyper-parameters that steps use beside those of the groups, and that neither a load nor a scheduler sets."""
+        return []
+
     @abstractmethod
     def flat(self, sub_group: int) -> torch.Tensor:
         """DeepSpeed's own flat buffer of a sub-group, under which its optimizer keeps state."""

@@ -156,6 +156,18 @@ class Stage3(LiveOptimizer):
         """Whether the backup optimizer, a torch AdamW beside DeepSpeedCPUAdam, steps a sub-group."""
         return self.owner(sub_group) is not self.base
 
+    def own_options(self) -> list[str]:
+        """Those of group 0 where they differ from the group's: the backup optimizer has a copy from when it was made.
+
+        Of further groups both optimizers share one dict. Source: ``DeepSpeedZeroOptimizer_Stage3.__init__`` (0.19.8).
+        """
+        sub_groups = [i for i, group in enumerate(self.group_of) if group == 0 and self._is_backup(i)]
+        if not sub_groups:
+            return []
+        copied, group = self.owner(sub_groups[0]).param_groups[0], self.base.param_groups[0]
+        own = {name: copied[name] for name in ("lr", "betas", "eps", "weight_decay") if name in copied}
+        return [f"{name} {value}" for name, value in own.items() if group.get(name) != value]
+
     def _has_duplicates(self, sub_group: int) -> bool:
         return any(key.endswith(_DUPLICATE) for key in super().state(sub_group))
 

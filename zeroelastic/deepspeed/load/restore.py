@@ -265,6 +265,11 @@ def _restore_values(
         saved, matches = saved_groups(load_plan.head), load_plan.membership.groups
         groups = [None if match.source is None else saved[match.source] for match in matches]
         notes = [*_converted(load_plan), *set_groups(live, groups)]
+        if own := live.own_options():
+            notes.append(
+                "the part of optimizer group 0 that partial offload leaves on the GPU has the run's own "
+                f"{', '.join(own)}: DeepSpeed copies these when the engine is made, and no scheduler or load sets them"
+            )
         scale_notes, lost = restore_scales(live, load_plan.head, engine._config._param_dict)
         notes += [*scale_notes, *restore_clipping(live, load_plan.head.clip_grad)]
     numels = live.layout.owned_numels(live.rank)
