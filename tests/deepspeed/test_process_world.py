@@ -256,6 +256,15 @@ class Loop:
         self.own = self
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """As in a process that runs no tests: what they have imported is frozen (conftest.py)."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_only_garbage_of_the_context_is_collected_in_it() -> None:
     gc.collect()
     gc.disable()
@@ -272,6 +281,7 @@ def test_only_garbage_of_the_context_is_collected_in_it() -> None:
         gc.enable()
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_objects_that_others_have_frozen_stay_frozen() -> None:
     gc.freeze()
     try:
