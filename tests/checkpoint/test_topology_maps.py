@@ -71,7 +71,7 @@ BENT: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "columns that overlap": (bend_piece(source=[2, [8, 1]]), "has strips that overlap"),
     "a piece that is scaled": (bend_piece(scale=0.5), "multiplied by 0.5"),
     "the same row six times": (bend_piece(source=[4, [0, 1]]), "not made of runs"),
-    "strips without end": (many_pieces, "strips"),
+    "strips without end": (many_pieces, "strips of more elements than the 1048576 of rank 0"),
     "another version": (lambda table: table["affine_map"].update(version=2), "in version 2"),
     "no table": (lambda table: table["affine_map"].update(params=[1, 2]), "has no maps"),
     "a name that is none": (lambda table: table["affine_map"]["params"].update({7: {}}), "has a map of 7"),

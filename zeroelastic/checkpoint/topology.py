@@ -360,8 +360,16 @@ def _map_of(
             raise CheckpointError(f"{where}: the map of {name} has no slice of rank {number}. The file is damaged.")
         view = SliceView(Param(name, shape), local, ())
         strips: list[Strip] = []
+        left = math.prod(local)
         for piece in pieces:
-            strips += _strips(view, piece, where)
+            found = _strips(view, piece, where)
+            left -= sum(strip.num_runs * strip.numel for strip in found)
+            if left < 0:
+                raise CheckpointError(
+                    f"{where}: the map of {name} has strips of more elements than the {math.prod(local)} of rank "
+                    f"{number}'s slice. The file is damaged."
+                )
+            strips += found
             if len(strips) > room:
                 raise UnsupportedError(f"{where}: the maps up to that of {name} are of more than {_MAX_STRIPS} strips.")
         views.append(view._replace(strips=tuple(strips)))
