@@ -115,7 +115,9 @@ struct Outcome {
 
 Outcome read_all(const File& file, const FileRows& rows, int threads, bool digested, bool copied,
                  bool summed) {
-    Outcome made{std::vector<char>(file.data.size() * 2), std::vector<char>(file.data.size()), 0,
+    // The row that lies last in the file comes first, and ends last; copies are of half the size.
+    const auto end = static_cast<size_t>(rows.dst_offset.front() + rows.nbytes.front());
+    Outcome made{std::vector<char>(end), std::vector<char>(copied ? end / 2 : 0), 0,
                  std::vector<uint32_t>(summed ? rows.nbytes.size() : 0), 0};
     void* to = made.bytes.data();
     void* narrow = made.narrow.data();
