@@ -79,7 +79,8 @@ def walk_back(
         return _next(remaining, postponed, passed, tried, postpone) if dist.get_rank() == 0 else None
 
     def pass_over(name: str, tag_dir: FilePath, error: CheckpointError | UnreadableError, *, damage: bool) -> None:
-        alike = not damage or seen_alike(tag_dir)
+        # One node of several sees the same on all of its ranks, but not what the others have.
+        alike = not damage or (not engine.use_node_local_storage() and seen_alike(tag_dir))
         if dist.get_rank() != 0:
             return
         tag, opened = tried[-1]
