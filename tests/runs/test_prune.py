@@ -591,14 +591,14 @@ def test_a_kill_of_the_removal_of_a_shared_file_is_finished(lean: Path, where: s
 
 
 def test_a_shared_file_that_cannot_be_removed_is_told(lean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unlink = os.unlink
+    unlink = Path.unlink
 
-    def refuse(path: Any, **options: Any) -> None:
-        if str(path).endswith(".removed"):
+    def refuse(path: Path, **options: Any) -> None:
+        if path.name.endswith(".removed"):
             raise PermissionError(13, "Permission denied", str(path))
         unlink(path, **options)
 
-    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
     done = prune(lean, "--keep", 1, "--yes", "--json")
     action, reason = shared(json.loads(done.stdout))["a"]
     assert done.returncode == 1 and action == "failed" and "Permission denied" in reason

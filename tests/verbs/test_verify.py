@@ -275,6 +275,8 @@ def test_a_flipped_bit_of_what_is_no_tensor_is_found(
     tag_dir: Path, name: str, which: Callable[[Path, int], Path]
 ) -> None:
     path = which(tag_dir, 1)
+    if name == ".format_version" and name not in records(path):
+        pytest.skip("this torch does not write it")
     record = records(path)[name]
     flip(path, record.offset + record.nbytes // 2, 1)
     report = verify_checkpoint(tag_dir)

@@ -48,7 +48,7 @@ _READ_AT_IMPORT = (
     "TRITON_",
 )
 # The exceptions: libraries set these themselves on import, and read them later.
-_READ_LATER = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")
+_READ_LATER = ("CUDA_MODULE_LOADING", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")
 # Time limits for importing and for ending a run, in seconds.
 _START_LIMIT = 300.0
 _END_LIMIT = 60.0

@@ -10,6 +10,8 @@ for it. torch is imported by the functions that write.
 
 from __future__ import annotations
 
+import gc
+import inspect
 import itertools
 import math
 import warnings
@@ -103,11 +105,15 @@ class DcpPlan:
 
 def write_state_dict(state_dict: dict[str, Any], writer: FileSystemWriter, reader: TensorReader) -> None:
     """Let torch write a state dict whose meta tensors are read when they are due. Raises what reading raises."""
+    from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_saver import save
 
+    save = state_dict_saver.save
+    if "no_dist" not in inspect.signature(save).parameters:  # torch 2.6
+        save = state_dict_saver.save_state_dict
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
+        warnings.filterwarnings("ignore", message="`save_state_dict` is deprecated", category=FutureWarning)
         try:
             with name_in_errors(Path(writer.path)):
                 save(state_dict, storage_writer=writer, planner=_planner(reader), no_dist=True)
@@ -134,6 +140,7 @@ class TensorReader:
     def __init__(self, reading: Reading) -> None:
         self._state, self._digests, self._progress = reading.state, reading.digests, reading.progress
         self._most = reading.max_memory // 4  # bytes of a tensor that are in memory at once
+        self._held = 0  # since the collector ran
         self._tensors: dict[str, NamedTensor] = {}
         self._rows: tuple[str, list[tuple[SavedTensor, ExtentTable]]] | None = None
         self._found: dict[tuple[str, int], tuple[SavedTensor, int]] = {}
@@ -191,6 +198,10 @@ class TensorReader:
         if self._rows is None or self._rows[0] != key:
             self._rows = (key, [self._rows_of(part) for part in tensor.parts])
         size = DTYPE_BYTES[tensor.first.dtype]
+        self._held += numel * size
+        if self._held > self._most:  # torch 2.6 leaves what it has written to the collector
+            gc.collect(1)
+            self._held = numel * size
         buffer = np.empty(numel * size, dtype=np.uint8)
         for number, (saved, rows) in enumerate(self._rows[1]):
             at = rows.target_offset
