@@ -16,7 +16,7 @@ from places import GOLDEN
 
 from zeroelastic.deepspeed.patching import unwrap_all
 from zeroelastic.integrations import ms_swift
-from zeroelastic.integrations.trainer_batch import TrainerRun, _running
+from zeroelastic.integrations.trainer import TrainerRun, _running
 
 STEPS = 16
 

@@ -1,7 +1,8 @@
 """What training frameworks need besides the engine's own methods. Each framework has its module; none imports another.
 
     transformers   the Hugging Face Trainer, and its trackers
-    trainer_batch  the same, of front ends on top of it: the saved global batch at another number of ranks
+    trainer        the same, of front ends on top of it: what it resumes from, and when it removes older checkpoints
+    trainer_batch  the saved global batch at another number of ranks
     ms_swift       ms-swift's order of samples
     accelerate     schedulers, random generators and the position in the data
     lightning      loop counters, the position in the data and the scale of gradients

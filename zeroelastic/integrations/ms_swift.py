@@ -21,7 +21,7 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.patching import wrap
 from zeroelastic.integrations.framework_load import read_on_rank_0
-from zeroelastic.integrations.trainer_batch import TrainerRun, current_run
+from zeroelastic.integrations.trainer import TrainerRun, current_run
 from zeroelastic.runs.locate import find_source
 from zeroelastic.runs.tag_directory import read_tag
 

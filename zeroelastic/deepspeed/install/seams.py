@@ -134,7 +134,7 @@ USED = (
 
 
 _BEFORE_THE_ENGINE = {
-    "transformers.trainer": "zeroelastic.integrations.trainer_batch",
+    "transformers.trainer": "zeroelastic.integrations.trainer",
     "swift.dataloader.shard": "zeroelastic.integrations.ms_swift",
 }
 """Frameworks whose own state beside the engine is wrong at another world size.

@@ -1,0 +1,173 @@
+"""``Trainer.train`` and the saves in it: which checkpoint a run resumes from, and when older ones are removed.
+
+A save that was cut short is passed over by a resume from the last checkpoint. Where saves are in the background,
+``save_total_limit`` removes no checkpoint before the one after it is complete. ``trainer_batch`` is applied here.
+Wrapped by ``deepspeed/install/seams`` where transformers is imported; written for transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+from zeroelastic.deepspeed.options import parse_options
+from zeroelastic.deepspeed.patching import patched, wrap
+from zeroelastic.errors import SaveError
+from zeroelastic.integrations.framework_load import read_on_rank_0
+from zeroelastic.integrations.trainer_batch import keep_global_batch
+
+logger = logging.getLogger(__name__)
+
+
+def wrap_module(module: ModuleType) -> None:
+    """Wrap methods of ``transformers.trainer.Trainer``; does nothing the second time."""
+    wrap(module.Trainer, "train", partial(_train, module))
+    if hasattr(module, "rotate_checkpoints"):
+        wrap(module.Trainer, "_save_checkpoint", partial(_save_checkpoint, module))
+
+
+def _train(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        config = _ds_config(self)
+        checkpoint = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = module.get_last_checkpoint(self.args.output_dir)
+            if config is not None and checkpoint is not None:
+                checkpoint = newest_complete(Path(checkpoint)) or checkpoint
+                resume_from_checkpoint = str(checkpoint)
+        if config is not None and isinstance(checkpoint, str | os.PathLike) and parse_options(config).keep_global_batch:
+            keep_global_batch(self, config, Path(checkpoint))
+        is_path = isinstance(checkpoint, str | os.PathLike)
+        run = TrainerRun(self, module.TrainerCallback, Path(checkpoint) if is_path else None)
+        with _running(run):
+            done = original(self, resume_from_checkpoint, *args, **kwargs)
+        for call in run.at_end:
+            call()
+        return done
+
+    return train
+
+
+def _save_checkpoint(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
+    rotate = module.rotate_checkpoints
+
+    def keeping_one_more(
+        *args: Any, save_total_limit: int | None = None, best_model_checkpoint: str | None = None, **kwargs: Any
+    ) -> None:
+        if save_total_limit is not None and save_total_limit > 0:
+            # The Trainer keeps the newest and the best, whatever the limit is.
+            save_total_limit = 1 + max(save_total_limit, 1 if best_model_checkpoint is None else 2)
+        rotate(*args, save_total_limit=save_total_limit, best_model_checkpoint=best_model_checkpoint, **kwargs)
+
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = _ds_config(self)
+        if config is None or not parse_options(config).async_save:
+            return original(self, *args, **kwargs)
+        # The newest checkpoint is not complete when the Trainer removes the oldest: that of the save before is.
+        with patched(module, rotate_checkpoints=keeping_one_more):
+            done = original(self, *args, **kwargs)
+        if (run := current_run()) is not None and self.args.save_total_limit:
+            run.at_end[:] = [partial(_remove_older, self, rotate)]
+            if self.control.should_training_stop:  # the Trainer may remove all but the best then
+                run.at_end.pop()()
+        return done
+
+    return save_checkpoint
+
+
+def _remove_older(trainer: Any, rotate: Callable[..., None]) -> None:
+    """Remove the checkpoints above ``save_total_limit``, once the last one is complete. Collective."""
+    from zeroelastic.deepspeed.save.pending import finish_pending  # it imports deepspeed
+
+    try:
+        finish_pending(trainer.model_wrapped, before="save_total_limit")
+    except SaveError as error:
+        logger.error("older checkpoints stay, since the last one is not complete: %s", error)
+        return
+    if trainer.args.should_save:
+        rotate(
+            output_dir=trainer._get_output_dir(trial=None),
+            save_total_limit=trainer.args.save_total_limit,
+            best_model_checkpoint=trainer.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+
+def newest_complete(newest: Path) -> Path | None:
+    """The newest ``checkpoint-N`` beside ``newest`` that has what a resume reads, if that is an older one. Collective.
+
+    A save that was cut short leaves a folder that is newer than the last complete checkpoint, and from which no resume
+    goes on.
+    """
+
+    def look() -> str | None:
+        numbers = (path.name.removeprefix("checkpoint-") for path in newest.parent.glob("checkpoint-*"))
+        for number in sorted(map(int, filter(str.isdecimal, numbers)), reverse=True):
+            folder = newest.parent / f"checkpoint-{number}"
+            if (folder / "trainer_state.json").is_file() and any(folder.glob("global_step*/")):
+                return folder.name
+        return None
+
+    name = read_on_rank_0(look)
+    if name is None or name == newest.name:
+        return None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(
+            "%s: has no checkpoint to resume from: its save was cut short, or it has weights alone. The run goes on "
+            "from %s. A path as resume_from_checkpoint chooses another.",
+            *(newest, name),
+        )
+    return newest.parent / name
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRun:
+    """One call of ``Trainer.train``; ``checkpoint`` is what it resumes from, None for a fresh start."""
+
+    trainer: Any
+    callback_class: type
+    checkpoint: Path | None
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    """What to call once the training has ended without an error, on every rank."""
+
+    def record(self, key: str, values: Mapping[str, int]) -> None:
+        """Have the run write ``values`` into the ``trainer_state.json`` of its checkpoints, from its beginning on."""
+
+        def on_train_begin(_: object, args: object, state: Any, control: object, **kwargs: object) -> None:
+            state.stateful_callbacks[key] = {"args": {}, "attributes": dict(values)}
+
+        name = "".join(part.capitalize() for part in key.split("_"))
+        self.trainer.add_callback(type(name, (self.callback_class,), {"on_train_begin": on_train_begin})())
+
+
+_runs: list[TrainerRun] = []
+
+
+def current_run() -> TrainerRun | None:
+    """The call of ``Trainer.train`` that is running, if there is one."""
+    return _runs[-1] if _runs else None
+
+
+@contextmanager
+def _running(run: TrainerRun) -> Iterator[None]:
+    _runs.append(run)
+    try:
+        yield
+    finally:
+        _runs.pop()
+
+
+def _ds_config(trainer: Any) -> dict[str, Any] | None:
+    """The DeepSpeed configuration from which the engine will be built; None in a run without DeepSpeed."""
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    config = getattr(plugin, "deepspeed_config", None)
+    return config if isinstance(config, dict) else None
