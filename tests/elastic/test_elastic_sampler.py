@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from zeroelastic.core.global_batch import world_sizes
 from zeroelastic.elastic import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset, batch_plan
+from zeroelastic.elastic.position import _load_data
 from zeroelastic.errors import ConfigError, StrictError
 
 
@@ -231,6 +232,24 @@ def test_what_cannot_be_dealt_out_is_said() -> None:
         sampler(24, 12).advance(-1)
     with pytest.raises(IndexError):
         sampler(24, 12).batch(2)
+
+
+class Own:
+    """Data of one's own, whose ``strict`` means another thing."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[object, bool]] = []
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 3}
+
+    def load_state_dict(self, state: object, strict: bool = True) -> None:
+        self.loaded.append((state, strict))
+
+
+def test_the_strictness_of_a_resume_is_not_that_of_data_of_ones_own() -> None:
+    data = Own()
+    assert _load_data(data, {"at": 3}, strict=False) == [] and data.loaded == [({"at": 3}, True)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -109,12 +109,14 @@ def _unpack(
 
 def _load_data(data: Position, saved: Any, strict: bool) -> list[str]:
     """Go to a saved position, unless ``strict`` also one with another global batch, and return a note on that."""
-    if strict or "strict" not in inspect.signature(data.load_state_dict).parameters:
-        data.load_state_dict(saved)
+    load: Callable[..., None] = data.load_state_dict
+    is_ours = isinstance(saved, Mapping) and {"consumed", "global_batch"} <= saved.keys()
+    if strict or not is_ours or "strict" not in inspect.signature(load).parameters:
+        load(saved)
         return []
-    data.load_state_dict(saved, strict=False)  # type: ignore[call-arg]
+    load(saved, strict=False)
     now = data.state_dict()
-    if not isinstance(saved, Mapping) or saved.get("global_batch") == now["global_batch"]:
+    if now.get("global_batch", saved["global_batch"]) == saved["global_batch"]:
         return []
     again = saved["consumed"] - now["consumed"] if saved.get("epoch") == now.get("epoch") else 0
     return [

@@ -310,9 +310,10 @@ def _batches_done(combined: Any, batches: int) -> list[int]:
 
 def _short_of(loader: Any, batches: int, combined: Any) -> int:
     """The samples of a loader that has begun again before so many batches of the epoch; 0 of any other."""
-    if combined._mode != "max_size_cycle" or _length(loader) > batches:
+    samples = _length(getattr(loader, "dataset", ()))
+    if combined._mode != "max_size_cycle" or _length(loader) > batches or math.isinf(samples):
         return 0
-    return int(_length(getattr(loader, "dataset", ())))
+    return int(samples)
 
 
 def _length(loader: Any) -> float:

@@ -37,6 +37,14 @@ def preload(names: Iterable[str]) -> None:
     """
     collecting = gc.isenabled()
     gc.disable()
+    try:
+        _preload(names)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _preload(names: Iterable[str]) -> None:
     for name in names:
         # A module that cannot be imported fails again in the rank that needs it, and that traceback is reported.
         with suppress(Exception):
@@ -45,5 +53,3 @@ def preload(names: Iterable[str]) -> None:
         cpuinfo = importlib.import_module("cpuinfo")
         known = cpuinfo.get_cpu_info()
         setattr(cpuinfo, "get_cpu_info", lambda: dict(known))  # noqa: B010 - mypy allows no assignment to a module
-    if collecting:
-        gc.enable()
