@@ -7,19 +7,16 @@ import logging
 import os
 import random
 import runpy
-import shutil
 import sys
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
-from training import save_slowly
 
 WIDTH, SAMPLES = 8, 48
 
@@ -257,62 +254,6 @@ def accelerate_numbered(job: AccelerateJob, project: str, steps: int) -> Seen:
     return Seen(state, step, [], [], losses, (), said)
 
 
-def accelerate_limited(job: AccelerateJob, project: str, steps: int) -> list[list[str]]:
-    """Save each step; two are kept. The complete checkpoints that stay at each removal of one. Saves are slow."""
-    warnings.simplefilter("ignore")
-    save_slowly()
-    parts = prepare(job)
-    accelerator = parts[0]
-    config = accelerator.project_configuration
-    config.set_directories(project)
-    config.automatic_checkpoint_naming, config.total_limit = True, 2
-    stay: list[list[str]] = []
-    remove = shutil.rmtree
-
-    def removing(path: Any, *args: Any, **kwargs: Any) -> None:
-        remove(path, *args, **kwargs)
-        stay.append(complete_in(Path(project, "checkpoints")))
-
-    for step in range(1, steps + 1):
-        accelerate_steps(parts, step)
-        with patch.object(shutil, "rmtree", removing):
-            accelerator.save_state()
-    return stay
-
-
-def complete_in(directory: Path) -> list[str]:
-    """The checkpoints of a framework in a directory that have a commit record."""
-    return sorted(path.parent.parent.name for path in directory.glob("*/*/zeroelastic.json"))
-
-
-def lightning_limited(job: LightningJob, directory: str, steps: int) -> list[list[str]]:
-    """Save each step, of which one is kept: the complete checkpoints after each step. Saves are slow."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    save_slowly()
-    complete: list[list[str]] = []
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return self.net(batch[0])
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            complete.append(complete_in(Path(directory)))
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(groups(self, 1e-2))
-
-    keep = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=1, save_top_k=1)
-    trainer = lightning_trainer(job, max_steps=steps, logger=False, enable_checkpointing=True, callbacks=[keep])
-    trainer.fit(Module(), DataLoader(Rows(96), batch_size=job.micro))
-    return complete
-
-
 def accelerate_metrics(job: AccelerateJob, save: str, events: str, steps: int, *, load: str | None = None) -> list[Any]:
     """What a tracker of accelerate got: a run to ``steps`` that saves there, after ``load``; (step, values) of each."""
     from accelerate.tracking import GeneralTracker
@@ -547,46 +488,6 @@ def lightning_run(
         notes,
         tracked=tuple(tracked),
     )
-
-
-def lightning_of_two_loaders(
-    job: LightningJob,
-    mode: str,
-    samples: tuple[int, int],
-    *,
-    load: str | None = None,
-    save: tuple[int, str] | None = None,
-) -> tuple[list[Any], list[str]]:
-    """The samples of each of 12 steps from each of two loaders, None for one that has no more; and what was said."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.utilities import CombinedLoader
-
-    said = listen()
-    seen: list[Any] = []
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def training_step(self, batches: Any, batch_idx: int) -> torch.Tensor:
-            given = [batch if batch is None else self.all_gather(batch[1]).flatten().tolist() for batch in batches]
-            seen.append([one if one is None else sorted(one) for one in given])
-            return self.net(next(batch for batch in batches if batch is not None)[0])
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if save is not None and self.trainer.global_step == save[0]:
-                self.trainer.save_checkpoint(save[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(groups(self, 1e-2))
-
-    pl.seed_everything(3)
-    trainer = lightning_trainer(job, max_steps=12, logger=False)
-    trainer.strategy.config["train_micro_batch_size_per_gpu"] = job.micro  # with several loaders Lightning requires it
-    loaders = [DataLoader(Rows(count), batch_size=job.micro, shuffle=True) for count in samples]
-    trainer.fit(Module(), CombinedLoader(loaders, mode), ckpt_path=load)
-    return seen, said
 
 
 def lightning_test(job: LightningJob, path: str) -> tuple[dict[str, list[float]], float, int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -396,7 +397,7 @@ def save_slowly() -> None:
         time.sleep(1)
         commit(self, *args)
 
-    Save.commit = later  # type: ignore[method-assign]
+    patch.object(Save, "commit", later).start()
 
 
 def raised(action: Callable[[], Any]) -> tuple[str, str]:

@@ -24,12 +24,9 @@ from frameworks_job import (
     AccelerateJob,
     LightningJob,
     Seen,
-    accelerate_limited,
     accelerate_metrics,
     accelerate_numbered,
     accelerate_run,
-    lightning_limited,
-    lightning_of_two_loaders,
     lightning_run,
     lightning_test,
     prepare,
@@ -599,45 +596,6 @@ def test_a_stream_goes_on(rank_pool: RankPool, tmp_path: Path, stage: int) -> No
     assert seen.samples == whole.samples[2:] and sorted(index for step in whole.samples for index in step) == list(
         range(96)
     )
-
-
-@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
-def test_several_loaders_go_on_each_at_its_place(rank_pool: RankPool, tmp_path: Path, mode: str) -> None:
-    """8 and 3 batches: after step 5 the short loader is in its second round, has no more, or has ended the epoch."""
-    step = 2 if mode == "min_size" else 5
-    job, path = LightningJob(options={}), str(tmp_path / "a")
-    whole, _ = rank_pool.run(lightning_of_two_loaders, 2, job.at(2, 12), mode, (96, 36), save=(step, path))[0]
-    seen, said = rank_pool.run(lightning_of_two_loaders, 3, job.at(3, 12), mode, (96, 36), load=path)[0]
-    assert seen == whole[step:]
-    assert not [line for line in said if "POSITION CHANGED" in line]
-
-
-def test_a_loader_that_begins_again_within_a_global_batch_is_named(rank_pool: RankPool, tmp_path: Path) -> None:
-    """30 samples are 2 and a half global batches: its rounds end elsewhere on 3 ranks."""
-    job, path = LightningJob(options={}), str(tmp_path / "a")
-    rank_pool.run(lightning_of_two_loaders, 2, job.at(2, 12), "max_size_cycle", (96, 30), save=(5, path))
-    for world_size, warned in ((2, 0), (3, 1)):
-        args = (job.at(world_size, 12), "max_size_cycle", (96, 30))
-        _, said = rank_pool.run(lightning_of_two_loaders, world_size, *args, load=path)[0]
-        assert len([line for line in said if "POSITION CHANGED: a loader of 30 samples" in line]) == warned
-
-
-BEHIND = {"async_save": True}
-
-
-def test_accelerate_removes_no_checkpoint_before_the_one_after_it_is_complete(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    stay = rank_pool.run(accelerate_limited, 2, AccelerateJob(options=BEHIND), str(tmp_path), 4)[0]
-    assert [names for names in stay if names] == [["checkpoint_1"], ["checkpoint_2"]] and [] not in stay
-
-
-def test_lightning_removes_no_checkpoint_before_the_one_after_it_is_complete(
-    rank_pool: RankPool, tmp_path: Path
-) -> None:
-    complete = rank_pool.run(lightning_limited, 2, LightningJob(options=BEHIND), str(tmp_path), 4)[0]
-    assert complete == [[], ["step=2.ckpt"], ["step=3.ckpt"], ["step=4.ckpt"]]
-    assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]
 
 
 @pytest.mark.support("Frameworks", "Lightning: stateful DataLoaders", "refused", "at another size; exact at the same")
