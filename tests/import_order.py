@@ -29,8 +29,8 @@ LEVELS = [
 ROOMS = {
     "verbs": ["report", "options", "new_directory", "model_tensors", "new_files", "inspect", "verify", "diff",
               "reshard", "plan", "convert"],
-    "deepspeed": ["patching", "agreement", "notices", "options", "engine_state", "engine", "metrics", "client_state",
-                  "run_objects", "live", "storage_rules", "fill", "node_local", "load", "save", "process_world",
+    "deepspeed": ["patching", "agreement", "notices", "options", "engine_state", "engine", "metrics", "run_objects",
+                  "client_state", "live", "storage_rules", "fill", "node_local", "load", "save", "process_world",
                   "resize", "install"],
     "elastic": ["memory"],
     "cli": ["terminal", "machine", "documents", "pages", "app"],

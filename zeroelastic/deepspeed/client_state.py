@@ -14,6 +14,7 @@ from typing import Any
 from deepspeed.runtime import engine as ds_engine
 
 from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.run_objects import LOADED, states_to_load
 from zeroelastic.errors import UnsupportedError, shown
 
 STEP = "global_steps"
@@ -25,15 +26,16 @@ def checked_client_state(engine: Engine, client_state: Any) -> dict[str, Any]:
     Without the keys whose value says of the model what DeepSpeed's own says.
     """
     kept = dict(client_state)
-    for key in sorted(kept.keys() & {*_OWN, *_LOADED, STEP}):
+    loaded = states_to_load(engine) if not kept.keys().isdisjoint(LOADED) else {}
+    for key in sorted(kept.keys() & {*_OWN, *LOADED, STEP}):
         value = kept[key]
         if key in _OWN and _OWN[key](engine, value):
             del kept[key]
             continue
         if key == STEP and type(value) is int:
             continue
-        if key in _LOADED:
-            own = _LOADED[key](engine)
+        if key in LOADED:
+            own = loaded[key]
             if own is None or (isinstance(value, type(own)) and not isinstance(own, Mapping)):
                 continue
             if isinstance(own, Mapping) and isinstance(value, Mapping) and own.keys() <= value.keys():
@@ -79,23 +81,6 @@ _OWN: dict[str, Callable[[Engine, Any], bool]] = {
     "checkpoint_parallel_dimensions": lambda engine, value: value == _dimensions(engine),
 }
 """What describes the model and its partition, and whether a value says of it what DeepSpeed's own says."""
-
-_LOADED: dict[str, Callable[[Engine], Any]] = {
-    "lr_scheduler": lambda engine: None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
-    "random_ltd": lambda engine: engine.random_ltd_scheduler.state_dict() if engine.random_ltd_enabled() else None,
-    "data_sampler": lambda engine: (
-        engine.training_dataloader.data_sampler.state_dict()
-        if engine.training_dataloader is not None and engine.curriculum_learning_enabled()
-        else None
-    ),
-}
-"""What a load gives to an object of the run, where the run has it: the object's own state, most often a mapping."""
-
-
-def states_to_load(engine: Engine) -> dict[str, Any]:
-    """The state of each object of the run that a load gives a state to; None for what the run does not have."""
-    return {key: own(engine) for key, own in _LOADED.items()}
-
 
 _ADVICE = {STEP: ", or pass an int, which a load sets the engine's counter to"}
 

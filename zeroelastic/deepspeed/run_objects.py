@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from zeroelastic.deepspeed.client_state import states_to_load
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.distributed.collective import broadcast
@@ -23,8 +22,18 @@ SAMPLER = "data_sampler"
 
 _GENERATOR = "zeroelastic_generator"
 _POSITIONS = "data_cluster_current_position"
-_NAMES = {"lr_scheduler": "the scheduler", "random_ltd": "random-LTD", SAMPLER: "the curriculum data sampler"}
-"""Each object under the key of its state."""
+LOADED = {"lr_scheduler": "the scheduler", "random_ltd": "random-LTD", SAMPLER: "the curriculum data sampler"}
+"""What a load gives a state to, under the key of its state in the module states."""
+
+
+def states_to_load(engine: Engine) -> dict[str, Any]:
+    """The state of each of ``LOADED``, most often a mapping; None for what the run does not have."""
+    sampler = _sampler(engine)
+    return {
+        "lr_scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
+        "random_ltd": engine.random_ltd_scheduler.state_dict() if engine.random_ltd_enabled() else None,
+        SAMPLER: None if sampler is None else sampler.state_dict(),
+    }
 
 
 def sampler_state(engine: Engine) -> dict[str, Any] | None:
@@ -98,9 +107,9 @@ def not_restored(engine: Engine, saved: Mapping[str, object], *, with_scheduler:
         if key == "lr_scheduler" and not with_scheduler:
             continue
         if own is None and theirs is not None:
-            found.append(f"the state of {_NAMES[key]} (this run has none)")
+            found.append(f"the state of {LOADED[key]} (this run has none)")
         elif own is not None and theirs is None:
-            found.append(f"the state of {_NAMES[key]} (the checkpoint has none; it is the run's own)")
+            found.append(f"the state of {LOADED[key]} (the checkpoint has none; it is the run's own)")
         elif key == SAMPLER and _lacks_generator(engine, theirs):
             found.append("the order of samples in the curriculum (DeepSpeed alone does not save its generator)")
     return found

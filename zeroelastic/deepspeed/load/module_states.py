@@ -27,14 +27,13 @@ from zeroelastic.checkpoint.model_states import COUNTERS, ModelStates
 from zeroelastic.checkpoint.param_changes import GroupMatch
 from zeroelastic.checkpoint.shared_weights import BUFFER, SharedWeights
 from zeroelastic.core.digest import stream_seed
-from zeroelastic.deepspeed.client_state import states_to_load
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.deepspeed.options import LoadRequest, Options
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.deepspeed.run_objects import SAMPLER, sampler_problem, without_missing
+from zeroelastic.deepspeed.run_objects import SAMPLER, sampler_problem, states_to_load, without_missing
 from zeroelastic.errors import (
     CheckpointError,
     ConfigError,

@@ -16,13 +16,12 @@ import torch
 
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout
-from zeroelastic.deepspeed.client_state import states_to_load
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import lineage_of, state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import set_loss_scaler, set_option
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.deepspeed.run_objects import SAMPLER, loading_sampler
+from zeroelastic.deepspeed.run_objects import SAMPLER, loading_sampler, states_to_load
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, UnsupportedError
 
 
