@@ -32,6 +32,8 @@ export DS_ACCELERATOR ?= cpu
 export OMP_NUM_THREADS ?= 1
 # Tests and measurements start processes by the hundreds, each of which would compile the package for itself.
 unexport PYTHONDONTWRITEBYTECODE
+# Nor do users have this one: what is written late fails late.
+unexport PYTHONUNBUFFERED
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -262,13 +263,19 @@ def test_a_target_is_not_a_url(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "command", ["--version", "ls --help", "ls {}", "ls --json {}", "plan -n 2 {}", "verify --json {}"]
 )
-def test_where_the_output_cannot_be_written_there_is_one_sentence(command: str) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_where_the_output_cannot_be_written_there_is_one_sentence(command: str, unbuffered: str) -> None:
     words = [sys.executable, "-m", "zeroelastic", *command.format(GOLDEN / "rigid3").split()]
+    run = partial(
+        subprocess.run, stderr=subprocess.PIPE, timeout=60, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    )
     with open("/dev/full", "w") as full:
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
-    closed = subprocess.run(["sh", "-c", f"{shlex.join(words)} >&-"], stderr=subprocess.PIPE, timeout=60, check=False)
+        done = run(words, stdout=full)
+    assert (done.returncode, done.stderr) == (1, b"error: No space left on device\n")
+    closed = run(["sh", "-c", f"{shlex.join(words)} >&-"])
     assert (closed.returncode, closed.stderr) == (0, b"")
+    cut = run(["sh", "-c", f"{shlex.join(words)} | true"], stdout=subprocess.PIPE)
+    assert (cut.returncode, cut.stderr) == (0, b""), "the exit code is that of the reader"
 
 
 def test_names_that_the_encoding_of_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:

@@ -161,6 +161,7 @@ def outcome(*, as_json: bool = False) -> Iterator[None]:
 
     def end(error: object, code: int) -> None:
         show_error(error, as_json=as_json)
+        drop_unwritable_output()
         raise typer.Exit(code)
 
     with unwinding_signals():
@@ -171,7 +172,7 @@ def outcome(*, as_json: bool = False) -> Iterator[None]:
         except CheckpointError as error:
             end(error, INVALID)
         except BrokenPipeError:  # the reader of our output has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            drop_unwritable_output()
             raise typer.Exit(FAILED) from None
         except ZeroElasticError as error:
             end(error, FAILED)
@@ -180,6 +181,14 @@ def outcome(*, as_json: bool = False) -> Iterator[None]:
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             end(f"{where}{error.strerror or error}", FAILED)
+
+
+def drop_unwritable_output() -> None:
+    """Write what is left of the output, or drop it: Python would fail again at its end, in its own words."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def prepare_streams() -> None:
@@ -440,6 +449,9 @@ def main() -> None:
     prepare_streams()
     try:
         with outcome():  # of what is no verb, such as --help
-            app(prog_name="zeroelastic")
+            try:
+                app(prog_name="zeroelastic")
+            finally:
+                sys.stdout.flush()  # what cannot be written is an error here, and not behind the end
     except typer.Exit as end:
         sys.exit(end.exit_code)
