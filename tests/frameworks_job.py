@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from places import ROOT
 from torch.utils.data import DataLoader, Dataset
 
+PRELOAD = ("accelerate", "transformers.models.llama.modeling_llama", "peft", "lightning.pytorch", "lightning.fabric")
 WIDTH, SAMPLES = 8, 48
 
 
@@ -290,6 +292,7 @@ def run_script(script: str, arguments: list[str]) -> None:
     os.environ["WORLD_SIZE"], os.environ["RANK"] = str(dist.get_world_size()), str(dist.get_rank())
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     os.chdir(Path(script).parent)
+    sys.path.insert(0, str(Path(script).parent))
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 
@@ -351,6 +354,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 def lightning_trainer(job: LightningJob, **more: Any) -> Any:
     """A Trainer on CPUs, with what Lightning configures by itself, and zeroelastic."""
+    sys.path.append(str(ROOT / "examples" / "lightning"))
     import lightning.pytorch as pl
     from cpu_accelerator import TrainerOnCPU
     from lightning.pytorch.strategies import DeepSpeedStrategy

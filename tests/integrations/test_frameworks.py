@@ -6,8 +6,7 @@ Lightning runs on CPUs with the accelerator of examples/lightning.
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from documentation import run as run_command
 from extended import with_swept
 from frameworks_job import (
     OFFLOADED,
+    PRELOAD,
     AccelerateJob,
     LightningJob,
     Seen,
@@ -44,7 +44,6 @@ from zeroelastic.deepspeed.patching import unwrap_all
 from zeroelastic.testing import RankPool, compare_states
 
 EXAMPLES = ROOT / "examples"
-PRELOAD = ("accelerate", "transformers.models.llama.modeling_llama", "peft", "lightning.pytorch", "lightning.fabric")
 INSTALL_LINES = ("import zeroelastic", "zeroelastic.install()")
 STATE = ("Frameworks", "accelerate `save_state`, `load_state`", "exact", "unmodified scripts")
 FIT = ("Frameworks", "Lightning `Trainer.fit(ckpt_path=...)`", "exact")
@@ -83,12 +82,8 @@ FRAMEWORKS = {
 
 
 @pytest.fixture(scope="module")
-def rank_pool() -> Iterator[RankPool]:
-    """A pool of its own, which has imported the frameworks, with the modules of Lightning's examples on the path."""
-    sys.path.insert(0, str(EXAMPLES / "lightning"))
-    with RankPool(4, preload=("pytest", *PRELOAD)) as pool:
-        yield pool
-    sys.path.remove(str(EXAMPLES / "lightning"))
+def rank_pool(frameworks_pool: RankPool) -> RankPool:
+    return frameworks_pool
 
 
 @pytest.mark.extended

@@ -75,15 +75,15 @@ def lightning_limited(job: LightningJob, directory: str, steps: int) -> list[lis
 
 
 def test_accelerate_removes_no_checkpoint_before_the_one_after_it_is_complete(
-    rank_pool: RankPool, tmp_path: Path
+    frameworks_pool: RankPool, tmp_path: Path
 ) -> None:
-    stay = rank_pool.run(accelerate_limited, 2, AccelerateJob(options=BEHIND), str(tmp_path), 4)[0]
+    stay = frameworks_pool.run(accelerate_limited, 2, AccelerateJob(options=BEHIND), str(tmp_path), 4)[0]
     assert [names for names in stay if names] == [["checkpoint_1"], ["checkpoint_2"]] and [] not in stay
 
 
 def test_lightning_removes_no_checkpoint_before_the_one_after_it_is_complete(
-    rank_pool: RankPool, tmp_path: Path
+    frameworks_pool: RankPool, tmp_path: Path
 ) -> None:
-    complete = rank_pool.run(lightning_limited, 2, LightningJob(options=BEHIND), str(tmp_path), 4)[0]
+    complete = frameworks_pool.run(lightning_limited, 2, LightningJob(options=BEHIND), str(tmp_path), 4)[0]
     assert complete == [[], ["step=2.ckpt"], ["step=3.ckpt"], ["step=4.ckpt"]]
     assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]

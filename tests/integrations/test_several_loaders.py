@@ -56,23 +56,23 @@ def lightning_of_two_loaders(
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
-def test_several_loaders_go_on_each_at_its_place(rank_pool: RankPool, tmp_path: Path, mode: str) -> None:
+def test_several_loaders_go_on_each_at_its_place(frameworks_pool: RankPool, tmp_path: Path, mode: str) -> None:
     """8 and 3 batches: after step 5 the short loader is in its second round, has no more, or has ended the epoch."""
     step = 2 if mode == "min_size" else 5
     job, path = LightningJob(options={}), str(tmp_path / "a")
-    whole, _ = rank_pool.run(lightning_of_two_loaders, 2, job.at(2, 12), mode, (96, 36), save=(step, path))[0]
-    seen, said = rank_pool.run(lightning_of_two_loaders, 3, job.at(3, 12), mode, (96, 36), load=path)[0]
+    whole, _ = frameworks_pool.run(lightning_of_two_loaders, 2, job.at(2, 12), mode, (96, 36), save=(step, path))[0]
+    seen, said = frameworks_pool.run(lightning_of_two_loaders, 3, job.at(3, 12), mode, (96, 36), load=path)[0]
     assert seen == whole[step:]
     assert not [line for line in said if "POSITION CHANGED" in line]
 
 
-def test_a_loader_that_begins_again_within_a_global_batch_is_named(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_loader_that_begins_again_within_a_global_batch_is_named(frameworks_pool: RankPool, tmp_path: Path) -> None:
     """30 samples are 2 and a half global batches: its rounds end elsewhere on 3 ranks."""
     job, path = LightningJob(options={}), str(tmp_path / "a")
-    rank_pool.run(lightning_of_two_loaders, 2, job.at(2, 12), "max_size_cycle", (96, 30), save=(5, path))
+    frameworks_pool.run(lightning_of_two_loaders, 2, job.at(2, 12), "max_size_cycle", (96, 30), save=(5, path))
     for world_size, warned in ((2, 0), (3, 1)):
         args = (job.at(world_size, 12), "max_size_cycle", (96, 30))
-        _, said = rank_pool.run(lightning_of_two_loaders, world_size, *args, load=path)[0]
+        _, said = frameworks_pool.run(lightning_of_two_loaders, world_size, *args, load=path)[0]
         assert len([line for line in said if "POSITION CHANGED: a loader of 30 samples" in line]) == warned
 
 

@@ -1,0 +1,16 @@
+"""Ranks that have imported the frameworks, for all files here that train with accelerate or Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from frameworks_job import PRELOAD
+
+from zeroelastic.testing import RankPool
+
+
+@pytest.fixture(scope="session")
+def frameworks_pool() -> Iterator[RankPool]:
+    with RankPool(4, preload=("pytest", *PRELOAD)) as pool:
+        yield pool
