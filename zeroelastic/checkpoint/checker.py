@@ -32,13 +32,7 @@ from zeroelastic.checkpoint.open import StateFiles, rank_files, stated_sizes
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file, shard_of
 from zeroelastic.checkpoint.saved_layout import SavedMaps, frozen_layout, saved_maps, sliced_layout
-from zeroelastic.checkpoint.saved_state import (
-    SavedPart,
-    contents_of,
-    experts_part,
-    frozen_part,
-    trained_part,
-)
+from zeroelastic.checkpoint.saved_state import SavedPart, contents_of, experts_part, frozen_part, trained_part
 from zeroelastic.checkpoint.shared_check import check_shared, record_contradictions
 from zeroelastic.checkpoint.tag_files import EXPERT_FILE, TagListing, list_tag, other_tp_size
 from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders

@@ -21,13 +21,7 @@ from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.one_save import pin
 from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file, shard_of
-from zeroelastic.checkpoint.saved_layout import (
-    SavedMaps,
-    SlicedLayout,
-    frozen_layout,
-    saved_maps,
-    sliced_layout,
-)
+from zeroelastic.checkpoint.saved_layout import SavedMaps, SlicedLayout, frozen_layout, saved_maps, sliced_layout
 from zeroelastic.checkpoint.tag_files import (
     NO_TENSOR_PARALLEL,
     TensorParallel,

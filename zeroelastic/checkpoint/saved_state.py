@@ -13,13 +13,7 @@ import numpy as np
 
 from zeroelastic.checkpoint.contradictions import MIXED, check_frozen, check_same_models, check_same_save
 from zeroelastic.checkpoint.expert_files import FrozenExperts
-from zeroelastic.checkpoint.extents import (
-    Destination,
-    ExtentTable,
-    TensorExtents,
-    extent_table,
-    extents_over_ranks,
-)
+from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table, extents_over_ranks
 from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard

@@ -28,13 +28,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from zeroelastic._version import __version__
-from zeroelastic.cli.terminal import (
-    check_plot,
-    print_report,
-    print_written,
-    printable,
-    progress_of,
-)
+from zeroelastic.cli.terminal import check_plot, print_report, print_written, printable, progress_of
 from zeroelastic.errors import CheckpointError, UsageError, ZeroElasticError, advice, without_pydantic
 
 if TYPE_CHECKING:

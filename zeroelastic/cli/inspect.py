@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import (
-    FAILED,
-    INVALID,
-    ForceOption,
-    HtmlOption,
-    JsonOption,
-    QuietOption,
-    TagOption,
-    reports,
-)
+from zeroelastic.cli.app import FAILED, INVALID, ForceOption, HtmlOption, JsonOption, QuietOption, TagOption, reports
 from zeroelastic.cli.terminal import NO_BREAK, print_columns, print_styled, print_wrapped
 from zeroelastic.errors import counted
 

@@ -20,17 +20,7 @@ from zeroelastic.errors import ConfigError
 from zeroelastic.executors.abi import Buffers, Call, Error, Files, checksums, exception_of
 from zeroelastic.executors.batches import DigestTotals
 from zeroelastic.executors.build_info import load_library
-from zeroelastic.executors.tables import (
-    CASTS,
-    Cast,
-    DeviceBuffer,
-    DigestRows,
-    Moved,
-    Options,
-    Ranges,
-    Sides,
-    Table,
-)
+from zeroelastic.executors.tables import CASTS, Cast, DeviceBuffer, DigestRows, Moved, Options, Ranges, Sides, Table
 from zeroelastic.io.paths import local_paths
 
 _MAX_SUMMED_ROWS = 1 << 18

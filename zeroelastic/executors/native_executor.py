@@ -19,14 +19,7 @@ from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.executors.abi import BAD_TABLE, Buffers, Call, Error, Files, Packed, checksums, exception_of
 from zeroelastic.executors.build_info import load_library
-from zeroelastic.executors.tables import (
-    Moved,
-    Options,
-    Sides,
-    Table,
-    UInt32Array,
-    default_threads,
-)
+from zeroelastic.executors.tables import Moved, Options, Sides, Table, UInt32Array, default_threads
 from zeroelastic.io.paths import local_paths
 
 InstructionSet = Literal["plain", "avx2", "avx512"]

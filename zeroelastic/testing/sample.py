@@ -17,13 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from zeroelastic._version import __version__
-from zeroelastic.checkpoint.commit_record import (
-    RECORD_NAME,
-    RECORD_VERSION,
-    CommitRecord,
-    Versions,
-    record_text,
-)
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION, CommitRecord, Versions, record_text
 from zeroelastic.checkpoint.optimizer_file import elastic_table
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.core.digest import ParamContent, ScalarValue, combine, content_root, stream_seed

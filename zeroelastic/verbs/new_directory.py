@@ -20,14 +20,7 @@ from pathlib import Path
 
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UsageError
-from zeroelastic.io.atomic import (
-    name_in_errors,
-    rename_new,
-    reserve_space,
-    sync_directory,
-    sync_path,
-    write_atomically,
-)
+from zeroelastic.io.atomic import name_in_errors, rename_new, reserve_space, sync_directory, sync_path, write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -25,12 +25,7 @@ from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.dcp_source import HINT, find_dcp_source, is_dcp, open_dcp_source, refuse_dcp
 from zeroelastic.deepspeed.load.fallback import load_newest
-from zeroelastic.deepspeed.load.module_states import (
-    ModuleKeys,
-    check_loaded_values,
-    model_states_reader,
-    recorded_keys,
-)
+from zeroelastic.deepspeed.load.module_states import ModuleKeys, check_loaded_values, model_states_reader, recorded_keys
 from zeroelastic.deepspeed.load.preflight import LoadPlan, preflight
 from zeroelastic.deepspeed.load.report import (
     check_batch,

@@ -50,12 +50,7 @@ from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, written_files
 from zeroelastic.deepspeed.save.directory import Destination, Directory
 from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
-from zeroelastic.deepspeed.save.lean import (
-    LeanStates,
-    copy_recovery_scripts,
-    refuse_lean,
-    share_weights,
-)
+from zeroelastic.deepspeed.save.lean import LeanStates, copy_recovery_scripts, refuse_lean, share_weights
 from zeroelastic.deepspeed.save.pending import DecoupledSave, check_alive, finish_pending, unfinished
 from zeroelastic.deepspeed.save.shard_writer import (
     HostMemory,

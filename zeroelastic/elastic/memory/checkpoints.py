@@ -37,13 +37,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.load.load import is_of_all_ranks
 from zeroelastic.deepspeed.options import MemoryOptions, Options
-from zeroelastic.deepspeed.save.commit import (
-    PendingCommit,
-    Written,
-    gather_written,
-    record_of,
-    written_files,
-)
+from zeroelastic.deepspeed.save.commit import PendingCommit, Written, gather_written, record_of, written_files
 from zeroelastic.deepspeed.save.shard_writer import HostMemory, Snapshot, write_local_files
 from zeroelastic.distributed.collective import (
     all_gather,

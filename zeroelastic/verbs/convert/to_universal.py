@@ -36,14 +36,7 @@ from zeroelastic.torch_file.graph import Storage, entry, new_storage, pairs_of, 
 from zeroelastic.torch_file.header import TensorRef, read_torch_file
 from zeroelastic.verbs.model_tensors import ModelTensor, Place, optimizer_tensors, stored_tensor
 from zeroelastic.verbs.new_directory import reserve_file
-from zeroelastic.verbs.new_files import (
-    Archives,
-    Reading,
-    TensorCopy,
-    convertible,
-    copy_tensors,
-    write_archive,
-)
+from zeroelastic.verbs.new_files import Archives, Reading, TensorCopy, convertible, copy_tensors, write_archive
 from zeroelastic.verbs.reshard.files import scalar_node
 from zeroelastic.verbs.reshard.slicing import Slicing
 from zeroelastic.verbs.reshard.source import no_hyper_parameters, slicing_of

@@ -27,12 +27,7 @@ from zeroelastic.errors import UsageError, brief, shown, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.runs.locate import find_source
 from zeroelastic.torch_file.header import DType, Stub, TensorRef, TorchFile, read_torch_file
-from zeroelastic.verbs.diff.tensors import (
-    ComparedTensor,
-    compare_buffers,
-    compare_tensors,
-    comparison_nbytes,
-)
+from zeroelastic.verbs.diff.tensors import ComparedTensor, compare_buffers, compare_tensors, comparison_nbytes
 from zeroelastic.verbs.model_tensors import check_shared, read_buffer, stored_tensor
 from zeroelastic.verbs.options import Progress, no_progress
 from zeroelastic.verbs.report import Part, Report, Sides

@@ -20,13 +20,7 @@ import numpy as np
 
 from zeroelastic._version import __version__
 from zeroelastic.byte_sizes import size_option
-from zeroelastic.checkpoint.commit_record import (
-    RECORD_NAME,
-    RECORD_VERSION,
-    CommitRecord,
-    Versions,
-    record_text,
-)
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION, CommitRecord, Versions, record_text
 from zeroelastic.checkpoint.one_save import check_one_save, one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN

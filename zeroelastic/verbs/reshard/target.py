@@ -18,22 +18,12 @@ from zeroelastic.checkpoint.optimizer_file import FP32, configured_dtype, steps_
 from zeroelastic.checkpoint.tag_files import expert_file_name, model_file_name
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import (
-    Layout,
-    Param,
-    layout_from_sub_groups,
-)
+from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups
 from zeroelastic.errors import UnsupportedError, UsageError
 from zeroelastic.torch_file.graph import entry
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.reshard.slicing import ExpertLayer, Slicing
-from zeroelastic.verbs.reshard.source import (
-    ReshardSource,
-    check_entries,
-    check_module,
-    made_weights,
-    weight_dtypes,
-)
+from zeroelastic.verbs.reshard.source import ReshardSource, check_entries, check_module, made_weights, weight_dtypes
 
 LEAST_MEMORY = 64 << 20
 """The smallest ``max_memory``: buffers of a few threads and the tables of one rank."""

@@ -19,12 +19,7 @@ from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
 from zeroelastic.core.digest import content_root
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import COPY_OR_GO_BACK, CheckpointError, ZeroElasticError, counted, finding, some
-from zeroelastic.verbs.verify.payload_scan import (
-    BadRecord,
-    RankRows,
-    RankScan,
-    file_rows,
-)
+from zeroelastic.verbs.verify.payload_scan import BadRecord, RankRows, RankScan, file_rows
 from zeroelastic.verbs.verify.report import VerifiedFile, VerifyReport
 
 _Flags: TypeAlias = npt.NDArray[np.bool_]
