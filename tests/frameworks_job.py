@@ -86,6 +86,7 @@ class AccelerateJob:
     options: dict[str, Any] = field(default_factory=lambda: {"strict_batch": True})
     seed: int = 3
     shuffle: bool = True
+    loader: str = "plain"
 
     def at(self, world_size: int, global_batch: int = 24) -> AccelerateJob:
         """The same job with a micro batch that keeps the global batch."""
@@ -156,7 +157,12 @@ def prepare(job: AccelerateJob) -> tuple[Any, Any, Any, Any, Any]:
     accelerator = Accelerator(
         gradient_accumulation_steps=job.accumulation,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=True,
+            data_seed=5,
+            dispatch_batches=True if job.loader == "dispatched" else None,
+            use_stateful_dataloader=job.loader == "stateful",
+        ),
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
     )
     set_seed(job.seed, device_specific=True)
@@ -165,7 +171,8 @@ def prepare(job: AccelerateJob) -> tuple[Any, Any, Any, Any, Any]:
         model = Net()
     optimizer = torch.optim.AdamW(groups(model, 1e-2))
     schedule = schedule_of(job.schedule, optimizer, dist.get_world_size())
-    loader = DataLoader(Rows(), batch_size=job.micro, shuffle=job.shuffle)
+    rows = WholeStream(SAMPLES) if job.loader == "stream" else Rows()
+    loader = DataLoader(rows, batch_size=job.micro, shuffle=job.shuffle and job.loader != "stream")
     return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
 
 
@@ -350,6 +357,13 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Any:
         for index in range(dist.get_rank(), self.samples, dist.get_world_size()):
             yield Rows(self.samples)[index]
+
+
+class WholeStream(Stream):
+    """All samples in order on every rank: accelerate deals them out."""
+
+    def __iter__(self) -> Any:
+        return (Rows(self.samples)[index] for index in range(self.samples))
 
 
 def lightning_trainer(job: LightningJob, **more: Any) -> Any:

@@ -334,6 +334,7 @@ def refusals(directory: str) -> dict[str, str]:
         "batch_rebalance": refusal(train_sampling_strategy="batch_rebalance"),
         "auto_find_batch_size": refusal(auto_find_batch_size=True),
         "split_batches": refusal(accelerator_config={"split_batches": True}),
+        "dispatch_batches": refusal(accelerator_config={"dispatch_batches": True}),
         "twice": refusal(),
         "sampler": refusal(Weighted),
         "too_few": refusal(per_device_train_batch_size=64, dataloader_drop_last=True),

@@ -478,6 +478,7 @@ def test_what_depends_on_the_world_size_is_refused_by_name(pool, tmp_path):
     assert "train_sampling_strategy 'batch_rebalance'" in refused["batch_rebalance"]
     assert "auto_find_batch_size" in refused["auto_find_batch_size"]
     assert "split_batches" in refused["split_batches"]
+    assert "dispatch_batches" in refused["dispatch_batches"]
     assert "called for this trainer before" in refused["twice"]
     assert "WeightedRandomSampler cannot be found again" in refused["sampler"]
     assert "43 samples, fewer than one global batch of 64" in refused["too_few"]

@@ -6,6 +6,7 @@
     ms_swift       ms-swift's order of samples
     accelerate     schedulers, random generators and the position in the data
     lightning      loop counters, the position in the data and the scale of gradients
+    fabric         the state of data loaders
     framework_load  what the integrations do before and after a framework's own load
     accelerate_metrics, lightning_metrics
                    saves and loads in the trackers of each, over ``job_metrics``

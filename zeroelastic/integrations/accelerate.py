@@ -14,6 +14,7 @@ never imports accelerate.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import IterableDataset
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.rng_files import derived_seed
@@ -264,8 +266,8 @@ def _tick(accelerated: Any, ticks: int) -> None:
 class DataPosition:
     """Where the next optimizer step begins in the data: after ``steps`` optimizer steps of epoch ``epoch``.
 
-    Each rank skips ``batches`` of the prepared DataLoader; ``samples`` of the epoch are consumed over all ranks.
-    ``steps_per_epoch`` is None for a stream without length.
+    ``batches`` of the prepared DataLoader are what ``skip_first_batches`` takes; ``samples`` of the epoch are consumed
+    over all ranks. ``steps_per_epoch`` is None for a stream without length.
     """
 
     epoch: int
@@ -303,7 +305,14 @@ def data_position(accelerator: Any, dataloader: Any) -> DataPosition:
             "batch. Make the batch smaller."
         )
     epoch, steps = divmod(done, per_epoch)
-    return DataPosition(epoch, steps, steps * accumulation, steps * batch, per_epoch)
+    batches = steps * accumulation * (accelerator.num_processes if _skips_before_dealing(dataloader) else 1)
+    return DataPosition(epoch, steps, batches, steps * batch, per_epoch)
+
+
+def _skips_before_dealing(dataloader: Any) -> bool:
+    """Whether ``skip_first_batches`` skips batches of rank 0 that are then dealt out (``dispatch_batches``)."""
+    dispatches = any(kind.__name__ == "DataLoaderDispatcher" for kind in type(dataloader).__mro__)
+    return dispatches and not dataloader.split_batches and not isinstance(dataloader.dataset, IterableDataset)
 
 
 def remaining_epochs(accelerator: Any, dataloader: Any, num_epochs: int) -> Iterator[tuple[int, Iterator[Any]]]:
@@ -316,19 +325,31 @@ def remaining_epochs(accelerator: Any, dataloader: Any, num_epochs: int) -> Iter
             for batch in batches:
                 with accelerator.accumulate(model): ...
     """
+    if getattr(dataloader, "use_stateful_dataloader", False):
+        raise UnsupportedError(
+            "remaining_epochs keeps the position in the data, and so does a DataLoader with use_stateful_dataloader: "
+            "together they leave batches out after a resume. Turn use_stateful_dataloader off: then a resume is right "
+            "at any number of processes."
+        )
     position = data_position(accelerator, dataloader)
-    accumulation = accelerator.gradient_accumulation_steps
+    per_epoch, left = position.steps_per_epoch, position.batches
     for epoch in range(position.epoch, num_epochs):
-        skip = position.batches if epoch == position.epoch else 0
         dataloader.set_epoch(epoch)
-        batches = iter(accelerator.skip_first_batches(dataloader, skip) if skip else dataloader)
-        last = None if position.steps_per_epoch is None else position.steps_per_epoch * accumulation - skip
-        yield epoch, _first(batches, last)
+        if per_epoch is None:  # a stream, which may have ended and begun again before
+            batches = iter(dataloader)
+            left -= sum(1 for _ in itertools.islice(batches, left))
+            if not left:
+                yield epoch, batches
+            continue
+        batches = iter(accelerator.skip_first_batches(dataloader, left) if left else dataloader)
+        steps = per_epoch - (position.steps if left else 0)
+        yield epoch, _first(batches, steps * accelerator.gradient_accumulation_steps)
+        left = 0
 
 
-def _first(batches: Iterator[Any], count: int | None) -> Iterator[Any]:
-    """The first ``count`` batches, or all for None; drops the end of an epoch that does not fill a global batch."""
+def _first(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    """The first ``count`` batches; drops the end of an epoch that does not fill a global batch."""
     for number, batch in enumerate(batches):
-        if count is not None and number >= count:
+        if number >= count:
             return
         yield batch

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import transformers
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from zeroelastic import install
@@ -147,6 +147,11 @@ def _refuse(trainer: Trainer) -> None:
     if trainer.accelerator.split_batches:
         problems.append(
             "split_batches in accelerator_config: the Trainer counts such a batch once per rank; leave it out"
+        )
+    if trainer.accelerator.dispatch_batches and not isinstance(trainer.train_dataset, IterableDataset):
+        problems.append(
+            "dispatch_batches in accelerator_config: a resume within an epoch skips the batches of one rank, not "
+            "those of all; leave it out"
         )
     for name in ("_get_train_sampler", "_load_rng_state"):
         if not callable(getattr(trainer, name, None)):

@@ -146,6 +146,8 @@ where the framework has been imported: zeroelastic imports none. These act befor
 
 _WITH_AN_ENGINE = {
     "accelerate.accelerator": "zeroelastic.integrations.accelerate",
+    "lightning.fabric.strategies.deepspeed": "zeroelastic.integrations.fabric",
+    "lightning_fabric.strategies.deepspeed": "zeroelastic.integrations.fabric",
     "lightning.pytorch.strategies.deepspeed": "zeroelastic.integrations.lightning",
     "pytorch_lightning.strategies.deepspeed": "zeroelastic.integrations.lightning",
 }
