@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sliced import Topology, buffers_of, ids, layout_of, shapes, tensor_lists, topologies
 
 from zeroelastic.core.copies import places_in_slices, strips_of_runs
+from zeroelastic.core.digest import stream_of, streams_of
 from zeroelastic.core.layout import (
     Param,
     layout_from_sub_groups,
@@ -17,7 +18,6 @@ from zeroelastic.core.layout import (
 from zeroelastic.core.plan import check_plan, held_plan, make_plan
 from zeroelastic.core.slice_plan import check_slices
 from zeroelastic.core.slices import RankSet, Strip, strips_of_view
-from zeroelastic.core.streams import stream_of, streams_of
 
 
 def run(plan, source, target) -> None:

@@ -27,10 +27,9 @@ from fake_gpu import open_fake_gpu, to_fake_gpu
 
 from zeroelastic.checkpoint.extents import Destination, TensorExtents, extent_windows
 from zeroelastic.checkpoint.read_ranges import ReadFiles
-from zeroelastic.core.digest import digest_range, stream_seed
+from zeroelastic.core.digest import Stream, digest_range, stream_seed
 from zeroelastic.core.layout import Param, layout_from_sub_groups
 from zeroelastic.core.plan import make_plan
-from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed import fill as fill_module
 from zeroelastic.deepspeed.fill import Filled, Target, fill
 from zeroelastic.deepspeed.live.digests import LivePiece, digest_pieces

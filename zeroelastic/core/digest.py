@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from itertools import compress, islice
 from json.encoder import encode_basestring_ascii
 from math import copysign
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.core.layout import Int64Array, Param
+from zeroelastic.core.layout import Int64Array, Layout, Param
 
 BLOCK = 1024
 """Elements per block: the table of weights within a block is 8 KiB and stays in the L1 cache."""
@@ -140,6 +140,31 @@ class ScalarValue:
         if isinstance(self.value, float) and self.value.is_integer() and (self.value or copysign(1.0, self.value) > 0):
             return repr(int(self.value))
         return self.canonical().partition(":")[2]
+
+
+class Stream(NamedTuple):
+    """What has a digest of its own: for a state key, the elements of one strip, from ``start`` of the whole tensor on.
+
+    A whole tensor is one strip, and begins at 0. Several ranks may have copies of one strip.
+    """
+
+    param: str
+    key: str
+    start: int = 0
+
+
+def stream_of(layout: Layout, strip: int, key: str) -> Stream:
+    """The stream of a strip of a layout, by its number; without slices, that of a parameter."""
+    if layout.slices is None:
+        return Stream(layout.params[strip].name, key)
+    strips = layout.slices.strips
+    return Stream(layout.params[int(strips.param[strip])].name, key, int(strips.start[strip]))
+
+
+def streams_of(layout: Layout, sub_group: int, key: str) -> list[Stream]:
+    """The streams of all parameters of a sub-group."""
+    of = np.arange(layout.num_params) if layout.slices is None else layout.slices.strips.param
+    return [stream_of(layout, strip, key) for strip in np.flatnonzero(layout.sub_group[of] == sub_group).tolist()]
 
 
 @dataclass(frozen=True, slots=True)

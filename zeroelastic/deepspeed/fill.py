@@ -13,10 +13,9 @@ import torch
 from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_windows, stream_seeds
 from zeroelastic.checkpoint.read_ranges import ReadFiles
 from zeroelastic.core.copies import places_in_slices, strips_of_runs
-from zeroelastic.core.digest import UInt64Array, combine
+from zeroelastic.core.digest import Stream, UInt64Array, combine, stream_of, streams_of
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.plan import Plan
-from zeroelastic.core.streams import Stream, stream_of, streams_of
 from zeroelastic.deepspeed.live.digests import ReadDigest
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import (

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroelastic.checkpoint.extents import ExtentTable
-from zeroelastic.core.digest import ParamContent, ScalarValue
+from zeroelastic.core.digest import ParamContent, ScalarValue, Stream
 from zeroelastic.core.layout import Param
-from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed.fill import RowStreams, Target
 from zeroelastic.deepspeed.live.digests import (
     LivePiece,

@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.core.copies import first_copies, places_in_slices, strips_of_runs
-from zeroelastic.core.digest import ParamContent, ScalarValue, UInt64Array, combine, stream_seed
+from zeroelastic.core.digest import ParamContent, ScalarValue, Stream, UInt64Array, combine, stream_seed
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import held_plan
-from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.distributed.collective import all_gather_alike
 from zeroelastic.errors import DigestMismatchError, some
@@ -24,7 +23,6 @@ from zeroelastic.torch_file.header import DTYPE_BYTES
 
 T = TypeVar("T")
 
-_MAX_NAMED = 4
 _WINDOW_RUNS = 1 << 16
 _DTYPES = tuple(DTYPE_BYTES)
 
@@ -94,7 +92,7 @@ class CopiesDifferError(DigestMismatchError):
     """
 
     def __init__(self, tensors: Sequence[tuple[str, str]]) -> None:
-        named = some([f"{name}: {key}" for name, key in tensors], _MAX_NAMED)
+        named = some([f"{name}: {key}" for name, key in tensors])
         super().__init__(f"the copies that tensor parallel ranks have of the same values differ: {named}.")
         self.tensors = tuple(tensors)
 

@@ -20,9 +20,8 @@ from zeroelastic.checkpoint.extents import digest_in_file
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
 from zeroelastic.checkpoint.read_ranges import Comparison, ReadFiles, ReadRanges, compare_files
 from zeroelastic.checkpoint.tag_files import parse_rank_file
-from zeroelastic.core.digest import ParamContent, combine, content_root
+from zeroelastic.core.digest import ParamContent, Stream, combine, content_root
 from zeroelastic.core.plan import held_plan
-from zeroelastic.core.streams import Stream
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import (
     CopiesDifferError,
