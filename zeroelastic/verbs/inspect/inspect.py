@@ -92,14 +92,6 @@ def _look(src: str, tag: str | None, all_ranks: bool) -> InspectReport:
             remedy=error.remedy or CheckpointError.remedy,
             path=str(path),
             tag=tag or "",
-            unsupported=[],
-            notes=[],
-            state={},
-            scalars={},
-            groups=[],
-            params=[],
-            buffers=[],
-            files=TagFiles(num_missing=0, missing=[], stale=[], odd=[], leftovers=[], folders=[]),
         )
 
 
@@ -458,36 +450,26 @@ def _params(checked: TagHeaders) -> Iterator[InspectedParam]:
         known, names = {param for param, _ in trained}, record.params.trained
         for content in record.contents():
             if content.param not in known:
-                dtypes = {key: dtype for key, (dtype, _) in content.tensors.items()}
-                (trained if content.param.name in names else frozen).append((content.param, dtypes))
-    for param, found in trained:
-        sub_group, offset = places.get(param.name, (None, None))
-        yield _param("trained", param, found, group=groups.get(param.name), sub_group=sub_group, offset=offset)
-    for param, found in frozen:
-        yield _param("frozen", param, found)
-
-
-def _param(
-    kind: ParamKind,
-    param: Param,
-    dtypes: Mapping[str, str],
-    *,
-    group: int | None = None,
-    sub_group: int | None = None,
-    offset: int | None = None,
-) -> InspectedParam:
-    return InspectedParam(
-        name=param.name,
-        kind=kind,
-        shape=list(param.shape),
-        numel=param.numel,
-        bytes=param.numel * sum(DTYPE_BYTES[dtype] for dtype in dtypes.values()) if dtypes else None,
-        group=group,
-        dtypes=dict(dtypes),
-        tied_to=None,
-        sub_group=sub_group,
-        offset=offset,
+                keys = {key: dtype for key, (dtype, _) in content.tensors.items()}
+                (trained if content.param.name in names else frozen).append((content.param, keys))
+    of_kind: tuple[tuple[ParamKind, list[tuple[Param, Mapping[str, str]]]], ...] = (
+        ("trained", trained),
+        ("frozen", frozen),
     )
+    for kind, found in of_kind:
+        for param, dtypes in found:
+            sub_group, offset = places.get(param.name, (None, None))
+            yield InspectedParam(
+                name=param.name,
+                kind=kind,
+                shape=list(param.shape),
+                numel=param.numel,
+                bytes=param.numel * sum(DTYPE_BYTES[dtype] for dtype in dtypes.values()) if dtypes else None,
+                group=groups.get(param.name),
+                dtypes=dict(dtypes),
+                sub_group=sub_group,
+                offset=offset,
+            )
 
 
 def _tied(root: Mapping[object, object], params: Sequence[InspectedParam], *, is_whole: bool) -> list[InspectedParam]:
@@ -503,11 +485,7 @@ def _tied(root: Mapping[object, object], params: Sequence[InspectedParam], *, is
             shape=shapes.get(owner, []),
             numel=0,
             bytes=0,
-            group=None,
-            dtypes={},
             tied_to=owner,
-            sub_group=None,
-            offset=None,
         )
         for name, owner in shared.items()
         if name not in shapes

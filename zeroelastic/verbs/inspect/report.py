@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
+
 from zeroelastic.checkpoint.marks import Quarantine
 from zeroelastic.errors import counted
 from zeroelastic.verbs.report import Format, Framework, Part, Report
@@ -85,11 +87,11 @@ class InspectedParam(Part):
     shape: list[int]
     numel: int
     bytes: int | None
-    group: int | None
-    dtypes: dict[str, str]
-    tied_to: str | None
-    sub_group: int | None
-    offset: int | None
+    group: int | None = None
+    dtypes: dict[str, str] = Field(default={})
+    tied_to: str | None = None
+    sub_group: int | None = None
+    offset: int | None = None
 
 
 class SavedLayout(Part):
@@ -116,12 +118,12 @@ class Buffer(Part):
 class TagFiles(Part):
     """The files that stand out: missing ones, and others that no rank of this save has written."""
 
-    num_missing: int
-    missing: list[str]
-    stale: list[str]
-    odd: list[str]
-    leftovers: list[str]
-    folders: list[str]
+    num_missing: int = 0
+    missing: list[str] = Field(default=[])
+    stale: list[str] = Field(default=[])
+    odd: list[str] = Field(default=[])
+    leftovers: list[str] = Field(default=[])
+    folders: list[str] = Field(default=[])
 
 
 class InspectedShared(Part):
@@ -219,8 +221,8 @@ class InspectReport(Report):
 
     problems: list[str]
     remedy: str | None = None
-    unsupported: list[str]
-    notes: list[str]
+    unsupported: list[str] = Field(default=[])
+    notes: list[str] = Field(default=[])
     path: str
     tag: str
     latest: str | None = None
@@ -245,15 +247,15 @@ class InspectReport(Report):
     totals: Totals = Totals()
     lean: Lean | None = None
     topology: InspectedTopology | None = None
-    state: dict[str, StateKey]
-    scalars: dict[str, list[Scalar]]
-    groups: list[Group]
+    state: dict[str, StateKey] = Field(default={})
+    scalars: dict[str, list[Scalar]] = Field(default={})
+    groups: list[Group] = Field(default=[])
     loss_scaler: LossScaler | None = None
-    params: list[InspectedParam]
-    buffers: list[Buffer]
+    params: list[InspectedParam] = Field(default=[])
+    buffers: list[Buffer] = Field(default=[])
     scheduler: bool | None = None
     client_state: list[str] | None = None
-    files: TagFiles
+    files: TagFiles = TagFiles()
     headers_read: int = 0
 
     only_where_given: ClassVar[frozenset[str]] = frozenset({"topology"})
