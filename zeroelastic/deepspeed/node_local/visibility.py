@@ -186,7 +186,7 @@ def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> Listing | FileVi
     return max(found, key=order)[1]  # the newest of the complete saves, or else of all
 
 
-def _stated_world_size(tag_dir: Path, names: Iterable[str], tp: TensorParallel) -> int | None:
+def _stated_world_size(tag_dir: FilePath, names: Iterable[str], tp: TensorParallel) -> int | None:
     """How many ranks saved, as the first of the model states files says; None where there is none."""
     models = [(file, name) for name in names if (file := parse_rank_file(name)) and file.kind != "optimizer"]
     if not models:
@@ -231,7 +231,11 @@ def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
             record, nbytes = read_record(tag_dir), sizes[RECORD_NAME]
         refuse_unfinished(tag_dir, sizes)
         if record is None:
-            return Listing(sizes, sizes, None, _stored_size(tag_dir, sizes, tp))
+            rank_files(tag_dir, sizes)  # raises the error for what is no checkpoint of ranks
+            world_size = _stated_world_size(tag_dir, sizes, tp)
+            if world_size is None:
+                raise MissingFileError(f"{tag_dir}: has no *_model_states.pt. It is incomplete.")
+            return Listing(sizes, sizes, None, world_size)
         if not isinstance(record.files, FileSizes):
             return Listing(sizes, sizes, record, record.world_size, record_bytes=nbytes)
         rows = record.files.rows
@@ -255,16 +259,6 @@ def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
         record_bytes=found.record_bytes if rank == 0 else 0,
     )
     return FileVisibility(tag_dir, rank, sizes, readers, listing, in_store=True)
-
-
-def _stored_size(tag_dir: RemotePath, sizes: Mapping[str, int], tp: TensorParallel) -> int:
-    """The world size that the first model states file states, where there is no record."""
-    models = rank_files(tag_dir, sizes, tp.rank).models
-    if not models:
-        raise MissingFileError(f"{tag_dir}: has no *_model_states.pt. It is incomplete.")
-    first = min(models)
-    place = tp if tp.size > 1 else None
-    return open_model_states(tag_dir / models[first], first, world_size=None, tp=place).world_size
 
 
 def _list_together(tag_dir: Path) -> Listing:
