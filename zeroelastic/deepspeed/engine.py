@@ -9,7 +9,6 @@ Sources: ``deepspeed.runtime.engine.DeepSpeedEngine``, ``deepspeed.runtime.zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -163,20 +162,19 @@ def decides_boundaries(engine: Engine) -> bool:
     return not managed or getattr(engine, "_is_gradient_accumulation_boundary", None) is not None
 
 
-def facts_of(engine: Engine) -> dict[str, object]:
-    """What has to be the same on every rank. Raises ConfigError. ``verify`` may differ: the least of it holds."""
-    options = parse_options(engine._config._param_dict).model_dump(exclude={"verify", "io_engine"})
-    named = {f'"{name}" in the "zeroelastic" block': value for name, value in options.items()}
-    return {'"elastic_checkpoint"': saves_elastic(engine), **named}
-
-
 def agree_on_options(engine: Engine) -> None:
     """Raise the same ConfigError on every rank where the options differ between ranks; once per engine. Collective.
 
-    The ranks take rank 0's name of the run, too.
+    The ranks take rank 0's name of the run, too. ``verify`` may differ: the least of it holds.
     """
+
+    def facts() -> dict[str, object]:
+        options = parse_options(engine._config._param_dict).model_dump(exclude={"verify", "io_engine"})
+        named = {f'"{name}" in the "zeroelastic" block': value for name, value in options.items()}
+        return {'"elastic_checkpoint"': saves_elastic(engine), **named}
+
     state = state_of(engine)
     if not state.options_agreed:
-        agree_on(partial(facts_of, engine))
+        agree_on(facts)
         state.lineage.run = broadcast(state.lineage.run)
         state.options_agreed = True

@@ -106,14 +106,11 @@ class Sharing:
                 self.topology,
                 self.maps,
                 stage=stage,
-                expert_sizes=[self._expert_size(members) for members in buffers],
+                expert_sizes=[self.expert_sizes.get(members[0].name, 1) if members else 1 for members in buffers],
                 gaps=gaps,
             )
         except ValueError as error:
             raise UnsupportedError(f"the slices of this run are not those of whole tensors: {error}.") from None
-
-    def _expert_size(self, members: Sequence[Param]) -> int:
-        return self.expert_sizes.get(members[0].name, 1) if members else 1
 
 
 def sharing_of(

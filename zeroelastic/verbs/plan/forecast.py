@@ -257,10 +257,6 @@ class Traffic:
         np.add.at(total, self.target, self.nbytes)
         return total
 
-    def files_per_target(self, world_size: int) -> Int64Array:
-        """Files that each target rank reads from: shape ``(world_size,)``."""
-        return np.bincount(self.target, minlength=world_size).astype(np.int64)
-
     def binned(self, num_sources: int, num_targets: int, *, source_step: int = 1, target_step: int = 1) -> Int64Array:
         """The matrix source x target, with ``source_step`` x ``target_step`` ranks summed in each cell."""
         matrix = np.zeros((-(-num_sources // source_step), -(-num_targets // target_step)), dtype=np.int64)
@@ -309,7 +305,8 @@ class Forecast:
     @property
     def optimizer_files(self) -> Int64Array:
         """Optimizer files that each rank opens: one where it owns nothing."""
-        return np.maximum(self.optimizer.files_per_target(self.world_size), 1)
+        sources = np.bincount(self.optimizer.target, minlength=self.world_size)
+        return np.maximum(sources, 1).astype(np.int64)
 
     @property
     def header_bytes(self) -> Int64Array:
