@@ -46,8 +46,9 @@ def some(names: Iterable[str], limit: int = 6, *, count: int | None = None, sepa
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun: "1 rank", "1,024 ranks"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    """A number and its noun: "1 rank", "1,024 ranks", "2 batches"."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def signal_name(number: int) -> str:

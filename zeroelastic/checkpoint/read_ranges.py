@@ -23,7 +23,6 @@ from zeroelastic.torch_file.zip_check import ZipRecords
 
 _FREE_GAPS = 64 << 10
 _GAPS_SHARE = 8
-_NAMED = 8
 
 ArchivesOf = Callable[[FilePath, Int64Array], Iterable[tuple[int, ZipRecords]]]
 """The archives of a file that hold some of its bytes: the byte at which each begins, and its records."""
@@ -84,7 +83,7 @@ class Comparison:
     def check(self) -> None:
         """Raise DigestMismatchError, naming the first records, where any has another checksum."""
         if self.faults:
-            raise DigestMismatchError(some(self.faults, _NAMED, separator=" "))
+            raise DigestMismatchError(some(self.faults, separator=" "))
 
     def plus(self, other: Comparison) -> Comparison:
         """Both together."""

@@ -113,7 +113,7 @@ def check_described(maps: SliceMaps, names: Iterable[str], path: FilePath) -> No
     """Raise UndescribedSlicesError for a parameter of which DeepSpeed's maps say nothing."""
     missing = [name for name in names if name not in maps]
     if missing:
-        raise UndescribedSlicesError(f"{path}: does not say which slices of {some(map(brief, missing), 4)} it has.")
+        raise UndescribedSlicesError(f"{path}: does not say which slices of {some(map(brief, missing))} it has.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ def frozen_layout(models: Sequence[ModelStates], topology: Topology, saved: Save
     if experts:
         raise UnsupportedError(
             f"{models[0].path}: has frozen experts, of which each expert parallel rank saved some: "
-            f"{some(map(brief, experts), 4)}. DeepSpeed alone loads it, in the arrangement that saved."
+            f"{some(map(brief, experts))}. DeepSpeed alone loads it, in the arrangement that saved."
         )
     try:
         return layout_over_ranks(lambda t: [[param] for param in layouts[t].params], topology, saved.maps, stage=3)
@@ -238,7 +238,7 @@ def _with_native_experts(
         if unknown:
             raise UnsupportedError(
                 f"{path}: has parameters in groups of {ep} expert parallel ranks of which nothing says which experts "
-                f"they are: {some(map(brief, unknown), 4)}. DeepSpeed alone loads it, in the arrangement that saved."
+                f"they are: {some(map(brief, unknown))}. DeepSpeed alone loads it, in the arrangement that saved."
             )
         for layer, num_local in local_experts(native).items():
             if num_local * ep not in saved.num_experts:

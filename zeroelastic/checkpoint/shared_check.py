@@ -17,8 +17,6 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_size
 from zeroelastic.torch_file.safetensors import TensorPlace, read_head
 
-_NAMED = 4
-
 
 class SharedStream(NamedTuple):
     """A tensor in a shared file, whichever tags take it from there: the file, its name, its state key, its place."""
@@ -96,7 +94,7 @@ def _of_header(path: FilePath, file: SharedFile, tensors: Mapping[tuple[str, str
         wrong = [name for (name, _), tensor in tensors.items() if tensor.place not in places]
     if not wrong:
         return None
-    which = f"{counted(len(wrong), 'tensor')}: {some(wrong, _NAMED)}"
+    which = f"{counted(len(wrong), 'tensor')}: {some(wrong)}"
     return (
         f"{path}: its header contradicts the tag in the place, dtype, shape or digest of {which}. It is damaged, or "
         "another file."

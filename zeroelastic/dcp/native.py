@@ -22,7 +22,6 @@ from zeroelastic.torch_file.header import DTYPE_BYTES, Extent, read_torch_file
 VERSION = "0.19.8"
 """The DeepSpeed whose files are mirrored: its loads compare this number with what they need."""
 
-_MAX_LISTED = 8
 _OWN_ADAM = frozenset(["adam", "adamw"])
 """The optimizers by their names in DeepSpeed's configuration that keep ``step`` as a Python integer."""
 
@@ -82,7 +81,7 @@ def native_form(found: DcpCheckpoint, config: Mapping[str, object], world_size: 
     }
     left = [*found.named.rest, *_left_beside(found)]
     if left:
-        notes.append(f"not carried: {some(left, _MAX_LISTED)}, for which DeepSpeed's files have no place")
+        notes.append(f"not carried: {some(left)}, for which DeepSpeed's files have no place")
     groups = _groups(found, native)
     trained = replace(found.trained, scalars=scalars)
     return NativeForm(found, config, trained, groups, steps, batch, root, tuple(notes), rederived)

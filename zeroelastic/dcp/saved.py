@@ -34,7 +34,6 @@ SCHEDULER_FILE = "scheduler.bin"
 _OF_PARAMETERS = (".weight", ".bias")
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _COMPARED_BYTES = 4 << 20
-_MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def find_dcp(text: str | os.PathLike[str]) -> FilePath:
         below = [name for name in list_directory(path)[1] if dcp_folders(path / name)]
     except MissingFileError:
         raise UsageError(f"{path}: is not a directory. Give that of a checkpoint of FSDP2.") from None
-    there = f"There are: {some(map(printable, below), _MAX_LISTED)}. Give the path of one." if below else ""
+    there = f"There are: {some(map(printable, below))}. Give the path of one." if below else ""
     raise UsageError(
         f"{path}: holds no checkpoint of FSDP2: neither {METADATA} of torch.distributed.checkpoint nor the folder "
         f"{MODEL_FOLDER} of accelerate. {there}".rstrip()
@@ -226,7 +225,7 @@ def _others(named: NamedState, native: Mapping[str, object], parts: int, notes: 
         (buffers, "taken as buffers: they are not cut, and the optimizer has no state of them"),
     ):
         if names:
-            notes.append(f"{some(names, _MAX_LISTED)}: {what}")
+            notes.append(f"{some(names)}: {what}")
     return _Others(frozen, buffers, tied)
 
 

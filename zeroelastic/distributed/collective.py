@@ -25,7 +25,6 @@ Description = tuple[str, str, tuple[str, ...], str | None]
 _AGREED = "_zeroelastic_agreed"
 
 _NUMBER_BYTES, _HASH_BYTES = 8, 32
-_MAX_LISTED = 6
 """How many ranks have their own error in that of all."""
 
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("zeroelastic_group", default=None)
@@ -241,7 +240,7 @@ def _combined(failures: dict[int, Description]) -> ZeroElasticError:
     name, message, problems, remedy = failures[first]
     others = {failed[1]: rank for rank, failed in sorted(failures.items(), reverse=True) if failed[1] != message}
     listed = [f"\n(rank {rank}: {other})" for other, rank in sorted(others.items(), key=lambda item: item[1])]
-    message += some(listed, _MAX_LISTED, separator="")
+    message += some(listed, separator="")
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, ZeroElasticError)):
         return RemoteRankError(f"rank {first} failed with {name}: {message}")

@@ -28,8 +28,6 @@ from zeroelastic.runs.names import HERE
 
 StepFrom = Literal["record", "header", "name"]
 
-_MAX_LISTED = 3
-
 
 @dataclass(frozen=True, slots=True)
 class Tag:
@@ -148,7 +146,7 @@ def about_pointed(chosen: str, newer: Sequence[str]) -> str:
     """A sentence about a ``latest`` that was set back to an older tag."""
     return (
         f"NOT THE NEWEST: latest was pointed at {printable(chosen)} after the last commit. "
-        f"Newer, and not taken: {some(map(printable, newer), _MAX_LISTED)}"
+        f"Newer, and not taken: {some(map(printable, newer))}"
     )
 
 
@@ -166,7 +164,7 @@ def about_left(left: Sequence[Tag]) -> str | None:
     if not left:
         return None
     verb = "is" if len(left) == 1 else "are"
-    return f"LEFT: {some((printable(tag.name) for tag in left), _MAX_LISTED)} {verb} of a branch that was rolled back"
+    return f"LEFT: {some(printable(tag.name) for tag in left)} {verb} of a branch that was rolled back"
 
 
 Tags = tuple[Tag, ...]

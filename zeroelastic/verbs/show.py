@@ -28,7 +28,6 @@ WEIGHT = "weight"
 """The kind of the weights themselves: master weights where a parameter is trained."""
 
 _ENDS = 4
-_NAMED = 8
 
 
 class Statistics(Part):
@@ -179,7 +178,7 @@ def _no_kind(ck: CheckpointView, names: list[str], kind: str) -> UnknownTensorEr
     there = dict.fromkeys(key for name in names for key in _kinds(ck, name))
     what = printable(names[0]) if len(names) == 1 else f"what matches ({some(map(printable, names), 2)})"
     return UnknownTensorError(
-        f"{ck.path}: there is no {printable(kind)} of {what}. Give one of these kinds: {some(there, _NAMED)}."
+        f"{ck.path}: there is no {printable(kind)} of {what}. Give one of these kinds: {some(there)}."
     )
 
 

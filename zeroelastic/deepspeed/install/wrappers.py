@@ -27,7 +27,6 @@ from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names,
 from zeroelastic.deepspeed.live.optimizers import common_state
 from zeroelastic.deepspeed.load import from_state_dicts
 from zeroelastic.deepspeed.load.load import load
-from zeroelastic.deepspeed.load.report import count
 from zeroelastic.deepspeed.metrics import watch
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import LoadRequest, warn_of_slow_verification
@@ -39,7 +38,7 @@ from zeroelastic.deepspeed.save.shard_writer import elastic_state_dict
 from zeroelastic.deepspeed.storage_rules import refuse_unwritable
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import announce, require_partners
-from zeroelastic.errors import with_remedy
+from zeroelastic.errors import counted, with_remedy
 from zeroelastic.in_place import refuse_outside_of_worlds
 
 logger = logging.getLogger(__name__)
@@ -103,7 +102,7 @@ def _say_active() -> None:
     """Tell once that an environment variable has installed zeroelastic: nothing in the script says so."""
     if is_active():
         versions = f"zeroelastic {__version__}, DeepSpeed {metadata.version('deepspeed')}"
-        notice(logger, f"active by {VARIABLE}=1 on {count(dist.get_world_size(), 'rank')}: {versions}")
+        notice(logger, f"active by {VARIABLE}=1 on {counted(dist.get_world_size(), 'rank')}: {versions}")
 
 
 def _say_left_to_deepspeed(what: str, *, elastic: bool) -> None:

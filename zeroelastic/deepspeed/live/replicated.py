@@ -20,8 +20,6 @@ from zeroelastic.distributed.collective import all_gather
 from zeroelastic.errors import UnsupportedError, some
 from zeroelastic.torch_file.header import DType
 
-_MAX_LISTED = 4
-
 
 def replicated_facts(live: LiveOptimizer) -> dict[str, str]:
     """Scalars of optimizer state, hyper-parameters and GradScaler state of this rank: a text by description.
@@ -82,7 +80,7 @@ def difference(facts: dict[str, str], tokens: Sequence[Token]) -> UnsupportedErr
             first = first_of[other]
             named.append(f"{what} is {values[first]} on rank {first} and {values[other]} on rank {other}")
     return UnsupportedError(
-        f"{some(named, _MAX_LISTED, separator='; ')}. Values that follow from a rank's own part of the weights cannot "
+        f"{some(named, separator='; ')}. Values that follow from a rank's own part of the weights cannot "
         "be resharded: a save with elastic_checkpoint off resumes at the same world size."
     )
 

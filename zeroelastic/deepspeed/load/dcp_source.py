@@ -16,8 +16,6 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import list_directory
 from zeroelastic.runs.names import read_latest
 
-_MAX_LISTED = 8
-
 HINT = 'is a checkpoint of FSDP2, which "source": "dcp" in the "zeroelastic" block loads.'
 """What to say of a directory that a load is given which asks for a checkpoint of DeepSpeed."""
 
@@ -57,7 +55,7 @@ def _refuse_several(directory: FilePath) -> None:
     except (MissingFileError, UnreadableError):
         return
     if below:
-        named = some(map(printable, sorted(below)), _MAX_LISTED)
+        named = some(map(printable, sorted(below)))
         raise MissingFileError(
             f"{directory}: is no checkpoint of FSDP2, but has some: {named}. Nothing was loaded.",
             remedy="Pass one as the tag, or the path of one as the directory.",

@@ -20,7 +20,7 @@ from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.deepspeed.run_objects import not_restored
 from zeroelastic.distributed.collective import all_gather_alike, maximum_and_total
-from zeroelastic.errors import StrictError, rank_list, some
+from zeroelastic.errors import StrictError, counted, rank_list, some
 from zeroelastic.report import ResumeReport
 
 
@@ -69,7 +69,7 @@ def load_report(
     texts = [*warnings, *restored.notes]
     if load_plan.visibility is not None and not load_plan.visibility.in_store:
         partial = load_plan.visibility.partial_ranks
-        few = f"{count(len(partial), 'rank')} of {dist.get_world_size()} ({some(map(str, partial), 8)})"
+        few = f"{counted(len(partial), 'rank')} of {dist.get_world_size()} ({some(map(str, partial))})"
         texts.append(f"node-local disks: {few} did not see all files, and had them read and sent by ranks that did")
     texts += module_notes
     exact, rederived, reset = _inventory(engine, live, load_plan, restored.loaded[1], weights_only=request.weights_only)
@@ -124,11 +124,12 @@ def log_batch(logger: logging.Logger, engine: Engine, report: ResumeReport, save
         return
     batch, accumulation = engine.train_batch_size(), engine.gradient_accumulation_steps()
     micro = engine.train_micro_batch_size_per_gpu()
+    copies = counted(batch // (micro * accumulation), "rank")
     before = "as before" if saved is not None else "(the checkpoint does not record its own)"
     notice(
         logger,
-        f"resumed on {count(report.world_size, 'rank')} from {report.saved_world_size}: global batch {batch} {before} "
-        f"(micro batch {micro} x {count(batch // (micro * accumulation), 'rank')} x {accumulation} accumulated)",
+        f"resumed on {counted(report.world_size, 'rank')} from {report.saved_world_size}: global batch {batch} "
+        f"{before} (micro batch {micro} x {copies} x {accumulation} accumulated)",
     )
 
 
@@ -150,7 +151,7 @@ def notes_of_modules(load_plan: LoadPlan) -> list[str]:
         )
     if without := [str(rank) for rank, (_, _, is_remote) in enumerate(taken) if is_remote]:
         notes.append(
-            f"no {model.path.name} of this save on the nodes of {count(len(without), 'rank')} ({some(without, 8)}): "
+            f"no {model.path.name} of this save on the nodes of {counted(len(without), 'rank')} ({some(without)}): "
             "buffers and client state are another node's there"
         )
     return notes
@@ -190,12 +191,12 @@ def micro_batch_notes(load_plan: LoadPlan, pending: int) -> list[str]:
     notes: list[str] = []
     if lost:
         notes.append(
-            f"LOST: the gradients of {count(lost, 'micro batch', 'micro batches')} that were accumulated when this "
+            f"LOST: the gradients of {counted(lost, 'micro batch')} that were accumulated when this "
             "was saved; accumulation begins anew"
         )
     if pending:
         notes.append(
-            f"NOT LOST, though it should be: the gradients of {count(pending, 'micro batch', 'micro batches')} "
+            f"NOT LOST, though it should be: the gradients of {counted(pending, 'micro batch')} "
             "that this engine accumulated before the load go into its next optimizer step"
         )
     return notes
@@ -233,7 +234,7 @@ def _inventory(
     engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, client_state: Any, *, weights_only: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     membership = load_plan.membership
-    exact = [count(len(membership.restored), "parameter")]
+    exact = [counted(len(membership.restored), "parameter")]
     rederived: list[str] = []
     reset: list[str] = []
     states = sorted({key for keys in load_plan.head.tensor_keys for key in keys} - {FP32})
@@ -250,16 +251,16 @@ def _inventory(
     else:
         exact.append(f"optimizer state ({', '.join((*states, *scalars)) or 'none was saved'})")
         matched = sum(match.source is not None for match in membership.groups)
-        what = f"hyper-parameters of {count(matched, 'group')}"
+        what = f"hyper-parameters of {counted(matched, 'group')}"
         if _has_hyper_parameters(load_plan):
             exact.append(what)
         else:
             reset.append(f"{what} (the checkpoint has none)")
     if membership.frozen:
-        exact.append(count(len(membership.frozen), "frozen parameter"))
+        exact.append(counted(len(membership.frozen), "frozen parameter"))
     if membership.excluded:
         named = ", ".join(membership.excluded)
-        reset.append(f"{count(len(membership.excluded), 'frozen parameter')} (excluded from the save): {named}")
+        reset.append(f"{counted(len(membership.excluded), 'frozen parameter')} (excluded from the save): {named}")
     topologies = load_plan.checkpoint.topology, live.topology
     saved, current = (topology.data_size for topology in topologies)
     kind = "data parallel " if any(topology.tensor_size > 1 for topology in topologies) else ""
@@ -294,11 +295,6 @@ def topology_text(live: LiveOptimizer, load_plan: LoadPlan) -> str | None:
         if what == "data" or {str(saved), str(now)} != {"1"}
     ]
     return ", ".join(parts)
-
-
-def count(number: int, what: str, several: str = "") -> str:
-    """A number and the noun for it: "1 rank", "2 ranks"."""
-    return f"{number} {what}" if number == 1 else f"{number} {several or what + 's'}"
 
 
 def _changes(live: LiveOptimizer, load_plan: LoadPlan, keys: ModuleKeys, *, weights_only: bool) -> tuple[str, ...]:

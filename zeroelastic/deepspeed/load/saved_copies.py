@@ -26,8 +26,6 @@ from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import UnsupportedError, some
 from zeroelastic.io.paths import FilePath
 
-_MAX_NAMED = 4
-
 _Extents = Callable[[int], Mapping[str, TensorExtents]]
 
 
@@ -63,7 +61,7 @@ def refuse_other_copies(
     if differing:
         raise UnsupportedError(
             f"{checkpoint.tag_dir}: tensor parallel ranks saved different copies of the same values: "
-            f"{some(list(dict.fromkeys(differing)), _MAX_NAMED)}. At another tensor parallel size one of them would be "
+            f"{some(list(dict.fromkeys(differing)))}. At another tensor parallel size one of them would be "
             "taken: resume at the one that saved."
         )
 

@@ -42,8 +42,6 @@ from zeroelastic.runs.shared_folder import SharedDecision
 
 logger = logging.getLogger(__name__)
 
-_MAX_LISTED = 3
-
 _warned: set[str] = set()
 
 
@@ -164,7 +162,7 @@ def _warn_of_others(plan: PrunePlan) -> None:
         logger.warning(
             '%s: "keep" counts and removes the checkpoints of this run alone; of other runs there are %s. Remove those '
             "that are not needed by hand or with zeroelastic prune.",
-            *(plan.root, some(map(printable, others), _MAX_LISTED)),
+            *(plan.root, some(map(printable, others))),
         )
 
 

@@ -36,7 +36,6 @@ SUFFIX = ".safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 << 20
 _WRAPPERS = ("module", "_orig_mod", "base_model.model", "base_layer")
-_NAMED = 3
 
 
 class BaseTensor(NamedTuple):
@@ -95,7 +94,7 @@ class BaseModel:
                 self.location,
                 len(missing),
                 counted(len(new), "tensor"),
-                some(missing, _NAMED),
+                some(missing),
             )
         return {name: self.tensors[name] for name in wanted if name in self.tensors}
 

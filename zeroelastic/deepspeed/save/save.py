@@ -87,8 +87,6 @@ from zeroelastic.runs.names import normal, stock_saves, why_not_saved
 
 logger = logging.getLogger(__name__)
 
-_MAX_NAMED = 4
-
 Method = Callable[..., Any]
 
 
@@ -460,7 +458,7 @@ def _with_copies(engine: Engine, live: LiveOptimizer, tag_dir: FilePath) -> Live
     differing = copies_that_differ(live, device=engine.device)
     if not differing:
         return live
-    named = some([f"{name}: {key}" for name, key in differing], _MAX_NAMED)
+    named = some([f"{name}: {key}" for name, key in differing])
     why = f"the copies that tensor parallel ranks have of the same values differ ({named})"
     if not live.per_param:
         raise UnsupportedError(f"{why}.")

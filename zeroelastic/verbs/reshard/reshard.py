@@ -57,7 +57,6 @@ from zeroelastic.verbs.reshard.source import (
 from zeroelastic.verbs.reshard.target import LEAST_MEMORY, ReshardOptions, ReshardTarget, reshard_target, stage_notes
 
 _THREAD_BYTES = 2 << 20
-_MAX_LISTED = 8
 
 
 class ReshardReport(Report):
@@ -460,7 +459,7 @@ def _compare(plan: ReshardPlan, contents: Sequence[ParamContent], root: str) -> 
     wrong += [f"{name} (not in the files)" for name in saved]
     raise DigestMismatchError(
         f"{plan.source.tag_dir}: what was read differs from what its commit record says was saved: "
-        f"{some(wrong, _MAX_LISTED)}. The checkpoint is damaged. Nothing was written."
+        f"{some(wrong)}. The checkpoint is damaged. Nothing was written."
     )
 
 

@@ -45,7 +45,6 @@ Root = Mapping[object, object]
 LAYERS = "ds_autoep_layers"
 INFO = "universal_checkpoint_info"
 MAP_VERSION = 1
-_MAX_LISTED = 4
 _OTHER = -1
 _MOST_IN_GROUP = 178956971
 """``max_group_size`` of ``split_params_into_different_moe_groups_for_optimizer`` (deepspeed.moe.utils, 0.19.8)."""
@@ -358,7 +357,7 @@ def _experts_for(saved: Slicing, topology: Topology, size: int, stage: int) -> S
     if uneven:
         raise UnsupportedError(
             f"has experts that {counted(size, 'expert parallel rank')} cannot share evenly: "
-            f"{some(uneven, _MAX_LISTED)}. Give an --ep that divides their number."
+            f"{some(uneven)}. Give an --ep that divides their number."
         )
     if topology.data_size % size:
         raise UsageError(
@@ -382,8 +381,7 @@ def _maps_like(like: Slicing, params: Sequence[Param], topology: Topology) -> Sl
     ]
     if wrong:
         raise UnsupportedError(
-            f"--like: has no slices of {some(wrong, _MAX_LISTED)}, or those of another shape. Give a checkpoint of the "
-            "same model."
+            f"--like: has no slices of {some(wrong)}, or those of another shape. Give a checkpoint of the same model."
         )
     return {param.name: like.maps[param.name] for param in params}
 

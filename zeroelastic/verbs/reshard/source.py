@@ -34,7 +34,6 @@ from zeroelastic.torch_file.graph import Node, entry, ordered_dict, pairs_of, re
 from zeroelastic.verbs.reshard.lean_source import WeightPlace, beside_copy, completed, group_weights, not_lean
 from zeroelastic.verbs.reshard.slicing import INFO, Slicing, saved_slicing
 
-_MAX_LISTED = 4
 _BOTH = ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count", "base_optimizer_state")
 _STATE_KEYS = {*_BOTH, "ds_zero_partition_groups", "optimizer_state_dict", "fp32_flat_groups", "zeroelastic"}
 """What stage 3 keeps in a file's optimizer_state_dict, and what the elastic format adds."""
@@ -398,7 +397,7 @@ def check_entries(source: ReshardSource, names: Iterable[str]) -> None:
     missing = sorted(name for name in names if name not in found and shared.get(name, name) not in found)
     if missing:
         raise UnsupportedError(
-            f"the module's state has no entry for {some(missing, _MAX_LISTED)}, which stage 0 keeps there alone. "
+            f"the module's state has no entry for {some(missing)}, which stage 0 keeps there alone. "
             "Reshard to stage 3, with --stage 3."
         )
 
@@ -416,12 +415,12 @@ def check_module(source: ReshardSource) -> None:
     frozen = set() if source.frozen is None else {param.name for param in source.frozen.params}
     if frozen - found:
         raise UnsupportedError(
-            f"the module's state has no entry for {some(sorted(frozen - found), _MAX_LISTED)}, frozen parameters, "
+            f"the module's state has no entry for {some(sorted(frozen - found))}, frozen parameters, "
             "which stages 1 and 2 keep there. Reshard to stage 3, with --stage 3."
         )
     if found - frozen:
         raise UnsupportedError(
-            f"the module's state has {some(sorted(found - frozen), _MAX_LISTED)}, neither parameters nor buffers, "
+            f"the module's state has {some(sorted(found - frozen))}, neither parameters nor buffers, "
             "which files of stages 1 and 2 do not distinguish from frozen ones. Reshard to stage 3, with --stage 3."
         )
 

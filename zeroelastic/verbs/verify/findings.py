@@ -238,7 +238,7 @@ def _differing_copies(headers: TagHeaders, whole_tensors: Folded, explained: _Fl
         ]
         whose = "is not the same in" if len(chosen) == len(members) else "is not what other ranks have in"
         sentence = (
-            f"{tensor.key} of {tensor.param.name}, of which ranks have copies, {whose} {some(names, 4)}, whose "
+            f"{tensor.key} of {tensor.param.name}, of which ranks have copies, {whose} {some(names)}, whose "
             "checksums are right: files of another save, or altered."
         )
         file = names[0] if len(names) == 1 else ""
@@ -292,7 +292,7 @@ def _of_record(
         return [_row_problem(headers, bad.file, rows, i, what) for i in damaged.tolist()]
     if len(damaged):
         inside_it = [headers.tensors[t] for t in rows.tensor[damaged].tolist()]
-        which = some([f"{tensor.key} of {tensor.param.name}" for tensor in inside_it], 4)
+        which = some([f"{tensor.key} of {tensor.param.name}" for tensor in inside_it])
         keys = {tensor.key for tensor in inside_it}
         sentence = f"{bad.file}: {sums}. It holds {which}; nothing tells which of these is damaged."
         key = keys.pop() if len(keys) == 1 else None
@@ -330,7 +330,7 @@ def _unplaced(headers: TagHeaders, wrong: Sequence[int]) -> list[Problem]:
         tensor, (part, p) = headers.tensors[number], params[int(param_of[number])]
         files = headers.optim_files if number < headers.num_trained else headers.model_files
         names = [files[rank].name for rank in part.holders(p)]
-        where = names[0] if len(names) == 1 else f"one of {some(names, 4)}"
+        where = names[0] if len(names) == 1 else f"one of {some(names)}"
         sentence = (
             f"{tensor.key} of {tensor.param.name} is not what the commit record says was saved. It is in {where}, "
             "whose checksums are right: a file of another save, or altered."
@@ -384,7 +384,7 @@ def _words(
             "its checksums computed anew, would not be noticed"
         )
     if scan.unstated:
-        files = some(scan.unstated, 4)
+        files = some(scan.unstated)
         unchecked.append(f"not checked, because these files state no CRC-32: the records of {files}")
     if headers.streams.num_copies:
         equal = headers.streams.num_copies - int(whole_tensors.differs.sum())
@@ -398,5 +398,5 @@ def _words(
         checked.append(f"{_shared_words(headers)}; digests of {tensors} in them equal those in the tag")
     unread = (*scan.unread, *(shared.file.path for shared in headers.shared if shared.problem is not None))
     if unread:
-        unchecked.append(f"not checked: the payload of {some(unread, 4)}")
+        unchecked.append(f"not checked: the payload of {some(unread)}")
     return checked, unchecked
