@@ -32,7 +32,7 @@ from zeroelastic.cli.pages.figures import (
     table,
 )
 from zeroelastic.core.layout import Int64Array, Layout, Param
-from zeroelastic.errors import counted
+from zeroelastic.errors import counted, some
 from zeroelastic.verbs.diff.diff import Difference, DiffReport
 from zeroelastic.verbs.diff.tensors import ComparedTensor
 from zeroelastic.verbs.inspect.report import InspectedParam, InspectedTopology, InspectReport, Lean, SavedLayout
@@ -329,13 +329,9 @@ def _verify_answer(found: VerifyReport) -> tuple[Tone, str]:
         return "good", f"Valid: every byte of {files} was read; nothing is damaged or missing{compared}."
     files_named = sorted({problem.file for problem in found.problems if problem.file})
     params = sorted({problem.param for problem in found.problems if problem.param})
-    where = f" in {_first_two(files_named)}" if files_named else ""
-    what = f"; {counted(len(params), 'parameter')} concerned: {_first_two(params)}" if params else ""
+    where = f" in {some(files_named, 2)}" if files_named else ""
+    what = f"; {counted(len(params), 'parameter')} concerned: {some(params, 2)}" if params else ""
     return "bad", f"Invalid: {counted(len(found.problems), 'problem')}{where}{what}. {found.problems[0].sentence}"
-
-
-def _first_two(names: list[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2:,} more" if len(names) > 2 else "")
 
 
 def _damage(files: Iterable[VerifiedFile], problems: Iterable[Problem], world_size: int) -> dict[str, Chart | None]:

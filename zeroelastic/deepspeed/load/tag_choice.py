@@ -15,7 +15,7 @@ from zeroelastic.deepspeed.engine_state import refuse_damaged
 from zeroelastic.deepspeed.load.dcp_source import HINT, is_dcp
 from zeroelastic.deepspeed.node_local.node_tags import agree_on_latest
 from zeroelastic.distributed.collective import all_gather_alike, all_gather_or_raise, all_or_raise, broadcast_or_raise
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable, shown
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable, shown, some
 from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath
 from zeroelastic.runs.candidates import committed_after
 from zeroelastic.runs.locate import about_absent, about_absent_tag
@@ -24,8 +24,6 @@ from zeroelastic.runs.tag_directory import open_tag, recover
 
 logger = logging.getLogger(__name__)
 
-_NAMED = 3
-
 
 def choice_notes(load_dir: FilePath, tag: str, newer: tuple[str, ...]) -> list[str]:
     """Notes for the report about the choice of a tag: the same on every rank."""
@@ -33,7 +31,7 @@ def choice_notes(load_dir: FilePath, tag: str, newer: tuple[str, ...]) -> list[s
         return []
     return [
         f"NOT THE NEWEST: {load_dir / LATEST} names {printable(tag)}, and "
-        f"{', '.join(map(printable, newer[:_NAMED]))} {'was' if len(newer) == 1 else 'were'} committed later. "
+        f"{some(map(printable, newer))} {'was' if len(newer) == 1 else 'were'} committed later. "
         "Unless you pointed it there, the file is damaged, or a save ended before it was written"
     ]
 
