@@ -530,6 +530,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
+    if chosen.out is not None:
+        chosen.out.mkdir(parents=True, exist_ok=True)
     print(f"seed {chosen.seed}", file=sys.stderr)
     sizes = {"flips": chosen.flips, "truncations": chosen.truncations, "blocks": chosen.blocks}
     facts = machine()

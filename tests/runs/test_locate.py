@@ -68,6 +68,8 @@ def test_what_is_no_checkpoint_is_said_with_what_is_there(root: Path, tmp_path: 
     assert "There are: global_step2, global_step4" in said(root, tag="global_step3")
     assert "give the directory above" in said(root / "global_step2", tag="global_step4")
     assert "not the name of a tag" in said(root, tag="../run/global_step2")
+    assert "'' is not the name of a tag" in said(root, tag="")  # as of --tag "$TAG" without a TAG
+    assert "./ is not the name of a tag: no files of ranks lie in" in said(root, tag="./")
     (root / "latest").unlink()
     assert "There are: global_step2, global_step4. Give the path of one, such as" in said(root)
     for path in root.glob("*/*rank_0_mp*"):  # the disk of another node

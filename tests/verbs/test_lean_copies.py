@@ -22,6 +22,7 @@ import zeroelastic
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, read_shared_head
 from zeroelastic.errors import DigestMismatchError, MissingFileError
 from zeroelastic.testing import RankPool
+from zeroelastic.verbs.convert import convert as convert_module
 from zeroelastic.verbs.reshard import reshard as reshard_module
 
 SAVES = {
@@ -139,6 +140,23 @@ def test_a_universal_checkpoint_is_that_of_the_full_tag(saved: Path, tmp_path: P
         else:
             assert lean[name] == full[name], name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "lean"]
+
+
+@pytest.mark.parametrize("saved", ["3"], indirect=True)
+def test_the_next_conversion_removes_the_full_copy_that_a_killed_one_left(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*args: object, **options: object) -> None:
+        raise SystemExit(143)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_module, "write_plan", end)
+        patch.setattr(shutil, "rmtree", lambda *args, **options: None)  # as of a process that a signal ends at once
+        with pytest.raises(SystemExit):
+            zeroelastic.convert(saved / "lean", tmp_path / "made", to="universal")
+    assert len(list(tmp_path.iterdir())) == 1
+    zeroelastic.convert(saved / "lean", tmp_path / "made", to="universal")
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
 def test_a_distributed_checkpoint_is_that_of_the_full_tag(saved: Path, tmp_path: Path) -> None:

@@ -385,6 +385,23 @@ def test_what_another_command_left_is_not_taken_over(tmp_path: Path, monkeypatch
     assert torch.load(tmp_path / "b" / "global_step4" / model_name(1), weights_only=False)["other"] == 1
 
 
+def test_what_a_kill_left_of_a_file_is_not_in_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary files of the commit record and of latest, as a kill leaves them before they get their names."""
+    write_sample(tmp_path / "a", world_size=4)
+    monkeypatch.setattr("zeroelastic.verbs.new_directory.publish", _end)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "a", tmp_path / "b", 3)
+    monkeypatch.undo()
+    left = staging_of(tmp_path / "b") / "root"
+    (left / "global_step4/.zeroelastic.json.123.0123abcd.tmp").write_text("{")
+    (left / ".latest.123.0123abcd.tmp").write_text("glob")
+    assert run(tmp_path / "a", tmp_path / "b", 3).resumed_ranks == 3
+    run(tmp_path / "a", tmp_path / "c", 3)
+    made = (tmp_path / "b", tmp_path / "c")
+    b, c = (sorted(str(path.relative_to(root)) for path in root.rglob("*")) for root in made)
+    assert b == c
+
+
 def _end(*args: object) -> None:
     raise SystemExit(143)
 

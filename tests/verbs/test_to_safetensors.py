@@ -31,7 +31,7 @@ from zeroelastic.testing import RankPool
 from zeroelastic.testing.sample import BUFFER, EMBEDDING, TIED, write_sample
 from zeroelastic.verbs.convert.convert import write_plan
 from zeroelastic.verbs.convert.to_safetensors import DTYPES, HF_FILES, plan_export
-from zeroelastic.verbs.new_directory import new_directory
+from zeroelastic.verbs.new_directory import new_directory, staging_of
 
 
 def merged(tag_dir: Path) -> dict[str, torch.Tensor]:
@@ -321,6 +321,14 @@ def test_a_directory_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is there already"), new_directory(tmp_path / "b"):
         (tmp_path / "b").mkdir()  # somebody else was faster
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "link"] and os.listdir(tmp_path / "b") == []
+
+
+def test_what_a_kill_after_the_renaming_left_is_removed_by_the_next_export(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "ckpt/tag", world_size=1)
+    (tmp_path / "a").mkdir()
+    staging_of(tmp_path / "a").mkdir()
+    export(tmp_path / "ckpt/tag", tmp_path / "b")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "ckpt"]
 
 
 # ---- the verb

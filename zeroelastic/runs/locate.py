@@ -27,6 +27,7 @@ from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes, list_directory
 from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.names import (
+    HERE,
     LATEST,
     LATEST_UNIVERSAL,
     WHAT_TO_GIVE,
@@ -105,6 +106,8 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None, univers
             raise UnsupportedError(f"{path}: is {kind}. {_OF_OTHERS}")
         raise UsageError(f"{path}: {_what_is_there(path, inside)}")
     problem = why_no_tag(chosen)
+    if problem is None and normal(chosen) == HERE:
+        problem = "no files of ranks lie in the directory itself"
     if problem is not None:
         raise UsageError(
             f"{path}: {printable(chosen)} is not the name of a tag: {problem}. Give the name of a folder in it."

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from zeroelastic.checkpoint.tag_files import is_temporary
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UsageError
 from zeroelastic.io.atomic import name_in_errors, rename_new, reserve_space, sync_directory, sync_path, write_atomically
@@ -133,6 +134,22 @@ def new_directory(
             os.close(lock)
 
 
+@contextmanager
+def scratch_directory(target: Path) -> Iterator[Path]:
+    """A hidden directory beside ``target``, which is removed at the end of the block.
+
+    What a killed process has left of it is emptied by the next one with the same target. Raises UsageError when another
+    process is at it, OSError.
+    """
+    staging = staging_of(target.with_name(f"{target.name}.scratch"))
+    _, lock = _take(staging, {"run": secrets.token_hex(8)})
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        os.close(lock)
+
+
 def publish(staging: Path, directory: Path, target: Path) -> None:
     """Rename ``directory``, inside the hidden one, to ``target``, but never over something that has come to be there.
 
@@ -168,7 +185,11 @@ def _take(staging: Path, manifest: Mapping[str, object]) -> tuple[str, int]:
         found = saved.pop("identity")
         if saved == json.loads(json.dumps(manifest)):
             identity = str(found)
-    if not identity:
+    if identity:
+        for folder, _, names in os.walk(staging):
+            for name in filter(is_temporary, names):  # of a write in which the earlier run was killed
+                Path(folder, name).unlink()
+    else:
         for name in os.listdir(staging):
             if name != _LOCK:
                 path = staging / name

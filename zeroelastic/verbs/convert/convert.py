@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
@@ -34,7 +33,7 @@ from zeroelastic.verbs.convert.to_fsdp2 import Fsdp2Plan, FsdpLayout, plan_fsdp2
 from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export
 from zeroelastic.verbs.convert.to_universal import UniversalPlan, plan_universal
 from zeroelastic.verbs.model_tensors import check_shared
-from zeroelastic.verbs.new_directory import check_free, new_directory
+from zeroelastic.verbs.new_directory import check_free, new_directory, scratch_directory, sweep
 from zeroelastic.verbs.new_files import MINIMUM_MEMORY, Reading, RecordedDigests, check_source_checksums
 from zeroelastic.verbs.options import Progress, local_sources, local_target, no_progress
 from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
@@ -318,15 +317,15 @@ def _self_contained(source: Source, state: SavedState, dst: Path, max_memory: in
     if state.models[0].shared is None:
         yield state
         return
-    with TemporaryDirectory(dir=dst.absolute().parent, prefix=f".{dst.name}.") as folder:
+    with scratch_directory(dst.absolute()) as folder:
         options = ReshardOptions(
             world_size=state.checkpoint.world_size,
             format=state.head.format,
             max_memory=max(max_memory, LEAST_MEMORY),
             full=True,
         )
-        run_reshard(plan_reshard(source, options), Path(folder) / "full")
-        yield open_state(open_checkpoint(Path(folder) / "full" / source.tag))
+        run_reshard(plan_reshard(source, options), folder / "full")
+        yield open_state(open_checkpoint(folder / "full" / source.tag))
 
 
 def _convert_from(
@@ -393,6 +392,7 @@ def write_plan(
     """
     processes = processes or Processes()
     tag_dir, digests = plan.state.checkpoint.tag_dir, RecordedDigests(plan.state.checkpoint)
+    processes.run_on_rank0(lambda: sweep(target.absolute().parent))
     with new_directory(target, processes) as (directory, _):
         check_source_checksums(plan.state, processes)
         plan.write(directory, Reading(plan.state, digests, max_memory, progress), processes)

@@ -16,7 +16,6 @@ Tensors that ranks had slices of are whole, in the shape that the loaders slice 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from zeroelastic.verbs.model_tensors import ModelTensor, Place, optimizer_tensor
 from zeroelastic.verbs.new_directory import reserve_file
 from zeroelastic.verbs.new_files import Archives, Reading, TensorCopy, convertible, copy_tensors, write_archive
 from zeroelastic.verbs.reshard.files import scalar_node
+from zeroelastic.verbs.reshard.sidecar_files import link_or_copy
 from zeroelastic.verbs.reshard.slicing import Slicing
 from zeroelastic.verbs.reshard.source import no_hyper_parameters, slicing_of
 from zeroelastic.verbs.verify.payload_scan import RankRows, cover
@@ -118,7 +118,7 @@ class UniversalPlan:
         write_archive(zero / OPTIMIZER_STATE, self.optimizer_state)
         _copy_models(tag_dir, reading)
         for tensor_rank, model in enumerate(self.state.models if whole else ()):  # a run of stage 3 looks for its name
-            os.link(tag_dir / model.path.name, tag_dir / model_file_name(0, tensor_rank, whole=False))
+            link_or_copy(tag_dir / model.path.name, tag_dir / model_file_name(0, tensor_rank, whole=False))
         (directory / LATEST_UNIVERSAL).write_text(self.tag)
 
     def _state_file(self, name: str, saved: ModelTensor, storage: Storage) -> object:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,10 +158,12 @@ def link_or_copy(origin: FilePath, path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     if isinstance(origin, Path):
-        with suppress(OSError):  # another file system, or one without links
+        try:
             os.link(origin, path)
             os.utime(path)  # young, as a file that a save refers to
             return
+        except OSError:  # another file system, one without links, or a file of another user
+            path.unlink(missing_ok=True)  # a copy into the link would empty the origin
     _copy_file(origin, path)
 
 
