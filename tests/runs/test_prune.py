@@ -33,6 +33,8 @@ from zeroelastic.runs import run_store
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.runs.names import TRASH
 from zeroelastic.runs.prune import plan_prune, remove_tag
+from zeroelastic.runs.tag_directory import note_owner, remove_note
+from zeroelastic.verbs.new_directory import staging_of
 
 HOUR = 3600
 
@@ -254,6 +256,29 @@ def test_what_dead_saves_left_goes_and_what_may_be_on_its_way_stays(run: Path) -
     }
     left = {path.name for path in run.iterdir() if path.name.startswith(".global")}
     assert left == {f"{new}.tmp", f"{only}.tmp", f"{only}.old"} and found["freed_bytes"] > 0
+
+
+@pytest.mark.parametrize("folder", [".", "checkpoint-9"])
+def test_what_a_command_was_making_when_it_was_killed_is_no_tag_and_goes(tmp_path: Path, folder: str) -> None:
+    """A reshard beside the tags of a run, or beside the folders of a framework, with all of its files."""
+    save(tmp_path / folder / "s9", 9)
+    (tmp_path / folder / "latest").write_text("s9")
+    left = staging_of(tmp_path / "made")
+    save(left / "root/s10", 10)
+    tag = "checkpoint-9" if folder != "." else "s9"
+    assert [found.tag for found in zeroelastic.ls(tmp_path).tags] == [tag]
+    assert (newest := zeroelastic.latest(tmp_path).tag) is not None and newest.name == tag
+    (found,) = zeroelastic.prune(tmp_path, keep=1).unfinished
+    assert (found.action, found.reason[:32]) == ("kept", "a command may be on its way: it ")
+    age(left, 2 * HOUR)
+    note_owner(left)  # of this process
+    (found,) = zeroelastic.prune(tmp_path, keep=1, dry_run=False).unfinished
+    assert (found.action, found.reason[:25]) == ("kept", "its command is on its way")
+    remove_note(left)
+    age(left, 2 * HOUR)
+    (found,) = zeroelastic.prune(tmp_path, keep=1, dry_run=False).unfinished
+    assert (found.name, found.action, found.reason) == (left.name, "removed", "of a command that did not finish")
+    assert not left.exists() and [found.tag for found in zeroelastic.ls(tmp_path).tags] == [tag]
 
 
 def test_a_clock_that_is_ahead_makes_nothing_old(run: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -146,17 +147,23 @@ def test_a_universal_checkpoint_is_that_of_the_full_tag(saved: Path, tmp_path: P
 def test_the_next_conversion_removes_the_full_copy_that_a_killed_one_left(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Beside the tags of the run, of which it is none."""
+
     def end(*args: object, **options: object) -> None:
         raise SystemExit(143)
+
+    run = shutil.copytree(saved / "lean", tmp_path / "run")
+    before, tags = os.listdir(run), [tag.tag for tag in zeroelastic.ls(run).tags]
 
     with monkeypatch.context() as patch:
         patch.setattr(convert_module, "write_plan", end)
         patch.setattr(shutil, "rmtree", lambda *args, **options: None)  # as of a process that a signal ends at once
         with pytest.raises(SystemExit):
-            zeroelastic.convert(saved / "lean", tmp_path / "made", to="universal")
-    assert len(list(tmp_path.iterdir())) == 1
-    zeroelastic.convert(saved / "lean", tmp_path / "made", to="universal")
-    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+            zeroelastic.convert(run, run / "made", to="universal")
+    assert len(os.listdir(run)) == len(before) + 1
+    assert [tag.tag for tag in zeroelastic.ls(run).tags] == tags
+    zeroelastic.convert(run, run / "made", to="universal")
+    assert sorted(os.listdir(run)) == sorted([*before, "made"])
 
 
 def test_a_distributed_checkpoint_is_that_of_the_full_tag(saved: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from synthetic import Param, edit, edit_optim, model_name, optim_name, raw, writ
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError
+from zeroelastic.runs.tag_directory import life_of_owner
 from zeroelastic.testing import RankPool
 from zeroelastic.testing.sample import BUFFER, EMBEDDING, TIED, write_sample
 from zeroelastic.verbs.convert.convert import write_plan
@@ -307,6 +308,7 @@ def test_a_directory_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     with new_directory(tmp_path / "a") as (directory, _):
         (directory / "x").write_text("x")
         assert not (tmp_path / "a").exists() and directory.parent.name.startswith(".a.")
+        assert life_of_owner(directory.parent) == "lives"
     assert os.listdir(tmp_path) == ["a"]
     for target, said in (("a", "is there already"), ("b/c", "no such directory")):
         with pytest.raises(UsageError, match=said), new_directory(tmp_path / target):

@@ -35,6 +35,9 @@ LATEST_UNIVERSAL = "latest_universal"
 TRASH = ".zeroelastic-pruned"
 """The hidden folder that holds what ``prune`` is removing."""
 
+PARTIAL = ".zeroelastic-partial"
+"""The end of the hidden name under which a verb makes a directory."""
+
 HERE = "."
 """The tag of a checkpoint in the directory itself; ``latest`` may be empty then."""
 
@@ -87,8 +90,15 @@ def directory_of(root: FilePath, tag: str) -> FilePath:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a folder's name is one that zeroelastic uses for saves on their way, removals, or shared files."""
-    return is_unfinished(name) or name in (TRASH, FROZEN_FOLDER) or name.startswith(f"{FROZEN_FOLDER}_")
+    """Whether a folder's name is one that zeroelastic uses for what is being made or removed, or for shared files."""
+    if is_unfinished(name) or is_partial(name):
+        return True
+    return name in (TRASH, FROZEN_FOLDER) or name.startswith(f"{FROZEN_FOLDER}_")
+
+
+def is_partial(name: str) -> bool:
+    """Whether a folder's name is that of one which a verb makes, or made when it was killed."""
+    return name.startswith(".") and name.endswith(PARTIAL)
 
 
 def why_not_saved(directory: FilePath, tag: str) -> str | None:

@@ -27,7 +27,7 @@ from zeroelastic.distributed.process_identity import Life
 from zeroelastic.errors import UnreadableError, UsageError
 from zeroelastic.io.atomic import sync_directory, write_atomically
 from zeroelastic.io.paths import FilePath, RemotePath, relative_name
-from zeroelastic.runs.names import LATEST, MAX_PARTS, TRASH, is_ours
+from zeroelastic.runs.names import LATEST, MAX_PARTS, PARTIAL, TRASH, is_ours
 from zeroelastic.runs.order import Tag
 from zeroelastic.runs.tag_directory import is_unfinished, life_of_owner, replaces_nothing, save_id_of
 
@@ -197,16 +197,19 @@ class LocalRun(RunStore):
 
     def leftovers(self, tags: Sequence[Tag], min_age_s: float) -> tuple[Leftover, ...]:
         found: list[Leftover] = []
-        for path, directory in self._left(self._folders(tags)):
+        folders = self._folders(tags)
+        of_commands = [(path, path) for folder in folders for path in folder.glob(f".?*{PARTIAL}")]
+        for path, directory in [*self._left(folders), *of_commands]:
+            what = "command" if (path, path) in of_commands else "save"
             try:
                 tree = survey(path)
             except FileNotFoundError:  # a save has just put it in place, or removed it
                 continue
-            kept = why_kept(directory, min_age_s)
+            kept = why_kept(directory, min_age_s, what)
             if kept is None and not tree.one_device:
                 kept = "another file system is mounted in it"
             name = relative_name(path, self.root)
-            found.append(Leftover(name, tree, kept is None, kept or "of a save that did not finish"))
+            found.append(Leftover(name, tree, kept is None, kept or f"of a {what} that did not finish"))
         return tuple(found)
 
     def _folders(self, tags: Sequence[Tag]) -> list[Path]:
@@ -363,23 +366,23 @@ def staging_dirs(root: Path) -> dict[str, Path]:
     }
 
 
-def why_kept(left: Path, min_age_s: float = _MIN_AGE_UNASKED_S) -> str | None:
-    """The reason to keep a leftover of a save; None where the save is dead.
+def why_kept(left: Path, min_age_s: float = _MIN_AGE_UNASKED_S, what: str = "save") -> str | None:
+    """The reason to keep a leftover of a save, or of another ``what``; None where the save is dead.
 
     If it is unknown whether the process of the save still runs, the save counts as dead when nothing has changed for
     ``min_age_s``.
     """
     if replaces_nothing(left):
         return "the tag that it belongs to is not there: a load or save of that tag puts it back"
-    return why_alive(life_of_owner(left), partial(_changed_at, left), min_age_s)
+    return why_alive(life_of_owner(left), partial(_changed_at, left), min_age_s, what)
 
 
-def why_alive(life: Life, changed_at: Callable[[], float], min_age_s: float) -> str | None:
+def why_alive(life: Life, changed_at: Callable[[], float], min_age_s: float, what: str = "save") -> str | None:
     """The reason why a save may still be on its way, by its process and by when it changed last; None if it is dead."""
     if life == "lives":
-        return "its save is on its way: the process that makes it is running"
+        return f"its {what} is on its way: the process that makes it is running"
     if life == "unknown" and time.time() - changed_at() < min_age_s:
-        return f"a save may be on its way: it changed within the last {min_age_s / 60:.0f} minutes"
+        return f"a {what} may be on its way: it changed within the last {min_age_s / 60:.0f} minutes"
     return None
 
 

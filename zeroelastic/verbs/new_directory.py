@@ -22,11 +22,12 @@ from zeroelastic.checkpoint.tag_files import is_temporary
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UsageError
 from zeroelastic.io.atomic import name_in_errors, rename_new, reserve_space, sync_directory, sync_path, write_atomically
+from zeroelastic.runs.names import PARTIAL
+from zeroelastic.runs.tag_directory import note_owner, remove_note
 
 logger = logging.getLogger(__name__)
 
 _LOCK, _MANIFEST = "lock", "manifest.json"
-_SUFFIX = ".zeroelastic-partial"
 _FLUSHING_THREADS = 8
 
 
@@ -64,7 +65,7 @@ def flush_tree(directory: Path) -> None:
 
 def staging_of(dst: Path) -> Path:
     """The hidden directory in which ``dst`` is made."""
-    return dst.parent / f".{dst.name}{_SUFFIX}"
+    return dst.parent / f".{dst.name}{PARTIAL}"
 
 
 def staged_bytes(dst: Path) -> int:
@@ -81,8 +82,8 @@ def sweep(parent: Path) -> None:
 
     One whose lock is held, or cannot be asked for, stays.
     """
-    for staging in parent.glob(f".?*{_SUFFIX}"):
-        dst = parent / staging.name[1 : -len(_SUFFIX)]
+    for staging in parent.glob(f".?*{PARTIAL}"):
+        dst = parent / staging.name[1 : -len(PARTIAL)]
         if os.path.lexists(dst) and staging.is_dir() and not staging.is_symlink():
             with suppress(OSError):
                 lock = os.open(staging / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -196,4 +197,6 @@ def _take(staging: Path, manifest: Mapping[str, object]) -> tuple[str, int]:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         identity = uuid.uuid4().hex
         write_atomically(staging / _MANIFEST, json.dumps({**manifest, "identity": identity}).encode())
+    remove_note(staging)
+    note_owner(staging)
     return identity, lock

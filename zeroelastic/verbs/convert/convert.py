@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -324,7 +325,8 @@ def _self_contained(source: Source, state: SavedState, dst: Path, max_memory: in
             max_memory=max(max_memory, LEAST_MEMORY),
             full=True,
         )
-        run_reshard(plan_reshard(source, options), folder / "full")
+        alone = replace(source, root=source.tag_dir, framework="deepspeed")  # without the files beside the tag
+        run_reshard(plan_reshard(alone, options), folder / "full")
         yield open_state(open_checkpoint(folder / "full" / source.tag))
 
 
