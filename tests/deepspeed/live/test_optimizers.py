@@ -112,13 +112,30 @@ def test_files_that_do_not_name_the_optimizer_leave_its_kind_of_decay_alone(
         assert "hyper-parameters that are the run's own: decoupled_weight_decay" in outcome.report.notes
 
 
+def test_files_that_do_not_name_the_optimizer_are_told_from_those_of_another_class_with_the_same_state(
+    rank_pool: RankPool, saved: Saver
+) -> None:
+    """RAdam has no hyper-parameter that AdamW lacks, and its kind of decay is its own."""
+    checkpoint = saved(Job(elastic=False, stage=2), 3)
+    for outcome in rank_pool.run(resume, 2, Job(optimizer="radam", stage=2).other(), checkpoint.directory, **STEPS):
+        assert [outcome.state[f"group/{g}/decoupled_weight_decay"] for g in (0, 1)] == [False, False]
+        assert not any(key.endswith("/amsgrad") for key in outcome.state)
+        for note in (
+            "optimizer: RAdam goes on from the state of another optimizer, which has the same keys",
+            "hyper-parameters of the checkpoint that this optimizer does not have: amsgrad, fused",
+            "hyper-parameters that are the run's own: decoupled_weight_decay",
+        ):
+            assert note in outcome.report.notes
+
+
 @pytest.mark.parametrize("path", [None, "torch.optim.radam.RAdam"])
 def test_an_option_of_the_same_name_that_is_the_users_is_restored(path: str | None) -> None:
     radam = torch.optim.RAdam([torch.zeros(1)], decoupled_weight_decay=False)
     options = {key: value for key, value in radam.param_groups[0].items() if key != "params"}
     saved = SavedGroup(path, {**options, "decoupled_weight_decay": True}, frozenset())
     taken, left, own = options_to_set(saved, radam, radam.param_groups[0])
-    assert taken["decoupled_weight_decay"] is True and left == own == () and changed_class(saved, radam) is None
+    assert taken["decoupled_weight_decay"] is True and left == own == ()
+    assert changed_class(saved, radam, radam.param_groups[0]) is None
 
 
 def grouped(*groups: dict[str, object]) -> Any:

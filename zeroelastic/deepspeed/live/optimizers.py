@@ -71,6 +71,9 @@ _DECOUPLED = "decoupled_weight_decay"
 _OF_THE_CLASS = {_DECOUPLED}
 """Options that make a class what it is: torch's AdamW is its Adam with this one set."""
 
+_TELLING = {"amsgrad", "eps"}
+"""Options that tell known classes with the same state keys apart: Adam has both, RAdam and FusedAdam one, Lion none."""
+
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
@@ -164,10 +167,10 @@ def options_to_set(
     return taken, tuple(sorted(saved.options.keys() - options.keys() - SCHEDULED)), own
 
 
-def changed_class(saved: SavedGroup, optimizer: torch.optim.Optimizer) -> str | None:
+def changed_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> str | None:
     """A sentence about an optimizer that continues from the state of another class, or None."""
     name = type(optimizer).__name__
-    was = _other_adam(saved, optimizer) if saved.class_path is None else saved.class_path.rpartition(".")[2]
+    was = _other_class(saved, optimizer, options) if saved.class_path is None else saved.class_path.rpartition(".")[2]
     if was in (None, name):
         return None
     return f"optimizer: {name} goes on from the state of {was}, which has the same keys"
@@ -187,13 +190,15 @@ def _same_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Ma
     """Compares class names without their modules; a checkpoint without one is judged by its hyper-parameters."""
     if saved.class_path is not None:
         return saved.class_path.rpartition(".")[2] == type(optimizer).__name__
-    if _other_adam(saved, optimizer) is not None:
+    if _other_class(saved, optimizer, options) is not None:
         return False
     return not options.keys() - saved.options.keys() - {"params"} - SCHEDULED
 
 
-def _other_adam(saved: SavedGroup, optimizer: torch.optim.Optimizer) -> str | None:
-    """The class that saved a group if it is the other one of torch's Adam and AdamW, by a file without its name."""
+def _other_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> str | None:
+    """The class that saved a group if it is not the run's, by the hyper-parameters of a file without its name."""
+    if _TELLING & (saved.options.keys() ^ options.keys()):
+        return "another optimizer"
     was, own = saved.options.get(_DECOUPLED), optimizer.defaults.get(_DECOUPLED)
     if not isinstance(optimizer, torch.optim.Adam) or None in (was, own) or bool(was) == bool(own):
         return None

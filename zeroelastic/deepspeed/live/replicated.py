@@ -109,7 +109,7 @@ def set_groups(live: LiveOptimizer, groups: Sequence[SavedGroup | None]) -> list
         for option, choice in taken.items():
             if not (option == "name" and group.get("moe")):  # which names the ranks that share the experts
                 set_option(group, option, choice, saved.tensors.get(option))
-        if (changed := changed_class(saved, live.base)) is not None:
+        if (changed := changed_class(saved, live.base, group)) is not None:
             notes[changed] = None
         if left:
             notes[f"hyper-parameters of the checkpoint that this optimizer does not have: {', '.join(left)}"] = None
