@@ -28,6 +28,10 @@ from zeroelastic.torch_file.header import DType, Extent, TensorRef, TorchFile
 
 OptionValue = int | float | bool | str | None | tuple[object, ...] | list[object]
 
+OF_THE_PARAMS = frozenset(("params", "param_names"))
+"""Entries of an optimizer group that are no hyper-parameters: its parameters, and their names where torch was given
+``model.named_parameters()``."""
+
 _MAX_OPTION_DEPTH = 3
 _MAX_OPTION_ITEMS = 1024
 _MAX_NUMEL = 1 << 60
@@ -78,13 +82,13 @@ def scalar_bytes(value: ScalarValue) -> bytes | None:
 
 
 def read_options(file: TorchFile, group: Mapping[object, object], where: str) -> dict[str, OptionValue]:
-    """The hyper-parameters of an optimizer group: all of its entries but ``params``.
+    """The hyper-parameters of an optimizer group: all of its entries but ``OF_THE_PARAMS``.
 
     Raises CheckpointError for a name that is no text, UnsupportedError for a value that is not plain.
     """
     if not all(isinstance(key, str) for key in group):
         raise damaged(file.path, f"{where} has a hyper-parameter whose name is not text")
-    return {str(k): read_option(file, v, f"{where}: {k}") for k, v in group.items() if k != "params"}
+    return {str(k): read_option(file, v, f"{where}: {k}") for k, v in group.items() if k not in OF_THE_PARAMS}
 
 
 def tensor_forms(group: Mapping[object, object]) -> dict[str, TensorForm]:

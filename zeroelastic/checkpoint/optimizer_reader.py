@@ -24,6 +24,7 @@ from zeroelastic.checkpoint.optimizer_file import (
     FP32,
     FROZEN,
     GRAD_SCALER,
+    OF_THE_PARAMS,
     SCALERS,
     OptionValue,
     ParamGroup,
@@ -493,7 +494,7 @@ def _table_groups(file: TorchFile, groups: object) -> tuple[ParamGroup, ...]:
 
 def _group(file: TorchFile, group: Mapping[object, object], number: int, params: tuple[str, ...] = ()) -> ParamGroup:
     """An optimizer group, without or with the names of its parameters. Raises as ``read_options``."""
-    options = {key: with_lists(value) for key, value in group.items() if key != "params"}
+    options = {key: with_lists(value) for key, value in group.items() if key not in OF_THE_PARAMS}
     return ParamGroup(read_options(file, options, f"optimizer group {number}"), params, tensor_forms(options))
 
 

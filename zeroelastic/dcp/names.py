@@ -14,7 +14,15 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from zeroelastic.checkpoint.optimizer_file import FP32, OptionValue, ParamGroup, read_option, read_scalar
+from zeroelastic.checkpoint.optimizer_file import (
+    FP32,
+    OF_THE_PARAMS,
+    OptionValue,
+    ParamGroup,
+    read_option,
+    read_options,
+    read_scalar,
+)
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.dcp.archives import Archives
 from zeroelastic.dcp.chunks import StateKeys
@@ -207,11 +215,8 @@ class _Optimizer:
             raise CheckpointError(f"{self._at}: {_GROUPS} is no list of groups. The checkpoint is damaged.")
         file = self._archives.open(self._found.objects[f"{self._prefix}{_GROUPS}"])
         return [
-            ParamGroup(
-                {str(key): read_option(file, item, str(key)) for key, item in group.items() if key != "params"},
-                self._names(group.get("params")),
-            )
-            for group in value
+            ParamGroup(read_options(file, group, f"optimizer group {g}"), self._names(group.get("params")))
+            for g, group in enumerate(value)
         ]
 
     def _nested(self, begin: str) -> list[ParamGroup]:
@@ -220,7 +225,8 @@ class _Optimizer:
             own = re.compile(rf"{re.escape(begin)}\.{len(groups)}\.(?P<option>[^.]+)")
             keys = {match["option"]: key for key in self._keys if (match := own.fullmatch(key)) is not None}
             params = self._names(self._value(keys.pop("params")))
-            groups.append(ParamGroup({option: self._option(key) for option, key in keys.items()}, params))
+            options = {option: self._option(key) for option, key in keys.items() if option not in OF_THE_PARAMS}
+            groups.append(ParamGroup(options, params))
         return groups
 
     def _flattened(self, begin: str) -> list[ParamGroup]:
@@ -229,10 +235,12 @@ class _Optimizer:
         for key in self._keys:
             if key.startswith(f"{begin}."):
                 name, _, option = key.removeprefix(f"{begin}.").rpartition(".")
-                options.setdefault(clean_name(name), {})[option] = self._option(key)
+                own = options.setdefault(clean_name(name), {})
+                if option not in OF_THE_PARAMS:
+                    own[option] = self._option(key)
         members: dict[str, list[str]] = {}
-        for name, own in options.items():
-            members.setdefault(repr(sorted(own.items())), []).append(name)
+        for name, values in options.items():
+            members.setdefault(repr(sorted(values.items())), []).append(name)
         return [ParamGroup(options[names[0]], tuple(names)) for names in members.values()]
 
     @property

@@ -321,7 +321,7 @@ def _groups(optimizer: Any, members: Mapping[int, list[str]]) -> State:
     entries: State = {}
     for index, group in enumerate(optimizer.optimizer.param_groups):
         for name, value in group.items():
-            if name != "params":
+            if name not in ("params", "param_names"):
                 entries.update(flatten(f"group/{index}/{name}", value))
         entries[f"group/{index}/params"] = " ".join(sorted(members.get(index, [])))
     return entries

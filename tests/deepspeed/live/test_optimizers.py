@@ -12,7 +12,7 @@ import pytest
 import torch
 from exact_jobs import OPTIMIZERS
 from saves import Saver, check_each, save_once
-from training import LOSS_RTOL, Job, attempt, build_engine, look, raised, resume, train_step
+from training import LOSS_RTOL, Job, attempt, build_engine, ds_config, look, raised, resume, train_step
 
 from zeroelastic.checkpoint.optimizer_file import TensorForm
 from zeroelastic.core.digest import ScalarValue
@@ -136,6 +136,56 @@ def test_an_option_of_the_same_name_that_is_the_users_is_restored(path: str | No
     taken, left, own = options_to_set(saved, radam, radam.param_groups[0])
     assert taken["decoupled_weight_decay"] is True and left == own == ()
     assert changed_class(saved, radam, radam.param_groups[0]) is None
+
+
+class Scalars(torch.nn.Module):
+    """More parameters than a list of hyper-parameters may have items; ``frozen`` of the first are not trained."""
+
+    def __init__(self, frozen: int) -> None:
+        super().__init__()
+        self.values = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.full((1,), float(i)), requires_grad=i >= frozen) for i in range(1030)
+        )
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack(list(self.values)).square().sum()
+
+
+def named_engine(stage: int, frozen: int) -> Any:
+    import deepspeed
+
+    import zeroelastic
+
+    zeroelastic.install()
+    model = Scalars(frozen)
+    optimizer = torch.optim.AdamW([named for named in model.named_parameters() if named[1].requires_grad])
+    job = Job(stage=stage, precision="fp32", options={"on_mismatch": "initialize"})
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(job))[0]
+
+
+def save_named(stage: int, directory: str) -> None:
+    engine = named_engine(stage, 1)
+    engine.backward(engine())
+    engine.step()
+    engine.save_checkpoint(directory)
+
+
+def resume_named(stage: int, directory: str) -> tuple[list[str], list[str]]:
+    engine = named_engine(stage, 2)
+    engine.load_checkpoint(directory)
+    return engine.optimizer.optimizer.param_groups[0]["param_names"], engine.zeroelastic_report.notes
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_of_many_named_parameters_resumes_with_the_names_of_its_own(
+    rank_pool: RankPool, tmp_path: Path, stage: int
+) -> None:
+    """torch keeps the names that it is given with parameters beside the hyper-parameters of each group."""
+    rank_pool.run(save_named, 2, stage, str(tmp_path))
+    for names, notes in rank_pool.run(resume_named, 3, stage, str(tmp_path)):
+        assert names == [f"values.{i}" for i in range(2, 1030)]
+        assert any(note.startswith("digests of what was restored match the record") for note in notes)
+        assert not any("hyper-parameters" in note for note in notes)
 
 
 def grouped(*groups: dict[str, object]) -> Any:

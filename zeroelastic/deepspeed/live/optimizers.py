@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zeroelastic.checkpoint.optimizer_file import OptionValue, TensorForm
+from zeroelastic.checkpoint.optimizer_file import OF_THE_PARAMS, OptionValue, TensorForm
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.errors import UnsupportedError, shown
 
@@ -159,7 +159,7 @@ def options_to_set(
 
     The same class of optimizer takes all saved options; another class takes those that it has too.
     """
-    own = tuple(sorted(options.keys() - saved.options.keys() - {"params"} - SCHEDULED))
+    own = tuple(sorted(options.keys() - saved.options.keys() - OF_THE_PARAMS - SCHEDULED))
     if _same_class(saved, optimizer, options):
         return saved.options, (), own
     taken = {key: value for key, value in saved.options.items() if key in options and key not in _OF_THE_CLASS}
@@ -192,7 +192,7 @@ def _same_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Ma
         return saved.class_path.rpartition(".")[2] == type(optimizer).__name__
     if _other_class(saved, optimizer, options) is not None:
         return False
-    return not options.keys() - saved.options.keys() - {"params"} - SCHEDULED
+    return not options.keys() - saved.options.keys() - OF_THE_PARAMS - SCHEDULED
 
 
 def _other_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 
-from zeroelastic.checkpoint.optimizer_file import OptionValue, Shard, TensorForm
+from zeroelastic.checkpoint.optimizer_file import OF_THE_PARAMS, OptionValue, Shard, TensorForm
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, changed_class, common_state, options_to_set
 from zeroelastic.distributed.collective import all_gather
@@ -35,7 +35,7 @@ def replicated_facts(live: LiveOptimizer) -> dict[str, str]:
         facts |= {f"{name}'s state {key!r} of sub-group {i}": value.canonical() for key, value in scalars.items()}
     for g, group in enumerate(live.base.param_groups):
         for key, value in group.items():
-            if key != "params":
+            if key not in OF_THE_PARAMS:
                 facts[f"{key!r} of optimizer group {g}"] = _text(value, f"{key!r} of optimizer group {g}")
     if live.grad_scaler is not None:
         facts |= {f"{key!r} of torch's GradScaler": repr(value) for key, value in live.grad_scaler.state_dict().items()}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zeroelastic.checkpoint.optimizer_file import FP32
+from zeroelastic.checkpoint.optimizer_file import FP32, OF_THE_PARAMS
 from zeroelastic.checkpoint.param_changes import ParamSet, compare
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups
 from zeroelastic.core.plan import Plan, check_plan, make_plan
@@ -120,7 +120,7 @@ def _saved_groups(state_dict: Mapping[str, Any]) -> list[SavedGroup]:
     return [
         SavedGroup(
             meta.get("optimizer"),
-            {option: value for option, value in group.items() if option != "params"},
+            {option: value for option, value in group.items() if option not in OF_THE_PARAMS},
             frozenset().union(*(keys.get(name, set()) for name in group["params"])),
         )
         for group in meta["param_groups"]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import open_checkpoint, rank_files, saved_sizes
+from zeroelastic.checkpoint.optimizer_file import OF_THE_PARAMS
 from zeroelastic.checkpoint.tag_files import TensorParallel, other_tp_size, parse_rank_file
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of
@@ -246,7 +247,7 @@ def _state_fits(live: LiveOptimizer, state: object) -> bool:
     if not isinstance(flats, list) or not isinstance(groups, list) or len(groups) != len(own):
         return False
     for g, (group, mine) in enumerate(zip(groups, own, strict=True)):
-        if not isinstance(group, dict) or mine.keys() - group.keys() - SCHEDULED:
+        if not isinstance(group, dict) or mine.keys() - group.keys() - OF_THE_PARAMS - SCHEDULED:
             return False
         if live.per_param and len(set(group.get("params", ()))) != live.group_of.count(g):
             return False

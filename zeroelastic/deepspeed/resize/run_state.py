@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zeroelastic.checkpoint.optimizer_file import OF_THE_PARAMS
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout
 from zeroelastic.deepspeed.engine import Engine
@@ -121,7 +122,7 @@ def _group_state(live: LiveOptimizer, group: int) -> GroupState:
             "parameters were added to it. Save, and start again at the other size."
         )
     dtypes, scalars = found[0] if found else ({}, {})
-    options = {key: value for key, value in live.base.param_groups[group].items() if key != "params"}
+    options = {key: value for key, value in live.base.param_groups[group].items() if key not in OF_THE_PARAMS}
     return GroupState(live.groups[group], copy.deepcopy(options), dtypes, scalars)
 
 

@@ -20,6 +20,7 @@ from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import (
     FP32,
     FROZEN,
+    OF_THE_PARAMS,
     ParamGroup,
     Shard,
     checked_params,
@@ -387,7 +388,7 @@ def _groups(path: FilePath, groups: object, sub_groups: Sequence[Sequence[Param]
         if seen & set(own):
             raise CheckpointError(f"{path}: sub-group {min(seen & set(own))} is in two optimizer groups.")
         seen |= set(own)
-        options = {str(key): value for key, value in group.items() if key != "params" and _is_plain(value)}
+        options = {str(key): value for key, value in group.items() if key not in OF_THE_PARAMS and _is_plain(value)}
         found.append(ParamGroup(options, tuple(param.name for n in own for param in sub_groups[n])))
     if len(seen) != len(sub_groups):
         raise CheckpointError(f"{path}: optimizer groups hold {len(seen)} sub-groups of {len(sub_groups)}.")
