@@ -1,4 +1,4 @@
-"""Ranks that have imported the frameworks, for all files here that train with accelerate or Lightning."""
+"""Ranks that have imported the frameworks, for all files here that train with the Trainer, accelerate or Lightning."""
 
 from __future__ import annotations
 
@@ -12,5 +12,6 @@ from zeroelastic.testing import RankPool
 
 @pytest.fixture(scope="session")
 def frameworks_pool() -> Iterator[RankPool]:
-    with RankPool(4, preload=("pytest", *PRELOAD)) as pool:
+    more = ("transformers.trainer", "zeroelastic.integrations.transformers")
+    with RankPool(4, preload=("pytest", *PRELOAD, *more)) as pool:
         yield pool

@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ from zeroelastic.job_log.timeline import make_timeline
 from zeroelastic.testing import RankPool, compare_states
 
 LIBRARIES = ("transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate", "peft")
-PRELOAD = (*LIBRARIES, "zeroelastic.integrations.transformers")
 LOSS_ATOL = 4e-3
 """Losses are near 4 and logged as the mean of bf16 forward passes: 1e-3 of them."""
 
@@ -64,9 +62,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Runs]:
-    with RankPool(4, preload=("pytest", *PRELOAD)) as made:
-        yield Runs(made)
+def pool(frameworks_pool: RankPool) -> Runs:
+    return Runs(frameworks_pool)
 
 
 @pytest.fixture(scope="module")

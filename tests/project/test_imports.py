@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ PURE = ("errors", "report", "torch_file/safe_unpickler", "torch_file/header",
 KNOWS_DEEPSPEED = {"deepspeed", "testing", "proving"}
 
 
+@functools.cache
 def modules() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if not any(part.startswith(".") for part in path.parts))
 
@@ -38,6 +40,7 @@ def own_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Every module that a file imports, at its top or inside functions."""
     found: set[str] = set()
@@ -66,6 +69,7 @@ def imports_at_the_top(path: Path) -> set[str]:
     return found
 
 
+@functools.cache
 def _is_module(dotted: str) -> bool:
     path = PACKAGE.parent.joinpath(*dotted.split("."))
     return dotted.startswith("zeroelastic.") and (path.with_suffix(".py").exists() or (path / "__init__.py").exists())
