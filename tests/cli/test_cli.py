@@ -86,10 +86,6 @@ def test_help_lists_every_verb_under_a_heading() -> None:
         (["plan", ".", "-n", "0"], "'0': must be greater than or equal to 1"),
         (["plan", ".", "-n", "two"], "'two': must be a valid integer"),
         (["plan", ".", "-n", "2", "--verb", "lod"], "'lod' is not one of 'load', 'reshard'"),
-        (["doctor", "--disk", "/no/such/directory"], "does not exist"),
-        (["doctor", "--disk", __file__], "is a file"),
-        (["doctor", "--disk-size", "much"], "'much' is not a size such as 256MiB"),
-        (["doctor", "--disk-size", "1K"], "at least 1 MiB"),
     ],
 )
 def test_misuse_exits_with_2_and_leaves_stdout_alone(arguments: list[str], said: str) -> None:
@@ -167,7 +163,6 @@ def command(tmp_path: Path) -> Path:
     ("words", "offered"),
     [
         (["doc"], {"doctor"}),
-        (["doctor", "--disk-"], {"--disk-size"}),
         (["doctor", "--js"], {"--json"}),
         (["inspect", "RUN", "--tag", "''"], {"global_step2", "global_step4"}),
         (["plan", "RUN", "-n", "2", "--tag", "global_step4"], {"global_step4"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from commands import Done, run_command
 from documentation import documented_keys
+from places import ROOT
 
 from zeroelastic.testing.sample_events import write_sample_events
 
@@ -133,6 +135,14 @@ def test_lost_steps_kills_and_saves_are_drawn(log: Path, tmp_path: Path, monkeyp
     assert [text.get_text() for text in ranks.texts] == ["4", "3", "4"]
     assert sum(len(lines.get_segments()) for lines in saves.collections) == 2 + 2 + 2
     assert sum(line.get_marker() == ">" for line in saves.lines) == 2
+
+
+def test_without_matplotlib_the_extra_is_named(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = run(log, "--plot", tmp_path / "x.png")
+    assert done.returncode == 2 and "pip install 'zeroelastic[plot]'" in done.stderr and done.stdout == ""
+    assert not (tmp_path / "x.png").exists()
+    assert re.search(r'^plot = \["matplotlib', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(

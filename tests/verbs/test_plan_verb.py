@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -21,9 +22,7 @@ from rich.text import Text
 from synthetic import write_checkpoint
 
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.cli.plan import _show, draw_plan, heat_map, plan_figure
-from zeroelastic.cli.terminal import check_plot
-from zeroelastic.errors import UsageError
+from zeroelastic.cli.plan import _show, heat_map
 from zeroelastic.runs.locate import Source
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.plan import bandwidth
@@ -149,8 +148,6 @@ def test_no_payload_is_read(tmp_path: Path) -> None:
         (["-n", "3", "--write-bandwidth", "1GB"], 2, "--bandwidth"),
         (["-n", "3", "--bandwidth", "1GB", "--measure"], 2, "give one or the other"),
         (["-n", "3", "--tag", "step9"], 2, "has no tag step9"),
-        (["-n", "3", "--plot", "plan.gif"], 2, ".png, .svg or .pdf"),
-        (["-n", "3", "--plot", "nowhere/plan.png"], 2, "there is no directory"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(sample: Path, arguments: list[str], code: int, said: str) -> None:
@@ -229,66 +226,6 @@ def test_shades_grow_with_the_bytes() -> None:
     assert re.sub(r"(.)\1\1", r"\1", row[:18]) == " ░▒▓██"
 
 
-@pytest.mark.parametrize(
-    ("suffix", "magic", "world_size"), [(".png", b"\x89PNG\r\n", 1), (".SVG", b"<?xml", 3), (".pdf", b"%PDF", 700)]
-)
-def test_the_plot_is_a_new_file_and_the_same_each_time(
-    sample: Path, tmp_path: Path, suffix: str, magic: bytes, world_size: int
-) -> None:
-    pytest.importorskip("matplotlib")
-    head = read_head(open_checkpoint(sample / "global_step4"))
-    forecast = make_forecast(head, world_size)
-    made = []
-    for name in ("one", "two"):
-        path = tmp_path / f"{name}{suffix}"
-        check_plot(path, "a plan")
-        draw_plan(path, forecast)
-        made.append(path.read_bytes())
-        with pytest.raises(UsageError, match="nothing is overwritten"):
-            check_plot(path, "a plan")
-        with pytest.raises(UsageError, match="nothing is overwritten"):
-            draw_plan(path, forecast)
-    assert made[0].startswith(magic) and made[0] == made[1]
-    path.write_bytes(b"older")
-    check_plot(path, "a plan", force=True)
-    draw_plan(path, forecast, force=True)
-    assert path.read_bytes() == made[0] and len(list(tmp_path.iterdir())) == 2
-    if suffix == ".SVG":
-        assert "</svg>" in made[0].decode()
-
-
-@pytest.mark.parametrize("world_size", [3, 65])
-def test_colours_and_heights_are_proportional_to_bytes(sample: Path, world_size: int) -> None:
-    """Nearly equal cells look equal; few ranks are bars; sizes have a unit in which the largest is at least 1."""
-    pytest.importorskip("matplotlib")
-    figure = plan_figure(make_forecast(read_head(open_checkpoint(sample / "global_step4")), world_size))
-    cells, bars, scale = figure.axes
-    (image,) = cells.images
-    most = float(np.nanmax(image.get_array()))
-    assert (image.norm.vmin, image.norm.vmax) == (0, most) and 1 <= most < 1024
-    assert abs(image.norm(0.999 * most) - image.norm(most)) < 0.002
-    assert bars.get_ylim()[0] == 0 and (len(bars.patches), len(bars.lines)) == ((3, 0) if world_size == 3 else (0, 1))
-    assert scale.get_ylabel().startswith("KiB") and bars.get_ylabel() == "KiB read"
-    assert ("58.4 KiB" in {text.get_text() for text in cells.texts}) == (world_size == 3)
-
-
-def test_the_command_draws_and_says_where(sample: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    done = run(sample, "-n", "3", *FAST, "--plot", "plan.png", cwd=tmp_path, MPLCONFIGDIR=str(tmp_path / "mpl"))
-    assert done.returncode == 0 and done.stdout.endswith("Drawn: plan.png\n")
-    assert (tmp_path / "plan.png").stat().st_size > 1000
-    again = run(sample, "-n", "3", *FAST, "--plot", "plan.png", cwd=tmp_path)
-    assert again.returncode == 2 and "exists" in again.stderr and again.stdout == ""
-
-
-def test_without_matplotlib_the_extra_is_named(sample: Path, tmp_path: Path) -> None:
-    code = "import sys; sys.modules['matplotlib'] = None"
-    done = run(sample, "-n", "3", *FAST, "--plot", str(tmp_path / "plan.png"), code=code)
-    assert done.returncode == 2 and "pip install 'zeroelastic[plot]'" in done.stderr and done.stdout == ""
-    assert not (tmp_path / "plan.png").exists()
-    assert re.search(r'^plot = \["matplotlib', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-
-
 # --- bandwidth ------------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +253,29 @@ def test_what_is_measured_is_read_from_the_files_and_written_to_nothing_that_sta
     assert sum(read) == speed.bytes_measured == 24 * MIB
     assert speed.read is not None and speed.write is not None and speed.origin == "measured"
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["without a name", "with a name"])
+def test_a_measurement_that_is_interrupted_leaves_no_file(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    before, there = sorted(tmp_path.iterdir()), []
+    really_open = os.open
+
+    def refuse(path: object, flags: int, *more: int) -> int:
+        if named and flags & os.O_TMPFILE == os.O_TMPFILE:  # as file systems do that have no files without a name
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return really_open(path, flags, *more)
+
+    def interrupted(*args: object) -> int:
+        there.append(sorted(tmp_path.iterdir()) != before)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure_bandwidth(files, tmp_path)
+    assert there == [named] and sorted(tmp_path.iterdir()) == before
 
 
 def test_time_and_bytes_are_bounded(files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

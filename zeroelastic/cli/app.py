@@ -28,7 +28,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from zeroelastic._version import __version__
-from zeroelastic.cli.terminal import check_plot, print_report, print_written, printable, progress_of
+from zeroelastic.cli.terminal import print_report, print_written, printable, progress_of
 from zeroelastic.errors import CheckpointError, UsageError, ZeroElasticError, advice, without_pydantic
 
 if TYPE_CHECKING:
@@ -79,14 +79,13 @@ def reports(
     show: Callable[..., None],
     *,
     code: Callable[[Any], int] = lambda report: 0 if report.ok else INVALID,
-    draw: Callable[..., None] | None = None,
     variant: Variant | None = None,
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """The body of a command: call the function of its name in ``module``, show its report, exit with its ``code``.
 
-    ``show`` prints the report for people, ``draw`` makes the picture of ``--plot``. The function and ``show`` get those
-    arguments of the command that they have, too. Under ``--distributed`` the first process reports for all. Options
-    that the function of a ``variant`` does not have are refused with it.
+    ``show`` prints the report for people. The function and ``show`` get those arguments of the command that they have,
+    too. Under ``--distributed`` the first process reports for all. Options that the function of a ``variant`` does not
+    have are refused with it.
     """
 
     def decorate(command: Callable[P, None]) -> Callable[P, None]:
@@ -100,28 +99,24 @@ def reports(
             given, name, present = bound.arguments, command.__name__, show
             if variant is not None and given.pop(variant.option):
                 name, present = variant.function, variant.show
-            html, plot, force = given.get("html"), given.get("plot"), bool(given.get("force"))
+            html, force = given.get("html"), bool(given.get("force"))
             function = getattr(import_module(module), name)
             wanted, shown = (signature(each).parameters for each in (function, present))
             without = given.keys() - {*wanted, *shown, "quiet", "as_json", "distributed"}
             if variant is not None and name == variant.function:
                 _refuse(variant, {option: given[option] for option in without}, command)
-            assert without <= {"html", "plot", "force"} or name != command.__name__
+            assert without <= {"html", "force"} or name != command.__name__
             options = {option: value for option, value in given.items() if option in wanted}
             processes = Processes()
             with ExitStack() as stack:
                 if "distributed" in given:
                     processes = stack.enter_context(processes_of(distributed=given["distributed"]))
                     options["processes"] = processes
-                if plot is not None:
-                    check_plot(plot, f"a {name}", force=force)
                 processes.all_or_raise(lambda: check_report(None if processes.rank else html, force=force))
                 if "progress" in wanted:
                     options["progress"] = progress_of(quiet=given["quiet"], rank=processes.rank)
                 report = function(**options)
             if processes.rank == 0:
-                if plot is not None and draw is not None:
-                    draw(plot, report, force=force)
                 write_report(html, name, report.to_json, force=force)
                 if given["as_json"]:
                     print_report(report)
@@ -267,8 +262,6 @@ HtmlOption = Annotated[
 ]
 
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace the file of --html, if there is one.")]
-
-PlotForceOption = Annotated[bool, typer.Option("--force", help="Replace the files of --plot and --html.")]
 
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress on stderr.")]
 

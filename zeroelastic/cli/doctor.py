@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 import zeroelastic
-from zeroelastic.byte_sizes import format_size, size_option
 from zeroelastic.cli.app import FAILED, JsonOption
 from zeroelastic.cli.terminal import print_report, print_styled
 
@@ -33,18 +32,6 @@ def doctor(
     fix: Annotated[
         bool, typer.Option("--fix", help="First remove the locks of DeepSpeed's op builds that killed processes left.")
     ] = False,
-    disk: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            exists=True,
-            file_okay=False,
-            help="Also measure how fast DIR writes and reads, with a temporary file.",
-        ),
-    ] = None,
-    disk_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Size of that file, such as 256MiB or 4GiB.")
-    ] = "256MiB",
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also name every method of DeepSpeed that is relied on.")
     ] = False,
@@ -61,7 +48,6 @@ def doctor(
         zeroelastic doctor --verbose
         zeroelastic doctor --fix
         zeroelastic doctor --json
-        zeroelastic doctor --disk . --disk-size 64MiB
     """
     if build_cuda:
         from zeroelastic.cli.machine import build_cuda_engine
@@ -72,7 +58,7 @@ def doctor(
 
         for lock in remove_left_locks():
             typer.echo(f"removed {lock.path}, {lock.age_s:.0f} s old", err=True)
-    report = diagnose(disk, size_option(disk_size, "--disk-size", minimum=1 << 20))
+    report = diagnose()
     if as_json:
         print_report(report)
     else:
@@ -81,7 +67,7 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
-def diagnose(disk: Path | None, disk_nbytes: int) -> Doctor:
+def diagnose() -> Doctor:
     """Check everything, with progress on stderr where that is a terminal."""
     from rich.console import Console
 
@@ -107,10 +93,6 @@ def diagnose(disk: Path | None, disk_nbytes: int) -> Doctor:
         except machine.ProbeFailed:
             executor = None  # choosing loads the native engine, whose own probe reports what is wrong
         deepspeed = machine.deepspeed_answer(asked_deepspeed)
-        speed = None
-        if disk is not None:
-            progress = status.update if status else lambda text: None
-            speed = machine.measure_disk(disk, nbytes=disk_nbytes, progress=progress)
     activation, locks = machine.describe_activation(), find_locks()
     for name, engine in engines.items():
         if engine.state == "broken":
@@ -119,8 +101,6 @@ def diagnose(disk: Path | None, disk_nbytes: int) -> Doctor:
         problems.append(f"DeepSpeed: {deepspeed.reason} {deepspeed.remedy}".rstrip())
     if activation.state == "broken":
         problems.append(activation.reason)
-    if speed is not None and speed.problem:
-        problems.append(speed.problem)
     problems += [lock.problem for lock in locks if lock.state == "left"]
     return machine.Doctor(
         ok=not problems,
@@ -134,7 +114,6 @@ def diagnose(disk: Path | None, disk_nbytes: int) -> Doctor:
         executor=executor,
         deepspeed=deepspeed,
         activation=activation,
-        disk=speed,
         build_locks=[machine.BuildLock(path=lock.path, age_s=lock.age_s, state=lock.state) for lock in locks],
     )
 
@@ -224,18 +203,6 @@ def _show(found: Doctor, verbose: bool) -> None:
     states = {"on": "jobs of this environment use zeroelastic", "off": "1 installs zeroelastic in every job"}
     text = activation.reason or f"{states[activation.state]}; {where}"
     line("FAIL" if activation.state == "broken" else "ok", activation.state, text)
-
-    if found.disk is not None:
-        print_styled((f"\nDisk {found.disk.directory}, {format_size(found.disk.bytes)}, one thread", "bold"))
-        if found.disk.problem:
-            line("FAIL", "", found.disk.problem)
-        else:
-            for label, speed in (
-                ("write+fsync", found.disk.write),
-                ("read warm", found.disk.read_warm),
-                ("read cold", found.disk.read_cold),
-            ):
-                line("", label, f"{format_size(speed)}/s" if speed else found.disk.note)
 
     if found.build_locks:
         marks: dict[str, _Mark] = {"held": "ok", "left": "FAIL", "unknown": "note"}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import FAILED, ForceOption, HtmlOption, JsonOption, PlotForceOption, QuietOption, TagOption
+from zeroelastic.cli.app import FAILED, ForceOption, HtmlOption, JsonOption, QuietOption, TagOption
 from zeroelastic.cli.terminal import (
     check_plot,
     log_line,
@@ -172,7 +172,7 @@ def timeline(
     ],
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it, as .png, .svg or .pdf.")] = None,
     html: HtmlOption = None,
-    force: PlotForceOption = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the files of --plot and --html.")] = False,
     prometheus: Annotated[
         bool, typer.Option("--prometheus", help="Print the metrics of the job as text for Prometheus.")
     ] = False,
@@ -197,7 +197,7 @@ def timeline(
         other = "--json" if as_json else "--plot"
         raise UsageError(f"--prometheus and {other} are both given, and print different things. Give one of them.")
     if plot is not None:
-        check_plot(plot, "a timeline", force=force)
+        check_plot(plot, force=force)
     check_report(html, force=force)
     log = read_events(logs)
     made = make_timeline(log)

@@ -1,4 +1,4 @@
-"""This machine, for ``zeroelastic doctor``: engines, DeepSpeed, ZEROELASTIC=1, the speed of a disk, the CUDA build.
+"""This machine, for ``zeroelastic doctor``: engines, DeepSpeed, ZEROELASTIC=1, the CUDA build.
 
 Engines and DeepSpeed are asked in separate processes, which may crash. The models are parts of the verb's report.
 """
@@ -6,7 +6,6 @@ Engines and DeepSpeed are asked in separate processes, which may crash. The mode
 from __future__ import annotations
 
 import csv
-import errno
 import json
 import os
 import shutil
@@ -14,8 +13,6 @@ import signal
 import site
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module, metadata, util
 from pathlib import Path
@@ -25,11 +22,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from pydantic import BaseModel, Field, TypeAdapter
 
 import zeroelastic
-from zeroelastic.byte_sizes import format_size
 from zeroelastic.errors import ConfigError, signal_name
 from zeroelastic.executors.build_info import REMEDIES
 from zeroelastic.executors.library_build import NotBuilt, build_library, cuda_command, cuda_sources
-from zeroelastic.verbs.plan.bandwidth import cached_share, scratch_file
 from zeroelastic.verbs.report import Part, Report
 
 if TYPE_CHECKING:
@@ -40,8 +35,6 @@ Answer = TypeVar("Answer")
 _FILE = "zeroelastic.pth"
 _VARIABLE = "ZEROELASTIC"
 _SITE_FOLDERS = ("site-packages", "dist-packages")
-_CHUNK_BYTES = 8 << 20
-_STILL_CACHED = 0.1  # with a larger share still in memory after the drop, a read does not measure the device
 
 # The child gets the module path of its parent: "" or a script's folder in front could make it import other modules.
 _CHILD = """\
@@ -318,22 +311,6 @@ def _has_begun() -> bool:
     return hook is not None and bool(hook.is_waiting())
 
 
-class Disk(Part):
-    """Bytes per second, one thread: written and made durable, read from the page cache, read from the device.
-
-    A figure is None when it was not measured: all of them with a ``problem``, ``read_cold`` with a ``note`` that says
-    why.
-    """
-
-    directory: str
-    bytes: int
-    write: float | None = None
-    read_warm: float | None = None
-    read_cold: float | None = None
-    note: str = ""
-    problem: str = ""
-
-
 class BuildLock(Part):
     """The lock of a build of one of DeepSpeed's ops: ``deepspeed.install.op_builds`` says what its states mean."""
 
@@ -355,73 +332,7 @@ class Doctor(Report):
     executor: str | None
     deepspeed: DeepSpeed
     activation: Activation
-    disk: Disk | None
     build_locks: list[BuildLock]
-
-
-def measure_disk(directory: Path, *, nbytes: int, progress: Callable[[str], None]) -> Disk:
-    """Write, flush and read back ``nbytes`` in a temporary file of ``directory``.
-
-    The file is removed also on Ctrl-C, SIGTERM and SIGHUP, and on SIGKILL where the file system supports files without
-    a name. An OSError becomes the result's ``problem``.
-    """
-    shown = str(directory.resolve())
-    cold, note = None, ""
-    try:
-        with scratch_file(directory) as fd:
-            free = shutil.disk_usage(directory).free
-            if free < nbytes:
-                raise OSError(errno.ENOSPC, f"{format_size(free)} are free, {format_size(nbytes)} are needed")
-            progress(f"writing {format_size(nbytes)} in {shown}")
-            write = _write(fd, nbytes)
-            progress(f"reading {format_size(nbytes)} from memory")
-            warm = _read(fd, nbytes)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            cached = cached_share(fd, nbytes)
-            if cached > _STILL_CACHED:
-                note = f"not measured: {cached:.0%} of the file stay in memory, as on a RAM disk"
-            else:
-                progress(f"reading {format_size(nbytes)} from the device")
-                cold = _read(fd, nbytes)
-    except OSError as error:
-        return Disk(directory=shown, bytes=nbytes, problem=_explain(shown, error))
-    return Disk(directory=shown, bytes=nbytes, write=write, read_warm=warm, read_cold=cold, note=note)
-
-
-def _explain(directory: str, error: OSError) -> str:
-    what = error.strerror or str(error)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{directory} is full: {what}. Free some space or give a smaller --disk-size."
-    if error.errno == errno.EFBIG:
-        return f"{directory}: {what}. Give a smaller --disk-size, or raise the limit (ulimit -f)."
-    if error.errno == errno.EROFS:
-        return f"{directory} is on a read-only file system. Give a directory that checkpoints can be written to."
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return f"{directory} cannot be written to: {what}. Give another directory, or change its permissions."
-    return f"{directory}: the measurement failed: {what}."
-
-
-def _write(fd: int, nbytes: int) -> float:
-    # Random data, which a compressing file system cannot shrink.
-    chunk = memoryview(os.urandom(min(_CHUNK_BYTES, nbytes)))
-    start = time.perf_counter()
-    written = 0
-    while written < nbytes:
-        written += os.pwrite(fd, chunk[: nbytes - written], written)
-    os.fsync(fd)
-    return nbytes / (time.perf_counter() - start)
-
-
-def _read(fd: int, nbytes: int) -> float:
-    buffer = bytearray(min(_CHUNK_BYTES, nbytes))
-    start = time.perf_counter()
-    done = 0
-    while done < nbytes:
-        got = os.preadv(fd, [buffer], done)
-        if got == 0:
-            raise OSError(errno.EIO, f"the file ends at byte {done} of {nbytes} written")
-        done += got
-    return nbytes / (time.perf_counter() - start)
 
 
 def build_cuda_engine() -> Path:

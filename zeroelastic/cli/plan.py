@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -11,19 +10,18 @@ import typer
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.app import (
     EpOption,
+    ForceOption,
     HtmlOption,
     JsonOption,
     LikeOption,
-    PlotForceOption,
     TagOption,
     TpOption,
     reports,
 )
-from zeroelastic.cli.terminal import whole_table_console, write_figure
+from zeroelastic.cli.terminal import whole_table_console
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.table import Table
     from rich.text import Text
 
@@ -41,14 +39,10 @@ _NUMBER_WIDTH, _SUM_WIDTH = 10, 12
 _MOST_CELL = 3
 _SIGNS, _PLAIN_SIGNS = "·░▒▓█", ".-+*#"
 """For no bytes, and for each quarter up to the most; the plain ones are for a terminal that has no others."""
-_MOST_CELLS = 256
-_MOST_CELL_NUMBERS = 8  # up to this many rows and columns, each cell of the picture has its number
-_MOST_BARS = 64
-_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _COLOURS = ("", "blue", "cyan", "yellow", "bold red")
 
 
-def _show(report: PlanReport, plot: Path | None = None) -> None:
+def _show(report: PlanReport) -> None:
     """Print the plan for people on stdout."""
     from rich.text import Text
 
@@ -84,8 +78,6 @@ def _show(report: PlanReport, plot: Path | None = None) -> None:
     out.print(_cost_table(report.load if verb == "load" else report.reshard))
     for line in _bandwidth_lines(report.bandwidth):
         out.print(Text(line), soft_wrap=True)
-    if plot is not None:
-        typer.echo(f"\nDrawn: {plot}")
 
 
 def _rank_table(forecast: Forecast) -> Table:
@@ -230,73 +222,7 @@ def _axis(targets: list[int], cell: int, numbers: bool) -> str:
     return line
 
 
-def draw_plan(path: Path, forecast: Forecast, *, force: bool = False) -> None:
-    """Write the picture as a file in the format of its suffix. Raises UsageError when it exists, without ``force``."""
-    write_figure(path, plan_figure(forecast), force=force)
-
-
-def plan_figure(forecast: Forecast) -> Figure:
-    """The picture. Colours and heights are proportional to bytes, so that cells that are nearly equal look equal."""
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    num_sources, num_targets = forecast.saved_world_size, forecast.world_size
-    steps = -(-num_sources // _MOST_CELLS), -(-num_targets // _MOST_CELLS)
-    matrix = forecast.traffic.binned(num_sources, num_targets, source_step=steps[0], target_step=steps[1])
-    rows, columns = matrix.shape
-    figure = Figure(figsize=(9, 7.5), layout="constrained")
-    cells, bars = figure.subplots(2, 1, height_ratios=[3, 1])
-    most = int(matrix.max(initial=0))
-    unit = _unit(most)
-    drawn = cells.imshow(
-        np.where(matrix > 0, matrix / _UNITS[unit], np.nan),
-        vmin=0,
-        vmax=most / _UNITS[unit] or 1,
-        cmap="viridis_r",
-        aspect="auto",
-        interpolation="none",
-        origin="upper",
-        extent=(-0.5, columns * steps[1] - 0.5, rows * steps[0] - 0.5, -0.5),
-    )
-    if max(rows, columns) <= _MOST_CELL_NUMBERS:
-        for (source, target), nbytes in np.ndenumerate(matrix):
-            if nbytes:
-                color = "white" if nbytes > most / 2 else "black"
-                cells.text(target, source, format_size(int(nbytes)), ha="center", va="center", color=color)
-    bins = "" if steps == (1, 1) else f", {steps[0]} x {steps[1]} ranks a cell"
-    figure.colorbar(drawn, ax=cells, label=f"{unit}{bins}")
-    ranks_each = f"{counted(num_sources, 'saved rank')} to {num_targets}"
-    cells.set(
-        title=f"{ranks_each}: {forecast.amplification:.2f} bytes read per byte of state",
-        xlabel="target rank",
-        ylabel="saved rank",
-        xlim=(-0.5, num_targets - 0.5),
-        ylim=(num_sources - 0.5, -0.5),
-    )
-    ranks = np.arange(num_targets)
-    unit = _unit(int(forecast.bytes_read.max()))
-    read = forecast.bytes_read / _UNITS[unit]
-    if num_targets <= _MOST_BARS:
-        bars.bar(ranks, read)
-    else:
-        bars.step(ranks, read, where="mid")
-    bars.set(xlabel="target rank", ylabel=f"{unit} read", xlim=(-0.5, num_targets - 0.5))
-    bars.set_ylim(bottom=0)
-    for axis in (cells.xaxis, cells.yaxis, bars.xaxis):
-        axis.get_major_locator().set_params(integer=True)
-    return figure
-
-
-def _unit(most: int) -> str:
-    """The largest unit of which there is at least one."""
-    return max((unit for unit, size in _UNITS.items() if size <= most), key=_UNITS.__getitem__, default="B")
-
-
-@reports(
-    "zeroelastic.verbs.plan.plan",
-    _show,
-    draw=lambda path, report, force: draw_plan(path, report.forecast, force=force),
-)
+@reports("zeroelastic.verbs.plan.plan", _show)
 def plan(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: its tag directory, or the one above.")],
     world_size: Annotated[int, typer.Option("--world-size", "-n", metavar="M", min=1, help="Ranks to plan for.")],
@@ -325,11 +251,8 @@ def plan(
             help="Find out the bandwidth: read up to 256 MiB of the checkpoint, and write up to 64 MiB beside it.",
         ),
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw the plan, as .png, .svg or .pdf (needs matplotlib).")
-    ] = None,
     html: HtmlOption = None,
-    force: PlotForceOption = False,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a load or a reshard on M ranks would read, open, need and take; no payload is looked at.
@@ -344,5 +267,5 @@ def plan(
         zeroelastic plan ckpt --world-size 3 --stage 2
         zeroelastic plan ckpt --world-size 3 --measure
         zeroelastic plan ckpt --world-size 3 --bandwidth 2GB --json
-        zeroelastic plan ckpt --world-size 3 --bandwidth 2GB --plot plan.svg
+        zeroelastic plan ckpt --world-size 3 --bandwidth 2GB --html plan.html
     """

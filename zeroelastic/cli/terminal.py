@@ -239,9 +239,9 @@ def write_new_file(path: Path, data: bytes, *, force: bool = False) -> None:
         raise UsageError(_EXISTS.format(path)) from None
 
 
-def check_plot(path: Path, what: str, *, force: bool = False) -> None:
-    """Raise UsageError, with what to do, where ``what`` cannot be drawn to ``path``; ``force`` replaces a file."""
-    check_new_file(path, f"{what} is drawn", _PICTURES, force=force)
+def check_plot(path: Path, *, force: bool = False) -> None:
+    """Raise UsageError, with what to do, where no picture can be drawn to ``path``; ``force`` replaces a file."""
+    check_new_file(path, "a timeline is drawn", _PICTURES, force=force)
     try:
         import matplotlib  # noqa: F401
     except ImportError:
