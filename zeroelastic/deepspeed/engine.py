@@ -138,13 +138,20 @@ def saves_elastic(engine: Engine) -> bool:
 def accumulated_micro_batches(engine: Engine) -> int:
     """How many micro batches were taken since the last optimizer step: their gradients wait in memory.
 
-    DeepSpeed's counter of micro steps counts calls of ``step``. Where the caller decides which of them is an optimizer
-    step (``decides_boundaries``), the optimizer says whether it has gradients: how many micro batches these are of at
-    stages 2 and 3, and at stage 1 that there is at least one.
+    DeepSpeed's counter of micro steps counts calls of ``step``: not the backward passes since the last one, nor any
+    where the caller decides which of them is an optimizer step (``decides_boundaries``). The optimizer counts backward
+    passes at ZeRO stages 2 and 3, and those of ``coalesce_grad_reduction`` as one. At stage 1 it may know only that
+    there are some.
     """
-    if not decides_boundaries(engine):
-        return int(engine.micro_steps % engine.gradient_accumulation_steps())
+    steps = 0 if decides_boundaries(engine) else int(engine.micro_steps % engine.gradient_accumulation_steps())
+    return max(steps, _waiting_backward_passes(engine))
+
+
+def _waiting_backward_passes(engine: Engine) -> int:
     optimizer = engine.optimizer
+    if getattr(optimizer, "_coalesce_grad_reduction", False):  # within the block no counter moves
+        waiting = (getattr(param, "grad_accum", None) is not None for param in engine.module.parameters())
+        return int(any(waiting) or any(param.grad is not None for param in engine.module.parameters()))
     counted = getattr(optimizer, "micro_step_id", None)
     if counted is None:  # BF16_Optimizer; without an optimizer there is neither
         return int(any(map(any, getattr(optimizer, "fp32_groups_has_gradients", ()))))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,33 @@ def test_gradients_are_told_of_where_the_caller_decides_when_to_step(
     assert f"gradients of at least {known} micro batches" in said[0][0]
     assert record_of(tmp_path / "after").lost_micro_batches == 0
     assert record_of(tmp_path / "between").lost_micro_batches == known
+
+
+def save_before_the_step(job: Job, directory: str, block: str) -> list[int]:
+    """Saves before and after a step, and two where gradients wait for it: of how many micro batches each says so."""
+    engine = training.build_engine(job)
+    tokens = torch.randint(0, training.VOCABULARY, (10, 5), generator=torch.Generator().manual_seed(1))
+    training.train_step(engine, 0)
+    engine.save_checkpoint(directory, tag="before")
+    with getattr(engine, block)() if block else nullcontext():
+        engine.backward(engine(tokens, tokens.roll(1, 1)))
+        engine.save_checkpoint(directory, tag="within")
+    engine.save_checkpoint(directory, tag="between")
+    if block == "no_sync":  # which leaves gradients that are not reduced
+        engine.backward(engine(tokens, tokens.roll(1, 1)))
+    engine.step()
+    engine.save_checkpoint(directory, tag="after")
+    return [record_of(Path(directory) / tag).lost_micro_batches for tag in ("before", "within", "between", "after")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "block"),
+    [(1, ""), (2, ""), (3, ""), (1, "no_sync"), (2, "coalesce_grad_reduction"), (3, "coalesce_grad_reduction")],
+)
+def test_gradients_are_told_of_between_backward_and_step(
+    rank_pool: RankPool, tmp_path: Path, stage: int, block: str
+) -> None:
+    assert rank_pool.run(save_before_the_step, 2, Job(stage=stage), str(tmp_path), block)[0] == [0, 1, 1, 0]
 
 
 def test_gradients_that_are_pending_at_a_load_are_told_of(rank_pool: RankPool, tmp_path: Path) -> None:
