@@ -188,6 +188,8 @@ CAMPAIGNS = (
     Campaign("damage_stage2", "make damage", "the same at ZeRO stage 2", describe_damage),
     Campaign("damage_lean", "make damage", "the same for lean checkpoints", describe_damage),
     Campaign("damage_lean_stage2", "make damage", "the same for lean checkpoints at ZeRO stage 2", describe_damage),
+    Campaign("damage_autotp", "make damage", "the same for a run of two tensor parallel ranks (AutoTP)", describe_damage),
+    Campaign("damage_moe_stage2", "make damage", "the same for a run with experts (MoE) at ZeRO stage 2", describe_damage),
     Campaign("fuzz", "make fuzz", "the readers on generated files, after fixing what it found", describe_fuzz),
     Campaign("scale", "make bench-scale", "5,000 tags, 1,000,000 parameters, 24 ranks", describe_scale),
     Campaign("crash_reshard", "make crash", "kills of `zeroelastic reshard`", describe_crash_reshard),
