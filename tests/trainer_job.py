@@ -9,11 +9,13 @@ import hashlib
 import json
 import logging
 import random
+import shutil
 import sys
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -273,6 +275,31 @@ def weights_file(checkpoint: Path) -> dict[str, Any]:
 def attempt(job: TrainerJob) -> tuple[str, str]:
     """The type and text of the error that a run raises on this rank."""
     return raised(lambda: run_trainer(job))
+
+
+def removals(job: TrainerJob, fail_at: int | None) -> tuple[list[tuple[int, list[int]]], list[str]]:
+    """The checkpoints that a run removes, each with those that were complete then, and what was said.
+
+    The save of step ``fail_at`` cannot be written to its end.
+    """
+    from zeroelastic.deepspeed.save.save import Save
+
+    remove, commit = shutil.rmtree, Save.commit
+    removed: list[tuple[int, list[int]]] = []
+
+    def watched(path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(path).name.startswith("checkpoint-"):
+            removed.append((int(Path(path).name.removeprefix("checkpoint-")), complete_steps(job.directory)))
+        remove(path, *args, **kwargs)
+
+    def failing(self: Any, *args: Any) -> None:
+        if self.destination.tag_dir.name == f"global_step{fail_at}":
+            raise OSError("no space left on device")
+        commit(self, *args)
+
+    with patch.object(shutil, "rmtree", watched), patch.object(Save, "commit", failing):
+        seen = run_trainer(job)
+    return removed, seen.said
 
 
 def saved_steps(directory: str) -> list[int]:

@@ -26,8 +26,10 @@ from trainer_job import (
     Seen,
     TrainerJob,
     attempt,
+    complete_steps,
     generators_of_a_new_rank,
     refusals,
+    removals,
     run_trainer,
     saved_steps,
 )
@@ -323,6 +325,30 @@ def test_in_the_background_the_checkpoint_before_stays_until_the_new_one_is_comp
     assert seen.complete == ([[], [2], [2, 4], [2, 8]] if best else [[], [2], [4], [8]])
     assert saved_steps(str(tmp_path)) == ([2] if best else [8])  # the Trainer itself leaves the best alone
     assert not [line for line in seen.said if "not complete" in line]
+
+
+BEST = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss"}
+
+
+def test_in_the_background_the_best_model_is_loaded_where_it_is_the_last_save(pool, tmp_path):
+    """The Trainer looks for its files itself, at the end of the training, when they are not written yet."""
+    args = {**BEST, "load_best_model_at_end": True, "greater_is_better": True}  # the first one, by this metric
+    config = {"zeroelastic": {"async_save": True}}
+    job = TrainerJob(str(tmp_path), stage=2, args=args, config=config, stop_at=3, slow_saves=True)
+    for seen in pool.run(run_trainer, 2, job):
+        assert compare_states(seen.saved[2], seen.final) == []
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["written", "not written"])
+def test_the_end_of_the_training_removes_nothing_before_the_best_model_is_complete(pool, tmp_path, fails):
+    """``save_total_limit=1``: the Trainer removes all but the best, which is the last save and not written yet."""
+    args = {**BEST, "save_total_limit": 1, "greater_is_better": False}  # each one is the best so far
+    config = {"zeroelastic": {"async_save": True}}
+    job = TrainerJob(str(tmp_path), stage=2, args=args, config=config, stop_at=5, slow_saves=True)
+    kept, said = pool.run(removals, 2, job, 4 if fails else None)[0]
+    assert all(complete_then[-1] != step for step, complete_then in kept)
+    assert complete_steps(str(tmp_path)) == [2 if fails else 4]
+    assert any("older checkpoints stay" in line for line in said) == fails
 
 
 def test_a_save_that_was_cut_short_is_passed_over_by_a_resume_from_the_last_checkpoint(pool, tmp_path):

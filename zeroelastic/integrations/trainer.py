@@ -1,7 +1,8 @@
 """``Trainer.train`` and the saves in it: which checkpoint a run resumes from, and when older ones are removed.
 
 A save that was cut short is passed over by a resume from the last checkpoint. Where saves are in the background,
-``save_total_limit`` removes no checkpoint before the one after it is complete. ``trainer_batch`` is applied here.
+``save_total_limit`` removes no checkpoint before the one after it is complete, and the last save is complete before
+the end of the training loads the best checkpoint or removes others. ``trainer_batch`` is applied here.
 Wrapped by ``deepspeed/install/seams`` where transformers is imported; written for transformers 5.23.
 """
 
@@ -33,6 +34,8 @@ def wrap_module(module: ModuleType) -> None:
     wrap(module.Trainer, "train", partial(_train, module))
     if hasattr(module, "rotate_checkpoints"):
         wrap(module.Trainer, "_save_checkpoint", partial(_save_checkpoint, module))
+    if hasattr(module.Trainer, "_finalize_training"):
+        wrap(module.Trainer, "_finalize_training", partial(_finalize_training, module))
 
 
 def _train(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,6 +85,27 @@ def _save_checkpoint(module: ModuleType, original: Callable[..., Any]) -> Callab
         return done
 
     return save_checkpoint
+
+
+def _finalize_training(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
+    def finalize_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = _ds_config(self)
+        loads_or_removes = self.args.load_best_model_at_end or self.args.save_total_limit == 1
+        if config is None or not loads_or_removes or self.state.best_model_checkpoint is None:
+            return original(self, *args, **kwargs)
+        from zeroelastic.deepspeed.save.pending import finish_pending  # it imports deepspeed
+
+        try:
+            finish_pending(self.model_wrapped, before="the end of the training")
+        except SaveError as error:
+            logger.error("older checkpoints stay, since the last one is not complete: %s", error)
+            if (run := current_run()) is not None:
+                run.at_end.clear()
+            with patched(module, sort_checkpoints=lambda *_, **__: []):  # from which the Trainer removes all but one
+                return original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return finalize_training
 
 
 def _remove_older(trainer: Any, rotate: Callable[..., None]) -> None:
