@@ -22,12 +22,20 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 
-def base_model() -> Any:
+def base_model(kind: str = "") -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=False, **sizes))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=kind == "tied", **sizes))
+    if kind == "buffers":
+        model.lm_head = torch.nn.Sequential(ChannelsLast(16), torch.nn.Linear(16, 40, bias=False))
+    return model
+
+
+class ChannelsLast(torch.nn.BatchNorm1d):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden.transpose(1, 2)).transpose(1, 2)
 
 
 def peft_model(kind: str) -> Any:
@@ -39,8 +47,13 @@ def peft_model(kind: str) -> Any:
         model.add_adapter("other", LoraConfig(r=3, use_dora=True, target_modules=["o_proj"]))
         model.base_model.set_adapter(["default", "other"])
     else:
-        saved = {"modules_to_save": ["lm_head"]} if kind == "modules_to_save" else {"bias": "lora_only"}
-        model = get_peft_model(base_model(), LoraConfig(r=2, **targets, **saved))
+        saved: dict[str, Any] = {
+            "modules_to_save": {"modules_to_save": ["lm_head"]},
+            "buffers": {"modules_to_save": ["lm_head"]},
+            "tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+            "bias": {"bias": "lora_only"},
+        }[kind]
+        model = get_peft_model(base_model(kind), LoraConfig(r=2, **targets, **saved))
     return model
 
 
@@ -69,7 +82,7 @@ def train_and_save(kind: str, stage: int, directory: str) -> None:
         engine.module.save_pretrained(f"{directory}/peft")
 
 
-KINDS = ("two", "modules_to_save", "bias")
+KINDS = ("two", "modules_to_save", "buffers", "tied", "bias")
 
 
 def save_each(directory: str) -> None:
@@ -102,7 +115,8 @@ def run(request: pytest.FixtureRequest, saves: Path) -> Path:
 @pytest.mark.parametrize("name", ["lean", "full"])
 def test_an_adapter_has_the_names_and_tensors_of_peft(run: Path, tmp_path: Path, name: str) -> None:
     report = zeroelastic.export(run / name, tmp_path / "out", adapters=True)
-    assert report.frozen == report.buffers == 0
+    assert report.frozen == 0
+    assert report.buffers == (3 if run.name == "buffers" else 0)  # of the BatchNorm in the trained copy
     want = sorted(path.relative_to(run / "peft") for path in (run / "peft").rglob("adapter_*"))
     assert sorted(path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*.*")) == want
     assert sorted(file.name for file in report.files) == sorted(map(str, want))
@@ -119,9 +133,8 @@ def test_peft_loads_it(run: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
     zeroelastic.export(run / "lean", tmp_path / "out", adapters=True)
-    loaded, same = (
-        PeftModel.from_pretrained(base_model(), str(folder)).state_dict() for folder in (tmp_path / "out", run / "peft")
-    )
+    folders = (tmp_path / "out", run / "peft")
+    loaded, same = (PeftModel.from_pretrained(base_model(run.name), str(one)).state_dict() for one in folders)
     assert loaded.keys() == same.keys()
     assert all(torch.equal(loaded[key], same[key]) for key in same)
 

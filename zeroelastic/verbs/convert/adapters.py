@@ -37,6 +37,20 @@ def adapters_of(names: Iterable[str]) -> dict[str, dict[str, str]]:
     return {adapter: {**others, **own} for adapter, own in found.items()}
 
 
+def in_trained_copies(names: Iterable[str], trained: Iterable[str]) -> set[str]:
+    """Those of the names that are in a module's trained copy (``modules_to_save``), as are some of ``trained``.
+
+    PEFT writes such a copy whole: with its buffers, as of a BatchNorm, and with what is frozen in it.
+    """
+
+    def copy_of(name: str) -> str | None:
+        match = _OF_ADAPTER.match(name)
+        return None if match is None or match["tuner"] != "modules_to_save" else name[: match.end("adapter")]
+
+    copies = {copy_of(name) for name in trained} - {None}
+    return {name for name in names if copy_of(name) in copies}
+
+
 def _in_file(match: re.Match[str]) -> str:
     module, tuner, rest = match["module"], match["tuner"], match["rest"]
     if tuner == "modules_to_save":

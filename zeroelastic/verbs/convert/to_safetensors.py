@@ -23,7 +23,7 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, folders, read_whole
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType
 from zeroelastic.torch_file.safetensors import DTYPE_NAMES, check_name, lay_out
-from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, folder_of
+from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, folder_of, in_trained_copies
 from zeroelastic.verbs.convert.autoep_names import NamedTensor, as_saved, model_type_of, named_model
 from zeroelastic.verbs.model_tensors import ModelTensor, model_tensors, optimizer_tensors
 from zeroelastic.verbs.new_directory import reserve_file
@@ -188,20 +188,21 @@ def plan_export(
     """
     saved = model_tensors(state)
     if adapters:
-        trained = tuple(tensor for tensor in saved.tensors if tensor.kind == "trained")
-        names = {tensor.name for tensor in trained}
+        names = {tensor.name for tensor in saved.tensors if tensor.kind == "trained"}
+        names |= in_trained_copies((tensor.name for tensor in saved.tensors), names)
         tied_to = {alias: name for alias, name in saved.tied.items() if name in names}
-        saved = replace(saved, tensors=trained, tied=tied_to, left_out=())
+        chosen = tuple(tensor for tensor in saved.tensors if tensor.name in names)
+        saved = replace(saved, tensors=chosen, tied=tied_to, left_out=())
     others = [t for t in saved.tensors if t.kind == "buffer" and t.dtype not in DTYPE_NAMES]
     left_out = (*saved.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in others))
     saved = replace(saved, tensors=tuple(tensor for tensor in saved.tensors if tensor not in others))
     model = named_model(saved, state.head.ds_config, model_type_of(model_dir))
     wanted = [(tensor, _export_dtype(tensor.first, dtype)) for tensor in model.tensors]
-    if tied == "all":
+    of_peft = adapters_of([*(tensor.name for tensor in model.tensors), *model.tied]) if adapters else {}
+    if tied == "all" or of_peft:  # PEFT writes a tied weight under each name, and looks for each
         by_name = {tensor.name: (tensor, to) for tensor, to in wanted}
         wanted += [(replace(by_name[name][0], name=alias), by_name[name][1]) for alias, name in model.tied.items()]
     aliases = model.tied if tied == "once" else {}
-    of_peft = adapters_of(tensor.name for tensor in model.tensors) if adapters else {}
     copied = _model_files(model_dir)
     if isinstance(adapters, str) and adapters not in of_peft:
         raise UsageError(
