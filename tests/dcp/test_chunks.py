@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from counted import CountedFileSystem, counted, put
 from dcp_writers import Box, grid, job_state, rows, write_dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +17,15 @@ from hypothesis import strategies as st
 from zeroelastic.checkpoint.saved_state import SavedPart
 from zeroelastic.core.layout import unpacked_layout
 from zeroelastic.core.plan import check_plan, make_plan
+from zeroelastic.dcp.native import native_form
 from zeroelastic.dcp.saved import open_dcp
+from zeroelastic.dcp.state import checkpoint_of
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, read_segments
+from zeroelastic.io.paths import as_path
+from zeroelastic.io.remote import Retries, retrying
+
+__all__ = ["counted"]
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (7,), "b.weight": (2, 3, 4), "one": (1,), "scale": ()}
 
@@ -89,3 +96,33 @@ def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
     write_dcp(tmp_path / "ckpt", tensors, objects)
     with pytest.raises(CheckpointError, match="overlap"):
         open_dcp(tmp_path / "ckpt")
+
+
+def test_a_short_answer_of_a_store_is_no_buffer_and_unties_nothing(
+    tmp_path: Path, counted: type[CountedFileSystem]
+) -> None:
+    tensors, objects = job_state(SHAPES, lambda shape: rows(shape, 1))
+    tied, table = "model.tied.weight", torch.arange(50)
+    tensors[tied] = tensors["model.a.weight"]
+    tensors["model.table"] = table, rows(table.shape, 1)
+    write_dcp(tmp_path / "ckpt", tensors, objects)
+    for path in (tmp_path / "ckpt").iterdir():
+        put(f"counted://b/ckpt/{path.name}", path.read_bytes())
+    asked = set[tuple[str, int, int]]()
+
+    def answer(path: str, start: int, data: bytes) -> bytes:
+        """The first answer to each request is too short, and no two are alike."""
+        if path.endswith(".metadata") or (path, start, len(data)) in asked:
+            return data
+        asked.add((path, start, len(data)))
+        return data[: max(0, len(data) - len(asked))]
+
+    counted.answer = answer
+    with retrying(Retries(1, first_pause_s=0.0)):
+        found = open_dcp(as_path("counted://b/ckpt"))
+        made = checkpoint_of(native_form(found, {}, 1))
+    assert asked and made.made is not None
+    module = torch.load(made.module_path(made.model_states(0)), weights_only=False)["module"]
+    made.made.close()
+    assert torch.equal(module["table"], table)
+    assert found.tied == {"tied.weight": "a.weight"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from pathlib import Path
 
 import pytest
 from counted import CountedFileSystem, counted, put
@@ -12,6 +13,7 @@ from zeroelastic.errors import CheckpointError
 from zeroelastic.io.objects import objects_below, put_object, remove_objects
 from zeroelastic.io.paths import RemotePath, as_path
 from zeroelastic.io.remote import NoAnswerError, Retries, is_transient, read_ranges, retrying, with_retries
+from zeroelastic.io.storage import read_exactly
 
 __all__ = ["counted"]
 
@@ -104,6 +106,24 @@ def test_a_short_answer_is_asked_for_again_and_a_short_file_is_not(counted: type
         with pytest.raises(CheckpointError, match="ends at byte 100"):
             read_ranges([(path, 50, 100)])
     assert len(counted.ranges) == 1
+
+
+def test_what_is_read_exactly_is_neither_short_nor_from_another_place(
+    counted: type[CountedFileSystem], tmp_path: Path
+) -> None:
+    data = bytes(range(100))
+    path = put("counted://b/f", data)
+    (tmp_path / "f").write_bytes(data)
+    left = [1]
+    counted.answer = lambda path, start, found: found[:7] if left and left.pop() else found
+    with retrying(FAST):
+        for place in (path, tmp_path / "f"):
+            assert read_exactly(place, 40, 20) == data[40:60] and read_exactly(place, 100, 0) == b""
+            with pytest.raises(CheckpointError, match=r"f: ends at byte 100\. The file is truncated"):
+                read_exactly(place, 90, 20)
+        counted.answer = lambda path, start, found: data
+        with pytest.raises(CheckpointError, match="at byte 40 failed: 100 bytes came for 20"):
+            read_exactly(path, 40, 20)
 
 
 def test_objects_are_put_once_listed_and_removed() -> None:

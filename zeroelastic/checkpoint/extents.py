@@ -16,10 +16,9 @@ from zeroelastic.core.digest import UInt64Array, combine, stream_seed
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import Plan, Runs
 from zeroelastic.core.slices import numbered
-from zeroelastic.errors import CheckpointError
 from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import read_range
+from zeroelastic.io.storage import read_exactly
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 _WINDOW_ROWS = 1 << 17
@@ -215,13 +214,11 @@ def stream_seeds(names: Sequence[tuple[str, str]]) -> UInt64Array:
 def digest_in_file(path: FilePath, dtype: str, offset: int, numel: int, *, name: str, key: str, start: int = 0) -> int:
     """The digest of ``numel`` elements of a tensor from element ``start`` on, which are at byte ``offset`` of a file.
 
-    Memory: 4 MiB. Raises as ``read_range``, CheckpointError for a file that ends before.
+    Memory: 4 MiB. Raises as ``read_exactly``.
     """
     itemsize, seed, total = DTYPE_BYTES[dtype], stream_seed(name, key), 0
     for done in range(0, numel * itemsize, _CHUNK_BYTES):
         nbytes = min(_CHUNK_BYTES, numel * itemsize - done)
-        data = np.frombuffer(read_range(path, offset + done, nbytes), dtype=np.uint8)
-        if len(data) != nbytes:
-            raise CheckpointError(f"{path}: ends at byte {offset + done + len(data)}. The file is truncated.")
+        data = np.frombuffer(read_exactly(path, offset + done, nbytes), dtype=np.uint8)
         total = combine(total, digest_range(data, itemsize, seed=seed, start=start + done // itemsize))
     return total

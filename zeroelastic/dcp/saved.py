@@ -22,7 +22,7 @@ from zeroelastic.dcp.metadata import METADATA, DcpMetadata, StoredTensor, read_m
 from zeroelastic.dcp.names import NATIVE, NamedState, named_state
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError, brief, printable, some
 from zeroelastic.io.paths import FilePath, as_path
-from zeroelastic.io.storage import list_directory, read_range
+from zeroelastic.io.storage import list_directory, read_exactly
 from zeroelastic.torch_file.header import DTYPE_BYTES, Extent
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -248,7 +248,7 @@ def _same(tensor: StoredTensor, other: StoredTensor) -> bool:
             return False
         for at in range(0, one.place.nbytes, _COMPARED_BYTES):
             nbytes = min(_COMPARED_BYTES, one.place.nbytes - at)
-            pair = [read_range(place.path, place.offset + at, nbytes) for place in (one.place, two.place)]
+            pair = [read_exactly(place.path, place.offset + at, nbytes) for place in (one.place, two.place)]
             if pair[0] != pair[1]:
                 return False
     return True

@@ -23,7 +23,7 @@ from zeroelastic.dcp.metadata import StoredBytes
 from zeroelastic.dcp.names import NamedState
 from zeroelastic.dcp.native import NativeForm
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import LocalFile, read_range
+from zeroelastic.io.storage import LocalFile, read_exactly
 from zeroelastic.torch_file.graph import Archive
 from zeroelastic.torch_file.header import Blocks, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords
@@ -176,7 +176,7 @@ def _file_in_memory(root: object) -> BinaryIO:
     for storage, offset in archive.offsets.items():
         data, extent = storage.data, storage.extent
         if data is None:
-            data = b"" if extent is None else read_range(extent.path, extent.offset, extent.nbytes)
+            data = b"" if extent is None else read_exactly(extent.path, extent.offset, extent.nbytes)
         os.pwrite(made.fileno(), data, offset)
         checksums[storage] = zlib.crc32(data)
     archive.finish(checksums)

@@ -197,6 +197,19 @@ def read_range(path: FilePath, offset: int, nbytes: int) -> bytes:
     return _read(path, offset, nbytes, f"reading at byte {offset} failed") if nbytes > 0 else b""
 
 
+def read_exactly(path: FilePath, offset: int, nbytes: int) -> bytes:
+    """The ``nbytes`` bytes at ``offset``; of a store a short answer is asked for again, and one too long is refused.
+
+    Raises MissingFileError, UnreadableError, CheckpointError for a file that ends before.
+    """
+    if isinstance(path, RemotePath) and nbytes > 0:
+        return read_ranges([(path, offset, nbytes)])[0]
+    data = read_range(path, offset, nbytes)
+    if len(data) < nbytes:
+        raise CheckpointError(f"{path}: ends at byte {offset + len(data)}. The file is truncated.")
+    return data
+
+
 def read_whole(path: FilePath, *, limit: int) -> bytes:
     """A small file. Raises MissingFileError, UnreadableError, CheckpointError: has more than ``limit`` bytes."""
     data = _read(path, 0, limit + 1, "cannot be read")

@@ -22,7 +22,7 @@ from zeroelastic.checkpoint.tag_files import EXPERT_FILE
 from zeroelastic.checkpoint.topology import numbered_expert
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import CheckpointError, UnsupportedError, shown
-from zeroelastic.io.storage import read_range
+from zeroelastic.io.storage import read_exactly
 from zeroelastic.torch_file.header import DTYPE_BYTES, Extent, TensorRef, TorchFile, read_torch_file
 
 Kind = Literal["trained", "frozen", "buffer", "state"]
@@ -170,9 +170,7 @@ def read_buffer(tensor: ModelTensor, *, limit: int, read: ReadFiles | None = Non
             f"buffer {tensor.name}: has {max(tensor.nbytes, extent.nbytes)} bytes, which go through memory. Give "
             "--max-memory at least 4 times as many."
         )
-    raw = read_range(extent.path, extent.offset, extent.nbytes)
-    if len(raw) != extent.nbytes:
-        raise CheckpointError(f"{extent.path}: ends at byte {extent.offset + len(raw)}. The file is truncated.")
+    raw = read_exactly(extent.path, extent.offset, extent.nbytes)
     if read is not None and not extent.path.name.endswith(".safetensors"):
         row = np.array([0, extent.offset, extent.nbytes], dtype=np.int64)
         read.add((extent.path,), row[:1], row[1:2], row[2:], np.array([zlib.crc32(raw)], dtype=np.uint32))

@@ -20,7 +20,7 @@ from zeroelastic.distributed.collective import all_gather_alike, all_or_raise
 from zeroelastic.distributed.multicast import Request, multicast
 from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.io.paths import FilePath, RemotePath, absolute, as_path
-from zeroelastic.io.storage import file_size, read_range
+from zeroelastic.io.storage import file_size, read_exactly
 from zeroelastic.runs.shared_folder import put_back_missing
 from zeroelastic.torch_file.safetensors import read_head
 
@@ -157,7 +157,7 @@ def read_shared_buffers(
         found = {}
         for name in names:
             tensor = shared.buffers[name]
-            found[name] = read_range(places.at(shared.files[tensor.file]), tensor.offset, tensor.place.nbytes)
+            found[name] = read_exactly(places.at(shared.files[tensor.file]), tensor.offset, tensor.place.nbytes)
         return found
 
     if visibility is None:
