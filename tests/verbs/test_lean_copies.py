@@ -120,7 +120,7 @@ def test_stage_0_needs_full(saved: Path, tmp_path: Path) -> None:
 
 def loaded(path: Path) -> object:
     state = torch.load(path, weights_only=False)
-    return plain(state["module"] if "module" in state else state)
+    return plain(state.get("module", state))
 
 
 def test_an_export_is_that_of_the_full_tag(saved: Path, tmp_path: Path) -> None:
