@@ -179,8 +179,10 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         limit = time.monotonic() + _TIME_LIMIT_S
+        poll = select.poll()  # select takes no descriptor above 1023
+        poll.register(self._read, select.POLLIN)
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._read], [], [], max(limit - time.monotonic(), 0))
+            ready = poll.poll(1000 * max(limit - time.monotonic(), 0))
             piece = os.read(self._read, 1 << 20) if ready else b""
             if not piece:
                 raise RuntimeError("the browser does not answer" if not ready else "the browser has ended")
