@@ -71,8 +71,8 @@ _DECOUPLED = "decoupled_weight_decay"
 _OF_THE_CLASS = {_DECOUPLED}
 """Options that make a class what it is: torch's AdamW is its Adam with this one set."""
 
-_TELLING = {"amsgrad", "eps"}
-"""Options that tell known classes with the same state keys apart: Adam has both, RAdam and FusedAdam one, Lion none."""
+_CLASS_MARKERS = {"amsgrad", "eps"}
+"""Options by which classes of the same state keys differ: Adam has both, RAdam and FusedAdam ``eps``, Lion neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ def _same_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Ma
 
 def _other_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> str | None:
     """The class that saved a group if it is not the run's, by the hyper-parameters of a file without its name."""
-    if _TELLING & (saved.options.keys() ^ options.keys()):
+    if _CLASS_MARKERS & (saved.options.keys() ^ options.keys()):
         return "another optimizer"
     was, own = saved.options.get(_DECOUPLED), optimizer.defaults.get(_DECOUPLED)
     if not isinstance(optimizer, torch.optim.Adam) or None in (was, own) or bool(was) == bool(own):
