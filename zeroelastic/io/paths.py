@@ -64,7 +64,7 @@ def file_state(found: os.stat_result) -> FileState:
 
 
 class _OpenDirectory:
-    """The open directory, which is closed with the last path through it, and its files as they were first opened.
+    """The open directory, which ``close`` or the last path through it closes, and its files as they were first opened.
 
     ``route`` is the directory for system calls: where there is no ``/proc`` its path, so that nothing is pinned.
     """
@@ -81,6 +81,13 @@ class _OpenDirectory:
         if not self.is_pinned:
             self.route = os.fspath(path)
         self.opened: dict[str, FileState] = {}
+
+    def close(self) -> None:
+        """Close the directory: paths through it are paths like any other from now on."""
+        self.route, self.is_pinned = os.fspath(self.path), False
+        fd = self.__dict__.pop("fd", None)  # by one thread alone
+        if fd is not None:
+            os.close(fd)
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):
@@ -137,6 +144,10 @@ class PinnedPath(PosixPath):
         """The file of another name beside this one."""
         return self.parent / name
 
+    def unpin(self) -> None:
+        """Close the open directory; this path, and all others through it, are paths like any other from now on."""
+        self._directory.close()
+
     def note_open(self, found: os.stat_result) -> None:
         """Remember the state of the file opened by this path; the first time counts."""
         self._directory.opened.setdefault(self._below, file_state(found))
@@ -185,6 +196,11 @@ def pin_directory(path: Path) -> Path:
         return PinnedPath._of(_OpenDirectory(path), "")
     except OSError:
         return path
+
+
+def unpinned(path: FilePath) -> FilePath:
+    """The path for use outside: one like any other, which does not lead through a directory that is opened here."""
+    return Path(str(path)) if isinstance(path, PinnedPath) else path
 
 
 def _inode(found: os.stat_result) -> tuple[int, int]:

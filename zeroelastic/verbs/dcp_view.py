@@ -44,8 +44,7 @@ class DcpView(CheckpointView):
 
     def __init__(self, root: FilePath) -> None:
         root = pin(root)
-        self._source = Source(root, root.name, root, None, "deepspeed")
-        self._is_open = True
+        self._begin(Source(root, root.name, root, None, "deepspeed"))
         with self._reading():
             self._found = open_dcp(root)
         self._checkpoint = self._state.checkpoint

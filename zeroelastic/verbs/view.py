@@ -27,7 +27,7 @@ from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable, with_remedy
 from zeroelastic.executors.dispatch import CopyTable, read_segments
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.paths import FilePath, PinnedPath, unpinned
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords
@@ -106,29 +106,30 @@ class CheckpointView(Mapping[str, TensorHandle]):
     """
 
     def __init__(self, source: Source) -> None:
-        self._source = source
-        self._is_open = True
-        self._records: dict[FilePath, list[tuple[int, ZipRecords]]] = {}
+        self._begin(source)
         with self._reading():
             self._checkpoint = open_checkpoint(source.tag_dir)
+
+    def _begin(self, source: Source) -> None:
+        self._source = source
+        self._is_open = True
+        self._readers: list[None] = []  # one for each call that reads now
+        self._records: dict[FilePath, list[tuple[int, ZipRecords]]] = {}
 
     # --- the mapping ---------------------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> TensorHandle:
         """The tensor of this name. Raises UnknownTensorError, which is a KeyError."""
-        try:
-            return self._handles[name]
-        except KeyError:
-            raise self.unknown(str(name)) from None
+        return self._handle(self._tensor(name))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._handles)
+        return iter(self._by_name)
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return len(self._by_name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._handles
+        return name in self._by_name
 
     def optimizer(self, name: str) -> Mapping[str, TensorHandle | object]:
         """The optimizer's state of a parameter by state key: handles of tensors, and scalars such as ``step``.
@@ -167,13 +168,13 @@ class CheckpointView(Mapping[str, TensorHandle]):
         source = tensor.source
         if isinstance(source, Buffer):
             extent = source.extent
-            return (TensorPlace(0, extent.path, extent.offset, extent.nbytes, 0, tensor.numel),)
+            return (TensorPlace(0, unpinned(extent.path), extent.offset, extent.nbytes, 0, tensor.numel),)
         with self._reading():
             rows = state.parts[source.part].tensor_rows(source.param, key or source.key)
         columns = (rows.file, rows.file_offset, rows.nbytes, rows.start, rows.numel)
         ranks = [*map(self._rank_of, rows.paths)]
         places = [
-            TensorPlace(ranks[file], rows.paths[file], *numbers)
+            TensorPlace(ranks[file], unpinned(rows.paths[file]), *numbers)
             for file, *numbers in zip(*(column.tolist() for column in columns), strict=True)
         ]
         return tuple(sorted(places, key=lambda place: place.start))
@@ -196,7 +197,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
     @property
     def path(self) -> FilePath:
         """The tag directory."""
-        return self._source.tag_dir
+        return unpinned(self._source.tag_dir)
 
     @property
     def tag(self) -> str:
@@ -275,6 +276,12 @@ class CheckpointView(Mapping[str, TensorHandle]):
     def close(self) -> None:
         """End the use of the checkpoint: whatever is read from it, or from its handles, raises UsageError."""
         self._is_open = False
+        self._unpin_closed()
+
+    def _unpin_closed(self) -> None:
+        """Close the tag directory after the last use, which may be in another thread than ``close``."""
+        if not self._is_open and not self._readers and isinstance(self._source.tag_dir, PinnedPath):
+            self._source.tag_dir.unpin()
 
     def __enter__(self) -> CheckpointView:
         return self
@@ -300,10 +307,15 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        if not self._is_open:
-            raise UsageError(f"{self.path}: the checkpoint was closed. Open it again to read from it.")
-        with with_remedy(), one_save(self._source.tag_dir):
-            yield
+        self._readers.append(None)
+        try:
+            if not self._is_open:
+                raise UsageError(f"{self.path}: the checkpoint was closed. Open it again to read from it.")
+            with with_remedy(), one_save(self._source.tag_dir):
+                yield
+        finally:
+            self._readers.pop()
+            self._unpin_closed()
 
     @cached_property
     def _state(self) -> SavedState:
@@ -346,16 +358,14 @@ class CheckpointView(Mapping[str, TensorHandle]):
         by_name = {tensor.name: tensor for tensor in self._model.tensors}
         return by_name | {alias: by_name[name] for alias, name in self._model.tied.items()}
 
-    @cached_property
-    def _handles(self) -> dict[str, TensorHandle]:
-        return {name: self._handle(tensor) for name, tensor in self._by_name.items()}
-
     def _tensor(self, name: str) -> ModelTensor:
-        if name not in self._by_name:
-            raise self.unknown(str(name))
-        return self._by_name[name]
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise self.unknown(str(name)) from None
 
     def _handle(self, tensor: ModelTensor) -> TensorHandle:
+        """A handle refers to this view. The view keeps none: it is freed, and its directory closed, with the last."""
         return TensorHandle(tensor.name, tensor.shape, tensor.dtype, tensor.kind, partial(self._read, tensor))
 
     def _read(self, tensor: ModelTensor, start: int, numel: int, compared: bool) -> ByteArray:

@@ -17,6 +17,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,12 +246,23 @@ def scalar_value(value: ScalarValue) -> Any:
 
 def _planner(reader: TensorReader) -> SavePlanner:
     """torch's own planner, except that it cuts large tensors and reads data when torch writes it."""
+    planner: SavePlanner = _planner_class()(reader)
+    return planner
+
+
+@cache
+def _planner_class() -> Any:
+    """Made once: a class refers to itself, and one that referred to a reader would keep its files open."""
     from torch import Size
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
     class Planner(DefaultSavePlanner):
+        def __init__(self, reader: TensorReader) -> None:
+            super().__init__()
+            self._reader = reader
+
         def create_local_plan(self) -> SavePlan:
             plan = super().create_local_plan()
             self.plan = replace(plan, items=[piece for item in plan.items for piece in self._cut(item)])
@@ -258,7 +270,7 @@ def _planner(reader: TensorReader) -> SavePlanner:
 
         def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
             whole = item.tensor_data
-            pieces = reader.pieces(item.index.fqn)
+            pieces = self._reader.pieces(item.index.fqn)
             if whole is None or not pieces:
                 yield item
                 return
@@ -271,9 +283,9 @@ def _planner(reader: TensorReader) -> SavePlanner:
         def resolve_data(self, write_item: WriteItem) -> Any:
             if write_item.tensor_data is not None:
                 chunk = write_item.tensor_data.chunk
-                found = reader.read(write_item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
+                found = self._reader.read(write_item.index.fqn, tuple(chunk.offsets), tuple(chunk.sizes))
                 if found is not None:
                     return found
             return super().resolve_data(write_item)
 
-    return Planner()
+    return Planner

@@ -166,7 +166,7 @@ def _prepare(headers: TagHeaders, rank: int, path: FilePath) -> _Scan:
     try:
         records = read_zip_records(path, size)
     except CheckpointError as error:
-        return partial(_pass_over, headers, path, error, size)
+        return partial(_pass_over, headers, path, str(error), size)
     damage = [
         Damage(name, f"{name}: {fault.what}. The file is damaged.", fault.offset, fault.nbytes)
         for fault in records.faults
@@ -215,7 +215,7 @@ def _scan_file(
             progress=advance,
         )
     except CheckpointError as error:
-        return _pass_over(headers, path, error, left, progress)
+        return _pass_over(headers, path, str(error), left, progress)
     progress(left)
     assert sums is not None
     digests = sums[:num_streams]
@@ -347,12 +347,13 @@ def _bad_parts(
     return tuple(BadPart(shard.rank, shard.path.name, p) for p in own[have[own] != want].tolist())
 
 
-def _pass_over(
-    headers: TagHeaders, path: FilePath, error: CheckpointError, left: int, progress: ProgressFunction
-) -> RankScan:
-    """The scan of a file that cannot be read, or of which ``left`` bytes cannot."""
+def _pass_over(headers: TagHeaders, path: FilePath, problem: str, left: int, progress: ProgressFunction) -> RankScan:
+    """The scan of a file that cannot be read, or of which ``left`` bytes cannot.
+
+    ``problem`` is a text, not the error, whose traceback would keep the files of the tag open until the collector runs.
+    """
     progress(left)
-    sentence = str(error).replace(f"{path.parent}/", "")
+    sentence = problem.replace(f"{path.parent}/", "")
     return replace(_nothing(headers), damage=(Damage(path.name, sentence),), unread=(path.name,))
 
 
