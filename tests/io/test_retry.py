@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import FlexibleChecksumError
 from counted import CountedFileSystem, counted, put
 
-from zeroelastic.errors import CheckpointError
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
 from zeroelastic.io.objects import objects_below, put_object, remove_objects
 from zeroelastic.io.paths import RemotePath, as_path
 from zeroelastic.io.remote import NoAnswerError, Retries, is_transient, read_ranges, retrying, with_retries
@@ -20,9 +21,12 @@ __all__ = ["counted"]
 FAST = Retries(3, first_pause_s=0.0)
 
 
-def answered(status: int) -> Exception:
+def answered(status: int, code: str = "") -> Exception:
     error = OSError(errno.EIO, "failed")
-    error.response = {"ResponseMetadata": {"HTTPStatusCode": status}}  # type: ignore[attr-defined]
+    error.response = {  # type: ignore[attr-defined]
+        "Error": {"Code": code},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
     return error
 
 
@@ -40,6 +44,10 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (answered(403), False),
         (answered(404), False),
         (answered(412), False),
+        (answered(400, "BadDigest"), True),
+        (answered(400, "InvalidDigest"), False),
+        (caused(OSError(errno.EINVAL, "x"), answered(400, "XAmzContentChecksumMismatch")), True),
+        (FlexibleChecksumError(error_msg="Expected checksum a did not match calculated checksum: b"), True),
         (caused(OSError(errno.EBUSY, "slow down"), answered(503)), True),
         (caused(OSError(errno.EIO, "x"), answered(400)), False),
         (ConnectionResetError(errno.ECONNRESET, "reset"), True),
@@ -124,6 +132,22 @@ def test_what_is_read_exactly_is_neither_short_nor_from_another_place(
         counted.answer = lambda path, start, found: data
         with pytest.raises(CheckpointError, match="at byte 40 failed: 100 bytes came for 20"):
             read_exactly(path, 40, 20)
+
+
+def test_answers_that_stay_short_of_a_file_that_is_whole_are_no_damage(counted: type[CountedFileSystem]) -> None:
+    path = put("counted://b/f", b"x" * 100)
+    counted.answer = lambda path, start, data: data[:7]
+    with retrying(FAST), pytest.raises(UnreadableError, match="sends 7 of 50 bytes, and says that the file has 100"):
+        read_ranges([(path, 50, 50)])
+    assert len(counted.ranges) == 4
+
+    def remove(path: str, start: int, data: bytes) -> bytes:
+        counted.store.clear()
+        return data[:7]
+
+    counted.answer = remove
+    with retrying(FAST), pytest.raises(MissingFileError):
+        read_ranges([(path, 50, 50)])
 
 
 def test_objects_are_put_once_listed_and_removed() -> None:

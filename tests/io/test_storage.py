@@ -238,8 +238,14 @@ def test_errors_of_remote_files_are_those_of_local_ones(tmp_path):
 
 def test_a_file_that_shrinks_while_it_is_read_is_truncated(counted, tmp_path):
     write_checkpoint(tmp_path / "t", world_size=1)
-    path = put("counted://run/f", next((tmp_path / "t").glob("*optim*")).read_bytes())
-    counted.answer = lambda path, start, data: data[:-1]
+    whole = next((tmp_path / "t").glob("*optim*")).read_bytes()
+    path = put("counted://run/f", whole)
+
+    def shrink(name, start, data):
+        put("counted://run/f", whole[: start + len(data) - 1])
+        return data[:-1]
+
+    counted.answer = shrink
     with pytest.raises(CheckpointError, match=r"counted://run/f: ends at byte \d+\. The file is truncated\."):
         read_torch_file(path)
 

@@ -40,12 +40,19 @@ _TRANSIENT_ERRNO = frozenset(
 )
 _TRANSIENT_NAMES = frozenset(
     (
-        "ClientConnectionError", "ClientOSError", "ClientPayloadError", "ConnectionClosedError", "ConnectTimeoutError",
-        "ConnectionTimeoutError", "EndpointConnectionError", "HTTPClientError", "IncompleteRead", "IncompleteReadError",
-        "ReadTimeoutError", "ResponseParserError", "ResponseStreamingError", "ServerDisconnectedError",
+        "ChecksumError", "ClientConnectionError", "ClientOSError", "ClientPayloadError", "ConnectionClosedError",
+        "ConnectTimeoutError", "ConnectionTimeoutError", "EndpointConnectionError", "FlexibleChecksumError",
+        "HTTPClientError", "IncompleteRead", "IncompleteReadError", "ReadTimeoutError", "ResponseParserError",
+        "ResponseStreamingError", "ServerDisconnectedError",
     )
 )  # fmt: skip
-"""Names of errors of aiohttp, botocore and http.client that stand for a broken or refused connection."""
+"""Names of errors of aiohttp, botocore, gcsfs and http.client that stand for a broken or refused connection, or for an
+answer that was damaged on its way."""
+
+_DAMAGED_ON_THE_WAY = frozenset(
+    ("BadDigest", "IncompleteBody", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch")
+)
+"""Codes with which S3 refuses a request whose body is not what its checksum or length says; its HTTP status is 400."""
 
 
 class NoAnswerError(TimeoutError):
@@ -111,7 +118,8 @@ def note_retry(what: object, error: object, attempt: int) -> None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether an error of a file system may pass: a broken connection, a server that is busy or failing.
+    """Whether an error of a file system may pass: a broken connection, a transfer that damaged what it carried, a
+    server that is busy or failing.
 
     The HTTP status decides, where the error or what caused it has one; else the kind of the error.
     """
@@ -122,11 +130,17 @@ def is_transient(error: BaseException) -> bool:
     while seen is not None:
         status = http_status(seen)
         if status is not None:
-            return status in _TRANSIENT_STATUS
+            return status in _TRANSIENT_STATUS or _code(seen) in _DAMAGED_ON_THE_WAY
         if _is_broken_connection(seen):
             return True
         seen = seen.__cause__
     return False
+
+
+def _code(error: BaseException) -> object:
+    """The code of S3's answer in an error of botocore, None in others."""
+    response = getattr(error, "response", None)
+    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
 
 
 def _is_broken_connection(error: BaseException) -> bool:
@@ -272,8 +286,8 @@ def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
     """The bytes of many (file, offset, nbytes) of remote files, requested at the same time; each has its full length.
 
     Memory: the answers. The file system limits the requests under way at a time; where it does not, there are 8.
-    Raises MissingFileError, UnreadableError, CheckpointError (truncated) with the file and the offset: of several
-    failures, the first in order.
+    Raises MissingFileError, UnreadableError (also where answers stay short of a file that has these bytes),
+    CheckpointError (truncated) with the file and the offset: of several failures, the first in order.
     """
     retries = current()
     answers: list[bytes | BaseException] = [b""] * len(ranges)
@@ -341,6 +355,20 @@ def _failure(path: RemotePath, offset: int, nbytes: int, answer: object) -> Chec
         return UnreadableError(f"{path}: reading at byte {offset} failed: {reason(answer)}.")
     got = len(answer) if isinstance(answer, bytes) else 0
     if got < nbytes:
+        path.system.invalidate_cache(path.parent.path)
+        try:
+            size = remote_size(path)
+        except UnreadableError as error:
+            return error
+        except CheckpointError:  # the server does not say it
+            size = offset + got
+        if size is None:
+            return missing_file(path)
+        if size >= offset + nbytes:
+            return UnreadableError(
+                f"{path}: reading at byte {offset} failed: its server sends {got} of {nbytes} bytes, and says that the "
+                f"file has {size}."
+            )
         return CheckpointError(f"{path}: ends at byte {offset + got}. The file is truncated.")
     return CheckpointError(
         f"{path}: reading at byte {offset} failed: {got} bytes came for {nbytes}. Its server does not serve ranges.",
