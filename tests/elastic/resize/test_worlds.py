@@ -44,6 +44,11 @@ MOST_STEPS = 400
 pytestmark = [pytest.mark.starts_processes, pytest.mark.timeout(300)]
 
 
+def _client_store(port: int) -> dist.Store:
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    return dist.PrefixStore("zeroelastic/job/job", client)
+
+
 class Nodes:
     """A store and the processes of a job, one for each node; what they noted, in order."""
 
@@ -51,13 +56,9 @@ class Nodes:
         self.directory, self.settings = directory, {"steps": MOST_STEPS, "stage": 3, "options": {}, **settings}
         self.min_nodes = min_nodes
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.roster = Roster(self._store)
+        self.roster = Roster(partial(_client_store, self.server.port))
         self.roster.open()
         self.processes: list[subprocess.Popen[bytes]] = []
-
-    def _store(self) -> dist.Store:
-        client = dist.TCPStore("127.0.0.1", self.server.port, is_master=False, wait_for_workers=False)
-        return dist.PrefixStore("zeroelastic/job/job", client)
 
     def worlds_in_store(self) -> list[int]:
         """The worlds of whose process groups the store has anything."""
