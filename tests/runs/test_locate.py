@@ -161,3 +161,8 @@ def test_a_url_is_looked_at_as_a_directory(root: Path) -> None:
         assert find_source("memory://bucket/run/global_step2").root == found.root
     finally:
         memory.rm("/bucket", recursive=True)
+
+
+def test_a_file_url_with_one_slash_is_a_path(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"Give the path without file:, which is /somewhere/ckpt\."):
+        find_source("file:/somewhere/ckpt")

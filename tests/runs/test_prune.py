@@ -670,6 +670,14 @@ def test_where_nobody_can_be_asked_yes_is_needed(run: Path) -> None:
     assert prune(run, "--keep", 5).returncode == 0  # nothing to ask about
 
 
+def test_a_closed_stdin_is_nobody_to_ask(run: Path) -> None:
+    """As a service, or `<&-` in a shell, starts a command: sys.stdin is None."""
+    arguments, env = command(run, "--keep", "2")
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *arguments], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and "--yes is needed" in done.stderr and "Traceback" not in done.stderr
+    assert len(tags(run)) == 6
+
+
 @pytest.mark.parametrize(("answer", "code", "left"), [("y", 0, 3), ("n", 1, 6), ("", 1, 6)])
 def test_on_a_terminal_it_asks(run: Path, answer: str, code: int, left: int) -> None:
     arguments, env = command(run, "--keep", "2")

@@ -17,12 +17,15 @@ from pydantic import Field, StringConstraints
 
 from zeroelastic.checkpoint.param_table import Schema
 from zeroelastic.errors import CheckpointError, MissingFileError, shown
+from zeroelastic.io.atomic import shortened
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_size
 from zeroelastic.torch_file.safetensors import Head, read_head
 
 FROZEN_FOLDER = "_zeroelastic_frozen"
 """The folder of a run's shared files, beside its tags. The Trainer pushes nothing to the Hub whose name begins so."""
+
+_LONGEST = 255 - len(FROZEN_FOLDER) - 1
 
 SHARED_NAME = re.compile(r"frozen-[0-9a-f]{32}\.safetensors")
 """The name of a shared file: the first digits of its digest."""
@@ -138,4 +141,4 @@ def frozen_folder(run: FilePath) -> FilePath:
 
 def frozen_folder_beside(run: FilePath) -> FilePath:
     """The same where nothing may be added to the run's directory: accelerate takes all in it for its checkpoints."""
-    return run.parent / f"{FROZEN_FOLDER}_{run.name}"
+    return run.parent / f"{FROZEN_FOLDER}_{shortened(run.name, _LONGEST)}"

@@ -182,7 +182,7 @@ def prune(
     report = run(directory, keep=keep, invalid=invalid, min_age=min_age, dry_run=True)
     plan, work = report.plan, report.has_work and not dry_run
     if work and not yes:
-        if not sys.stdin.isatty() or as_json:
+        if as_json or sys.stdin is None or not sys.stdin.isatty():  # None: closed by who started this process
             raise UsageError("--yes is needed where nobody can be asked; --dry-run shows what would be removed.")
         _show_pruned(report)
         if not typer.confirm(f"Remove {_what(report)}?", err=True):

@@ -7,6 +7,7 @@
     reserve_space      a full disk is noticed before anything is written; ``write_fully`` writes at an offset
     start_writeback    the device begins with what is in the page cache
     name_in_errors     errors of the system name the file
+    shortened          a name that leaves room for a suffix
 
 All calls to libc that Python has no function for are here.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -27,8 +29,22 @@ _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _NO_RENAMEAT2 = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.EINVAL, errno.EPERM)
 
+_DIGITS = 16  # of a digest in a shortened name
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _fallocate = _libc.fallocate64 if hasattr(_libc, "fallocate64") else _libc.fallocate  # musl has one name for both
+
+
+def shortened(name: str, longest: int = 200) -> str:
+    """The name of a file in at most ``longest`` bytes: a longer one is cut and ends in a digest of the whole.
+
+    A name has 255 bytes at most on the file systems of Linux; one that is made of another has to leave room.
+    """
+    data = os.fsencode(name)
+    if len(data) <= longest:
+        return name
+    head = data[: longest - _DIGITS].decode(errors="ignore").encode()
+    return head.ljust(longest - _DIGITS, b"~").decode() + hashlib.sha256(data).hexdigest()[:_DIGITS]
 
 
 @contextmanager
@@ -50,7 +66,7 @@ def write_atomically(
     ``modified_at`` is its modification time in place of now. Raises OSError naming the file, and without ``replace``
     FileExistsError where there is one.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{shortened(path.name)}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     with name_in_errors(path):
         try:
             with open(temporary, "wb") as file:

@@ -248,6 +248,8 @@ def _meant(path: Path) -> str:
     scheme = next((i for i, part in enumerate(path.parts) if part.endswith(":")), len(path.parts))
     url = _URL_WITH_ONE_SLASH.fullmatch("/".join(path.parts[scheme:]))
     if url is not None:
+        if url[1].lower() == "file":
+            return f"Give the path without file:, which is /{url[2]}."
         return f"A URL has two slashes: {url[1]}://{url[2]}."
     above, _, near = neighbours(path, 1)
     return f"Did you mean {printable(str(above / near[0]))}?" if near else WHAT_TO_GIVE

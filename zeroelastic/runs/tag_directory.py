@@ -9,7 +9,6 @@ first. After a crash between these two renames, the next load or save of the tag
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import re
@@ -27,7 +26,7 @@ from zeroelastic.checkpoint.one_save import pin, was_saved_again
 from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.distributed.process_identity import Life, identity, life_of
 from zeroelastic.errors import CheckpointError, UnreadableError, ZeroElasticError
-from zeroelastic.io.atomic import exchange, sync_directory
+from zeroelastic.io.atomic import exchange, shortened, sync_directory
 from zeroelastic.io.paths import FilePath
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,6 @@ MAX_LOOKS = 5
 _MADE, _ASIDE = "tmp", "old"
 _NAME = re.compile(r"\.(.+)\.([0-9a-f]{32})\.(tmp|old)", re.DOTALL)
 _LONGEST = 200  # of 255 bytes that a name may have
-_DIGITS = 16
 _BETWEEN_RENAMES_S = 0.5
 """How long a running save keeps a tag moved aside; after that, the save has died."""
 
@@ -60,12 +58,8 @@ def _beside(tag_dir: Path, save_id: str, suffix: str) -> Path:
 
 
 def _stem(place: Path) -> str:
-    """The tag's name in the names of its hidden directories. A long name is cut and ends in a digest of the whole."""
-    name = os.fsencode(place.name)
-    if len(name) <= _LONGEST:
-        return place.name
-    head = name[: _LONGEST - _DIGITS].decode(errors="ignore").encode()
-    return head.ljust(_LONGEST - _DIGITS, b"~").decode() + hashlib.sha256(name).hexdigest()[:_DIGITS]
+    """The tag's name in the names of its hidden directories."""
+    return shortened(place.name, _LONGEST)
 
 
 def _belongs(hidden: Path, place: Path) -> bool:

@@ -21,7 +21,15 @@ from pathlib import Path
 from zeroelastic.checkpoint.tag_files import is_temporary
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UsageError
-from zeroelastic.io.atomic import name_in_errors, rename_new, reserve_space, sync_directory, sync_path, write_atomically
+from zeroelastic.io.atomic import (
+    name_in_errors,
+    rename_new,
+    reserve_space,
+    shortened,
+    sync_directory,
+    sync_path,
+    write_atomically,
+)
 from zeroelastic.runs.names import PARTIAL
 from zeroelastic.runs.tag_directory import note_owner, remove_note
 
@@ -29,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _LOCK, _MANIFEST = "lock", "manifest.json"
 _FLUSHING_THREADS = 8
+_LONGEST = 255 - 1 - len(PARTIAL)
 
 
 def check_free(dst: Path, *, sources: tuple[Path, ...] = ()) -> None:
@@ -65,7 +74,7 @@ def flush_tree(directory: Path) -> None:
 
 def staging_of(dst: Path) -> Path:
     """The hidden directory in which ``dst`` is made."""
-    return dst.parent / f".{dst.name}{PARTIAL}"
+    return dst.parent / f".{shortened(dst.name, _LONGEST)}{PARTIAL}"
 
 
 def staged_bytes(dst: Path) -> int:
@@ -82,9 +91,10 @@ def sweep(parent: Path) -> None:
 
     One whose lock is held, or cannot be asked for, stays.
     """
-    for staging in parent.glob(f".?*{PARTIAL}"):
-        dst = parent / staging.name[1 : -len(PARTIAL)]
-        if os.path.lexists(dst) and staging.is_dir() and not staging.is_symlink():
+    left = list(parent.glob(f".?*{PARTIAL}"))
+    of_targets = {staging_of(parent / name).name for name in os.listdir(parent)} if left else set()
+    for staging in left:
+        if staging.name in of_targets and staging.is_dir() and not staging.is_symlink():
             with suppress(OSError):
                 lock = os.open(staging / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 try:
