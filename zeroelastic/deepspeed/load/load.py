@@ -23,6 +23,7 @@ from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agre
 from zeroelastic.deepspeed.engine_state import begin_change, changing, refuse_damaged, state_of
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.load.configured import Configured, configured_values, overridden_notes
 from zeroelastic.deepspeed.load.dcp_source import HINT, find_dcp_source, is_dcp, open_dcp_source, refuse_dcp
 from zeroelastic.deepspeed.load.fallback import load_newest
 from zeroelastic.deepspeed.load.module_states import ModuleKeys, check_loaded_values, model_states_reader, recorded_keys
@@ -79,12 +80,14 @@ class Call:
     """One call of ``load_checkpoint``: the engine, DeepSpeed's own method, bound to it, and when the call began.
 
     ``pending_micro_batches`` are those that the engine has accumulated before; a load may set its counters to others.
-    ``log`` logs the report of a load; it is None until a tag is loaded, and where DeepSpeed alone loads.
+    ``configured`` are the hyper-parameters that the engine had before, if it has not trained. ``log`` logs the report
+    of a load; it is None until a tag is loaded, and where DeepSpeed alone loads.
     """
 
     def __init__(self, engine: Engine, original: Callable[..., Loaded], loaded: OnLoad, began: float) -> None:
         self.engine, self.original, self.loaded, self.began = engine, original, loaded, began
         self.pending_micro_batches = 0
+        self.configured: Configured | None = None
         self.log: Callable[[ResumeReport], None] | None = None
 
     def timed_report(self) -> ResumeReport:
@@ -250,6 +253,7 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
         warnings += hyper_parameter_notes(plan) + common_state_notes(live, plan)
         warnings += micro_batch_notes(plan, call.pending_micro_batches)
     keys = ModuleKeys()
+    call.configured = call.configured or configured_values(engine, live)
     with allow_globals(request.options.allow_globals):
         with span("load.restore"):
             load_module = partial(_load_module, engine, live, request, tag, plan, keys)
@@ -260,6 +264,8 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
             failed, costs = gather_costs(plan, restored, verified)
             if failed:
                 raise_mismatch(live, verified, plan)
+    replaced, may_be = overridden_notes(call.configured, engine, live, plan)
+    warnings += replaced
     report = load_report(
         engine,
         live,
@@ -269,7 +275,7 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
         verified,
         costs,
         warnings=warnings,
-        module_notes=module_notes,
+        module_notes=[*module_notes, *may_be],
         keys=keys,
         batch_changed=batch_changed,
     )
