@@ -105,6 +105,8 @@ class EngineState:
     """What the optimizer kept beside the state of its parameters when the engine was made (``install.wrappers``)."""
     warned_of_waiting: bool = False
     """Whether the reason why saves are not asynchronous was logged (``save.background``)."""
+    warned_of_gone_params: bool = False
+    """Whether parameters of the optimizer that the module no longer has were logged (``save.changed_modules``)."""
     warned_of_rigid_saves: bool = False
     """Whether it was logged that saves are DeepSpeed's own in spite of ``elastic_checkpoint`` (``save.save``)."""
 

@@ -90,6 +90,7 @@ class GroupSplit(LiveOptimizer):
         self._copies: dict[int, torch.Tensor] = {}
         frozen = [[Param(names[param], tuple(param.shape))] for param in self._frozen]
         self._take_layouts(sharing.layout(described, stage=2, gaps=gaps), sharing.layout(frozen, stage=3))
+        self._names = names
         self._check_places(lists, names)
 
     def _check_places(self, lists: _Lists, names: Mapping[torch.nn.Parameter, str]) -> None:
@@ -238,7 +239,7 @@ class GroupSplit(LiveOptimizer):
             position = {id(param): i for i, param in enumerate(optimizer.params_in_partition[g])}
             for param in group:
                 param._hp_mapping = None
-                start = offset.get(self.sharing.whole_name(optimizer.param_names[param]))
+                start = offset.get(self.sharing.whole_name(self._names[param]))
                 if start is None or not (start < end and begin < start + param.numel()):
                     continue
                 param._index_in_param_group = position[id(param)]

@@ -118,9 +118,18 @@ def opaque_tensor_parallel(engine: Engine) -> TensorParallel:
 
 
 def param_names(engine: Engine) -> dict[torch.nn.Parameter, str]:
-    """The name of every parameter: that at ``deepspeed.initialize``, and the module's for parameters added since."""
-    names = {param: name for name, param in engine.module.named_parameters()}
-    return {**names, **engine.param_names}
+    """The name of every parameter: that at ``deepspeed.initialize``, and the module's for parameters added since.
+
+    At stages 1 and 2 it is the module's, by which DeepSpeed's files have all weights, as long as no two have one name.
+    """
+    now = {param: name for name, param in engine.module.named_parameters()}
+    then = engine.param_names
+    kind = _class_of(engine.optimizer)
+    if kind is not None and not kind.per_param:
+        names = {**then, **now}
+        if len({*names.values()}) == len(names):
+            return names
+    return {**now, **then}
 
 
 @contextmanager
@@ -130,7 +139,7 @@ def listed_by_optimizer(engine: Engine, trained: Collection[torch.nn.Parameter])
     DeepSpeed lists parameters by ``requires_grad``. One that does not require a gradient stays listed: a stock load
     looks for it there, even if it is trained.
     """
-    names = engine.param_names
+    names = param_names(engine)
     frozen_attributes = engine._get_zero_frozen_param_attributes
     module_state_dict = engine.module_state_dict
 
@@ -150,5 +159,6 @@ def listed_by_optimizer(engine: Engine, trained: Collection[torch.nn.Parameter])
                     state.pop(name, None)
         return state
 
-    with patched(engine, _get_zero_frozen_param_attributes=listed, module_state_dict=module_state):
+    listing = {"_get_zero_frozen_param_attributes": listed, "module_state_dict": module_state}
+    with patched(engine, param_names=names, **listing):  # DeepSpeed looks for parameters that were added since, too
         yield

@@ -47,6 +47,7 @@ from zeroelastic.deepspeed.run_objects import saving_sampler
 from zeroelastic.deepspeed.save.after_save import AfterSave, remove_old_tags
 from zeroelastic.deepspeed.save.background import BackgroundSave, background_for
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
+from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
 from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, written_files
 from zeroelastic.deepspeed.save.directory import Destination, Directory
 from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
@@ -411,6 +412,8 @@ def _prepare(
             _refuse_tag_of_another(engine, request.tag_dir)
         refuse_to_save(engine, request.tag_dir)
         live = covered_live(engine, engine.optimizer)
+        with_frozen = options_of(engine).lean or not request.exclude_frozen_parameters
+        refuse_changed_module(engine, live, request.tag_dir, with_frozen=with_frozen)
         refuse_unwritable(engine, live)
         refuse_experts_on_nodes(engine, live)
         if request.exclude_frozen_parameters:

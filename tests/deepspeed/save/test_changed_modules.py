@@ -1,0 +1,201 @@
+"""Saves of modules that were changed after deepspeed.initialize: what a load could not give back is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saved_files import contents, logged
+
+import zeroelastic
+from zeroelastic.errors import SaveError
+from zeroelastic.testing import RankPool
+
+
+@pytest.fixture(scope="module")
+def peft_pool() -> Iterator[RankPool]:
+    """Ranks that have imported PEFT."""
+    with RankPool(2, preload=("pytest", "peft")) as pool:
+        yield pool
+
+
+INPUTS = torch.linspace(-1, 1, 16).reshape(2, 8)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up, self.down, self.head = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.down(self.up(inputs).tanh()))
+
+
+def with_adapters(**options: Any) -> Any:
+    from peft import LoraConfig, get_peft_model  # seconds, which each worker would spend on collecting the tests
+
+    model = Net()
+    torch.manual_seed(4)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["up"], init_lora_weights=False, **options))
+
+
+def build(model: torch.nn.Module, stage: int, **options: Any) -> Any:
+    import deepspeed
+
+    zeroelastic.install()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "zeroelastic": {"format": "elastic", **options},
+    }
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def train(engine: Any) -> None:
+    engine.backward(engine(INPUTS).square().mean())
+    engine.step()
+
+
+def outputs(engine: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return engine(INPUTS).clone()
+
+
+Change = Callable[[Any], object]
+
+
+def merge(model: Any) -> None:
+    model.merge_adapter()
+
+
+def merge_and_unload(model: Any) -> None:
+    model.merge_and_unload()
+
+
+def compile_two(model: Any) -> None:
+    """The same parameters, trained and frozen, have other names then, with ``_orig_mod``."""
+    for name in ("up", "down"):
+        setattr(model.base_model.model, name, torch.compile(getattr(model.base_model.model, name), backend="eager"))
+
+
+def parametrize(model: Any) -> None:
+    """The same parameter has another name, and the weight is computed from it."""
+    torch.nn.utils.parametrize.register_parametrization(model.base_model.model.down, "weight", torch.nn.Identity())
+
+
+def add_adapter(model: Any) -> None:
+    """Its base layer gets another name; what is added is not trained."""
+    from peft import LoraConfig
+
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["head"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+
+
+def replace(model: Any) -> None:
+    model.head = torch.nn.Linear(8, 8)
+
+
+def remove(model: Any) -> None:
+    model.base_model.model.down = torch.nn.Identity()
+
+
+def save_after(stage: int, directory: str, change: Change, options: dict[str, Any]) -> str:
+    """The error of a save over a good one, which stays."""
+    import deepspeed
+
+    engine = build(Net() if change is replace else with_adapters(), stage, **options)
+    train(engine)
+    engine.save_checkpoint(directory, tag="tag")
+    before = contents(Path(directory))
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=stage == 3):
+        change(engine.module)
+    with pytest.raises(SaveError) as caught:
+        engine.save_checkpoint(directory, tag="tag")
+    torch.distributed.barrier()
+    assert contents(Path(directory)) == before
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("stage", "lean"), [(1, False), (2, True), (3, False)])
+def test_adapters_that_are_merged_into_saved_weights_are_refused(
+    peft_pool: RankPool, tmp_path: Path, stage: int, lean: bool
+) -> None:
+    """A load would apply them twice."""
+    for change, text in (
+        (merge, "adapters are merged into the base weights of base_model.model.up. "),
+        (merge_and_unload, "the adapters of base_model.model.up are no longer in the module"),
+    ):
+        directory = str(tmp_path / change.__name__)
+        said = peft_pool.run(save_after, 2, stage, directory, change, {"lean": lean})
+        assert all(text in one for one in said)
+
+
+def test_a_trained_parameter_that_was_replaced_is_refused(peft_pool: RankPool, tmp_path: Path) -> None:
+    said = peft_pool.run(save_after, 2, 2, str(tmp_path), replace, {})
+    assert all("head.bias, head.weight of the module was replaced after deepspeed.initialize" in one for one in said)
+
+
+def load_without_frozen(stage: int, directory: str) -> None:
+    engine = build(with_adapters(), stage)
+    train(engine)
+    before = outputs(engine)
+    for change in (merge, merge_and_unload):
+        if change is merge_and_unload:
+            engine.module.unmerge_adapter()
+        change(engine.module)
+        engine.save_checkpoint(directory, tag=change.__name__, exclude_frozen_parameters=True)
+        fresh = build(with_adapters(), stage)
+        fresh.load_checkpoint(directory, tag=change.__name__, load_module_strict=False)
+        assert torch.allclose(outputs(fresh), before, atol=1e-6)
+
+
+def test_without_the_frozen_weights_merged_adapters_are_saved(peft_pool: RankPool, tmp_path: Path) -> None:
+    """As by the Trainer: the adapters go beside a base model of the script."""
+    peft_pool.run(load_without_frozen, 2, 2, str(tmp_path))
+
+
+def go_on_after(directory: str, changes: list[Change]) -> list[str]:
+    """What is logged of saves after harmless changes, whose state a run that makes the same change restores."""
+    said = logged("deepspeed.save.changed_modules")
+    for change in changes:
+        engine = build(with_adapters(), 2, lean=change is parametrize)
+        train(engine)
+        change(engine.module)
+        train(engine)
+        engine.save_checkpoint(directory, tag=change.__name__)
+        engine.save_checkpoint(directory, tag=f"{change.__name__} again")
+        fresh = build(with_adapters(), 2, lean=change is parametrize)
+        torch.manual_seed(torch.distributed.get_rank())
+        change(fresh.module)
+        fresh.load_checkpoint(directory, tag=change.__name__)
+        assert torch.equal(outputs(fresh), outputs(engine)), change
+    return said
+
+
+def test_other_changes_are_saved(peft_pool: RankPool, tmp_path: Path) -> None:
+    said = peft_pool.run(go_on_after, 2, str(tmp_path), [compile_two, parametrize, add_adapter])
+    assert said == [[], []]
+
+
+def save_without_a_layer(directory: str) -> list[str]:
+    said = logged("deepspeed.save.changed_modules")
+    model = with_adapters(modules_to_save=["down"])
+    engine = build(model, 2)
+    train(engine)
+    remove(engine.module)
+    for tag in ("first", "second"):
+        engine.save_checkpoint(directory, tag=tag)
+    return said
+
+
+def test_trained_parameters_that_the_module_no_longer_has_are_named_once(peft_pool: RankPool, tmp_path: Path) -> None:
+    first, second = peft_pool.run(save_without_a_layer, 2, str(tmp_path))
+    name = "base_model.model.down.modules_to_save.default"
+    assert len(first) == 1 and second == []
+    assert f"2 parameters of the optimizer are no longer in the module: {name}.bias, {name}.weight." in first[0]
