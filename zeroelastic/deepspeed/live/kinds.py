@@ -79,10 +79,12 @@ def read_live(optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque
     return kind(optimizer, names, opaque=opaque)
 
 
-def covered_live(engine: Engine, optimizer: Any, *, opaque: bool = False) -> LiveOptimizer:
+def covered_live(
+    engine: Engine, optimizer: Any, *, opaque: bool = False, renamed: Mapping[str, str] | None = None
+) -> LiveOptimizer:
     """The live state of a run that elastic checkpoints cover. Raises UnsupportedError for any other.
 
-    ``opaque`` as of ``read_live``.
+    ``opaque`` as of ``read_live``; ``renamed`` are other names for some parameters, those of a save.
     """
     kind = kind_of(optimizer, to_load=True)
     assert kind is not None
@@ -93,7 +95,10 @@ def covered_live(engine: Engine, optimizer: Any, *, opaque: bool = False) -> Liv
             f"elastic checkpoints do not cover {', '.join(problems)} yet. Save with elastic_checkpoint off, and resume "
             "at the world size that saved."
         )
-    return read_live(optimizer, param_names(engine), opaque=opaque)
+    names = param_names(engine)
+    if renamed:
+        names = {param: renamed.get(name, name) for param, name in names.items()}
+    return read_live(optimizer, names, opaque=opaque)
 
 
 def trained_params(engine: Engine) -> list[Param] | None:

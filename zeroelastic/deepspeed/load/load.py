@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zeroelastic.checkpoint.adapter_names import renamed_base_weights
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agree_on_options, options_of
@@ -328,7 +329,11 @@ def _check(
 def _checked_plan(
     engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: FilePath
 ) -> tuple[LiveOptimizer, LoadPlan]:
-    """What is going to be loaded, and into what: slices that the files do not describe into those of the same ranks."""
+    """What is going to be loaded, and into what.
+
+    Slices that the files do not describe go into those of the same ranks, and base weights that have another name
+    since, because of an adapter, into where they are now.
+    """
 
     def check(live: LiveOptimizer) -> LoadPlan:
         open_whole = None
@@ -337,12 +342,30 @@ def _checked_plan(
         return preflight(tag_dir, live, request, lambda model: check_loaded_values(engine, model, request), open_whole)
 
     try:
-        return live, check(live)
+        plan = check(live)
     except UndescribedSlicesError:
         if live.topology.tensor_size == 1 or not live.per_param:
             raise
-    live = covered_live(engine, engine.optimizer, opaque=True)
-    return live, check(live)
+        live = covered_live(engine, engine.optimizer, opaque=True)
+        return live, check(live)
+    renamed = _renamed(live, plan)
+    if renamed:  # alike on all ranks
+        live = covered_live(engine, engine.optimizer, renamed=renamed)
+        plan = replace(check(live), renamed=renamed)
+    return live, plan
+
+
+def _renamed(live: LiveOptimizer, plan: LoadPlan) -> dict[str, str]:
+    """The saved name of each frozen weight that PEFT has given another one since."""
+    frozen, membership = plan.checkpoint.frozen_layout, plan.membership
+    if frozen is None or not (membership.dropped and membership.added_frozen) or live.sharing.has_slices:
+        return {}
+    return renamed_base_weights(
+        saved_frozen={param.name: param.shape for param in frozen.params},
+        live_frozen={param.name: param.shape for param in live.whole_frozen.params},
+        saved=[*plan.layout.index(), *frozen.index()],
+        live=[*live.whole.index(), *live.whole_frozen.index()],
+    )
 
 
 def _load_module(

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -66,7 +66,8 @@ class LoadPlan:
     a buffer of its own, which is its part of the master weights; ``newly_frozen_plan`` the other way.
     ``states[i]`` is what target sub-group i gets. ``visibility`` says which rank sees which file; None
     where every rank sees all of them. ``shared_places``, of a lean save, says where its shared files are.
-    ``checked_bytes`` were read for checksums alone.
+    ``checked_bytes`` were read for checksums alone. ``renamed`` has the saved name of each frozen parameter that has
+    another one in the model: all else here goes by the saved ones.
     """
 
     checkpoint: Checkpoint
@@ -86,6 +87,7 @@ class LoadPlan:
     visibility: FileVisibility | None = None
     shared_places: SharedPlaces | None = None
     checked_bytes: int = 0
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def reads_all_locally(self) -> bool:

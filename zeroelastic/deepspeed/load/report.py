@@ -300,7 +300,8 @@ def topology_text(live: LiveOptimizer, load_plan: LoadPlan) -> str | None:
 def _changes(live: LiveOptimizer, load_plan: LoadPlan, keys: ModuleKeys, *, weights_only: bool) -> tuple[str, ...]:
     """The differences between the save and the run, by name, and how each was loaded: sentences for the report."""
     membership = load_plan.membership
-    dropped = frozenset(membership.dropped)  # parameters have sentences of their own
+    # parameters have sentences of their own
+    known = frozenset((*membership.dropped, *load_plan.renamed.values()))
     params = {name for name, _ in live.module.named_parameters(remove_duplicate=False)}
     lines = [
         f"{text}: {', '.join(names)}"
@@ -315,12 +316,16 @@ def _changes(live: LiveOptimizer, load_plan: LoadPlan, keys: ModuleKeys, *, weig
             ),
             ("in the checkpoint and not in the model, ignored", membership.dropped),
             (
+                "base weights of modules that have an adapter now or had one then, weights from the checkpoint",
+                [f"{name} (saved as {before})" for name, before in load_plan.renamed.items()],
+            ),
+            (
                 "buffers and other module state not in the checkpoint, as this run made them",
                 [name for name in keys.missing if name not in params],
             ),
             (
                 "module state of the checkpoint that the model does not have, ignored",
-                [name for name in keys.unexpected if name not in dropped],
+                [name for name in keys.unexpected if name not in known],
             ),
         )
         if names
