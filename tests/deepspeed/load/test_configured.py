@@ -31,7 +31,9 @@ def plateau(optimizer: torch.optim.Optimizer) -> Any:
     return ReduceLROnPlateau(optimizer, patience=0, threshold=10)
 
 
-def build(stage: int, elastic: bool, of_client: bool, scheduler: Any = None, **params: Any) -> Any:
+def build(
+    stage: int, elastic: bool, of_client: bool, scheduler: Any = None, fp16: dict[str, Any] | None = None, **params: Any
+) -> Any:
     """An engine with two optimizer groups, of which the second has a weight decay of its own."""
     import deepspeed
 
@@ -48,6 +50,8 @@ def build(stage: int, elastic: bool, of_client: bool, scheduler: Any = None, **p
         "train_batch_size": 4,
         "zero_optimization": {"stage": stage, "elastic_checkpoint": elastic},
     }
+    if fp16 is not None:
+        config["fp16"] = fp16
     params = {"lr": 0.01, "weight_decay": 0.1, **params}
     arguments: dict[str, Any] = {"model_parameters": groups}
     if of_client:
@@ -64,7 +68,8 @@ def build(stage: int, elastic: bool, of_client: bool, scheduler: Any = None, **p
 def train(engine: Any, steps: int) -> None:
     for step in range(steps):
         batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).chunk(dist.get_world_size())
-        engine.backward(engine(batch[dist.get_rank()]).square().mean())
+        mine = batch[dist.get_rank()].half() if engine.fp16_enabled() else batch[dist.get_rank()]
+        engine.backward(engine(mine).float().square().mean())
         engine.step(lr_kwargs={"metrics": 1.0} if isinstance(engine.lr_scheduler, ReduceLROnPlateau) else None)
 
 
@@ -168,6 +173,40 @@ def test_what_training_made_of_a_value_is_no_other_configuration(
     rank_pool.run(save_all, 1, tmp_path, stage, elastic, [name for name in RUNS if name != "client"])
     for found in rank_pool.run(ordinary, 2, tmp_path, stage, elastic):
         assert set(map(len, found.values())) == {0}, found
+
+
+def other_loss_scale(directory: Path, stage: int) -> list[list[str]]:
+    from training import allow_fp16_on_cpu
+
+    allow_fp16_on_cpu()
+    found = []
+    for was, now in (
+        ({}, {}),
+        ({}, {"loss_scale_window": 50, "hysteresis": 3}),
+        ({"loss_scale": 8}, {"loss_scale": 4}),
+    ):
+        precision = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}
+        engine = build(stage, True, False, fp16={**precision, **was})
+        train(engine, 3)
+        engine.save_checkpoint(str(directory / repr(now)))
+        engine = build(stage, True, False, fp16={**precision, **now})
+        engine.load_checkpoint(str(directory / repr(now)))
+        found.append([note for note in engine.zeroelastic_report.notes if "configured" in note])
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_load_names_what_was_configured_otherwise_of_the_loss_scale(
+    rank_pool: RankPool, tmp_path: Path, stage: int
+) -> None:
+    for same, dynamic, static in rank_pool.run(other_loss_scale, 1, tmp_path, stage):
+        assert same == []
+        begin = (
+            "has others: loss_scale_window of the loss scale: 50 configured, 2 now; hysteresis of the loss scale: 3 "
+        )
+        assert len(dynamic) == 1 and begin in dynamic[0]
+        assert "load_checkpoint, in engine.optimizer.loss_scaler." in dynamic[0]
+        assert len(static) == 1 and "loss_scale of the loss scale: 4 configured, 8 now" in static[0]
 
 
 def test_the_parameters_of_a_scheduler_are_what_it_was_made_with() -> None:

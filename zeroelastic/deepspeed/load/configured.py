@@ -1,4 +1,4 @@
-"""Hyper-parameters and scheduler parameters that a load sets to other values than the run was configured with.
+"""Parameters of optimizer, scheduler and loss scale that a load sets to other values than the run was configured with.
 
 A load restores the saved ones, as DeepSpeed's own does, so a change in the configuration or in the code has no effect.
 What training makes of a value is no such change: a scheduler's learning rate is compared by what it begins with.
@@ -25,22 +25,32 @@ _USUAL = frozenset((_LR, "betas", "eps", "momentum", "weight_decay"))
 _CYCLED = frozenset(("betas", "momentum"))
 _BASE_LRS = "base_lrs"
 _NO_PARAMETERS = frozenset(("self", "optimizer", "last_epoch", "verbose"))
+_OF_SCALER = {
+    "scale_factor": "scale_factor",
+    "scale_window": "loss_scale_window",
+    "min_scale": "min_loss_scale",
+    "delayed_shift": "hysteresis",
+    "consecutive_hysteresis": "consecutive_hysteresis",
+}
+"""Attributes of DeepSpeed's dynamic loss scaler that training does not change, and their names in its configuration."""
+
 _OF_DEEPSPEED = "deepspeed.runtime.lr_schedules"
 
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """What a run was configured with: the options of each optimizer group, and the parameters of its scheduler."""
+    """What a run was configured with: the options of each optimizer group, parameters of scheduler and loss scaler."""
 
     groups: tuple[Mapping[str, object], ...]
     scheduler: Mapping[str, object]
+    scaler: Mapping[str, object]
 
 
 def configured_values(engine: Engine, live: LiveOptimizer) -> Configured | None:
     """What the run was configured with, before a load; None where it has trained, or loaded, since then."""
     if engine.global_steps:
         return None
-    return Configured(_groups(live.base), scheduler_parameters(engine.lr_scheduler))
+    return Configured(_groups(live.base), scheduler_parameters(engine.lr_scheduler), _scaler_parameters(live))
 
 
 def overridden_notes(
@@ -64,17 +74,19 @@ def overridden_notes(
     phrases = [
         _phrase(found) for found in sorted(changed.items(), key=lambda one: (one[0][0] != _LR, one[0][0], one[1]))
     ]
-    scheduler = scheduler_parameters(engine.lr_scheduler)
-    phrases += [
-        f"{name} of the scheduler: {shown(was)} configured, {shown(scheduler[name])} now"
-        for name, was in configured.scheduler.items()
-        if name in scheduler and not _same(was, scheduler[name])
-    ]
+    places = ["engine.optimizer.param_groups"] if phrases else []
+    for what, place, were, are in (
+        ("scheduler", "engine.lr_scheduler", configured.scheduler, scheduler_parameters(engine.lr_scheduler)),
+        ("loss scale", "engine.optimizer.loss_scaler", configured.scaler, _scaler_parameters(live)),
+    ):
+        differ = [name for name in were if name in are and not _same(were[name], are[name])]
+        phrases += [f"{name} of the {what}: {shown(were[name])} configured, {shown(are[name])} now" for name in differ]
+        places += [place] if differ else []
     loud = [
         f"CONFIGURED VALUES NOT USED, the checkpoint has others: {some(phrases, separator='; ')}. To train with "
-        "the configured ones, set them after load_checkpoint, in engine.optimizer.param_groups and as attributes of "
-        "engine.lr_scheduler. load_lr_scheduler_states=False begins the configured scheduler anew, "
-        "load_optimizer_states=False leaves out all of the optimizer's state"
+        f"the configured ones, set them after load_checkpoint, in {' and '.join(places)}. "
+        "load_lr_scheduler_states=False begins the configured scheduler anew, load_optimizer_states=False leaves out "
+        "all of the optimizer's state"
     ]
     quiet = [f"{_phrase(found)}, from the checkpoint, where training may have set it" for found in unknown.items()]
     return loud if phrases else [], quiet
@@ -151,6 +163,16 @@ def scheduler_parameters(scheduler: Any) -> dict[str, object]:
     for i, one in enumerate(inner if isinstance(inner, Sequence) else ()):
         found |= {f"{name} of {type(one).__name__} {i}": value for name, value in scheduler_parameters(one).items()}
     return found
+
+
+def _scaler_parameters(live: LiveOptimizer) -> dict[str, object]:
+    """What DeepSpeed's loss scaler was made with, by the names of its configuration."""
+    scaler = getattr(live.optimizer, "loss_scaler", None)
+    if scaler is None:
+        return {}
+    if not live.optimizer.dynamic_loss_scale:
+        return {"loss_scale": float(scaler.cur_scale)}
+    return {name: getattr(scaler, key) for key, name in _OF_SCALER.items() if hasattr(scaler, key)}
 
 
 def shown(value: object) -> str:
