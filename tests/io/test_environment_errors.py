@@ -128,6 +128,17 @@ def test_memory_that_runs_out_is_one_error_line(sample, monkeypatch, tmp_path):
         assert run(verb, sample, tmp_path) == (1, "", "error: out of memory\n")
 
 
+def test_threads_that_the_system_does_not_start_are_one_error_line(sample, monkeypatch, tmp_path):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", fail)
+    for verb in ("verify", "reshard"):
+        code, stdout, stderr = run(verb, sample, tmp_path / "out")
+        assert code == 1 and no_result(stdout) and "starts no more threads. Raise the limit" in stderr
+        assert stderr.count("\n") == 1 and "Traceback" not in stderr and not (tmp_path / "out").exists()
+
+
 def test_a_bucket_without_credentials_is_one_error_line(monkeypatch, tmp_path):
     pytest.importorskip("s3fs")
     for name in [name for name in os.environ if name.startswith("AWS_")]:

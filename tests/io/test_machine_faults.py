@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from commands import run_command
 from places import TESTS
 from saved_files import record_of
 from training import Job, build_engine, train_step
@@ -23,6 +24,7 @@ from training import Job, build_engine, train_step
 from zeroelastic.executors.build_info import describe_build
 from zeroelastic.runs.candidates import check_quickly, find_newest, list_run
 from zeroelastic.testing import RankPool
+from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 ENGINES = "Checkpoint engines and storage"
@@ -126,6 +128,26 @@ def save_on_a_bad_disk(directory: str) -> list[tuple[str, str]]:
     first("mount", "-o", "remount,rw", directory)
     save("better")
     return told
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["reshard", "-n", "2"],
+        ["export"],
+        ["convert", "--to", "universal"],
+        ["convert", "--to", "dcp"],
+        ["convert", "--to", "fsdp2"],
+    ],
+    ids=" ".join,
+)
+def test_a_verb_on_a_full_disk_is_one_error_line(tmp_path: Path, options: list[str]) -> None:
+    write_sample(tmp_path / "ckpt", steps=[4])
+    with small_disk(tmp_path / "disk", "64k"):
+        done = run_command(options[0], tmp_path / "ckpt", tmp_path / "disk/out", *options[1:], "--quiet")
+        assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        assert "No space left on device" in done.stderr or "bytes are needed" in done.stderr
+        assert os.listdir(tmp_path / "disk") == []
 
 
 @pytest.mark.support(

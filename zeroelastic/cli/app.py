@@ -43,6 +43,8 @@ MISUSE = 2
 INVALID = 3
 """The checkpoint is damaged, incomplete, or contradicts itself."""
 
+_NO_THREAD = "can't start new thread"  # what Python raises as a plain RuntimeError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -143,9 +145,9 @@ def _refuse(variant: Variant, given: Mapping[str, object], command: Callable[...
 
 @contextmanager
 def outcome(*, as_json: bool = False) -> Iterator[None]:
-    """Turn ZeroElasticError, OSError and MemoryError into exit codes; unwind on SIGTERM and SIGHUP as on Ctrl-C.
+    """Turn errors that are no bugs of ours into exit codes; unwind on SIGTERM and SIGHUP as on Ctrl-C.
 
-    Other exceptions are bugs and keep their traceback.
+    These are ZeroElasticError, OSError, MemoryError, and a thread that the system does not start. Other exceptions are bugs and keep their traceback.
     """
 
     def end(error: object, code: int) -> None:
@@ -167,6 +169,14 @@ def outcome(*, as_json: bool = False) -> Iterator[None]:
             end(error, FAILED)
         except MemoryError:
             end("out of memory", FAILED)
+        except RuntimeError as error:
+            if str(error) != _NO_THREAD:
+                raise
+            end(
+                "the system starts no more threads. Raise the limit of processes (ulimit -u, or the container's) or of "
+                "memory (ulimit -v).",
+                FAILED,
+            )
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             end(f"{where}{error.strerror or error}", FAILED)

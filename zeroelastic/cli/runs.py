@@ -106,6 +106,8 @@ def _show_latest(found: Latest, dry_run: bool) -> None:
     if found.written:
         newer = f" Newer, and not taken: {', '.join(tag.name for tag in found.newer)}." if found.newer else ""
         log_line(f"{said} It {'would now name' if dry_run else 'now names'} {found.tag.name}.{newer}")
+    elif unread := [verdict.tag.name for verdict in found.passed if verdict.may_be_newest]:
+        log_line(f"{said} --fix changes it when {unread[0]} can be read, which may be whole; --set names a tag now.")
     else:
         log_line(f"{said} --fix lets it name {found.tag.name}.")
 

@@ -16,6 +16,7 @@ import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -280,20 +281,30 @@ class TorchSaveSkeleton:
         yield found.offset, bytes(entries)
 
 
+@contextmanager
+def errors_of_the_system(directory: Path) -> Iterator[None]:
+    """Within this context torch writes to a directory: where the system takes too few bytes, that is an OSError.
+
+    torch's own writer raises a RuntimeError, which does not say why.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "unexpected pos" not in str(error):
+            raise
+        free = os.statvfs(directory)
+        code = errno.ENOSPC if free.f_bavail * free.f_frsize < _SHORT_OF_SPACE else errno.EIO
+        raise OSError(code, os.strerror(code)) from error
+
+
 def write_skeleton(obj: object, path: Path) -> TorchSaveSkeleton:
     """Write what ``torch.save(obj, path)`` writes but the payload, to be filled later: see ``TorchSaveSkeleton``.
 
     Raises OSError naming the file, and UnsupportedError when this torch lays its files out in another way.
     """
     with name_in_errors(path):
-        try:
+        with errors_of_the_system(path.parent):
             storages = _lay_out(obj, path)
-        except RuntimeError as error:
-            if "unexpected pos" not in str(error):  # torch's own writer says this when the system takes too few bytes
-                raise
-            free = os.statvfs(path.parent)
-            code = errno.ENOSPC if free.f_bavail * free.f_frsize < _SHORT_OF_SPACE else errno.EIO
-            raise OSError(code, os.strerror(code)) from error
         with open(path, "rb", buffering=0) as file:
             fd, size = file.fileno(), os.fstat(file.fileno()).st_size
             try:

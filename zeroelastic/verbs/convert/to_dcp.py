@@ -33,6 +33,7 @@ from zeroelastic.executors.dispatch import CopyTable, DigestRows, read_segments
 from zeroelastic.extras import require_torch
 from zeroelastic.io.atomic import name_in_errors
 from zeroelastic.torch_file.header import DTYPE_BYTES
+from zeroelastic.torch_file.save import errors_of_the_system
 from zeroelastic.verbs.convert.autoep_names import NamedModel, NamedTensor, PartOf, as_saved
 from zeroelastic.verbs.convert.model_state import TrainedParam, trained_params
 from zeroelastic.verbs.model_tensors import Buffer, Place, model_tensors, read_buffer
@@ -119,7 +120,8 @@ def write_state_dict(state_dict: dict[str, Any], writer: FileSystemWriter, reade
             with name_in_errors(Path(writer.path)):
                 save(state_dict, storage_writer=writer, planner=_planner(reader), no_dist=True)
         except CheckpointException as error:
-            with name_in_errors(Path(writer.path)):
+            directory = Path(writer.path)
+            with name_in_errors(directory), errors_of_the_system(directory):
                 for failure in error.failures.values():
                     raise failure[0] from None
             raise
