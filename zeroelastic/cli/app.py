@@ -147,7 +147,8 @@ def _refuse(variant: Variant, given: Mapping[str, object], command: Callable[...
 def outcome(*, as_json: bool = False) -> Iterator[None]:
     """Turn errors that are no bugs of ours into exit codes; unwind on SIGTERM and SIGHUP as on Ctrl-C.
 
-    These are ZeroElasticError, OSError, MemoryError, and a thread that the system does not start. Other exceptions are bugs and keep their traceback.
+    These are ZeroElasticError, OSError, MemoryError, and a thread that the system does not start. Other exceptions are
+    bugs and keep their traceback.
     """
 
     def end(error: object, code: int) -> None:
