@@ -12,7 +12,7 @@ from commands import run_command
 from safetensors.torch import load_file
 
 import zeroelastic
-from zeroelastic.errors import UsageError
+from zeroelastic.errors import UnsupportedError, UsageError
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.convert.adapters import adapters_of
 
@@ -39,10 +39,17 @@ class ChannelsLast(torch.nn.BatchNorm1d):
 
 
 def peft_model(kind: str) -> Any:
-    from peft import LoraConfig, get_peft_model  # seconds, which each worker would spend on collecting the tests
+    import peft  # seconds, which each worker would spend on collecting the tests
+    from peft import LoraConfig, get_peft_model
 
     targets = {"target_modules": ["q_proj", "v_proj"]}
-    if kind == "two":
+    if kind == "vera":
+        model = get_peft_model(base_model(), peft.VeraConfig(r=2, **targets))
+    elif kind == "prompt":
+        model = get_peft_model(base_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    elif kind == "embedding":
+        model = get_peft_model(base_model(), LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]))
+    elif kind == "two":
         model = get_peft_model(base_model(), LoraConfig(r=2, **targets))
         model.add_adapter("other", LoraConfig(r=3, use_dora=True, target_modules=["o_proj"]))
         model.base_model.set_adapter(["default", "other"])
@@ -82,7 +89,7 @@ def train_and_save(kind: str, stage: int, directory: str) -> None:
         engine.module.save_pretrained(f"{directory}/peft")
 
 
-KINDS = ("two", "modules_to_save", "buffers", "tied", "bias")
+KINDS = ("two", "modules_to_save", "buffers", "tied", "bias", "vera", "prompt", "embedding")
 
 
 def save_each(directory: str) -> None:
@@ -115,8 +122,8 @@ def run(request: pytest.FixtureRequest, saves: Path) -> Path:
 @pytest.mark.parametrize("name", ["lean", "full"])
 def test_an_adapter_has_the_names_and_tensors_of_peft(run: Path, tmp_path: Path, name: str) -> None:
     report = zeroelastic.export(run / name, tmp_path / "out", adapters=True)
-    assert report.frozen == 0
-    assert report.buffers == (3 if run.name == "buffers" else 0)  # of the BatchNorm in the trained copy
+    assert report.frozen == (run.name == "embedding")  # its base layer
+    assert report.buffers == {"buffers": 3, "vera": 2}.get(run.name, 0)  # of the BatchNorm; the projections
     want = sorted(path.relative_to(run / "peft") for path in (run / "peft").rglob("adapter_*"))
     assert sorted(path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*.*")) == want
     assert sorted(file.name for file in report.files) == sorted(map(str, want))
@@ -152,6 +159,72 @@ def test_one_of_several_adapters(saves: Path, tmp_path: Path) -> None:
         zeroelastic.export(tmp_path / "lean", tmp_path / "none", adapter="nobody")
 
 
+METHODS: dict[str, dict[str, Any]] = {
+    "LoraConfig": {"r": 2},
+    "AdaLoraConfig": {"total_step": 10},
+    "LoHaConfig": {"r": 2},
+    "LoKrConfig": {"r": 2},
+    "IA3Config": {"feedforward_modules": []},
+    "OFTConfig": {"oft_block_size": 4, "r": 0},
+    "BOFTConfig": {"boft_block_size": 4},
+    "VeraConfig": {"r": 2, "save_projection": False},
+    "LNTuningConfig": {"target_modules": ["input_layernorm"]},
+    "FourierFTConfig": {"n_frequency": 4},
+    "MissConfig": {"r": 2},
+    "HRAConfig": {"r": 2},
+    "RandLoraConfig": {"r": 2},
+    "C3AConfig": {"block_size": 8},
+    "RoadConfig": {"variant": "road_1", "group_size": 4},
+    "GraloraConfig": {"r": 4, "gralora_k": 2},
+    "WaveFTConfig": {"n_frequency": 4},
+    "OSFConfig": {},
+    "DeloraConfig": {"r": 2},
+    "TrainableTokensConfig": {"token_indices": [1, 2], "target_modules": ["embed_tokens"]},
+    "AdaptionPromptConfig": {"adapter_len": 3, "adapter_layers": 1, "target_modules": None, "task_type": "CAUSAL_LM"},
+    "PrefixTuningConfig": {"num_virtual_tokens": 3, "target_modules": None, "task_type": "CAUSAL_LM"},
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "VBLoRAConfig": {"r": 2, "num_vectors": 4, "vector_length": 4},
+    "ShiraConfig": {"r": 1},
+    "PromptEncoderConfig": {"num_virtual_tokens": 3, "target_modules": None, "task_type": "CAUSAL_LM"},
+}
+
+
+def of_method(name: str, options: dict[str, Any]) -> tuple[Any, set[str]]:
+    """A model, and the names of its trained parameters."""
+    import peft
+
+    options = {"target_modules": ["q_proj", "v_proj"], **options}
+    config = getattr(peft, name)(**{key: value for key, value in options.items() if value is not None})
+    model = peft.get_peft_model(base_model(), config)
+    return model, {name for name, param in model.named_parameters() if param.requires_grad}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_method_has_the_names_of_peft() -> None:
+    """Of those that are known here; the others are refused."""
+    from peft import get_peft_model_state_dict
+
+    for name, options in METHODS.items():
+        model, trained = of_method(name, options)
+        state, theirs = model.state_dict(), get_peft_model_state_dict(model)
+        ours = {new: old for old, new in adapters_of(trained, state.keys() - trained)["default"].items()}
+        assert ours.keys() == theirs.keys(), name
+        assert all(torch.equal(state[ours[key]], theirs[key]) for key in theirs), name
+    for name, options in REFUSED.items():
+        _, trained = of_method(name, options)
+        with pytest.raises(UnsupportedError, match="by save_pretrained of PEFT"):
+            adapters_of(trained)
+
+
+def test_a_frozen_half_of_an_adapter_is_exported_or_missed() -> None:
+    """As by LoRA-FA, which trains B alone."""
+    halves = [f"up.lora_{half}.default.weight" for half in "AB"]
+    assert [*adapters_of(halves[1:], halves[:1])["default"].values()] == ["up.lora_B.weight", "up.lora_A.weight"]
+    with pytest.raises(UnsupportedError, match=r"up\.lora_B\.weight without up\.lora_A\.weight"):
+        adapters_of(halves[1:])
+
+
 def test_names_of_no_adapter() -> None:
     assert adapters_of(["up.weight", "lora_A.weight", "x.lora_A", "x.lora_A./etc.weight"]) == {}
 
@@ -160,5 +233,6 @@ def test_without_peft_the_trained_weights_keep_their_names(samples: Path, tmp_pa
     report = zeroelastic.export(samples / "elastic", tmp_path / "out", adapters=True)
     assert report.trained and not report.frozen and not report.buffers
     assert [file.name for file in report.files] == ["model.safetensors"]
+    assert report.notes is not None and report.notes[0].startswith("no adapter of PEFT was recognised: ")
     with pytest.raises(UsageError, match="are not PEFT's"):
         zeroelastic.export(samples / "elastic", tmp_path / "none", adapter="default")

@@ -23,8 +23,8 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, folders, read_whole
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType
 from zeroelastic.torch_file.safetensors import DTYPE_NAMES, check_name, lay_out
-from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, folder_of, in_trained_copies
-from zeroelastic.verbs.convert.autoep_names import NamedTensor, as_saved, model_type_of, named_model
+from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, folder_of
+from zeroelastic.verbs.convert.autoep_names import NamedModel, NamedTensor, as_saved, model_type_of, named_model
 from zeroelastic.verbs.model_tensors import ModelTensor, model_tensors, optimizer_tensors
 from zeroelastic.verbs.new_directory import reserve_file
 from zeroelastic.verbs.new_files import NewFiles, Reading, TensorCopy, convertible, copy_tensors
@@ -189,16 +189,18 @@ def plan_export(
     saved = model_tensors(state)
     if adapters:
         names = {tensor.name for tensor in saved.tensors if tensor.kind == "trained"}
-        names |= in_trained_copies((tensor.name for tensor in saved.tensors), names)
+        others = [tensor.name for tensor in saved.tensors if tensor.name not in names]
+        names = names.union(*adapters_of(names, others).values())
         tied_to = {alias: name for alias, name in saved.tied.items() if name in names}
         chosen = tuple(tensor for tensor in saved.tensors if tensor.name in names)
         saved = replace(saved, tensors=chosen, tied=tied_to, left_out=())
-    others = [t for t in saved.tensors if t.kind == "buffer" and t.dtype not in DTYPE_NAMES]
-    left_out = (*saved.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in others))
-    saved = replace(saved, tensors=tuple(tensor for tensor in saved.tensors if tensor not in others))
+    unwritable = [t for t in saved.tensors if t.kind == "buffer" and t.dtype not in DTYPE_NAMES]
+    left_out = (*saved.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in unwritable))
+    saved = replace(saved, tensors=tuple(tensor for tensor in saved.tensors if tensor not in unwritable))
     model = named_model(saved, state.head.ds_config, model_type_of(model_dir))
     wanted = [(tensor, _export_dtype(tensor.first, dtype)) for tensor in model.tensors]
-    of_peft = adapters_of([*(tensor.name for tensor in model.tensors), *model.tied]) if adapters else {}
+    of_peft = _adapters(model) if adapters else {}
+    notes = (*model.notes, *((_NO_ADAPTER,) if adapters and not of_peft else ()))
     if tied == "all" or of_peft:  # PEFT writes a tied weight under each name, and looks for each
         by_name = {tensor.name: (tensor, to) for tensor, to in wanted}
         wanted += [(replace(by_name[name][0], name=alias), by_name[name][1]) for alias, name in model.tied.items()]
@@ -230,7 +232,23 @@ def plan_export(
             )
         more, index = _lay_out("optimizer", [(as_saved(t), t.dtype) for t in tensors], {}, max_shard_size)
         files, texts = files + more, {**texts, **index, "optimizer.json": _text(optimizer_document(state))}
-    return ExportPlan(state, tuple(files), texts, copied, model.tied, left_out, model.notes)
+    return ExportPlan(state, tuple(files), texts, copied, model.tied, left_out, notes)
+
+
+_NO_ADAPTER = (
+    "no adapter of PEFT was recognised: the trained weights are in model.safetensors, under the names of the module"
+)
+
+
+def _adapters(model: NamedModel) -> dict[str, dict[str, str]]:
+    """``adapters_of`` a model, with the other names of its tied weights."""
+    trained = {tensor.name for tensor in model.tensors if tensor.first.kind == "trained"}
+    names = [*(tensor.name for tensor in model.tensors), *model.tied]
+    are_trained = [name in trained or model.tied.get(name) in trained for name in names]
+    return adapters_of(
+        [name for name, is_trained in zip(names, are_trained, strict=True) if is_trained],
+        [name for name, is_trained in zip(names, are_trained, strict=True) if not is_trained],
+    )
 
 
 def optimizer_document(state: SavedState) -> dict[str, object]:
