@@ -59,6 +59,7 @@ OTHERS: dict[str, list[tuple[list[str], str]]] = {
         (["{ckpt}", "{empty}", "-n", "2"], "{empty}"),
         (["{ckpt}", "{ckpt}", "-n", "2"], "{ckpt}"),
         (["{ckpt}", "s3://bucket/x", "-n", "2"], "s3://bucket/x"),
+        (["{ckpt}", "{new}/dst", "-n", "2", "--tp", "3"], "--tp"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--max-memory", "1KiB"], "--max-memory"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--max-memory", "much"], "much"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--stage", "7"], "7"),

@@ -339,11 +339,6 @@ def _plan_of_slices(
     world_size, stage, tp, ep, like = target
     saved_size = checkpoint.topology.tensor_size
     tensor_size = saved_size if tp is None else tp
-    if world_size % tensor_size:
-        raise UsageError(
-            f"--world-size {world_size} is not a multiple of the tensor parallel size {tensor_size}: it counts all "
-            "ranks. Give another, or --tp."
-        )
     planned = plan_reshard(source, ReshardOptions(world_size=world_size, stage=stage, tp=tp, ep=ep, like=like))
     slicing = planned.target.slicing
     topology = PlannedTopology(

@@ -45,7 +45,7 @@ from zeroelastic.verbs.options import Progress, local_target, no_progress
 from zeroelastic.verbs.report import Format, GivenPath, Report
 from zeroelastic.verbs.reshard.rank_writer import RankWriter, WrittenRank
 from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, link_or_copy, plan_sidecar_files, write_sidecar_files
-from zeroelastic.verbs.reshard.slicing import slicing_notes, target_slicing
+from zeroelastic.verbs.reshard.slicing import data_parallel_size, slicing_notes, target_slicing
 from zeroelastic.verbs.reshard.source import (
     ReshardSource,
     for_slicing,
@@ -218,7 +218,7 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     options.check(state.head.stage if options.stage is None else options.stage)
     saved = reshard_source(state, full=options.full)
     topology = saved.slicing.topology
-    sizes = (options.world_size // (options.tp or topology.tensor_size), topology.data_size)
+    sizes = (data_parallel_size(options.world_size, options.tp or topology.tensor_size), topology.data_size)
     return complete_plan(source, saved, options, misfit_notes(saved.train_batch_size, *sizes, state.head.ds_config))
 
 

@@ -305,6 +305,16 @@ def _with_experts(run: Slicing, tensors: Sequence[Param], size: int) -> Slicing:
     return replace(run, maps=maps, expert_size=size)
 
 
+def data_parallel_size(world_size: int, tensor_size: int) -> int:
+    """The number of ranks that hold the same slices. Raises UsageError where the tensor parallel ranks do not fit."""
+    if world_size % tensor_size:
+        raise UsageError(
+            f"--world-size {world_size} is not a multiple of the tensor parallel size {tensor_size}: it counts all "
+            "ranks. Give another, or --tp."
+        )
+    return world_size // tensor_size
+
+
 def target_slicing(
     saved: Slicing,
     params: Sequence[Param],
@@ -323,9 +333,7 @@ def target_slicing(
     """
     tensor_size = saved.topology.tensor_size if tensor_size is None else tensor_size
     expert_size = saved.expert_size if expert_size is None else expert_size
-    data_size = world_size // tensor_size
-    if world_size % tensor_size:
-        raise UsageError(f"{world_size} ranks are not {tensor_size} tensor parallel ranks each. Give --world-size all.")
+    data_size = data_parallel_size(world_size, tensor_size)
     topology = replace(saved.topology, data_size=data_size, tensor_size=tensor_size)
     if like is not None and tensor_size == 1:
         raise UsageError("--like says how tensor parallel ranks cut weights. Leave it out, or give --tp.")
