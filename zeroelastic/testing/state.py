@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 if TYPE_CHECKING:
     import torch
 
@@ -108,6 +110,8 @@ def flatten(prefix: str, value: Any) -> State:
         parts = [flatten(f"{prefix}/{index}", item) for index, item in enumerate(value)]
     elif isinstance(value, torch.Tensor):
         return {prefix: value.detach().cpu().clone()}
+    elif isinstance(value, (np.number, np.bool_)):
+        return {prefix: value.item()}
     elif value is None or isinstance(value, (bool, int, float, str)):
         return {prefix: value}
     else:
@@ -208,7 +212,7 @@ def _split_state(
             continue
         if isinstance(value, torch.Tensor) and value.shape == master.shape:
             sharded[key] = value
-        elif isinstance(value, torch.Tensor) and value.numel() == 1:
+        elif isinstance(value, (np.number, np.bool_)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             scalars[key] = value.item()
         elif value is None or isinstance(value, (bool, int, float)):
             scalars[key] = value

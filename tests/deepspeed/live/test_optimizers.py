@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exact_jobs import OPTIMIZERS
@@ -478,3 +479,33 @@ def test_a_scalar_takes_the_form_that_the_optimizer_keeps(
     else:
         made = live_form(value, key="step", current=current, optimizer=live, options={}, where="here")
         assert made == expected and type(made.value) is type(expected.value)
+
+
+@pytest.mark.parametrize(("stage", "elastic"), [(3, True), (3, False), (2, True)])
+def test_numbers_of_numpy_are_numbers(rank_pool: RankPool, tmp_path: Path, stage: int, elastic: bool) -> None:
+    job = Job(optimizer="lamb", stage=stage, elastic=elastic)
+    state = rank_pool.run(save_with_numbers_of_numpy, 2, job, str(tmp_path))[0]
+    assert list(tmp_path.rglob("zeroelastic.json"))
+    for found, options, count in rank_pool.run(load_into_numbers_of_numpy, 3, job, str(tmp_path)):
+        assert compare_states(state, found) == []
+        assert options == [(0.125, 3, False)] * 2 and count == 5
+
+
+def save_with_numbers_of_numpy(job: Job, directory: str) -> dict[str, Any]:
+    engine = build_engine(job)
+    train_step(engine, 0)
+    for group in engine.optimizer.param_groups:
+        group.update(lr=np.float32(0.125), warm=np.int64(3), own=np.bool_(False))
+    for state in engine.optimizer.optimizer.state.values():
+        state["count"] = np.int64(5)
+    engine.save_checkpoint(directory)
+    return look(engine)[0]
+
+
+def load_into_numbers_of_numpy(job: Job, directory: str) -> tuple[dict[str, Any], list[tuple[Any, ...]], int]:
+    engine = build_engine(job.other())
+    for group in engine.optimizer.param_groups:
+        group["lr"] = np.float32(0.5)
+    engine.load_checkpoint(directory)
+    options = [(group["lr"], group["warm"], group["own"]) for group in engine.optimizer.param_groups]
+    return look(engine)[0], options, next(iter(engine.optimizer.optimizer.state.values()))["count"]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -368,6 +369,8 @@ def scalar_value(value: object, where: str) -> ScalarValue:
         item = value.item()
         assert isinstance(item, (int, float, bool))
         return ScalarValue(str(value.dtype).removeprefix("torch."), item)
+    if isinstance(value, (np.number, np.bool_)):
+        value = value.item()
     if value is None or isinstance(value, (bool, int, float)):
         return ScalarValue.of_python(value)
     shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from zeroelastic.checkpoint.optimizer_file import OF_THE_PARAMS, OptionValue, TensorForm
@@ -128,7 +129,9 @@ def misfits(taken: Sequence[tuple[int, SavedGroup]], optimizer: torch.optim.Opti
 
 def _family(option: object) -> str:
     """The kind of a hyper-parameter: a saved value can replace a live one of the same kind."""
-    if isinstance(option, (bool, int, float)) or (isinstance(option, torch.Tensor) and option.numel() == 1):
+    if isinstance(option, (bool, int, float, np.number, np.bool_)):
+        return "number"
+    if isinstance(option, torch.Tensor) and option.numel() == 1:
         return "number"
     return "sequence" if isinstance(option, (list, tuple)) else type(option).__name__
 
@@ -268,6 +271,8 @@ def _as_kind(value: int | float, kind: str) -> ScalarValue:
 def _kind_of(current: object) -> str | None:
     if isinstance(current, torch.Tensor):
         return _TENSOR if current.dim() == 0 else None
+    if isinstance(current, (np.number, np.bool_)):
+        current = current.item()
     if isinstance(current, (bool, int, float)):
         return ScalarValue.of_python(current).kind
     return None

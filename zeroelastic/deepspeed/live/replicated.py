@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 
@@ -86,7 +87,7 @@ def difference(facts: dict[str, str], tokens: Sequence[Token]) -> UnsupportedErr
 
 
 def _text(value: object, where: str, depth: int = 0) -> str:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value.hex() if isinstance(value, float) else repr(value)

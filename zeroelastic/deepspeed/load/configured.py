@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from zeroelastic.checkpoint.optimizer_file import OptionValue
@@ -224,11 +225,15 @@ def _is_plain(value: object) -> bool:
         return all(map(_is_plain, (*value, *value.values())))
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    return isinstance(value, (bool, int, float, str)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return isinstance(value, (bool, int, float, str, np.generic)) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1
+    )
 
 
 def _plain(value: object) -> object:
-    """A copy in which a tensor of one element is its number, and each sequence a tuple."""
+    """A copy in which a tensor of one element, or a number of numpy, is its number, and each sequence a tuple."""
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, (list, tuple)):
