@@ -136,3 +136,28 @@ def test_the_path_of_a_view_is_a_source_like_any_other(samples: Path, tmp_path: 
         assert report.tag == "global_step4"
         place = ck.places(MATRIX)[0].path
         assert place.with_suffix(".pt").read_bytes() == place.read_bytes()
+
+
+@pytest.mark.parametrize("to_universal", [False, True])
+def test_a_target_that_cannot_be_begun_leaves_nothing(
+    samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to_universal: bool
+) -> None:
+    """Neither the hidden directory nor its lock, which would keep the same process from trying again."""
+
+    def write() -> None:
+        if to_universal:
+            zeroelastic.convert(samples / "elastic", tmp_path / "out", to="universal")
+        else:
+            zeroelastic.reshard(samples / "elastic", tmp_path / "out", world_size=2)
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = held()
+    for name in ("write_atomically", "note_owner"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"zeroelastic.verbs.new_directory.{name}", fail)
+            with pytest.raises(OSError, match="No space"):
+                write()
+        assert held() == before and not any(tmp_path.iterdir())
+    write()

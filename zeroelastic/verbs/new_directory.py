@@ -123,8 +123,8 @@ def new_directory(
 
     def begin() -> str:
         check_free(target)
-        identity, lock = _take(staging, {"run": secrets.token_hex(8)} if manifest is None else manifest)
-        held.append(lock)
+        held.append(_lock(staging))
+        identity = _take(staging, {"run": secrets.token_hex(8)} if manifest is None else manifest)
         directory.mkdir(exist_ok=True)
         return identity
 
@@ -153,8 +153,9 @@ def scratch_directory(target: Path) -> Iterator[Path]:
     process is at it, OSError.
     """
     staging = staging_of(target.with_name(f"{target.name}.scratch"))
-    _, lock = _take(staging, {"run": secrets.token_hex(8)})
+    lock = _lock(staging)
     try:
+        _take(staging, {"run": secrets.token_hex(8)})
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -177,9 +178,15 @@ def publish(staging: Path, directory: Path, target: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def _take(staging: Path, manifest: Mapping[str, object]) -> tuple[str, int]:
+def _lock(staging: Path) -> int:
+    """The descriptor that locks a hidden directory, which is made where it is not there. Raises UsageError, OSError."""
     staging.mkdir(exist_ok=True)
-    lock = os.open(staging / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        lock = os.open(staging / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        with suppress(OSError):  # there is something in it
+            staging.rmdir()
+        raise
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -190,6 +197,11 @@ def _take(staging: Path, manifest: Mapping[str, object]) -> tuple[str, int]:
         ) from None
     except OSError as error:  # a file system without locks
         logger.warning("%s cannot be locked (%s): see to it that only one command writes it", staging, error.strerror)
+    return lock
+
+
+def _take(staging: Path, manifest: Mapping[str, object]) -> str:
+    """The identity of the run: that of an earlier one with an equal manifest, or a new one, in an empty directory."""
     identity = ""
     with suppress(OSError, ValueError, AttributeError, KeyError):
         saved = json.loads((staging / _MANIFEST).read_text())
@@ -209,4 +221,4 @@ def _take(staging: Path, manifest: Mapping[str, object]) -> tuple[str, int]:
         write_atomically(staging / _MANIFEST, json.dumps({**manifest, "identity": identity}).encode())
     remove_note(staging)
     note_owner(staging)
-    return identity, lock
+    return identity
