@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import numpy as np
 import pytest
 from documentation import documented_keys
 from pydantic import BaseModel, ValidationError
@@ -165,11 +166,35 @@ def test_what_is_wrong_with_a_checkpoint_is_reported_and_not_raised(run: Path) -
         (lambda: zeroelastic.latest("ckpt", fix=True, set_to="x"), "--fix and --set"),
         (lambda: zeroelastic.verify("ckpt", quick=True, lift_quarantine=True), "--lift-quarantine"),
         (lambda: zeroelastic.inspect("nothing"), "no such directory"),
+        (lambda: zeroelastic.convert("ckpt", "new", to="onnx"), "--to: there is no 'onnx'. Give one of universal, dcp"),
+        (lambda: zeroelastic.convert("ckpt", "new", from_="dcp", world_size=2), "--from: there is no 'dcp'"),
+        (lambda: zeroelastic.convert("ckpt", "new", to="fsdp2", layout="two"), "--layout: there is no 'two'"),
+        (lambda: zeroelastic.reshard("ckpt", "new", world_size=2, format="old"), "--format: there is no 'old'"),
+        (
+            lambda: zeroelastic.export("ckpt", "new", dtype="float16"),
+            "--dtype: there is no 'float16'. Give one of fp32",
+        ),
+        (lambda: zeroelastic.export("ckpt", "new", tied="none"), "--tied: there is no 'none'. Give one of once, all"),
+        (lambda: zeroelastic.reshard("ckpt", "new", world_size="2"), "--world-size: '2' is not a whole number"),
+        (lambda: zeroelastic.plan("ckpt", world_size=2.5), "--world-size: 2.5 is not a whole number"),
+        (lambda: zeroelastic.prune("ckpt", keep="1"), "--keep: '1' is not a whole number"),
+        (lambda: zeroelastic.verify("ckpt", tag=4), "has no tag 4. There are: global_step2, global_step4"),
     ],
 )
 def test_misuse_is_a_usage_error(run: Path, call: object, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         call()
+    assert not (run / "new").exists() and not any(path.name.endswith("-partial") for path in run.iterdir())
+
+
+def test_numbers_may_be_those_of_numpy_and_tags_numbers(run: Path) -> None:
+    report = zeroelastic.reshard("ckpt", "new", world_size=np.int64(2))
+    assert report.target_world_size == 2
+    (run / "ckpt/global_step4").rename(run / "ckpt/4")
+    for tag in (4, Path("4")):
+        assert zeroelastic.inspect("ckpt", tag=tag).tag == "4"
+        with zeroelastic.open("ckpt", tag=tag) as ck:
+            assert ck.tag == "4"
 
 
 def test_the_last_report_of_an_engine_that_loaded_nothing_is_none() -> None:

@@ -74,6 +74,7 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None, univers
 
         find_source("runs/llama/checkpoint-500").tag_dir     # .../checkpoint-500/global_step500
     """
+    tag = None if tag is None else str(tag)  # DeepSpeed takes a number, too
     path = as_path(text)
     if isinstance(path, Path):
         path = Path(os.path.abspath(path))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -32,6 +33,20 @@ def seconds_option(value: float | str, option: str) -> float:
     if match is None:
         raise UsageError(f"{option}: {value!r} is not a time such as 90s, 15m, 2h or 1d.")
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def whole_option(value: int, option: str) -> int:
+    """The value of an option that is a whole number, also one of numpy's. Raises UsageError naming the option."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UsageError(f"{option}: {value!r} is not a whole number.") from None
+
+
+def choice_option(value: str | None, option: str, choices: Sequence[str]) -> None:
+    """Raise UsageError naming the option where its value is none of the choices. The command line asks typer."""
+    if value is not None and value not in choices:
+        raise UsageError(f"{option}: there is no {value!r}. Give one of {', '.join(choices)}, or leave it out.")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from zeroelastic.runs.prune import (
 )
 from zeroelastic.runs.run_store import Leftover, open_run
 from zeroelastic.runs.shared_folder import SharedDecision, name_from
-from zeroelastic.verbs.options import Progress, no_progress, seconds_option
+from zeroelastic.verbs.options import Progress, no_progress, seconds_option, whole_option
 from zeroelastic.verbs.report import Part, Report
 
 
@@ -137,6 +137,7 @@ def prune(
         print([decision.tag.name for decision in report.plan.removals])
         zeroelastic.prune("ckpt", keep=1, dry_run=False)
     """
+    keep = whole_option(keep, "--keep")
     root, min_age_s = as_path(directory), seconds_option(min_age, "--min-age")
     plan = plan_prune(root, keep=keep, invalid=invalid, min_age_s=min_age_s)
     report = _report(plan, keep, dry_run=dry_run)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from pydantic import Field
 
@@ -36,10 +36,13 @@ from zeroelastic.verbs.convert.to_universal import UniversalPlan, plan_universal
 from zeroelastic.verbs.model_tensors import check_shared
 from zeroelastic.verbs.new_directory import check_free, new_directory, scratch_directory, sweep
 from zeroelastic.verbs.new_files import MINIMUM_MEMORY, Reading, RecordedDigests, check_source_checksums
-from zeroelastic.verbs.options import Progress, local_sources, local_target, no_progress
+from zeroelastic.verbs.options import Progress, choice_option, local_sources, local_target, no_progress, whole_option
 from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
 from zeroelastic.verbs.reshard.reshard import ReshardPlan, check_target, plan_reshard, run_reshard
 from zeroelastic.verbs.reshard.target import LEAST_MEMORY, ReshardOptions
+
+To = Literal["universal", "dcp", "fsdp2"]
+From = Literal["universal", "fsdp2"]
 
 
 class ConvertReport(Report):
@@ -107,8 +110,8 @@ def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    to: Literal["universal", "dcp", "fsdp2"] | None = None,
-    from_: Literal["universal", "fsdp2"] | None = None,
+    to: To | None = None,
+    from_: From | None = None,
     world_size: int | None = None,
     format: Format | None = None,
     sub_group_size: int | None = None,
@@ -143,6 +146,10 @@ def convert(
     target = local_target(dst)
     memory = size_option(max_memory, "--max-memory", minimum=MINIMUM_MEMORY)
     began = time.monotonic()
+    choice_option(to, "--to", get_args(To))
+    choice_option(from_, "--from", get_args(From))
+    choice_option(format, "--format", get_args(Format))
+    choice_option(layout, "--layout", get_args(FsdpLayout))
     if (to is None) == (from_ is None):
         raise UsageError("Give one of --to universal, --to dcp, --to fsdp2, --from universal and --from fsdp2.")
     if layout is not None and to != "fsdp2":
@@ -165,6 +172,7 @@ def convert(
     else:
         if world_size is None:
             raise UsageError("--from needs --world-size: the number of ranks that will load the new checkpoint.")
+        of_native["world_size"] = whole_option(world_size, "--world-size")
         options = ReshardOptions(**of_native, max_memory=memory)
         if from_ == "fsdp2":
             if tag is not None:
@@ -213,6 +221,8 @@ def export(
         print([file.name for file in report.files], report.digests_compared)
     """
     target = local_target(dst)
+    choice_option(dtype, "--dtype", get_args(ExportDtype))
+    choice_option(tied, "--tied", get_args(Tied))
     shard_nbytes = size_option(max_shard_size, "--max-shard-size", minimum=1)
     memory = size_option(max_memory, "--max-memory", minimum=MINIMUM_MEMORY)
     processes = processes or Processes()
@@ -266,7 +276,7 @@ def export(
 
 
 def _convert_to(
-    to: Literal["universal", "dcp", "fsdp2"],
+    to: To,
     src: str | os.PathLike[str],
     dst: Path,
     tag: str | None,
@@ -331,7 +341,7 @@ def _self_contained(source: Source, state: SavedState, dst: Path, max_memory: in
 
 
 def _convert_from(
-    from_: Literal["universal", "fsdp2"],
+    from_: From,
     plan: ReshardPlan,
     dst: Path,
     dry_run: bool,

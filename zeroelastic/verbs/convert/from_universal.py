@@ -65,7 +65,7 @@ def find_universal(text: str | os.PathLike[str], *, tag: str | None = None) -> S
 
     Raises UsageError saying what was found instead.
     """
-    path = Path(os.path.abspath(text))
+    path, tag = Path(os.path.abspath(text)), None if tag is None else str(tag)
     if tag is None and os.path.isdir(path / ZERO_FOLDER):
         return _universal_source(path)
     if not os.path.isdir(path):

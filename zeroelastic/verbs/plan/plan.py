@@ -18,6 +18,7 @@ from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import UsageError, counted, with_remedy
 from zeroelastic.runs.locate import Source, find_source
+from zeroelastic.verbs.options import whole_option
 from zeroelastic.verbs.plan.bandwidth import Bandwidth, measure_bandwidth
 from zeroelastic.verbs.plan.forecast import (
     LOAD_MEMORY_LIMIT,
@@ -293,6 +294,7 @@ def plan(
         report = zeroelastic.plan("ckpt", world_size=3, bandwidth="2GB")
         print(report.forecast.bytes_read, report.forecast.amplification)
     """
+    world_size = whole_option(world_size, "--world-size")
     if world_size < 1:
         raise UsageError(f"a world size of {world_size} makes no sense; give 1 or more.")
     if stage not in (None, 1, 2, 3):

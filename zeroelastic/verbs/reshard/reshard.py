@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -41,7 +42,7 @@ from zeroelastic.torch_file.zip_check import check_archive
 from zeroelastic.verbs.model_tensors import check_shared
 from zeroelastic.verbs.new_directory import check_free, new_directory, staged_bytes, sweep
 from zeroelastic.verbs.new_files import check_source_checksums
-from zeroelastic.verbs.options import Progress, local_target, no_progress
+from zeroelastic.verbs.options import Progress, choice_option, local_target, no_progress, whole_option
 from zeroelastic.verbs.report import Format, GivenPath, Report
 from zeroelastic.verbs.reshard.rank_writer import RankWriter, WrittenRank
 from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, link_or_copy, plan_sidecar_files, write_sidecar_files
@@ -175,6 +176,8 @@ def reshard(
         assert report.content_root == zeroelastic.verify("ckpt").content_root
     """
     target = local_target(dst)
+    world_size = whole_option(world_size, "--world-size")
+    choice_option(format, "--format", get_args(Format))
     memory = size_option(max_memory, "--max-memory")
     options = ReshardOptions(
         world_size=world_size,
