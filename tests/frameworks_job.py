@@ -381,6 +381,8 @@ def lightning_trainer(job: LightningJob, **more: Any) -> Any:
     strategy = DeepSpeedStrategy(stage=job.stage)
     strategy.config["zero_optimization"].update(zero_of(job))
     strategy.config["zeroelastic"] = job.options
+    if job.loader == "elastic":  # of which Lightning does not find it out
+        strategy.config["train_micro_batch_size_per_gpu"] = job.micro
     return pl.Trainer(
         accelerator=TrainerOnCPU(),
         devices=dist.get_world_size(),
@@ -480,10 +482,18 @@ def lightning_run(
         logger=False if events is None else Tracker(),
         callbacks=None if events is None else [MetricsCallback(events=events)],
         log_every_n_steps=1,
+        use_distributed_sampler=job.loader != "elastic",
     )
     module = Module()
     if job.loader == "stream":
         loader: Any = DataLoader(Stream(job.samples), batch_size=job.micro)
+    elif job.loader == "elastic":
+        from zeroelastic.elastic import BatchPlan, ElasticDistributedSampler, ElasticStatefulDataLoader
+
+        world_size = dist.get_world_size()
+        plan = BatchPlan(job.micro * job.accumulation * world_size, world_size, job.micro, job.accumulation)
+        sampler = ElasticDistributedSampler(Rows(job.samples), plan.global_batch)
+        loader = ElasticStatefulDataLoader(Rows(job.samples), sampler, plan, num_workers=job.workers)
     else:
         kind = Stateful if job.loader == "stateful" else DataLoader
         loader = kind(Rows(job.samples), batch_size=job.micro, shuffle=True, num_workers=job.workers)

@@ -603,6 +603,19 @@ def test_a_stateful_loader_is_refused_at_another_size(rank_pool: RankPool, tmp_p
     assert same.samples == whole.samples[2:]
 
 
+@pytest.mark.support("Frameworks", "Lightning: `ElasticStatefulDataLoader`", "exact")
+@pytest.mark.parametrize(("step", "accumulation"), with_swept([(3, 1), (5, 2), (2, 1)], {(2, 1)}))
+def test_an_elastic_loader_goes_on_at_another_size(
+    rank_pool: RankPool, tmp_path: Path, step: int, accumulation: int
+) -> None:
+    """Also in the epochs after the one of the resume, which had as many batches as that one had left."""
+    job, path = LightningJob(loader="elastic", accumulation=accumulation), str(tmp_path / "a")
+    whole = rank_pool.run(lightning_run, 2, job.at(2), 9, save=(step, path))[0]
+    for world_size, now in ((3, 2), (2, accumulation)):
+        seen = rank_pool.run(lightning_run, world_size, replace(job, accumulation=now).at(world_size), 9, load=path)[0]
+        assert seen.samples == whole.samples[step:]
+
+
 @pytest.mark.support(
     "Frameworks", "Lightning: epochs that end within a global batch", "refused", 'with `"strict_batch": true`'
 )

@@ -19,10 +19,11 @@ class ElasticStatefulDataLoader(StatefulDataLoader):  # type: ignore[misc]
 
     A global batch counts as consumed when its last micro batch is yielded, whatever the workers have prefetched, so
     there is no ``advance`` to call. In the middle of an accumulation, ``state_dict`` is the position before it, since
-    no checkpoint has its gradients. The stock ``StatefulDataLoader`` saves the batches yielded by this rank and a
-    snapshot of each worker, which fits only that number of ranks and workers (torchdata 0.11). Further arguments are
-    those of ``StatefulDataLoader``. Raises ConfigError for data that cannot be elastic: a stream, or a dataset with
-    state of its own, of which every worker has another copy::
+    no checkpoint has its gradients. The length is what remains of the epoch, or all of it if ``has_whole_length``, for
+    Lightning. The stock ``StatefulDataLoader`` saves the batches yielded by this rank and a snapshot of each worker,
+    which fits only that number of ranks and workers (torchdata 0.11). Further arguments are those of
+    ``StatefulDataLoader``. Raises ConfigError for data that cannot be elastic: a stream, or a dataset with state of its
+    own, of which every worker has another copy::
 
         loader = ElasticStatefulDataLoader(dataset, sampler, plan, num_workers=4)
         start = resume(engine, "ckpt", data=loader)
@@ -43,7 +44,12 @@ class ElasticStatefulDataLoader(StatefulDataLoader):  # type: ignore[misc]
                 "which fits no other number of them; make what it returns a function of the index alone."
             )
         super().__init__(dataset, batch_sampler=ElasticBatchSampler(sampler, plan), **options)
-        self._position, self._plan = sampler, plan
+        self._position, self._plan, self.has_whole_length = sampler, plan, False
+
+    def __len__(self) -> int:
+        if self.has_whole_length:
+            return self._position.num_batches * self._plan.accumulation
+        return int(super().__len__())
 
     def __iter__(self) -> Iterator[Any]:
         for number, batch in enumerate(super().__iter__(), 1):

@@ -34,6 +34,11 @@ Misfit = Literal["error", "pad"]
 _STATE = ("epoch", "consumed", "seed", "length", "global_batch", "shuffle", "drop_last")
 
 
+def is_position(state: object) -> bool:
+    """Whether a state is that of an ``ElasticDistributedSampler``, which fits any world size."""
+    return isinstance(state, Mapping) and {*_STATE} <= state.keys()
+
+
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """How one global batch is divided: ``accumulation`` micro steps of ``micro_batch`` samples on each rank.

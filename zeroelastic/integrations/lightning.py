@@ -33,6 +33,7 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
 from zeroelastic.deepspeed.save.pending import finish_pending
+from zeroelastic.elastic.sampler import is_position
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
 from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct
 from zeroelastic.io.paths import FilePath
@@ -106,6 +107,7 @@ class _Saved:
     """The run that wrote the checkpoint; the same on every rank.
 
     ``current`` and ``total`` are Lightning's counts of one rank's micro-batches, in the epoch and in all.
+    ``loader_states`` are how many loaders have a state, and ``positions`` how many of these fit any world size.
     """
 
     world_size: int
@@ -116,6 +118,7 @@ class _Saved:
     total: Mapping[str, int]
     is_last_batch: bool
     loader_states: int
+    positions: int
     divisor: int
 
     @property
@@ -157,6 +160,7 @@ def _saved(state: object, world_size: int, config: Mapping[str, object]) -> _Sav
     if type(accumulation) is not int:
         return None
     loop_state, divisor = fit.get("state_dict"), state.get(_DIVISOR) if isinstance(state, dict) else None
+    states = loop_state.get("combined_loader", ()) if isinstance(loop_state, dict) else ()
     return _Saved(
         world_size=world_size,
         accumulation=accumulation,
@@ -165,7 +169,8 @@ def _saved(state: object, world_size: int, config: Mapping[str, object]) -> _Sav
         current=progress["current"],
         total=progress["total"],
         is_last_batch=bool(progress["is_last_batch"]),
-        loader_states=len(loop_state.get("combined_loader", ())) if isinstance(loop_state, dict) else 0,
+        loader_states=len(states),
+        positions=sum(map(is_position, states)),
         divisor=divisor if type(divisor) is int else accumulation,
     )
 
@@ -173,11 +178,12 @@ def _saved(state: object, world_size: int, config: Mapping[str, object]) -> _Sav
 def _refuse(trainer: Any, engine: Any, path: Path, saved: _Saved) -> None:
     then = (saved.world_size, saved.micro, saved.accumulation)
     now = (trainer.world_size, engine.train_micro_batch_size_per_gpu(), trainer.accumulate_grad_batches)
-    if saved.loader_states and then != now:
+    if saved.loader_states > saved.positions and then != now:
         raise UnsupportedError(
             f"{path}: holds the state of a stateful DataLoader, which counts the batches of {then[0]} ranks (micro "
             f"batch {then[1]}, accumulation {then[2]}); this run has {now[0]} ({now[1]}, {now[2]}), where that is "
-            "another place in the data. Train with a plain DataLoader: its position is restored at any world size."
+            "another place in the data. Train with a plain DataLoader, whose position is restored at any world size, "
+            "or with zeroelastic.elastic.ElasticStatefulDataLoader."
         )
     problem = _uneven(saved)
     if problem and parse_options(engine._config._param_dict).strict_batch:
@@ -226,6 +232,8 @@ def _correct(trainer: Any, engine: Any, saved: _Saved, client_state: dict[str, A
         now, then = (saved.divisor, accumulation) if keep else (accumulation, saved.divisor)
         why = "as in the saved run" if keep else '"keep_gradient_scale" is off'
         notes.warn(f"GRADIENTS are divided by {now} besides the mean, not by {then}: {why}")
+    if saved.positions:
+        _count_whole_epochs(trainer.fit_loop)
     if done and not saved.is_last_batch and not saved.loader_states:
         is_elsewhere = (saved.world_size, saved.micro) != (trainer.world_size, engine.train_micro_batch_size_per_gpu())
         _skip_at_setup(trainer.fit_loop, done, engine.train_batch_size() if is_elsewhere else 1)
@@ -265,6 +273,23 @@ def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, loss if scale is None else loss * scale.factor, *args, **kwargs)
 
     return backward
+
+
+def _count_whole_epochs(fit_loop: Any) -> None:
+    """Have loaders that go to a position by themselves say the length of an epoch, and not what remains of it.
+
+    Lightning asks once, when they have their states, and takes that for the length of every epoch from then on.
+    """
+    patch, original = ExitStack(), fit_loop._load_combined_loader_states
+
+    def load() -> None:
+        patch.close()
+        original()
+        for loader in fit_loop._combined_loader.flattened:
+            if hasattr(loader, "has_whole_length"):
+                loader.has_whole_length = True
+
+    patch.enter_context(patched(fit_loop, _load_combined_loader_states=load))
 
 
 def _skip_at_setup(fit_loop: Any, batches: int, whole: int) -> None:
