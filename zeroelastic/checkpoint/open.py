@@ -560,7 +560,8 @@ def rank_files(
         raise UnsupportedError(
             f"{tag_dir}: has {whole[min(whole)]} and no optimizer files (*_optim_states.pt). It is of ZeRO stage 0, "
             "whose optimizer state does not name its parameters, so that only a stage 0 run resumes it, or of stage 1 "
-            "or 2 without its optimizer files."
+            "or 2 without its optimizer files. A run at stage 1 or 2 takes the weights alone, with "
+            "load_optimizer_states=False."
         )
     if not models and not optim:
         raise MissingFileError(

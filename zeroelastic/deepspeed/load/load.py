@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -41,7 +42,7 @@ from zeroelastic.deepspeed.load.report import (
     notes_of_modules,
 )
 from zeroelastic.deepspeed.load.restore import restore
-from zeroelastic.deepspeed.load.stock import read_covered, refuse_other_arrangement, stock_loads
+from zeroelastic.deepspeed.load.stock import read_covered, refuse_other_arrangement, refuse_state_of_zero, stock_loads
 from zeroelastic.deepspeed.load.tag_choice import choice_notes, choose_tag, nothing_to_load, warn_of_mark
 from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
 from zeroelastic.deepspeed.options import LoadRequest
@@ -144,7 +145,11 @@ def _refuse_dcp(engine: Engine, request: LoadRequest, why: str) -> None:
 def _check_left(engine: Engine, request: LoadRequest) -> None:
     """Check what DeepSpeed does not, of a run that is left to it and whose files say how they are cut. Collective."""
     _refuse_dcp(engine, request, why_left_to_deepspeed(engine.optimizer) or type(engine.optimizer).__name__)
-    if is_url(request.load_dir) or not (engine.zero_optimization() or getattr(engine, "has_moe_layers", False)):
+    if is_url(request.load_dir):
+        return
+    if not (engine.zero_optimization() or getattr(engine, "has_moe_layers", False)):
+        if (tag := request.tag if request.tag is not None else read_latest(request.directory)) is not None:
+            refuse_state_of_zero(engine, Path(request.load_dir) / str(tag), request)
         return
     require_partners()
     tag = request.tag if request.tag is not None else all_or_raise(lambda: read_latest(request.directory))

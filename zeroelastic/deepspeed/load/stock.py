@@ -97,8 +97,9 @@ def stock_loads(
 ) -> bool:
     """Whether DeepSpeed alone loads, on every rank, the checkpoint for which our load raised ``error``. Collective.
 
-    It does for a file of torch's old format and for state that only DeepSpeed reads, where each rank finds its own
-    files of a rigid checkpoint of this world size; and for a rigid checkpoint without a commit record that fits.
+    It does for the weights alone of stage 0; for a file of torch's old format and for state that only DeepSpeed reads,
+    where each rank finds its own files of a rigid checkpoint of this world size; and for a rigid checkpoint without a
+    commit record that fits.
     Which experts or slices a rank has is compared before (``refuse_other_arrangement``); files of the old format do not
     say it.
     """
@@ -112,6 +113,9 @@ def stock_loads(
         )
     if not isinstance(error, (CheckpointError, LayoutMismatchError, UnsupportedError)):
         return False
+    takes_weights = isinstance(error, UnsupportedError) and request.weights_only and not live.per_param
+    if takes_weights and not has_slices and _on_all_ranks(lambda: _has_the_module_alone(tag_dir)):
+        return True
     loads = isinstance(error, UnsupportedError) and _on_all_ranks(lambda: _only_stock_reads(tag_dir, live))
     loads = loads or _on_all_ranks(
         lambda: _fits(engine, live, tag_dir, request, damaged=isinstance(error, CheckpointError))
@@ -136,6 +140,34 @@ def _place_of(live: LiveOptimizer) -> _Place:
 
 def _on_all_ranks(check: Callable[[], bool]) -> bool:
     return not any_rank(not all_or_raise(check))
+
+
+def _has_the_module_alone(tag_dir: Path) -> bool:
+    """Whether a tag is one file with all weights, as of stage 0, from which DeepSpeed takes them by name."""
+    names = file_sizes(tag_dir)
+    kinds = [file.kind for name in names if (file := parse_rank_file(name)) is not None]
+    return kinds == ["whole_model"] and RECORD_NAME not in names
+
+
+def refuse_state_of_zero(engine: Engine, tag_dir: Path, request: LoadRequest) -> None:
+    """Raise UnsupportedError where a run without ZeRO is to go on from optimizer state in files of ZeRO.
+
+    DeepSpeed ends in a TypeError, or in an empty AssertionError. Not collective: each rank looks at what it sees.
+    """
+    reads_zero = engine.zero_optimization() or getattr(engine, "save_zero_checkpoint", False)
+    if reads_zero or engine.optimizer is None or not tag_dir.is_dir():
+        return
+    kinds = {file.kind for name in file_sizes(tag_dir) if (file := parse_rank_file(name)) is not None}
+    own = tag_dir / os.path.basename(engine._get_ckpt_name(str(tag_dir.parent), tag_dir.name))
+    if "optimizer" not in kinds or (
+        own.exists() and (request.weights_only or _root(own).get("optimizer", 0) is not None)
+    ):
+        return
+    advice = "" if "model" in kinds else ", or take the weights alone with load_optimizer_states=False"
+    raise UnsupportedError(
+        f"{tag_dir}: has the files of a run with ZeRO (*_optim_states.pt), and this run has stage 0, which loads "
+        f"none of them. Run `zeroelastic reshard {tag_dir} DST --stage 0` and load DST, set stage 1{advice}."
+    )
 
 
 def _only_stock_reads(tag_dir: Path, live: LiveOptimizer) -> bool:
