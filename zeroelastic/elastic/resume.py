@@ -213,10 +213,12 @@ def _with_branches(
 
     def notes() -> list[str]:
         chosen = next(tag for tag in tags if tag.tag_dir == tag_dir)
-        latest, _ = named_latest(root)
+        latest, problem = named_latest(root)
         pointed = about_pointed(tags[at].name, [tag.name for tag in tags[:at]]) if at else None
         if latest is not None and any(tag.name == latest for tag in tags[tags.index(chosen) + 1 :]):
             pointed = about_unpointed(chosen.name, latest)
+        if problem is not None:
+            pointed = f"NOT WHAT LATEST NAMES: {problem.rstrip('.')}"
         return [note for note in (pointed, about_left(left_behind(tags, chosen))) if note is not None]
 
     added = broadcast(all_or_raise(lambda: notes() if dist.get_rank() == 0 else []))
