@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from zeroelastic.distributed.process_identity import start_of
+from zeroelastic.distributed.process_identity import machine, start_of
 from zeroelastic.elastic.memory.place import MEMORY_DIR, Place, RunPlace, launcher
-from zeroelastic.elastic.memory.reaper import start_reaper
+from zeroelastic.elastic.memory.reaper import LOCK_NAME, start_reaper
 from zeroelastic.errors import CheckpointError, SaveError
 
 LIMIT_S = 60.0
@@ -159,6 +161,76 @@ def test_what_a_launcher_that_ended_has_left_is_removed(place: Place) -> None:
         (place.path.parent / name).mkdir()
     place.create()
     assert sorted(os.listdir(place.path.parent)) == sorted([place.path.name, names[2]])
+
+
+IN_A_CONTAINER = """
+import os, sys, time
+from zeroelastic.elastic.memory.place import Place
+from zeroelastic.elastic.memory.reaper import start_reaper
+place = Place.of_this_job({"ZEROELASTIC_MEMORY_DIR": sys.argv[1]})
+place.create()
+start_reaper(*place.launcher, str(place.path))
+(place.path / "kept").write_text("x")
+print(place.path, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_container_that_was_killed_has_left_is_removed(place: Place, tmp_path: Path) -> None:
+    """Not before: its processes cannot be seen from here, and their locks can."""
+    unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if os.getuid() != 0 or subprocess.run([*unshare, "true"], check=False).returncode != 0:
+        pytest.skip("needs the right to make PID namespaces")
+    command = [*unshare, sys.executable, "-c", IN_A_CONTAINER, str(tmp_path)]
+    container = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert container.stdout is not None
+        left = Path(container.stdout.readline().strip())
+        assert left.parent == place.path.parent
+        until(lambda: (left / LOCK_NAME).read_text(), "its reaper")
+        place.create()
+        assert (left / "kept").exists()
+    finally:
+        container.kill()
+        container.communicate()
+    time.sleep(2.5)  # its reaper would have removed it
+    assert (left / "kept").exists()
+    place.create()
+    assert os.listdir(place.path.parent) == [place.path.name]
+
+
+LOCKED = ("workers.lock", LOCK_NAME)
+
+
+@pytest.mark.parametrize("held", [*LOCKED, "none", "another boot", "no reaper"])
+def test_what_is_in_another_pid_namespace_stays_unless_its_locks_are_free(place: Place, held: str) -> None:
+    place.create()
+    namespace, _, _ = place.path.name.partition("-")
+    other = place.path.parent / f"1{namespace}-7-12345"
+    other.mkdir(0o700)
+    for name in LOCKED:
+        (other / name).write_text("")
+    boot = "0000" if held == "another boot" else machine().partition("/")[0]
+    (other / LOCK_NAME).write_text("" if held == "no reaper" else f"{boot}/pid:[1{namespace}]")
+    with open(other / (held if held in LOCKED else LOCK_NAME)) as lock:
+        if held in LOCKED:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        place.create()
+    assert other.exists() == (held != "none")
+
+
+def test_a_directory_that_is_removed_while_it_is_made_is_made_again(place: Place, monkeypatch: Any) -> None:
+    flock, removed = fcntl.flock, []
+
+    def remove_once(fd: int, how: int) -> None:
+        flock(fd, how)
+        if not removed:
+            removed.append(fd)
+            shutil.rmtree(place.path)
+
+    monkeypatch.setattr(fcntl, "flock", remove_once)
+    place.create()
+    assert removed and (place.path / "workers.lock").exists()
 
 
 def test_a_reaper_holds_no_connection_of_the_worker(tmp_path: Path) -> None:

@@ -9,13 +9,18 @@ The launcher is the process that started the workers of this node: torchrun's ag
 
 ``<run>`` stands for the directory in which the engine saves to disk and for the parameters that it trains, so that the
 engines of a job stay apart. A tag, a *generation*, is in ``complete`` by one rename, when all its files are on this
-node; it can be resumed from when that is so on all nodes. What a launcher that was killed has left, with its reaper, is
-removed by the next job of the same user.
+node; it can be resumed from when that is so on all nodes.
+
+What a launcher that was killed has left, with its reaper, is removed by the next job of the same user. In another PID
+namespace, such as that of a container that was killed, the launcher cannot be seen. There locks tell: the reaper holds
+one for as long as the launcher lives, each worker another one for as long as it lives itself, and the system lets go of
+them with the processes. A directory is removed if both are free and the reaper ran on this boot of the machine.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import logging
 import multiprocessing
@@ -23,14 +28,15 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zeroelastic.distributed.process_identity import is_hidden, machine, start_of
+from zeroelastic.elastic.memory.reaper import LOCK_NAME
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
@@ -42,6 +48,10 @@ MEMORY_DIR = "ZEROELASTIC_MEMORY_DIR"
 
 NOTE_NAME = "zeroelastic_memory.json"
 """Beside the commit record: what a resume from memory has to know in addition."""
+
+_WORKERS_LOCK = "workers.lock"
+_locked: dict[Path, int] = {}
+"""The descriptors by which this process has locked the directories of its jobs; they stay open until it ends."""
 
 _TAG = re.compile(r"step(\d+)-([0-9a-f]{32})")
 _COMPLETE, _WRITING = "complete", "writing"
@@ -103,12 +113,10 @@ class Place:
         return Place(path, f"{machine()} {pid} {started}", (pid, started))
 
     def create(self) -> None:
-        """Make the directory, and remove directories whose launchers have ended. Raises SaveError."""
+        """Make the directory, lock it, and remove directories whose launchers have ended. Raises SaveError."""
         try:
-            for directory in (self.path.parent, self.path):
-                with suppress(FileExistsError):
-                    os.mkdir(directory, 0o700)
-            require_own(self.path, below=self.path.parents[1])
+            while not self._create():
+                pass
         except OSError as error:
             raise SaveError(
                 f"{error.filename or self.path}: {error.strerror}: memory checkpoints cannot be kept there. Set "
@@ -116,13 +124,72 @@ class Place:
             ) from error
         self._remove_dead()
 
+    def _create(self) -> bool:
+        """Make the directory and lock it; False where another job has removed it in between."""
+        for directory in (self.path.parent, self.path):
+            with suppress(FileExistsError):
+                os.mkdir(directory, 0o700)
+        require_own(self.path, below=self.path.parents[1])
+        path = self.path / _WORKERS_LOCK
+        if self.path in _locked and _is_at(_locked[self.path], path):
+            return True
+        try:
+            lock = _open_lock(path, os.O_CREAT)
+        except FileNotFoundError:
+            return False
+        with suppress(OSError):  # a file system without locks: there is no reaper's either, so nobody removes it
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        if not _is_at(lock, path):
+            os.close(lock)
+            return False
+        _locked[self.path] = lock
+        return True
+
     def _remove_dead(self) -> None:
         with suppress(OSError):
             for name in os.listdir(self.path.parent):
                 namespace, _, process = name.partition("-")
                 pid, _, started = process.partition("-")
-                if namespace == _namespace() and pid.isdecimal() and _has_ended(int(pid), started):
-                    shutil.rmtree(self.path.parent / name, ignore_errors=True)
+                directory = self.path.parent / name
+                if not namespace.isdecimal() or not pid.isdecimal():
+                    continue
+                if namespace == _namespace():
+                    if _has_ended(int(pid), started):
+                        shutil.rmtree(directory, ignore_errors=True)
+                else:
+                    with suppress(OSError), _abandoned(directory):
+                        logger.info("%s: removed, left by a job that was killed in another PID namespace", directory)
+                        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _open_lock(path: Path, flags: int = 0) -> int:
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open file is still the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except OSError:
+        return False
+
+
+@contextmanager
+def _abandoned(directory: Path) -> Iterator[None]:
+    """Keep the locks of a job's directory in another PID namespace. Raises OSError unless its processes have ended."""
+    require_own(directory, below=directory.parents[1])
+    locks: list[int] = []
+    try:
+        for name in (_WORKERS_LOCK, LOCK_NAME):  # a worker that starts waits for the first, before it starts a reaper
+            locks.append(_open_lock(directory / name))
+            fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        boot = machine().partition("/")[0]
+        if os.pread(locks[-1], 200, 0).decode(errors="replace").partition("/")[0] != boot:
+            raise PermissionError(errno.EPERM, "was not made on this boot of the machine", os.fspath(directory))
+        yield
+    finally:
+        for lock in locks:
+            os.close(lock)
 
 
 def _has_ended(pid: int, started: str) -> bool:

@@ -17,8 +17,10 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
-_LOCK = "reaper.lock"
+LOCK_NAME = "reaper.lock"
+"""Locked while the process lives; it holds the name of its machine (``process_identity.machine``)."""
 _IDENTITY = os.path.join(os.path.dirname(__file__), "../../distributed/process_identity.py")
 """A module that imports the standard library alone; the package is not on the path of this process."""
 _POLL_S = 0.5
@@ -52,13 +54,16 @@ def main(pid: int, started: str, directory: str) -> None:
     _close_inherited()
     os.chdir("/")
     try:
-        lock = os.open(os.path.join(directory, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = os.open(os.path.join(directory, LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return
+    identity = runpy.run_path(_IDENTITY)
+    with suppress(OSError):
+        os.pwrite(lock, identity["machine"]().encode(), 0)
     if os.fork() != 0:
         os._exit(0)  # the lock stays with the child
-    _wait(pid, started)
+    _wait(pid, started, identity)
     shutil.rmtree(directory, ignore_errors=True)
     time.sleep(_ONCE_MORE_S)  # workers that outlived the launcher may have been writing
     shutil.rmtree(directory, ignore_errors=True)
@@ -72,13 +77,12 @@ def _close_inherited() -> None:
                 os.close(int(name))
 
 
-def _wait(pid: int, started: str) -> None:
+def _wait(pid: int, started: str, identity: dict[str, Any]) -> None:
     """Until there is no such process; one that waits for its parent to take notice has ended."""
     try:
         process = os.pidfd_open(pid)
     except (OSError, AttributeError):
         process = -1
-    identity = runpy.run_path(_IDENTITY)
     while identity["start_of"](pid) == started and (started or identity["is_hidden"](pid)):
         if process >= 0:
             select.select([process], [], [])
