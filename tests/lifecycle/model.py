@@ -201,7 +201,9 @@ class Live:
     """An engine: what it holds (None after a load that failed), and where it is.
 
     ``continues`` is the save that it loaded or committed last, ``begun`` the one that it has begun since, by numbers.
-    ``made`` is the count of saves when the engine was made, ``own`` are those that it has committed.
+    ``made`` is the count of saves when the engine was made, ``own`` are those that it has committed. ``unprotected``:
+    it resumed from memory what no save on the disk has, and its next training loop, the first, begins with a checkpoint
+    in memory. ``looped``: it had a training loop.
     """
 
     world_size: int
@@ -219,6 +221,8 @@ class Live:
     pending: Pending | None = None
     frozen: bool = False
     own: set[int] = field(default_factory=set)
+    unprotected: bool = False
+    looped: bool = False
 
     @property
     def memory(self) -> Mapping[str, Any] | None:
@@ -231,7 +235,7 @@ class Live:
 
     def loaded(self, saved: Saved, continues: int) -> None:
         """It goes on from a save."""
-        self.origin, self.continues, self.begun = saved.origin, continues, 0
+        self.origin, self.continues, self.begun, self.unprotected = saved.origin, continues, 0, False
 
 
 def interrupted(before: Directory, saved: Saved, *, ids: Mapping[str, str], latest: str | None) -> Directory:

@@ -174,6 +174,7 @@ class World(Bench):
         self._judge_resume(job, answers, allowed, self.directory(path), required=required, damaged=damaged)
         if live.memory and all(answer.kind == "ok" for answer in answers):
             self._goes_on_in_memory(job, path, from_memory=answers[0].value["tier"] == "memory")
+            live.unprotected = answers[0].value["unsaved"] and not live.looped
 
     def _goes_on_in_memory(self, job: str, path: Path, *, from_memory: bool) -> None:
         """After a resume, memory has what it was from, or nothing."""
@@ -270,6 +271,10 @@ class World(Bench):
             gate=str(gate),
         )
         events = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+        if live.memory and live.unprotected:
+            kept = self.memory[job, str(path)].kept if (job, str(path)) in self.memory else []
+            self.memory[job, str(path)] = Memory([live.kept(self._copied(live, IN_MEMORY)), *kept[:1]], certain=False)
+        live.unprotected, live.looped = False, bool(live.memory) or live.looped
         saved = self._replayed(job, path, events)
         if (memory := self.memory.get((job, str(path)))) is not None and "vanish" not in steps:
             memory.kept, memory.certain = memory.kept[:1], True

@@ -307,20 +307,24 @@ class Preemption:
         from zeroelastic.deepspeed.engine import options_of
         from zeroelastic.deepspeed.engine_state import lineage_of
 
+        lineage, is_first = lineage_of(self._engine), False
         if hasattr(self._engine, "_config") and options_of(self._engine).memory is not None:
+            from zeroelastic.deepspeed.engine_state import state_of
             from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
 
+            is_first = state_of(self._engine).memory is None
             self._memory = MemoryCheckpoints(self._engine, self._directory)
         self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
         if self._owns_notice:
             self._notice.begin()
-        lineage = lineage_of(self._engine)
         self._last_step, self._last_time = (
             self._seen_step - lineage.unsaved_steps,
             time.monotonic() - lineage.unsaved_seconds,
         )
         lineage.on_load.append(self._loaded)
         self._unsubscribe = subscribe(self._observe)
+        if self._memory is not None and is_first and lineage.unsaved_steps > 0:
+            self._memory.capture(self.state())  # copies were lost, or the nodes of the world before have left
         return self
 
     def __exit__(

@@ -270,6 +270,17 @@ def test_a_lost_node_costs_no_step_at_any_size(rank_pool: RankPool, tmp_path: Pa
     assert not (tmp_path / "ckpt").exists() or not list((tmp_path / "ckpt").rglob("*.pt"))
 
 
+def test_a_second_loss_before_the_next_checkpoint_is_due_costs_no_more_steps(
+    rank_pool: RankPool, tmp_path: Path, shared: Path
+) -> None:
+    """A start that resumed from memory, where copies were lost, makes them again before it trains."""
+    directory, job = str(tmp_path / "ckpt"), replace(JOB, options={"verify": True, "memory": {"every": 4, "copies": 1}})
+    first = rank_pool.run(run, 3, job, directory, shared, [0, 1, 2], 5)
+    for nodes, lost in (([0, 2], 1), ([2], 0)):
+        lose(shared, lost)
+        continued(first[0], rank_pool.run(run, len(nodes), job.other(), directory, shared, nodes, 1), 4)
+
+
 def test_a_process_is_lost_and_the_nodes_stay(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
     """Two ranks on each of two nodes, then three on one and one on the other."""
     directory = str(tmp_path / "ckpt")
