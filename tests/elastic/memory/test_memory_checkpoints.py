@@ -98,7 +98,7 @@ def run(
             samples.append(data.batch(data.consumed // BATCH).tolist())
             train_step(engine, step)
             if act and number == steps - 1:
-                ACTS[act](memory)
+                {**ACTS, "emptied": is_emptied}[act](memory)
             stop()
             states[engine.global_steps], _ = look(engine)
             if memory is not None:
@@ -200,6 +200,15 @@ def is_complete_on_one_node_only(memory: Any) -> None:
     """The other nodes cannot put the generation into its place."""
     if dist.get_rank() != 0:
         dies_before_it_is_complete(memory)
+
+
+def is_emptied(memory: Any) -> None:
+    """Somebody removes what the job has in shared memory, as systemd does when the user logs out (RemoveIPC)."""
+    memory.wait()
+    dist.barrier()
+    if memory._leads_node:
+        shutil.rmtree(memory._run.path.parent)
+    dist.barrier()
 
 
 ACTS = {"no memory": no_memory_left, "dies": dies_before_it_is_complete, "on one node": is_complete_on_one_node_only}
@@ -466,6 +475,13 @@ def test_a_generation_that_fails_costs_one_step_and_training_goes_on(
     assert first[0].reports[-1].error is not None and "SaveError" in first[0].reports[-1].error
     turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 2], 1)
     continued(first[0], turns, 3)
+
+
+def test_shared_memory_that_was_emptied_is_used_again(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
+    directory = str(tmp_path / "ckpt")
+    first = rank_pool.run(run, 3, JOB, directory, shared, [0, 0, 1], 3, act="emptied")
+    assert [report.error for report in first[0].reports] == [None] * 3
+    continued(first[0], rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 1], 1), 3)
 
 
 def test_what_is_kept_is_bounded_and_reported(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:

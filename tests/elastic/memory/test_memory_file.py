@@ -32,6 +32,16 @@ def test_its_pages_are_used_again(tmp_path: Path) -> None:
     assert file.take(1 << 20).data_ptr() == first and os.stat(tmp_path / "file").st_ino == number
 
 
+def test_a_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    file = MemoryFile(tmp_path / "file")
+    before = file.take(100_000)
+    (tmp_path / "file").unlink()
+    after = file.take(90_000)
+    after.fill_(7)
+    before.fill_(8)
+    assert (tmp_path / "file").read_bytes() == b"\7" * 90_000
+
+
 @pytest.fixture
 def shared_memory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:

@@ -237,6 +237,10 @@ class MemoryCheckpoints:
     def _copy(self, slot: Slot, save_id: str, client_state: Mapping[str, Any]) -> _Copied:
         """Copy the state of this rank, which may change when this returns. Raises SaveError where memory is lacking."""
         engine, options = self._engine, self._run_options
+        if not (slot.directory.is_dir() and self._run.complete.is_dir()):  # somebody has emptied the shared memory
+            _own_place()
+            self._run.create()
+            slot.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         live = covered_live(engine, engine.optimizer)
         facts = replicated_facts(live)
         shard = _MemorySnapshot(engine.checkpoint_engine, live, options, slot.take)

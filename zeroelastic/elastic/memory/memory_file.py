@@ -38,6 +38,7 @@ class MemoryFile:
         self.path = path
         self._memory: torch.Tensor | None = None
         self._pages: Pages | None = None
+        self._mapped: os.stat_result | None = None
         self._capacity = self._size = 0
 
     @property
@@ -56,6 +57,11 @@ class MemoryFile:
         with name_in_errors(self.path):
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
+                found = os.fstat(fd)
+                if self._mapped is None or not os.path.samestat(self._mapped, found):  # new, or somebody removed it
+                    if self._pages is not None:
+                        self._pages.unpin()
+                    self._memory, self._mapped, self._capacity, self._size = None, found, 0, 0
                 if self._memory is None or self._capacity < nbytes:
                     self._grow(fd, nbytes)
                 elif nbytes > self._size:
