@@ -110,7 +110,7 @@ class MemoryTier:
                     tag,
                     note,
                     {first: files for first, rows in enumerate(on_nodes) for name, _, files, _ in rows if name == tag},
-                    max(attempts for rows in on_nodes for name, _, _, attempts in rows if name == tag),
+                    max(attempts for rows in on_nodes for name, _, _, attempts in rows if name == tag)[1],
                 )
                 for tag, note in {tag: note for notes in sent for tag, note in notes.items()}.items()
             ),
@@ -208,16 +208,22 @@ class MemoryTier:
     def _attempts_path(self) -> Path:
         return self._run.path / "attempt"
 
-    def _attempts(self, tag: str) -> int:
+    def _attempts(self, tag: str) -> tuple[float, int]:
+        """When a load of a tag began last, as this node knows, and how often the job had died while it was loaded.
+
+        A death before a change of the number of ranks does not count: a node was lost or came during the load.
+        """
         try:
-            named, _, number = self._attempts_path().read_text().partition(" ")
-            return int(number) if named == tag else 0
+            named, number, ranks, began = self._attempts_path().read_text().split()
+            changed = int(ranks) != dist.get_world_size()
+            return (float(began), int(number) - changed) if named == tag else (0.0, 0)
         except (OSError, ValueError):
-            return 0
+            return 0.0, 0
 
     def _attempt(self, generation: Generation) -> None:
+        text = f"{generation.tag} {generation.attempts + 1} {dist.get_world_size()} {time.time()}"
         with suppress(OSError):  # a node that has no directory yet
-            self._attempts_path().write_text(f"{generation.tag} {generation.attempts + 1}")
+            self._attempts_path().write_text(text)
 
     def _forget_attempts(self) -> None:
         with suppress(OSError):
