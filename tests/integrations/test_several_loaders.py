@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from frameworks_job import LightningJob, Net, Rows, groups, lightning_trainer, listen
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from zeroelastic.integrations.lightning import _short_of
 from zeroelastic.testing import RankPool
@@ -22,8 +22,12 @@ def lightning_of_two_loaders(
     *,
     load: str | None = None,
     save: tuple[int, str] | None = None,
+    elastic: bool = False,
 ) -> tuple[list[Any], list[str]]:
-    """The samples of each of 12 steps from each of two loaders, None for one that has no more; and what was said."""
+    """The samples of each of 12 steps from each of two loaders, None for one that has no more; and what was said.
+
+    ``elastic`` is whether the second one keeps its position itself.
+    """
     import lightning.pytorch as pl
     from lightning.pytorch.utilities import CombinedLoader
 
@@ -48,9 +52,17 @@ def lightning_of_two_loaders(
             return torch.optim.AdamW(groups(self, 1e-2))
 
     pl.seed_everything(3)
-    trainer = lightning_trainer(job, max_steps=12, logger=False)
+    trainer = lightning_trainer(job, max_steps=12, logger=False, use_distributed_sampler=not elastic)
     trainer.strategy.config["train_micro_batch_size_per_gpu"] = job.micro  # with several loaders Lightning requires it
-    loaders = [DataLoader(Rows(count), batch_size=job.micro, shuffle=True) for count in samples]
+    loaders: list[Any] = [DataLoader(Rows(count), batch_size=job.micro, shuffle=True) for count in samples]
+    if elastic:
+        from zeroelastic.elastic import ElasticDistributedSampler, ElasticStatefulDataLoader, batch_plan
+
+        plan, first, second = batch_plan(12), *map(Rows, samples)
+        loaders = [
+            DataLoader(first, batch_size=job.micro, sampler=DistributedSampler(first)),
+            ElasticStatefulDataLoader(second, ElasticDistributedSampler(second, 12), plan),
+        ]
     trainer.fit(Module(), CombinedLoader(loaders, mode), ckpt_path=load)
     return seen, said
 
@@ -64,6 +76,16 @@ def test_several_loaders_go_on_each_at_its_place(frameworks_pool: RankPool, tmp_
     seen, said = frameworks_pool.run(lightning_of_two_loaders, 3, job.at(3, 12), mode, (96, 36), load=path)[0]
     assert seen == whole[step:]
     assert not [line for line in said if "POSITION CHANGED" in line]
+
+
+def test_a_loader_beside_one_that_keeps_its_position_goes_on_too(frameworks_pool: RankPool, tmp_path: Path) -> None:
+    """It began the epoch anew."""
+    job, path, run = LightningJob(options={}), str(tmp_path / "a"), ("max_size_cycle", (96, 96))
+    whole, _ = frameworks_pool.run(lightning_of_two_loaders, 2, job.at(2, 12), *run, save=(5, path), elastic=True)[0]
+    for world_size in (2, 3):
+        args = (job.at(world_size, 12), *run)
+        seen, _ = frameworks_pool.run(lightning_of_two_loaders, world_size, *args, load=path, elastic=True)[0]
+        assert seen == whole[5:]
 
 
 def test_a_loader_that_begins_again_within_a_global_batch_is_named(frameworks_pool: RankPool, tmp_path: Path) -> None:

@@ -232,11 +232,11 @@ def _correct(trainer: Any, engine: Any, saved: _Saved, client_state: dict[str, A
         now, then = (saved.divisor, accumulation) if keep else (accumulation, saved.divisor)
         why = "as in the saved run" if keep else '"keep_gradient_scale" is off'
         notes.warn(f"GRADIENTS are divided by {now} besides the mean, not by {then}: {why}")
-    if saved.positions:
-        _count_whole_epochs(trainer.fit_loop)
-    if done and not saved.is_last_batch and not saved.loader_states:
+    within_epoch = bool(done and not saved.is_last_batch)
+    if within_epoch or saved.positions:
         is_elsewhere = (saved.world_size, saved.micro) != (trainer.world_size, engine.train_micro_batch_size_per_gpu())
-        _skip_at_setup(trainer.fit_loop, done, engine.train_batch_size() if is_elsewhere else 1)
+        _skip_at_setup(trainer.fit_loop, done if within_epoch else 0, engine.train_batch_size() if is_elsewhere else 1)
+    if within_epoch and not saved.loader_states:
         notes.info(f"data: the epoch goes on after its first {done} batches per rank")
 
 
@@ -275,44 +275,36 @@ def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-def _count_whole_epochs(fit_loop: Any) -> None:
-    """Have loaders that go to a position by themselves say the length of an epoch, and not what remains of it.
-
-    Lightning asks once, when they have their states, and takes that for the length of every epoch from then on.
-    """
-    patch, original = ExitStack(), fit_loop._load_combined_loader_states
-
-    def load() -> None:
-        patch.close()
-        original()
-        for loader in fit_loop._combined_loader.flattened:
-            if hasattr(loader, "has_whole_length"):
-                loader.has_whole_length = True
-
-    patch.enter_context(patched(fit_loop, _load_combined_loader_states=load))
-
-
 def _skip_at_setup(fit_loop: Any, batches: int, whole: int) -> None:
     """Let the loaders skip their first batches, once the loaders are made and before they are iterated over.
 
-    ``_FitLoop._load_combined_loader_states`` is called at that moment; it has nothing to load here. A loader that
-    begins again within the epoch is to have a multiple of ``whole`` samples: rank 0 warns of any other number.
+    ``_FitLoop._load_combined_loader_states`` is called at that moment. Loaders that have a state skip nothing: they go
+    to their places by themselves, and ours then say the length of an epoch, not what remains of it, which Lightning
+    would take for that of every epoch. A loader that begins again within the epoch is to have a multiple of ``whole``
+    samples: rank 0 warns of any other number.
     """
     patch = ExitStack()
 
     def skip() -> None:
         patch.close()
+        fit_loop._load_combined_loader_states()
         combined = fit_loop._combined_loader
+        for loader in combined.flattened:
+            if hasattr(loader, "has_whole_length"):
+                loader.has_whole_length = True
+        if not batches:
+            return
         epoch = fit_loop.epoch_progress.current.processed
         for loader in combined.flattened if fit_loop.trainer.is_global_zero else ():
-            if (samples := _short_of(loader, batches, combined)) and samples % whole:
+            samples = 0 if _is_stateful(loader) else _short_of(loader, batches, combined)
+            if samples % whole:
                 logger.warning(
                     "POSITION CHANGED: a loader of %d samples begins again within the epoch; they do not fill global "
                     "batches of %d, so its place depends on the world size. Give it a multiple of them.",
                     *(samples, whole),
                 )
         combined.flattened = [
-            _skipping(loader, skip, epoch) if skip else loader
+            _skipping(loader, skip, epoch) if skip and not _is_stateful(loader) else loader
             for loader, skip in zip(combined.flattened, _batches_done(combined, batches), strict=True)
         ]
 
@@ -331,6 +323,11 @@ def _batches_done(combined: Any, batches: int) -> list[int]:
     if combined._mode == "max_size_cycle":
         return [batches if batches < length else int(batches % max(1, length)) for length in lengths]
     return [batches] * len(lengths)
+
+
+def _is_stateful(loader: Any) -> bool:
+    """Whether Lightning saves the state of a loader (``_Stateful``)."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def _short_of(loader: Any, batches: int, combined: Any) -> int:
