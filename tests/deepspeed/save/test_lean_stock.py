@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.utils import zero_to_fp32
 from training import Job, build_engine, raised, train_step
 from warm_python import executable
 
@@ -71,6 +72,19 @@ def test_the_script_of_deepspeed_names_the_command_for_a_lean_tag(run: tuple[Pat
     done = run_script(directory / "zero_to_fp32.py", directory, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert torch.load(tmp_path / "out/pytorch_model.bin")["up.weight"].shape == (33, 16)
+
+
+def test_the_script_that_deepspeed_installs_passes_no_empty_weights_on(run: tuple[Path, Job], tmp_path: Path) -> None:
+    """It is also what front ends call as a function. At stage 1 it leaves frozen weights out of every checkpoint."""
+    directory, job = run
+    done = run_script(Path(zero_to_fp32.__file__), directory, tmp_path / "out", "-t", "lean")
+    if job.stage == 1:
+        weights = torch.load(tmp_path / "out/pytorch_model.bin")
+        assert "up.weight" in weights and all(weight.numel() for weight in weights.values())
+        return
+    message = {3: "RuntimeError", 2: "KeyError"}[job.stage]
+    assert done.returncode == 1 and message in done.stderr, done.stdout + done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_script_needs_the_standard_library_alone(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@
 at every save, and compared with those that the files state. ``LeanStates`` then takes the weights out of the module
 states that DeepSpeed hands to its checkpoint engine, and puts in where they are.
 
-What is left out has an empty tensor in its place, so that DeepSpeed alone fails on such a tag: shapes differ.
+What is left out has an empty tensor in its place, so that DeepSpeed alone fails on such a tag: shapes differ. At
+stage 2 ``zero_to_fp32.py`` compares none and would pass empty tensors on, so the frozen fragments have no entries.
 """
 
 from __future__ import annotations
@@ -352,9 +353,14 @@ class LeanStates:
     def __call__(self, state_dict: Any, path: str) -> None:
         if Path(path).name == self._name:
             state_dict = {**state_dict, SHARED_KEY: self._shared.entry()}
-            for key in ("module", _FRAGMENTS):
-                if isinstance(state_dict.get(key), dict):
-                    state_dict[key] = self._without_weights(state_dict[key])
+            module, fragments = state_dict.get("module"), state_dict.get(_FRAGMENTS)
+            if isinstance(fragments, dict):
+                fragments = state_dict[_FRAGMENTS] = self._without_weights(fragments)
+                for name in self._shared.params.keys() & fragments.keys() & (module or {}).keys():
+                    if module[name].numel():  # whole in the module, as at stage 2
+                        del fragments[name]
+            if isinstance(module, dict):
+                state_dict["module"] = self._without_weights(module)
         self._save(state_dict, path)
 
     def _without_weights(self, table: dict[str, Any]) -> dict[str, Any]:
