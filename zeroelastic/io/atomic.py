@@ -6,7 +6,7 @@
     sync_path          fsync of a file; ``sync_directory`` of the names in a directory
     reserve_space      a full disk is noticed before anything is written; ``write_fully`` writes at an offset
     start_writeback    the device begins with what is in the page cache
-    name_in_errors     errors of the system name the file
+    name_in_errors     errors of the system name the file; ``errors_of_the_system`` makes them of torch's
     shortened          a name that leaves room for a suffix
 
 All calls to libc that Python has no function for are here.
@@ -30,6 +30,7 @@ _NO_RENAMEAT2 = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.EINVAL, errno.EPERM)
 
 _DIGITS = 16  # of a digest in a shortened name
+_SHORT_OF_SPACE = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _fallocate = _libc.fallocate64 if hasattr(_libc, "fallocate64") else _libc.fallocate  # musl has one name for both
@@ -56,6 +57,22 @@ def name_in_errors(path: Path) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+@contextmanager
+def errors_of_the_system(directory: Path) -> Iterator[None]:
+    """Within this context torch writes to a directory: where the system takes too few bytes, that is an OSError.
+
+    torch's own writer raises a RuntimeError, which does not say why.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "unexpected pos" not in str(error):
+            raise
+        free = os.statvfs(directory)
+        code = errno.ENOSPC if free.f_bavail * free.f_frsize < _SHORT_OF_SPACE else errno.EIO
+        raise OSError(code, os.strerror(code)) from error
 
 
 def write_atomically(

@@ -9,14 +9,12 @@ Source: torch.save and PyTorchStreamWriter, torch 2.13; any other layout is refu
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 import struct
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +38,7 @@ from zeroelastic.executors.dispatch import (
     join_crc32_groups,
     write_segments,
 )
-from zeroelastic.io.atomic import name_in_errors, reserve_space, write_fully
+from zeroelastic.io.atomic import errors_of_the_system, name_in_errors, reserve_space, write_fully
 from zeroelastic.torch_file.zip_directory import (
     DEFERRED,
     DESCRIPTOR_MARK,
@@ -54,7 +52,6 @@ from zeroelastic.torch_file.zip_directory import (
 )
 
 _EARLY_BYTES = 4 << 20  # fewer bytes are flushed with the rest, when the file is complete
-_SHORT_OF_SPACE = 1 << 20
 _MASK64 = (1 << 64) - 1
 _PLAIN_TYPES = frozenset(
     {str, int, float, bool, type(None), tuple, list, dict, OrderedDict, torch.Tensor, torch.Size, type, FunctionType}
@@ -279,22 +276,6 @@ class TorchSaveSkeleton:
             crc32[identity] = zlib.crc32(text)
             yield checksum(offset, identity)
         yield found.offset, bytes(entries)
-
-
-@contextmanager
-def errors_of_the_system(directory: Path) -> Iterator[None]:
-    """Within this context torch writes to a directory: where the system takes too few bytes, that is an OSError.
-
-    torch's own writer raises a RuntimeError, which does not say why.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if "unexpected pos" not in str(error):
-            raise
-        free = os.statvfs(directory)
-        code = errno.ENOSPC if free.f_bavail * free.f_frsize < _SHORT_OF_SPACE else errno.EIO
-        raise OSError(code, os.strerror(code)) from error
 
 
 def write_skeleton(obj: object, path: Path) -> TorchSaveSkeleton:

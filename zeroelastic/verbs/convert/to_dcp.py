@@ -31,9 +31,8 @@ from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, DigestRows, read_segments
 from zeroelastic.extras import require_torch
-from zeroelastic.io.atomic import name_in_errors
+from zeroelastic.io.atomic import errors_of_the_system, name_in_errors
 from zeroelastic.torch_file.header import DTYPE_BYTES
-from zeroelastic.torch_file.save import errors_of_the_system
 from zeroelastic.verbs.convert.autoep_names import NamedModel, NamedTensor, PartOf, as_saved
 from zeroelastic.verbs.convert.model_state import TrainedParam, trained_params
 from zeroelastic.verbs.model_tensors import Buffer, Place, model_tensors, read_buffer
