@@ -31,6 +31,7 @@ DTYPE_BYTES = {
     "complex128": 16,
     "complex64": 8,
     "complex32": 4,
+    "bcomplex32": 4,
     "int64": 8,
     "int32": 4,
     "int16": 2,

@@ -36,6 +36,7 @@ _PARTS = {
     "complex128": "float64",
     "complex64": "float32",
     "complex32": "float16",
+    "bcomplex32": "bfloat16",
     "bits16": "uint16",
     **{name: "uint8" for name in ("bits8", "bits4x2", "bits2x4", "bits1x8", "float4_e2m1fn_x2")},
 }
