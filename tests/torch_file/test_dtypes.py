@@ -18,7 +18,7 @@ from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, read_torch_fil
 from zeroelastic.verbs.diff.element_stats import bits_of, compare_elements, values_of
 from zeroelastic.verbs.show import tensor_stats
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support")
 ALL = {str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
@@ -72,6 +72,10 @@ def test_digests_of_parts_add_up_and_values_are_those_of_torch(dtype: str) -> No
     flipped = data.copy()
     flipped[:size] ^= 1
     assert compare_elements(data, flipped, dtype, dtype).num_different in (1, 2)
-    if dtype.startswith(("float", "complex")) and dtype != "float4_e2m1fn_x2":
+    if dtype.startswith(("float", "complex", "bcomplex")) and dtype != "float4_e2m1fn_x2":
         real = torch.view_as_real(saved) if saved.is_complex() else saved
         np.testing.assert_array_equal(values_of(bits_of(data, dtype), dtype), real.to(torch.float64).reshape(-1))
+
+
+def test_bits_that_are_signaling_nans_are_values_without_a_warning() -> None:
+    assert np.isnan(values_of(bits_of(np.array([0x81, 0x7F], dtype=np.uint8), "bfloat16"), "bfloat16")).all()

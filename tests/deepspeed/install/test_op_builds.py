@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from packaging import version
 
 from zeroelastic.deepspeed.install import op_builds
-from zeroelastic.deepspeed.install.op_builds import find_locks, remove_left_locks
+from zeroelastic.deepspeed.install.op_builds import find_locks, remove_left_locks, waits_for_lock_files
 
 
 def make_lock(root: Path, *, quiet_s: float = 0.0) -> Path:
@@ -21,6 +24,34 @@ def make_lock(root: Path, *, quiet_s: float = 0.0) -> Path:
     lock.touch()
     os.utime(lock, (time.time() - quiet_s,) * 2)
     return lock
+
+
+@pytest.fixture(autouse=True)
+def torch_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch up to 2.13, whichever is installed."""
+    monkeypatch.setattr(op_builds, "waits_for_lock_files", lambda: True)
+
+
+WAITS = waits_for_lock_files()
+
+
+@pytest.mark.parametrize(("source", "waits"), [("baton = FileBaton(path)", True), ("with FileLock(path):", False)])
+def test_a_torch_that_locks_its_files_is_held_up_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, waits: bool
+) -> None:
+    """torch 2.14.1 leaves the file after every build, and the kernel releases the lock."""
+    made = tmp_path / "torch" / "utils" / "cpp_extension.py"
+    made.parent.mkdir(parents=True)
+    made.write_text(source)
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "torch")])
+    monkeypatch.setattr(op_builds, "find_spec", lambda name: found)
+    monkeypatch.setattr(op_builds, "waits_for_lock_files", waits_for_lock_files)
+    lock = make_lock(tmp_path, quiet_s=5000)
+    assert [one.path for one in find_locks(tmp_path)] == [str(lock)] * waits
+
+
+def test_the_installed_torch_is_known() -> None:
+    assert WAITS or version.parse(torch.__version__).release >= (2, 14)
 
 
 def test_a_lock_that_a_process_has_open_is_held(tmp_path: Path) -> None:
@@ -79,7 +110,7 @@ def test_the_first_rank_of_a_node_says_that_a_lock_is_left_before_a_script_begin
     script.write_text("print('begun')")
     done = run(str(script), TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"), LOCAL_RANK=local_rank)
     assert done.returncode == 0 and done.stdout.endswith("begun\n"), done.stdout + done.stderr
-    assert (f"remove it: rm {lock}" in done.stderr) == (local_rank == "0")
+    assert (f"remove it: rm {lock}" in done.stderr) == (local_rank == "0" and WAITS)
 
 
 def test_an_op_is_built_before_a_script_begins(tmp_path: Path) -> None:

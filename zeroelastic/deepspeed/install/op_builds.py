@@ -1,8 +1,9 @@
 """Builds of DeepSpeed's ops: compiled before a job needs them, and the locks that killed builds left.
 
-torch makes a file called ``lock`` in the folder of an extension, and other builds wait until it is gone: forever where
-the process that made it was killed. ``zeroelastic.run`` warns of such locks before the ranks of a node start, and
-``zeroelastic doctor --fix`` removes those whose process has certainly ended.
+torch up to 2.13 makes a file called ``lock`` in the folder of an extension, and other builds wait until it is gone:
+forever where the process that made it was killed. ``zeroelastic.run`` warns of such locks before the ranks of a node
+start, and ``zeroelastic doctor --fix`` removes those whose process has certainly ended. torch 2.14.1 leaves the file
+after every build and locks it during one (``torch.utils._filelock``): no file is in the way then.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -56,10 +58,21 @@ class BuildLock:
 
 
 def find_locks(root: Path | None = None) -> tuple[BuildLock, ...]:
-    """The locks in a directory of extensions; by default, in the one that torch uses."""
+    """The locks in a directory of extensions, by default in the one that torch uses: none where none is in the way."""
+    if not waits_for_lock_files():
+        return ()
     root = _extensions_dir() if root is None else root
     found = sorted((*root.glob(f"*/{LOCK_NAME}"), *root.glob(f"*/*/{LOCK_NAME}")))
     return tuple(lock for path in found if (lock := _look_at(path)) is not None)
+
+
+def waits_for_lock_files() -> bool:
+    """Whether the installed torch waits until a lock file is gone, by its source: importing torch takes a second."""
+    found = find_spec("torch")
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        with suppress(OSError):
+            return "FileBaton" in Path(folder, "utils", "cpp_extension.py").read_text()
+    return True
 
 
 def remove_left_locks() -> tuple[BuildLock, ...]:

@@ -161,6 +161,7 @@ def bits_of(data: ByteArray, dtype: str) -> BitsArray:
     return bits
 
 
+@np.errstate(invalid="ignore")  # of NaNs that signal
 def values_of(bits: BitsArray, dtype: str) -> Float64Array:
     """The elements as float64, which all dtypes but 64-bit integers fit in exactly."""
     values: Float64Array
