@@ -201,10 +201,13 @@ def of_method(name: str, options: dict[str, Any]) -> tuple[Any, set[str]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_method_has_the_names_of_peft() -> None:
+def test_every_method_has_the_names_of_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that are known here; the others are refused."""
     from peft import get_peft_model_state_dict
+    from peft.tuners.boft import layer
 
+    # It would be compiled, and where that fails CXX stays another compiler, with which all ops are compiled again.
+    monkeypatch.setattr(layer, "get_fbd_cuda", lambda: None)
     for name, options in METHODS.items():
         model, trained = of_method(name, options)
         state, theirs = model.state_dict(), get_peft_model_state_dict(model)
