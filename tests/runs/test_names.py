@@ -18,7 +18,7 @@ from zeroelastic.elastic import resume
 from zeroelastic.errors import CheckpointError, UsageError
 from zeroelastic.runs.candidates import check_quickly, list_run, refuse_fresh_start
 from zeroelastic.runs.locate import find_source
-from zeroelastic.runs.names import leads_outside, list_tags, normal, read_latest, run_of, why_not_saved
+from zeroelastic.runs.names import list_tags, normal, read_latest, run_of, why_not_saved
 from zeroelastic.testing import RankPool, compare_states
 
 JOB = Job(groups=1, frozen=False)
@@ -232,28 +232,3 @@ def test_reshard_takes_a_nested_tag_along(tmp_path: Path) -> None:
 def test_a_folder_of_a_framework_around_one_tag_is_in_the_directory_of_the_run(name: str) -> None:
     directory = Path("out") / name
     assert run_of(directory) == (directory if name == "run" else Path("out"))
-
-
-def test_a_path_in_latest_that_leads_back_into_the_directory_names_the_tag_there(tmp_path: Path) -> None:
-    root, link, other = tmp_path / "run", tmp_path / "link", tmp_path / "other"
-    for place in (root / "a/b", root / "c", other):
-        place.mkdir(parents=True)
-        (place / model_name(0)).write_bytes(b"")
-    link.symlink_to(root)
-    (root / "d").symlink_to(other)
-    for text, tag in ((f"{root}/a/b", "a/b"), (f"{link}//c/", "c"), ("../run/./c", "c"), (f"{root}/d", "d")):
-        (root / "latest").write_text(text + "\n")
-        for directory in (root, link):
-            assert read_latest(directory) == read_latest(directory, outside=True) == tag
-            assert find_source(directory).tag == tag and not leads_outside(directory)
-    (root / "latest").write_text(f"{other}\n")
-    assert read_latest(root, outside=True) == str(other) and leads_outside(root)
-    with pytest.raises(CheckpointError, match=f"names {other}, which is not in this directory"):
-        find_source(root)
-    (root / "latest").write_text(f"{root}/..")
-    with pytest.raises(CheckpointError, match="which is not in this directory"):
-        read_latest(root)
-    (root / "latest").write_text("/lobal_step1")
-    assert not leads_outside(root)
-    with pytest.raises(CheckpointError, match="holds no name of a tag"):
-        read_latest(root)

@@ -208,30 +208,18 @@ def _folders_of_tags(folder: FilePath) -> list[str]:
     return [name for name in inside if _is_name(name) and not (linked and os.path.islink(folder / name))]  # type: ignore[arg-type]
 
 
-def read_latest(root: FilePath, file: str = LATEST, *, outside: bool = False) -> str | None:
-    """The tag that ``latest`` names, or None without one. Raises CheckpointError for something that is not a name.
-
-    A path that leads back into the directory, absolute or by "..", is read as the tag there. With ``outside``, as in
-    DeepSpeed's own load, a path that leads to another directory on the disk is returned as it is.
-    """
+def read_latest(root: FilePath, file: str = LATEST) -> str | None:
+    """The tag that ``latest`` names, or None without one. Raises CheckpointError for something that is not a name."""
     path = root / file
     try:
         data = read_whole(path, limit=_MAX_LATEST_BYTES)
     except MissingFileError:
         return None
     try:
-        tag = _from_root(root, normal(data.decode().strip()))
+        tag = normal(data.decode().strip())
         problem = why_no_tag(tag)
     except UnicodeDecodeError:
         tag, problem = "", "it is not UTF-8"
-    if problem is not None and tag and isinstance(root, Path) and _why_no_path(tag) is None:
-        if outside:
-            return tag
-        if (root / tag).is_dir():
-            raise CheckpointError(
-                f"{path}: names {printable(str(root / tag))}, which is not in this directory.",
-                remedy="Give that directory, or say which tag of this one is meant.",
-            )
     if problem is None and tag == HERE and not holds_checkpoint(root):
         problem = "no files of ranks lie in this directory itself"
     if problem is not None:
@@ -239,20 +227,6 @@ def read_latest(root: FilePath, file: str = LATEST, *, outside: bool = False) ->
             f"{path}: holds no name of a tag ({data[:80]!r}: {problem}). It is damaged; say which tag is meant.",
             remedy=f"Run `zeroelastic latest DIR --fix`, which lets {LATEST} name the newest that verifies.",
         )
-    return tag
-
-
-def _from_root(root: FilePath, tag: str) -> str:
-    """A path on the disk that leads into the directory, as a tag of it; anything else unchanged."""
-    if not isinstance(root, Path) or why_no_tag(tag) is None or _why_no_path(tag) is not None:
-        return tag
-    place = root / tag
-    for above, found in (
-        (os.path.abspath(root), os.path.normpath(place)),
-        (os.path.realpath(root), os.path.join(os.path.realpath(place.parent), place.name)),
-    ):
-        if place.name != ".." and Path(found).is_relative_to(above):
-            return os.path.relpath(found, above)
     return tag
 
 
@@ -297,12 +271,3 @@ def named_latest(root: FilePath) -> tuple[str | None, str | None]:
         return read_latest(root), None
     except (CheckpointError, UnreadableError) as error:
         return None, str(error)
-
-
-def leads_outside(root: FilePath) -> bool:
-    """Whether ``latest`` names a directory that is there and not in this one, which DeepSpeed would load."""
-    try:
-        named = read_latest(root, outside=True)
-    except (CheckpointError, UnreadableError):
-        return False
-    return named is not None and why_no_tag(named) is not None and isinstance(root, Path) and (root / named).is_dir()

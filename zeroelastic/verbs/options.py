@@ -40,7 +40,7 @@ def whole_option(value: int, option: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise UsageError(f"{option}: {value!r} is not a whole number.") from None
+        raise UsageError(f"{option}: {value!r} is not a whole number. Give one, such as 4.") from None
 
 
 def choice_option(value: str | None, option: str, choices: Sequence[str]) -> None:

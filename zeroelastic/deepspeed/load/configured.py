@@ -51,7 +51,8 @@ def configured_values(engine: Engine, live: LiveOptimizer) -> Configured | None:
     """What the run was configured with, before a load; None where it has trained, or loaded, since then."""
     if engine.global_steps:
         return None
-    return Configured(_groups(live.base), scheduler_parameters(engine.lr_scheduler), _scaler_parameters(live))
+    scheduler, scaler = scheduler_parameters(engine.lr_scheduler), _scaler_parameters(engine)
+    return Configured(_groups(live.base), scheduler, scaler)
 
 
 def overridden_notes(
@@ -78,7 +79,7 @@ def overridden_notes(
     places = ["engine.optimizer.param_groups"] if phrases else []
     for what, place, were, are in (
         ("scheduler", "engine.lr_scheduler", configured.scheduler, scheduler_parameters(engine.lr_scheduler)),
-        ("loss scale", "engine.optimizer.loss_scaler", configured.scaler, _scaler_parameters(live)),
+        ("loss scale", "engine.optimizer.loss_scaler", configured.scaler, _scaler_parameters(engine)),
     ):
         differ = [name for name in were if name in are and not _same(were[name], are[name])]
         phrases += [f"{name} of the {what}: {shown(were[name])} configured, {shown(are[name])} now" for name in differ]
@@ -166,12 +167,12 @@ def scheduler_parameters(scheduler: Any) -> dict[str, object]:
     return found
 
 
-def _scaler_parameters(live: LiveOptimizer) -> dict[str, object]:
+def _scaler_parameters(engine: Engine) -> dict[str, object]:
     """What DeepSpeed's loss scaler was made with, by the names of its configuration."""
-    scaler = getattr(live.optimizer, "loss_scaler", None)
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is None:
         return {}
-    if not live.optimizer.dynamic_loss_scale:
+    if not engine.optimizer.dynamic_loss_scale:
         return {"loss_scale": float(scaler.cur_scale)}
     return {name: getattr(scaler, key) for key, name in _OF_SCALER.items() if hasattr(scaler, key)}
 

@@ -42,7 +42,7 @@ def find_dcp_source(request: LoadRequest) -> FilePath | None:
     def look() -> bool:
         if is_dcp(place):
             return True
-        if request.tag is None and read_latest(directory, outside=True) is None:
+        if request.tag is None and read_latest(directory) is None:
             _refuse_several(directory)
         return False
 

@@ -26,7 +26,7 @@ from zeroelastic.io.paths import FilePath, PinnedPath, as_path
 from zeroelastic.io.storage import file_size
 from zeroelastic.report import ResumeReport
 from zeroelastic.runs.candidates import check_quickly, check_tag, is_damage
-from zeroelastic.runs.names import leads_outside, named_latest
+from zeroelastic.runs.names import named_latest
 from zeroelastic.runs.order import Tag
 from zeroelastic.runs.tag_directory import MAX_LOOKS, open_tag
 
@@ -168,16 +168,13 @@ def load_newest(root: FilePath, load: Callable[[str, str], T], engine: Engine) -
 
     Where ``latest`` cannot be read, or names nothing that is there, the walk begins at the newest tag; newer ones than
     it names are left alone, because somebody may have pointed it at an older tag on purpose. None where there are no
-    tags, and where ``latest`` names a directory elsewhere. Raises CheckpointError where there are some and none can be
-    loaded. Collective.
+    tags. Raises CheckpointError where there are some and none can be loaded. Collective.
     """
 
     def chosen() -> Sequence[Tag]:
         if dist.get_rank() != 0 or not tags or tags[0].asked_for[0] != root:
             return ()  # in folders that have a ``latest`` each, there is no newest one of all
         named, problem = named_latest(root)
-        if leads_outside(root):
-            return ()
         at = next((i for i, tag in enumerate(tags) if tag.name == named), None)
         if at is not None:
             return tags[at:]

@@ -62,7 +62,7 @@ def choose_tag(load_dir: FilePath, tag: Any) -> tuple[str | None, tuple[str, ...
         return TagLookup(named, there, newer)
 
     def read() -> TagLookup:
-        named = str(tag) if tag is not None else read_latest(load_dir, outside=True)
+        named = str(tag) if tag is not None else read_latest(load_dir)
         if named is not None and dist.get_rank() == 0:
             with suppress(OSError):  # a directory that cannot be written: opening the tag reports what is missing
                 recover(load_dir / named)
