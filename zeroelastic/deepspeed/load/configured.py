@@ -72,7 +72,7 @@ def overridden_notes(
             continue
         saved = load_plan.head.groups[match.source].options
         for option, was, value, certain in compared.differences(before, after, saved):
-            (changed if certain else unknown).setdefault((option, shown(was), shown(value)), []).append(g)
+            (changed if certain else unknown).setdefault((option, _in_digits(was), _in_digits(value)), []).append(g)
     phrases = [
         _phrase(found) for found in sorted(changed.items(), key=lambda one: (one[0][0] != _LR, one[0][0], one[1]))
     ]
@@ -82,7 +82,9 @@ def overridden_notes(
         ("loss scale", "engine.optimizer.loss_scaler", configured.scaler, _scaler_parameters(engine)),
     ):
         differ = [name for name in were if name in are and not _same(were[name], are[name])]
-        phrases += [f"{name} of the {what}: {shown(were[name])} configured, {shown(are[name])} now" for name in differ]
+        phrases += [
+            f"{name} of the {what}: {_in_digits(were[name])} configured, {_in_digits(are[name])} now" for name in differ
+        ]
         places += [place] if differ else []
     loud = [
         f"CONFIGURED VALUES NOT USED, the checkpoint has others: {some(phrases, separator='; ')}. To train with "
@@ -141,7 +143,7 @@ class _Compared:
         return None if as_before or self.has_scheduler else (_LR, begins, now, False)
 
     def _as_before(self, option: str, value: object) -> bool | None:
-        """Whether the JSON configuration gives an option what that of the save gave it; None: it does not tell."""
+        """Whether the JSON configuration gives an option what that of the save gave it; None: unknown."""
         (kind, then), (own_kind, now) = (_optimizer_of(config) for config in (self.saved, self.config))
         if kind is None or kind != own_kind or not _same(value, _plain(self.base.defaults.get(option))):
             return None
@@ -177,12 +179,12 @@ def _scaler_parameters(engine: Engine) -> dict[str, object]:
     return {name: getattr(scaler, key) for key, name in _OF_SCALER.items() if hasattr(scaler, key)}
 
 
-def shown(value: object) -> str:
+def _in_digits(value: object) -> str:
     """A value as text, without the noise of a float32."""
     if isinstance(value, float):
         return f"{value:.7g}"
     if isinstance(value, (list, tuple)):
-        inside = some(map(shown, value))
+        inside = some(map(_in_digits, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
     return repr(value)
 

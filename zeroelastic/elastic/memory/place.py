@@ -12,9 +12,9 @@ engines of a job stay apart. A tag, a *generation*, is in ``complete`` by one re
 node; it can be resumed from when that is so on all nodes.
 
 What a launcher that was killed has left, with its reaper, is removed by the next job of the same user. In another PID
-namespace, such as that of a container that was killed, the launcher cannot be seen. There locks tell: the reaper holds
-one for as long as the launcher lives, each worker another one for as long as it lives itself, and the system lets go of
-them with the processes. A directory is removed if both are free and the reaper ran on this boot of the machine.
+namespace, such as that of a container that was killed, the launcher cannot be seen. File locks are looked at there: the
+reaper holds one until the launcher ends, each worker a shared one until it ends itself, and the kernel releases them
+with the processes. A directory is removed if both are free and the reaper ran on this boot of the machine.
 """
 
 from __future__ import annotations
