@@ -170,9 +170,11 @@ def test_a_tag_is_judged_again_when_it_was_replaced_meanwhile(
         at += 1 if at < 0 else max(1, total // PLACES)
 
 
+@pytest.mark.parametrize(("verb", "names"), [("verify", None), ("plan", ["zeroelastic.json"])])
 def test_a_remote_checkpoint_that_is_saved_again_is_not_called_damaged(
-    two: tuple[Path, Path], counted: type[CountedFileSystem]
+    two: tuple[Path, Path], counted: type[CountedFileSystem], verb: str, names: list[str] | None
 ) -> None:
+    """All files are written again; or a save, or a removal, has begun, of which the commit record goes first."""
     url = "counted://bucket/last"
     total, at, again = 1, -1, 0
     while at < total:
@@ -183,12 +185,14 @@ def test_a_remote_checkpoint_that_is_saved_again_is_not_called_damaged(
         def answer(path: str, start: int, data: bytes, requests: list[str] = requests, at: int = at) -> bytes:
             requests.append(path)
             if len(requests) - 1 == at:
-                for file in sorted((two[1] / TAG).iterdir()):
+                for name in names or ():
+                    CountedFileSystem().rm_file(f"/bucket/last/{name}")
+                for file in sorted((two[1] / TAG).iterdir()) if names is None else ():
                     CountedFileSystem().pipe_file(f"/bucket/last/{file.name}", file.read_bytes())
             return data
 
         counted.answer = staticmethod(answer)
-        code, _, text = outcome("verify", url, Path("unused"), two[0])
+        code, _, text = outcome(verb, url, Path("unused"), two[0])
         if at == -1:
             total = len(requests)
             assert code == 0, text

@@ -97,6 +97,7 @@ def resume(
     from zeroelastic.distributed.partners import require_partners
     from zeroelastic.elastic.memory.resume import memory_tier
     from zeroelastic.runs.candidates import going_on_from, refuse_fresh_start
+    from zeroelastic.runs.run_store import open_run
 
     install()
     require_partners()
@@ -120,7 +121,7 @@ def resume(
         nonlocal lost
         if memory is None:
             return None
-        newer = memory.newer_than(saved, tags, rolled_back=at > 0)
+        newer = memory.newer_than(saved, tags, set_back_at=set_back_at)
         resumed, problems = memory.load_newest(engine, newer, finish, strict=strict)
         lost += problems
         return None if resumed is None else replace(resumed, tier="memory")
@@ -142,6 +143,7 @@ def resume(
         finish_pending(engine, before="resume()")
         tags = tags_of_this_run(engine, root)
         at = all_or_raise(lambda: going_on_from(root, tags) if dist.get_rank() == 0 else 0)
+        set_back_at = all_or_raise(lambda: open_run(root).written_at() if at else None)
         memory = memory_tier(engine, root)
         finish = _Finish(engine, root, data, strict)
         if (newest := load_memory(tags[at] if tags else None)) is not None:

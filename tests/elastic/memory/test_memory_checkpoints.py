@@ -444,6 +444,18 @@ def test_a_run_that_was_rolled_back_does_not_return_to_memory(
     continued(first[0], fourth, 2, tier="directory")
 
 
+def test_what_memory_had_when_latest_was_set_back_is_let_go_of(
+    rank_pool: RankPool, tmp_path: Path, shared: Path
+) -> None:
+    """Of the step of the save that is left, made before it: it continues from the same save as the run does now."""
+    directory = str(tmp_path / "ckpt")
+    first = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 4, save_steps=2)
+    (tmp_path / "ckpt" / "latest").write_text("global_step2")
+    second = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 1)
+    continued(first[0], second, 2, tier="directory")
+    continued(second[0], rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 1), 3)
+
+
 def test_of_one_step_in_memory_and_on_the_disk_memory_is_taken(
     rank_pool: RankPool, tmp_path: Path, shared: Path
 ) -> None:

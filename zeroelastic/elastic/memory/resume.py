@@ -119,18 +119,18 @@ class MemoryTier:
         )
         self._tried, self._left = set[str](), set[str]()
 
-    def newer_than(self, saved: Tag | None, tags: Sequence[Tag], *, rolled_back: bool) -> list[Generation]:
+    def newer_than(self, saved: Tag | None, tags: Sequence[Tag], *, set_back_at: float | None) -> list[Generation]:
         """The generations that a run resumes from rather than from ``saved``, newest first. Collective.
 
         Those that were tried are left out. Rank 0's arguments count; ``saved`` is one of ``tags``, the checkpoints on
-        the disk, or None: there is none that is left. In a run that was ``rolled_back``, because ``latest`` was set
-        back, only generations count that continue from ``saved``.
+        the disk, or None: there is none that is left. In a run whose ``latest`` was ``set_back_at`` a time, in seconds
+        since 1970, only generations count that were made later and continue from ``saved``.
         """
 
         def choose() -> dict[str, tuple[str | None, int, float]]:
             placed = [_placed(one, saved, tags) for one in self.generations if one.tag not in self._tried]
-            newer = [one for one in placed if _is_newer(one, saved, rolled_back=rolled_back)]
-            if rolled_back and saved is not None:
+            newer = [one for one in placed if _is_newer(one, saved, set_back_at)]
+            if set_back_at is not None and saved is not None:
                 self._warn_of_left([one for one in placed if one not in newer], saved)
             return {one.tag: (one.continues, one.unsaved_steps, one.unsaved_seconds) for one in newer}
 
@@ -148,7 +148,7 @@ class MemoryTier:
             if one.tag not in self._left and one.note.committed_at > saved.saved_at:
                 self._left.add(one.tag)
                 logger.warning(
-                    "step %d in memory is let go of: latest was pointed at %s, and it does not continue from that save",
+                    "step %d in memory is let go of: latest was set to %s since, or it does not continue from there",
                     *(one.note.step, printable(saved.name)),
                 )
 
@@ -257,7 +257,7 @@ def _placed(generation: Generation, saved: Tag | None, tags: Sequence[Tag]) -> G
     )
 
 
-def _is_newer(generation: Generation, saved: Tag | None, *, rolled_back: bool) -> bool:
+def _is_newer(generation: Generation, saved: Tag | None, set_back_at: float | None) -> bool:
     """Whether a run resumes from a generation rather than from a checkpoint on the disk, or from none.
 
     A generation that was made after that save is newer, even if the save was committed later: one in the background may
@@ -266,10 +266,12 @@ def _is_newer(generation: Generation, saved: Tag | None, *, rolled_back: bool) -
     """
     note = generation.note
     if saved is None:
-        return not rolled_back
+        return set_back_at is None
+    if set_back_at is not None and note.committed_at < set_back_at:
+        return False
     if saved.save_id is not None and generation.continues == saved.save_id:
         return True
-    if rolled_back:
+    if set_back_at is not None:
         return False
     if note.step == saved.step and note.parent == saved.parent:
         with suppress(CheckpointError, UnreadableError):

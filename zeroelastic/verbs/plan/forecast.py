@@ -33,6 +33,7 @@ from zeroelastic.core.layout import (
 )
 from zeroelastic.core.plan import match_params, overlaps
 from zeroelastic.errors import UsageError
+from zeroelastic.io.paths import missing_file
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.torch_file.columns import NamedColumn
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, read_torch_file
@@ -201,6 +202,10 @@ def read_head(checkpoint: Checkpoint) -> Head:
     model = checkpoint.model_states(0)
     shard = checkpoint.shard(0)
     sizes, layout = file_sizes(checkpoint.tag_dir), checkpoint.layout
+    record = () if checkpoint.record is None else (checkpoint.tag_dir / RECORD_NAME,)
+    for path in (*checkpoint.optim_files, *checkpoint.model_files, *record):
+        if path.name not in sizes:  # removed since they were opened
+            raise missing_file(path)
     return Head(
         shard=shard,
         model=model,
