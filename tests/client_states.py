@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 COUNTERS = {"global_steps": 77, "global_samples": 5, "skipped_steps": 2, "micro_steps": 3}
 
 
 FREE = {"optimizer": "adam", "ds_config": {}, "ds_version": "mine", "data_sampler": 4, "random_ltd": [], "epoch": 1}
+FREE |= {"labels": {frozenset({"a"})}, "best": np.str_("step 7")}  # a file has them as what our readers do not make
 
 
 REFUSED: dict[str, Any] = {

@@ -11,6 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -184,6 +185,8 @@ def storage_id(pid: object) -> tuple[object, str, object, int]:
 
 
 _NUMPY_CODE = re.compile(r"[<=|]?[biuf][1248]")
+_SET, _NUMPY_DTYPE = new_stub("builtins", "set"), new_stub("numpy", "dtype")
+_NUMPY_SCALAR = new_stub("numpy", "generic")
 _MAX_DIMENSIONS = 64
 
 
@@ -315,16 +318,18 @@ def _size(items: object = ()) -> tuple[object, ...]:
     raise UnsafePickleError(f"a torch.Size is made of {shown(items)}")
 
 
-def _set(items: object = ()) -> set[object]:
-    if not isinstance(items, (list, tuple)) or not all(_is_plain(item) for item in items):
-        raise UnsafePickleError("a set is made of other things than numbers, text and tuples of them")
-    return set(items)
+def _set(items: object = ()) -> set[object] | Stub:
+    """A set, or a stand-in for one of other things than numbers, text and tuples of them, which are not hashed here."""
+    if not isinstance(items, (list, tuple)):
+        raise UnsafePickleError(f"a set is made of {shown(items)}")
+    tuples = [item for item in items if isinstance(item, tuple)]
+    if any(len(item) > _MAX_DIMENSIONS or any(type(part) is tuple for part in item) for item in tuples):
+        raise UnsafePickleError("a set is made of tuples of tuples, or of long ones")  # their hash may take forever
+    parts = chain(items, *tuples)
+    return set(items) if all(isinstance(part, _HASHED) for part in parts) else _SET(items)
 
 
-def _is_plain(item: object) -> bool:
-    if isinstance(item, tuple):  # one level: the hash of tuples in tuples may take forever
-        return len(item) <= _MAX_DIMENSIONS and all(_is_plain(part) and type(part) is not tuple for part in item)
-    return item is None or isinstance(item, (bool, int, float, complex, str, bytes))
+_HASHED = (tuple, type(None), bool, int, float, complex, str, bytes)
 
 
 def _complex(real: object = None, imaginary: object = None) -> complex:
@@ -339,9 +344,9 @@ def encode(text: object, encoding: object = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _numpy_dtype(code: object, *_: object) -> _NumpyDType:
+def _numpy_dtype(code: object, *rest: object) -> _NumpyDType | Stub:
     if not isinstance(code, str) or _NUMPY_CODE.fullmatch(code) is None:
-        raise UnsafePickleError("a numpy dtype is not a plain number")
+        return _NUMPY_DTYPE(code, *rest)  # of text, dates, records, ...
     return _NumpyDType(code.lstrip("<=|"))
 
 
@@ -351,13 +356,15 @@ class _NumpyDType:
 
     def __setstate__(self, state: object) -> None:
         if isinstance(state, tuple) and len(state) > 1 and state[1] == ">":
-            raise UnsafePickleError("a numpy scalar is big-endian")
+            self.code = f">{self.code.lstrip('>')}"
 
     def __repr__(self) -> str:
         return f"numpy dtype {self.code}"
 
 
-def _numpy_scalar(dtype: object, data: object = b"") -> int | float | bool:
+def _numpy_scalar(dtype: object, data: object = b"") -> int | float | bool | Stub:
+    if isinstance(dtype, Stub):
+        return _NUMPY_SCALAR(dtype, data)
     if not isinstance(dtype, _NumpyDType) or not isinstance(data, bytes):
         raise UnsafePickleError("a numpy scalar is not made of a dtype and bytes")
     parsed = np.dtype(dtype.code)
