@@ -105,14 +105,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def topology_pool() -> Iterator[RankPool]:
-    """Ranks that have imported the models of ``topologies``."""
-    from topologies import PRELOADED
-
-    from zeroelastic.testing import RankPool
-
-    with RankPool(4, preload=("pytest", *PRELOADED)) as pool:
-        yield pool
+def topology_pool(rank_pool: RankPool) -> RankPool:
+    """Ranks that have imported the models of ``topologies``: ``rank_pool_preload`` in pyproject.toml names them."""
+    return rank_pool
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@
 A pytest plugin. A test or a case marked ``extended`` by hand is slow or repeats a point at another size: a benchmark,
 a demonstration, a campaign, an example job, the matrix of versions. The rule marks most of what starts ranks of real
 DeepSpeed or is marked ``starts_processes``, and most of tests/project. `make test` runs of these the cases that are the
-first to show a row of docs/support.md, and one case of each module of which nothing else would run.
+first to show a row of docs/support.md, those marked ``quick``, and one case of each module of which nothing else would
+run.
 
 Nothing is skipped: `make test` deselects the marker (``-m "not extended"``). `make test-all` runs all but what is
 marked ``sweep``: more cases of what others show already, which `make sweep` runs. A plain `pytest` runs everything.
@@ -41,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "extended: only `make test-all` runs this test, not `make test`")
     config.addinivalue_line("markers", "sweep: only `make sweep` runs this case, of which there are others like it")
     config.addinivalue_line("markers", "starts_processes: a test of processes, of which `make test` runs a part")
+    config.addinivalue_line("markers", "quick: `make test` runs this test, although it starts ranks or processes")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,6 +73,8 @@ def repeated_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 def is_optional(item: pytest.Item) -> bool:
     """Whether `make test` runs a case only where nothing else shows the same."""
+    if item.get_closest_marker("quick") is not None:
+        return False
     return starts_processes(item) or (in_project(item) and item.path.name not in QUICK_IN_PROJECT)
 
 

@@ -9,6 +9,7 @@ and by the numbers that experts have in the model. Functions run on ranks, so th
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -378,8 +379,12 @@ def logical_state(engine: Any) -> dict[str, Any]:
     """
     built: Built = engine.built
     job = built.job
-    ranks: list[Local] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, _local_state(engine))
+    # As one file: torch pickles each tensor of an object as a file of its own, which took a sixth of a save's test.
+    file = io.BytesIO()
+    torch.save(_local_state(engine), file)
+    files = [b""] * dist.get_world_size()
+    dist.all_gather_object(files, file.getvalue())
+    ranks: list[Local] = [torch.load(io.BytesIO(one), weights_only=False) for one in files]
     state: dict[str, Any] = {}
     for name in sorted({_global_name(job, rank, name) for rank, own in enumerate(ranks) for name in own}):
         holders = [

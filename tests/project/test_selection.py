@@ -39,6 +39,9 @@ def test_commands(): ...
 @row("three")
 def test_shown_before(rank_pool): ...
 
+@pytest.mark.quick
+def test_of_one_rank(rank_pool): ...
+
 @row("pure")
 @pytest.mark.parametrize("n", [1, 2])
 def test_pure(n): ...
@@ -70,6 +73,7 @@ ROWS_OF_TEST_ALL = {
 QUICK = {
     "test_ranks[3]",
     "test_chosen_by_hand[2]",
+    "test_of_one_rank",
     "test_pure[1]",
     "test_pure[2]",
     "without_rows.py::test_ranks[1]",

@@ -168,9 +168,10 @@ def warnings_shown() -> list[bool]:
 @pytest.mark.support(
     "Using it", '`"zeroelastic": {"format": "elastic"}`', "exact", "also where DeepSpeed refuses its key"
 )
-def test_our_option_asks_for_elastic_saves_where_deepspeed_has_no_key_for_them(tmp_path: Path) -> None:
-    with RankPool(2) as pool:  # its processes keep the other DeepSpeed
-        (refused, *formats), _ = pool.run(save_with_a_later_deepspeed, 2, str(tmp_path))
+def test_our_option_asks_for_elastic_saves_where_deepspeed_has_no_key_for_them(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    (refused, *formats), _ = rank_pool.run(save_with_a_later_deepspeed, 2, str(tmp_path))
     assert "elastic_checkpoint" in refused and "not permitted" in refused
     assert formats == ["elastic", "rigid"]
 

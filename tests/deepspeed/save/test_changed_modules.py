@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,7 @@ import zeroelastic
 from zeroelastic.errors import SaveError
 from zeroelastic.testing import RankPool
 
-
-@pytest.fixture(scope="module")
-def peft_pool() -> Iterator[RankPool]:
-    """Ranks that have imported PEFT."""
-    with RankPool(2, preload=("pytest", "peft")) as pool:
-        yield pool
-
-
+pytestmark = pytest.mark.quick
 INPUTS = torch.linspace(-1, 1, 16).reshape(2, 8)
 
 
@@ -124,7 +117,7 @@ def save_after(stage: int, directory: str, change: Change, options: dict[str, An
 
 @pytest.mark.parametrize(("stage", "lean"), [(1, False), (2, True), (3, False)])
 def test_adapters_that_are_merged_into_saved_weights_are_refused(
-    peft_pool: RankPool, tmp_path: Path, stage: int, lean: bool
+    rank_pool: RankPool, tmp_path: Path, stage: int, lean: bool
 ) -> None:
     """A load would apply them twice."""
     for change, text in (
@@ -132,12 +125,12 @@ def test_adapters_that_are_merged_into_saved_weights_are_refused(
         (merge_and_unload, "the adapters of base_model.model.up are no longer in the module"),
     ):
         directory = str(tmp_path / change.__name__)
-        said = peft_pool.run(save_after, 2, stage, directory, change, {"lean": lean})
+        said = rank_pool.run(save_after, 2, stage, directory, change, {"lean": lean})
         assert all(text in one for one in said)
 
 
-def test_a_trained_parameter_that_was_replaced_is_refused(peft_pool: RankPool, tmp_path: Path) -> None:
-    said = peft_pool.run(save_after, 2, 2, str(tmp_path), replace, {})
+def test_a_trained_parameter_that_was_replaced_is_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+    said = rank_pool.run(save_after, 2, 2, str(tmp_path), replace, {})
     assert all("head.bias, head.weight of the module was replaced after deepspeed.initialize" in one for one in said)
 
 
@@ -155,9 +148,9 @@ def load_without_frozen(stage: int, directory: str) -> None:
         assert torch.allclose(outputs(fresh), before, atol=1e-6)
 
 
-def test_without_the_frozen_weights_merged_adapters_are_saved(peft_pool: RankPool, tmp_path: Path) -> None:
+def test_without_the_frozen_weights_merged_adapters_are_saved(rank_pool: RankPool, tmp_path: Path) -> None:
     """As by the Trainer: the adapters go beside a base model of the script."""
-    peft_pool.run(load_without_frozen, 2, 2, str(tmp_path))
+    rank_pool.run(load_without_frozen, 2, 2, str(tmp_path))
 
 
 def go_on_after(directory: str, changes: list[Change]) -> list[str]:
@@ -178,8 +171,8 @@ def go_on_after(directory: str, changes: list[Change]) -> list[str]:
     return said
 
 
-def test_other_changes_are_saved(peft_pool: RankPool, tmp_path: Path) -> None:
-    said = peft_pool.run(go_on_after, 2, str(tmp_path), [compile_two, parametrize, add_adapter])
+def test_other_changes_are_saved(rank_pool: RankPool, tmp_path: Path) -> None:
+    said = rank_pool.run(go_on_after, 2, str(tmp_path), [compile_two, parametrize, add_adapter])
     assert said == [[], []]
 
 
@@ -194,8 +187,8 @@ def save_without_a_layer(directory: str) -> list[str]:
     return said
 
 
-def test_trained_parameters_that_the_module_no_longer_has_are_named_once(peft_pool: RankPool, tmp_path: Path) -> None:
-    first, second = peft_pool.run(save_without_a_layer, 2, str(tmp_path))
+def test_trained_parameters_that_the_module_no_longer_has_are_named_once(rank_pool: RankPool, tmp_path: Path) -> None:
+    first, second = rank_pool.run(save_without_a_layer, 2, str(tmp_path))
     name = "base_model.model.down.modules_to_save.default"
     assert len(first) == 1 and second == []
     assert f"2 parameters of the optimizer are no longer in the module: {name}.bias, {name}.weight." in first[0]
