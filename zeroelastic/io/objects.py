@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from zeroelastic.core.digest import ByteArray
@@ -40,6 +41,8 @@ _MIB = 1 << 20
 _MODIFIED = ("LastModified", "last_modified", "mtime", "updated", "created")
 _VERSION = ("ETag", "etag", "generation", "md5Hash")
 _AT_ONCE = 1000
+_CLOCKS_S = 60.0
+"""How far apart the clocks of the servers of a store may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +337,7 @@ def has_parts(path: RemotePath) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OpenUpload:
-    """A multipart upload that is neither completed nor aborted; ``began_at`` is in seconds since 1970."""
+    """A multipart upload, neither completed nor aborted; ``began_at`` is the store's time in seconds since 1970."""
 
     path: RemotePath
     upload_id: str
@@ -344,7 +347,8 @@ class OpenUpload:
 def begin_upload(path: RemotePath) -> OpenUpload:
     """Begin the upload of an object, to which every process that has the result can send parts. Raises OSError."""
     answer = _write(path, lambda: _call(path, "create_multipart_upload"))
-    return OpenUpload(path, str(answer["UploadId"]), 0.0)
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return OpenUpload(path, str(answer["UploadId"]), parsedate_to_datetime(date).timestamp() if date else 0.0)
 
 
 def send_part(upload: OpenUpload, number: int, body: bytes | bytearray) -> str:
@@ -362,8 +366,11 @@ def complete_upload(upload: OpenUpload, tags: Sequence[str], nbytes: int) -> Non
         try:
             _call(upload.path, "complete_multipart_upload", **of)
         except Exception as error:
-            # The answer to an earlier attempt may have been lost.
+            # The answer to an earlier attempt may have been lost: then the object is newer than the upload. An older
+            # one, such as that of an earlier save, has the same size: somebody has aborted the upload.
             if not _is_gone(error) or remote_size(upload.path) != nbytes:
+                raise
+            if modified_at(upload.path) < upload.began_at - _CLOCKS_S:
                 raise
 
     _write(upload.path, ask)

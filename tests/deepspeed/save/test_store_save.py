@@ -7,9 +7,11 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -20,9 +22,12 @@ from training import Job, build_engine, look, raised, resume, train_and_save, tr
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.deepspeed.save.store import StoreTarget
 from zeroelastic.distributed.process_identity import identity
-from zeroelastic.io.objects import MAX_PARTS, part_size
-from zeroelastic.io.paths import as_path
+from zeroelastic.errors import SaveError
+from zeroelastic.io import objects
+from zeroelastic.io.objects import MAX_PARTS, begin_upload, complete_upload, part_size
+from zeroelastic.io.paths import RemotePath, as_path
 from zeroelastic.testing import RankPool
 from zeroelastic.testing.run import RankError
 from zeroelastic.verbs.verify.verify import verify_checkpoint
@@ -188,6 +193,38 @@ def test_a_save_that_fails_on_one_rank_leaves_nothing_and_is_one_error(
     assert kind == "SaveError" and f"{url}/bad" in text and "`latest` is unchanged" in text
     assert not uploads(calm, f"fails-{what}") and not keys(calm, f"fails-{what}/bad")
     assert latest(calm, f"fails-{what}") == "good"
+
+
+def save_without_the_end(job: Job, url: str) -> tuple[str, str]:
+    """A save of which the last rank ends, as far as the others know, when the commit record is written."""
+
+    def ends(self: StoreTarget, *arguments: Any) -> None:
+        raise SaveError("the rank has ended")
+
+    engine = build_engine(job)
+    train_step(engine, 0)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch.object(StoreTarget, "_write_record", ends) if last else nullcontext():
+        return raised(lambda: engine.save_checkpoint(url, tag="bad"))
+
+
+def test_a_save_that_fails_when_its_record_is_written_leaves_no_record(rank_pool: RankPool, calm: S3Server) -> None:
+    for kind, text in rank_pool.run(save_without_the_end, 2, QUICK, calm.url("end")):
+        assert kind == "SaveError" and "the rank has ended" in text
+    assert not keys(calm, "end")
+
+
+def test_an_upload_that_somebody_aborted_is_not_taken_for_the_object_of_an_earlier_save(calm: S3Server) -> None:
+    """Of the same size. The object of an upload whose answer was lost is taken."""
+    path = as_path(calm.url("aborted/file.pt"))
+    assert isinstance(path, RemotePath)
+    calm.client().put_object(Bucket=BUCKET, Key="aborted/file.pt", Body=b"old")
+    upload = begin_upload(path)
+    assert abs(upload.began_at - time.time()) < 60
+    with mock.patch.object(objects, "_call", side_effect=FileNotFoundError("NoSuchUpload")):  # moto has no such error
+        complete_upload(upload, [], 3)
+        with pytest.raises(OSError, match="NoSuchUpload"):
+            complete_upload(replace(upload, began_at=upload.began_at + 3600), [], 3)
 
 
 def test_transient_faults_do_not_fail_a_save(rank_pool: RankPool, calm: S3Server) -> None:

@@ -98,7 +98,7 @@ class StoreTarget(Destination):
         self.save_id, self._save_latest = save_id, save_latest
         self._retries, self._part_bytes = options.retries, options.store_part_mib * _MIB
         self._uploads: list[Upload] = []
-        self._marked = False
+        self._marked = self._may_have_record = False
         self.files: dict[str, ByteArray] = {}
 
     def begin(self) -> None:
@@ -161,7 +161,8 @@ class StoreTarget(Destination):
         """Take the mark away, after open uploads; nothing where another save has taken over.
 
         Uploads are left open by ranks that died, and by a request to begin one whose answer was lost. Of a save that
-        ``failed``, what dead ranks have completed goes too. Failures are logged: the next save or ``prune`` does it.
+        ``failed``, its record and what dead ranks have completed go too. Failures are logged: the next save or
+        ``prune`` does it.
         """
         try:
             if not self.is_ours():
@@ -169,6 +170,7 @@ class StoreTarget(Destination):
             for upload in open_uploads(self.tag_dir):
                 abort_upload(upload)
             if failed:
+                remove_objects([self.tag_dir / RECORD_NAME] if self._may_have_record else ())
                 left = unfinished_of(self.tag_dir, ())
                 names = [one.name for one in left.objects if is_rank_file(one.name)] if left is not None else []
                 remove_objects(self.tag_dir / name for name in names)
@@ -234,6 +236,7 @@ class StoreTarget(Destination):
             check_shared_files(record.shared, self.tag_dir)
             self._require_ours()
             remove_objects(self.tag_dir / name for name in there if is_rank_file(name) and name not in record.files)
+            self._may_have_record = True
             try:
                 put_object(self.tag_dir / RECORD_NAME, record_text(record), create=True)
             except FileExistsError:
