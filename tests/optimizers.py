@@ -121,6 +121,19 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
+class OwnEntry(torch.optim.SGD):
+    """Counts its steps by itself, and has the number in its state dict, beside groups and state."""
+
+    calls = 0
+
+    def step(self) -> None:  # type: ignore[override]
+        self.calls += 1
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "calls": self.calls}
+
+
 class Unplain(torch.optim.SGD):
     """Has a hyper-parameter that no checkpoint of ours can hold."""
 
@@ -148,6 +161,7 @@ OTHER_OPTIMIZERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "lamb": Lamb,
     "unplain": Unplain,
     "counting": Counting,
+    "own_entry": OwnEntry,
 }
 
 

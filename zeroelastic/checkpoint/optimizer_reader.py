@@ -309,7 +309,8 @@ def _nested_state(
     Returns each optimizer group, its parameters not named yet, with the positions of its flat buffers, and the state of
     each flat buffer. Raises CheckpointError, UnsupportedError for state that is not of a parameter.
     """
-    groups_raw, states_raw = (nested.get(k) if isinstance(nested, dict) else None for k in ("param_groups", "state"))
+    nested = nested if isinstance(nested, dict) else {}
+    groups_raw, states_raw = nested.get("param_groups"), nested.get("state")
     if not isinstance(groups_raw, list) or not isinstance(states_raw, dict):
         raise damaged(file.path, "holds no optimizer state (param_groups and state)")
     groups: list[tuple[ParamGroup, list[int]]] = []
@@ -333,12 +334,13 @@ def _nested_state(
     if len(flat_of_index) != num_flats:
         raise damaged(file.path, f"optimizer groups hold {len(flat_of_index)} flat groups of {num_flats}")
     values: list[Mapping[object, object]] = [{} for _ in range(num_flats)]
+    own_entries = (key for key in nested if key not in ("param_groups", "state"))
+    for key in (*own_entries, *(index for index in states_raw if isinstance(index, str))):
+        raise UnsupportedError(
+            f"{file.path}: the optimizer keeps {shown(key)} beside the state of its parameters, which has no "
+            "place at another world size: resume at the one that saved, where DeepSpeed alone loads it."
+        )
     for index, entry in states_raw.items():
-        if isinstance(index, str):
-            raise UnsupportedError(
-                f"{file.path}: the optimizer keeps {shown(index)} beside the state of its parameters, which has no "
-                "place at another world size: resume at the one that saved, where DeepSpeed alone loads it."
-            )
         if index not in flat_of_index or not isinstance(entry, dict):
             raise damaged(file.path, f"optimizer state {shown(index)} belongs to no flat group")
         values[flat_of_index[index]] = {

@@ -272,6 +272,7 @@ REFUSED = {
     "factored": "Factored's state 'rms' of sub-group 0 is pyfloat:",
     "unplain": "'schedule' of optimizer group 0 is a dict, not a plain value",
     "counting": "Counting keeps 'k' beside the state of its parameters, which has no place at another world size",
+    "own_entry": "OwnEntry keeps 'calls' beside the state of its parameters, which has no place at another world size",
 }
 BEFORE = "before a save writes anything"
 

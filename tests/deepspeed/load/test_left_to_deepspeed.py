@@ -111,7 +111,28 @@ class _Counting(_Distances):
                     param.add_(moment, alpha=-group["lr"] / float(self.state["k"]))
 
 
-_OPTIMIZERS = {"values by rank": _Distances, "a common counter": _Counting}
+class _OwnCounter(_Distances):
+    """As wrappers of optimizers do, it keeps a counter of its own, which is in its state dict beside the rest."""
+
+    k = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.k += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] / self.k)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "k": self.k}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.k = state_dict["k"]
+        super().load_state_dict(state_dict)
+
+
+_OPTIMIZERS = {"values by rank": _Distances, "a common counter": _Counting, "a counter of its own": _OwnCounter}
 
 
 def build(run: Run, *, installed: bool, seed: int = 1, lr: float = 1e-2) -> Any:
@@ -241,6 +262,12 @@ CASES = {
     ),
     "a common counter, stage 2": Case(
         Run("a common counter", 1), Run("a common counter", 1), 3, "the optimizer keeps 'k' beside the state of"
+    ),
+    "a counter of its own, stage 3": Case(
+        Run("a counter of its own", 1, 3), Run("a counter of its own", 1, 3), 3, "the optimizer keeps 'k' beside the"
+    ),
+    "a counter of its own, stage 2": Case(
+        Run("a counter of its own", 1), Run("a counter of its own", 1), 3, "the optimizer keeps 'k' beside the state of"
     ),
     "values by rank, stage 2": Case(
         Run("values by rank", 1), Run("values by rank", 1), 3, "'d' of optimizer group 0 is "

@@ -277,7 +277,15 @@ class LiveOptimizer(ABC):
     def common_state(self) -> list[str]:
         """The names of what the optimizer keeps, or is known to make, beside the state of its parameters."""
         made = common_state_made_later(self.base)
-        return sorted({*map(str, common_state(self.base)), *map(str, self._fresh_common_state()), *made})
+        kept = {*map(str, common_state(self.base)), *map(str, self._fresh_common_state())}
+        return sorted({*kept, *made, *self.own_entries()})
+
+    def own_entries(self) -> list[str]:
+        """The entries of the optimizer's state dict beside its groups and the state of its parameters."""
+        return sorted(self._base_state_dict().keys() - {"param_groups", "state"})
+
+    def _base_state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
 
     def reset_state(self, sub_group: int) -> None:
         """Reset the state of a sub-group to that before the first step: for most optimizers, none."""

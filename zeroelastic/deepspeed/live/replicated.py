@@ -45,7 +45,7 @@ def replicated_facts(live: LiveOptimizer) -> dict[str, str]:
 
 def refuse_common_state(live: LiveOptimizer) -> None:
     """Raise UnsupportedError for an optimizer that keeps state beside that of parameters, as MADGRAD its ``k``."""
-    keys = [repr(key) for key in common_state(live.base)]
+    keys = [repr(key) for key in (*common_state(live.base), *live.own_entries())]
     if keys:
         raise UnsupportedError(
             f"{type(live.base).__name__} keeps {some(keys)} beside the state of its parameters, which has no place at "

@@ -316,6 +316,10 @@ class Stage3(LiveOptimizer):
             state["fp32_flat_groups"] = [self.fp32(i) for i in sub_groups]
         return state
 
+    def _base_state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.optimizer._rigid_state_dict()["optimizer_state_dict"]
+        return state
+
     def sync(self) -> None:
         self._swap.sync()
 
@@ -367,6 +371,9 @@ class Evaluation(Stage3):
             "quantized weights": any(hasattr(getattr(param, "ds_tensor", None), "ds_quant_scale") for param in params),
         }
         return [what for what, is_used in used.items() if is_used]
+
+    def _base_state_dict(self) -> dict[str, Any]:
+        return {}
 
     def begin_load(self) -> None:
         offload: Any = self.optimizer
