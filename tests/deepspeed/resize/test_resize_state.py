@@ -62,7 +62,7 @@ def change_sizes(job: Job, worlds: list[list[int]], others: dict[int, Job]) -> l
             rank = members.index(me)
             begin_world(dist.PrefixStore(f"{number}", store), rank=rank, world_size=len(members), timeout=LIMIT)
             torch.manual_seed(number)
-            engine = build_engine(others.get(number, job))
+            engine = build_first(job) if number == 0 else build_engine(others.get(number, job))
         if old and me in joined:
             peers = JoinedPeers(dist.PrefixStore(f"{number}p", store), joined.index(me), len(joined), timeout=LIMIT)
             peer_of = [joined.index(member) for member in old]
@@ -85,6 +85,7 @@ def change_sizes(job: Job, worlds: list[list[int]], others: dict[int, Job]) -> l
             seen["begin"] = look(engine)
             seen["scale"] = float(getattr(engine.optimizer, "cur_scale", 1.0))
             seen["rates"] = [group["lr"] for group in engine.optimizer.param_groups]
+            seen["clipping"] = engine.optimizer.clip_grad
             seen["steps"], seen["unsaved"] = engine.global_steps, lineage_of(engine).unsaved_steps
             seen["buffer"] = engine.module.batches_seen.tolist()
             for _ in range(STEPS):
@@ -110,8 +111,16 @@ def columns(layout: Layout) -> list[Any]:
     return [layout.world_size, layout.params, *(array.tolist() for array in arrays)]
 
 
-def uninterrupted(job: Job, steps: int) -> list[float]:
+def build_first(job: Job) -> Any:
+    """At stages 1 and 2 with another norm to clip to than is configured, as after a load of a run that had it."""
     engine = build_engine(job)
+    if job.stage < 3:
+        engine.optimizer.clip_grad = 0.25
+    return engine
+
+
+def uninterrupted(job: Job, steps: int) -> list[float]:
+    engine = build_first(job)
     return [train_step(engine, step) for step in range(steps)]
 
 
@@ -129,6 +138,7 @@ def check(by_process: list[list[dict[str, Any]]], job: Job, losses: list[float])
                 assert one["begin"][1] == before["end"][1], "what DeepSpeed gathers"
                 assert one["begin"][0] == before["end"][0], "the whole state"
                 assert one["scale"] == before["end_scale"] and one["rates"] == before["end_rates"]
+                assert one["clipping"] == before["clipping"]
                 assert one["buffer"] == before["end_buffer"] and one["client_state"] == {"note": w - 1}
                 assert one["steps"] == one["unsaved"] == w * STEPS and one["joined"].root is not None
         if w:

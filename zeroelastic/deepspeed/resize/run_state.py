@@ -20,7 +20,7 @@ from zeroelastic.core.layout import Layout
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import lineage_of, state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.replicated import set_loss_scaler, set_option
+from zeroelastic.deepspeed.live.replicated import restore_clipping, set_loss_scaler, set_option
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.run_objects import SAMPLER, loading_sampler, states_to_load
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, UnsupportedError
@@ -51,6 +51,7 @@ class RunState:
     loss_scaler: Any
     dynamic_loss_scale: bool
     overflow: bool
+    clip_grad: float | None
     grad_scaler: Mapping[str, Any] | None
     module_states: Mapping[str, Any]
     client_state: Mapping[str, Any]
@@ -96,6 +97,7 @@ def run_state_of(
         loss_scaler=copy.deepcopy(getattr(optimizer, "loss_scaler", None)),
         dynamic_loss_scale=bool(getattr(optimizer, "dynamic_loss_scale", False)),
         overflow=bool(getattr(optimizer, "overflow", False)),
+        clip_grad=getattr(optimizer, "clip_grad", None),
         grad_scaler=grad_scaler,
         module_states=copy.deepcopy(_module_states(engine, sampler)),
         client_state=copy.deepcopy(dict(client_state)),
@@ -178,7 +180,7 @@ def restore_module(engine: Engine, state: RunState) -> None:
 
 
 def restore_values(live: LiveOptimizer, state: RunState) -> None:
-    """Set scalars of optimizer state, hyper-parameters and loss scales."""
+    """Set scalars of optimizer state, hyper-parameters, loss scales and the norm to which gradients are clipped."""
     for i, g in enumerate(live.group_of):
         for key, value in state.groups[g].scalars.items():
             live.set_scalar(i, key, value)
@@ -187,5 +189,6 @@ def restore_values(live: LiveOptimizer, state: RunState) -> None:
             set_option(group, option, value)
     if state.loss_scaler is not None and getattr(live.optimizer, "loss_scaler", None) is not None:
         set_loss_scaler(live, state.loss_scaler, dynamic=state.dynamic_loss_scale, overflow=state.overflow)
+    restore_clipping(live, state.clip_grad)
     if live.grad_scaler is not None and state.grad_scaler is not None:
         live.grad_scaler.load_state_dict(dict(state.grad_scaler))
