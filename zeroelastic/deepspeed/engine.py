@@ -8,6 +8,7 @@ Sources: ``deepspeed.runtime.engine.DeepSpeedEngine``, ``deepspeed.runtime.zero.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.options import Options, parse_options
 from zeroelastic.distributed.collective import broadcast
 from zeroelastic.distributed.partners import agree_on
+from zeroelastic.errors import UnsupportedError, some
 from zeroelastic.report import ResumeReport
 
 
@@ -158,6 +160,24 @@ def _waiting_backward_passes(engine: Engine) -> int:
     if engine.zero_optimization_stage() < 3:
         return int(counted) + 1
     return int(counted) + bool(getattr(optimizer, "_epilogue_ran_this_backward", False))  # of the last backward
+
+
+def merged_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Base layers into whose weights PEFT has merged adapters, by ``merge_adapter`` (``BaseTunerLayer``, peft 0.19)."""
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        return {}
+    layers = ((name, one) for name, one in module.named_modules() if isinstance(one, tuners.BaseTunerLayer))
+    return {name: one.get_base_layer() for name, one in layers if one.merged}
+
+
+def refuse_merged(module: torch.nn.Module, what: str) -> None:
+    """Raise UnsupportedError while adapters are merged: unmerging would take them out of weights without them."""
+    if merged := merged_layers(module):
+        raise UnsupportedError(
+            f"{what}: adapters are merged into the base weights of {some(merged)}, and a checkpoint has the two "
+            "apart. Call unmerge_adapter() before this, and merge_adapter() after it."
+        )
 
 
 def decides_boundaries(engine: Engine) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from saved_files import contents, logged
 
 import zeroelastic
-from zeroelastic.errors import SaveError
+from zeroelastic.elastic import every, preemption
+from zeroelastic.errors import SaveError, UnsupportedError
 from zeroelastic.testing import RankPool
 
 pytestmark = pytest.mark.quick
@@ -151,6 +153,47 @@ def load_without_frozen(stage: int, directory: str) -> None:
 def test_without_the_frozen_weights_merged_adapters_are_saved(rank_pool: RankPool, tmp_path: Path) -> None:
     """As by the Trainer: the adapters go beside a base model of the script."""
     rank_pool.run(load_without_frozen, 2, 2, str(tmp_path))
+
+
+def take_while_merged(directory: str, memory: str) -> None:
+    """A load, a memory checkpoint and a change of size while adapters are merged, and after they are not."""
+    from zeroelastic.deepspeed.live.kinds import covered_live
+    from zeroelastic.deepspeed.resize.move import hold
+
+    os.environ["ZEROELASTIC_MEMORY_DIR"] = memory
+    engine = build(with_adapters(), 2, verify=True, memory={"every": 1, "copies": 1})
+    train(engine)
+    engine.save_checkpoint(directory, tag="tag")
+    before = outputs(engine)
+    train(engine)
+    engine.module.merge_adapter()
+    for take in (
+        lambda: engine.load_checkpoint(directory, tag="tag"),
+        lambda: hold(covered_live(engine, engine.optimizer)),
+    ):
+        with pytest.raises(UnsupportedError, match="adapters are merged into the base weights of"):
+            take()
+    with preemption(engine, directory, saving=every(steps=None)) as stop:
+        assert stop._memory is not None
+        stop()
+        for error in ("adapters are merged into the base weights of base_model.model.up. ", "None"):
+            engine.module.unmerge_adapter()
+            train(engine)
+            if error != "None":
+                engine.module.merge_adapter()
+            stop()
+            stop._memory.wait()
+            if torch.distributed.get_rank() == 0:
+                assert stop._memory.last is not None and error in str(stop._memory.last.error)
+        stop._memory.forget()
+    engine.load_checkpoint(directory, tag="tag")
+    assert torch.equal(outputs(engine), before)
+
+
+def test_nothing_is_taken_or_kept_while_adapters_are_merged(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Unmerging would take the adapters out of weights into which they are not merged."""
+    (tmp_path / "memory").mkdir()
+    rank_pool.run(take_while_merged, 2, str(tmp_path / "run"), str(tmp_path / "memory"))
 
 
 def go_on_after(directory: str, changes: list[Change]) -> list[str]:

@@ -21,7 +21,13 @@ import torch.distributed as dist
 from zeroelastic.checkpoint.adapter_names import renamed_base_weights
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.one_save import was_saved_again
-from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agree_on_options, options_of
+from zeroelastic.deepspeed.engine import (
+    Engine,
+    accumulated_micro_batches,
+    agree_on_options,
+    options_of,
+    refuse_merged,
+)
 from zeroelastic.deepspeed.engine_state import begin_change, changing, refuse_damaged, state_of
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
@@ -230,6 +236,7 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
             return (None, None) if is_url(request.load_dir) else _load_by_deepspeed(call, request)
         tag, tag_dir = chosen, open_tag(request.directory / chosen)
     opened.append(tag_dir)
+    all_or_raise(lambda: refuse_merged(engine.module, f"{tag_dir} cannot be loaded"))
     warn_of_mark(tag_dir)
     with allow_globals(request.options.allow_globals), span("load.check", tag=tag):
         checked = _check(engine, request, tag_dir)

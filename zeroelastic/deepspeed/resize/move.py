@@ -19,6 +19,7 @@ import torch
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import make_plan
+from zeroelastic.deepspeed.engine import refuse_merged
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import refuse_common_state
 from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
@@ -51,6 +52,7 @@ def hold(live: LiveOptimizer) -> HeldState:
         raise UnsupportedError("tensor parallel ranks do not change in number while a job runs: start it again.")
     if live.sharing.has_slices:
         raise UnsupportedError("jobs with mixture-of-experts layers do not change size while they run: start it again.")
+    refuse_merged(live.module, "state does not move from memory to memory")
     refuse_common_state(live)
     num_sub_groups = live.layout.num_sub_groups
     states = [{FP32: live.fp32(i), **live.split_state(i)[0]} for i in range(num_sub_groups)]

@@ -13,7 +13,7 @@ from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.core.digest import content_root
 from zeroelastic.core.layout import unpacked_layout
 from zeroelastic.core.movement import Recut
-from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, options_of
+from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, options_of, refuse_merged
 from zeroelastic.deepspeed.engine_state import begin_change, changing
 from zeroelastic.deepspeed.live.digests import local_digests, whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_deepspeed
@@ -116,6 +116,7 @@ def join_world(
 
     def prepared() -> tuple[LiveOptimizer, Runs, list[torch.Tensor | None]]:
         live = covered_live(engine, engine.optimizer)
+        refuse_merged(live.module, "state does not move from memory to memory")
         require_same_run(state, live)
         begin_change(engine)
         live.begin_load()

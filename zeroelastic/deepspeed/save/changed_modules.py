@@ -9,13 +9,11 @@ Source: ``BaseTunerLayer`` and ``merge_and_unload`` (peft 0.19).
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
-from typing import Any
 
 from torch.nn import Parameter
 
-from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.engine import Engine, merged_layers
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.errors import SaveError, counted, some
@@ -58,15 +56,10 @@ def refuse_changed_module(engine: Engine, live: LiveOptimizer, where: FilePath |
 
 def _refuse_merged(live: LiveOptimizer, where: FilePath | str) -> None:
     """Raise SaveError where frozen base weights have adapters merged into them, by ``merge_adapter``."""
-    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
-    if tuners is None:
-        return
     merged = [
         name
-        for name, module in live.module.named_modules()
-        if isinstance(module, tuners.BaseTunerLayer)
-        and module.merged
-        and any(param not in live.trained for param in module.get_base_layer().parameters())
+        for name, base in merged_layers(live.module).items()
+        if any(param not in live.trained for param in base.parameters())
     ]
     if merged:
         raise SaveError(

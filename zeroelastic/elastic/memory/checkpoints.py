@@ -37,6 +37,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.load.load import is_of_all_ranks
 from zeroelastic.deepspeed.options import MemoryOptions, Options
+from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
 from zeroelastic.deepspeed.save.commit import PendingCommit, Written, gather_written, record_of, written_files
 from zeroelastic.deepspeed.save.shard_writer import HostMemory, Snapshot, write_local_files
 from zeroelastic.distributed.collective import (
@@ -242,6 +243,7 @@ class MemoryCheckpoints:
             self._run.create()
             slot.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         live = covered_live(engine, engine.optimizer)
+        refuse_changed_module(engine, live, "memory", with_frozen=True)
         facts = replicated_facts(live)
         shard = _MemorySnapshot(engine.checkpoint_engine, live, options, slot.take)
         directory = slot.directory.parent / "layout" / "tag"  # a private one of this rank, for what torch writes
