@@ -52,7 +52,7 @@ def file(*values: Any) -> Callable[[dict[str, Any]], object]:
 
 
 HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
-    "another version": lambda entry: entry.update(version=2),
+    "another version": lambda entry: entry.update(version=3),
     "no files": lambda entry: entry.pop("files"),
     "files that are text": lambda entry: entry.update(files="abc"),
     "a file that is a number": lambda entry: entry.update(files=[7]),

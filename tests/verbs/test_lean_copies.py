@@ -93,7 +93,8 @@ def test_without_full_the_result_is_lean(saved: Path, tmp_path: Path, stage: int
     assert [file.name for file in record_of(tmp_path / "lean" / report.tag).shared] == [shared.name]
     for path in (tmp_path / "lean" / report.tag).glob("*model_states.pt"):
         module = torch.load(path, weights_only=False)["module"]
-        assert {name for name, tensor in module.items() if tensor.numel()} == {"batches_seen", "part"}
+        filled = {name for name, value in module.items() if value is not None and value.numel()}
+        assert filled == {"batches_seen", "part"}
     zeroelastic.reshard(tmp_path / "lean", tmp_path / "full", world_size=3, full=True)
     assert zeroelastic.diff(saved / "full", tmp_path / "full").equal
     assert not (tmp_path / "full" / FROZEN_FOLDER).exists()

@@ -28,7 +28,9 @@ SHARED_KEY = "zeroelastic_shared"
 BUFFER = "buffer"
 """The state key under which a shared buffer is digested; that of a parameter is ``FROZEN``."""
 
-_VERSION = 1
+_VERSIONS = (1, 2)
+"""Of the entry. Buffers have an empty tensor in the module's state in 1, and None in 2, written where there are any."""
+
 _MAX_FILES = 1 << 12
 _MAX_DIMENSIONS = 64
 _ENTRIES = ("version", "files", "params", "buffers", "left_out")
@@ -69,7 +71,7 @@ class SharedWeights:
             for kind, table in (("params", self.params), ("buffers", self.buffers))
         }
         files = [(file.path, file.nbytes, file.digest) for file in self.files]
-        return {"version": _VERSION, "files": files, **tables, "left_out": sorted(self.left_out)}
+        return {"version": _VERSIONS[bool(self.buffers)], "files": files, **tables, "left_out": sorted(self.left_out)}
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +132,7 @@ def shared_weights_of(root: Mapping[object, object], path: FilePath) -> SharedWe
     entry = root.get(SHARED_KEY)
     if entry is None:
         return None
-    if not isinstance(entry, Mapping) or entry.get("version") != _VERSION:
+    if not isinstance(entry, Mapping) or entry.get("version") not in _VERSIONS:
         raise CheckpointError(f"{path}: {SHARED_KEY} is {shown(entry)}. The file is damaged, or of a newer version.")
     files, params, buffers, left_out = (entry.get(key) for key in _ENTRIES[1:])
     try:

@@ -105,8 +105,10 @@ def model_tensors(state: SavedState) -> ModelTensors:
         value = module.get(name) if isinstance(name, str) else None
         if not isinstance(name, str) or name in found:
             raise CheckpointError(f"{path}: buffer_names holds {shown(name)}. The file is damaged.")
-        if isinstance(value, TensorRef):
-            found[name] = shared[name] if name in shared else stored_tensor(name, value, file)
+        if name in shared:
+            found[name] = shared[name]
+        elif isinstance(value, TensorRef):
+            found[name] = stored_tensor(name, value, file)
         elif name in module:
             left_out.append(f"buffer {name}: it is of a kind that is not read ({shown(value)})")
     left_out += _expert_buffers(state, found)

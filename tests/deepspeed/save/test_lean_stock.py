@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.utils import zero_to_fp32
+from lean_tags import BUFFER, build_lean_engine
+from safetensors.torch import load_file
 from training import Job, build_engine, raised, train_step
 from warm_python import executable
 
+from zeroelastic import export
 from zeroelastic.deepspeed.save import recovery_script
 from zeroelastic.testing import RankPool
 
@@ -85,6 +88,25 @@ def test_the_script_that_deepspeed_installs_passes_no_empty_weights_on(run: tupl
     message = {3: "RuntimeError", 2: "KeyError"}[job.stage]
     assert done.returncode == 1 and message in done.stderr, done.stdout + done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def save_buffer(job: Job, directory: str) -> None:
+    engine = build_lean_engine(job)
+    train_step(engine, 0)
+    engine.save_checkpoint(directory, tag="lean")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_script_that_deepspeed_installs_passes_no_empty_buffers_on(
+    rank_pool: RankPool, tmp_path: Path, stage: int
+) -> None:
+    """Where the run has no frozen weights, at which it would fail."""
+    rank_pool.run(save_buffer, 2, replace(JOB, stage=stage, frozen_table=0), str(tmp_path))
+    done = run_script(Path(zero_to_fp32.__file__), tmp_path, tmp_path / "out", "-t", "lean")
+    assert done.returncode == 1 and "AttributeError: 'NoneType'" in done.stderr, done.stdout + done.stderr
+    assert not (tmp_path / "out").exists()
+    assert export(tmp_path / "lean", tmp_path / "exported").buffers
+    assert load_file(tmp_path / "exported/model.safetensors")[BUFFER].tolist() == [*range(1 << 15)]
 
 
 def test_the_script_needs_the_standard_library_alone(tmp_path: Path) -> None:

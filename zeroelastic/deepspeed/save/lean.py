@@ -5,8 +5,9 @@
 at every save, and compared with those that the files state. ``LeanStates`` then takes the weights out of the module
 states that DeepSpeed hands to its checkpoint engine, and puts in where they are.
 
-What is left out has an empty tensor in its place, so that DeepSpeed alone fails on such a tag: shapes differ. At
-stage 2 ``zero_to_fp32.py`` compares none and would pass empty tensors on, so the frozen fragments have no entries.
+What is left out has an empty tensor in its place, so that DeepSpeed alone fails on such a tag: shapes differ.
+``zero_to_fp32.py`` compares none at stage 2, and none of buffers, and would pass empty tensors on: the frozen fragments
+have no entries there, and a buffer has None in its place.
 """
 
 from __future__ import annotations
@@ -365,8 +366,9 @@ class LeanStates:
 
     def _without_weights(self, table: dict[str, Any]) -> dict[str, Any]:
         table = copy.copy(table)  # with the attributes of a module's state dict
+        table.update(dict.fromkeys(self._shared.buffers.keys() & table.keys()))
         empty: dict[object, torch.Tensor] = {}  # one for all names of a tensor: ``ModuleNames`` finds ties by place
-        for name in table.keys() & (self._shared.left_out | self._shared.params.keys()):
+        for name in table.keys() & (self._shared.left_out | self._shared.params.keys()) - self._shared.buffers.keys():
             tensor = table[name]
             if tensor.untyped_storage().nbytes():  # at stage 3 none has elements
                 place = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.dtype

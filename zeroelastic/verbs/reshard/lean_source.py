@@ -75,13 +75,12 @@ def completed(
     }
 
     def entry(name: object, value: object) -> object:
-        saved = storage_of(value)
-        if name not in shared.left_out or saved is None:
-            return value
         if (buffer := shared.buffers.get(str(name))) is not None:
-            storage = _like(saved, new_storage(buffer.dtype, math.prod(buffer.shape)))
+            storage = new_storage(buffer.dtype, math.prod(buffer.shape))
             storage.find = partial(shared.extent, buffer, tag_dir)
             return tensor(storage, 0, buffer.shape)
+        if name not in shared.left_out or storage_of(value) is None:
+            return value
         place = trained.get(tied.get(str(name), str(name)))
         return value if place is None else tensor(place[0].storage, place[0].start, place[1])
 
