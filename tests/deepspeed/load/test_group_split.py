@@ -282,9 +282,11 @@ def clipping_after_loads(job: Job, directory: str) -> list[tuple[float, list[str
 def test_gradients_are_clipped_as_in_the_save_as_after_a_load_of_deepspeed(
     rank_pool: RankPool, tmp_path: Path, run: Run
 ) -> None:
-    said = "gradient_clipping is 0.25, as in the checkpoint; this run's configuration says 1"
+    said = "CONFIGURED VALUES NOT USED, the checkpoint has others: gradient_clipping of the optimizer: 1 configured, "
+    said += "0.25 now. To train with the configured ones, set them after load_checkpoint, in engine.optimizer.clip_grad"
     for found in rank_pool.run(clipping_after_loads, 2, run.job(Job(elastic=False)), str(tmp_path), timeout=LIMIT_S):
-        assert found == [(0.25, []), (0.25, [said])]
+        assert [clip_grad for clip_grad, _ in found] == [0.25, 0.25]
+        assert found[0][1] == [] and len(found[1][1]) == 1 and found[1][1][0].startswith(said)
 
 
 def load_universal(job: Job, directory: str) -> dict[str, Any]:

@@ -40,11 +40,12 @@ _OF_DEEPSPEED = "deepspeed.runtime.lr_schedules"
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """What a run was configured with: the options of each optimizer group, parameters of scheduler and loss scaler."""
+    """What a run was configured with: options of each optimizer group, values of scheduler, loss scaler, clipping."""
 
     groups: tuple[Mapping[str, object], ...]
     scheduler: Mapping[str, object]
     scaler: Mapping[str, object]
+    clipping: Mapping[str, object]
 
 
 def configured_values(engine: Engine, live: LiveOptimizer) -> Configured | None:
@@ -52,7 +53,7 @@ def configured_values(engine: Engine, live: LiveOptimizer) -> Configured | None:
     if engine.global_steps:
         return None
     scheduler, scaler = scheduler_parameters(engine.lr_scheduler), _scaler_parameters(engine)
-    return Configured(_groups(live.base), scheduler, scaler)
+    return Configured(_groups(live.base), scheduler, scaler, _clipping(engine))
 
 
 def overridden_notes(
@@ -80,6 +81,7 @@ def overridden_notes(
     for what, place, were, are in (
         ("scheduler", "engine.lr_scheduler", configured.scheduler, scheduler_parameters(engine.lr_scheduler)),
         ("loss scale", "engine.optimizer.loss_scaler", configured.scaler, _scaler_parameters(engine)),
+        ("optimizer", "engine.optimizer.clip_grad", configured.clipping, _clipping(engine)),
     ):
         differ = [name for name in were if name in are and not _same(were[name], are[name])]
         phrases += [
@@ -177,6 +179,12 @@ def _scaler_parameters(engine: Engine) -> dict[str, object]:
     if not engine.optimizer.dynamic_loss_scale:
         return {"loss_scale": float(scaler.cur_scale)}
     return {name: getattr(scaler, key) for key, name in _OF_SCALER.items() if hasattr(scaler, key)}
+
+
+def _clipping(engine: Engine) -> dict[str, object]:
+    """The norm to which gradients are clipped, by its name in DeepSpeed's configuration."""
+    clip_grad = getattr(engine.optimizer, "clip_grad", None)
+    return {} if clip_grad is None else {"gradient_clipping": float(clip_grad)}
 
 
 def _in_digits(value: object) -> str:
