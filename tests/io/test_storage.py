@@ -20,7 +20,16 @@ from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableErro
 from zeroelastic.io import remote
 from zeroelastic.io.paths import as_path
 from zeroelastic.io.remote import read_ranges
-from zeroelastic.io.storage import BlockFile, file_size, file_sizes, folders, read_range, read_whole
+from zeroelastic.io.storage import (
+    BlockFile,
+    file_names,
+    file_size,
+    file_sizes,
+    folders,
+    list_directory,
+    read_range,
+    read_whole,
+)
 from zeroelastic.torch_file.header import read_torch_file
 
 pytestmark = pytest.mark.usefixtures("counted")
@@ -50,6 +59,18 @@ def test_a_directory_is_listed(place):
     for nowhere in (place / "nowhere", place / "a"):
         with pytest.raises(MissingFileError, match=f"{nowhere}: no such checkpoint directory"):
             file_sizes(nowhere)
+
+
+def test_a_link_in_a_directory_does_not_hide_the_others(tmp_path):
+    """One to itself leads nowhere, as one to a missing file; one that cannot be followed is named."""
+    (tmp_path / "a").write_bytes(b"12345")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "ring").symlink_to("ring")
+    assert list_directory(tmp_path) == ({"a": 5}, ("d",)) and file_names(tmp_path) == {"a"}
+    (tmp_path / "long").symlink_to("x" * 300)
+    for look in (list_directory, file_names):
+        with pytest.raises(UnreadableError, match=f"^{tmp_path / 'long'}: cannot be looked at: File name too long"):
+            look(tmp_path)
 
 
 def test_a_remote_directory_is_one_request(counted):

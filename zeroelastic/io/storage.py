@@ -11,7 +11,7 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,8 +32,20 @@ def _listed(directory: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
             yield entries
     except (FileNotFoundError, NotADirectoryError):
         raise missing_directory(directory) from None
+    except UnreadableError:
+        raise
     except OSError as error:
         raise UnreadableError(f"{directory}: cannot be listed: {error.strerror}.") from None
+
+
+def _is(look: Callable[[], bool], directory: Path, name: str) -> bool:
+    """What an entry of a directory says of itself. A link that leads to itself leads nowhere: it is nothing."""
+    try:
+        return look()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise UnreadableError(f"{directory / name}: cannot be looked at: {error.strerror}.") from None
 
 
 def open_regular(path: Path) -> io.FileIO:
@@ -151,9 +163,9 @@ def list_directory(directory: FilePath) -> tuple[dict[str, int], tuple[str, ...]
     else:
         with _listed(directory) as found:
             for entry in found:
-                if entry.is_file():
+                if _is(entry.is_file, directory, entry.name):
                     files[entry.name] = entry.stat().st_size
-                elif entry.is_dir():
+                elif _is(entry.is_dir, directory, entry.name):
                     inside.append(entry.name)
     return files, tuple(sorted(inside))
 
@@ -163,7 +175,7 @@ def file_names(directory: FilePath) -> frozenset[str]:
     if isinstance(directory, RemotePath):
         return frozenset(file_sizes(directory))
     with _listed(directory) as entries:
-        return frozenset(entry.name for entry in entries if entry.is_file())
+        return frozenset(entry.name for entry in entries if _is(entry.is_file, directory, entry.name))
 
 
 def file_sizes(directory: FilePath) -> dict[str, int]:
