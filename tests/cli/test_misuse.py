@@ -100,6 +100,10 @@ FUNCTIONS: dict[str, tuple[Call, str]] = {
 }
 
 
+def test_an_option_without_its_value_names_the_help_of_the_verb() -> None:
+    assert run_command("inspect", "x", "--params").stderr.endswith("Try 'zeroelastic inspect --help'.\n")
+
+
 def _closed(places: dict[str, Path]) -> Any:
     with zeroelastic.open(places["ckpt"]) as ck:
         return ck

@@ -15,21 +15,31 @@ from counted import counted
 from places import GOLDEN
 
 from zeroelastic.errors import UnreadableError, UsageError
-from zeroelastic.io.paths import PinnedPath, RemotePath, as_path, pin_directory
+from zeroelastic.io.paths import PinnedPath, RemotePath, absolute, as_path, pin_directory
 from zeroelastic.io.storage import file_sizes
 
 pytestmark = pytest.mark.usefixtures("counted")
 __all__ = ["counted"]
 
 
-@pytest.mark.parametrize("text", ["a/b", "/a/b", "s3:/a", "~/x", "a b://c", "1://x", Path("s3://a")])
+@pytest.mark.parametrize("text", ["a/b", "/a/b", "s3:/a", "~nobody-here/x", "a b://c", "1://x", Path("s3://a")])
 def test_what_is_no_url_is_a_local_path(text):
     assert as_path(text) == Path(text)
 
 
-@pytest.mark.parametrize("text", ["file:///a/b", "FILE:///a/b", "local:///a/b"])
+@pytest.mark.parametrize("text", ["file:///a/b", "FILE:///a/b", "local:///a/b", "file://localhost/a/b"])
 def test_a_url_of_a_local_file_is_a_local_path(text):
-    assert as_path(text) == Path("/a/b")
+    assert as_path(text) == Path("/a/b") == Path(absolute(text))
+
+
+def test_a_quoted_tilde_is_the_home_directory(tmp_path, monkeypatch):
+    """Unless there is a directory of that name, which DeepSpeed alone makes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    for given in ("~/run", Path("~/run")):
+        assert as_path(given) == Path("/home/me/run") == Path(absolute(given))
+    (tmp_path / "~").mkdir()
+    assert as_path("~/run") == Path("~/run") and absolute("~/run") == f"{tmp_path}/~/run"
 
 
 @pytest.mark.parametrize("text", ["memory://a/b", "memory:///a/b/", "MEMORY://a/b", "memory://a/b//"])

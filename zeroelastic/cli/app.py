@@ -376,7 +376,8 @@ class _Group(TyperGroup):
             else:
                 words = options.get("args") or (args[0] if args else None) or sys.argv[1:]
                 show_error(_about_misuse(error), as_json="--json" in words)
-                typer.echo(f"Try '{error.ctx.command_path if error.ctx else 'zeroelastic'} --help'.", err=True)
+                of_verb = f"zeroelastic {words[0]}" if words and words[0] in VERBS else "zeroelastic"
+                typer.echo(f"Try '{error.ctx.command_path if error.ctx else of_verb} --help'.", err=True)
             code = MISUSE
         except typer.Abort:  # the end of input, where something was asked
             if not alone:

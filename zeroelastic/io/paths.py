@@ -208,6 +208,7 @@ def _inode(found: os.stat_result) -> tuple[int, int]:
 
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_FILE = re.compile(r"(?:file|local)://(?:localhost(?=/))?", re.IGNORECASE)
 _CHAIN = re.compile(r"[a-z0-9+.-]+::", re.IGNORECASE)
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
@@ -284,12 +285,12 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> FilePath:
     if not isinstance(text, str) or _URL.match(text) is None:
         if isinstance(text, str) and "://" in text and _CHAIN.match(text):
             raise UsageError(f"{text}: URLs chained with :: are not read. Name the files by their own URL.")
-        return Path(text)
+        return Path(_expanded(os.fspath(text)))
     protocol, _, rest = text.partition("://")
     protocol = protocol.lower()
     text = f"{protocol}://{rest}"
     if protocol in ("file", "local"):
-        return Path(rest)
+        return Path(_FILE.sub("", text, count=1))
     import fsspec
 
     try:
@@ -308,10 +309,15 @@ def absolute(text: str | os.PathLike[str]) -> str:
     working directory may have changed by then.
     """
     path = os.fspath(text)
-    local = re.match(r"(?:file|local)://", path, re.IGNORECASE)
+    local = _FILE.match(path)
     if local is not None:
         return os.path.abspath(path[local.end() :])
-    return path if "://" in path and (_URL.match(path) or _CHAIN.match(path)) else os.path.abspath(path)
+    return path if "://" in path and (_URL.match(path) or _CHAIN.match(path)) else os.path.abspath(_expanded(path))
+
+
+def _expanded(path: str) -> str:
+    """A path with the home directory in place of ``~``, as a shell gives it, unless something here has that name."""
+    return os.path.expanduser(path) if path[:1] == "~" and not os.path.lexists(path.partition("/")[0]) else path
 
 
 def relative_name(path: FilePath, directory: FilePath) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from zeroelastic.errors import UsageError
+from zeroelastic.io.paths import as_path
 from zeroelastic.runs.locate import Source
 
 Advance: TypeAlias = Callable[[int], None]
@@ -60,7 +61,9 @@ def local_target(dst: str | os.PathLike[str]) -> Path:
     if found := _URL.match(os.fspath(dst)):
         shown = f"{found[0]}/{os.fspath(dst)[found.end() :].lstrip('/')}"
         raise UsageError(f"{shown}: is a URL; targets are written to this machine. Write it here, then copy it there.")
-    return Path(dst)
+    path = as_path(os.fspath(dst))
+    assert isinstance(path, Path), "what is no URL is local"
+    return path
 
 
 def local_sources(source: Source) -> tuple[Path, ...]:

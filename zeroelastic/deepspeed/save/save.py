@@ -288,6 +288,7 @@ def save_checkpoint(
         _warn_of_full_save(self, save_dir)
         _warn_of_damage(self, save_dir)
         with in_rigid_form(self.optimizer):
+            save_dir = absolute(save_dir) if save_dir else save_dir
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
     tag = normal(f"global_step{self.global_steps}" if tag is None else str(tag))
     began = time.monotonic()
