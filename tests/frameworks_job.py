@@ -87,6 +87,8 @@ class AccelerateJob:
     seed: int = 3
     shuffle: bool = True
     loader: str = "plain"
+    scheduler_is: str = "prepared"
+    """Or "forgotten", in a call of ``prepare`` without the model; or "registered", for checkpoints, after that."""
 
     def at(self, world_size: int, global_batch: int = 24) -> AccelerateJob:
         """The same job with a micro batch that keeps the global batch."""
@@ -173,7 +175,12 @@ def prepare(job: AccelerateJob) -> tuple[Any, Any, Any, Any, Any]:
     schedule = schedule_of(job.schedule, optimizer, dist.get_world_size())
     rows = WholeStream(SAMPLES) if job.loader == "stream" else Rows()
     loader = DataLoader(rows, batch_size=job.micro, shuffle=job.shuffle and job.loader != "stream")
-    return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+    if job.scheduler_is == "prepared":
+        return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+    parts = accelerator, *accelerator.prepare(model, optimizer, loader), accelerator.prepare(schedule)
+    if job.scheduler_is == "registered":
+        accelerator.register_for_checkpointing(parts[-1])
+    return parts
 
 
 def accelerate_steps(parts: tuple[Any, ...], steps: int) -> tuple[list[float], list[list[int]], list[float]]:

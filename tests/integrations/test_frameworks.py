@@ -297,6 +297,20 @@ def test_an_optimizer_on_the_cpu_goes_on_at_stage_2(rank_pool: RankPool, tmp_pat
         assert seen.losses == pytest.approx(whole.losses[2:], rel=2e-5)
 
 
+@pytest.mark.parametrize("scheduler_is", ["forgotten", "registered"])
+def test_a_scheduler_that_accelerate_does_not_save_is_named_at_the_save_and_at_the_load(
+    rank_pool: RankPool, tmp_path: Path, scheduler_is: str
+) -> None:
+    """accelerate keeps one that was prepared with the model, or registered; of any other it says nothing."""
+    job, path = AccelerateJob(stage=2, schedule="fixed lambda", scheduler_is=scheduler_is), str(tmp_path / "a")
+    whole = rank_pool.run(accelerate_run, 2, job.at(2), 4, save=(2, path))[0]
+    seen = rank_pool.run(accelerate_run, 3, job.at(3), 4, load=path)[0]
+    is_forgotten = scheduler_is == "forgotten"
+    assert sum("WARNING accelerate: NO LEARNING RATE SCHEDULER is in" in text for text in whole.said) == is_forgotten
+    assert any("NO LEARNING RATE SCHEDULER is in the checkpoint" in note for note in seen.notes) == is_forgotten
+    assert (seen.rates == pytest.approx(whole.rates[2:], rel=1e-12)) is not is_forgotten
+
+
 CHANGED = ("refused", 'with `"strict_batch": true`; else a warning')
 
 

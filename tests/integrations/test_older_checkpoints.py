@@ -8,25 +8,29 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from frameworks_job import AccelerateJob, LightningJob, Net, Rows, accelerate_steps, groups, lightning_trainer, prepare
 from torch.utils.data import DataLoader
 from training import save_slowly
 
+import zeroelastic
+from zeroelastic import SaveError
+from zeroelastic.deepspeed.save.save import Save
 from zeroelastic.testing import RankPool
 
 BEHIND = {"async_save": True}
 
 
-def accelerate_limited(job: AccelerateJob, project: str, steps: int) -> list[list[str]]:
-    """Save each step; two are kept. The complete checkpoints that stay at each removal of one. Saves are slow."""
+def accelerate_limited(job: AccelerateJob, project: str, limit: int, steps: int) -> list[list[str]]:
+    """Save each step, with a ``total_limit``. The complete checkpoints that stay at each removal. Saves are slow."""
     warnings.simplefilter("ignore")
     save_slowly()
     parts = prepare(job)
     accelerator = parts[0]
     config = accelerator.project_configuration
     config.set_directories(project)
-    config.automatic_checkpoint_naming, config.total_limit = True, 2
+    config.automatic_checkpoint_naming, config.total_limit = True, limit
     stay: list[list[str]] = []
     remove = shutil.rmtree
 
@@ -34,11 +38,18 @@ def accelerate_limited(job: AccelerateJob, project: str, steps: int) -> list[lis
         remove(path, *args, **kwargs)
         stay.append(complete_in(Path(project, "checkpoints")))
 
-    for step in range(1, steps + 1):
-        accelerate_steps(parts, step)
-        with patch.object(shutil, "rmtree", removing):
+    with patch.object(shutil, "rmtree", removing):
+        for step in range(1, steps + 1):
+            accelerate_steps(parts, step)
             accelerator.save_state()
-    return stay
+        with patch.object(Save, "commit", lambda *_: fail()), pytest.raises((SaveError, OSError), match="disk is full"):
+            accelerator.save_state()
+            zeroelastic.wait_for_save(parts[1])
+    return [names for names in stay if names or not Path(project, "checkpoints").exists()]
+
+
+def fail() -> None:
+    raise OSError("the disk is full")
 
 
 def complete_in(directory: Path) -> list[str]:
@@ -74,11 +85,21 @@ def lightning_limited(job: LightningJob, directory: str, steps: int) -> list[lis
     return complete
 
 
+@pytest.mark.parametrize(
+    ("options", "limit", "stay"),
+    [
+        (BEHIND, 2, [["checkpoint_1", "checkpoint_2"], ["checkpoint_2", "checkpoint_3"]]),
+        (BEHIND, 1, [["checkpoint_1"], ["checkpoint_2"], ["checkpoint_3"]]),
+        ({}, 1, [["checkpoint_1"], ["checkpoint_2"], ["checkpoint_3"]]),
+    ],
+)
 def test_accelerate_removes_no_checkpoint_before_the_one_after_it_is_complete(
-    frameworks_pool: RankPool, tmp_path: Path
+    frameworks_pool: RankPool, tmp_path: Path, options: dict[str, Any], limit: int, stay: list[list[str]]
 ) -> None:
-    stay = frameworks_pool.run(accelerate_limited, 2, AccelerateJob(options=BEHIND), str(tmp_path), 4)[0]
-    assert [names for names in stay if names] == [["checkpoint_1"], ["checkpoint_2"]] and [] not in stay
+    """Nor where the save after it fails: accelerate removes first, and with a limit of one nothing would be left."""
+    job = AccelerateJob(options=options)
+    assert frameworks_pool.run(accelerate_limited, 2, job, str(tmp_path), limit, 4)[0] == stay
+    assert complete_in(tmp_path / "checkpoints")[-1] == "checkpoint_3"
 
 
 def test_lightning_removes_no_checkpoint_before_the_one_after_it_is_complete(

@@ -18,6 +18,7 @@ import itertools
 import logging
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,14 +27,15 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import IterableDataset
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.rng_files import derived_seed
 from zeroelastic.deepspeed.options import parse_options
-from zeroelastic.deepspeed.patching import wrap
-from zeroelastic.deepspeed.save.pending import finish_pending
+from zeroelastic.deepspeed.patching import patched, wrap
+from zeroelastic.deepspeed.save.pending import finish_pending, pending_of
+from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.elastic.position import seed_generators
 from zeroelastic.errors import StrictError, UnsupportedError
 from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct
@@ -50,6 +52,8 @@ _TICKS = "_zeroelastic_ticks_per_step"
 """An attribute of a torch scheduler, saved with it in ``scheduler.bin``: how often it is stepped per optimizer step, if
 that is not the number of processes."""
 _LR_TOLERANCE = 1e-6
+_WARNED = "_zeroelastic_warned"
+"""An attribute of accelerate's ProjectConfiguration: rank 0 has said of its run what it lacks."""
 
 
 def wrap_module(module: ModuleType) -> None:
@@ -59,15 +63,49 @@ def wrap_module(module: ModuleType) -> None:
 
 
 def _save_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Save, and before that finish a save in the background: accelerate removes older checkpoints first."""
+    """Save, and remove older checkpoints (``total_limit``) once the new one is complete: accelerate does so before.
+
+    A save in the background is complete before the next one begins, and until then one more checkpoint stays.
+    """
 
     def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _engine(self) is not None and getattr(self.project_configuration, "total_limit", None) is not None:
-            for engine in filter(is_loaded_here, self._models):
-                finish_pending(engine, before="save_state()")
-        return original(self, *args, **kwargs)
+        config, engine = self.project_configuration, _engine(self)
+        if engine is None:
+            return original(self, *args, **kwargs)
+        if (problem := _forgotten_scheduler(self, engine)) and dist.get_rank() == 0 and not hasattr(config, _WARNED):
+            logger.warning("accelerate: %s", problem)
+            setattr(config, _WARNED, True)
+        if config.total_limit is None or not config.automatic_checkpoint_naming:
+            return original(self, *args, **kwargs)
+        engines = list(filter(is_loaded_here, self._models))
+        for one in engines:
+            finish_pending(one, before="save_state()")
+        with patched(config, total_limit=None):
+            done = original(self, *args, **kwargs)
+        keep = max(1, config.total_limit) + any(pending_of(one) is not None for one in engines)
+        all_or_raise(lambda: _remove_older(self, keep) if self.is_main_process else None)
+        return done
 
     return save_state
+
+
+def _remove_older(accelerator: Any, keep: int) -> None:
+    for path in _numbered(accelerator)[:-keep]:
+        shutil.rmtree(path)
+        logger.info("%s: removed, by total_limit of accelerate's ProjectConfiguration", path)
+
+
+def _forgotten_scheduler(accelerator: Any, engine: Any) -> str:
+    """What to do where a torch scheduler steps the optimizer and is not saved; empty if there is none."""
+    objects = [*accelerator._custom_objects, *(v for one in accelerator._custom_objects for v in vars(one).values())]
+    is_stepped = hasattr(getattr(engine.basic_optimizer, "step", None), "_wrapped_by_lr_sched")
+    if not is_stepped or accelerator._schedulers or any(isinstance(one, LRScheduler) for one in objects):
+        return ""
+    return (
+        "NO LEARNING RATE SCHEDULER is in the checkpoint, though one steps this optimizer: after a resume the schedule "
+        "begins again. accelerator.prepare() keeps a scheduler only if the model is in the same call. Call "
+        "accelerator.register_for_checkpointing(scheduler)"
+    )
 
 
 def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,12 +158,18 @@ def _directory(accelerator: Any, input_dir: Any) -> Path | None:
         return Path(input_dir).expanduser()
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         return None
+    found = _numbered(accelerator)
+    return found[-1] if found else None
+
+
+def _numbered(accelerator: Any) -> list[Path]:
+    """The checkpoints that accelerate has named by their numbers, in this order."""
     found = {
         int(match[1]): path
         for path in (Path(accelerator.project_dir) / "checkpoints").glob("*")
         if (match := re.search(r"(\d+)$", path.name))
     }
-    return found[max(found)] if found else None
+    return [found[number] for number in sorted(found)]
 
 
 def _read(directory: Path, tag_dir: FilePath) -> _Saved:
@@ -178,6 +222,8 @@ def _correct(accelerator: Any, engine: Any, saved: _Saved, schedulers: list[Any]
             lost = f"{phase} of {saved.accumulation} micro-steps are lost"
             notes.warn(f"SAVED IN THE MIDDLE of an optimizer step: {lost}")
     _reseed_new_rank(accelerator, engine, saved, notes)
+    if problem := _forgotten_scheduler(accelerator, engine):
+        notes.warn(problem)
     for scheduler in schedulers:
         _correct_scheduler(scheduler, accelerator.num_processes, saved, notes)
 
