@@ -163,9 +163,11 @@ def test_conversions_are_torch_bit_for_bit(each_instruction_set: str, cast: Cast
 @pytest.mark.parametrize("cast", DTYPES)
 def test_what_is_written_past_the_caches_is_converted_the_same(each_instruction_set: str, cast: Cast) -> None:
     """More than the last-level cache of most processors holds, with a misaligned head and tail."""
-    values = torch.randn(72_000_000 // DTYPES[cast][0].itemsize + 1)
-    src = values.to(DTYPES[cast][0]).view(torch.uint8).numpy()
-    want = convert(cast, src)
+    size = DTYPES[cast][0].itemsize
+    part = torch.randn(1_000_003).to(DTYPES[cast][0]).view(torch.uint8).numpy()
+    repeats = 72_000_000 // len(part) + 1
+    src, want = np.tile(part, repeats), np.tile(convert(cast, part), repeats)
+    assert len(src) % size == 0
     dst = np.zeros(len(want) + 2, dtype=np.uint8)
     copy_segments(single_row(len(src), dst_offset=2), [src], [dst], cast=cast, threads=2)
     assert np.array_equal(dst[2:], want)

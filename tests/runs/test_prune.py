@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 from commands import no_result, run_command
-from documentation import documented_keys
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lean_runs import FIRST, SECOND, lean_tag, refer, referring, shared_path, write_shared
@@ -712,16 +711,6 @@ def test_on_a_terminal_it_asks(run: Path, answer: str, code: int, left: int) -> 
 def test_misuse(run: Path, arguments: list[str], said: str) -> None:
     done = prune(*(argument.format(run=run) for argument in arguments))
     assert done.returncode == 2 and said in done.stderr and done.stdout == "" and len(tags(run)) == 6
-
-
-def test_the_document_has_the_documented_keys(run: Path) -> None:
-    save(run / f".global_step10.{'a' * 32}.tmp", 10)
-    write_shared(run)
-    found = document(run, "--keep", 1, "--dry-run")
-    table = documented_keys("prune")
-    lists = ("tags", "unfinished", "shared")
-    keys = {f"{name}[].{key}" for name in lists for key in found[name][0]}
-    assert {key for key in found if key not in lists} | keys == table
 
 
 def test_ctrl_c_ends_it_with_130(run: Path) -> None:
