@@ -81,11 +81,10 @@ def other_trained_params(model: ModelStates, shard: Shard) -> str | None:
     return f"{model.path} and {shard.path} differ in the trained parameters. {MIXED}"
 
 
-def check_frozen(models: Mapping[int, ModelStates], layout: Layout) -> None:
-    """Raise CheckpointError for model states that list other frozen parameters than the layout gives to their rank."""
-    for model in models.values():
-        if model.frozen is None or model.frozen.params != layout.on_rank(model.rank).params:
-            raise CheckpointError(f"{model.path}: lists other frozen parameters than its neighbours. {MIXED}")
+def check_frozen(model: ModelStates, layout: Layout) -> None:
+    """Raise CheckpointError for model states that list other frozen parameters than the layout of their rank."""
+    if model.frozen is None or model.frozen.params != layout.params:
+        raise CheckpointError(f"{model.path}: lists other frozen parameters than its neighbours. {MIXED}")
 
 
 def check_same_save(shards: Mapping[int, Shard], head: Shard, *, recorded: bool, resizable: bool = True) -> None:

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import NamedTuple, TypeGuard, overload
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.contradictions import MIXED, OVERWRITTEN, other_directory, other_save, other_stage
+from zeroelastic.checkpoint.contradictions import OVERWRITTEN, check_frozen, other_directory, other_save, other_stage
 from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
 from zeroelastic.checkpoint.file_table import FileNames, FileSizes
@@ -197,8 +197,7 @@ class Checkpoint:
         model = self.model_states(rank) if shared is None else shared
         if model.frozen is None or model.frozen_extents is None:
             return None
-        if model.frozen.params != layout.on_rank(rank).params:
-            raise CheckpointError(f"{model.path}: lists other frozen parameters than its neighbours. {MIXED}")
+        check_frozen(model, layout.on_rank(rank))
         return extents_over_ranks(layout, rank, {FROZEN: model.frozen_extents})[FROZEN]
 
     @property

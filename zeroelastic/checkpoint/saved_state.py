@@ -224,10 +224,10 @@ def frozen_part(models: Mapping[int, ModelStates], layout: Layout | None = None)
     if first.frozen is None or first.frozen_extents is None or not first.frozen.num_params:
         return None
     layout = first.frozen if layout is None else layout
-    check_frozen(models, layout)
     dtype_of: dict[str, str] = {}
     extents: dict[int, Mapping[str, TensorExtents]] = {}
     for model in models.values():
+        check_frozen(model, layout.on_rank(model.rank))
         assert model.frozen is not None and model.frozen_extents is not None
         own = {param.name: model.frozen_extents.dtype[i] for i, param in enumerate(model.frozen.params)}
         if any(dtype_of.setdefault(name, dtype) != dtype for name, dtype in own.items()):
