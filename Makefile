@@ -37,7 +37,7 @@ unexport PYTHONUNBUFFERED
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all sweep slowest coverage same-as-stock deepspeed-faults test-gpu test-native native-tests compiled-tests \
+.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all sweep coverage same-as-stock deepspeed-faults test-gpu test-native native-tests compiled-tests \
     crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale reliability support sizes lint format clean
 
 help:
@@ -48,7 +48,6 @@ help:
 	@echo "make test      the tests, in minutes (PYTEST_ARGS='-k name' narrows, JOBS sets the number of workers)"
 	@echo "make test-all  all tests: also more pairs of sizes, older DeepSpeeds, demos, benchmarks, short campaigns"
 	@echo "make sweep     more cases of what make test-all shows: topologies, Universal Checkpoint, crashes"
-	@echo "make slowest   make test-all, and its slowest tests as tests/slowest.txt"
 	@echo "make coverage  branch coverage of make test-all, rank processes included, as coverage/coverage.json"
 	@echo "make same-as-stock  every configuration and load flag, with zeroelastic and without"
 	@echo "make deepspeed-faults  faults of the installed DeepSpeed, reproduced without zeroelastic"
@@ -218,9 +217,6 @@ test-all: warm versions dist $(VENV)/front-ends/trl/.stamp
 
 sweep: warm
 	$(PYTEST) -m sweep $(PYTEST_ARGS) tests
-
-slowest: warm versions dist $(VENV)/front-ends/trl/.stamp
-	$(PYTEST) -m "not sweep" --slowest tests/slowest.txt $(PYTEST_ARGS) tests
 
 # Every process of a test measures itself, the ranks too; `python tests/compare_coverage.py OLD NEW` compares two results.
 coverage: warm versions dist $(VENV)/front-ends/trl/.stamp

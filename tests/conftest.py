@@ -3,8 +3,8 @@
 Tests run on the CPU, one thread per process, unless the environment says otherwise. The time limit of a
 test is `timeout` in pyproject.toml, SLOW_TIMEOUT_S where it is marked `slow`, or the one it names itself.
 The marker `gpu` and the fixture `rank_pool` come from the package's own pytest plugin, the marker `extended` from
-extended.py, docs/support.md from support_table.py, and the list of slow tests from
-slowest.py. Nothing here imports torch: the tests of the pure modules stay a matter of milliseconds.
+extended.py, docs/support.md from support_table.py. Nothing here imports torch: the tests of the pure modules stay a
+matter of milliseconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from zeroelastic.testing import RankPool
 
-pytest_plugins = ["zeroelastic.testing.pytest_plugin", "support_table", "extended", "slowest"]
+pytest_plugins = ["zeroelastic.testing.pytest_plugin", "support_table", "extended"]
 
 SLOW_TIMEOUT_S = 1800
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from compare_coverage import compare
 from extended import is_extended, repeated_cases, rows_of
 from places import OLDER_DEEPSPEEDS, ROOT
-from slowest import render
 from support_table import COLLECTED
 
 pytest_plugins = ["pytester"]
@@ -114,15 +112,6 @@ def test_ci_runs_all_tests_once() -> None:
     text = (ROOT / ".ci" / "run").read_text()
     assert len(re.findall(r"^make .*\btest-all\b", text, flags=re.MULTILINE)) == 1
     assert not re.search(r"\bmake test\b(?!-)", text)
-
-
-def test_the_slowest_tests_are_listed_with_the_total() -> None:
-    seconds = Counter({f"tests/core/test_a.py::test_{i}": float(i) for i in range(60)})
-    seconds["tests/io/test_b.py::test_x"] = 100.0
-    lines = render(seconds, 950.0, 2).splitlines()
-    assert lines[0] == "61 tests, 1870 s in all, 950 s with 2 workers"
-    assert lines[2:4] == ["  1770.0 s  tests/core", "   100.0 s  tests/io"]
-    assert lines[5] == "   100.0 s  tests/io/test_b.py::test_x" and len(lines) == 5 + 50
 
 
 def result(path: Path, **files: tuple[int, int, int, int]) -> Path:
