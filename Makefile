@@ -12,7 +12,8 @@ PYTEST_ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
-INSTALL := $(PIP) install -c constraints.txt
+# With the torch that is installed in place of the pinned one, once it is.
+INSTALL := $(PIP) install -c $$(ls $(VENV)/constraints.txt 2>/dev/null || echo constraints.txt)
 STAMP := $(VENV)/.stamp
 DEEPSPEED := $(VENV)/.deepspeed
 
@@ -93,6 +94,7 @@ $(DEEPSPEED): constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install --no-deps --no-index $(TORCH) 2>/dev/null \
 	    || $(PIP) install --no-deps --extra-index-url $(TORCH_INDEX) $(TORCH)
+	@$(PIP) freeze | sed -n 's/^torch==\([0-9.]*\).*/s;^torch==.*;torch==\1;/p' | sed -f - constraints.txt >$(VENV)/constraints.txt
 	@$(INSTALL) torch numpy setuptools wheel packaging ninja psutil py-cpuinfo pydantic
 	@DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed
 	@touch $@
