@@ -25,6 +25,7 @@ from zeroelastic.testing import (
     gpus_available,
     run_ranks,
 )
+from zeroelastic.testing.state import _split_state
 
 GLOBAL_BATCH = 12
 CONFIG = {
@@ -467,6 +468,12 @@ def test_gathered_state_is_whole_at_every_world_size(rank_pool):
 
 def sum_of(entry):
     return entry.double().sum() if isinstance(entry, torch.Tensor) else entry or 0
+
+
+def test_state_that_cannot_be_gathered_is_named():
+    """Muon's momentum at stages 1 and 2 is of all parameters that the rank has a part of, in another order."""
+    with pytest.raises(TypeError, match="The momentum of Muon at ZeRO stages 1 and 2"):
+        _split_state({"momentum_buffer": torch.zeros(7)}, torch.zeros(4))
 
 
 def test_weights_gathered_before_training_are_the_initial_ones(rank_pool):

@@ -56,7 +56,7 @@ def gather_state(engine: Any) -> State:
 
     Under tensor and expert parallelism it is the state of the slices that the rank has. Padding is left out. Raises
     RuntimeError naming a tensor without its parameter's full shape, and TypeError when the
-    engine does not train with ZeRO stage 1, 2 or 3.
+    engine does not train with ZeRO stage 1, 2 or 3, or trains with Muon at stage 1 or 2.
     """
     return dict(_entries(engine))
 
@@ -218,7 +218,8 @@ def _split_state(
             scalars[key] = value
         else:
             raise TypeError(
-                f"optimizer state {key!r} is neither partitioned as its parameters nor a number: {type(value)}"
+                f"optimizer state {key!r} is neither partitioned as its parameters nor a number: {type(value)}. The "
+                "momentum of Muon at ZeRO stages 1 and 2 is such state, and is not gathered."
             )
     return sharded, scalars
 
