@@ -259,8 +259,8 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
     warnings += plan.checkpoint.notes
     if request.weights_only and request.custom_load_fn is not None:
         warnings.append(
-            "custom_load_fn decides about buffers and other module state only: parameters are those of the checkpoint, "
-            "each by its name. Set those that are to stay as they were again after the load"
+            "custom_load_fn decides about buffers and other module state only: after it, each parameter gets the value "
+            "that the checkpoint has under its name. To keep another value, set it after the load"
         )
     if not request.weights_only:
         warnings += hyper_parameter_notes(plan) + common_state_notes(live, plan)
