@@ -577,6 +577,22 @@ def test_without_it_the_batch_changes_and_the_log_says_so(pool, whole_of_a_fixed
     assert "GLOBAL BATCH CHANGED from 12 to 18" in said and "as before" not in said
 
 
+def test_groups_of_similar_length_are_others_on_another_number_of_ranks_which_is_said(pool, tmp_path):
+    """Even with the same global batch. Nothing is lost between epochs, and on the same number of ranks."""
+    args = {**FIXED, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2}
+    args["train_sampling_strategy"] = "group_by_length"
+    job = TrainerJob(str(tmp_path / "whole"), elastic=False, stop_at=4, args=args, config=KEEP)
+    pool.run(run_trainer, 2, job)
+    job = job.at(directory=str(tmp_path), stop_at=5, args={**args, "save_strategy": "no"})
+    for ranks, step, is_said in ((3, 2, True), (2, 2, False), (3, 4, False)):
+        again = job.at(resume=f"{tmp_path}/whole/checkpoint-{step}")
+        _, said = pool.run(run_and_listen, ranks, again, {})[0]
+        assert ("POSITION CHANGED: group_by_length makes its groups from" in said) is is_said
+    strict = {"zeroelastic": {"keep_global_batch": True, "strict_batch": True}}
+    errors = pool.run(attempt, 3, job.at(resume=f"{tmp_path}/whole/checkpoint-2", config=strict))
+    assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1
+
+
 def test_a_batch_that_the_ranks_cannot_share_is_refused_with_numbers(pool, tmp_path):
     args = {
         "per_device_train_batch_size": 2,

@@ -1,5 +1,7 @@
 """``Trainer.train`` and the saves in it: which checkpoint a run resumes from, and when older ones are removed.
 
+A resume within an epoch of ``group_by_length`` on another number of ranks says that other samples follow.
+
 A save that was cut short is passed over by a resume from the last checkpoint. Where saves are in the background,
 ``save_total_limit`` removes no checkpoint before the one after it is complete, and the last save is complete before
 the end of the training loads the best checkpoint or removes others. ``trainer_batch`` is applied here.
@@ -12,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +24,7 @@ import torch.distributed as dist
 
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
-from zeroelastic.errors import SaveError
+from zeroelastic.errors import SaveError, StrictError, counted
 from zeroelastic.integrations.framework_load import read_on_rank_0
 from zeroelastic.integrations.trainer_batch import keep_global_batch
 
@@ -51,6 +53,9 @@ def _train(module: ModuleType, original: Callable[..., Any]) -> Callable[..., An
             keep_global_batch(self, config, Path(checkpoint))
         is_path = isinstance(checkpoint, str | os.PathLike)
         run = TrainerRun(self, module.TrainerCallback, Path(checkpoint) if is_path else None)
+        if config is not None and is_path and _groups_by_length(self.args):
+            strict = parse_options(config).strict_batch
+            run.add_callback("groups_by_length", lambda state: _say_other_groups(self, state, strict))
         with _running(run):
             done = original(self, resume_from_checkpoint, *args, **kwargs)
         for call in run.at_end:
@@ -166,11 +171,44 @@ class TrainerRun:
     def record(self, key: str, values: Mapping[str, int]) -> None:
         """Have the run write ``values`` into the ``trainer_state.json`` of its checkpoints, from its beginning on."""
 
-        def on_train_begin(_: object, args: object, state: Any, control: object, **kwargs: object) -> None:
+        def record(state: Any) -> None:
             state.stateful_callbacks[key] = {"args": {}, "attributes": dict(values)}
+
+        self.add_callback(key, record)
+
+    def add_callback(self, key: str, call: Callable[[Any], None]) -> None:
+        """Have ``call`` called with the state of the Trainer when the training begins, after a load."""
+
+        def on_train_begin(_: object, args: object, state: Any, control: object, **kwargs: object) -> None:
+            call(state)
 
         name = "".join(part.capitalize() for part in key.split("_"))
         self.trainer.add_callback(type(name, (self.callback_class,), {"on_train_begin": on_train_begin})())
+
+
+def _groups_by_length(args: Any) -> bool:
+    """Whether the order of samples is made of groups of similar length; older transformers have a flag for it."""
+    strategy: str = getattr(args, "train_sampling_strategy", "")
+    return strategy == "group_by_length" or bool(getattr(args, "group_by_length", False))
+
+
+def _say_other_groups(trainer: Any, state: Any, strict: bool) -> None:
+    """Say that groups of similar length are others on another number of ranks. StrictError, the same on every rank."""
+    report = getattr(trainer.model_wrapped, "zeroelastic_report", None)
+    if report is None or report.saved_world_size == report.world_size or state.epoch == int(state.epoch):
+        return
+    if report.batch_changed:  # which has a warning of its own
+        return
+    problem = (
+        "POSITION CHANGED: group_by_length makes its groups from the batch of one rank, which is another one on "
+        f"{counted(report.world_size, 'rank')} than on {report.saved_world_size}: in this epoch some samples come "
+        "twice, and some not at all. Resume at the end of an epoch, or on the saved number of ranks"
+    )
+    if strict:
+        raise StrictError(f'{report.path}: {problem}. ("strict_batch": false allows it.)')
+    trainer.model_wrapped.zeroelastic_report = replace(report, notes=(*report.notes, problem))
+    if trainer.is_world_process_zero():
+        logger.warning("%s: %s", report.path, problem)
 
 
 _runs: list[TrainerRun] = []
