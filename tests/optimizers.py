@@ -141,6 +141,24 @@ class Unplain(torch.optim.SGD):
         super().__init__([{**group, "schedule": {"warm": 3}} for group in groups])
 
 
+class Numbered(torch.optim.SGD):
+    """Has a number as the key of a state."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for state in (self.state[param] for group in self.param_groups for param in group["params"]):
+            state[0] = state.get(0, 0) + 1
+
+
+class Complex(torch.optim.SGD):
+    """Has a complex number as a state."""
+
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+        for state in (self.state[param] for group in self.param_groups for param in group["params"]):
+            state["phase"] = torch.zeros((), dtype=torch.complex64)
+
+
 OTHER_OPTIMIZERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "adam": lambda groups: torch.optim.Adam(groups, betas=(0.8, 0.95)),
     "nadam": lambda groups: torch.optim.NAdam(groups),
@@ -161,7 +179,12 @@ OTHER_OPTIMIZERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "lamb": Lamb,
     "unplain": Unplain,
     "counting": Counting,
+<<<<<<< HEAD
     "own_entry": OwnEntry,
+=======
+    "numbered": Numbered,
+    "complex": Complex,
+>>>>>>> 4c60741 (An optimizer state whose key is not text, or that is a complex number, is refused by name: a save ended in an AttributeError, a TypeError or an AssertionError)
 }
 
 

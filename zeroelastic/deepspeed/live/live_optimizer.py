@@ -182,10 +182,15 @@ class LiveOptimizer(ABC):
         tensors: dict[str, torch.Tensor] = {}
         scalars: dict[str, ScalarValue] = {}
         for key, value in self.state(sub_group).items():
+            where = f"{type(self.stepper(sub_group)).__name__}'s optimizer state {key!r} of sub-group {sub_group}"
+            if not isinstance(key, str):
+                raise UnsupportedError(
+                    f"{where} has a key that is not text: a save with elastic_checkpoint off resumes at the same world "
+                    "size."
+                )
             if isinstance(value, torch.Tensor) and value.shape == shape and value.is_contiguous():
                 tensors[key] = value.detach()
             else:
-                where = f"{type(self.stepper(sub_group)).__name__}'s optimizer state {key!r} of sub-group {sub_group}"
                 scalars[key] = scalar_value(value, where)
         return tensors, scalars
 
@@ -373,7 +378,7 @@ def ask_for_large_pages(tensor: torch.Tensor) -> None:
 
 def scalar_value(value: object, where: str) -> ScalarValue:
     """A replicated value of optimizer state as data. Raises UnsupportedError for anything else."""
-    if isinstance(value, torch.Tensor) and value.dim() == 0:
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex():
         item = value.item()
         assert isinstance(item, (int, float, bool))
         return ScalarValue(str(value.dtype).removeprefix("torch."), item)

@@ -169,7 +169,7 @@ class Stage3(LiveOptimizer):
         return [f"{name} {value}" for name, value in own.items() if group.get(name) != value]
 
     def _has_duplicates(self, sub_group: int) -> bool:
-        return any(key.endswith(_DUPLICATE) for key in super().state(sub_group))
+        return any(str(key).endswith(_DUPLICATE) for key in super().state(sub_group))
 
     def stepper(self, sub_group: int) -> torch.optim.Optimizer:
         """Muon leaves those sub-groups that are not its own to an Adam, if it has one."""
