@@ -179,12 +179,9 @@ OTHER_OPTIMIZERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "lamb": Lamb,
     "unplain": Unplain,
     "counting": Counting,
-<<<<<<< HEAD
     "own_entry": OwnEntry,
-=======
     "numbered": Numbered,
     "complex": Complex,
->>>>>>> 4c60741 (An optimizer state whose key is not text, or that is a complex number, is refused by name: a save ended in an AttributeError, a TypeError or an AssertionError)
 }
 
 
