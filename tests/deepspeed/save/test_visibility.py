@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
 from training import Job, build_engine, raised, train_step
 
 from zeroelastic.deepspeed.save.commit import PendingCommit
@@ -60,3 +61,20 @@ def test_a_file_that_another_rank_sees_otherwise_is_not_committed(
         assert f"does not see what rank {victim} wrote" in text and f"rank_{victim}_" in text and "is unchanged" in text
     assert not (tmp_path / "bad").exists() and (tmp_path / "latest").read_text() == "good"
     assert verify_checkpoint(tmp_path / "good").valid
+
+
+def save_once(job: Job, directory: str) -> tuple[str, str]:
+    engine = build_engine(job)
+    train_step(engine, 0)
+    return raised(lambda: engine.save_checkpoint(directory, tag="tag"))
+
+
+@pytest.mark.skipif(not can_mount(), reason=MOUNTS_NEED)
+@pytest.mark.parametrize(("stage", "placed"), [(2, (0, 1, 0, 1)), (3, (0, 0, 0, 1))])
+def test_nodes_with_disks_of_their_own_commit_nothing_unless_they_are_said_to(
+    rank_pool: RankPool, tmp_path: Path, stage: int, placed: tuple[int, ...]
+) -> None:
+    nodes = Nodes(tmp_path)
+    found = rank_pool.run(on_nodes, len(placed), nodes, placed, save_once, Job(stage=stage), nodes.path, timeout=120)
+    assert all(kind == "SaveError" and "not the same on all nodes" in text for kind, text in found)
+    assert not [path for node in (0, 1) for path in nodes.disk(node).iterdir() if path.is_dir()]

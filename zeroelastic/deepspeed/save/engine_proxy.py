@@ -73,6 +73,11 @@ class CheckpointEngineProxy:
             except Exception as error:
                 logger.debug("a save failed", exc_info=True)
                 self._failure = not_written(where if where is not None else args[0], error)
+                if not self._staging_dir.is_dir():
+                    self._failure = SaveError(
+                        f"{self._failure} This rank does not see the directory that another one made for the save: the "
+                        'directory is not the same on all nodes, which "use_node_local_storage": true allows.'
+                    )
 
         return attempt
 
