@@ -26,8 +26,12 @@ from zeroelastic.errors import CheckpointError, SaveError
 LIMIT_S = 60.0
 
 WORKER = """
-import json, os, sys, time
+import json, os, sys, time, types
 from pathlib import Path
+import zeroelastic
+package = types.ModuleType("zeroelastic.elastic")  # without its imports, of which torch takes each worker a second
+package.__path__ = [str(Path(zeroelastic.__file__).parent / "elastic")]
+sys.modules[package.__name__] = package
 from zeroelastic.elastic.memory.place import Place, RunPlace
 from zeroelastic.elastic.memory.reaper import start_reaper
 out, wait = Path(sys.argv[1]), sys.argv[2]
