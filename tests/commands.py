@@ -5,11 +5,13 @@ That a command also works as a program of its own is what tests/cli/test_cli.py 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +61,21 @@ def run_command(*arguments: object, cwd: Path | None = None, env: Mapping[str, s
         found = check(str(next(word for word in arguments if word in VERBS)), result.stdout)
         assert found.ok == (result.exit_code == 0)
     return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def launched(arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> Done:
+    """``python -m zeroelastic.run`` with these arguments, in this process, which is to be one of a rank."""
+    from zeroelastic.run import main
+
+    os.environ.update(env, ZEROELASTIC_LOG="info")
+    os.chdir(cwd or Path.cwd())
+    status, shown, said = 0, io.StringIO(), io.StringIO()
+    with redirect_stdout(shown), redirect_stderr(said):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    return Done(status, shown.getvalue(), said.getvalue())
 
 
 def no_result(stdout: str) -> bool:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import launched
 from saved_files import logged, record_of
 from training import Job, build_engine, ds_config, raised, train_step
 
@@ -208,15 +209,20 @@ print("ran", sys.argv[1:], __name__, sys.path[0], file=open(sys.argv[1], "w"))
 @pytest.mark.support(
     "Using it", "`python -m zeroelastic.run`, scripts unchanged", "exact", "under `torchrun`, scripts and modules"
 )
-@pytest.mark.parametrize("module", [False, True])
-def test_launcher_runs_an_unchanged_script(tmp_path: Path, module: bool) -> None:
-    script = tmp_path / "train_it.py"
-    script.write_text(SCRIPT)
-    target = ["-m", "train_it"] if module else [str(script)]
-    command = [sys.executable, "-m", "zeroelastic.run", *target, str(tmp_path / "out"), "--lr", "3"]
-    subprocess.run(command, check=True, timeout=120, cwd=tmp_path if module else None)
-    text = (tmp_path / "out").read_text()
-    assert "'--lr', '3'] __main__" in text and str(tmp_path) in text
+@pytest.mark.quick
+def test_launcher_runs_an_unchanged_script_or_module(rank_pool: RankPool, tmp_path: Path) -> None:
+    """The script by a new interpreter, as a user starts it, and the module in the process of a rank."""
+    (tmp_path / "train_it.py").write_text(SCRIPT)
+    arguments = [str(tmp_path / "out"), "--lr", "3"]
+    command = [sys.executable, "-m", "zeroelastic.run", str(tmp_path / "train_it.py"), *arguments]
+    subprocess.run(command, check=True, timeout=120)
+    texts = [(tmp_path / "out").read_text()]
+    (tmp_path / "out").unlink()
+    (done,) = rank_pool.run(launched, 1, ["-m", "train_it", *arguments], {}, tmp_path)
+    assert done.returncode == 0, done.stderr
+    texts.append((tmp_path / "out").read_text())
+    for text in texts:
+        assert "'--lr', '3'] __main__" in text and str(tmp_path) in text
 
 
 def test_launcher_says_what_is_wrong(tmp_path: Path) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import Done, launched
 from packaging import version
 
 from zeroelastic.deepspeed.install import op_builds
@@ -92,22 +91,8 @@ def test_a_lock_counts_as_left_only_where_nobody_can_hold_it(
     assert lock.exists() == (state != "left")
 
 
-def launched(arguments: list[str], env: dict[str, str]) -> tuple[int, str, str]:
-    """What ``python -m zeroelastic.run`` says and writes: its exit status, stdout and stderr."""
-    from zeroelastic.run import main
-
-    os.environ.update(env, ZEROELASTIC_LOG="info")
-    status, shown, said = 0, io.StringIO(), io.StringIO()
-    with redirect_stdout(shown), redirect_stderr(said):
-        try:
-            main(arguments)
-        except SystemExit as end:
-            status = int(end.code or 0)
-    return status, shown.getvalue(), said.getvalue()
-
-
 @pytest.fixture
-def run(rank_pool: RankPool) -> Callable[..., tuple[int, str, str]]:
+def run(rank_pool: RankPool) -> Callable[..., Done]:
     """``launched``, in the process of a rank: a new interpreter would import torch and DeepSpeed for seconds."""
     return lambda *arguments, **env: rank_pool.run(launched, 1, [*arguments], env)[0]
 
@@ -115,27 +100,29 @@ def run(rank_pool: RankPool) -> Callable[..., tuple[int, str, str]]:
 @pytest.mark.quick
 @pytest.mark.parametrize("local_rank", ["0", "1"])
 def test_the_first_rank_of_a_node_says_that_a_lock_is_left_before_a_script_begins(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path, local_rank: str
+    run: Callable[..., Done], tmp_path: Path, local_rank: str
 ) -> None:
     lock = make_lock(tmp_path / "ops")
     script = tmp_path / "train.py"
     script.write_text("print('begun')")
-    status, shown, said = run(str(script), TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"), LOCAL_RANK=local_rank)
-    assert status == 0 and shown.endswith("begun\n"), shown + said
-    assert (f"remove it: rm {lock}" in said) == (local_rank == "0" and WAITS)
+    done = run(str(script), TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"), LOCAL_RANK=local_rank)
+    assert done.returncode == 0 and done.stdout.endswith("begun\n"), done.stdout + done.stderr
+    assert (f"remove it: rm {lock}" in done.stderr) == (local_rank == "0" and WAITS)
 
 
 @pytest.mark.quick
-def test_an_op_is_built_before_a_script_begins(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_an_op_is_built_before_a_script_begins(run: Callable[..., Done], tmp_path: Path) -> None:
     """An op that is built already, so that nothing is compiled here."""
     script = tmp_path / "train.py"
     script.write_text("print('begun')")
-    status, shown, said = run("--build-op", "deepspeed_shm_comm", str(script))
-    assert status == 0 and shown.endswith("begun\n"), shown + said
-    assert "op deepspeed_shm_comm is built" in said
+    done = run("--build-op", "deepspeed_shm_comm", str(script))
+    assert done.returncode == 0 and done.stdout.endswith("begun\n"), done.stdout + done.stderr
+    assert "op deepspeed_shm_comm is built" in done.stderr
 
 
 @pytest.mark.quick
-def test_an_op_that_does_not_exist_is_named_with_those_that_do(run: Callable[..., tuple[int, str, str]]) -> None:
-    status, _, said = run("--build-op", "no_such_op")
-    assert status == 2 and "has no op no_such_op here. Choose among " in said and "cpu_adam" in said
+def test_an_op_that_does_not_exist_is_named_with_those_that_do(run: Callable[..., Done]) -> None:
+    done = run("--build-op", "no_such_op")
+    assert (
+        done.returncode == 2 and "has no op no_such_op here. Choose among " in done.stderr and "cpu_adam" in done.stderr
+    )
