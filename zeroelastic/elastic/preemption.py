@@ -159,7 +159,7 @@ class Preemption:
         due = self._saving.due(seconds=time.monotonic() - self._last_time, steps=step - self._last_step)
         signalled, due, changes, left = self._agree(due)
         if self._memory is not None and (signalled or self._memory.due(step)):
-            self._memory.capture(self.state())  # before a save to the disk, which takes longer
+            self._capture(self._memory)  # before a save to the disk, which takes longer
             self._log_memory(self._memory)
         if (signalled or changes) and self._changes is not None:
             self._changed = self._changes.change(leaves=self.signalled)
@@ -258,6 +258,13 @@ class Preemption:
         one_for_all = for_all_ranks or self._engine.zero_optimization_stage() < 3
         return {**own, KEY: pack_position(self._data, self._engine.device, for_all_ranks=one_for_all)}
 
+    def _capture(self, memory: MemoryCheckpoints) -> None:
+        """Keep the state of now in memory. Collective."""
+        from zeroelastic.deepspeed.run_objects import saving_sampler
+
+        with saving_sampler(self._engine):
+            memory.capture(self.state())
+
     def _log_memory(self, memory: MemoryCheckpoints) -> None:
         """Log the first memory checkpoint of this block, and every ``_LOGGED`` -th."""
         report = memory.last
@@ -324,7 +331,7 @@ class Preemption:
         lineage.on_load.append(self._loaded)
         self._unsubscribe = subscribe(self._observe)
         if self._memory is not None and is_first and lineage.unsaved_steps > 0:
-            self._memory.capture(self.state())  # copies were lost, or the nodes of the world before have left
+            self._capture(self._memory)  # copies were lost, or the nodes of the world before have left
         return self
 
     def __exit__(

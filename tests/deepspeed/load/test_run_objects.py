@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lifecycle.rank import use_node
 from training import Job, build_model, build_optimizer, ds_config, wait_for_every_gather
 
 import zeroelastic
+from zeroelastic.elastic import preemption, resume
 from zeroelastic.testing import RankPool
 
 CURRICULUM, RANDOM_LTD = "curriculum", "random-LTD"
@@ -126,6 +129,28 @@ def load_run(job: Job, directory: str, features: tuple[str, ...]) -> Run:
     return replace(go_on(engine, features), report=engine.zeroelastic_report.text())
 
 
+def keep_in_memory(job: Job, directory: str, shared: str) -> Run:
+    """Three steps, of which the last is kept in memory, and five more."""
+    if dist.get_rank() == 0:
+        write_difficulties(directory)
+    dist.barrier()
+    use_node(Path(shared))
+    engine = build(job, directory, (CURRICULUM,))
+    with preemption(engine, f"{directory}/run") as stop:
+        for _ in range(3):
+            train(engine, iter(engine.training_dataloader), 1)
+            stop()
+    return go_on(engine, ())
+
+
+def resume_from_memory(job: Job, directory: str, shared: str) -> Run:
+    use_node(Path(shared))
+    engine = build(job, directory, (CURRICULUM,))
+    start = resume(engine, f"{directory}/run")
+    assert start.tier == "memory" and start.report is not None
+    return replace(go_on(engine, ()), report=start.report.text())
+
+
 def go_on(engine: Any, features: tuple[str, ...]) -> Run:
     samples = train(engine, iter(engine.training_dataloader), 5)
     return Run(samples, dict(engine.random_ltd_scheduler.state_dict()) if RANDOM_LTD in features else None)
@@ -149,6 +174,15 @@ def test_the_curriculum_goes_on_with_the_samples_of_the_uninterrupted_run(
         assert resumed.samples == run.samples
         assert resumed.random_ltd == run.random_ltd
         assert "not restored" not in resumed.report
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_the_curriculum_goes_on_from_memory(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
+    job = replace(JOB, stage=stage, options={"memory": {"every": 3, "copies": 1}})
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        run, *_ = rank_pool.run(keep_in_memory, 2, job, str(tmp_path / "data"), f"{shared}/node")
+        for resumed in rank_pool.run(resume_from_memory, 3, job, str(tmp_path / "data"), f"{shared}/node"):
+            assert resumed.samples == run.samples and "not restored" not in resumed.report
 
 
 def test_what_deepspeed_alone_did_not_save_of_the_curriculum_is_named(rank_pool: RankPool, tmp_path: Path) -> None:
