@@ -219,21 +219,28 @@ def dump_state_dict(job: Job, directory: str) -> dict[str, Any]:
     return look(engine)[0]
 
 
-def load_state_dicts(job: Job, directory: str, num_ranks: int, swap_groups: bool = False) -> Any:
+def load_state_dicts(job: Job, directory: str, num_ranks: int, change: str = "") -> Any:
     engine = build_engine(job)
     train_step(engine, 9)  # so that persistent parameters are whole in memory, and state is there to be replaced
     states = [torch.load(Path(directory) / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
-    if swap_groups:
-        for state in states:
+    for rank, state in enumerate(states):
+        if change == "groups":
             state["zeroelastic"]["param_groups"].reverse()
+        if change == "a sub-group" or (change == "a rank" and rank == 1):
+            state["base_optimizer_state"][0]["step"] += 1
     engine.optimizer.load_state_dict(states)
     return look(engine)[0], sub_group_steps(engine)
 
 
-def test_state_dicts_with_other_groups_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_state_dicts_that_do_not_fit_are_refused(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(dump_state_dict, 2, Job(), str(tmp_path))
-    with pytest.raises(RankError, match="optimizer groups"):
-        rank_pool.run(load_state_dicts, 2, Job(), str(tmp_path), 2, swap_groups=True)
+    for change, job, said in (
+        ("groups", Job(), "optimizer groups"),
+        ("a rank", Job(), "the state dicts have different steps, or other scalars; they are not of one save"),
+        ("a sub-group", Job(sub_group_size=10**9), "share a sub-group in this run but were saved with different"),
+    ):
+        with pytest.raises(RankError, match=said):
+            rank_pool.run(load_state_dicts, 2, job, str(tmp_path), 2, change)
 
 
 @pytest.mark.support(

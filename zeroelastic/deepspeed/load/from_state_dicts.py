@@ -53,7 +53,7 @@ def load_state_dicts(
         problems.append("the optimizer groups of the state dicts hold other parameters than those of the run")
     groups = _saved_groups(state_dicts[0])
     if optimizer_states and not problems:
-        problems += misfits(list(enumerate(groups)), live.base)
+        problems += [*misfits(list(enumerate(groups)), live.base), *_mixed(layout, live, _forms(state_dicts[0]))]
     if problems:
         raise LayoutMismatchError(
             'the state dicts do not fit the model ("on_mismatch" concerns checkpoints on disk):', problems
@@ -111,6 +111,32 @@ def _fill(
     live.finish_weights(from_16_bit=False)
 
 
+def _forms(state_dict: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The state keys of each sub-group, with the numbers of scalars."""
+    return [
+        {
+            key: "a tensor" if isinstance(value, list) else scalar_value(value, f"optimizer state {key!r}").number()
+            for key, value in entry.items()
+        }
+        for entry in state_dict["base_optimizer_state"]
+    ]
+
+
+def _mixed(layout: Layout, live: LiveOptimizer, forms: Sequence[Mapping[str, str]]) -> list[str]:
+    """A sentence for each live sub-group whose parameters come from sub-groups of other ``forms``."""
+    source = {param.name: i for param, i in zip(layout.params, layout.sub_group.tolist(), strict=True)}
+    first: dict[int, str] = {}
+    found: dict[int, str] = {}
+    for param, i in zip(live.layout.params, live.layout.sub_group.tolist(), strict=True):
+        name = first.setdefault(i, param.name)
+        if forms[source[name]] != forms[source[param.name]]:
+            found[i] = (
+                f"parameters {name} and {param.name} share a sub-group in this run but were saved with different "
+                "optimizer state: choose a sub_group_size that keeps them apart"
+            )
+    return [*found.values()]
+
+
 def _saved_groups(state_dict: Mapping[str, Any]) -> list[SavedGroup]:
     meta = state_dict["zeroelastic"]
     keys: dict[str, set[str]] = {}
@@ -147,9 +173,11 @@ def _saved_layout(state_dicts: Sequence[Mapping[str, Any]], live: LiveOptimizer)
         [(table["names"], [tuple(shape) for shape in table["shapes"]]) for table in meta["sub_groups"]]
         for meta in metas
     ]
-    if any(table != tables[0] for table in tables):
+    others = [table != tables[0] for table in tables]
+    if any(others) or any(_forms(state) != _forms(state_dicts[0]) for state in state_dicts):
+        what = "list different parameters" if any(others) else "have different steps, or other scalars"
         raise CheckpointError(
-            "the state dicts list different parameters; they are not of one save.",
+            f"the state dicts {what}; they are not of one save.",
             remedy="Pass the state dicts of all ranks of one save.",
         )
     return layout_from_sub_groups(
