@@ -152,6 +152,12 @@ def test_the_configuration_of_the_run_decides_the_form_of_the_values(tmp_path: P
     options: dict[str, Any] = {"from_": "fsdp2", "world_size": 2, "stage": 2, "ds_config": tmp_path / "ds.json"}
     own = zeroelastic.convert(tmp_path / "fsdp", tmp_path / "own", **options)
     assert any("WarmupLR of DeepSpeed goes on at step 5" in note for note in own.notes)
+    assert not any("in the configuration" in note for note in own.notes)
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": "auto", "betas": [0.9, 0.95]}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    other = zeroelastic.convert(tmp_path / "fsdp", tmp_path / "other", **options)
+    (said,) = [note for note in other.notes if note.startswith("hyper-parameters are those of the checkpoint")]
+    assert said.endswith(": lr of group 0 is 0.25, and 0.1 in the configuration")
     with zeroelastic.open(tmp_path / "plain") as one, zeroelastic.open(tmp_path / "own") as two:
         assert one.optimizer("w")["step"] == 5.0 and isinstance(one.optimizer("w")["step"], float)
         assert two.optimizer("w")["step"] == 5 and isinstance(two.optimizer("w")["step"], int)

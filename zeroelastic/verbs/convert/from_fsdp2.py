@@ -17,7 +17,7 @@ from zeroelastic.dcp.native import VERSION, NativeForm, native_form
 from zeroelastic.dcp.notes import read_notes
 from zeroelastic.dcp.saved import DcpCheckpoint, open_dcp
 from zeroelastic.dcp.state import saved_state
-from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, printable
+from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, printable, shown, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_whole
 from zeroelastic.runs.locate import Source
@@ -68,6 +68,9 @@ def plan_from_fsdp2(
     notes = (*form.notes, *(f"re-derived: {what}" for what in form.rederived))
     if known is None:
         notes = (*notes, _WITHOUT_CONFIG)
+    if others := _configured_otherwise(form):
+        said = "a load takes them, without a warning where the run has this configuration"
+        notes = (*notes, f"hyper-parameters are those of the checkpoint, and {said}: {some(others)}")
     saved = _source(form)
     saved = with_options(saved, {"zero_optimization": options.zero_options})
     if stage == 3 and options.sub_group_size is None:
@@ -78,6 +81,19 @@ def plan_from_fsdp2(
         raise UnsupportedError(f"{root}: {error}") from None
     source = Source(root, f"global_step{saved.state.models[0].global_steps}", root, None, "deepspeed")
     return ReshardPlan(source, saved, target, SidecarFiles({}, {}, ()), options, notes)
+
+
+def _configured_otherwise(form: NativeForm) -> list[str]:
+    """The hyper-parameters of the groups that are others than the configuration's, each with both values."""
+    params = entry(form.config, "optimizer", "params")
+    found: list[str] = []
+    for name, value in params.items() if isinstance(params, dict) else ():
+        for g, group in enumerate(form.groups):
+            key = "initial_lr" if name == "lr" and "initial_lr" in group.options else name
+            own, configured = (tuple(v) if isinstance(v, list) else v for v in (group.options.get(key, value), value))
+            if own != configured and value != "auto":
+                found.append(f"{name} of group {g} is {shown(own)}, and {shown(value)} in the configuration")
+    return found
 
 
 def _check_experts(found: DcpCheckpoint) -> None:
