@@ -18,6 +18,7 @@ from exports import plain
 from lean_saves import JOB, load_and_look, save_lean_and_full
 from made_once import made_once
 from saved_files import record_of
+from training import Job, raised
 
 import zeroelastic
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, read_shared_head
@@ -221,10 +222,40 @@ def test_a_shared_file_that_is_gone_is_named(without_file: tuple[Path, str], rea
         read(run)
 
 
+def without_record(saved: Path, to: Path) -> Path:
+    """A copy of the lean run whose commit record is lost."""
+    shutil.copytree(saved / "lean", to)
+    next(to.glob("global_step*/zeroelastic.json")).unlink()
+    return to
+
+
+def test_a_tag_whose_record_is_lost_is_read_as_before(saved: Path, rank_pool: RankPool, tmp_path: Path) -> None:
+    """By verbs, by ``open`` and by a load, which notices damage too."""
+    lean = without_record(saved, tmp_path / "lean")
+    zeroelastic.export(lean, tmp_path / "weights")
+    zeroelastic.export(saved / "full", tmp_path / "full-weights")
+    assert contents(tmp_path / "weights") == contents(tmp_path / "full-weights")
+    zeroelastic.reshard(lean, tmp_path / "full", world_size=2, full=True)
+    assert zeroelastic.diff(saved / "full", tmp_path / "full").equal and zeroelastic.diff(saved / "full", lean).equal
+    with zeroelastic.open(lean) as opened, zeroelastic.open(saved / "full") as full:
+        assert all(opened[name].numpy().tobytes() == full[name].numpy().tobytes() for name in full)
+    job = replace(SAVES[saved.name.removeprefix("once-lean-")][1], perturb=0.5)
+    found = [rank_pool.run(load_and_look, 2, job, str(run)) for run in (lean, saved / "full")]
+    assert found[0] == found[1]
+    damage(next((lean / FROZEN_FOLDER).iterdir()), "frozen_table.weight")
+    for kind, text in rank_pool.run(try_to_load, 2, job, str(lean)):
+        assert kind == "DigestMismatchError" and "frozen_table.weight is not what was saved" in text
+
+
+def try_to_load(job: Job, directory: str) -> tuple[str, str]:
+    return raised(lambda: load_and_look(job, directory))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("name", ["frozen_table.weight", "mask"])
-def test_damage_in_a_shared_file_is_found(saved: Path, tmp_path: Path, name: str) -> None:
+def test_damage_in_a_shared_file_is_found(saved: Path, tmp_path: Path, name: str, recorded: bool) -> None:
     """In a frozen parameter, by the commit record, and in a buffer, by the digest that the tag states."""
-    shutil.copytree(saved / "lean", tmp_path / "lean")
+    shutil.copytree(saved / "lean", tmp_path / "lean") if recorded else without_record(saved, tmp_path / "lean")
     (shared,) = (tmp_path / "lean" / FROZEN_FOLDER).iterdir()
     damage(shared, name)
     with pytest.raises(DigestMismatchError, match=name):

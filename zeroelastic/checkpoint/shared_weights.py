@@ -92,18 +92,18 @@ class SharedWeights:
         """The bytes of one of the tensors."""
         return Extent(self.files[tensor.file].at(tag_dir), tensor.offset, tensor.place.nbytes, tensor.dtype)
 
-    def check(self, tag_dir: FilePath) -> None:
-        """Raise unless the files are there, and the buffers in them are what was saved.
+    def check(self, tag_dir: FilePath, *, params: bool) -> None:
+        """Raise unless the files are there, and the buffers in them are what was saved; with ``params`` those too.
 
         Commit records have the digests of frozen parameters, and not those of buffers. Raises MissingFileError,
         CheckpointError, DigestMismatchError.
         """
         check_shared_files(self.files, tag_dir)
-        for name, buffer in self.buffers.items():
-            path = self.files[buffer.file].at(tag_dir)
-            numel = math.prod(buffer.shape)
-            if digest_in_file(path, buffer.dtype, buffer.offset, numel, name=name, key=BUFFER) != buffer.digest:
-                raise DigestMismatchError(f"{path}: buffer {name} is not what was saved. It is damaged.")
+        for kind, key, table in (("buffer", BUFFER, self.buffers), ("parameter", FROZEN, self.params)):
+            for name, tensor in table.items() if params or key == BUFFER else ():
+                path, numel = self.files[tensor.file].at(tag_dir), math.prod(tensor.shape)
+                if digest_in_file(path, tensor.dtype, tensor.offset, numel, name=name, key=key) != tensor.digest:
+                    raise DigestMismatchError(f"{path}: {kind} {name} is not what was saved. It is damaged.")
 
     def frozen(
         self, tag_dir: FilePath, at: Callable[[SharedFile], FilePath] | None = None

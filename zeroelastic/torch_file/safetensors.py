@@ -104,6 +104,11 @@ def check_name(name: str) -> None:
         raise UnsupportedError(f"{name} is a name that safetensors files keep for themselves.")
 
 
+def is_safetensors(path: FilePath) -> bool:
+    """Whether a path is that of a safetensors file, by its name."""
+    return path.name.endswith(".safetensors")
+
+
 def read_head(path: FilePath) -> Head:
     """Read the header of a file. Raises MissingFileError, UnreadableError, CheckpointError for what is not one.
 

@@ -173,7 +173,7 @@ def read_buffer(tensor: ModelTensor, *, limit: int, read: ReadFiles | None = Non
             "--max-memory at least 4 times as many."
         )
     raw = read_exactly(extent.path, extent.offset, extent.nbytes)
-    if read is not None and not extent.path.name.endswith(".safetensors"):
+    if read is not None:
         row = np.array([0, extent.offset, extent.nbytes], dtype=np.int64)
         read.add((extent.path,), row[:1], row[1:2], row[2:], np.array([zlib.crc32(raw)], dtype=np.uint32))
     data = np.frombuffer(bytearray(raw), dtype=np.uint8)
@@ -195,9 +195,9 @@ def stored_tensor(name: str, ref: TensorRef, file: TorchFile) -> ModelTensor:
 
 
 def check_shared(state: SavedState) -> None:
-    """Raise unless the shared files of a lean checkpoint are there, and their buffers are what was saved."""
+    """Raise unless the shared files of a lean checkpoint are there, and what no record has digests of was saved so."""
     if (shared := state.models[0].shared) is not None:
-        shared.check(state.checkpoint.tag_dir)
+        shared.check(state.checkpoint.tag_dir, params=state.checkpoint.record is None)
 
 
 def shared_buffers(state: SavedState) -> dict[str, ModelTensor]:

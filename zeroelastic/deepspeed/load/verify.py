@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -106,6 +106,7 @@ def verify(
         return Verification(checkpoint.record.content_root, None, False, None, error.tensors)  # damage: one was saved
     cast, changed = (_sums(live, sums, engine.device) for sums in (restored.cast_digests, restored.changed_digests))
     if checkpoint.record is None:
+        _compare_shared(load_plan, contents)
         root = _root(live, contents)
         return Verification(None, root, None, unrecorded, bytes_read=bytes_read)
     from_16_bit = not engine.zero_load_from_fp32_weights()
@@ -149,6 +150,20 @@ def verify(
     if not same_params:
         return Verification(saved_root, root, None, f"digests of what was restored match the record; {_INCOMPARABLE}")
     return Verification(saved_root, root, True, None)
+
+
+def _compare_shared(load_plan: LoadPlan, contents: Iterable[ParamContent]) -> None:
+    """Raise DigestMismatchError where frozen weights are not what a lean tag says of them; casts are not compared."""
+    shared = load_plan.model.shared
+    if shared is None:
+        return
+    for content in contents:
+        tensor, found = shared.params.get(content.param.name), content.tensors.get(FROZEN)
+        if tensor is not None and found is not None and found[0] == tensor.dtype and found[1] != tensor.digest:
+            raise DigestMismatchError(
+                f"{shared.files[tensor.file].at(load_plan.checkpoint.tag_dir)}: parameter {content.param.name} is not "
+                "what was saved. It is damaged."
+            )
 
 
 def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) -> tuple[str, int]:
