@@ -7,12 +7,14 @@ from fractions import Fraction
 from functools import partial
 from itertools import permutations
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import training
 from extended import with_swept
-from training import LOSS_RTOL, Job, build_engine, look, raised, train_step
+from training import LOSS_RTOL, Job, build_engine, build_model, look, raised, train_step
 
 from zeroelastic.core.layout import Layout
 from zeroelastic.core.movement import assign_ranks
@@ -211,6 +213,30 @@ def test_what_moves_is_what_its_new_owner_lacks(rank_pool):
     moved, kept = (sum(getattr(one.moved, name) for one in joined) for name in ("received", "kept"))
     # 4 -> 3 parts without the third rank: its quarter moves, and of the others 1/6 of the second's
     assert moved <= 1.05 * (moved + kept) * least_moved_share(4, 3, [0, 1, 3])
+
+
+def change_with_float4(job: Job) -> list[list[int]]:
+    """The bytes of a frozen parameter of a dtype that torch cannot fill, in each world."""
+    seen: list[list[int]] = []
+
+    def build(job: Job) -> Any:
+        model = build_model(job)
+        values = torch.arange(6, dtype=torch.uint8) if not seen else torch.zeros(6, dtype=torch.uint8)
+        model.four = torch.nn.Parameter(values.view(torch.float4_e2m1fn_x2), requires_grad=False)
+        return model
+
+    def look_at_it(engine: Any) -> None:
+        seen.append(engine.module.four.view(torch.uint8).tolist())
+
+    with patch.object(training, "build_model", build), patch(f"{__name__}.look", look_at_it):
+        change_sizes(job, [[0, 1, 2], [0, 1]], {})
+    return seen
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no such dtype")
+def test_a_frozen_parameter_may_have_a_dtype_that_torch_cannot_fill(rank_pool):
+    for seen in rank_pool.run(change_with_float4, 3, Job(stage=2)):
+        assert seen and all(found == [*range(6)] for found in seen)
 
 
 def wrong_model(job: Job) -> tuple[str, str]:

@@ -217,6 +217,11 @@ class LiveOptimizer(ABC):
                 for flat in flats:
                     flat[begin:end].zero_()
 
+    def zero_frozen_padding(self) -> None:
+        """Set the padding of this rank's parts of frozen parameters to zero, whatever their dtype."""
+        for p, numel in enumerate(self.frozen.owned(self.rank)[1].tolist()):
+            self.frozen_tensor(p).view(-1)[numel:].view(torch.uint8).zero_()
+
     # What a load calls, in this order.
 
     @abstractmethod

@@ -163,9 +163,7 @@ def _complete(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) ->
         if not request.weights_only and load_plan.states[i].source is not None:
             _clear_fresh(live, load_plan, i)
     live.zero_padding(weights_only=request.weights_only)
-    owned = live.frozen.owned(live.rank)[1]
-    for p, numel in enumerate(owned.tolist()):
-        live.frozen_tensor(p).view(-1)[numel:].view(torch.uint8).zero_()
+    live.zero_frozen_padding()
 
 
 def _has_moved(part: Filled, load_plan: LoadPlan) -> bool:

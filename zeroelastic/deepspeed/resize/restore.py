@@ -128,9 +128,7 @@ def join_world(
 
     def completed() -> None:
         live.zero_padding()
-        owned = live.frozen.owned(live.rank)[1]
-        for p, numel in enumerate(owned.tolist()):
-            live.frozen_tensor(p).view(-1)[numel:].zero_()
+        live.zero_frozen_padding()
         restore_values(live, state)
         live.finish_weights(from_16_bit=False)
 
