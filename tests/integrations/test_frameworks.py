@@ -311,6 +311,16 @@ def test_a_scheduler_that_accelerate_does_not_save_is_named_at_the_save_and_at_t
     assert (seen.rates == pytest.approx(whole.rates[2:], rel=1e-12)) is not is_forgotten
 
 
+def test_generators_whose_file_is_missing_are_not_said_to_be_restored(rank_pool: RankPool, tmp_path: Path) -> None:
+    """A save that was cut short after the model has them of some ranks, of which accelerate says nothing."""
+    job, path = AccelerateJob(stage=2), str(tmp_path / "a")
+    rank_pool.run(accelerate_run, 2, job.at(2), 2, save=(2, path))
+    (tmp_path / "a/random_states_1.pkl").unlink()
+    notes = " ".join(rank_pool.run(accelerate_run, 3, job.at(3), 2, load=path)[0].notes)
+    assert "random number generators of rank 1: NOT RESTORED. random_states_*.pkl is missing" in notes
+    assert "random number generators: the saved ones on 1 rank; 1 new, seeded" in notes
+
+
 CHANGED = ("refused", 'with `"strict_batch": true`; else a warning')
 
 

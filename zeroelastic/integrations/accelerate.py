@@ -35,9 +35,9 @@ from zeroelastic.checkpoint.rng_files import derived_seed
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
 from zeroelastic.deepspeed.save.pending import finish_pending, pending_of
-from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.distributed.collective import all_gather, all_or_raise
 from zeroelastic.elastic.position import seed_generators
-from zeroelastic.errors import StrictError, UnsupportedError
+from zeroelastic.errors import StrictError, UnsupportedError, counted, rank_list
 from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.tag_directory import read_tag
@@ -121,7 +121,7 @@ def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:
             lambda: original(self, str(directory), load_kwargs, **kwargs),
             read=lambda: read_tag(directory / _TAG, partial(_read, directory)),
             refuse=lambda saved: _refuse(self, engine, directory, saved),
-            correct=lambda saved, _, notes: _correct(self, engine, saved, stepped, notes),
+            correct=lambda saved, _, notes: _correct(self, engine, directory, saved, stepped, notes),
             settings=_SETTINGS,
         )
 
@@ -214,35 +214,45 @@ def _refuse(accelerator: Any, engine: Any, directory: Path, saved: _Saved) -> No
         )
 
 
-def _correct(accelerator: Any, engine: Any, saved: _Saved, schedulers: list[Any], notes: Notes) -> None:
+def _correct(
+    accelerator: Any, engine: Any, directory: Path, saved: _Saved, schedulers: list[Any], notes: Notes
+) -> None:
     if saved.step is not None:
         phase = saved.step % saved.accumulation
         accelerator.step = saved.step // saved.accumulation * accelerator.gradient_accumulation_steps
         if phase:
             lost = f"{phase} of {saved.accumulation} micro-steps are lost"
             notes.warn(f"SAVED IN THE MIDDLE of an optimizer step: {lost}")
-    _reseed_new_rank(accelerator, engine, saved, notes)
+    _reseed_new_rank(accelerator, engine, directory, saved, notes)
     if problem := _forgotten_scheduler(accelerator, engine):
         notes.warn(problem)
     for scheduler in schedulers:
         _correct_scheduler(scheduler, accelerator.num_processes, saved, notes)
 
 
-def _reseed_new_rank(accelerator: Any, engine: Any, saved: _Saved, notes: Notes) -> None:
-    """Seed the generators of new ranks as ``zeroelastic reshard`` does; the other ranks have files of their own."""
+def _reseed_new_rank(accelerator: Any, engine: Any, directory: Path, saved: _Saved, notes: Notes) -> None:
+    """Seed the generators of new ranks as ``zeroelastic reshard`` does; the other ranks have files of their own.
+
+    accelerate says nothing where such a file is missing. Collective.
+    """
     world_size, rank = accelerator.num_processes, dist.get_rank()
+    has_file = all_gather((directory / f"random_states_{rank}.pkl").is_file())
+    old = range(min(world_size, saved.world_size))
+    if missing := [one for one in old if not has_file[one]]:
+        notes.warn(
+            f"random number generators of {rank_list(missing)}: NOT RESTORED. random_states_*.pkl is missing: "
+            "the save was cut short after the model, or the file was left behind"
+        )
+    kept = f"random number generators: the saved ones on {counted(len(old) - len(missing), 'rank')}; "
     num_new = world_size - saved.world_size
+    if num_new < 0:
+        notes.info(f"{kept}those of {counted(-num_new, 'rank')} dropped")
     if num_new <= 0:
-        if num_new < 0:
-            notes.info(f"random number generators: the saved ones; those of {-num_new} ranks dropped")
         return
     identity = saved.content_root or f"step {engine.global_steps}"
     if rank >= saved.world_size:
         seed_generators(derived_seed(identity, rank))
-    notes.info(
-        f"random number generators: the saved ones on {saved.world_size} ranks; {num_new} new, seeded from the "
-        "checkpoint and the rank"
-    )
+    notes.info(f"{kept}{num_new} new, seeded from the checkpoint and the rank")
 
 
 def _correct_scheduler(accelerated: Any, world_size: int, saved: _Saved, notes: Notes) -> None:
