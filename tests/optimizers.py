@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 Groups = list[dict[str, Any]]
@@ -121,6 +122,15 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
+class ByRank(torch.optim.SGD):
+    """Has hyper-parameters that differ by rank: a number of numpy, and in a list one whose text has few digits."""
+
+    def __init__(self, groups: Groups) -> None:
+        rank = torch.distributed.get_rank()
+        small = [torch.tensor(1.25 + rank * 2**-20)]
+        super().__init__([{**group, "of_numpy": np.float32(rank), "small": small} for group in groups])
+
+
 class OwnEntry(torch.optim.SGD):
     """Counts its steps by itself, and has the number in its state dict, beside groups and state."""
 
@@ -180,6 +190,7 @@ OTHER_OPTIMIZERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "unplain": Unplain,
     "counting": Counting,
     "own_entry": OwnEntry,
+    "by_rank": ByRank,
     "numbered": Numbered,
     "complex": Complex,
 }

@@ -282,6 +282,7 @@ def test_a_bit_that_changes_on_its_way_is_noticed_on_every_rank(rank_pool):
 NO_PLACE = {
     "factored": "'rms' of optimizer group 0 is pyfloat:",
     "counting": "Counting keeps 'k' beside the state of its parameters",
+    "by_rank": "'of_numpy' of optimizer group 0 is 0.0 on rank 0 and 1.0 on rank 1; 'small' of optimizer group 0 is",
 }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from zeroelastic.checkpoint.optimizer_file import OF_THE_PARAMS
@@ -68,10 +69,17 @@ class RunState:
         plain = (bool, int, float, str, list, tuple)
         found: dict[str, str] = {}
         for g, group in enumerate(self.groups):
-            values = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in group.options.items()}
+            values = {k: _numbers(v) for k, v in group.options.items()}
             values |= {k: v.canonical() for k, v in group.scalars.items()}
             found |= {f"{k!r} of optimizer group {g}": str(v) for k, v in values.items() if isinstance(v, plain)}
         return found
+
+
+def _numbers(value: Any) -> Any:
+    """A hyper-parameter with each tensor, or number of numpy, as Python's numbers, whose text has all digits."""
+    if isinstance(value, (torch.Tensor, np.generic)):
+        return value.tolist()
+    return [*map(_numbers, value)] if isinstance(value, (list, tuple)) else value
 
 
 def run_state_of(
