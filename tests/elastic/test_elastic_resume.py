@@ -30,7 +30,7 @@ from zeroelastic.elastic import EXIT_PREEMPTED, ElasticDistributedSampler, every
 from zeroelastic.elastic.attempts import ATTEMPTS_NAME
 from zeroelastic.elastic.position import KEY, pack_position
 from zeroelastic.errors import CheckpointError, ConfigError, LayoutMismatchError, StrictError
-from zeroelastic.testing import RankPool, compare_states
+from zeroelastic.testing import RankError, RankPool, compare_states
 
 LENGTH, BATCH = 1000, 120
 JOB = Job(groups=1)
@@ -521,12 +521,11 @@ def overdue() -> None:
         time.sleep(60)
 
 
-def test_the_deadline_ends_the_process_with_an_exit_code_of_its_own() -> None:
-    from zeroelastic.testing import run_ranks
-
+@pytest.mark.quick
+def test_the_deadline_ends_the_process_with_an_exit_code_of_its_own(rank_pool: RankPool) -> None:
     began = time.monotonic()
-    with pytest.raises(Exception, match="75"):
-        run_ranks(overdue, 1, timeout=50)
+    with pytest.raises(RankError, match="75"):
+        rank_pool.run(overdue, 1, timeout=50)
     assert time.monotonic() - began < 50
 
 
