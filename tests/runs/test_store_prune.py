@@ -25,9 +25,11 @@ from zeroelastic.core.layout import Param
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.distributed.process_identity import machine
 from zeroelastic.errors import CheckpointError, UsageError
-from zeroelastic.io.paths import as_path
+from zeroelastic.io.objects import StoredObject, objects_below
+from zeroelastic.io.paths import RemotePath, as_path
 from zeroelastic.runs.candidates import check_quickly, going_on_from, list_run
 from zeroelastic.runs.run_store import open_run
+from zeroelastic.verbs.prune import carry_out
 
 support = pytest.mark.support
 
@@ -111,12 +113,28 @@ def test_a_tag_that_changed_or_that_latest_names_by_now_is_kept(server: S3Server
     prefix = url.removeprefix(f"s3://{BUCKET}/")
     server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/global_step2/more", Body=b"1")
     server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/latest", Body=b"global_step3")
-    from zeroelastic.verbs.prune import carry_out
-
     report = carry_out(planned)
     assert report.removed == ("global_step1",)
     reasons = {tag.tag: tag.reason for tag in report.tags}
     assert "changed" in reasons["global_step2"] and "latest names it" in reasons["global_step3"]
+
+
+def test_a_save_that_begins_when_its_tag_is_removed_keeps_its_mark(
+    server: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job saves a tag again that a run has left."""
+
+    def begins_after(path: RemotePath) -> list[StoredObject]:
+        found = objects_below(path)
+        if path.name == "global_step1":
+            mark(server, url, "global_step1", ELSEWHERE, time.time())
+        return found
+
+    planned, before = zeroelastic.prune(url, keep=3), keys(server, url)
+    monkeypatch.setattr("zeroelastic.runs.object_run.objects_below", begins_after)
+    report = carry_out(planned)
+    assert report.removed == () and not report.failed
+    assert keys(server, url) == before | {f"global_step1/{UNFINISHED_NAME}"}
 
 
 def test_a_removal_that_is_cut_short_leaves_no_checkpoint_and_is_finished(server: S3Server, url: str) -> None:

@@ -96,7 +96,11 @@ class ObjectRun(RunStore):
             return CHANGED
         if _tree(here).mark != tree.mark:
             return CHANGED
-        put_object(tag_dir / UNFINISHED_NAME, new_mark("removal").text)
+        is_marked = any(one.name.rpartition("/")[2] == UNFINISHED_NAME for one in here)  # by what died
+        try:
+            put_object(tag_dir / UNFINISHED_NAME, new_mark("removal").text, create=not is_marked)
+        except FileExistsError:  # a save of the tag has just begun
+            return CHANGED
         remove_objects([tag_dir / RECORD_NAME])
         remove_objects(path / one.name for one in here)
         remove_objects([tag_dir / UNFINISHED_NAME])
