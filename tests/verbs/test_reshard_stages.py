@@ -214,6 +214,9 @@ def test_tied_weights_are_one_tensor_and_client_state_is_rank_0s(tmp_path: Path)
             data["mine"] = {"rank": rank}
 
         edit(tmp_path / "a" / "tag" / model_name(rank), change)
+    for world_size, stage, lost in ((1, 3, True), (2, 3, False), (3, 3, False), (3, 2, True)):
+        planned = zeroelastic.reshard(tmp_path / "a", tmp_path / "b", world_size=world_size, stage=stage, dry_run=True)
+        assert ("not carried: buffers and client state of saved rank 1" in planned.notes) == lost
     zeroelastic.reshard(tmp_path / "a", tmp_path / "b", world_size=3, stage=2)
     model = torch.load(tmp_path / "b" / "tag" / MODEL, weights_only=False)
     assert model["module"]["head"].data_ptr() == model["module"]["w"].data_ptr()

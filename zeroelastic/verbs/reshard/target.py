@@ -14,12 +14,13 @@ from typing import Literal
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
+from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.optimizer_file import FP32, configured_dtype, steps_with_bf16_optimizer, zero_option
 from zeroelastic.checkpoint.tag_files import expert_file_name, model_file_name
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups
-from zeroelastic.errors import UnsupportedError, UsageError
+from zeroelastic.errors import UnsupportedError, UsageError, rank_list
 from zeroelastic.torch_file.graph import entry
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.reshard.slicing import ExpertLayer, Slicing
@@ -390,7 +391,20 @@ def stage_notes(saved: ReshardSource, target: ReshardTarget, options: ReshardOpt
         given = " and ".join(options.zero_options)
         origin = f"{given} as given" if given else "as in the saved configuration"
         notes.append(f"for a run with round_robin_gradients {order[0]} and parameter_alignment {order[1]}, {origin}")
-    return notes + (_stage_0_notes(saved, target) if target.stage == 0 else [])
+    return notes + _notes_on_ranks(saved, target) + (_stage_0_notes(saved, target) if target.stage == 0 else [])
+
+
+def _notes_on_ranks(saved: ReshardSource, target: ReshardTarget) -> list[str]:
+    """A sentence on what each rank of stage 3 saved for itself, where the result has no file for it."""
+    kept = target.topology.data_size if target.stage == 3 else 1
+    left = range(kept, 1 if saved.whole_model else saved.state.checkpoint.topology.data_size)
+    if not left:
+        return []
+    root = saved.model_root(0)
+    users = {*client_state_keys(root)} - {"zeroelastic"}  # the position in the data, the same on all
+    there = {"buffers": root.get("buffer_names"), "client state": users}
+    what = " and ".join(name for name, found in there.items() if found)
+    return [f"not carried: {what} of saved {rank_list(left)}"] if what else []
 
 
 def _stage_0_notes(saved: ReshardSource, target: ReshardTarget) -> list[str]:
