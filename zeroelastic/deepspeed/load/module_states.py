@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -163,9 +164,11 @@ class _ModelStatesReader:
             raise
         except Exception as error:  # a damaged file makes the unpickler raise anything
             if self._safe is not None and isinstance(error, pickle.UnpicklingError):
+                named = re.search(r"(?:GLOBAL |but got <class ')([\w.]+)", str(error))  # else torch's own sentence
+                why, name = (f"it names {named[1]}.", named[1]) if named else (str(error), "package.module.Class")
                 raise UnsafePickleError(
-                    f'{path}: refused by "weights_only_load": {error} To allow a class all the same, name it '
-                    'in "allow_globals": ["package.module.Class"] in the "zeroelastic" block.'
+                    f'{path}: refused by "weights_only_load": {why} To allow what you trust all the same, name it '
+                    f'in "allow_globals": ["{name}"] in the "zeroelastic" block.'
                 ) from None
             raise CheckpointError(f"{path}: {error}") from error
         if not isinstance(state, dict):
