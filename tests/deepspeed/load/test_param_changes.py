@@ -107,6 +107,8 @@ def make_optimizer(setup: Setup, groups: list[dict[str, Any]]) -> torch.optim.Op
         return torch.optim.Adagrad(groups, initial_accumulator_value=0.25)
     if setup.job.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=0.9)
+    if setup.job.optimizer == "rprop":
+        return torch.optim.Rprop([{"params": group["params"], "lr": group["lr"]} for group in groups])
     return torch.optim.AdamW(groups, betas=(0.8, 0.95))
 
 
@@ -548,7 +550,7 @@ def test_parameters_without_elements(rank_pool: RankPool, saved: Saver, elastic:
     assert any("void" in line for line in new.report.changed) and any("nothing" in line for line in new.report.changed)
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adagrad", "sgd", "rprop"])
 def test_state_that_does_not_begin_at_zero_or_is_made_early(rank_pool: RankPool, saved: Saver, optimizer: str) -> None:
     """Adagrad's sum begins at a value of its own and is made with the optimizer; training needs it to be there."""
     job = Job(optimizer=optimizer, groups=1)
@@ -562,6 +564,10 @@ def test_state_that_does_not_begin_at_zero_or_is_made_early(rank_pool: RankPool,
             if optimizer == "adagrad":
                 assert (state[f"state/{name}/sum"] == 0.25).all()
                 assert state[f"scalar/{name}/step"] == (3 if sub_group_size > 1 else 0)
+            elif optimizer == "rprop":
+                sizes = state.get(f"state/{name}/step_size")
+                assert (sizes is None) == (sub_group_size == 1)
+                assert sizes is None or ((sizes == sizes.flatten()[0]).all() and sizes.flatten()[0] > 1e-4)
             else:
                 assert all(not value.any() for value in state.values()) and len(state) == (sub_group_size > 1)
 

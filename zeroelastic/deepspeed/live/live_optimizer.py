@@ -309,7 +309,8 @@ class LiveOptimizer(ABC):
 
     def initial_value(self, sub_group: int, key: str) -> float:
         """The value of an element of a state tensor before the first step."""
-        return float(self.group(sub_group).get("initial_accumulator_value", 0.0)) if key == "sum" else 0.0
+        begins_at = {"sum": "initial_accumulator_value", "step_size": "lr"}.get(key, "")  # of Adagrad, and of Rprop
+        return float(self.group(sub_group).get(begins_at, 0.0))
 
     def state_filled(self) -> None:  # noqa: B027 (most kinds have nothing to do)
         """Called when the tensors of the optimizer state are the ones that a load fills."""
