@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-RANKS = {"rank_pool", "topology_pool", "pool"}
+RANKS = {"rank_pool", "topology_pool", "frameworks_pool", "pool"}
 """The fixtures by which a test says that it starts ranks."""
 
 QUICK_IN_PROJECT = {"test_docs.py", "test_imports.py", "test_support.py"}
