@@ -39,8 +39,9 @@ class Lineage:
     ``saves`` are all that this engine has committed.
     ``run`` is the run that it belongs to (``CommitRecord.run``): a new one, rank 0's, until a checkpoint is loaded.
     ``unsaved_steps`` and ``unsaved_seconds`` are what was trained since the last save to a directory when the training
-    loop (``preemption``) of now began. The engine was ``made_at`` a time in seconds since 1970. ``on_load`` are called
-    with the client state at the end of each load that sets the engine's counters, on every rank.
+    loop (``preemption``) of now began. The engine was ``made_at`` a time in seconds since 1970, later than the commit
+    of what it has loaded. ``on_load`` are called with the client state at the end of each load that sets the engine's
+    counters, on every rank.
     """
 
     save_id: str | None = None
@@ -55,22 +56,28 @@ class Lineage:
 
     def next_time(self, now: float) -> float:
         """The time of the next commit: later than the last one, even if the clock of this machine is behind."""
-        return round(max(now, self.committed_at + _TICK), 6)
+        return round(max(now, self.made_at + _TICK, self.committed_at + _TICK), 6)
 
     def commit(self, save_id: str, committed_at: float) -> None:
         """Record that a save of the engine was committed."""
         self.save_id, self.committed_at = save_id, committed_at
         self.saves.add(save_id)
+        _saves.add(save_id)
 
     def load(self, record: CommitRecord | None, client_state: Mapping[str, Any]) -> None:
         """Record that a checkpoint was loaded, with its counters. Collective, if one of ``on_load`` is."""
         self.save_id, self.begun = None if record is None else record.save_id, None
         self.unsaved_steps, self.unsaved_seconds = 0, 0.0
-        self.committed_at = max(self.committed_at, (record.committed_at or 0.0) if record is not None else 0.0)
+        self.follow(0.0 if record is None else record.committed_at or 0.0)
         if record is not None and record.run is not None:
             self.run = record.run
         for call in self.on_load:
             call(client_state)
+
+    def follow(self, committed_at: float) -> None:
+        """Record that the state is that of a save, or of another engine after it: what follows is later."""
+        self.committed_at = max(self.committed_at, committed_at)
+        self.made_at = max(self.made_at, committed_at + _TICK)
 
 
 @dataclass(eq=False)
@@ -114,6 +121,9 @@ class EngineState:
 _states = WeakSet[EngineState]()
 """Those of the engines of this process that are still there."""
 
+_saves = set[str]()
+"""All that engines of this process have committed."""
+
 
 def state_of(engine: Any) -> EngineState:
     """The state of an engine, made at the first call."""
@@ -125,6 +135,11 @@ def state_of(engine: Any) -> EngineState:
 def is_of_another_engine(engine: Any, save_id: object) -> bool:
     """Whether another engine of this process has committed a save."""
     return any(save_id in state.lineage.saves for state in _states if state is not state_of(engine))
+
+
+def is_of_this_process(save_id: str) -> bool:
+    """Whether an engine of this process has committed a save."""
+    return save_id in _saves
 
 
 def link(optimizer: Any, engine: Any) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from training import Job, build_engine, look, train_step
 
 import zeroelastic
+from zeroelastic.deepspeed import engine_state
+from zeroelastic.deepspeed.save import commit, directory
 from zeroelastic.elastic import resume
 from zeroelastic.errors import SaveError
 from zeroelastic.testing import RankPool
@@ -125,3 +129,76 @@ def change_params(directory: str) -> tuple[list[str], list[str]]:
 def test_a_run_whose_parameters_change_stays_one(rank_pool: RankPool, tmp_path: Path) -> None:
     before, after = rank_pool.run(change_params, 2, str(tmp_path))[0]
     assert before == ["global_step2"] and after == ["global_step4"]
+
+
+def save_beside_another_job(place: str, moment: str) -> tuple[str, list[str], str, list[str]]:
+    """Another job goes on from the first save of one, which is stopped at a moment of its second.
+
+    What the second save raises, the tags there are, ``latest``, and what the other job warns of at its next save.
+    """
+    engine, others = build_engine(Job()), list[Any]()
+
+    def go_on() -> None:
+        if not others:
+            others.append(build_engine(Job()))
+            others[0].load_checkpoint(place)
+            if moment != "before the other saves":
+                others[0].save_checkpoint(place, tag="theirs")
+            engine_state._saves.clear()  # it is another process
+
+    def then(action: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            found = action(*args, **kwargs)
+            go_on()
+            return found
+
+        return act
+
+    engine.save_checkpoint(place, tag="one")
+    name = {"before it is published": "record_of", "before latest": "publish_tag"}.get(moment, "")
+    if name:
+        setattr(directory, name, then(getattr(directory, name)))
+    else:
+        go_on()
+    said = ""
+    try:
+        engine.save_checkpoint(place, tag="mine")
+    except SaveError as error:
+        said = str(error)
+    tags = [tag for tag in ("mine", "one", "theirs") if (Path(place) / tag).exists()]
+    assert all(zeroelastic.verify(Path(place) / tag).valid for tag in tags)
+    latest = (Path(place) / "latest").read_text()
+    engine_state._saves.clear()
+    with mock.patch.object(commit.logger, "warning") as warned:
+        others[0].save_checkpoint(place, tag="later")
+    return said, tags, latest, [call.args[0] % call.args[1:] for call in warned.call_args_list]
+
+
+@pytest.mark.support(
+    "Checkpoint engines and storage",
+    "a job that another one has gone on from, stopped meanwhile or orphaned, and then saves",
+    "refused",
+    "from the first save of the other job on; until then that job warns",
+)
+@pytest.mark.parametrize(
+    ("moment", "outcome", "tags"),
+    [
+        ("before it begins", "Nothing was written", ["one", "theirs"]),
+        ("before it is published", "The tag is what it was before; `latest` is unchanged", ["one", "theirs"]),
+        ("before latest", "The checkpoint is complete; `latest` is unchanged", ["mine", "one", "theirs"]),
+    ],
+)
+def test_a_job_that_another_one_has_gone_on_from_saves_no_more(
+    rank_pool: RankPool, tmp_path: Path, moment: str, outcome: str, tags: list[str]
+) -> None:
+    (found,) = rank_pool.run(save_beside_another_job, 1, str(tmp_path), moment)
+    said, left, latest, warned = found
+    assert f"{tmp_path}/mine: another job has gone on with this run, and has saved {tmp_path}/theirs (step 0)" in said
+    assert outcome in said and (left, latest, warned) == (tags, "theirs", [])
+
+
+def test_a_job_says_that_an_earlier_one_still_saves(rank_pool: RankPool, tmp_path: Path) -> None:
+    (found,) = rank_pool.run(save_beside_another_job, 1, str(tmp_path), "before the other saves")
+    said, left, latest, (warning,) = found
+    assert (said, left, latest) == ("", ["mine", "one"], "mine")
+    assert warning.startswith(f"{tmp_path}/mine (step 0) was saved by a job that still runs, and was started before")

@@ -183,7 +183,8 @@ def restore_module(engine: Engine, state: RunState) -> None:
     if path is None:
         raise CheckpointError("DeepSpeed did not take the state of the world before.")
     lineage = lineage_of(engine)
-    lineage.save_id, lineage.committed_at, lineage.run = state.save_id, state.committed_at, state.run
+    lineage.save_id, lineage.run = state.save_id, state.run
+    lineage.follow(state.committed_at)
     lineage.unsaved_steps, lineage.unsaved_seconds = state.unsaved_steps, state.unsaved_seconds
 
 

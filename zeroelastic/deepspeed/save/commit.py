@@ -6,9 +6,10 @@ save that a load of the same run would refuse is not committed.
 
 from __future__ import annotations
 
+import logging
+import secrets
 import struct
 import time
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,14 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic._version import __version__
-from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CheckpointFormat, CommitRecord, Versions
+from zeroelastic.checkpoint.commit_record import (
+    RECORD_NAME,
+    RECORD_VERSION,
+    CheckpointFormat,
+    CommitRecord,
+    Versions,
+    read_head,
+)
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
 from zeroelastic.checkpoint.param_table import param_records, params_digest
@@ -31,13 +39,16 @@ from zeroelastic.checkpoint.topology import SliceMaps, numbered_expert
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.engine_state import Lineage
+from zeroelastic.deepspeed.engine_state import Lineage, is_of_this_process
 from zeroelastic.deepspeed.live.topology import Sharing
 from zeroelastic.distributed.collective import all_gather, gather, gather_bytes, maximum
-from zeroelastic.errors import CheckpointError, SaveError
+from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, printable
 from zeroelastic.io.paths import FilePath
+from zeroelastic.runs.names import directory_of, named_latest
 from zeroelastic.torch_file.header import Blocks, TorchFile, read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
+
+logger = logging.getLogger(__name__)
 
 _PACKED = struct.Struct("<iHH" + 2 * "q32s")  # ranks and flags; of either file its size and its digest
 _BF16, _WHOLE = 1, 2
@@ -45,9 +56,47 @@ _FILE, _DIRECTORY = (4, 8), (16, 32)
 _OPTIM_NAMES = ("zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt", "bf16_zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt")
 
 
-def new_save_id() -> str:
-    """An identity for one save, which every file of it has: 32 hexadecimal digits."""
-    return uuid.uuid4().hex
+def new_save_id(made_at: float) -> str:
+    """An identity for one save, which every file of it has: 32 hexadecimal digits.
+
+    The first 16 are the time at which the engine that saves was made, in microseconds since 1970.
+    """
+    return f"{round(made_at * 1e6):016x}{secrets.token_hex(8)}"
+
+
+def refuse_out_of_date(
+    save_id: str, lineage: Lineage, run_dir: FilePath, tag_dir: FilePath, outcome: str, *, begins: bool = False
+) -> None:
+    """Raise SaveError where another job has gone on with this run since: this one was stopped for a while, or orphaned.
+
+    It is later if its engine was made later, by the ids of its saves: of what ``latest`` names, or of the tag that
+    would be replaced. Of two jobs that go on at once, the older one thus ends at its first save after the first one of
+    the other. ``outcome`` ends the message. Where the other job is the older one, a save that ``begins`` warns.
+    """
+    latest, _ = named_latest(run_dir)
+    own, now = int(save_id[:16], 16), time.time() * 1e6
+    for place in dict.fromkeys([tag_dir, tag_dir if latest is None else directory_of(run_dir, latest)]):
+        try:
+            head = read_head(place / RECORD_NAME)
+            other, at = str(head["save_id"]), 1e6 * float(str(head["committed_at"]))
+            made = int(other[:16], 16)
+        except (CheckpointError, UnreadableError, KeyError, ValueError):  # none, damaged, or without a time
+            continue
+        if head.get("run") != lineage.run or is_of_this_process(other) or not made < at <= now:
+            continue
+        what = f"{printable(str(place))} (step {head.get('global_steps')})"
+        if own < made:
+            raise SaveError(
+                f"{tag_dir}: another job has gone on with this run, and has saved {what}. It was started after this "
+                f"one, which is out of date and does not save here any more. {outcome} End this job; if both are "
+                "wanted, give each a directory of its own."
+            )
+        if begins and made < own < at:
+            logger.warning(
+                "%s was saved by a job that still runs, and was started before this one. Two jobs go on with one run "
+                "here: the other one's saves are refused after the next one of this job. End it.",
+                what,
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from zeroelastic.deepspeed.save.commit import (
     not_committed,
     read_back,
     record_of,
+    refuse_out_of_date,
 )
 from zeroelastic.deepspeed.save.shard_writer import Snapshot
 from zeroelastic.deepspeed.storage_rules import saves_nothing
@@ -97,7 +98,7 @@ class Destination(ABC):
         """What makes the tag of files that are written and read back: after the last step it is complete."""
 
     @abstractmethod
-    def point_latest(self, tag: str) -> None:
+    def point_latest(self, save: PendingCommit) -> None:
         """Let ``latest`` name the tag, if the save is asked to, on the leader. Raises SaveError."""
 
     @abstractmethod
@@ -142,7 +143,7 @@ class Destination(ABC):
         if not unreadable:
             save.lineage.commit(save.save_id, committed_at)
         barrier.outcome_note = "The checkpoint is complete; load it by its tag."
-        barrier.all_or_raise(lambda: self.point_latest(save.tag) if self.is_leader else None, "latest")
+        barrier.all_or_raise(lambda: self.point_latest(save) if self.is_leader else None, "latest")
         if dist.get_rank() != 0:
             return 0
         # Ranks that see one directory may name the same file: that of the whole module, at stages 1 and 2.
@@ -223,7 +224,7 @@ class Directory(Destination):
             if self.is_leader:
                 self._write_record(save, written, committed_at)
 
-        return ("record", check_and_record), ("publish", self._publish)
+        return ("record", check_and_record), ("publish", lambda: self._publish(save))
 
     def _check_sizes(self, barrier: SaveBarrier) -> None:
         """Raise SaveError if this rank does not see the files of another one as that one does.
@@ -263,18 +264,22 @@ class Directory(Destination):
             if unreadable is None:
                 write_atomically(self.staging_dir / RECORD_NAME, record_text(record), sync=self._fsync)
 
-    def _publish(self) -> None:
-        """The one rename that makes the tag."""
+    def _publish(self, save: PendingCommit) -> None:
+        """The one rename that makes the tag. This process may have been stopped since the save began."""
         if self.is_leader:
+            outcome = "The tag is what it was before; `latest` is unchanged."
+            refuse_out_of_date(save.save_id, save.lineage, self._root, self.tag_dir, outcome)
             with self.as_not_committed():
                 publish_tag(self.staging_dir, self._place, sync=self._fsync)
 
-    def point_latest(self, tag: str) -> None:
+    def point_latest(self, save: PendingCommit) -> None:
         if self._save_latest:
+            outcome = "The checkpoint is complete; `latest` is unchanged."
+            refuse_out_of_date(save.save_id, save.lineage, self._root, self.tag_dir, outcome)
             try:
-                write_atomically(self._root / LATEST, tag.encode(), sync=self._fsync)
+                write_atomically(self._root / LATEST, save.tag.encode(), sync=self._fsync)
             except OSError as error:
-                raise not_pointed(self._root / LATEST, tag, error) from error
+                raise not_pointed(self._root / LATEST, save.tag, error) from error
 
 
 def not_pointed(path: object, tag: str, error: OSError) -> SaveError:

@@ -48,7 +48,7 @@ from zeroelastic.deepspeed.save.after_save import AfterSave, remove_old_tags
 from zeroelastic.deepspeed.save.background import BackgroundSave, background_for
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
-from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, written_files
+from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, refuse_out_of_date, written_files
 from zeroelastic.deepspeed.save.directory import Destination, Directory
 from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
 from zeroelastic.deepspeed.save.lean import LeanStates, copy_recovery_scripts, refuse_lean, share_weights
@@ -301,7 +301,7 @@ def save_checkpoint(
     after = AfterSave(self, as_path(save_dir) / tag, tag, began=began)
     with span("save", tag=tag, step=int(self.global_steps), ranks=dist.get_world_size()), after.failures():
         barrier = SaveBarrier(as_path(save_dir) / tag, timeout_s=options_of(self).save_timeout_s)
-        barrier.leave_note(new_save_id())
+        barrier.leave_note(new_save_id(lineage_of(self).made_at))
         with span("save.wait"):
             barrier.wait("begin")
         with barrier.attribute_failures():
@@ -318,7 +318,7 @@ def _save(
     # DeepSpeed's own files of stages 1 and 2 have all that another size needs.
     kind = kind_of(engine.optimizer)
     elastic = saves_elastic(engine) and kind is not None and kind.per_param
-    prepared = _prepare(engine, request, elastic=elastic)
+    prepared = _prepare(engine, request, elastic=elastic, save_id=save_id)
     if isinstance(prepared, ZeroElasticError):
         asked = options_of(engine).lean or request.exclude_frozen_parameters  # which DeepSpeed's save would not heed
         refuses = elastic or (saves_elastic(engine) and (asked or isinstance(prepared, UsageError)))
@@ -393,7 +393,7 @@ def _save_by_deepspeed_alone(engine: Engine, original: Method, request: SaveRequ
 
 
 def _prepare(
-    engine: Engine, request: SaveRequest, *, elastic: bool
+    engine: Engine, request: SaveRequest, *, elastic: bool, save_id: str
 ) -> tuple[LiveOptimizer, dict[str, Any]] | ZeroElasticError:
     """The live state of this rank, read once for the whole save, and the client state to save. Collective.
 
@@ -411,6 +411,8 @@ def _prepare(
             )
         if dist.get_rank() == 0:
             _refuse_tag_of_another(engine, request.tag_dir)
+            place, outcome = (request.directory, request.tag_dir), "Nothing was written."
+            refuse_out_of_date(save_id, lineage_of(engine), *place, outcome, begins=True)
         refuse_to_save(engine, request.tag_dir)
         live = covered_live(engine, engine.optimizer)
         with_frozen = options_of(engine).lean or not request.exclude_frozen_parameters

@@ -244,7 +244,7 @@ class StoreTarget(Destination):
                     why = "another job has committed the same tag meanwhile"
                     raise not_committed(self.tag_dir, why) from None
 
-    def point_latest(self, tag: str) -> None:
+    def point_latest(self, save: PendingCommit) -> None:
         """Take the mark away, put what belongs to the run and not to a tag, and let ``latest`` name the tag."""
         self.remove_mark(failed=False)
         self._marked = False
@@ -253,9 +253,9 @@ class StoreTarget(Destination):
                 if path.is_file():
                     put_object(self.run_dir / path.name, path.read_bytes())
             if self._save_latest:
-                put_object(self.run_dir / LATEST, tag.encode())
+                put_object(self.run_dir / LATEST, save.tag.encode())
         except OSError as error:
-            raise not_pointed(error.filename, tag, error) from error
+            raise not_pointed(error.filename, save.tag, error) from error
 
     def _require_ours(self) -> None:
         if not self.is_ours():
