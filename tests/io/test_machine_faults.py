@@ -47,7 +47,11 @@ EXECUTORS = ["numpy", *["native"] * describe_build("native").usable]
 def run_faulty(faulty_io: Path, directory: Path, mode: str, code: int = 0) -> list[dict[str, Any]]:
     """What came of it with each executor."""
     (directory / "expected").mkdir()
-    faults = {"LD_PRELOAD": str(faulty_io), "FAULTY_PATH": f"{directory}/marked", "FAULTY_MODE": mode}
+    faults = {
+        "LD_PRELOAD": str(faulty_io),
+        "FAULTY_PATH": f"{directory}/" + "marked" * (mode != "w"),
+        "FAULTY_MODE": mode,
+    }
     faults |= {"FAULTY_AT": "1", "FAULTY_ERRNO": str(code)}
     done = subprocess.run(
         [sys.executable, str(TESTS / "faults" / "io_job.py"), str(directory), *EXECUTORS],
@@ -70,8 +74,8 @@ def test_interrupted_and_short_calls_change_nothing(tmp_path: Path, faulty_io: P
 
 @pytest.mark.parametrize(
     ("mode", "code"),
-    [("r", errno.EIO), ("f", errno.EIO)],
-    ids=["a read that fails", "an fsync that fails"],
+    [("r", errno.EIO), ("f", errno.EIO), ("w", errno.EDQUOT)],
+    ids=["a read that fails", "an fsync that fails", "writes beyond a quota"],
 )
 def test_a_call_that_fails_is_an_error_that_names_the_file(
     tmp_path: Path, faulty_io: Path, mode: str, code: int

@@ -19,6 +19,7 @@ import errno
 import hashlib
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,8 +71,12 @@ def errors_of_the_system(directory: Path) -> Iterator[None]:
     except RuntimeError as error:
         if "unexpected pos" not in str(error):
             raise
-        free = os.statvfs(directory)
-        code = errno.ENOSPC if free.f_bavail * free.f_frsize < _SHORT_OF_SPACE else errno.EIO
+        code = errno.EIO
+        try:
+            with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+                write_fully(file.fileno(), bytes(_SHORT_OF_SPACE), 0)
+        except OSError as found:  # no space, or a quota
+            code = found.errno or code
         raise OSError(code, os.strerror(code)) from error
 
 

@@ -38,7 +38,8 @@ def raised(action: Callable[[], Any]) -> tuple[str, str, float]:
 
 
 def save_late(directory: str) -> list[tuple[str, str, float]]:
-    """Rank 2 comes late to a save, then to the middle of another one; then all are there."""
+    """Rank 2 comes late to a save, then to the middle of another one, rank 0 to the end of one; then all are there."""
+    from zeroelastic.deepspeed.save import directory as on_disk
     from zeroelastic.deepspeed.save import shard_writer
 
     engine = build_engine(Job(options={"save_timeout_s": 2.0}))
@@ -46,9 +47,13 @@ def save_late(directory: str) -> list[tuple[str, str, float]]:
     engine.save_checkpoint(directory, tag="good")
     write = shard_writer.write_torch_file
 
-    def sleep() -> None:
-        if dist.get_rank() == 2:
+    def sleep(rank: int = 2) -> None:
+        if dist.get_rank() == rank:
             time.sleep(6.0)
+
+    def check_and_sleep(*args: Any, **kwargs: Any) -> None:
+        check(*args, **kwargs)
+        sleep(0)
 
     def slow_write(*args: Any, **kwargs: Any) -> Any:
         sleep()
@@ -60,6 +65,10 @@ def save_late(directory: str) -> list[tuple[str, str, float]]:
     shard_writer.write_torch_file = slow_write
     outcomes.append(raised(lambda: engine.save_checkpoint(directory, tag="slow")))
     shard_writer.write_torch_file = write
+    dist.barrier()
+    check, on_disk.refuse_out_of_date = on_disk.refuse_out_of_date, check_and_sleep
+    outcomes.append(raised(lambda: engine.save_checkpoint(directory, tag="stopped")))
+    on_disk.refuse_out_of_date = check
     dist.barrier()
     left = sorted(name for name in os.listdir(directory) if not name.endswith(".py"))
     outcomes.append((",".join(left), (Path(directory) / "latest").read_text(), 0.0))
@@ -73,15 +82,30 @@ def test_a_rank_that_does_not_arrive_is_named_on_every_rank(rank_pool: RankPool,
     """The late one gets the same error when it comes, and the next save goes well."""
     results = rank_pool.run(save_late, 3, str(tmp_path))
     for outcomes in results:
-        (kind, said, _), (slow_kind, slow_said, _), (left, latest, _) = outcomes
-        assert kind == slow_kind == "AbsentRankError"
-        assert said == results[0][0][1] and slow_said == results[0][1][1]
+        (kind, said, _), (slow_kind, slow_said, _), (stopped_kind, stopped_said, _), (left, latest, _) = outcomes
+        assert kind == slow_kind == stopped_kind == "AbsentRankError"
+        assert said == results[0][0][1] and slow_said == results[0][1][1] and stopped_said == results[0][2][1]
+        assert "rank 0 did not arrive within 2 s" in stopped_said and "The tag is not committed" in stopped_said
         assert f"{tmp_path}/late: rank 2 did not arrive within 2 s" in said and "was about to be saved" in said
         assert f"{tmp_path}/slow: rank 2 did not arrive within 2 s" in slow_said and "files were written" in slow_said
         assert (left, latest) == ("good,latest", "good")
     assert all(outcomes[0][2] < 5 for outcomes in results)
     assert issubclass(AbsentRankError, (OSError, TimeoutError))
     assert verify_checkpoint(tmp_path / "next").valid and (tmp_path / "latest").read_text() == "next"
+
+
+def save_without_a_launcher(directory: str) -> tuple[str, str, float]:
+    from zeroelastic.deepspeed.save import save
+
+    engine, gone = build_engine(Job()), dist.DistNetworkError("Failed to recv, got 0 bytes.")
+    with mock.patch.object(save, "require_partners", side_effect=gone):
+        return raised(lambda: engine.save_checkpoint(directory, tag="orphaned"))
+
+
+def test_a_save_after_the_launcher_has_died_says_so(rank_pool: RankPool, tmp_path: Path) -> None:
+    (kind, said, _) = rank_pool.run(save_without_a_launcher, 1, str(tmp_path))[0]
+    assert kind == "AbsentRankError" and said.startswith(f"{tmp_path}/orphaned: the process that holds the store")
+    assert said.endswith("(Failed to recv, got 0 bytes.): rank 0, or the launcher. Nothing was written.")
 
 
 def die_beside_a_slow_rank(meets: bool) -> tuple[str, str, float]:

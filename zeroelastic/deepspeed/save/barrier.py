@@ -127,6 +127,12 @@ class SaveBarrier:
             return self._note
         return str(self._store_request(lambda: self._store.get(self._key(self._meeting, rank)).decode()))
 
+    def is_given_up(self) -> bool:
+        """Whether the ranks at the next barrier have given this one up, which was stopped for a while before it."""
+        if self._world_size == 1:
+            return False
+        return self._store_request(lambda: bool(self._store.check([self._key(self._meeting + 1, "outcome")])))
+
     def close(self) -> None:
         """End the barriers of this save: the keys that are still in the store are removed at the first of a later save.
 
@@ -289,13 +295,18 @@ class SaveBarrier:
         return first == str(self._rank) or waited > patience_s + _GRACE_S
 
     def _store_request(self, ask: Callable[[], T]) -> T:
-        try:
-            return ask()
-        except RuntimeError as error:
-            raise AbsentRankError(
-                f"{self._what}: the process that holds the store of this process group cannot be reached any more "
-                f"({str(error).splitlines()[0]}): rank 0, or the launcher. {self.outcome_note}"
-            ) from error
+        return store_request(ask, self._what, self.outcome_note)
+
+
+def store_request(ask: Callable[[], T], what: object, outcome: str) -> T:
+    """The answer of the store of the process group. Raises AbsentRankError where its process has gone."""
+    try:
+        return ask()
+    except RuntimeError as error:
+        raise AbsentRankError(
+            f"{what}: the process that holds the store of this process group cannot be reached any more "
+            f"({str(error).splitlines()[0]}): rank 0, or the launcher. {outcome}"
+        ) from error
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:

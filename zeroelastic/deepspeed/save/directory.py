@@ -224,7 +224,7 @@ class Directory(Destination):
             if self.is_leader:
                 self._write_record(save, written, committed_at)
 
-        return ("record", check_and_record), ("publish", lambda: self._publish(save))
+        return ("record", check_and_record), ("publish", lambda: self._publish(save, barrier))
 
     def _check_sizes(self, barrier: SaveBarrier) -> None:
         """Raise SaveError if this rank does not see the files of another one as that one does.
@@ -264,11 +264,13 @@ class Directory(Destination):
             if unreadable is None:
                 write_atomically(self.staging_dir / RECORD_NAME, record_text(record), sync=self._fsync)
 
-    def _publish(self, save: PendingCommit) -> None:
+    def _publish(self, save: PendingCommit, barrier: SaveBarrier) -> None:
         """The one rename that makes the tag. This process may have been stopped since the save began."""
         if self.is_leader:
             outcome = "The tag is what it was before; `latest` is unchanged."
             refuse_out_of_date(save.save_id, save.lineage, self._root, self.tag_dir, outcome)
+            if barrier.is_given_up():
+                return  # the others have said that the tag is not committed
             with self.as_not_committed():
                 publish_tag(self.staging_dir, self._place, sync=self._fsync)
 

@@ -24,7 +24,7 @@ from deepspeed.runtime.checkpoint_engine import decoupled_checkpoint_engine as d
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.notices import notice
-from zeroelastic.deepspeed.save.barrier import SaveBarrier
+from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import SaveError
@@ -108,7 +108,7 @@ def finish_pending(engine: Engine, *, before: str = "") -> float | None:
     pending = _taken(engine)
     if pending is None:
         return None
-    require_partners()
+    store_request(require_partners, pending.tag_dir, "Unless `latest` names it, it is not committed.")
     waits, began = not pending.is_done(), time.monotonic()
     try:
         pending.finish()

@@ -46,7 +46,7 @@ from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.run_objects import saving_sampler
 from zeroelastic.deepspeed.save.after_save import AfterSave, remove_old_tags
 from zeroelastic.deepspeed.save.background import BackgroundSave, background_for
-from zeroelastic.deepspeed.save.barrier import SaveBarrier
+from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
 from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
 from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, refuse_out_of_date, written_files
 from zeroelastic.deepspeed.save.directory import Destination, Directory
@@ -294,7 +294,7 @@ def save_checkpoint(
     began = time.monotonic()
     named = str(as_path(save_dir) / tag)
     save_dir = absolute(save_dir)
-    require_partners()
+    store_request(require_partners, as_path(save_dir) / tag, "Nothing was written.")
     agree_on_options(self)
     _warn_without_memory(self)
     finish_pending(self, before=f"the save of {tag}")
