@@ -94,6 +94,19 @@ def test_a_rank_that_does_not_arrive_is_named_on_every_rank(rank_pool: RankPool,
     assert verify_checkpoint(tmp_path / "next").valid and (tmp_path / "latest").read_text() == "next"
 
 
+def test_a_store_whose_process_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing ends such a request, so that the log is the only place to say it."""
+    from zeroelastic.deepspeed.save import barrier
+
+    monkeypatch.setattr(barrier, "_GRACE_S", 0.1)
+    with mock.patch.object(barrier.logger, "error") as logged:
+        barrier.store_request(lambda: time.sleep(1.0), "ckpt/tag", "", patience_s=0.1)
+        barrier.store_request(lambda: None, "ckpt/quick", "", patience_s=0.1)
+        time.sleep(0.5)
+    ((line, *args),) = [call.args for call in logged.call_args_list]
+    assert (line % tuple(args)).startswith("ckpt/tag: has waited for the store of this process group")
+
+
 def save_without_a_launcher(directory: str) -> tuple[str, str, float]:
     from zeroelastic.deepspeed.save import save
 

@@ -11,12 +11,15 @@ has failed: where nothing has, no collective follows.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -27,6 +30,8 @@ from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import absent_ranks, announce, identities_on_this_machine, life_of_rank
 from zeroelastic.distributed.process_identity import life_of, machine
 from zeroelastic.errors import AbsentRankError, ZeroElasticError, rank_list
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -102,7 +107,8 @@ class SaveBarrier:
         if self._world_size == 1:
             return ok
         self._meeting += 1
-        verdict = self._store_request(lambda: self._wait_for_all(ok=ok))
+        meet = partial(self._wait_for_all, ok=ok)
+        verdict = store_request(meet, self._what, self.outcome_note, patience_s=self.timeout_s)
         if verdict == _ALARM:  # a rank was lost in a collective, whose others say the same
             verdict, stage = self._store_request(self._find_lost_ranks), "it was saved"
             verdict = verdict if verdict != _EVERYBODY else _FAILED
@@ -298,15 +304,34 @@ class SaveBarrier:
         return store_request(ask, self._what, self.outcome_note)
 
 
-def store_request(ask: Callable[[], T], what: object, outcome: str) -> T:
-    """The answer of the store of the process group. Raises AbsentRankError where its process has gone."""
+def store_request(ask: Callable[[], T], what: object, outcome: str, *, patience_s: float | None = None) -> T:
+    """The answer of the store of the process group. Raises AbsentRankError where its process has gone.
+
+    A request to a process that is stopped has no limit in torch: an error is logged when it takes ``2 * _GRACE_S``
+    longer than ``patience_s``.
+    """
+    waits_s = (patience_s or 0.0) + 2 * _GRACE_S
+
+    def say() -> None:
+        logger.error(
+            "%s: has waited for the store of this process group for %.0f s. The process that holds it, rank 0 or the "
+            "launcher, may be stopped: let it go on, or end the job.",
+            *(what, waits_s),
+        )
+
+    timer = threading.Timer(waits_s, say)
+    timer.daemon = True
     try:
+        if patience_s is not None:
+            timer.start()
         return ask()
     except RuntimeError as error:
         raise AbsentRankError(
             f"{what}: the process that holds the store of this process group cannot be reached any more "
             f"({str(error).splitlines()[0]}): rank 0, or the launcher. {outcome}"
         ) from error
+    finally:
+        timer.cancel()
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:

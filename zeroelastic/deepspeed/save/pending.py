@@ -108,7 +108,8 @@ def finish_pending(engine: Engine, *, before: str = "") -> float | None:
     pending = _taken(engine)
     if pending is None:
         return None
-    store_request(require_partners, pending.tag_dir, "Unless `latest` names it, it is not committed.")
+    outcome = "Unless `latest` names it, it is not committed."
+    store_request(require_partners, pending.tag_dir, outcome, patience_s=0.0)
     waits, began = not pending.is_done(), time.monotonic()
     try:
         pending.finish()

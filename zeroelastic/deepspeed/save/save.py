@@ -294,7 +294,7 @@ def save_checkpoint(
     began = time.monotonic()
     named = str(as_path(save_dir) / tag)
     save_dir = absolute(save_dir)
-    store_request(require_partners, as_path(save_dir) / tag, "Nothing was written.")
+    store_request(require_partners, as_path(save_dir) / tag, "Nothing was written.", patience_s=0.0)
     agree_on_options(self)
     _warn_without_memory(self)
     finish_pending(self, before=f"the save of {tag}")
