@@ -311,13 +311,18 @@ def test_a_scheduler_that_accelerate_does_not_save_is_named_at_the_save_and_at_t
     assert (seen.rates == pytest.approx(whole.rates[2:], rel=1e-12)) is not is_forgotten
 
 
-def test_generators_whose_file_is_missing_are_not_said_to_be_restored(rank_pool: RankPool, tmp_path: Path) -> None:
-    """A save that was cut short after the model has them of some ranks, of which accelerate says nothing."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_generators_without_a_file_are_not_said_to_be_restored(rank_pool: RankPool, tmp_path: Path, rank: int) -> None:
+    """A save that was cut short after the model has files of some ranks, and half of one: accelerate says nothing."""
     job, path = AccelerateJob(stage=2), str(tmp_path / "a")
     rank_pool.run(accelerate_run, 2, job.at(2), 2, save=(2, path))
-    (tmp_path / "a/random_states_1.pkl").unlink()
+    file = tmp_path / f"a/random_states_{rank}.pkl"
+    if rank:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     notes = " ".join(rank_pool.run(accelerate_run, 3, job.at(3), 2, load=path)[0].notes)
-    assert "random number generators of rank 1: NOT RESTORED. random_states_*.pkl is missing" in notes
+    assert f"random number generators of rank {rank}: NOT RESTORED. random_states_*.pkl is missing" in notes
     assert "random number generators: the saved ones on 1 rank; 1 new, seeded" in notes
 
 

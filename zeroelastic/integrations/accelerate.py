@@ -20,6 +20,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from zeroelastic.deepspeed.patching import patched, wrap
 from zeroelastic.deepspeed.save.pending import finish_pending, pending_of
 from zeroelastic.distributed.collective import all_gather, all_or_raise
 from zeroelastic.elastic.position import seed_generators
-from zeroelastic.errors import StrictError, UnsupportedError, counted, rank_list
+from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError, counted, rank_list
 from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.tag_directory import read_tag
@@ -180,17 +181,24 @@ def _read(directory: Path, tag_dir: FilePath) -> _Saved:
         world_size=checkpoint.world_size,
         accumulation=accumulation if type(accumulation) is int else 1,
         micro=micro if type(micro) is int else None,
-        step=_saved_step(directory / "random_states_0.pkl"),
+        step=_saved_step(_rank_states(directory, 0)),
         content_root=checkpoint.record.content_root if checkpoint.record is not None else None,
     )
 
 
-def _saved_step(path: Path) -> int | None:
-    """``accelerator.step`` as rank 0 saved it; nothing in the file is executed."""
-    if not path.exists():
-        return None
-    states = read_graph(path)
-    step = states.get("step") if isinstance(states, dict) else None
+def _rank_states(directory: Path, rank: int) -> dict[object, object] | None:
+    """A rank's generators and ``accelerator.step``, not executed; None without a file, or if it is damaged.
+
+    accelerate passes over both without a word.
+    """
+    with suppress(ZeroElasticError):
+        states = read_graph(directory / f"random_states_{rank}.pkl")
+        return states if isinstance(states, dict) else None
+    return None
+
+
+def _saved_step(states: dict[object, object] | None) -> int | None:
+    step = None if states is None else states.get("step")
     return step if type(step) is int else None
 
 
@@ -231,17 +239,14 @@ def _correct(
 
 
 def _reseed_new_rank(accelerator: Any, engine: Any, directory: Path, saved: _Saved, notes: Notes) -> None:
-    """Seed the generators of new ranks as ``zeroelastic reshard`` does; the other ranks have files of their own.
-
-    accelerate says nothing where such a file is missing. Collective.
-    """
+    """Seed the generators of new ranks as ``zeroelastic reshard`` does; the others have their files. Collective."""
     world_size, rank = accelerator.num_processes, dist.get_rank()
-    has_file = all_gather((directory / f"random_states_{rank}.pkl").is_file())
+    has_file = all_gather(_rank_states(directory, rank) is not None)
     old = range(min(world_size, saved.world_size))
     if missing := [one for one in old if not has_file[one]]:
         notes.warn(
-            f"random number generators of {rank_list(missing)}: NOT RESTORED. random_states_*.pkl is missing: "
-            "the save was cut short after the model, or the file was left behind"
+            f"random number generators of {rank_list(missing)}: NOT RESTORED. random_states_*.pkl is missing or "
+            "damaged: the save was cut short after the model, or the file was left behind"
         )
     kept = f"random number generators: the saved ones on {counted(len(old) - len(missing), 'rank')}; "
     num_new = world_size - saved.world_size

@@ -19,7 +19,7 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.global_batch import listed_world_sizes
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.elastic.sampler import BatchPlan, batch_plan
-from zeroelastic.errors import ConfigError, UnsupportedError
+from zeroelastic.errors import ConfigError, UnsupportedError, counted
 from zeroelastic.integrations.framework_load import read_on_rank_0
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import find_source
@@ -62,8 +62,8 @@ def keep_global_batch(trainer: Any, config: dict[str, Any], checkpoint: Path) ->
         notice(
             logger,
             f"keep_global_batch: per_device_train_batch_size {micro} -> {plan.micro_batch}, "
-            f"gradient_accumulation_steps {accumulation} -> {plan.accumulation}, so that {world_size} ranks have the "
-            f"global batch of {checkpoint.name}: {saved}, not {current}",
+            f"gradient_accumulation_steps {accumulation} -> {plan.accumulation}, so that the global batch on "
+            f"{counted(world_size, 'rank')} is that of {checkpoint.name}: {saved}, not {current}",
         )
 
 
