@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -74,6 +75,10 @@ _OF_DEEPSPEED = frozenset(
 )
 
 
+Form: TypeAlias = tuple[str, tuple[int, ...]]
+"""The dtype and the shape of a tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelStates:
     """What one rank's ``*_model_states.pt`` says about the layout; the module itself is not looked at.
@@ -83,7 +88,7 @@ class ModelStates:
     ``sub_groups`` are the trained parameters in flat order, by sub-group at stage 3 and by optimizer group at stages 1
     and 2; ``frozen`` those that the optimizer does not have, or None where they were excluded from the save;
     ``frozen_extents`` where this rank's parts of them are; ``directory`` is the file's digest of its zip directory.
-    ``values`` are the counters and states that DeepSpeed loads from there; ``others`` the shapes of what is no
+    ``values`` are the counters and states that DeepSpeed loads from there; ``others`` the forms of what is no
     parameter in the module's state, None for what is no tensor. ``weights`` are the (offset, nbytes) of the trained
     parameters in a file of the whole module; a load makes them from the master weights instead. ``params_alone`` are
     the (offset, nbytes) of all payload that nothing but a parameter uses; storages that a parameter shares with a
@@ -107,7 +112,7 @@ class ModelStates:
     header_bytes: int
     directory: str = ""
     values: Mapping[str, object] = field(default_factory=dict)
-    others: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    others: Mapping[str, Form | None] = field(default_factory=dict)
     weights: Int64Array = field(default_factory=lambda: _NO_RANGES)
     params_alone: Int64Array = field(default_factory=lambda: _NO_RANGES)
     expert_files: tuple[str, ...] = ()
@@ -218,11 +223,11 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         directory=file.directory,
         values={key: with_lists(root[key]) for key in (*COUNTERS, *_STATES) if key in root},
         others={
-            str(name): value.shape if isinstance(value, TensorRef) else None
+            str(name): (value.dtype, value.shape) if isinstance(value, TensorRef) else None
             for name, value in others.items()
             if not isinstance(value, Stub)
         }
-        | ({name: tensor.shape for name, tensor in shared.buffers.items()} if shared is not None else {}),
+        | {name: (one.dtype, one.shape) for name, one in (() if shared is None else shared.buffers.items())},
         weights=weights,
         params_alone=params_alone,
         expert_files=expert_files,

@@ -122,6 +122,22 @@ def test_the_schedule_of_an_older_torch_is_taken(rank_pool: RankPool, tmp_path: 
     assert rank_pool.run(load_schedule, 3, Job().other(), str(tmp_path)) == [(1, False)] * 3
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_buffer_that_is_cast_is_said_to_be(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
+    rank_pool.run(train_and_save, 2, Job(stage=stage), str(tmp_path), before=1, after=0, tag="good")
+    casts = rank_pool.run(load_into_other_buffers, 3, Job(stage=stage).other(), str(tmp_path))
+    assert casts == [[[], ["buffers: cast from float32 to float16"]]] * 3
+
+
+def load_into_other_buffers(job: Job, directory: str) -> list[list[str]]:
+    engine, found = build_engine(job), list[list[str]]()
+    for dtype in (torch.float32, torch.float16):
+        engine.module.batches_seen = engine.module.batches_seen.to(dtype)
+        engine.load_checkpoint(directory, tag="good")
+        found.append([note for note in engine.zeroelastic_report.notes if note.startswith("buffers: ")])
+    return found
+
+
 def load_schedule(job: Job, directory: str) -> tuple[int, bool]:
     engine = build_engine(job)
     engine.load_checkpoint(directory, tag="good")

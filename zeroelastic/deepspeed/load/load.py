@@ -34,7 +34,13 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.configured import Configured, configured_values, overridden_notes
 from zeroelastic.deepspeed.load.dcp_source import HINT, find_dcp_source, is_dcp, open_dcp_source, refuse_dcp
 from zeroelastic.deepspeed.load.fallback import load_newest
-from zeroelastic.deepspeed.load.module_states import ModuleKeys, check_loaded_values, model_states_reader, recorded_keys
+from zeroelastic.deepspeed.load.module_states import (
+    ModuleKeys,
+    buffer_casts,
+    check_loaded_values,
+    model_states_reader,
+    recorded_keys,
+)
 from zeroelastic.deepspeed.load.preflight import LoadPlan, preflight
 from zeroelastic.deepspeed.load.report import (
     check_batch,
@@ -273,7 +279,7 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
             restored = restore(engine, live, plan, request, load_module)
         with span("load.verify"):
             verified = verify(engine, live, plan, restored, request)
-            module_notes = notes_of_modules(plan)
+            module_notes = [*buffer_casts(engine, plan.model, request), *notes_of_modules(plan)]
             failed, costs = gather_costs(plan, restored, verified)
             if failed:
                 raise_mismatch(live, verified, plan)

@@ -278,7 +278,8 @@ def check_loaded_values(engine: Engine, model: ModelStates, request: LoadRequest
     """
     problems: list[str] = []
     own = dict(engine.module.named_buffers()) if request.custom_load_fn is None else {}
-    for name, shape in model.others.items():
+    for name, form in model.others.items():
+        shape = None if form is None else form[1]
         if name in own and shape != tuple(own[name].shape) and not (shape == (1,) and own[name].dim() == 0):
             problems.append(f"buffer {name} is {_form(shape)}, and {_form(tuple(own[name].shape))} in the run")
     if not request.load_module_only:
@@ -305,6 +306,18 @@ def check_loaded_values(engine: Engine, model: ModelStates, request: LoadRequest
                 problems.append(problem)
     if problems:
         raise LayoutMismatchError(f"{model.path}: cannot be loaded into this run:", problems)
+
+
+def buffer_casts(engine: Engine, model: ModelStates, request: LoadRequest) -> list[str]:
+    """A sentence for each kind of buffer that a load has not kept in the dtype that it was saved in.
+
+    What ``custom_load_fn`` does with them is not known.
+    """
+    buffers = dict(engine.module.named_buffers()) if request.custom_load_fn is None else {}
+    own = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in buffers.items()}
+    forms = ((name, form) for name, form in model.others.items() if name in own and form is not None)
+    casts = {(form[0], own[name]) for name, form in forms if form[0] != own[name]}
+    return [f"buffers: cast from {saved} to {live}" for saved, live in sorted(casts)]
 
 
 def _form(shape: tuple[int, ...] | None) -> str:
