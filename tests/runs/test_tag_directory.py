@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -52,6 +53,26 @@ def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if not request.param:
         monkeypatch.setattr(tag_directory, "exchange", lambda staging_dir, place: False)
     return bool(request.param)
+
+
+@pytest.mark.parametrize("before", [{}, {optim_name(0): "old", RECORD_NAME: "old"}], ids=["new", "replaced"])
+def test_a_rename_that_cannot_be_made_durable_is_undone(
+    tmp_path: Path, exchange: bool, before: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the save says that the tag is what it was before."""
+
+    def fail(directory: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(directory))
+
+    if before:
+        saved(tmp_path / "tag", OLD, "old")
+    staging_dir = make(tmp_path / "tag", NEW, "new")
+    monkeypatch.setattr(tag_directory, "sync_directory", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        publish_tag(staging_dir, tmp_path / "tag")
+    assert files(tmp_path / "tag") == before
+    assert set(os.listdir(tmp_path)) == {staging_dir.name, *(["tag"] if before else [])}
+    assert files(staging_dir) == {optim_name(0): "new", RECORD_NAME: "new"}
 
 
 def test_a_tag_appears_and_is_replaced_as_a_whole(tmp_path: Path, exchange: bool) -> None:

@@ -182,9 +182,23 @@ def publish_tag(staging_dir: Path, tag_dir: Path, *, sync: bool = True) -> None:
             raise
         replaced = staging_dir if exchange(staging_dir, place) else _move_aside(staging_dir, place)
     if sync:
-        sync_directory(place.parent)
+        try:
+            sync_directory(place.parent)
+        except OSError:
+            _take_back(staging_dir, place, replaced)
+            raise
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _take_back(staging_dir: Path, place: Path, replaced: Path | None) -> None:
+    """Undo the renames of ``publish_tag``."""
+    if replaced == staging_dir:
+        exchange(staging_dir, place)
+        return
+    os.rename(place, staging_dir)
+    if replaced is not None:
+        os.rename(replaced, place)
 
 
 def open_tag(tag_dir: FilePath) -> FilePath:
