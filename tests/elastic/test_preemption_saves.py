@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from saved_files import record_of
 from training import Job, Outcome, build_engine, look, resume, train_step
 
 from zeroelastic.elastic import every, preemption
+from zeroelastic.elastic import resume as resume_run
+from zeroelastic.errors import CheckpointError
 from zeroelastic.testing import RankPool, compare_states
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
@@ -72,6 +77,46 @@ def train_until_told(
     assert stop.stopped
     state, _ = look(engine)
     return stop.saves, int(engine.global_steps), state, sent[0]
+
+
+class ByRank:
+    """Data whose position depends on the rank, in the middle of a tensor whose text is cut short there."""
+
+    at = torch.zeros(2000)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+
+def save_and_resume(job: Job, directory: str) -> tuple[list[str], str]:
+    engine, data = build_engine(job), ByRank()
+    data.at[1000] = dist.get_rank()
+    logger = logging.getLogger("zeroelastic.elastic.preemption")
+    with (
+        mock.patch.object(logger, "warning") as warned,
+        preemption(engine, directory, data=data, saving=every(steps=1)) as stop,
+    ):
+        for step in range(2):
+            train_step(engine, step)
+            stop()
+    try:
+        resume_run(engine, directory, data=data)
+    except CheckpointError as error:
+        return [call.args[0] for call in warned.call_args_list], str(error)
+    return [call.args[0] for call in warned.call_args_list], ""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_position_that_depends_on_the_rank_is_not_kept_without_a_word(
+    rank_pool: RankPool, tmp_path: Path, stage: int
+) -> None:
+    """At stage 2 the save warns, because one client state is kept for all ranks; at stage 3 the load refuses."""
+    (warned, error), (others, _) = rank_pool.run(save_and_resume, 2, Job(stage=stage), str(tmp_path))
+    assert [text[:30] for text in warned] == (["POSITIONS IN THE DATA are not "] if stage == 2 else []) and not others
+    assert ("the ranks came to different positions in the data" in error) == (stage == 3)
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["waited-for", "background"])

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.rng_files import derived_seed
-from zeroelastic.distributed.collective import all_gather, all_or_raise, any_rank
+from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise, any_rank
 from zeroelastic.errors import CheckpointError, StrictError
 
 KEY = "zeroelastic"
@@ -54,6 +54,22 @@ def pack_position(data: Position | None, device: torch.device, *, for_all_ranks:
         if all(one.keys() == generators.keys() for one in by_rank):  # a rank may have a numpy generator of its own kind
             entry["generators_by_rank"] = _stacked(by_rank)
     return entry
+
+
+def different_positions(data: Position | None) -> list[str]:
+    """The positions that the ranks have, if they are not all the same; else nothing. Collective."""
+    by_rank = all_gather_alike(_comparable(None if data is None else data.state_dict()))
+    found = sorted({str(position) for position in by_rank})
+    return found if len(found) > 1 else []
+
+
+def _comparable(value: object) -> object:
+    """A position of which the text has all elements of all tensors."""
+    if isinstance(value, Mapping):
+        return {str(key): _comparable(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, (list, tuple)):
+        return [*map(_comparable, value)]
+    return value.tolist() if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) else value
 
 
 def unpack_position(

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from zeroelastic.distributed.collective import collective_device, end_group
 from zeroelastic.elastic.leaving import EXIT_PREEMPTED, SIGNALS, Notice
-from zeroelastic.elastic.position import KEY, Position, pack_position, unpack_position
-from zeroelastic.errors import ConfigError, SaveError
+from zeroelastic.elastic.position import KEY, Position, different_positions, pack_position, unpack_position
+from zeroelastic.errors import ConfigError, SaveError, brief, some
 from zeroelastic.io.paths import absolute, as_path, relative_name
 from zeroelastic.monitoring.observers import subscribe
 from zeroelastic.report import Report, SaveReport
@@ -138,6 +138,7 @@ class Preemption:
         self._unsubscribe: Callable[[], None] = lambda: None
         self._memory: MemoryCheckpoints | None = None
         self._memory_step, self._num_memory = -1, 0
+        self._compared = False
         self._saved_step: int | None = None  # the step of the last commit of this block, unless a load came after it
 
     def __call__(self) -> bool:
@@ -256,6 +257,14 @@ class Preemption:
         """
         own = dict(self._client_state()) if self._client_state is not None else {}
         one_for_all = for_all_ranks or self._engine.zero_optimization_stage() < 3
+        if one_for_all and not self._compared:
+            self._compared = True
+            if (positions := different_positions(self._data)) and dist.get_rank() == 0:
+                logger.warning(
+                    "POSITIONS IN THE DATA are not the same on all ranks (%s), and that of rank 0 is kept for all of "
+                    "them: samples will be left out or come again. ElasticDistributedSampler has one for all ranks",
+                    some(map(brief, positions)),
+                )
         return {**own, KEY: pack_position(self._data, self._engine.device, for_all_ranks=one_for_all)}
 
     def _capture(self, memory: MemoryCheckpoints) -> None:

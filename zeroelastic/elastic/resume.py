@@ -9,7 +9,6 @@ the run rather than of the tag (another model, another global batch) is raised.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -20,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank, broadcast
+from zeroelastic.distributed.collective import all_or_raise, any_rank, broadcast
 from zeroelastic.elastic.attempts import Attempts
 from zeroelastic.elastic.events import restart_count
-from zeroelastic.elastic.position import KEY, Position, unpack_position
-from zeroelastic.errors import CheckpointError, with_remedy
+from zeroelastic.elastic.position import KEY, Position, different_positions, unpack_position
+from zeroelastic.errors import CheckpointError, brief, some, with_remedy
 from zeroelastic.io.paths import FilePath, absolute, as_path
 from zeroelastic.job_log.event_log import Tier
 from zeroelastic.monitoring.observers import publish
@@ -197,12 +196,10 @@ class _Finish:
         root_digest = report.loaded_root if report is not None and report.loaded_root is not None else name
         identity = f"{root_digest} {engine.global_steps}"
         notes = unpack_position(entry, data, engine.device, identity=identity, strict=self._strict)
-        position = json.dumps(data.state_dict(), default=str, sort_keys=True) if data is not None else ""
-        positions = all_gather_alike(position)
-        if len(set(positions)) > 1:
+        if positions := different_positions(data):
             raise UnusableError(
                 f"{self._root / name}: the ranks came to different positions in the data "
-                f"({', '.join(sorted(set(positions))[:4])}). "
+                f"({some(map(brief, positions))}). "
                 "Its client state is from two saves, or the position depends on the rank."
             )
         return notes
