@@ -205,7 +205,7 @@ def _say_other_groups(trainer: Any, state: Any, strict: bool) -> None:
         "twice, and some not at all. Resume at the end of an epoch, or on the saved number of ranks"
     )
     if strict:
-        raise StrictError(f'{report.path}: {problem}. ("strict_batch": false allows it.)')
+        raise StrictError(f'{report.path}: {problem}. Set "strict_batch": false to go on all the same.')
     trainer.model_wrapped.zeroelastic_report = replace(report, notes=(*report.notes, problem))
     if trainer.is_world_process_zero():
         logger.warning("%s: %s", report.path, problem)
