@@ -429,12 +429,16 @@ def test_the_disk_is_taken_where_it_is_newer(rank_pool: RankPool, tmp_path: Path
     continued(first[0], turns, 4, tier="directory")
 
 
+@pytest.mark.parametrize("steps", [5, 4], ids=["after the last save", "of its step"])
 def test_a_run_that_was_rolled_back_does_not_return_to_memory(
-    rank_pool: RankPool, tmp_path: Path, shared: Path
+    rank_pool: RankPool, tmp_path: Path, shared: Path, steps: int
 ) -> None:
-    """By ``latest``, and by a load in the training loop; from there on memory counts again."""
+    """By ``latest``, and by a load in the training loop; from there on memory counts again.
+
+    What memory has of the step of the save that is left was made before it: it continues from the same save as the run.
+    """
     directory = str(tmp_path / "ckpt")
-    first = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 5, save_steps=2)
+    first = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], steps, save_steps=2)
     (tmp_path / "ckpt" / "latest").write_text("global_step2")
     second = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 1)
     continued(first[0], second, 2, tier="directory")
@@ -442,18 +446,6 @@ def test_a_run_that_was_rolled_back_does_not_return_to_memory(
     continued(second[0], third, 3)
     fourth = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 1)
     continued(first[0], fourth, 2, tier="directory")
-
-
-def test_what_memory_had_when_latest_was_set_back_is_let_go_of(
-    rank_pool: RankPool, tmp_path: Path, shared: Path
-) -> None:
-    """Of the step of the save that is left, made before it: it continues from the same save as the run does now."""
-    directory = str(tmp_path / "ckpt")
-    first = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 4, save_steps=2)
-    (tmp_path / "ckpt" / "latest").write_text("global_step2")
-    second = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 1)
-    continued(first[0], second, 2, tier="directory")
-    continued(second[0], rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 1), 3)
 
 
 def test_of_one_step_in_memory_and_on_the_disk_memory_is_taken(
