@@ -7,7 +7,6 @@ in the middle, so it is checked before.
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 import re
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.preflight import LoadPlan
+from zeroelastic.deepspeed.load.states_file import StatesFile
 from zeroelastic.deepspeed.options import LoadRequest, Options
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.run_objects import SAMPLER, sampler_problem, states_to_load, without_missing
@@ -127,20 +127,25 @@ class _ModelStatesReader:
         return dict(self._loaded)
 
     def _read(self) -> dict[str, Any]:
-        frozen = self._load_plan.model.frozen
-        mapped = bool(self._own) or (frozen is not None and bool(frozen.numel.any()))
-        # maps the payload, so that fragments left out are never read
-        state = without_missing(self._engine, self._unpickle(mmap=mapped))
-        state[_FRAGMENTS] = None  # DeepSpeed then leaves frozen parameters to us
+        path = self._load_plan.model.path
+        if isinstance(path, Path) and not self._load_plan.reads_model_elsewhere:
+            read_range(path, 0, 1)  # refuses what is no file, and links that lead elsewhere
+        try:
+            with StatesFile(self._path, self._load_plan.model.params_alone) as file:
+                state = without_missing(self._engine, self._unpickle(file))
+                state[_FRAGMENTS] = None  # DeepSpeed then leaves frozen parameters to us
+                module = state.get("module")
+                names = self._own.keys() & module.keys() if isinstance(module, dict) else set()
+                if isinstance(module, dict):
+                    module.update(dict.fromkeys(names))
+                    file.fill(tensor for tensor in module.values() if isinstance(tensor, torch.Tensor))
+        except OSError as error:
+            raise UnreadableError(f"{path}: cannot be read: {error.strerror or error}.") from error
+        except EOFError as error:
+            raise CheckpointError(f"{path}: {error}.") from None
         schedule, membership = state.get("lr_scheduler"), self._load_plan.membership
         if self._scheduler is not None and isinstance(schedule, Mapping) and not membership.same_groups:
             state["lr_scheduler"] = rearranged(schedule, self._scheduler.state_dict(), membership.groups)
-        module = state.get("module")
-        names = self._own.keys() & module.keys() if isinstance(module, dict) else set()
-        if isinstance(module, dict):
-            module.update(dict.fromkeys(names))
-        # nothing may keep a mapping of a file that a later save overwrites
-        state = copy.deepcopy(state) if mapped else state
         if names:
             state["module"].update({name: self._own[name].data for name in names})
         if self._experts:
@@ -151,18 +156,16 @@ class _ModelStatesReader:
             state["module"].update(_shared_buffers(model.shared, self._buffers))
         return state
 
-    def _unpickle(self, *, mmap: bool) -> dict[str, Any]:
+    def _unpickle(self, file: StatesFile) -> dict[str, Any]:
         path = self._load_plan.model.path
-        if isinstance(path, Path) and not self._load_plan.reads_model_elsewhere:
-            read_range(path, 0, 1)  # refuses what is no file, and links that lead elsewhere
         try:
             with torch.serialization.safe_globals(self._safe or []):
-                state = torch.load(self._path, map_location="cpu", mmap=mmap, weights_only=self._safe is not None)
-        except OSError as error:
-            raise UnreadableError(f"{path}: cannot be read: {error.strerror or error}.") from error
+                state = torch.load(cast(IO[bytes], file), map_location="cpu", weights_only=self._safe is not None)
         except MemoryError:
             raise
         except Exception as error:  # a damaged file makes the unpickler raise anything
+            if file.error is not None:
+                raise file.error from None
             if self._safe is not None and isinstance(error, pickle.UnpicklingError):
                 named = re.search(r"(?:GLOBAL |but got <class ')([\w.]+)", str(error))  # else torch's own sentence
                 why, name = (f"it names {named[1]}.", named[1]) if named else (str(error), "package.module.Class")
