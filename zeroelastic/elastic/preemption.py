@@ -158,7 +158,9 @@ class Preemption:
             advance(step - self._seen_step)
         self._seen_step = step
         due = self._saving.due(seconds=time.monotonic() - self._last_time, steps=step - self._last_step)
-        signalled, due, changes, left = self._agree(due)
+        signalled, due, changes, is_broken, left = self._agree(due)
+        if is_broken:
+            self._renew_memory()
         if self._memory is not None and (signalled or self._memory.due(step)):
             self._capture(self._memory)  # before a save to the disk, which takes longer
             self._log_memory(self._memory)
@@ -210,7 +212,7 @@ class Preemption:
                 self._finish("stopping")
             except SaveError as error:
                 logger.error("the save in the background failed: %s", error)
-            _, _, _, left = self._agree(False)
+            *_, left = self._agree(False)
         if step == self._saved_step:
             logger.info("stopping at step %d, which is saved already", step)
         elif self.save_seconds is not None and self.save_seconds * _MARGIN > left:
@@ -273,6 +275,15 @@ class Preemption:
 
         with saving_sampler(self._engine):
             memory.capture(self.state())
+
+    def _renew_memory(self) -> None:
+        """Begin memory checkpoints anew, with a process group that works: a rank has lost the last one. Collective."""
+        from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
+
+        failed = self._memory
+        assert failed is not None
+        failed.close()
+        self._memory = MemoryCheckpoints(self._engine, self._directory, after=failed)
 
     def _log_memory(self, memory: MemoryCheckpoints) -> None:
         """Log the first memory checkpoint of this block, and every ``_LOGGED`` -th."""
@@ -366,13 +377,17 @@ class Preemption:
             group, self._group = self._group, None
             end_group(group)
 
-    def _agree(self, due: bool) -> tuple[bool, bool, bool, float]:
-        """Whether any rank got a signal, has a save due, sees a change, and the fewest seconds left. Collective."""
+    def _agree(self, due: bool) -> tuple[bool, bool, bool, bool, float]:
+        """Whether any rank got a signal, has a save due, sees a change, has lost the process group of memory, and the
+        fewest seconds left. Collective."""
         changes = self._changes is not None and self._changes.due()
-        flags = (float(self.signalled), float(due), float(changes), self._notice.seconds)
+        is_broken = self._memory is not None and self._memory.is_broken
+        flags = (float(self.signalled), float(due), float(changes), float(is_broken), self._notice.seconds)
         state = torch.tensor(flags, dtype=torch.float64)
         dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(state[0]), bool(state[1]), bool(state[2]), self._notice.grace - float(state[3])
+        *seen, seconds = state.tolist()
+        signalled, due, changes, is_broken = map(bool, seen)
+        return signalled, due, changes, is_broken, self._notice.grace - seconds
 
 
 preemption = Preemption

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,7 +138,7 @@ def fail_alone(job: Job, directory: str, shared: Path) -> tuple[float, bool]:
         memory.capture({})
         began = time.monotonic()
         memory.wait()
-    return time.monotonic() - began, memory._is_broken
+    return time.monotonic() - began, memory.is_broken
 
 
 def step_beside_a_slow_checkpoint(job: Job, directory: str, shared: Path) -> int | None:
@@ -170,6 +170,53 @@ def test_no_weight_changes_before_the_step_before_is_in_memory(
 def test_no_rank_waits_for_one_that_has_failed_alone(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
     for seconds, is_broken in rank_pool.run(fail_alone, 3, JOB, str(tmp_path), shared, timeout=100):
         assert seconds < 20 and is_broken
+
+
+def lose_groups(job: Job, directory: str, shared: Path, lost: Mapping[int, str], steps: int) -> Turn:
+    """At some steps, a rank loses the process group of memory checkpoints, or gives the one up that is being made."""
+    use_node(shared, dist.get_rank())
+    engine, states, reports = build_engine(job), dict[int, Any](), list[MemoryReport]()
+    data, finish = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4), MemoryCheckpoints._finish
+
+    def lose(memory: MemoryCheckpoints, made: Any) -> Any:
+        fault = lost.get(made.step) if dist.get_rank() == 1 else None
+        if fault == "lost":
+            raise RuntimeError("timed out")
+        memory.is_broken |= fault == "given up"
+        return finish(memory, made)
+
+    with mock.patch.object(MemoryCheckpoints, "_finish", lose), preemption(engine, directory, data=data) as stop:
+        for step in range(steps):
+            train_step(engine, step)
+            stop()
+            states[engine.global_steps], _ = look(engine)
+            assert stop._memory is not None
+            stop._memory.wait()
+            if stop._memory.last is not None:
+                reports.append(stop._memory.last)
+        assert stop._memory is not None
+        checked_memory(stop._memory)
+    return Turn(None, [], {}, states, reports, "", gathered(engine))
+
+
+@pytest.mark.parametrize(
+    ("lost", "steps", "complete"),
+    [
+        ({3: "lost"}, 4, [1, 2, 4]),
+        ({3: "given up", 4: "lost", 6: "lost"}, 10, [1, 2, 10]),  # 5, and 7 to 9, are left out
+    ],
+)
+def test_checkpoints_go_on_after_one_rank_has_lost_their_process_group(
+    rank_pool: RankPool, tmp_path: Path, shared: Path, lost: dict[int, str], steps: int, complete: list[int]
+) -> None:
+    """The generation before stays until one is complete; where each try fails, fewer are made."""
+    directory = str(tmp_path / "ckpt")
+    first = rank_pool.run(lose_groups, 3, JOB, directory, shared / "whole", lost, steps)
+    assert sorted({report.step for report in first[0].reports if report.error is None}) == complete
+    continued(first[0], rank_pool.run(run, 2, JOB.other(), directory, shared / "whole", [0, 2], 1), steps)
+    short = rank_pool.run(lose_groups, 3, JOB, directory, shared / "short", lost, 3)
+    assert short[0].reports[-1].error is not None
+    continued(short[0], rank_pool.run(run, 2, JOB.other(), directory, shared / "short", [0, 2], 1), 2)
 
 
 def checked_memory(memory: MemoryCheckpoints) -> None:

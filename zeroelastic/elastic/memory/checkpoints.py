@@ -68,6 +68,9 @@ T = TypeVar("T")
 RACK = "ZEROELASTIC_RACK"
 """An environment variable: the rack, power supply or zone of this node. Copies go to another one where there is one."""
 
+_MOST_LOST = 2
+"""A rank that has lost the process group makes it fail on the others with the next generation at the latest."""
+
 _EXIT_S = 5.0
 _threads = weakref.WeakSet[threading.Thread]()
 _open = weakref.WeakValueDictionary[Path, "MemoryCheckpoints"]()
@@ -164,11 +167,15 @@ class MemoryCheckpoints:
     """The memory checkpoints of one engine, whose run saves to ``directory``. Making one is collective.
 
     ``capture`` after each step for which ``due`` is true, ``close`` at the end. Errors of a generation are logged and
-    end only that one. ``last`` is the report of the last generation that has ended, on rank 0.
+    end only that one. ``last`` is the report of the last generation that has ended, on rank 0. ``is_broken`` says that
+    this rank has lost the process group: as soon as all ranks know of it, others are made ``after`` these.
     """
 
-    def __init__(self, engine: Engine, directory: FilePath) -> None:
-        """Raises ConfigError without ``"memory"`` in the options, UnsupportedError for a run that is not covered."""
+    def __init__(self, engine: Engine, directory: FilePath, *, after: MemoryCheckpoints | None = None) -> None:
+        """Those ``after`` leave out more generations each time, unless one was complete: each failure may take long.
+
+        Raises ConfigError without ``"memory"`` in the options, UnsupportedError for a run that is not covered.
+        """
         options = options_of(engine)
         if options.memory is None:
             raise ConfigError('"memory" is not in the "zeroelastic" block. Add {"memory": {"every": 1, "copies": 1}}.')
@@ -196,8 +203,10 @@ class MemoryCheckpoints:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._timeout_s = options.save_timeout_s
         self._thread: threading.Thread | None = None
-        self._is_broken = False
+        self.is_broken = False
         self._logged: set[str] = set()
+        self._pause: int = 0 if after is None or after._number > _MOST_LOST else 2 * after._pause + 1
+        self._left_out = 0
         self._stall_seconds = 0.0
         base = engine.optimizer.optimizer
         hook = getattr(base, "register_step_pre_hook", None)
@@ -215,9 +224,12 @@ class MemoryCheckpoints:
         """Copy the state as it is now; a thread completes the generation. No collective; waits for the last one."""
         began = time.monotonic()
         self.wait()
-        if self._is_broken:
+        if self._left_out < self._pause:
+            self._left_out += 1
             return
         self._number += 1
+        if self.is_broken:
+            return
         save_id = hashlib.sha256(f"{self._attempt} {self._number}".encode()).hexdigest()[:32]
         slot, lineage = self._slots[self._next], lineage_of(self._engine)
         slot.begin()
@@ -285,8 +297,8 @@ class MemoryCheckpoints:
         began = time.monotonic()
         self._thread.join(2 * self._timeout_s)
         if self._thread.is_alive():
-            self._is_broken = True
-            logger.error("a memory checkpoint did not end within %.0f s; no more are made", 2 * self._timeout_s)
+            self.is_broken = True
+            logger.error("a memory checkpoint did not end within %.0f s, and is given up", 2 * self._timeout_s)
         self._thread = None
         self._stall_seconds += time.monotonic() - began
 
@@ -305,7 +317,7 @@ class MemoryCheckpoints:
             del _open[self._run.path]
         if not failed:
             self.wait()
-            if not self._is_broken:
+            if not self.is_broken:
                 end_group(self._group)
                 del self._group
         if self._hook is not None:
@@ -345,16 +357,18 @@ class MemoryCheckpoints:
             self.complete_step = made.step
         except Exception as caught:
             error = caught
-            self._is_broken = not is_of_all_ranks(caught)
-            if self._is_broken and dist.is_initialized():
+            self.is_broken |= not is_of_all_ranks(caught)
+            if self.is_broken and dist.is_initialized():
                 # A rank that still waits for this one in a collective of the group fails too, when its connections end.
                 traceback.clear_frames(caught.__traceback__)
                 dist.destroy_process_group(self._group)
                 del self._group
             if self._leads_node:
                 shutil.rmtree(self._staging(made), ignore_errors=True)
-        if dist.is_initialized() and dist.get_rank() == 0:
-            self._report(made, error, figures)
+        if dist.is_initialized():
+            self._log(made, error)
+            if dist.get_rank() == 0:
+                self._report(made, error, figures)
 
     def _finish(self, made: _Generation) -> list[tuple[int, int]]:
         """Complete a generation on all nodes, or raise on all ranks; by rank, bytes of memory and bytes sent."""
@@ -393,10 +407,16 @@ class MemoryCheckpoints:
                 )
                 (staging / NOTE_NAME).write_text(note.model_dump_json())
 
+        def publish() -> None:
+            if self.is_broken:  # the training loop waits no more, and may have changed what was being copied
+                raise SaveError("it was given up")
+            if self._leads_node:
+                self._run.publish(staging, made.tag)
+
         sent = _write_on_all(prepare)()
         _write_on_all(stage)
         try:
-            _write_on_all(lambda: self._run.publish(staging, made.tag) if self._leads_node else None)
+            _write_on_all(publish)
         except SaveError:  # other nodes may have it, and the next generation is written to the same files
             all_or_raise(lambda: self._run.remove_tag(made.tag) if self._leads_node else None)
             raise
@@ -421,11 +441,14 @@ class MemoryCheckpoints:
             network_bytes=max((sent for _, sent in figures), default=0),
             error=None if error is None else f"{type(error).__name__}: {error}",
         )
-        if error is not None and str(error) not in self._logged:
-            self._logged.add(str(error))
-            after = "No more are made." if self._is_broken else "The next step tries again."
-            logger.warning("no memory checkpoint of step %d: %s. %s", made.step, str(error).rstrip("."), after)
         publish(self.last, self._engine)
+
+    def _log(self, made: _Generation, error: BaseException | None) -> None:
+        """Log an error once: one of all ranks on rank 0, that of a rank alone there."""
+        if error is None or str(error) in self._logged or (dist.get_rank() > 0 and not self.is_broken):
+            return
+        self._logged.add(str(error))
+        logger.warning("no memory checkpoint of step %d: %s. It is tried again.", made.step, str(error).rstrip("."))
 
     def _describe(self) -> str:
         nodes, every = len(self.placement.nodes), self.options.every
