@@ -107,6 +107,17 @@ def in_files(change: Callable[[dict[str, Any]], object], *names: str) -> Callabl
     return changed
 
 
+def maps_of_eight_ranks(tag: Path) -> None:
+    """Beside DeepSpeed's own experts, for a run in which those that share an expert are neighbours."""
+    ranks = {
+        r: {"shard_shape": [1], "pieces": [{"shape": [1], "source": [r, [1]], "dest": [0, [1]]}]} for r in range(8)
+    }
+    table = {"version": 1, "params": {"other": {"logical_shape": [8], "ranks": ranks}}}
+    layers = [{"ep_size": 8, "affine_maps": table}]
+    in_files(lambda root: root.update(ds_autoep_layers=layers), WHOLE.format(0))(tag)
+    in_files(lambda root: root["ds_config"].update(use_data_before_expert_parallelism=True), *OPTIMS)(tag)
+
+
 def state_of(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
     return lambda root: change(root["optimizer_state_dict"])
 
@@ -203,6 +214,9 @@ CASES: dict[str, Case] = {
     "MoE: counts of too few groups": (
         "MoE", in_files(state_of(lambda s: s["partition_count"].pop()), OPTIMS[0]), "flat buffers", CheckpointError,
     ),
+    "MoE: maps of more ranks than there are": (
+        "MoE", maps_of_eight_ranks, "has maps of 8 expert parallel ranks", CheckpointError,
+    ),
     "a frozen expert less": (
         "frozen MoE", lambda tag: (tag / EXPERT.format(2)).unlink(), EXPERT.format(2), MissingFileError,
     ),
@@ -233,6 +247,17 @@ def test_files_that_contradict_each_other_are_refused_by_name(
         read(tag)
     checked = check_headers(tag)
     assert checked.problems or checked.unsupported
+
+
+def test_a_million_expert_parallel_ranks_take_no_time(saves: dict[str, Path], tmp_path: Path) -> None:
+    """Two files of a few KB; the checker goes on where those of the other ranks are missing."""
+    tag, ranks = shutil.copytree(saves["MoE"] / TAG, tmp_path / TAG), 1 << 20
+    counts = [ranks, 1, ranks, 1]
+    in_files(lambda root: root.update(dp_world_size=ranks, num_experts=[2 * ranks]), WHOLE.format(0))(tag)
+    in_files(state_of(lambda s: s.update(partition_count=counts)), *OPTIMS)(tag)
+    began = time.monotonic()
+    assert any("expert parallel ranks" in sentence for sentence in check_headers(tag).unsupported)
+    assert time.monotonic() - began < 5
 
 
 def test_without_maps_each_tensor_parallel_rank_is_a_checkpoint_of_its_own(

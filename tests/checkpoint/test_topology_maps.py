@@ -110,6 +110,22 @@ def test_a_layer_of_another_number_of_ranks_is_refused(ep_size: object) -> None:
         expert_maps([layer], "file.pt")
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"parameter_with_sub_params": 5},
+        {"parameter_with_sub_params": [{"patterns": 5}]},
+        {"parameter_with_sub_params": [5]},
+        {"autotp_unsupported_parameter_patterns": 7},
+        {"tp_replicated_parameter_patterns": "x"},
+        {"parameter_with_row_parallelism_patterns": True},
+    ],
+)
+def test_patterns_that_are_no_lists_describe_nothing(damaged: dict[str, Any]) -> None:
+    assert pattern_maps({"tp_replicated_parameter_patterns": []}, [Param("a", (4,))], 2, "file.pt")
+    assert pattern_maps({"tp_replicated_parameter_patterns": [], **damaged}, [Param("a", (4,))], 2, "file.pt") is None
+
+
 def test_patterns_are_names_and_are_not_run() -> None:
     """A pattern that takes for ever on a name that is in the file, too."""
     hostile = {"tp_replicated_parameter_patterns": ["^(a+)+$"]}

@@ -16,6 +16,8 @@ from zeroelastic.checkpoint.optimizer_file import ParamGroup, Shard, checked_gap
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.checkpoint.topology import (
+    MAX_EXPERT_RANKS,
+    MAX_STRIPS,
     SliceMaps,
     Topology,
     even_map,
@@ -175,6 +177,11 @@ def sliced_layout(
             f"{opened.file.path}: has {len(parts)} flat buffers, and {path} has parameters of {len(buffers)}. Files of "
             "two saves are mixed in this directory."
         )
+    if topology.data_size % saved.ep:
+        raise CheckpointError(
+            f"{path}: has maps of {saved.ep} expert parallel ranks, and {topology.data_size} ranks are no groups of as "
+            "many. The file is damaged, or files of two saves are mixed in this directory."
+        )
     sizes = [topology.data_size // count for count in parts]
     maps = _with_native_experts(buffers, sizes, opened.stage, saved, path)
     for model in models:
@@ -228,6 +235,12 @@ def _with_native_experts(
     for ep in sorted({*sizes} - {1}):
         members = [param for params, size in zip(buffers, sizes, strict=True) if size == ep for param in params]
         others = [param for param in members if param.name not in saved.maps]
+        if ep > MAX_EXPERT_RANKS or ep * len(others) > MAX_STRIPS:
+            raise UnsupportedError(
+                f"{path}: has groups of {ep} expert parallel ranks, which have {len(others)} parameters each. At most "
+                f"{MAX_EXPERT_RANKS} ranks and {MAX_STRIPS} parameters are read. DeepSpeed alone loads it, in the "
+                "arrangement that saved."
+            )
         if len(others) < len(members) and ep != saved.ep:
             raise CheckpointError(
                 f"{path}: has maps of {saved.ep} expert parallel ranks, and the optimizer files have groups of {ep}. "

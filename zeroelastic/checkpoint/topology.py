@@ -28,7 +28,8 @@ from zeroelastic.errors import CheckpointError, UnsupportedError, shown
 
 _AFFINE_VERSION = 1
 _MAX_PIECES = 1 << 16
-_MAX_STRIPS = 1 << 18  # of all maps of a file
+MAX_STRIPS = 1 << 18  # of all maps of a file
+MAX_EXPERT_RANKS = 1 << 13  # whose layouts take two seconds
 _MAX_RANKS = 1 << 16
 _MAX_DIMENSIONS = 64
 _MAX_NUMEL = 1 << 60
@@ -212,10 +213,10 @@ def pattern_maps(info: object, params: Sequence[Param], tensor_size: int, where:
     """
     if not isinstance(info, Mapping) or "tp_replicated_parameter_patterns" not in info:
         return None
-    parts = info.get("parameter_with_sub_params") or ()
-    fused = [pattern for part in parts if isinstance(part, Mapping) for pattern in part.get("patterns") or ()]
     try:
-        unknown = _named([*fused, *(info.get("autotp_unsupported_parameter_patterns") or ())])
+        parts = _listed(info.get("parameter_with_sub_params"))
+        fused = [_named(part.get("patterns") if isinstance(part, Mapping) else part) for part in parts]
+        unknown = _named(info.get("autotp_unsupported_parameter_patterns")).union(*fused)
         replicated = _named(info.get("tp_replicated_parameter_patterns"))
         by_row = _named(info.get("parameter_with_row_parallelism_patterns"))
     except ValueError:
@@ -295,12 +296,17 @@ def view_of(maps: SliceMaps, param: Param, tensor_rank: int, expert_rank: int) -
 
 def _named(patterns: object) -> frozenset[str]:
     """The names that patterns are of. Raises ValueError for a pattern of another kind: it is not run."""
-    names = (
-        [_literal(p) for p in patterns if isinstance(p, str)] if isinstance(patterns, (list, tuple, Mapping)) else []
-    )
+    names = [_literal(pattern) for pattern in _listed(patterns) if isinstance(pattern, str)]
     if None in names:
         raise ValueError("a pattern is not that of a name")
     return frozenset(name for name in names if name is not None)
+
+
+def _listed(value: object) -> Iterable[object]:
+    """The entries of a list that may be missing. Raises ValueError for anything else."""
+    if value is not None and not isinstance(value, (list, tuple, Mapping)):
+        raise ValueError(f"{shown(value)} is no list")
+    return value or ()
 
 
 def _literal(pattern: str) -> str | None:
@@ -337,7 +343,7 @@ def _maps_of(
 ) -> dict[str, SliceMap]:
     """A table of affine maps. Raises CheckpointError, UnsupportedError."""
     maps: dict[str, SliceMap] = {}
-    room = _MAX_STRIPS
+    room = MAX_STRIPS
     for name, entry in entries:
         maps[name] = _map_of(name, entry, axis, size, where, room)
         room -= sum(len(view.strips) for view in maps[name].views)
@@ -371,7 +377,7 @@ def _map_of(
                 )
             strips += found
             if len(strips) > room:
-                raise UnsupportedError(f"{where}: the maps up to that of {name} are of more than {_MAX_STRIPS} strips.")
+                raise UnsupportedError(f"{where}: the maps up to that of {name} are of more than {MAX_STRIPS} strips.")
         views.append(view._replace(strips=tuple(strips)))
         room -= len(strips)
     return SliceMap(axis, tuple(views))

@@ -129,15 +129,15 @@ def kill_at(member: Membership, request: int) -> None:
     """Let the member end at this of its requests to the store from now on."""
     original, left = member._roster._call, [request]
 
-    def killed(operation: str, *arguments: Any) -> Any:
+    def killed(operation: str, *arguments: Any, **named: Any) -> Any:
         if threading.current_thread() is member._heartbeat:
-            return original(operation, *arguments)
+            return original(operation, *arguments, **named)
         left[0] -= 1
         if left[0] < 0:
             member._stopped.set()
             member._heartbeat.join()
             raise Killed
-        return original(operation, *arguments)
+        return original(operation, *arguments, **named)
 
     member._roster._call = killed  # type: ignore[method-assign]
 
@@ -347,6 +347,36 @@ def test_live_state_goes_on_when_a_newcomer_dies_before_its_world_begins(job: Jo
     assert together([lambda m=m: m.meet(decided) for m in members]) == [False, False]
     worlds = together([lambda m=m: m.after_failure(decided, unchanged=True) for m in members])
     assert set(worlds) == {World(2, world.members, world.members)}
+
+
+def test_a_count_whose_answer_is_lost_does_not_stand_for_a_member_that_has_not_come(job: Job) -> None:
+    class CountsAndFails:
+        """A store that counts, and whose answer to that is lost once."""
+
+        def __init__(self, store: Any) -> None:
+            self.store, self.failed = store, False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+        def add(self, key: str, amount: int) -> Any:
+            counted = self.store.add(key, amount)
+            if key.endswith("/count") and not self.failed:
+                self.failed = True
+                raise RuntimeError("Socket Timeout")
+            return counted
+
+    (first, second), world = job.first(2)
+    store = CountsAndFails(first._connect())
+    first._connect = lambda: store  # type: ignore[method-assign]
+    first._roster._connect, first._roster._store = first._connect, None
+    assert not first.meet(world)
+    assert store.failed and not second.meet(world)
+    following = together([lambda m=m: m.after_failure(world) for m in (first, second)])
+    assert following[0] == following[1] and together([lambda m=m: m.meet(following[0]) for m in (first, second)]) == [
+        True,
+        True,
+    ]
 
 
 def test_live_state_does_not_go_on_where_one_of_its_ranks_is_lost_or_has_changed(job: Job) -> None:

@@ -237,8 +237,11 @@ class Roster:
         """A member has come to a world. Returns the key of its state: "open", "all" when all have come, "broken"."""
         key = f"meet/{world.number}"
         self._call("compare_set", key, "", "open")
-        if self._call("add", f"{key}/count", 1) >= len(world.members):
-            self._call("compare_set", key, "open", "all")
+        try:
+            if self._call("add", f"{key}/count", 1, tries=1) >= len(world.members):
+                self._call("compare_set", key, "open", "all")
+        except MembershipError:  # it may have counted: once more would stand for a member that has not come
+            self.break_meeting(world)
         return key
 
     def break_meeting(self, world: World) -> None:
@@ -257,17 +260,17 @@ class Roster:
         for key in keys:
             self._call("delete_key", key)
 
-    def _call(self, operation: str, *arguments: Any) -> Any:
-        """One request, made again over a new connection where the first is lost; each of ours may be made twice."""
+    def _call(self, operation: str, *arguments: Any, tries: int = 2) -> Any:
+        """One request, made again over a new connection where the first is lost, unless ``tries`` is 1."""
         with self._lock:
-            for attempt in (1, 2):
+            for left in reversed(range(tries)):
                 if self._store is None:
                     self._store = self._connect()
                 try:
                     return getattr(self._store, operation)(*arguments)
                 except RuntimeError as error:
                     self._store = None
-                    if attempt == 2:
+                    if not left:
                         raise MembershipError(
                             f"the store of the job does not answer to {operation!r}, twice: {error} Look at the "
                             "process that hosts it (--rdzv-endpoint), which the job needs until its end, and at the "
