@@ -3,7 +3,8 @@
 A model states file lists the trained parameters (``param_shapes``), the buffers (``buffer_names``) and some further
 names (``shared_params``). DeepSpeed makes the lists by a walk that visits a module once under each parent, so what a
 parent has under two names is listed by one of them. The state has the tensor under both: they are one place of one
-storage. What ``get_extra_state`` of a module returned is in no list; it may be a tensor, as in Transformer Engine.
+storage. What ``get_extra_state`` of a module returned is in no list; it may be a tensor, as in Transformer Engine. A
+save of zeroelastic lists as buffers what else DeepSpeed does not list (``all_buffer_names`` in ``live.kinds``).
 
 Source: ``_get_buffer_names``, ``_get_shared_params`` (deepspeed.runtime.engine, 0.19.8); ``Module.state_dict`` (torch).
 """

@@ -65,13 +65,24 @@ def _frozen_shapes(engine: Engine) -> dict[object, tuple[object, ...]] | None:
     return _shapes(engine._get_zero_frozen_param_attributes(engine._get_param_shape_func))
 
 
+def _are_tied(engine: Engine, names: Mapping[object, object]) -> bool:
+    """Whether each name is a further one of the parameter that it is listed with. DeepSpeed lists them on rank 0."""
+    params: dict[object, object] = dict(engine.module.named_parameters(remove_duplicate=False))
+    own = engine._get_shared_params()
+    return all(
+        own.get(str(alias)) == name or (name in params and params.get(alias) is params[name])
+        for alias, name in names.items()
+    )
+
+
 _OWN: dict[str, Callable[[Engine, Any], bool]] = {
     "module": lambda engine, value: False,
     "param_shapes": lambda engine, value: _shapes(value) == _shapes(engine._get_zero_param_shapes()),
-    "buffer_names": lambda engine, value: isinstance(value, list) and value == engine._get_buffer_names(),
-    "shared_params": lambda engine, value: (
-        isinstance(value, Mapping) and dict(value) in ({}, engine._get_shared_params())
+    # A file of DeepSpeed's own has its list, which lacks some (``all_buffer_names``).
+    "buffer_names": lambda engine, value: (
+        isinstance(value, list) and value in (engine._get_buffer_names(), type(engine)._get_buffer_names(engine))
     ),
+    "shared_params": lambda engine, value: isinstance(value, Mapping) and _are_tied(engine, value),
     "frozen_param_shapes": lambda engine, value: value is None or _shapes(value) == _frozen_shapes(engine),
     "frozen_param_fragments": lambda engine, value: (
         value is None or (isinstance(value, Mapping) and value.keys() == (_frozen_shapes(engine) or {}).keys())

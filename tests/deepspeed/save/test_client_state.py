@@ -90,6 +90,23 @@ def test_counters_of_client_state_are_what_a_load_resumes_at(
         assert loaded[1][1]["epoch"] == 1 == loaded[2][1]["epoch"] and loaded[1][1]["ds_version"] == "mine"
 
 
+def pass_on(job: Job, directory: str, source: str, target: str) -> None:
+    engine = build_engine(job)
+    _, client_state = engine.load_checkpoint(directory, tag=source) if source else (None, {})
+    engine.save_checkpoint(directory, tag=target, client_state=client_state)
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_what_a_load_returned_is_saved_by_ranks_that_list_no_tied_parameters(
+    rank_pool: RankPool, tmp_path: Path, stage: int
+) -> None:
+    """DeepSpeed lists them on rank 0 alone, and every rank may read its file."""
+    job = Job(stage=stage)
+    for ranks, source, target in ((1, "", "a"), (2, "a", "b"), (3, "b", "c")):
+        rank_pool.run(pass_on, ranks, job, str(tmp_path), source, target)
+    assert verify_checkpoint(tmp_path / "c").problems == ()
+
+
 def test_a_record_of_another_step_is_believed_where_it_proves_the_files_to_be_its_own(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:

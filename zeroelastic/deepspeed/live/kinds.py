@@ -15,6 +15,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL, TensorParallel
 from zeroelastic.core.layout import Param
@@ -142,11 +143,13 @@ def listed_by_optimizer(engine: Engine, trained: Collection[torch.nn.Parameter])
     """Within this context, DeepSpeed's save lists every parameter that its optimizer has not ``trained`` as frozen.
 
     DeepSpeed lists parameters by ``requires_grad``. One that does not require a gradient stays listed: a stock load
-    looks for it there, even if it is trained.
+    looks for it there, even if it is trained. Of stages 1 and 2, whose file has the frozen parameters in the module's
+    state, it lists as buffers all else that is there (``all_buffer_names``).
     """
     names = param_names(engine)
     frozen_attributes = engine._get_zero_frozen_param_attributes
     module_state_dict = engine.module_state_dict
+    buffer_names = engine._get_buffer_names
 
     def listed(attribute: Callable[[Any], Any]) -> OrderedDict[str, Any]:
         found = frozen_attributes(attribute)
@@ -164,6 +167,37 @@ def listed_by_optimizer(engine: Engine, trained: Collection[torch.nn.Parameter])
                     state.pop(name, None)
         return state
 
-    listing = {"_get_zero_frozen_param_attributes": listed, "module_state_dict": module_state}
+    listing: dict[str, Callable[..., Any]] = {
+        "_get_zero_frozen_param_attributes": listed,
+        "module_state_dict": module_state,
+    }
+    kind = _class_of(engine.optimizer)
+    if kind is not None and not kind.per_param:
+        listing["_get_buffer_names"] = lambda: all_buffer_names(engine.module, buffer_names())
     with patched(engine, param_names=names, **listing):  # DeepSpeed looks for parameters that were added since, too
         yield
+
+
+def all_buffer_names(module: torch.nn.Module, listed: Collection[str]) -> list[str]:
+    """The buffers that DeepSpeed has ``listed``, and every other tensor of the module's state that is no parameter.
+
+    DeepSpeed goes by the first name of a buffer, and lists none where this one is not persistent and another one is. It
+    does not list what a layer adds in ``_save_to_state_dict``, as quantised layers do. Of one tensor there is one name.
+    """
+    with torch.no_grad():
+        state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    params = dict(module.named_parameters(remove_duplicate=False))
+    known = {_place(tensor) for name, tensor in {**state, **params}.items() if name in params or name in listed}
+    found = [*listed]
+    for name, tensor in state.items():
+        if name in params or name in listed or name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+            continue
+        if (place := _place(tensor)) is None or place not in known:
+            found.append(name)
+            known.add(place)
+    return found
+
+
+def _place(tensor: torch.Tensor) -> int | None:
+    """Where a tensor is in memory; None for one that has no elements, or is not strided."""
+    return tensor.data_ptr() if tensor.layout is torch.strided and tensor.numel() else None

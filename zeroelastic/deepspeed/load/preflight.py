@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
 
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.contradictions import (
@@ -28,7 +29,7 @@ from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
 from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, wrapper_advice
 from zeroelastic.checkpoint.shared_files import check_shared_files
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Layout, in_own_buffers
+from zeroelastic.core.layout import Layout, Param, in_own_buffers
 from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
@@ -219,8 +220,11 @@ def _open(
         check_shared_files(model.shared.files, tag_dir)
         places = SharedPlaces(tag_dir, {}, {})
     model = model if places is None else places.applied(model)
+    frozen_params = None if frozen is None else frozen.whole_tensors
+    if frozen_params and checkpoint.whole_model and model.shared is None:
+        frozen_params = _without_buffers(frozen_params, live.module)
     membership = compare(
-        ParamSet(layout.whole_tensors, None if frozen is None else frozen.whole_tensors),
+        ParamSet(layout.whole_tensors, frozen_params),
         ParamSet(live.whole.whole_tensors, live.whole_frozen.whole_tensors),
         groups,
         live.groups,
@@ -268,6 +272,19 @@ def _open(
         visibility=visibility,
         shared_places=places,
     )
+
+
+def _without_buffers(frozen: Sequence[Param], module: torch.nn.Module) -> tuple[Param, ...]:
+    """The frozen parameters of a file of the whole module, without what is a buffer of the run.
+
+    DeepSpeed's list of buffers lacks some (``all_buffer_names``); its load of the module restores them all.
+    """
+    params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    others: Collection[str] = ()
+    if not params.issuperset(param.name for param in frozen):
+        with torch.no_grad():
+            others = module.state_dict().keys() - params
+    return tuple(param for param in frozen if param.name not in others)
 
 
 def _refuse_values_of_ranks(checkpoint: Checkpoint, head: Shard) -> None:
