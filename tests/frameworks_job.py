@@ -142,6 +142,21 @@ def schedule_of(kind: str, optimizer: torch.optim.Optimizer, world_size: int) ->
     return lr_scheduler.OneCycleLR(optimizer, max_lr=[0.02, 0.01], total_steps=20 * world_size)
 
 
+def of_deepspeed(model: torch.nn.Module, config: dict[str, Any], kind: str) -> tuple[Any, Any]:
+    """accelerate's stand-ins for an optimizer and a scheduler that DeepSpeed makes, of a type or by a function."""
+    from accelerate.utils import DummyOptim, DummyScheduler
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.05, 1 - step / 20))
+
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    if kind == "deepspeed":
+        params = {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 3, "total_num_steps": 20}
+        config["scheduler"] = {"type": "WarmupDecayLR", "params": params}
+    optimizer = DummyOptim(groups(model, 1e-2))
+    return optimizer, DummyScheduler(optimizer, lr_scheduler_callable=None if kind == "deepspeed" else schedule)
+
+
 def prepare(job: AccelerateJob) -> tuple[Any, Any, Any, Any, Any]:
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs, set_seed
@@ -156,6 +171,11 @@ def prepare(job: AccelerateJob) -> tuple[Any, Any, Any, Any, Any]:
         "zero_optimization": zero_of(job),
         "zeroelastic": job.options,
     }
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        model = Net()
+    if job.schedule.startswith("deepspeed"):
+        optimizer, schedule = of_deepspeed(model, config, job.schedule)
     accelerator = Accelerator(
         gradient_accumulation_steps=job.accumulation,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
@@ -168,11 +188,9 @@ def prepare(job: AccelerateJob) -> tuple[Any, Any, Any, Any, Any]:
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
     )
     set_seed(job.seed, device_specific=True)
-    with torch.random.fork_rng():
-        torch.manual_seed(11)
-        model = Net()
-    optimizer = torch.optim.AdamW(groups(model, 1e-2))
-    schedule = schedule_of(job.schedule, optimizer, dist.get_world_size())
+    if not job.schedule.startswith("deepspeed"):
+        optimizer = torch.optim.AdamW(groups(model, 1e-2))
+        schedule = schedule_of(job.schedule, optimizer, dist.get_world_size())
     rows = WholeStream(SAMPLES) if job.loader == "stream" else Rows()
     loader = DataLoader(rows, batch_size=job.micro, shuffle=job.shuffle and job.loader != "stream")
     if job.scheduler_is == "prepared":

@@ -5,6 +5,7 @@ Lightning runs on CPUs with the accelerator of examples/lightning.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -311,6 +312,34 @@ def test_a_scheduler_that_accelerate_does_not_save_is_named_at_the_save_and_at_t
     assert (seen.rates == pytest.approx(whole.rates[2:], rel=1e-12)) is not is_forgotten
 
 
+def test_the_newest_numbered_checkpoint_is_passed_over_where_it_lacks_what_a_load_reads(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """A save that was cut short before or after the model, and a damaged one. The Trainer does the same."""
+    job = AccelerateJob(stage=2)
+    whole = rank_pool.run(accelerate_numbered, 2, job.at(2), str(tmp_path / "run"), 3)[0]
+    for lacks in ("pytorch_model", "scheduler.bin", "optim_states.pt"):
+        run = tmp_path / lacks
+        newest = run / "checkpoints/checkpoint_2"
+        shutil.copytree(tmp_path / "run", run)
+        if lacks == "pytorch_model":
+            (newest / lacks).rename(newest / ".pytorch_model.made.tmp")
+        elif lacks == "scheduler.bin":
+            (newest / lacks).unlink()
+        else:
+            os.truncate(next((newest / "pytorch_model").glob(f"*rank_1_*{lacks}")), 1000)
+        for rank, seen in enumerate(rank_pool.run(accelerate_numbered, 3, job.at(3), str(run), 3)):
+            assert seen.losses == pytest.approx(whole.losses[2:], rel=2e-5)
+            warned = [text for text in seen.said if text.startswith("WARNING PASSED OVER: checkpoint_2, from which")]
+            assert len(warned) == (rank == 0)
+            assert all(f"goes on from {run}/checkpoints/checkpoint_1." in text and lacks in text for text in warned)
+        assert zeroelastic.verify(newest).valid, "the save of the same step has taken its place"
+    for number in (1, 2):
+        shutil.rmtree(run / f"checkpoints/checkpoint_{number}/pytorch_model")
+    with pytest.raises(Exception, match="checkpoint_2"):
+        rank_pool.run(accelerate_numbered, 2, job.at(2), str(run), 4)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_generators_without_a_file_are_not_said_to_be_restored(rank_pool: RankPool, tmp_path: Path, rank: int) -> None:
     """A save that was cut short after the model has files of some ranks, and half of one: accelerate says nothing."""
@@ -427,6 +456,19 @@ def test_any_schedule_goes_on(rank_pool: RankPool, tmp_path: Path, schedule: str
     up = rank_pool.run(accelerate_run, 3, job.at(3), 6, load=str(tmp_path / "b"))[0]
     assert [*down.rates, *up.rates] == pytest.approx(whole.rates[2:], rel=1e-9)
     assert any("3 times per optimizer step" in line for line in down.said)
+
+
+@pytest.mark.parametrize("schedule", ["deepspeed", "deepspeed lambda"])
+def test_a_scheduler_of_deepspeed_goes_on(rank_pool: RankPool, tmp_path: Path, schedule: str) -> None:
+    """By accelerate's DummyScheduler: the engine steps, saves and restores it, and accelerate's counter has no part."""
+    job, path = AccelerateJob(stage=2, schedule=schedule), str(tmp_path / "a")
+    whole = rank_pool.run(accelerate_run, 2, job.at(2), 5, save=(2, path))[0]
+    assert len(set(whole.rates)) > 3
+    for seen in rank_pool.run(accelerate_run, 3, job.at(3), 5, load=path):
+        assert seen.error == ("", "")
+        assert seen.rates == pytest.approx(whole.rates[2:], rel=1e-12)
+        assert seen.losses == pytest.approx(whole.losses[2:], rel=2e-5)
+        assert not any("Lambda" in note for note in seen.notes)
 
 
 class Recorder:

@@ -351,17 +351,22 @@ def test_the_end_of_the_training_removes_nothing_before_the_best_model_is_comple
     assert any("older checkpoints stay" in line for line in said) == fails
 
 
-def test_a_save_that_was_cut_short_is_passed_over_by_a_resume_from_the_last_checkpoint(pool, tmp_path):
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["cut short", "damaged"])
+def test_a_checkpoint_without_what_a_resume_reads_is_passed_over_by_a_resume_from_the_last(pool, tmp_path, is_damaged):
     """As a kill leaves it while the newest checkpoint is written in the background: all but the tag is there."""
     job = TrainerJob(str(tmp_path), args={"save_strategy": "steps", "save_steps": 2}, stop_at=6)
     first = pool.run(run_trainer, 2, job)[0]
-    (tmp_path / "checkpoint-6/global_step6").rename(tmp_path / "checkpoint-6/.global_step6.made.tmp")
+    if is_damaged:
+        os.truncate(next((tmp_path / "checkpoint-6/global_step6").glob("*rank_1_*optim_states.pt")), 1000)
+    else:
+        (tmp_path / "checkpoint-6/global_step6").rename(tmp_path / "checkpoint-6/.global_step6.made.tmp")
     (tmp_path / "checkpoint-8").mkdir()  # killed earlier still
     for rank, seen in enumerate(pool.run(run_trainer, 3, job.at(resume=True))):
         assert seen.first_step == 4 and compare_states(first.saved[4], seen.resumed) == []
-        warned = [line for line in seen.said if "has no checkpoint to resume from" in line]
+        warned = [line for line in seen.said if "PASSED OVER" in line]
         assert len(warned) == (rank == 0)
-        assert all("checkpoint-8" in line and "from checkpoint-4" in line for line in warned)
+        assert all("checkpoint-8, checkpoint-6, from which no run can go on" in line for line in warned)
+        assert all(f"The run goes on from {tmp_path}/checkpoint-4." in line for line in warned)
     assert zeroelastic.verify(tmp_path / "checkpoint-6").valid  # saved again
     shutil.rmtree(tmp_path / "checkpoint-8")
     for step in (2, 4, 6):

@@ -38,10 +38,24 @@ from zeroelastic.deepspeed.patching import patched, wrap
 from zeroelastic.deepspeed.save.pending import finish_pending, pending_of
 from zeroelastic.distributed.collective import all_gather, all_or_raise
 from zeroelastic.elastic.position import seed_generators
-from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError, counted, rank_list
-from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct
+from zeroelastic.errors import (
+    MissingFileError,
+    StrictError,
+    UnsupportedError,
+    ZeroElasticError,
+    counted,
+    rank_list,
+    some,
+)
+from zeroelastic.integrations.framework_load import (
+    Notes,
+    check_tag,
+    is_loaded_here,
+    load_and_correct,
+    newest_complete,
+)
 from zeroelastic.io.paths import FilePath
-from zeroelastic.runs.tag_directory import read_tag
+from zeroelastic.runs.tag_directory import read_tag, recover_all
 from zeroelastic.torch_file.graph import read_graph
 
 __all__ = ["DataPosition", "data_position", "remaining_epochs"]
@@ -55,6 +69,8 @@ that is not the number of processes."""
 _LR_TOLERANCE = 1e-6
 _WARNED = "_zeroelastic_warned"
 """An attribute of accelerate's ProjectConfiguration: rank 0 has said of its run what it lacks."""
+_PASSED_OVER = "_zeroelastic_passed_over"
+"""Another one: the folders without a complete checkpoint that a load has passed over."""
 
 
 def wrap_module(module: ModuleType) -> None:
@@ -76,6 +92,8 @@ def _save_state(original: Callable[..., Any]) -> Callable[..., Any]:
         if (problem := _forgotten_scheduler(self, engine)) and dist.get_rank() == 0 and not hasattr(config, _WARNED):
             logger.warning("accelerate: %s", problem)
             setattr(config, _WARNED, True)
+        if config.automatic_checkpoint_naming:
+            all_or_raise(lambda: _remove_passed_over(self) if self.is_main_process else None)
         if config.total_limit is None or not config.automatic_checkpoint_naming:
             return original(self, *args, **kwargs)
         engines = list(filter(is_loaded_here, self._models))
@@ -88,6 +106,14 @@ def _save_state(original: Callable[..., Any]) -> Callable[..., Any]:
         return done
 
     return save_state
+
+
+def _remove_passed_over(accelerator: Any) -> None:
+    """Remove the folder of the save that begins, into which accelerate does not save, if a load has passed it over."""
+    for path in getattr(accelerator.project_configuration, _PASSED_OVER, ()):
+        if path.name == f"checkpoint_{accelerator.save_iteration}" and path.exists():
+            shutil.rmtree(path)
+            logger.warning("%s: removed for a new save. load_state() had found no complete checkpoint in it", path)
 
 
 def _remove_older(accelerator: Any, keep: int) -> None:
@@ -112,17 +138,15 @@ def _forgotten_scheduler(accelerator: Any, engine: Any) -> str:
 def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_state(self: Any, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> Any:
         engine = _engine(self)
-        directory = None if engine is None else _directory(self, input_dir)
+        directory = None if engine is None else _directory(self, engine, input_dir)
         if directory is None:
             return original(self, input_dir, load_kwargs, **kwargs)
-        # The schedulers that accelerate steps; the engine handles DeepSpeed's.
-        stepped = [s for s in self._schedulers if hasattr(s, "step_with_optimizer") and hasattr(s, "scheduler")]
         return load_and_correct(
             *(logger, "accelerate", engine),
             lambda: original(self, str(directory), load_kwargs, **kwargs),
             read=lambda: read_tag(directory / _TAG, partial(_read, directory)),
             refuse=lambda saved: _refuse(self, engine, directory, saved),
-            correct=lambda saved, _, notes: _correct(self, engine, directory, saved, stepped, notes),
+            correct=lambda saved, _, notes: _correct(self, engine, directory, saved, notes),
             settings=_SETTINGS,
         )
 
@@ -153,14 +177,47 @@ def _engine(accelerator: Any) -> Any:
     return next(filter(is_loaded_here, accelerator._models), None)
 
 
-def _directory(accelerator: Any, input_dir: Any) -> Path | None:
-    """The directory that accelerate will load; None where it will raise an error."""
+def _schedulers(accelerator: Any) -> list[Any]:
+    """The schedulers that accelerate steps and saves; those of a DeepSpeed configuration are the engine's."""
+    of_engines = [getattr(model, "lr_scheduler", None) for model in accelerator._models]
+    return [one for one in accelerator._schedulers if all(one.scheduler is not other for other in of_engines)]
+
+
+def _directory(accelerator: Any, engine: Any, input_dir: Any) -> Path | None:
+    """The directory to load, of those that accelerate has named the newest complete one. Collective.
+
+    None where accelerate will raise an error.
+    """
     if input_dir is not None:
         return Path(input_dir).expanduser()
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
+    config = accelerator.project_configuration
+    if not config.automatic_checkpoint_naming:
         return None
+    newest = newest_complete(
+        *(logger, lambda: reversed(_numbered(accelerator)), lambda folder: _check(accelerator, engine, folder)),
+        "To choose another one, pass its path to load_state().",
+    )
+    if newest is not None:
+        setattr(config, _PASSED_OVER, newest.passed_over)
+        return newest.folder
     found = _numbered(accelerator)
     return found[-1] if found else None
+
+
+def _check(accelerator: Any, engine: Any, folder: Path) -> None:
+    """Raise CheckpointError where a folder lacks what ``load_state`` reads."""
+    with suppress(OSError):  # a directory that cannot be written: what is missing is reported
+        recover_all(folder)
+    for number, model in enumerate(accelerator._models):
+        if is_loaded_here(model):
+            tag_dir = folder / (f"{_TAG}_{number}" if number else _TAG)
+            check_tag(tag_dir, on_this_node_only=engine.use_node_local_storage())
+    names = [
+        f"scheduler_{number}.bin" if number else "scheduler.bin" for number in range(len(_schedulers(accelerator)))
+    ]
+    names += [f"custom_checkpoint_{number}.pkl" for number in range(len(accelerator._custom_objects))]
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise MissingFileError(f"{folder}: has no {some(missing)}.")
 
 
 def _numbered(accelerator: Any) -> list[Path]:
@@ -222,9 +279,7 @@ def _refuse(accelerator: Any, engine: Any, directory: Path, saved: _Saved) -> No
         )
 
 
-def _correct(
-    accelerator: Any, engine: Any, directory: Path, saved: _Saved, schedulers: list[Any], notes: Notes
-) -> None:
+def _correct(accelerator: Any, engine: Any, directory: Path, saved: _Saved, notes: Notes) -> None:
     if saved.step is not None:
         phase = saved.step % saved.accumulation
         accelerator.step = saved.step // saved.accumulation * accelerator.gradient_accumulation_steps
@@ -234,7 +289,7 @@ def _correct(
     _reseed_new_rank(accelerator, engine, directory, saved, notes)
     if problem := _forgotten_scheduler(accelerator, engine):
         notes.warn(problem)
-    for scheduler in schedulers:
+    for scheduler in _schedulers(accelerator):
         _correct_scheduler(scheduler, accelerator.num_processes, saved, notes)
 
 

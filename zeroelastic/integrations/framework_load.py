@@ -1,24 +1,28 @@
 """A framework's own load of a checkpoint, with what the integrations do before and after it.
 
-Before: what the checkpoint says of the run that wrote it. After: state outside of the engine is corrected, and notes on
-that are added to the engine's resume report.
+Before: which of its checkpoints is the newest that is complete, and what it says of the run that wrote it. After: state
+outside of the engine is corrected, and notes on that are added to the engine's resume report.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from zeroelastic.deepspeed.live.kinds import kind_of
 from zeroelastic.distributed.collective import all_or_raise, broadcast_or_raise
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.errors import StrictError, ZeroElasticError
+from zeroelastic.errors import CheckpointError, MissingFileError, StrictError, UsageError, ZeroElasticError, finding
+from zeroelastic.io.paths import FilePath, PinnedPath
 from zeroelastic.report import Note, ResumeReport
+from zeroelastic.runs.candidates import check_quickly, is_damage
+from zeroelastic.runs.tag_directory import read_tag
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -63,6 +67,61 @@ def read_on_rank_0(read: Callable[[], T | None]) -> T | None:
         return look()
     require_partners()
     return broadcast_or_raise(look)
+
+
+class Newest(NamedTuple):
+    """The newest complete checkpoint of a run, and the newer ones that are not."""
+
+    folder: Path
+    passed_over: tuple[Path, ...]
+
+
+def newest_complete(
+    logger: logging.Logger, folders: Callable[[], Iterable[Path]], check: Callable[[Path], None], to_choose: str
+) -> Newest | None:
+    """The first of the folders, newest first, that ``check`` finds complete; None where none is. Collective.
+
+    A save that was cut short leaves a folder that is newer than the last complete checkpoint, and from which no resume
+    goes on. Rank 0 warns of those that are passed over. One that cannot be read here and now is not: the load says why.
+    """
+
+    def look() -> tuple[Newest | None, str]:
+        problems: dict[Path, str] = {}
+        for folder in folders():
+            try:
+                check(folder)
+            except UsageError as error:
+                problems[folder] = str(error)
+            except CheckpointError as error:
+                if is_damage(error):
+                    problems[folder] = finding(error)
+            except ZeroElasticError:
+                pass
+            if folder not in problems:
+                return Newest(folder, tuple(problems)), " ".join(problems.values())
+        return None, ""
+
+    newest, problems = read_on_rank_0(look) or (None, "")
+    if newest is not None and newest.passed_over and (not dist.is_initialized() or dist.get_rank() == 0):
+        passed = ", ".join(folder.name for folder in newest.passed_over)
+        logger.warning(
+            "PASSED OVER: %s, from which no run can go on: the save was cut short, or files are missing or damaged. "
+            "The run goes on from %s. %s (%s)",
+            *(passed, newest.folder, to_choose, problems),
+        )
+    return newest
+
+
+def check_tag(tag_dir: FilePath, *, on_this_node_only: bool) -> None:
+    """Raise CheckpointError where a tag is not there, or lacks files; those of other nodes may be on their disks."""
+
+    def check(opened: FilePath) -> None:
+        if not isinstance(opened, PinnedPath):
+            raise MissingFileError(f"{tag_dir}: is not there.")
+        if not on_this_node_only:
+            check_quickly(opened)
+
+    read_tag(tag_dir, check)
 
 
 def load_and_correct(

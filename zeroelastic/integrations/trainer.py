@@ -13,20 +13,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
-
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
-from zeroelastic.errors import SaveError, StrictError, counted
-from zeroelastic.integrations.framework_load import read_on_rank_0
+from zeroelastic.errors import MissingFileError, SaveError, StrictError, counted
+from zeroelastic.integrations.framework_load import check_tag, newest_complete
 from zeroelastic.integrations.trainer_batch import keep_global_batch
+from zeroelastic.runs.locate import find_source
+from zeroelastic.runs.tag_directory import recover_all
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def _train(module: ModuleType, original: Callable[..., Any]) -> Callable[..., An
         if checkpoint is True:
             checkpoint = module.get_last_checkpoint(self.args.output_dir)
             if config is not None and checkpoint is not None:
-                checkpoint = newest_complete(Path(checkpoint)) or checkpoint
+                checkpoint = _last_complete(config, Path(self.args.output_dir)) or checkpoint
                 resume_from_checkpoint = str(checkpoint)
         if config is not None and isinstance(checkpoint, str | os.PathLike) and parse_options(config).keep_global_batch:
             keep_global_batch(self, config, Path(checkpoint))
@@ -131,31 +131,24 @@ def _remove_older(trainer: Any, rotate: Callable[..., None]) -> None:
         )
 
 
-def newest_complete(newest: Path) -> Path | None:
-    """The newest ``checkpoint-N`` beside ``newest`` that has what a resume reads, if that is an older one. Collective.
+def _last_complete(config: Mapping[str, Any], output_dir: Path) -> Path | None:
+    """The newest ``checkpoint-N`` that has what a resume reads, None where none has. Collective."""
 
-    A save that was cut short leaves a folder that is newer than the last complete checkpoint, and from which no resume
-    goes on.
-    """
+    def newest_first() -> list[Path]:
+        numbers = (path.name.removeprefix("checkpoint-") for path in output_dir.glob("checkpoint-*/"))
+        return [output_dir / f"checkpoint-{n}" for n in sorted(map(int, filter(str.isdecimal, numbers)), reverse=True)]
 
-    def look() -> str | None:
-        numbers = (path.name.removeprefix("checkpoint-") for path in newest.parent.glob("checkpoint-*"))
-        for number in sorted(map(int, filter(str.isdecimal, numbers)), reverse=True):
-            folder = newest.parent / f"checkpoint-{number}"
-            if (folder / "trainer_state.json").is_file() and any(folder.glob("global_step*/")):
-                return folder.name
-        return None
+    def check(folder: Path) -> None:
+        if not (folder / "trainer_state.json").is_file():
+            raise MissingFileError(f"{folder}: has no trainer_state.json.")
+        with suppress(OSError):  # a directory that cannot be written: what is missing is reported
+            recover_all(folder)
+        node_local = config.get("checkpoint", {}).get("use_node_local_storage", False)
+        check_tag(find_source(folder).tag_dir, on_this_node_only=node_local)
 
-    name = read_on_rank_0(look)
-    if name is None or name == newest.name:
-        return None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning(
-            "%s: has no checkpoint to resume from: its save was cut short, or it has weights alone. The run goes on "
-            "from %s. A path as resume_from_checkpoint chooses another.",
-            *(newest, name),
-        )
-    return newest.parent / name
+    to_choose = "To choose another one, pass its path as resume_from_checkpoint."
+    newest = newest_complete(logger, newest_first, check, to_choose)
+    return None if newest is None else newest.folder
 
 
 @dataclass(frozen=True, slots=True)
