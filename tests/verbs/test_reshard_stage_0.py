@@ -180,11 +180,11 @@ def test_adagrad_and_state_that_a_load_would_convert_are_refused(tmp_path: Path)
 
 def test_weights_without_a_place_in_the_module_are_refused(tmp_path: Path) -> None:
     make(tmp_path / "a", bf16, frozen=[Param("mask", (3,))])
-    with pytest.raises(UnsupportedError, match="the module's state has no entry for mask, which stage 0 keeps there"):
+    with pytest.raises(UnsupportedError, match="the module's state has no entry for mask, whose weights stages 0"):
         zeroelastic.reshard(tmp_path / "a", tmp_path / "b", world_size=3, stage=0)
     make(tmp_path / "c")
     edit(tmp_path / "c" / "tag" / model_name(0), lambda data: data["module"].pop("w"))
-    with pytest.raises(UnsupportedError, match="the module's state has no entry for w, which stage 0 keeps there"):
+    with pytest.raises(UnsupportedError, match="the module's state has no entry for w, whose weights stages 0"):
         zeroelastic.reshard(tmp_path / "c", tmp_path / "b", world_size=3, stage=0)
 
 

@@ -301,6 +301,16 @@ def test_frozen_parameters_that_the_module_does_not_show_are_refused(tmp_path: P
         zeroelastic.reshard(tmp_path / "c", tmp_path / "d", world_size=3, stage=2)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_weight_without_a_place_in_the_module_is_refused(stage: int, tmp_path: Path) -> None:
+    make_tag(tmp_path / "a", 2, frozen=None)
+    for rank in range(2):
+        edit(tmp_path / "a" / "tag" / model_name(rank), lambda data: data["module"].pop("b"))
+    with pytest.raises(UnsupportedError, match="the module's state has no entry for b, whose weights stages 0 to 2"):
+        zeroelastic.reshard(tmp_path / "a", tmp_path / "b", world_size=3, stage=stage)
+    assert zeroelastic.reshard(tmp_path / "a", tmp_path / "b", world_size=3, stage=3).content_root
+
+
 def test_sub_groups_that_contradict_the_configuration_do_not_matter_at_stages_1_and_2(tmp_path: Path) -> None:
     groups = [[Param("a", (4,)), Param("b", (4,))]]
     make_tag(tmp_path / "a", 2, groups=groups, sub_group_size=1, frozen=None)

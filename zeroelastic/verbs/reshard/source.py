@@ -368,7 +368,8 @@ def weight_dtypes(source: ReshardSource) -> dict[str, str]:
 def made_weights(source: ReshardSource, slicing: Slicing) -> dict[str, str]:
     """The dtypes of weights that are made from master weights; none where the source has them, and in a lean result.
 
-    ``slicing`` is the result's. Raises UnsupportedError for a dtype to which master weights cannot be rounded.
+    ``slicing`` is the result's. Raises UnsupportedError for a dtype to which master weights cannot be rounded, and for
+    a weight that has no place in the module's state.
     """
     has_weights = source.whole_model and not source.weights
     if source.shared is not None or (has_weights and not source.slicing.has_slices and not slicing.has_slices):
@@ -381,6 +382,8 @@ def made_weights(source: ReshardSource, slicing: Slicing) -> dict[str, str]:
                 f"{param.name}: its master weights are {saved[FP32]}, its weights {dtypes[param.name]}, which cannot "
                 "be made of them. Reshard to stage 3, with --stage 3."
             )
+    names = slicing.file_names()
+    check_entries(source, [name for name in dtypes if not slicing.is_expert(names.get(name, name))])
     return dtypes
 
 
@@ -397,7 +400,7 @@ def check_entries(source: ReshardSource, names: Iterable[str]) -> None:
     missing = sorted(name for name in names if name not in found and shared.get(name, name) not in found)
     if missing:
         raise UnsupportedError(
-            f"the module's state has no entry for {some(missing)}, which stage 0 keeps there alone. "
+            f"the module's state has no entry for {some(missing)}, whose weights stages 0 to 2 keep there. "
             "Reshard to stage 3, with --stage 3."
         )
 
