@@ -185,6 +185,27 @@ def test_a_checkpoint_of_fsdp2_is_opened_as_the_one_that_it_was_made_of(tmp_path
                 assert same(mine["exp_avg"].torch(), theirs["exp_avg"].torch())  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("layout", ["torch", "accelerate"])
+@pytest.mark.parametrize(("name", "key"), [("param_groups.x", "exp_avg"), ("a.param_groups", "m"), ("a.b", "q.k")])
+def test_names_that_read_as_other_entries_come_back(tmp_path: Path, name: str, key: str, layout: Any) -> None:
+    """Modules with the optimizer's word for its groups, and a key of the optimizer's state that has a dot."""
+    states = {key: torch.float32, "exp_avg_sq": torch.float32}
+    groups = [[Param(name, (5, 4)), Param("a.w", (7,))]]
+    write_checkpoint(tmp_path / "tag", world_size=2, groups=groups, states=states, record=True)
+    zeroelastic.convert(tmp_path / "tag", tmp_path / "fsdp", to="fsdp2", layout=layout)
+    back = zeroelastic.convert(tmp_path / "fsdp", tmp_path / "back", from_="fsdp2", world_size=3)
+    assert back.content_root == zeroelastic.verify(tmp_path / "tag").content_root
+
+
+def test_a_parameter_with_the_name_of_an_optimizer_group_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "tag", world_size=2, groups=[[Param("0", (5, 4)), Param("w", (7,))]])
+    with pytest.raises(UnsupportedError, match=r"tag: 0: a parameter whose name is a number .* --to dcp"):
+        zeroelastic.convert(tmp_path / "tag", tmp_path / "fsdp", to="fsdp2")
+    zeroelastic.convert(tmp_path / "tag", tmp_path / "fsdp", to="fsdp2", layout="accelerate")
+    with zeroelastic.open(tmp_path / "fsdp") as opened:
+        assert {"0", "w"} < set(opened)
+
+
 def test_chunks_of_a_mesh_are_opened_and_have_places(tmp_path: Path) -> None:
     tensors, objects = job_state(SHAPES, lambda shape: grid(shape, (2, 3)[: len(shape)]))
     write_dcp(tmp_path / "fsdp", tensors, {**objects, "rng": 3})

@@ -11,7 +11,7 @@ checkpointing, are left out, as torch leaves them out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from zeroelastic.checkpoint.optimizer_file import (
@@ -74,10 +74,10 @@ def named_state(found: DcpMetadata, archives: Archives) -> NamedState:
     """
     at = str(found.folder)
     keys = [*found.tensors, *found.objects]
-    optimizer = _optimizer_prefix(keys, at)
+    optimizer = _optimizer_prefix(found, at)
     reader = _Optimizer(found, archives, optimizer)
     groups, listed = reader.groups()
-    states = reader.state_names()
+    states = reader.state_names(frozenset(listed))
     names = [*dict.fromkeys([*states, *listed])] if not states else [*states]
     if not names:
         raise UnsupportedError(f"{at}: the optimizer has no parameters. Save it after a step, so that it has state.")
@@ -120,21 +120,31 @@ def named_state(found: DcpMetadata, archives: Archives) -> NamedState:
     )
 
 
-def _optimizer_prefix(keys: Iterable[str], at: str) -> str:
+def _optimizer_prefix(found: DcpMetadata, at: str) -> str:
     """What stands before ``state.`` and ``param_groups`` in the optimizer's keys."""
-    prefixes = {
-        key[: match.start()] for key in keys if (match := re.search(rf"(?<![^.]){_GROUPS}(?=\.|$)", key)) is not None
-    }
+    prefixes: dict[str, bool] = {}  # and whether it is that of values, which a model does not have
+    for key in (*found.tensors, *found.objects):
+        if (match := re.search(rf"(?<![^.]){_GROUPS}(?=\.|$)", key)) is not None:
+            prefix = key[: match.start()]
+            prefixes[prefix] = prefixes.get(prefix, False) or key in found.objects
     if not prefixes:
         raise UnsupportedError(
             f"{at}: holds no optimizer: no key has param_groups. Save it with torch's get_optimizer_state_dict beside "
             "the model; weights alone are loaded by from_pretrained or torch."
         )
+    if len(prefixes) > 1:  # a parameter may have this name, too: the model has it, and the state of the optimizer
+        begins = re.compile(rf"(?<![^.]){_STATE}")
+        own = {
+            prefix: True
+            for prefix, has_values in prefixes.items()
+            if has_values and not any(prefix[: match.start()] in prefixes for match in begins.finditer(prefix))
+        }
+        prefixes = own or prefixes
     if len(prefixes) > 1:
         raise UnsupportedError(
             f"{at}: holds {len(prefixes)} optimizers ({some(sorted(prefixes))}); a ZeRO checkpoint has one."
         )
-    return prefixes.pop()
+    return next(iter(prefixes))
 
 
 def _model_prefix(names: Iterable[str], keys: Iterable[str], at: str) -> str:
@@ -165,21 +175,23 @@ class _Optimizer:
         self._found, self._archives, self._prefix = found, archives, prefix
         self._at = str(found.folder)
         self._state: dict[str, dict[str, str]] = {}
-        begin = prefix + _STATE
-        for key in (*found.tensors, *found.objects):
+
+    def state_names(self, listed: Collection[str]) -> list[str]:
+        """The parameters that have state; ``listed`` are those of the groups, for state keys that have a dot."""
+        begin = self._prefix + _STATE
+        for key in (*self._found.tensors, *self._found.objects):
             if key.startswith(begin):
-                name, dot, state_key = key.removeprefix(begin).rpartition(".")
-                if not dot:
+                parts = key.removeprefix(begin).split(".")
+                splits = [(".".join(parts[:-i]), ".".join(parts[-i:])) for i in range(1, min(len(parts), _MAX_DEPTH))]
+                if not splits:
                     raise UnsupportedError(f"{self._at}: {brief(key)} is not the state of a parameter.")
+                name, state_key = next((split for split in splits if clean_name(split[0]) in listed), splits[0])
                 self._state.setdefault(clean_name(name), {})[state_key] = key
         if self._state and all(name.isdigit() for name in self._state):
             raise UnsupportedError(
                 f"{self._at}: the optimizer's state is by the number of the parameter, as optimizer.state_dict() has "
                 "it, which does not say whose it is. Save get_optimizer_state_dict(model, optimizer)."
             )
-
-    def state_names(self) -> list[str]:
-        """The parameters that have state."""
         return [*self._state]
 
     def state(self, name: str, weight: StoredTensor) -> tuple[dict[str, StoredTensor], dict[str, ScalarValue]]:

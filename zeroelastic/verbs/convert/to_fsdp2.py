@@ -134,6 +134,8 @@ def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch", model_dir: Fi
     saved = model_tensors(state)
     model = named_model(saved, state.head.ds_config, model_type_of(model_dir))
     _check_names(model, saved, state.checkpoint.tag_dir)
+    if layout == "torch":
+        _check_numbers(model, state.checkpoint.tag_dir)
     saved_groups = model_groups(state, model)
     # A value as torch's optimizers keep it: step is a float32 tensor.
     params = tuple(
@@ -180,6 +182,16 @@ def _check_names(model: NamedModel, saved: ModelTensors, tag_dir: FilePath) -> N
             f"{tag_dir}: {printable(left[0])} cannot be given the name that it has in the model: {why}. Put the "
             "config.json of the model beside the tag if it is missing; `zeroelastic convert --to dcp` writes the "
             "tensors under DeepSpeed's names."
+        )
+
+
+def _check_numbers(model: NamedModel, tag_dir: FilePath) -> None:
+    """Raise UnsupportedError for parameters with numbers for names, which have the keys of the optimizer's groups."""
+    numbers = [tensor.name for tensor in model.tensors if tensor.first.kind == "trained" and tensor.name.isdecimal()]
+    if numbers:
+        raise UnsupportedError(
+            f"{tag_dir}: {some(numbers)}: a parameter whose name is a number cannot be written beside the optimizer's "
+            "groups, which have numbers. Use `zeroelastic convert --to dcp`, or put it into a module of the model."
         )
 
 
