@@ -17,6 +17,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "stage 2, elastic": {"stage": 2},
     "stage 2, empty": {"stage": 2, "empty": True},  # DeepSpeed cannot partition parameters without elements (0.19.8)
     "stage 2, lean": {"stage": 2, "lean": True},
+    "stage 1, lean, empty": {"stage": 1, "lean": True, "empty": True},
     "stage 3": {"stage": 3, "installed": False},
 }
 FIRST = {"second.weight": "first.weight", "norm_again.running_mean": "norm.running_mean", "again": "count"}
