@@ -584,16 +584,26 @@ def test_without_it_the_batch_changes_and_the_log_says_so(pool, whole_of_a_fixed
 
 
 def test_groups_of_similar_length_are_others_on_another_number_of_ranks_which_is_said(pool, tmp_path):
-    """Even with the same global batch. Nothing is lost between epochs, and on the same number of ranks."""
+    """Even with the same global batch, and on the same number of ranks after the first epoch.
+
+    Nothing is lost between epochs: the ranks, of which a new one has another generator, take parts of one order.
+    """
     args = {**FIXED, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2}
     args["train_sampling_strategy"] = "group_by_length"
-    job = TrainerJob(str(tmp_path / "whole"), elastic=False, stop_at=4, args=args, config=KEEP)
-    pool.run(run_trainer, 2, job)
-    job = job.at(directory=str(tmp_path), stop_at=5, args={**args, "save_strategy": "no"})
-    for ranks, step, is_said in ((3, 2, True), (2, 2, False), (3, 4, False)):
+    job = TrainerJob(str(tmp_path / "whole"), elastic=False, args=args, config=KEEP)
+    whole = pool.run(run_trainer, 2, job)[0]
+    job = job.at(directory=str(tmp_path), args={**args, "save_strategy": "no"})
+    for ranks, step, is_said in ((3, 2, True), (2, 2, False), (3, 4, False), (2, 4, False), (2, 6, True)):
         again = job.at(resume=f"{tmp_path}/whole/checkpoint-{step}")
-        _, said = pool.run(run_and_listen, ranks, again, {})[0]
-        assert ("POSITION CHANGED: group_by_length makes its groups from" in said) is is_said
+        seen, said = pool.run(run_and_listen, ranks, again, {})[0]
+        assert ("POSITION CHANGED: group_by_length" in said) is is_said
+        assert ("later epochs" in said.lower()) is (ranks == 3 and is_said)
+        noted = "each sample comes once in an epoch, in another order than on 2 ranks" in said
+        assert noted is (ranks == 3 and not is_said)
+        if ranks == 2:
+            assert (seen.samples == {at: whole.samples[at] for at in range(step, 8)}) is not is_said
+        if step < 6:
+            assert {index for at in range(4, 8) for index in seen.samples[at]} == set(range(SAMPLES))
     strict = {"zeroelastic": {"keep_global_batch": True, "strict_batch": True}}
     errors = pool.run(attempt, 3, job.at(resume=f"{tmp_path}/whole/checkpoint-2", config=strict))
     assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1

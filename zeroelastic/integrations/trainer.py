@@ -1,6 +1,7 @@
 """``Trainer.train`` and the saves in it: which checkpoint a run resumes from, and when older ones are removed.
 
-A resume within an epoch of ``group_by_length`` on another number of ranks says that other samples follow.
+A resumed run with ``group_by_length`` has the order of samples of rank 0 on all ranks, and says where it is another one
+than in the saved run.
 
 A save that was cut short is passed over by a resume from the last checkpoint. Where saves are in the background,
 ``save_total_limit`` removes no checkpoint before the one after it is complete, and the last save is complete before
@@ -13,15 +14,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch.utils.data import Sampler
+
+from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
+from zeroelastic.distributed.collective import broadcast
 from zeroelastic.errors import MissingFileError, SaveError, StrictError, counted
 from zeroelastic.integrations.framework_load import check_tag, newest_complete
 from zeroelastic.integrations.trainer_batch import keep_global_batch
@@ -53,10 +58,12 @@ def _train(module: ModuleType, original: Callable[..., Any]) -> Callable[..., An
             keep_global_batch(self, config, Path(checkpoint))
         is_path = isinstance(checkpoint, str | os.PathLike)
         run = TrainerRun(self, module.TrainerCallback, Path(checkpoint) if is_path else None)
+        order: AbstractContextManager[None] = nullcontext()
         if config is not None and is_path and _groups_by_length(self.args):
             strict = parse_options(config).strict_batch
             run.add_callback("groups_by_length", lambda state: _say_other_groups(self, state, strict))
-        with _running(run):
+            order = patched(self, _get_train_sampler=partial(_order_of_rank_0, self._get_train_sampler))
+        with _running(run), order:
             done = original(self, resume_from_checkpoint, *args, **kwargs)
         for call in run.at_end:
             call()
@@ -185,17 +192,55 @@ def _groups_by_length(args: Any) -> bool:
     return strategy == "group_by_length" or bool(getattr(args, "group_by_length", False))
 
 
+class OrderOfRank0(Sampler[int]):
+    """The indices that a sampler has on rank 0, on every rank. To begin an epoch is collective.
+
+    The sampler of ``group_by_length`` draws from the generator of the process, which is not the same on ranks that the
+    saved run did not have: each of them would take its part of another order.
+    """
+
+    def __init__(self, order: Sampler[int]) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(broadcast(list(self.order)))
+
+
+def _order_of_rank_0(sampler_of: Callable[..., Sampler[int] | None], *args: Any, **kwargs: Any) -> OrderOfRank0 | None:
+    sampler = sampler_of(*args, **kwargs)
+    return None if sampler is None else OrderOfRank0(sampler)
+
+
 def _say_other_groups(trainer: Any, state: Any, strict: bool) -> None:
-    """Say that groups of similar length are others on another number of ranks. StrictError, the same on every rank."""
+    """Say where the order of ``group_by_length`` is not that of the saved run. StrictError, the same on every rank.
+
+    Its groups are made from the batch of one rank, and it draws from a generator of which the state at the beginning
+    of the epoch was not saved: in the first epoch, that is the seed.
+    """
     report = getattr(trainer.model_wrapped, "zeroelastic_report", None)
-    if report is None or report.saved_world_size == report.world_size or state.epoch == int(state.epoch):
+    if report is None or report.batch_changed:  # which has a warning of its own
         return
-    if report.batch_changed:  # which has a warning of its own
+    saved = counted(report.saved_world_size, "rank")
+    is_resized, is_within_epoch = report.saved_world_size != report.world_size, state.epoch != int(state.epoch)
+    if not is_within_epoch:
+        if is_resized:
+            note = f"group_by_length: each sample comes once in an epoch, in another order than on {saved}"
+            trainer.model_wrapped.zeroelastic_report = replace(report, notes=(*report.notes, note))
+            if trainer.is_world_process_zero():
+                notice(logger, note)
         return
+    if not is_resized and state.epoch < 1:
+        return
+    why, later = "draws the order of an epoch anew after a resume", ""
+    if is_resized:
+        why = f"makes its groups from the batch of one rank, which is another one than on {saved}"
+        later = ". Later epochs have each sample once, in another order"
     problem = (
-        "POSITION CHANGED: group_by_length makes its groups from the batch of one rank, which is another one on "
-        f"{counted(report.world_size, 'rank')} than on {report.saved_world_size}: in this epoch some samples come "
-        "twice, and some not at all. Resume at the end of an epoch, or on the saved number of ranks"
+        f"POSITION CHANGED: group_by_length {why}: in this epoch some samples come twice, and some not at all{later}. "
+        "Resume at the end of an epoch"
     )
     if strict:
         raise StrictError(f'{report.path}: {problem}. Set "strict_batch": false to go on all the same.')
