@@ -120,7 +120,7 @@ RUNS = [
     (4, replace(STOCK, model="moe", ep=2, stage=2)),
     (4, replace(STOCK, model="moe", ep=2, stage=2, frozen=True, frozen_experts=True)),
     (2, replace(STOCK, model="moe", ep=2, stage=1, frozen=True, frozen_experts=True)),
-    (4, replace(STOCK, model="moe", ep=2, stage=1, config={"use_data_before_expert_parallelism": True})),
+    (4, replace(STOCK, model="moe", ep=2, stage=1, config={"use_data_before_expert_parallelism": 1})),  # as true
     (2, replace(STOCK, model="moe", ep=1, stage=2)),
 ]
 

@@ -14,7 +14,9 @@ from synthetic import edit
 from topologies import TopologyJob, build, train
 from typer.testing import CliRunner
 
+import zeroelastic
 from zeroelastic.cli.app import app
+from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.testing import RankPool
 
 JOBS = {
@@ -49,6 +51,17 @@ def in_models(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], No
                 edit(path, change)
 
     return bend
+
+
+def of_another_layer(tag: Path) -> None:
+    """The files of experts name a layer whose experts no optimizer file has."""
+
+    def rename(weights: dict[str, Any]) -> None:
+        for name in [*weights]:
+            weights[f"other.{name}"] = weights.pop(name)
+
+    for path in tag.glob("layer_*_model_states.pt"):
+        edit(path, rename)
 
 
 def in_optimizers(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -108,6 +121,28 @@ BENT: dict[str, tuple[str, Callable[[Path], None]]] = {
     "parts of experts: 2^40": ("MoE", in_optimizers(lambda o: o.update(partition_count=[2, 1 << 40, 2, 1 << 40]))),
     "parts of experts: text": ("MoE", in_optimizers(lambda o: o.update(partition_count=["x"]))),
 }
+
+
+LAYERS: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "no number": (
+        "AutoEP",
+        in_models(lambda m: m["ds_autoep_layers"][0].pop("moe_layer_id")),
+        "model_states.pt: a layer of ds_autoep_layers has moe_layer_id None",
+    ),
+    "no experts": ("AutoEP", layers(num_experts=0), "num_experts 0"),
+    "2^40 experts": ("AutoEP", layers(num_experts=1 << 40), "more than 65536 experts"),
+    "not a layer that is trained": ("MoE", of_another_layer, "model_states.pt: other.*experts that are frozen"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_reshard_refuses_layers_of_experts_by_name(honest: dict[str, Path], tmp_path: Path, name: str) -> None:
+    kind, bend, message = LAYERS[name]
+    root = tmp_path / "run"
+    shutil.copytree(honest[kind], root)
+    bend(root / "t")
+    with bounded(), pytest.raises((CheckpointError, UnsupportedError), match=message):
+        zeroelastic.reshard(root, tmp_path / "dst", world_size=4, stage=2)
 
 
 @pytest.mark.parametrize("name", BENT)
