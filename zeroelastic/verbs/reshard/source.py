@@ -232,10 +232,7 @@ def slicing_of(checkpoint: Checkpoint) -> Slicing:
         return Slicing(checkpoint.topology)
     layouts = [layout for layout in (checkpoint.layout, checkpoint.frozen_layout) if layout is not None]
     root = pairs_of(read_graph(checkpoint.model_files[0]))
-    try:
-        return saved_slicing(root, layouts, checkpoint.topology, _own_layers(checkpoint))
-    except (CheckpointError, UnsupportedError) as error:
-        raise type(error)(f"{checkpoint.model_files[0]}: {error}") from None
+    return saved_slicing(root, layouts, checkpoint.topology, _own_layers(checkpoint))
 
 
 def _own_layers(checkpoint: Checkpoint) -> list[str]:
