@@ -239,6 +239,28 @@ def test_a_frozen_parameter_may_have_a_dtype_that_torch_cannot_fill(rank_pool):
         assert seen and all(found == [*range(6)] for found in seen)
 
 
+def change_with_own_buffers(job: Job, worlds: list[list[int]]) -> list[dict[str, Any]]:
+    """A change in which each rank of the first world has other buffers, as with batch norms in no group."""
+    first = build_first
+
+    def build(job: Job) -> Any:
+        engine = first(job)
+        engine.module.batches_seen.fill_(10.0 * dist.get_rank())
+        return engine
+
+    with patch(f"{__name__}.build_first", build):
+        return change_sizes(job, worlds, {})
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_a_member_that_stays_keeps_its_buffers_and_one_that_comes_gets_those_of_rank_0(rank_pool, stage):
+    worlds = [[0, 1, 2], [2, 3, 1]]
+    found = rank_pool.run(change_with_own_buffers, 4, Job(stage=stage), worlds)
+    ends = [seen[0]["end_buffer"] for seen in found[:3]]
+    assert len({tuple(buffer) for buffer in ends}) == 3
+    assert [seen[1]["buffer"] for seen in found[1:]] == [ends[1], ends[2], ends[0]]
+
+
 def wrong_model(job: Job) -> tuple[str, str]:
     try:
         change_sizes(job, [[0, 1], [0, 1]], {1: Job(extra="more")})

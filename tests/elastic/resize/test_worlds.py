@@ -20,7 +20,7 @@ import torch.distributed as dist
 import warm_python
 from extended import with_swept
 from stock_programs import resume_on_stock
-from training import LOSS_RTOL, Job, build_engine, train_step
+from training import LOSS_RTOL, Job, build_engine, train_and_save, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
@@ -184,6 +184,8 @@ def test_announced_changes_lose_no_step_and_no_process(job, rank_pool):
     assert all(process.poll() is None for process in (first[3], *last))
     begun = nodes.seen("begin")
     assert {entry["tier"] for entry in begun[1:]} == {"in-place"}
+    own = {node: [entry["own"] for entry in nodes.seen("member") if entry["node"] == node] for node in (3, 6, 7)}
+    assert {*own[3][1:]} == {3} and own[6] == own[7] == [3]  # client state: one's own, or that of rank 0
     assert not list((nodes.directory / "ckpt").glob("global_step*"))  # neither written nor read
     latest = len(begun) - 1
     nodes.wait(lambda: nodes.worlds_in_store() == [latest - 1, latest], "the end of what the store has of other worlds")
@@ -376,6 +378,24 @@ def test_a_world_ends_between_two_optimizer_steps_alone(rank_pool, tmp_path, dec
 def test_state_that_is_not_of_zero_does_not_move(rank_pool):
     for why in rank_pool.run(why_stage_0_is_fixed, 2):
         assert why == "the state of a run with ZeRO stage 0 does not move from memory to memory"
+
+
+def test_state_of_sub_groups_of_another_age_does_not_move(rank_pool, tmp_path):
+    """Each parameter is a sub-group: those that are new to the optimizer have no state before a step, then another."""
+    rank_pool.run(train_and_save, 2, Job(), str(tmp_path))
+    now = Job(frozen=False, sub_group_size=1, options={"on_mismatch": "initialize"})
+    for before, after in rank_pool.run(why_fixed_with_new_params, 2, now, str(tmp_path)):
+        assert "its sub-groups have different state" in before and "its sub-groups have different state" in after
+
+
+def why_fixed_with_new_params(job: Job, directory: str) -> tuple[str | None, str | None]:
+    from zeroelastic.deepspeed.resize.restore import why_fixed
+
+    engine = build_engine(job)
+    engine.load_checkpoint(directory)
+    before = why_fixed(engine)
+    train_step(engine, 3)
+    return before, why_fixed(engine)
 
 
 def why_stage_0_is_fixed() -> str | None:

@@ -123,7 +123,7 @@ def main(directory: Path) -> None:
         build,
         directory / "ckpt",
         data=data,
-        client_state=lambda: {"note": "hello"},
+        client_state=lambda: {"of": settings["node"]},
         saving=every(steps=settings.get("save", 1000)),
         log=directory / "events.jsonl",
     ):
@@ -134,7 +134,8 @@ def main(directory: Path) -> None:
             if first:
                 note(begin=engine.global_steps, size=dist.get_world_size(), state=found, tier=world.start.tier,
                      report=report)  # fmt: skip
-            note(member=engine.global_steps, size=dist.get_world_size(), position=data.global_step)
+            own = world.start.client_state.get("of")
+            note(member=engine.global_steps, size=dist.get_world_size(), position=data.global_step, own=own)
             save_at = (
                 engine.global_steps + 2 if world.start.tier == "memory" and settings.get("save_after_death") else -1
             )

@@ -22,6 +22,7 @@ from zeroelastic.deepspeed.live.replicated import difference, token_of
 from zeroelastic.deepspeed.resize.move import NO_RUNS, HeldState, MoveCost, Runs, buffers_of, hold, move, runs_of
 from zeroelastic.deepspeed.resize.run_state import (
     RunState,
+    group_states,
     require_same_run,
     restore_module,
     restore_values,
@@ -48,7 +49,9 @@ def why_fixed(engine: Engine) -> str | None:
         what = why_left_to_deepspeed(engine.optimizer) or other
         return f"the state of a run with {what} does not move from memory to memory"
     try:
-        hold(covered_live(engine, engine.optimizer))
+        live = covered_live(engine, engine.optimizer)
+        hold(live)
+        group_states(live)
     except UnsupportedError as error:
         return str(error)
     return None
@@ -109,9 +112,9 @@ def join_world(
 ) -> Joined:
     """Fill an engine that was just built with the state of the world before. Collective over the new world and peers.
 
-    ``leaving`` is what this member has of it, ``state`` what one of its members left. Members that are not in the new
-    world call ``serve``. Raises the same error on every rank of the new world; DigestMismatchError where the content is
-    not that of before.
+    ``leaving`` is what this member has of it, ``state`` what one of its members left. A member that had no part in it
+    gets its buffers too. Members that are not in the new world call ``serve``. Raises the same error on every rank of
+    the new world; DigestMismatchError where the content is not that of before.
     """
 
     def prepared() -> tuple[LiveOptimizer, Runs, list[torch.Tensor | None]]:
@@ -120,7 +123,7 @@ def join_world(
         require_same_run(state, live)
         begin_change(engine)
         live.begin_load()
-        restore_module(engine, state)
+        restore_module(engine, state, state if leaving is None else leaving.state)
         live.refresh()
         filling.enter_context(live.filling())
         runs, targets = _targets(live, state)

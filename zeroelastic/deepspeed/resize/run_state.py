@@ -101,7 +101,7 @@ def run_state_of(
         layout=live.layout,
         frozen=live.frozen,
         keys=keys,
-        groups=tuple(_group_state(live, g) for g in range(len(live.groups))),
+        groups=group_states(live),
         loss_scaler=copy.deepcopy(getattr(optimizer, "loss_scaler", None)),
         dynamic_loss_scale=bool(getattr(optimizer, "dynamic_loss_scale", False)),
         overflow=bool(getattr(optimizer, "overflow", False)),
@@ -117,6 +117,11 @@ def run_state_of(
         unsaved_seconds=lineage.unsaved_seconds,
         root=root,
     )
+
+
+def group_states(live: LiveOptimizer) -> tuple[GroupState, ...]:
+    """The optimizer groups of this rank. Raises UnsupportedError where sub-groups of one differ in their state."""
+    return tuple(_group_state(live, g) for g in range(len(live.groups)))
 
 
 def _group_state(live: LiveOptimizer, group: int) -> GroupState:
@@ -169,10 +174,14 @@ def require_same_run(state: RunState, live: LiveOptimizer) -> None:
         )
 
 
-def restore_module(engine: Engine, state: RunState) -> None:
-    """Restore counters, scheduler, buffers, random-LTD and the data sampler by DeepSpeed's own load."""
-    own = {name: param.data for name, param in engine.module.named_parameters(remove_duplicate=False)}
-    states = {**state.module_states, "module": {**own, **state.module_states["module"]}}
+def restore_module(engine: Engine, state: RunState, own: RunState) -> None:
+    """Restore counters, scheduler, buffers, random-LTD and the data sampler by DeepSpeed's own load.
+
+    ``own`` is what this member left, of which it keeps buffers and extra state: they may differ by rank, as running
+    statistics of batch norms do.
+    """
+    params = {name: param.data for name, param in engine.module.named_parameters(remove_duplicate=False)}
+    states = {**state.module_states, "module": {**params, **own.module_states["module"]}}
 
     with (
         patched(engine.checkpoint_engine, load=lambda path, map_location=None: dict(states)),

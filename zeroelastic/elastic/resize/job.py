@@ -359,8 +359,9 @@ class Job:
                 "build() has to keep it (elastic.batch_plan gives the micro batch), or pass strict=False."
             )
         joined = join_world(engine, self._leaving, state, peers, peer_of)
-        client_state = dict(state.client_state)
-        entry = client_state.pop(KEY, None)
+        client_state = dict((state if own is None else own).client_state)
+        client_state.pop(KEY, None)
+        entry = state.client_state.get(KEY)
         identity = f"{joined.root} {engine.global_steps}"
         notes = unpack_position(entry, data, engine.device, identity=identity, strict=False)
         teardown = max(formed - self._ended_at, 0.0) if self._leaving is not None else 0.0
