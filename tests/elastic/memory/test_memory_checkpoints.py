@@ -5,6 +5,7 @@ A node is a directory in shared memory, which several ranks may share; a lost no
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -660,6 +661,27 @@ def test_each_of_two_engines_has_a_place_of_its_own(
         assert found == [("memory", 4, True), ("memory", 8, True)]
     for found in rank_pool.run(train_two, 2, jobs, str(tmp_path / "flipped"), shared / "flipped", flip=0):
         assert found == [("directory", 2, False), ("memory", 8, True)]
+
+
+def said_in_a_run(job: Job, directory: str, shared: Path, steps: int) -> tuple[int, list[str]]:
+    """The step at which a run with memory begins that saves every two steps, and the warnings about its memory."""
+    said = logged("elastic.memory.resume", logging.WARNING)
+    turn = run(job, directory, shared, [0, 1], steps, save_steps=2)
+    return turn.start.global_steps, said
+
+
+def test_what_memory_has_from_before_a_parameter_was_unfrozen_is_named(
+    rank_pool: RankPool, tmp_path: Path, shared: Path
+) -> None:
+    unfrozen = replace(JOB, frozen=False, options={**COPIES, "on_mismatch": "initialize"})
+    directory = str(tmp_path / "ckpt")
+    rank_pool.run(said_in_a_run, 2, JOB, directory, shared, 3)
+    first, other = rank_pool.run(said_in_a_run, 2, unfrozen, directory, shared, 2)
+    assert first[0] == other[0] == 2 and other[1] == []
+    (text,) = first[1]
+    assert text.startswith("step 3 in memory is not taken: the run trained other parameters") and "global_step2" in text
+    again = rank_pool.run(said_in_a_run, 2, unfrozen, directory, shared, 1)
+    assert again == [(4, [])] * 2  # a save has come after it
 
 
 def train_twins(job: Job, directory: str, shared: Path) -> str:

@@ -330,6 +330,14 @@ class RunPlace:
         except (OSError, ValidationError):
             return None
 
+    def notes_of_others(self) -> Iterator[MemoryNote]:
+        """The notes that this node has of engines which train other parameters, or save elsewhere."""
+        with suppress(OSError):
+            for name in os.listdir(self.path.parent):
+                other = RunPlace(self.path.parent / name)
+                if other != self:
+                    yield from filter(None, map(other.note, other.tags()))
+
     def publish(self, staging: Path, tag: str) -> None:
         """Make a directory the tag, whose files this user alone may read then. Raises OSError."""
         for entry in os.scandir(staging):

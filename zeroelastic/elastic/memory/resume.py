@@ -130,6 +130,8 @@ class MemoryTier:
         def choose() -> dict[str, tuple[str | None, int, float]]:
             placed = [_placed(one, saved, tags) for one in self.generations if one.tag not in self._tried]
             newer = [one for one in placed if _is_newer(one, saved, set_back_at)]
+            if saved is not None:
+                self._warn_of_others(saved, tags, after=max(saved.saved_at, set_back_at or 0.0))
             if set_back_at is not None and saved is not None:
                 self._warn_of_left([one for one in placed if one not in newer], saved)
             return {one.tag: (one.continues, one.unsaved_steps, one.unsaved_seconds) for one in newer}
@@ -150,6 +152,19 @@ class MemoryTier:
                 logger.warning(
                     "step %d in memory is let go of: latest was set to %s since, or it does not continue from there",
                     *(one.note.step, printable(saved.name)),
+                )
+
+    def _warn_of_others(self, saved: Tag, tags: Sequence[Tag], *, after: float) -> None:
+        """Warn once of what this node has of the run ``after`` a time, with other trained parameters than now."""
+        ids = {tag.save_id for tag in tags} - {None}
+        for note in self._run.notes_of_others():
+            is_of_run = not ids.isdisjoint((note.parent, note.begun))
+            if is_of_run and note.committed_at > after and note.save_id not in self._left:
+                self._left.add(note.save_id)
+                logger.warning(
+                    "step %d in memory is not taken: the run trained other parameters when it was made, and the newest "
+                    "save is %s. To go on from step %d, build the engine with those parameters, resume, and save.",
+                    *(note.step, printable(saved.name), note.step),
                 )
 
     def load_newest(
