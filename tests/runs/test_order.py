@@ -19,8 +19,8 @@ from zeroelastic.runs.candidates import check_quickly, committed_after, list_run
 from zeroelastic.runs.latest import find_latest, fix_latest, set_latest
 from zeroelastic.runs.order import (
     Tag,
-    later_of_one_run,
     left_behind,
+    left_out_of_run,
     newest_first,
     pointed_at,
     runs_at_once,
@@ -224,9 +224,10 @@ def test_a_run_whose_parameters_change_stays_one_while_its_tags_are_linked() -> 
     # Its parent was removed by hand: it may as well be an engine of its own that began from a tag of this run.
     cut = [unfrozen, before[1]]
     assert by_run(runs_of(cut)) == [["s3"], ["s1"]]
-    assert later_of_one_run(without_other_runs(cut, G), cut) == unfrozen
-    assert later_of_one_run(without_other_runs(cut, D), cut) is None  # nothing that is left out is later
-    assert later_of_one_run(without_other_runs(GAN, G), GAN) is None  # of another run
+    assert left_out_of_run(without_other_runs(cut, G), cut, None) == unfrozen
+    assert left_out_of_run(without_other_runs(cut, D), cut, "s3") is None  # nothing that is left out is later
+    assert left_out_of_run(without_other_runs(cut, D), cut, "s1") == before[1]  # the run was rolled back to it
+    assert left_out_of_run(without_other_runs(GAN, G), GAN, "D_0") is None  # of another run
 
 
 def test_a_gap_in_the_chain_of_one_run_splits_nothing() -> None:

@@ -242,16 +242,18 @@ def runs_at_once(tags: Sequence[Tag]) -> tuple[str, str] | None:
     return None
 
 
-def later_of_one_run(own: Sequence[Tag], tags: Sequence[Tag]) -> Tag | None:
-    """The newest of the ``tags`` if it may be a later save of the same run as the newest of its ``own`` tags.
+def left_out_of_run(own: Sequence[Tag], tags: Sequence[Tag], latest: str | None) -> Tag | None:
+    """The tag that ``latest`` names, or the newest of a later step, if it may be of the same run as its ``own`` tags.
 
     Both are newest first, and it is not among ``own``: its trained parameters are others, and no chain of parents leads
-    from it to them, because tags were removed or the run saved to another directory in between.
+    from it to them, because tags were removed or saved over, or the run saved to another directory in between.
     """
     if not own or own[0].step is None or own[0].run is None:
         return None
-    one = tags[0]
-    return one if one not in own and one.run == own[0].run and one.step is not None and one.step > own[0].step else None
+    step = own[0].step
+    wanted = [tag for tag in tags if tag.name == latest]
+    wanted += [tag for tag in tags[:1] if tag.step is not None and tag.step > step]
+    return next((tag for tag in wanted if tag not in own and tag.run == own[0].run), None)
 
 
 def _has(run: Tags, trained_params: str) -> bool:

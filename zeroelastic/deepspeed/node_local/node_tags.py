@@ -42,7 +42,7 @@ from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_sizes, folders
 from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.names import named_latest
-from zeroelastic.runs.order import Tag, later_of_one_run, newest_first, runs_at_once, without_other_runs
+from zeroelastic.runs.order import Tag, left_out_of_run, newest_first, runs_at_once, without_other_runs
 from zeroelastic.runs.tag_directory import recover_all
 
 logger = logging.getLogger(__name__)
@@ -165,13 +165,13 @@ def tags_of_this_run(engine: Engine, root: FilePath) -> list[Tag]:
                 root,
                 *twins,
             )
-        later = later_of_one_run(found, tags)
-        if later is not None:
+        left = left_out_of_run(found, tags, named_latest(root)[0])
+        if left is not None:
             logger.warning(
                 "%s: %s is not taken, whose record names the same run: it has other trained parameters, and the saves "
                 "that would link it to %s are not there. If the parameters of this run have changed, and it is to go "
                 "on from %s, load by tag (engine.load_checkpoint(directory, tag=...)).",
-                *(root, printable(later.name), printable(found[0].name), printable(later.name)),
+                *(root, printable(left.name), printable(found[0].name), printable(left.name)),
             )
         return list(found)
 
