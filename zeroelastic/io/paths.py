@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
 from typing import Any, NamedTuple, TypeAlias
@@ -156,8 +157,9 @@ class PinnedPath(PosixPath):
         """Remember the state of all files in the directory, as if they were opened. Raises OSError."""
         with os.scandir(self._directory.route) as entries:
             for entry in entries:
-                if entry.is_file():
-                    self._directory.opened.setdefault(entry.name, file_state(entry.stat()))
+                with suppress(OSError):  # of a link to itself, or of a file that is gone by now
+                    if entry.is_file():
+                        self._directory.opened.setdefault(entry.name, file_state(entry.stat()))
 
     @property
     def was_replaced(self) -> bool:
