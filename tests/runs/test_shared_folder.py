@@ -371,7 +371,7 @@ def save(
         if not path.exists():
             put_back(root / FROZEN_FOLDER)
             os.stat(path)
-        publish_tag(staging_dir, root / tag, sync=False)
+        publish_tag(staging_dir, root / tag, sync=False).finish()
     except OSError as error:  # of a tag that is removed at this moment, or a file
         shutil.rmtree(root / f".{tag}.{save_id}.tmp", ignore_errors=True)
         raise CheckpointError("not committed") from error

@@ -45,7 +45,7 @@ def make(tag_dir: Path, save_id: str, content: str) -> Path:
 def saved(tag_dir: Path, save_id: str, content: str) -> None:
     staging_dir = make(tag_dir, save_id, content)
     carry_over(tag_dir, staging_dir)
-    publish_tag(staging_dir, tag_dir)
+    publish_tag(staging_dir, tag_dir).finish()
 
 
 @pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
@@ -73,6 +73,27 @@ def test_a_rename_that_cannot_be_made_durable_is_undone(
     assert files(tmp_path / "tag") == before
     assert set(os.listdir(tmp_path)) == {staging_dir.name, *(["tag"] if before else [])}
     assert files(staging_dir) == {optim_name(0): "new", RECORD_NAME: "new"}
+
+
+@pytest.mark.parametrize("before", [{}, {optim_name(0): "old", RECORD_NAME: "old"}], ids=["new", "replaced"])
+def test_a_published_tag_is_taken_back_unless_another_save_has_replaced_it(
+    tmp_path: Path, exchange: bool, before: dict[str, str]
+) -> None:
+    for name in ("tag", "again"):
+        tag = tmp_path / name
+        if before:
+            saved(tag, OLD, "old")
+        staging_dir = make(tag, NEW, "new")
+        published = publish_tag(staging_dir, tag)
+        assert files(tag)[RECORD_NAME] == "new"
+        if name == "again":
+            saved(tag, "3" * 32, "newest")
+            published.take_back()
+            assert files(tag)[RECORD_NAME] == "newest"
+        else:
+            published.take_back()
+            assert (files(tag) if before else {}) == before and tag.exists() == bool(before)
+            assert files(staging_dir) == {optim_name(0): "new", RECORD_NAME: "new"}
 
 
 def test_a_tag_appears_and_is_replaced_as_a_whole(tmp_path: Path, exchange: bool) -> None:
@@ -193,7 +214,7 @@ def test_a_kill_between_the_calls_of_a_replacement_leaves_the_old_or_the_new(
             patched.setattr(tag_directory, "sync_directory", counted(tag_directory.sync_directory))
             patched.setattr(tag_directory.shutil, "rmtree", counted(shutil.rmtree))
             try:
-                publish_tag(staging_dir, tag)
+                publish_tag(staging_dir, tag).finish()
                 break
             except Killed:
                 pass

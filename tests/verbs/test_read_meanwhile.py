@@ -119,7 +119,7 @@ def test_a_verb_reads_one_save_or_says_that_it_was_saved_again(
 
     def change() -> None:
         if kind == "replaced":
-            tag_directory.publish_tag(tag_directory.staging_dir_of(root / TAG, SAVE_ID), root / TAG)
+            tag_directory.publish_tag(tag_directory.staging_dir_of(root / TAG, SAVE_ID), root / TAG).finish()
         else:
             for path in sorted((two[1] / TAG).iterdir()):
                 (root / TAG / path.name).write_bytes(path.read_bytes())
@@ -157,7 +157,7 @@ def test_a_tag_is_judged_again_when_it_was_replaced_meanwhile(
         changing.arm(
             root,
             at,
-            lambda: tag_directory.publish_tag(tag_directory.staging_dir_of(root / TAG, SAVE_ID), root / TAG),
+            lambda: tag_directory.publish_tag(tag_directory.staging_dir_of(root / TAG, SAVE_ID), root / TAG).finish(),
         )
         run = list_run(root)
         verdict = check_tag(run.tags[0], check_quickly)

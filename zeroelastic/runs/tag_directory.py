@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote, unquote
@@ -167,13 +168,42 @@ def _link(src: str, dst: str) -> None:
         shutil.copy2(src, dst, follow_symlinks=False)
 
 
-def publish_tag(staging_dir: Path, tag_dir: Path, *, sync: bool = True) -> None:
-    """Make a complete directory the tag, and remove the directory that it replaces.
+@dataclass(frozen=True, slots=True)
+class PublishedTag:
+    """A directory that has become a tag. What it has replaced, if anything, is hidden beside it until ``finish``."""
+
+    place: Path
+    staging_dir: Path
+    replaced: Path | None
+    about: os.stat_result
+
+    def finish(self) -> None:
+        """Remove the directory that was replaced."""
+        if self.replaced is not None:
+            shutil.rmtree(self.replaced, ignore_errors=True)
+
+    def take_back(self) -> None:
+        """Undo the renames, unless another save has replaced the tag since. Raises OSError."""
+        if not os.path.samestat(os.stat(self.place), self.about):
+            return
+        if self.replaced is not None:
+            remove_note(self.replaced)
+        if self.replaced == self.staging_dir:
+            exchange(self.staging_dir, self.place)
+            return
+        os.rename(self.place, self.staging_dir)
+        if self.replaced is not None:
+            os.rename(self.replaced, self.place)
+
+
+def publish_tag(staging_dir: Path, tag_dir: Path, *, sync: bool = True) -> PublishedTag:
+    """Make a complete directory the tag.
 
     With ``sync`` the contents must be durable, and on return the tag is too. Raises OSError; then the tag is unchanged.
     """
     place = Path(os.path.realpath(tag_dir))
     remove_note(staging_dir)
+    about = os.stat(staging_dir)
     try:
         os.rename(staging_dir, place)  # nothing is there, or an empty directory
         replaced = None
@@ -181,24 +211,17 @@ def publish_tag(staging_dir: Path, tag_dir: Path, *, sync: bool = True) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         replaced = staging_dir if exchange(staging_dir, place) else _move_aside(staging_dir, place)
+    published = PublishedTag(place, staging_dir, replaced, about)
+    if replaced is not None:
+        with suppress(OSError):
+            note_owner(replaced)
     if sync:
         try:
             sync_directory(place.parent)
         except OSError:
-            _take_back(staging_dir, place, replaced)
+            published.take_back()
             raise
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _take_back(staging_dir: Path, place: Path, replaced: Path | None) -> None:
-    """Undo the renames of ``publish_tag``."""
-    if replaced == staging_dir:
-        exchange(staging_dir, place)
-        return
-    os.rename(place, staging_dir)
-    if replaced is not None:
-        os.rename(replaced, place)
+    return published
 
 
 def open_tag(tag_dir: FilePath) -> FilePath:

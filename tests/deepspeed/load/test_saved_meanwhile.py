@@ -68,7 +68,7 @@ def publish_tag(staging_dir: Path, place: Path, *, exchange: bool) -> None:
     if not exchange:
         tag_directory.exchange = lambda staging_dir, place: False  # type: ignore[assignment]
     try:
-        tag_directory.publish_tag(staging_dir, place)
+        tag_directory.publish_tag(staging_dir, place).finish()
     finally:
         tag_directory.exchange = original
 

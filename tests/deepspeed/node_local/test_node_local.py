@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import io_counts
 import pytest
 import torch
+import torch.distributed as dist
 from extended import with_swept
 from nodes import MOUNTS_NEED, NodeRun, Nodes, can_mount, on_nodes
 from saves import Saved, check_resumed
@@ -25,7 +27,8 @@ from training import Job, attempt, build_engine, look, raised, train_step
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.marks import MARK_NAME
 from zeroelastic.checkpoint.optimizer_reader import open_shard
-from zeroelastic.testing import RankPool, compare_states
+from zeroelastic.testing import RankError, RankPool, compare_states
+from zeroelastic.testing.supervisor import GRACE_VARIABLE
 
 SECTION = "Checkpoint engines and storage"
 NODE_LOCAL = {"checkpoint": {"use_node_local_storage": True}}
@@ -343,3 +346,46 @@ def test_a_node_that_cannot_write_fails_the_save_on_all(rank_pool: RankPool, tmp
     left = {path.name for path in nodes.disk(0).iterdir()}
     assert left <= {"zero_to_fp32.py", "zero_to_torch.py"}, "nothing is left of the other node's part"
     assert [path.name for path in nodes.disk(1).iterdir()] == ["blocked"]
+
+
+def place_on_one_node_only(directory: str, tag: str, fault: str) -> None:
+    """Save a tag that there may be already; node 1 does not put it in place."""
+    from zeroelastic.deepspeed.save import directory as on_disk
+
+    def fail(staging_dir: Path, place: Path, **options: bool) -> None:
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(5, "Input/output error", str(place))
+
+    engine = build_engine(ELASTIC)
+    for step in range(2):
+        train_step(engine, step)
+        if dist.get_rank() == 2 and step == 1:
+            on_disk.publish_tag = fail  # type: ignore[assignment]
+        if step == 1 or tag == "old":
+            engine.save_checkpoint(directory, tag=tag)
+
+
+def load_old(directory: str) -> tuple[bool, list[str]]:
+    """Whether the tag has the state of the first step, and what there is beside it on this rank's node."""
+    engine, other = build_engine(ELASTIC), build_engine(ELASTIC.other())
+    train_step(engine, 0)
+    other.load_checkpoint(directory, tag="old")
+    return look(other)[0] == look(engine)[0], sorted(os.listdir(directory))
+
+
+@pytest.mark.parametrize("fault", ["fails", "killed"])
+def test_a_tag_that_one_node_does_not_put_in_place_is_what_it_was_on_all(
+    rank_pool: RankPool, tmp_path: Path, fault: str
+) -> None:
+    """A tag that is saved again, and a new one. The error of the save says so."""
+    nodes = Nodes(tmp_path)
+    for tag in ("old", "new"):
+        with pytest.raises(RankError) as caught:
+            called = (place_on_one_node_only, nodes.path, tag, fault)
+            rank_pool.run(on_nodes, 4, nodes, (0, 0, 1, 1), *called, env={GRACE_VARIABLE: "60"})
+        said = {failure.headline for failure in caught.value.failures if fault == "fails" or failure.rank != 2}
+        (text,) = said
+        assert "not committed" in text and "`latest` is unchanged" in text
+    for whole, listed in rank_pool.run(on_nodes, 4, nodes, (0, 0, 1, 1), load_old, nodes.path):
+        assert whole and "new" not in listed and "old" in listed

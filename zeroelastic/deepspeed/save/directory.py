@@ -46,7 +46,7 @@ from zeroelastic.io.storage import file_names, file_size
 from zeroelastic.runs.names import LATEST, run_of
 from zeroelastic.runs.run_store import open_run
 from zeroelastic.runs.shared_folder import put_back_missing
-from zeroelastic.runs.tag_directory import carry_over, make_staging_dir, publish_tag, staging_dir_of
+from zeroelastic.runs.tag_directory import PublishedTag, carry_over, make_staging_dir, publish_tag, staging_dir_of
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +173,7 @@ class Directory(Destination):
             leaders=leaders,
         )
         self._save_id, self._save_latest, self._fsync = save_id, save_latest, fsync
+        self._published: PublishedTag | None = None
 
     def begin(self) -> None:
         """Make the directory in which this rank sees others' files appear, where ``latest`` can be written too."""
@@ -192,8 +193,18 @@ class Directory(Destination):
         snapshot.write(lambda image: image.write(sync=self._fsync))
 
     def discard(self) -> None:
-        """Remove the hidden directory, on the rank that made it."""
-        if self.is_leader:
+        """Put back what the tag was, and remove the hidden directory, on the rank that made it."""
+        if not self.is_leader:
+            return
+        try:
+            if self._published is not None:  # and another rank has not, or has ended
+                self._published.take_back()
+        except OSError as error:
+            logger.error(
+                "%s: the tag of a save that was not committed is left in place, and what it replaced beside it: %s",
+                *(self.tag_dir, error),
+            )
+        else:
             shutil.rmtree(self.staging_dir, ignore_errors=True)
 
     def read_back(self, save: PendingCommit, barrier: SaveBarrier) -> Written:
@@ -265,16 +276,22 @@ class Directory(Destination):
                 write_atomically(self.staging_dir / RECORD_NAME, record_text(record), sync=self._fsync)
 
     def _publish(self, save: PendingCommit, barrier: SaveBarrier) -> None:
-        """The one rename that makes the tag. This process may have been stopped since the save began."""
+        """The one rename that makes the tag. This process may have been stopped since the save began.
+
+        What the tag has replaced stays until all ranks have done this: nodes may have directories of their own.
+        """
         if self.is_leader:
             outcome = "The tag is what it was before; `latest` is unchanged."
             refuse_out_of_date(save.save_id, save.lineage, self._root, self.tag_dir, outcome)
             if barrier.is_given_up():
                 return  # the others have said that the tag is not committed
             with self.as_not_committed():
-                publish_tag(self.staging_dir, self._place, sync=self._fsync)
+                self._published = publish_tag(self.staging_dir, self._place, sync=self._fsync)
 
     def point_latest(self, save: PendingCommit) -> None:
+        """Remove what the tag has replaced, and let ``latest`` name it."""
+        if self._published is not None:
+            self._published.finish()
         if self._save_latest:
             outcome = "The checkpoint is complete; `latest` is unchanged."
             refuse_out_of_date(save.save_id, save.lineage, self._root, self.tag_dir, outcome)
