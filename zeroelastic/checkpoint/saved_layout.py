@@ -35,7 +35,7 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.columns import with_lists
 from zeroelastic.torch_file.header import TensorRef
 
-_DATA_FIRST = "use_data_before_expert_parallelism"
+DATA_FIRST = "use_data_before_expert_parallelism"
 """The entry of a DeepSpeed configuration that is ``Topology.data_first``."""
 
 _FOLDING = "folding"
@@ -169,7 +169,7 @@ def sliced_layout(
     Raises CheckpointError where files contradict each other, UnsupportedError for experts that nothing describes.
     """
     path, buffers = models[0].path, models[0].sub_groups
-    data_first = isinstance(opened.config, dict) and opened.config.get(_DATA_FIRST) is True
+    data_first = isinstance(opened.config, dict) and bool(opened.config.get(DATA_FIRST))
     topology = replace(topology, data_first=data_first)
     parts = opened.num_parts or (topology.data_size,) * len(buffers)
     if len(parts) != len(buffers):

@@ -23,6 +23,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import open_checkpoint, rank_files, saved_sizes
 from zeroelastic.checkpoint.optimizer_file import OF_THE_PARAMS
+from zeroelastic.checkpoint.saved_layout import DATA_FIRST
 from zeroelastic.checkpoint.tag_files import TensorParallel, other_tp_size, parse_rank_file
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of
@@ -50,9 +51,6 @@ Table = Mapping[Any, Any]
 
 _AUTO_EP = ("ds_autoep_layers", "autoep_layers")
 """The entries of a model states file that list the layers of AutoEP."""
-
-_DATA_FIRST = "use_data_before_expert_parallelism"
-"""The option of the configuration that puts the ranks of an expert apart: whose experts a rank has depends on it."""
 
 
 def read_covered(
@@ -347,7 +345,7 @@ class _Arrangement(NamedTuple):
             data_size,
             _size(model.get("mp_world_size")),
             (", ".join(map(str, sorted(by_layer - {1}))) or "1") if by_layer else None,
-            bool(config.get(_DATA_FIRST, False)) if isinstance(config, Mapping) else None,
+            bool(config.get(DATA_FIRST, False)) if isinstance(config, Mapping) else None,
             _shapes(tables) if isinstance(tables, list) else {},
         )
 
@@ -405,7 +403,7 @@ def _compare(engine: Engine, tag_dir: Path, roots: Sequence[Table], request: Loa
     if saved.experts not in (None, live.experts or "1"):
         differ.append(f"expert parallel size {saved.experts}, and the run has {live.experts or '1'}")
     elif saved.experts not in (None, "1") and saved.data_first not in (None, live.data_first):
-        differ.append(f'"{_DATA_FIRST}" {saved.data_first}, and the run has {live.data_first}')
+        differ.append(f'"{DATA_FIRST}" {saved.data_first}, and the run has {live.data_first}')
     advice = "; load_checkpoint(load_optimizer_states=False) takes the weights alone" if differ else ""
     if not differ and zero:
         common = [name for name in saved.shapes if name in live.shapes]

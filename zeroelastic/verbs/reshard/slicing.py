@@ -37,7 +37,7 @@ from zeroelastic.core.layout import (
     unpacked_layout,
 )
 from zeroelastic.core.slices import Strip, row_major_strides
-from zeroelastic.errors import UnsupportedError, UsageError, counted, some
+from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, counted, shown, some
 from zeroelastic.torch_file.graph import entry, pairs_of
 
 Root = Mapping[object, object]
@@ -46,6 +46,7 @@ LAYERS = "ds_autoep_layers"
 INFO = "universal_checkpoint_info"
 MAP_VERSION = 1
 _OTHER = -1
+_MOST_EXPERTS = 1 << 16
 _MOST_IN_GROUP = 178956971
 """``max_group_size`` of ``split_params_into_different_moe_groups_for_optimizer`` (deepspeed.moe.utils, 0.19.8)."""
 EXPERT_WEIGHTS = ("w1", "w2", "w3")
@@ -241,6 +242,7 @@ def saved_slicing(root: Root, layouts: Sequence[Layout], topology: Topology, own
     """The slicing of a saved run, from its first module states and the layouts of its trained and frozen parameters.
 
     ``own_layers`` are the prefixes of DeepSpeed's own MoE layers, in the order in which their files count them.
+    Raises CheckpointError for layers of AutoEP that are none, UnsupportedError for a layer whose experts are frozen.
     """
     if topology.tensor_size > 1:
         views: dict[str, list[SliceView]] = {}
@@ -254,13 +256,13 @@ def saved_slicing(root: Root, layouts: Sequence[Layout], topology: Topology, own
     tables = root.get(LAYERS) or root.get("autoep_layers") or []
     assert isinstance(tables, list), "the checkpoint was opened with these layers"
     counts = local_experts(tensor.name for tensor in trained.whole_tensors)
+    if frozen := [prefix for prefix in own_layers if prefix not in counts]:
+        raise UnsupportedError(f"{some(frozen)}: has experts that are frozen, which are not written for another run.")
     layers = [ExpertLayer(number, prefix, counts[prefix]) for number, prefix in enumerate(own_layers)]
     if tables:
-        numbers = ((table["moe_layer_id"], table["num_experts"], table) for table in map(pairs_of, tables))
-        layers = [
-            ExpertLayer(int(str(number)), str(table["expert_key_prefix"]), int(str(count)), table)
-            for number, count, table in numbers
-        ]
+        layers = [_expert_layer(table) for table in map(pairs_of, tables)]
+        if sum(layer.num_experts for layer in layers) > _MOST_EXPERTS:
+            raise CheckpointError(f"its layers have more than {_MOST_EXPERTS} experts. The file is damaged.")
     names = {f"{layer.prefix}.{weight}" for layer in layers for weight in EXPERT_WEIGHTS}
     experts = {
         tensor.name: tensor
@@ -274,6 +276,17 @@ def saved_slicing(root: Root, layouts: Sequence[Layout], topology: Topology, own
         cut = [i for i, tensor in enumerate(trained.slices.tensors) if tensor.name in experts]
         size = topology.data_size // int(trained.slices.num_parts[cut].min(initial=topology.data_size))
     return _with_experts(Slicing(topology, layers=tuple(layers)), [*experts.values()], size)
+
+
+def _expert_layer(table: Root) -> ExpertLayer:
+    """A layer of AutoEP."""
+    number, prefix, count = (table.get(key) for key in ("moe_layer_id", "expert_key_prefix", "num_experts"))
+    if type(number) is not int or not isinstance(prefix, str) or type(count) is not int or count < 1:
+        raise CheckpointError(
+            f"a layer of ds_autoep_layers has moe_layer_id {shown(number)}, expert_key_prefix {shown(prefix)} and "
+            f"num_experts {shown(count)}. The file is damaged."
+        )
+    return ExpertLayer(number, prefix, count, table)
 
 
 def _views_of(own: Layout) -> Iterator[tuple[str, SliceView]]:

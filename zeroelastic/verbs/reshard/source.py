@@ -232,7 +232,10 @@ def slicing_of(checkpoint: Checkpoint) -> Slicing:
         return Slicing(checkpoint.topology)
     layouts = [layout for layout in (checkpoint.layout, checkpoint.frozen_layout) if layout is not None]
     root = pairs_of(read_graph(checkpoint.model_files[0]))
-    return saved_slicing(root, layouts, checkpoint.topology, _own_layers(checkpoint))
+    try:
+        return saved_slicing(root, layouts, checkpoint.topology, _own_layers(checkpoint))
+    except (CheckpointError, UnsupportedError) as error:
+        raise type(error)(f"{checkpoint.model_files[0]}: {error}") from None
 
 
 def _own_layers(checkpoint: Checkpoint) -> list[str]:
