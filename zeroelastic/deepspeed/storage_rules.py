@@ -19,6 +19,11 @@ from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise
 from zeroelastic.errors import SaveError, UnreadableError, UnsupportedError
 from zeroelastic.io.paths import FilePath
 
+NOT_SEEN = (
+    "This rank does not see the directory that another one made for the save: the directory is not the same on all "
+    'nodes, which "use_node_local_storage": true allows.'
+)
+
 
 def refuse_unwritable(engine: Engine, live: LiveOptimizer) -> None:
     """Raise UnsupportedError for a ``checkpoint`` block of the configuration whose files could not be loaded again."""

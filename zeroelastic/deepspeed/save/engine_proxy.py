@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import DecoupledCheckpointEngine
 
+from zeroelastic.deepspeed.storage_rules import NOT_SEEN
 from zeroelastic.errors import SaveError, ZeroElasticError
 
 logger = logging.getLogger(__name__)
@@ -74,10 +75,7 @@ class CheckpointEngineProxy:
                 logger.debug("a save failed", exc_info=True)
                 self._failure = not_written(where if where is not None else args[0], error)
                 if not self._staging_dir.is_dir():
-                    self._failure = SaveError(
-                        f"{self._failure} This rank does not see the directory that another one made for the save: the "
-                        'directory is not the same on all nodes, which "use_node_local_storage": true allows.'
-                    )
+                    self._failure = SaveError(f"{self._failure} {NOT_SEEN}")
 
         return attempt
 

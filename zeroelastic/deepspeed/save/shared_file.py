@@ -23,7 +23,7 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.deepspeed.live.digests import LivePiece
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save.directory import Destination
-from zeroelastic.deepspeed.storage_rules import saves_nothing
+from zeroelastic.deepspeed.storage_rules import NOT_SEEN, saves_nothing
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
 from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
 from zeroelastic.errors import CheckpointError, MissingFileError, SaveError, UnreadableError
@@ -114,6 +114,8 @@ def _write_to_disks(file: NewFile, path: Path, destination: Destination, save_id
             write_fully(made.fileno(), file.header, 0)
 
     def write_own() -> None:
+        if not temporary.exists():
+            raise SaveError(f"{file.tag_dir}: cannot be written: no {temporary}. {NOT_SEEN} Nothing was saved.")
         number = np.arange(len(file.pieces), dtype=np.int64)
         nbytes = np.array([piece.tensor.nbytes for piece in file.pieces], dtype=np.int64)
         table = CopyTable(number, np.zeros_like(number), np.zeros_like(number), file.offsets(), nbytes)
