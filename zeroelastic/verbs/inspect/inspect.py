@@ -22,16 +22,16 @@ from zeroelastic.checkpoint.tag_files import (
     OFFLINE_TENSOR_PARALLEL,
     SWAP_FOLDER,
     WHOLE_MODEL_FILE,
-    is_rank_file,
     is_temporary,
     list_tag,
 )
 from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, counted, finding, some, with_remedy
-from zeroelastic.io.paths import FilePath, RemotePath, as_path
+from zeroelastic.io.paths import RemotePath, as_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.runs.locate import UNIVERSAL, Source, find_source
+from zeroelastic.runs.names import holds_checkpoint
 from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.torch_file.columns import NamedColumn
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType, TensorRef
@@ -82,7 +82,7 @@ def _look(src: str, tag: str | None, all_ranks: bool) -> InspectReport:
         return inspect_source(find_source(src, tag=tag), all_ranks=all_ranks)
     except CheckpointError as error:
         path = as_path(src) if isinstance(as_path(src), RemotePath) else Path(os.path.abspath(src))
-        if tag is None and _holds_rank_files(path):  # a damaged file beside a tag does not make the tag invalid
+        if tag is None and holds_checkpoint(path):  # a damaged file beside a tag does not make the tag invalid
             source = Source(path.parent, path.name, open_tag(path), None, "deepspeed")
             found = inspect_source(source, all_ranks=all_ranks)
             return found.model_copy(update={"notes": [*found.notes, finding(error)]})
@@ -100,13 +100,6 @@ def _matching(params: Sequence[InspectedParam], pattern: str) -> list[InspectedP
     if any(sign in pattern for sign in "*?["):
         return [param for param in params if fnmatchcase(param.name, pattern)]
     return [param for param in params if pattern in param.name]
-
-
-def _holds_rank_files(path: FilePath) -> bool:
-    try:
-        return any(map(is_rank_file, file_sizes(path)))
-    except (CheckpointError, UnreadableError):
-        return False
 
 
 def inspect_source(source: Source, *, all_ranks: bool = False) -> InspectReport:
