@@ -1,6 +1,8 @@
 #include "mapped.h"
 
+#include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -37,6 +39,43 @@ bool in_memory(int fd, int64_t begin, int64_t end) {
     CacheStat found{};
     if (syscall(kCachestat, fd, &range, &found, 0) != 0) return false;
     return found.cached == static_cast<uint64_t>((end - begin + page - 1) / page);
+}
+
+// The size of a file, which takes a file system to say. Not fstat(), which needs glibc 2.33.
+int64_t size_of(int fd) {
+    struct statx about;
+    if (statx(fd, "", AT_EMPTY_PATH, STATX_SIZE, &about) != 0) return -1;
+    return static_cast<int64_t>(about.stx_size);
+}
+
+// What this thread looks at. The model of its storage is one that a signal handler can use.
+__attribute__((tls_model("initial-exec"))) thread_local Mapped* looked_at = nullptr;
+
+struct sigaction other_handler;
+
+void on_sigbus(int number, siginfo_t* info, void* context) {
+    if (looked_at != nullptr && info->si_code > 0 && looked_at->lose(info->si_addr)) return;
+    if ((other_handler.sa_flags & SA_SIGINFO) != 0) {
+        other_handler.sa_sigaction(number, info, context);
+    } else if (other_handler.sa_handler != SIG_DFL && other_handler.sa_handler != SIG_IGN) {
+        other_handler.sa_handler(number);
+    } else {
+        sigaction(number, &other_handler, nullptr);
+        if (info->si_code <= 0) raise(number);  // else the same access is made again
+    }
+}
+
+// Not std::call_once(), which takes symbols of a newer glibc.
+void handle_sigbus() {
+    static const bool handled = [] {
+        struct sigaction own = {};
+        own.sa_sigaction = on_sigbus;
+        own.sa_flags = SA_SIGINFO | SA_ONSTACK;
+        sigemptyset(&own.sa_mask);
+        sigaction(SIGBUS, nullptr, &other_handler);
+        return sigaction(SIGBUS, &own, nullptr) == 0;
+    }();
+    static_cast<void>(handled);
 }
 
 int64_t faults() {
@@ -76,10 +115,7 @@ Mapped::Mapped(int fd, int64_t begin, int64_t end, LargePages* pages) {
 #ifdef __linux__
 
 void Mapped::map(int fd, int64_t begin, int64_t end) {
-    // Beyond the end of the file there is nothing to look at. Not fstat(), which needs glibc 2.33.
-    struct statx about;
-    if (statx(fd, "", AT_EMPTY_PATH, STATX_SIZE, &about) != 0) return;
-    if (static_cast<uint64_t>(end) > about.stx_size) return;
+    if (end > size_of(fd)) return;  // beyond the end of the file there is nothing to look at
     // Whole large pages, so that they can be mapped as such; one inside the range stands for all.
     const int64_t first = begin / kLargePage * kLargePage;
     const int64_t inner = (begin + kLargePage - 1) / kLargePage * kLargePage;
@@ -92,15 +128,51 @@ void Mapped::map(int fd, int64_t begin, int64_t end) {
     if (room == MAP_FAILED) return;
     room_ = static_cast<char*>(room);
     first_ = first;
+    end_ = end;
+    fd_ = fd;
     char* const data = room_ + static_cast<int64_t>(-reinterpret_cast<uintptr_t>(room) % kLargePage);
     const size_t nbytes = static_cast<size_t>(last - first);
     if (mmap(data, nbytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, first) == data) data_ = data;
+    handle_sigbus();
+    looked_at = this;
     if (data_ == nullptr || !is_large_page(at(inner)) || !in_memory(fd, first, end)) unmap();
+}
+
+bool Mapped::lose(const void* address) {
+    const char* const lost = static_cast<const char*>(address);
+    const size_t nbytes = room_bytes_ - static_cast<size_t>(kLargePage);
+    if (data_ == nullptr || lost < data_ || lost >= data_ + nbytes) return false;
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    if (mmap(data_, nbytes, PROT_READ, flags, -1, 0) != data_) return false;
+    lost_.store(lost, std::memory_order_relaxed);
+    return true;
+}
+
+bool Mapped::intact(int64_t file, ze_error* error) const {
+    const int64_t size = size_of(fd_);
+    const char* const lost = lost_.load(std::memory_order_relaxed);
+    if (size >= end_ && lost == nullptr) return true;
+    if (size >= 0 && size < end_) {
+        *error = failure(ZE_END_OF_FILE, 0, ZE_SOURCE, file, size);
+    } else {
+        const int64_t at = lost == nullptr ? first_ : first_ + (lost - data_);
+        *error = failure(ZE_READ_FAILED, EIO, ZE_SOURCE, file, at);
+    }
+    return false;
+}
+
+#else
+
+bool Mapped::intact(int64_t, ze_error*) const {
+    return true;
 }
 
 #endif
 
 void Mapped::unmap() {
+#ifdef __linux__
+    looked_at = nullptr;
+#endif
     munmap(room_, room_bytes_);
     room_ = data_ = nullptr;
 }

@@ -42,7 +42,8 @@ class LargePages {
 // not say what is in memory: that takes Linux 6.5, and the right to write to the file.
 //
 // A page may leave memory again before it is looked at, milliseconds later. It is fetched again then; where
-// that fails, or the file has been cut off, SIGBUS ends the process.
+// that fails, or the file has been cut off, the thread gets SIGBUS. Then the whole range becomes zeros, and is
+// no longer intact(). A thread has one Mapped at a time, and it alone looks at it.
 class Mapped {
   public:
     Mapped(int fd, int64_t begin, int64_t end, LargePages* pages);
@@ -58,6 +59,12 @@ class Mapped {
     const char* at(int64_t offset) const {
         return data_ + (offset - first_);
     }
+
+    // Whether all that was looked at, or might have been, was there; else the error of the file.
+    bool intact(int64_t file, ze_error* error) const;
+
+    // For the handler of SIGBUS: false for an address out of the range.
+    bool lose(const void* address);
 
     // Counts what was looked at, for ze_mapped_bytes().
     static void saw(int64_t nbytes) {
@@ -78,6 +85,9 @@ class Mapped {
     size_t room_bytes_ = 0;
     char* data_ = nullptr;
     int64_t first_ = 0;  // the offset of what is at data_
+    int64_t end_ = 0;
+    int fd_ = -1;
+    std::atomic<const char*> lost_{nullptr};  // the first address that was not there
 };
 
 // The range [begin, end) of a file that a unit reads; empty where that is mostly what lies between its rows.

@@ -101,7 +101,7 @@ class UnitMove {
             }
             if (!move_run(error)) return false;
         }
-        return true;
+        return !mapped_ || mapped_.intact(unit_.file, error);
     }
 
   private:

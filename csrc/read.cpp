@@ -56,26 +56,31 @@ bool check_copies(const ze_table& table, const ze_buffers& dst, const ze_options
     return true;
 }
 
-// Whether all of the unit is in the page cache and was copied from there, in one pass over it.
+// Copies the unit in one pass over it, if all of it is in the page cache: then it is `copied`.
 bool copy_mapped(const Read& read, const Unit& unit, int fd, Checksums::OfUnit* checksums,
-                 int64_t* bytes_read) {
-    if (current_isa() < ZE_ISA_AVX2) return false;  // without stores past the caches, preadv() is faster
+                 int64_t* bytes_read, bool* copied, ze_error* error) {
+    *copied = false;
+    if (current_isa() < ZE_ISA_AVX2) return true;  // without stores past the caches, preadv() is faster
     const Span span = span_of(read.copy.table, read.order, unit);
     const Mapped mapped(fd, span.begin, span.end, read.pages);
-    if (!mapped) return false;
+    if (!mapped) return true;
     Copy copy = read.copy;
     copy.mapped = &mapped;
     Pieces pieces(copy.table, read.order, unit);
     copy_rows(copy, &pieces, read.total, checksums);
+    if (!mapped.intact(unit.file, error)) return false;
     *bytes_read += unit.nbytes;
     Mapped::saw(unit.nbytes);
-    return true;
+    *copied = true;
+    return read.progress->add(unit.nbytes, error);
 }
 
 bool read_unit(const Read& read, const Unit& unit, int fd, Checksums::OfUnit* checksums, int64_t* bytes_read,
                ze_error* error) {
     const Copy& copy = read.copy;
-    if (copy_mapped(read, unit, fd, checksums, bytes_read)) return read.progress->add(unit.nbytes, error);
+    bool copied;
+    if (!copy_mapped(read, unit, fd, checksums, bytes_read, &copied, error)) return false;
+    if (copied) return true;
     Pieces pieces(copy.table, read.order, unit);
     std::vector<Piece> run;
     std::vector<iovec> vectors;

@@ -2,10 +2,13 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -16,6 +19,7 @@
 #include "../mapped.h"
 #include "check.h"
 #include "rows.h"
+#include "table.h"
 #include "zeroelastic.h"
 
 namespace {
@@ -167,6 +171,61 @@ TEST(nothing_is_mapped_beyond_the_end_or_where_a_page_is_missing) {
     CHECK(!is_mapped(file, 0, 6 * kLargePage));
     CHECK(is_mapped(file, 0, 4 * kLargePage + 8192));
     CHECK(!is_mapped(file, 0, 4 * kLargePage + 8193));
+}
+
+TEST(a_file_that_is_cut_off_while_it_is_looked_at_is_an_error) {
+    for (const int64_t size : {kLargePage + 100, 4 * kLargePage - 50}) {
+        const File file(4 * kLargePage);
+        if (!file.made_large()) return;
+        LargePages pages;
+        const Mapped mapped(file.fd, 5, 4 * kLargePage - 10, &pages);
+        CHECK(mapped);
+        ze_error error{};
+        CHECK(mapped.intact(7, &error));
+        CHECK(ftruncate(file.fd, static_cast<off_t>(size)) == 0);
+        const volatile char* last = mapped.at(4 * kLargePage - 11);
+        CHECK(*last == 0);  // beyond the last page there is nothing to look at
+        CHECK(!mapped.intact(7, &error));
+        CHECK(error.code == ZE_END_OF_FILE && error.file == 7 && error.offset == size);
+        CHECK(ftruncate(file.fd, static_cast<off_t>(4 * kLargePage)) == 0);  // written again
+        if (size > 2 * kLargePage) continue;
+        CHECK(!mapped.intact(7, &error) && error.code == ZE_READ_FAILED && error.errnum == EIO);
+    }
+}
+
+TEST(no_thread_of_the_pool_blocks_the_signal_of_a_page_that_is_not_there) {
+    const ze_options options{3, ZE_CAST_NONE, 0, ZE_CAST_NONE, nullptr, nullptr};
+    zeroelastic::Progress progress(options);
+    ze_error error{};
+    std::atomic<int> blocked{0}, others{0};
+    const auto look = [&](int thread, size_t, ze_error*) {
+        sigset_t mask;
+        CHECK(sigprocmask(SIG_BLOCK, nullptr, &mask) == 0);
+        blocked += sigismember(&mask, SIGBUS);
+        others += thread > 0;
+        for (int i = 0; i < 1000 && others == 0; ++i) usleep(1000);
+        return true;
+    };
+    CHECK(zeroelastic::run_units(8, 3, &progress, &error, look) == ZE_OK);
+    CHECK(blocked == 0);
+}
+
+TEST(what_others_map_is_not_made_up) {
+    const File file(4 * kLargePage);
+    if (!file.made_large()) return;
+    CHECK(is_mapped(file, 0, 4 * kLargePage));  // from now on there is a handler
+    const pid_t child = fork();
+    if (child == 0) {
+        LargePages pages;
+        const Mapped mapped(file.fd, 0, 4 * kLargePage, &pages);
+        const File other(4096);
+        const void* const at = mmap(nullptr, 4096, PROT_READ, MAP_SHARED, other.fd, 0);
+        if (ftruncate(other.fd, 0) == 0) static_cast<void>(*static_cast<const volatile char*>(at));
+        _exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(!WIFEXITED(status) || WEXITSTATUS(status) != 0);  // a sanitizer's handler exits
 }
 
 TEST(what_is_looked_at_in_place_is_what_would_be_read) {
