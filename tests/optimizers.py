@@ -123,12 +123,16 @@ class Counting(torch.optim.SGD):
 
 
 class ByRank(torch.optim.SGD):
-    """Has hyper-parameters that differ by rank: a number of numpy, and in a list one whose text has few digits."""
+    """Has hyper-parameters that differ by rank: a number of numpy, in a list one whose text has few digits, a dict.
+
+    An object without a text of its own has its address there, and is the same on all ranks.
+    """
 
     def __init__(self, groups: Groups) -> None:
         rank = torch.distributed.get_rank()
         small = [torch.tensor(1.25 + rank * 2**-20)]
-        super().__init__([{**group, "of_numpy": np.float32(rank), "small": small} for group in groups])
+        own = {"of_numpy": np.float32(rank), "small": small, "table": {"a": (rank, None)}, "other": [object()]}
+        super().__init__([{**group, **own} for group in groups])
 
 
 class OwnEntry(torch.optim.SGD):

@@ -312,6 +312,7 @@ def test_values_that_differ_by_rank_do_not_become_those_of_one(rank_pool):
     for errors in rank_pool.run(leave_each, 2, list(NO_PLACE)):
         for (kind, text), said in zip(errors, NO_PLACE.values(), strict=True):
             assert kind == "UnsupportedError" and said in text
+        assert "'table' of optimizer group 0 is {'a': [0, None]} on rank 0" in text and "other" not in text
 
 
 def leave_each(optimizers: list[str]) -> list[tuple[str, str]]:

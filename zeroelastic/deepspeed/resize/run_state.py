@@ -10,6 +10,7 @@ import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -66,20 +67,26 @@ class RunState:
 
     def values(self) -> dict[str, str]:
         """The numbers and texts of the optimizer, as texts by description: those of one rank are set on all."""
-        plain = (bool, int, float, str, list, tuple)
         found: dict[str, str] = {}
         for g, group in enumerate(self.groups):
-            values = {k: _numbers(v) for k, v in group.options.items()}
+            values = {k: _plain(v) for k, v in group.options.items()}
             values |= {k: v.canonical() for k, v in group.scalars.items()}
-            found |= {f"{k!r} of optimizer group {g}": str(v) for k, v in values.items() if isinstance(v, plain)}
+            found |= {f"{k!r} of optimizer group {g}": str(v) for k, v in values.items()}
         return found
 
 
-def _numbers(value: Any) -> Any:
-    """A hyper-parameter with each tensor, or number of numpy, as Python's numbers, whose text has all digits."""
-    if isinstance(value, (torch.Tensor, np.generic)):
+def _plain(value: Any) -> Any:
+    """A hyper-parameter with each tensor, or number of numpy, as Python's numbers, whose text has all digits.
+
+    Of an object of another class the text may have its address, so the name of the class is in its place.
+    """
+    if isinstance(value, (torch.Tensor, np.generic, np.ndarray)):
         return value.tolist()
-    return [*map(_numbers, value)] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, Mapping):
+        return {key: _plain(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, (list, tuple)):
+        return [*map(_plain, value)]
+    return value if isinstance(value, (bool, int, float, str, NoneType)) else type(value).__name__
 
 
 def run_state_of(
