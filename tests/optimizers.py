@@ -155,6 +155,13 @@ class Unplain(torch.optim.SGD):
         super().__init__([{**group, "schedule": {"warm": 3}} for group in groups])
 
 
+class TextOfNumpy(torch.optim.SGD):
+    """Has a hyper-parameter that is a text of numpy's own class."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__([{**group, "schedule": np.str_("cosine")} for group in groups])
+
+
 class Numbered(torch.optim.SGD):
     """Has a number as the key of a state."""
 
@@ -192,6 +199,7 @@ OTHER_OPTIMIZERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "factored": Factored,
     "lamb": Lamb,
     "unplain": Unplain,
+    "text_of_numpy": TextOfNumpy,
     "counting": Counting,
     "own_entry": OwnEntry,
     "by_rank": ByRank,

@@ -271,6 +271,7 @@ REFUSED = {
     "quantised": "Quantised's optimizer state 'absmax' of sub-group 0 is a Tensor of shape",
     "factored": "Factored's state 'rms' of sub-group 0 is pyfloat:",
     "unplain": "'schedule' of optimizer group 0 is a dict, not a plain value",
+    "text_of_numpy": "'schedule' of optimizer group 0 is a str_, not a plain value",
     "numbered": "Numbered's optimizer state 0 of sub-group 0 has a key that is not text",
     "complex": "Complex's optimizer state 'phase' of sub-group 0 is a Tensor of shape [], neither",
     "counting": "Counting keeps 'k' beside the state of its parameters, which has no place at another world size",

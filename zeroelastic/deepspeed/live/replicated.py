@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -87,15 +88,16 @@ def difference(facts: dict[str, str], tokens: Sequence[Token]) -> UnsupportedErr
 
 
 def _text(value: object, where: str, depth: int = 0) -> str:
-    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+    if isinstance(value, (np.number, np.bool_)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         value = value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if type(value) in (NoneType, bool, int, float, str):  # of a class of their own they are read as no such values
         return value.hex() if isinstance(value, float) else repr(value)
-    if isinstance(value, (list, tuple)) and depth < 3:
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple, torch.Size) and depth < 3:
         return ",".join(_text(item, where, depth + 1) for item in value)
     raise UnsupportedError(
-        f"{where} is a {type(value).__name__}, not a plain value, which cannot be restored: a save with "
-        "elastic_checkpoint off resumes at the same world size."
+        f"{where} is a {type(value).__name__}, not a plain value, which cannot be restored: put numbers, text or lists "
+        "of them in its place. A save with elastic_checkpoint off resumes at the same world size, where a class that "
+        'is not on the allow-list has to be named in "allow_globals".'
     )
 
 
