@@ -481,6 +481,19 @@ def test_another_order_of_the_data_is_an_error_under_strict_and_loud_without(poo
     assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1
 
 
+def test_another_schedule_of_the_same_length_is_named(pool, tmp_path):
+    """As by ``lr_scheduler_type`` or ``warmup_steps``. A save without elastic() records no seed of the order."""
+    args = {"save_strategy": "steps", "save_steps": 6}
+    job = TrainerJob(str(tmp_path), stage=2, elastic=False, args=args, stop_at=6)
+    pool.run(run_trainer, 2, job)
+    job = job.at(elastic=True, resume=True, stop_at=7)
+    text = pool.run(run_trainer, 3, job.at(args={"lr_scheduler_type": "cosine"}))[0].report.text()
+    assert "SCHEDULE CHANGED: the learning rates at step 6 are [0.00" in text
+    report = pool.run(run_trainer, 3, job.at(args={}))[0].report
+    assert "SCHEDULE CHANGED" not in report.text()
+    assert "position in the data (epochs of 4 global batches, of an order whose seed is not recorded)" in report.exact
+
+
 def test_an_iterable_dataset_keeps_its_own_order(pool, tmp_path):
     job = TrainerJob(str(tmp_path), iterable=True, args={"save_strategy": "steps", "save_steps": 2})
     seen = pool.run(run_trainer, 4, job.at(stop_at=4))

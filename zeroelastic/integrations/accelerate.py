@@ -49,10 +49,12 @@ from zeroelastic.errors import (
 )
 from zeroelastic.integrations.framework_load import (
     Notes,
+    are_close,
     check_tag,
     is_loaded_here,
     load_and_correct,
     newest_complete,
+    rates_at,
 )
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.tag_directory import read_tag, recover_all
@@ -66,7 +68,6 @@ _TAG = "pytorch_model"
 _TICKS = "_zeroelastic_ticks_per_step"
 """An attribute of a torch scheduler, saved with it in ``scheduler.bin``: how often it is stepped per optimizer step, if
 that is not the number of processes."""
-_LR_TOLERANCE = 1e-6
 _WARNED = "_zeroelastic_warned"
 """An attribute of accelerate's ProjectConfiguration: rank 0 has said of its run what it lacks."""
 _PASSED_OVER = "_zeroelastic_passed_over"
@@ -335,31 +336,16 @@ def _correct_scheduler(accelerated: Any, world_size: int, saved: _Saved, notes: 
     steps, rest = divmod(counter, ticks)
     rates = scheduler.get_last_lr()
     if isinstance(scheduler, LambdaLR) and not rest:
-        scaled = _rates(scheduler, steps * native)
-        if _close(scaled, rates) or not _close(_rates(scheduler, counter), rates):
+        scaled = rates_at(scheduler, steps * native)
+        if are_close(scaled, rates) or not are_close(rates_at(scheduler, counter), rates):
             scheduler.last_epoch = steps * native
             scheduler._step_count = max(1, scheduler._step_count - counter + scheduler.last_epoch)
             notes.info(f"{name}: counter {counter} ({ticks} per step) -> {scheduler.last_epoch} ({native} per step)")
-            if not _close(scaled, rates):
+            if not are_close(scaled, rates):
                 notes.warn(f"LEARNING RATE CHANGED: {name} gives {scaled}, {rates} was saved")
             return
     _tick(accelerated, ticks)
     notes.info(f"{name}: goes on being stepped {ticks} times per optimizer step, as it was saved")
-
-
-def _rates(scheduler: LambdaLR, counter: int) -> list[float]:
-    """The learning rates of a LambdaLR at a counter."""
-    return [
-        float(base) * float(factor(counter))
-        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    ]
-
-
-def _close(ours: list[float], theirs: list[float]) -> bool:
-    return all(
-        math.isclose(float(a), float(b), rel_tol=_LR_TOLERANCE, abs_tol=1e-15)
-        for a, b in zip(ours, theirs, strict=True)
-    )
 
 
 def _tick(accelerated: Any, ticks: int) -> None:

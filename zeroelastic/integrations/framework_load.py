@@ -7,6 +7,7 @@ outside of the engine is corrected, and notes on that are added to the engine's 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
 
 from zeroelastic.deepspeed.live.kinds import kind_of
 from zeroelastic.distributed.collective import all_or_raise, broadcast_or_raise
@@ -26,6 +28,8 @@ from zeroelastic.runs.tag_directory import read_tag
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+_LR_TOLERANCE = 1e-6
 
 
 class Notes(list[Note]):
@@ -162,3 +166,19 @@ def load_and_correct(
     if notes and dist.get_rank() == 0:
         logger.log(notes.level, "%s, %d ranks: %s", framework, dist.get_world_size(), "; ".join(notes.texts))
     return loaded
+
+
+def rates_at(scheduler: LambdaLR, counter: int) -> list[float]:
+    """The learning rates of a LambdaLR at a counter."""
+    return [
+        float(base) * float(factor(counter))
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+
+
+def are_close(ours: Iterable[float], theirs: Iterable[float]) -> bool:
+    """Whether learning rates are the same but for rounding."""
+    return all(
+        math.isclose(float(a), float(b), rel_tol=_LR_TOLERANCE, abs_tol=1e-15)
+        for a, b in zip(ours, theirs, strict=True)
+    )

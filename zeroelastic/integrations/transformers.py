@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import transformers
 from accelerate.data_loader import SeedableRandomSampler
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback
 
@@ -29,7 +30,7 @@ from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.elastic.position import seed_generators
 from zeroelastic.elastic.sampler import batch_plan
 from zeroelastic.errors import StrictError, UnsupportedError, UsageError, rank_list
-from zeroelastic.integrations.framework_load import Notes
+from zeroelastic.integrations.framework_load import Notes, are_close, rates_at
 from zeroelastic.integrations.job_metrics import JobMetrics
 from zeroelastic.report import ResumeReport
 
@@ -283,7 +284,8 @@ def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeRepo
         reset.append("position in the data (ignore_data_skip)")
     elif sampler is not None:
         if not notes:
-            exact.append(f"position in the data (epochs of {sampler.num_batches} global batches)")
+            unknown = "" if _RECORD in trainer.state.stateful_callbacks else ", of an order whose seed is not recorded"
+            exact.append(f"position in the data (epochs of {sampler.num_batches} global batches{unknown})")
     else:
         notes.info("the order of an iterable dataset is its own; epochs may end elsewhere at another world size")
     saved = _saved_state(checkpoint)
@@ -331,6 +333,11 @@ def _drift(trainer: Trainer, loader: Any, checkpoint: Path) -> Notes:
             f"SCHEDULE CHANGED: the same {state.num_train_epochs} epochs end at step {state.max_steps} and ended at "
             f"step {saved['max_steps']} in the saved run, so the learning rates differ"
         )
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+    if saved["max_steps"] == state.max_steps and isinstance(scheduler, LambdaLR):
+        now, then = rates_at(scheduler, scheduler.last_epoch), list(map(float, scheduler.get_last_lr()))
+        if not are_close(now, then):
+            notes.warn(f"SCHEDULE CHANGED: the learning rates at step {state.global_step} are {now}, {then} were saved")
     return notes
 
 
