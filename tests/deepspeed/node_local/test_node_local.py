@@ -12,6 +12,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import io_counts
@@ -311,7 +312,7 @@ def load_large(directory: str, stage: int) -> tuple[Any, int, int]:
         read += got
         return got
 
-    numpy_executor.os.preadv = preadv  # type: ignore[attr-defined]
+    numpy_executor.os = SimpleNamespace(**{**vars(os), "preadv": preadv})  # type: ignore[attr-defined]
     io_counts.reset_peak()
     resident = io_counts.process_status("VmRSS")
     engine.load_checkpoint(directory)
