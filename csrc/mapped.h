@@ -42,8 +42,8 @@ class LargePages {
 // not say what is in memory: that takes Linux 6.5, and the right to write to the file.
 //
 // A page may leave memory again before it is looked at, milliseconds later. It is fetched again then; where
-// that fails, or the file has been cut off, the thread gets SIGBUS. Then the whole range becomes zeros, and is
-// no longer intact(). A thread has one Mapped at a time, and it alone looks at it.
+// that fails, or the file has been cut off, the thread gets SIGBUS. Then the whole range becomes zeros, and
+// is no longer intact(). A thread has one Mapped at a time, and it alone looks at it.
 class Mapped {
   public:
     Mapped(int fd, int64_t begin, int64_t end, LargePages* pages);
