@@ -48,13 +48,45 @@ int64_t size_of(int fd) {
     return static_cast<int64_t>(about.stx_size);
 }
 
-// What this thread looks at. The model of its storage is one that a signal handler can use.
-__attribute__((tls_model("initial-exec"))) thread_local Mapped* looked_at = nullptr;
+// What a thread looks at: for the handler of a signal, which can use no thread_local of a library that is
+// loaded late. A thread writes and reads its own place alone.
+struct Place {
+    std::atomic<long> thread{0};
+    Mapped* looked_at = nullptr;
+};
+Place places[1024];
+
+Place* place_of(long thread) {
+    for (Place& place : places) {
+        if (place.thread.load(std::memory_order_relaxed) == thread) return &place;
+    }
+    return nullptr;
+}
+
+// False where no place is free.
+bool take_place(Mapped* mapped) {
+    const long thread = syscall(SYS_gettid);
+    for (Place& place : places) {
+        long none = 0;
+        if (!place.thread.compare_exchange_strong(none, thread)) continue;
+        place.looked_at = mapped;
+        return true;
+    }
+    return false;
+}
+
+void give_up_place() {
+    Place* const place = place_of(syscall(SYS_gettid));
+    if (place == nullptr) return;
+    place->looked_at = nullptr;
+    place->thread.store(0);
+}
 
 struct sigaction other_handler;
 
 void on_sigbus(int number, siginfo_t* info, void* context) {
-    if (looked_at != nullptr && info->si_code > 0 && looked_at->lose(info->si_addr)) return;
+    const Place* const place = info->si_code > 0 ? place_of(syscall(SYS_gettid)) : nullptr;
+    if (place != nullptr && place->looked_at != nullptr && place->looked_at->lose(info->si_addr)) return;
     if ((other_handler.sa_flags & SA_SIGINFO) != 0) {
         other_handler.sa_sigaction(number, info, context);
     } else if (other_handler.sa_handler != SIG_DFL && other_handler.sa_handler != SIG_IGN) {
@@ -134,8 +166,8 @@ void Mapped::map(int fd, int64_t begin, int64_t end) {
     const size_t nbytes = static_cast<size_t>(last - first);
     if (mmap(data, nbytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, first) == data) data_ = data;
     handle_sigbus();
-    looked_at = this;
-    if (data_ == nullptr || !is_large_page(at(inner)) || !in_memory(fd, first, end)) unmap();
+    if (data_ == nullptr || !take_place(this) || !is_large_page(at(inner)) || !in_memory(fd, first, end))
+        unmap();
 }
 
 bool Mapped::lose(const void* address) {
@@ -171,7 +203,7 @@ bool Mapped::intact(int64_t, ze_error*) const {
 
 void Mapped::unmap() {
 #ifdef __linux__
-    looked_at = nullptr;
+    give_up_place();
 #endif
     munmap(room_, room_bytes_);
     room_ = data_ = nullptr;

@@ -123,7 +123,7 @@ def main(directory: Path) -> None:
         build,
         directory / "ckpt",
         data=data,
-        client_state=lambda: {"of": settings["node"]},
+        client_state=lambda: {"note": "hello", "of": settings["node"]},
         saving=every(steps=settings.get("save", 1000)),
         log=directory / "events.jsonl",
     ):
