@@ -108,7 +108,6 @@ class Seen:
     said: list[str]
     notes: tuple[str, ...] = ()
     error: tuple[str, str] = ("", "")
-    tracked: tuple[dict[str, float], ...] = ()
 
 
 class Listener(logging.Handler):
@@ -288,36 +287,6 @@ def accelerate_numbered(job: AccelerateJob, project: str, steps: int) -> Seen:
     return Seen(state, step, [], [], losses, (), said)
 
 
-def accelerate_metrics(job: AccelerateJob, save: str, events: str, steps: int, *, load: str | None = None) -> list[Any]:
-    """What a tracker of accelerate got: a run to ``steps`` that saves there, after ``load``; (step, values) of each."""
-    from accelerate.tracking import GeneralTracker
-
-    from zeroelastic.integrations.accelerate_metrics import MetricsLogger
-
-    warnings.simplefilter("ignore")
-    tracked: list[Any] = []
-
-    class Tracker(GeneralTracker):
-        name, requires_logging_directory, tracker = "test", False, None
-
-        def log(self, values: dict[str, float], step: int | None = None, **kwargs: Any) -> None:
-            tracked.append((step, values))
-
-    parts = prepare(job)
-    accelerator = parts[0]
-    accelerator.trackers = [Tracker(_blank=True)] if accelerator.is_main_process else []
-    metrics = MetricsLogger(accelerator, events=events)
-    if load is not None:
-        accelerator.load_state(load)
-    metrics.begin()
-    for step in range(int(parts[1].global_steps) + 1, steps + 1):
-        accelerate_steps(parts, step)
-        metrics.step()
-    accelerator.save_state(save)
-    metrics.end()
-    return tracked
-
-
 def run_script(script: str, arguments: list[str]) -> None:
     """Run an example as ``__main__`` on this rank, as a launcher would have it run."""
     warnings.simplefilter("ignore")
@@ -425,11 +394,10 @@ def lightning_run(
     load: str | None = None,
     save: tuple[int, str] | None = None,
     loads: int = 1,
-    events: str | None = None,
 ) -> Seen:
     """Fit up to ``steps``, saving on the way at the end of a batch (or in another hook), and say what was seen.
 
-    What is loaded is loaded ``loads`` times into the same engine. With ``events`` the metrics are tracked.
+    What is loaded is loaded ``loads`` times into the same engine.
     """
     import lightning.pytorch as pl
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -490,23 +458,12 @@ def lightning_run(
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.05, 1 - step / 20))
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    tracked: list[dict[str, float]] = []
-
-    class Tracker(pl.loggers.logger.DummyLogger):
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-            tracked.append({**metrics, "step": step})
-
-    if events is not None:
-        from zeroelastic.integrations.lightning_metrics import MetricsCallback
-
     pl.seed_everything(3)
     trainer = lightning_trainer(
         job,
         max_steps=steps,
         accumulate_grad_batches=job.accumulation,
-        logger=False if events is None else Tracker(),
-        callbacks=None if events is None else [MetricsCallback(events=events)],
-        log_every_n_steps=1,
+        logger=False,
         use_distributed_sampler=job.loader != "elastic",
     )
     module = Module()
@@ -539,7 +496,6 @@ def lightning_run(
         (),
         said,
         notes,
-        tracked=tuple(tracked),
     )
 
 

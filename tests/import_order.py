@@ -5,7 +5,7 @@ from __future__ import annotations
 LEVELS = [
     {"errors", "_version", "json_document"},
     {"byte_sizes", "extras", "in_place"},
-    {"report"},
+    {"report", "observers"},
     {"core"},
     {"distributed"},
     {"io"},
@@ -29,7 +29,7 @@ LEVELS = [
 ROOMS = {
     "verbs": ["report", "options", "new_directory", "model_tensors", "new_files", "inspect", "verify", "diff",
               "reshard", "plan", "convert"],
-    "deepspeed": ["patching", "agreement", "notices", "options", "engine_state", "engine", "metrics", "run_objects",
+    "deepspeed": ["patching", "agreement", "notices", "options", "engine_state", "engine", "run_objects",
                   "client_state", "live", "storage_rules", "fill", "node_local", "load", "save", "process_world",
                   "resize", "install"],
     "elastic": ["memory"],

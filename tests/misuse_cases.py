@@ -126,7 +126,6 @@ OTHERS: dict[str, list[tuple[list[str], str]]] = {
         (["{new}"], "{new}"),
         (["{file}"], "{file}"),
         (["{events}", "--plot", "{new}/x.txt"], "x.txt"),
-        (["{events}", "--prometheus", "--json"], "--prometheus"),
     ],
     "doctor": [(["{new}"], "unexpected")],
 }  # fmt: skip

@@ -65,8 +65,6 @@ class TrainerJob:
     config: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.0
     iterable: bool = False
-    tracker_fails: bool = False
-    events: str | None = None
     model_seed: int = 7
     slow_saves: bool = False
     """A save in the background is written a second later."""
@@ -93,7 +91,6 @@ class Seen:
     final: Any
     micro_steps: int
     weights_file: dict[str, Any]
-    metrics: list[dict[str, Any]] = field(default_factory=list)
     complete: list[list[int]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
@@ -180,7 +177,6 @@ def run_trainer(job: TrainerJob) -> Seen:
     if job.slow_saves:
         save_slowly()
     said = logged("", logging.WARNING)
-    tracked: list[dict[str, Any]] = []
     complete: list[list[int]] = []
     mine: dict[int, list[int]] = {}
     seen: dict[str, Any] = {"micro": 0, "generators": {}, "saved": {}, "report": None, "resumed": None, "first": 0}
@@ -198,11 +194,6 @@ def run_trainer(job: TrainerJob) -> Seen:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == job.stop_at:
                 control.should_training_stop = True
-
-        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            tracked.append({**kwargs["logs"], "step": state.global_step})
-            if job.tracker_fails and any(key.startswith("zeroelastic/") for key in kwargs["logs"]):
-                raise RuntimeError("the tracker is down")
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             complete.append(complete_steps(job.directory))
@@ -230,10 +221,8 @@ def run_trainer(job: TrainerJob) -> Seen:
         callbacks=[],
     )
     if job.installed and job.elastic:
-        from zeroelastic.integrations.transformers import MetricsCallback, elastic
+        from zeroelastic.integrations.transformers import elastic
 
-        if job.events is not None:
-            trainer.add_callback(MetricsCallback(trainer, events=job.events))
         assert elastic(trainer) is trainer
     trainer.add_callback(Watch())
     trainer.train(resume_from_checkpoint=job.resume)
@@ -256,7 +245,6 @@ def run_trainer(job: TrainerJob) -> Seen:
         final=fingerprint(gather_state(engine)),
         micro_steps=seen["micro"],
         weights_file=weights_file(Path(job.directory) / f"checkpoint-{trainer.state.global_step}"),
-        metrics=[entry for entry in tracked if any(key.startswith("zeroelastic/") for key in entry)],
         complete=complete,
         said=said,
     )

@@ -47,6 +47,8 @@ from zeroelastic.report import ResumeReport
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.resume import resume as resume
+    from zeroelastic.observers import jsonl as jsonl
+    from zeroelastic.observers import subscribe as subscribe
     from zeroelastic.verbs.convert.convert import convert as convert
     from zeroelastic.verbs.convert.convert import export as export
     from zeroelastic.verbs.diff.diff import diff as diff
@@ -91,6 +93,7 @@ __all__ = [
     "inspect",
     "install",
     "is_installed",
+    "jsonl",
     "last_report",
     "latest",
     "ls",
@@ -100,6 +103,7 @@ __all__ = [
     "reshard",
     "resume",
     "show",
+    "subscribe",
     "uninstall",
     "verify",
     "verify_all",
@@ -112,6 +116,7 @@ _IMPORTED_WHEN_USED = {
     "diff": "zeroelastic.verbs.diff.diff",
     "export": "zeroelastic.verbs.convert.convert",
     "inspect": "zeroelastic.verbs.inspect.inspect",
+    "jsonl": "zeroelastic.observers",
     "latest": "zeroelastic.verbs.latest",
     "ls": "zeroelastic.verbs.ls",
     "open": "zeroelastic.verbs.view",
@@ -119,6 +124,7 @@ _IMPORTED_WHEN_USED = {
     "prune": "zeroelastic.verbs.prune",
     "reshard": "zeroelastic.verbs.reshard.reshard",
     "show": "zeroelastic.verbs.show",
+    "subscribe": "zeroelastic.observers",
     "verify": "zeroelastic.verbs.verify.verify",
     "verify_all": "zeroelastic.verbs.verify.verify",
 }

@@ -98,45 +98,6 @@ class ResumeReport:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveReport:
-    """What became of one save; rank 0 makes it when the save is committed, or has failed.
-
-    ``stall_seconds`` is how long ``save_checkpoint`` kept the training loop waiting, with the wait for an earlier save
-    in the background; ``seconds`` the time from that call to the commit. ``bytes`` are those of all files of all ranks.
-    ``removed`` are the older tags that the option ``"keep"`` removed. ``error`` is None for a committed save.
-    ``shared_bytes`` are those of the weights that a lean save has not in the tag but in a file that tags share.
-    """
-
-    path: str
-    tag: str
-    step: int
-    world_size: int
-    background: bool
-    stall_seconds: float
-    seconds: float
-    bytes: int = 0
-    removed: tuple[str, ...] = ()
-    error: str | None = None
-    shared_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StartReport:
-    """What a start of an elastic job began with; rank 0 makes it at the end of ``zeroelastic.elastic.resume``.
-
-    ``tag`` is None for a fresh start. ``restarts`` is torchrun's count, None without torchrun. ``lost_steps`` are the
-    steps beyond ``step`` that an earlier start had logged, which are trained again; None without an event log.
-    """
-
-    tag: str | None
-    step: int
-    world_size: int
-    seconds: float
-    restarts: int | None
-    lost_steps: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryReport:
     """What one checkpoint in memory cost; rank 0 makes it when the checkpoint is complete on all nodes, or has failed.
 
@@ -188,7 +149,3 @@ class ResizeReport:
             f"{proof}\n  moved {format_size(self.bytes_moved)}, {format_size(self.bytes_kept)} stayed where they were; "
             f"groups {self.teardown_seconds:.2f} s, engine {self.engine_seconds:.2f} s, state {self.move_seconds:.2f} s"
         )
-
-
-Report = ResumeReport | SaveReport | StartReport | MemoryReport | ResizeReport
-"""What observers get (``zeroelastic.monitoring.subscribe``)."""

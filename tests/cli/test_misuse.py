@@ -96,7 +96,6 @@ FUNCTIONS: dict[str, tuple[Call, str]] = {
     "options, misspelt block": (lambda p: parse_options({"zero_elastic": {}}), "zero_elastic"),
     "options, misplaced": (lambda p: parse_options({"keep": 3}), "keep"),
     "options, keep": (lambda p: parse_options({"zeroelastic": {"keep": 0}}), "keep is 0"),
-    "options, metrics_file": (lambda p: parse_options({"zeroelastic": {"metrics_file": 1}}), "metrics_file is 1"),
 }
 
 

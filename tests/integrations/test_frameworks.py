@@ -25,7 +25,6 @@ from frameworks_job import (
     AccelerateJob,
     LightningJob,
     Seen,
-    accelerate_metrics,
     accelerate_numbered,
     accelerate_run,
     lightning_run,
@@ -567,22 +566,6 @@ def test_the_position_in_the_data_follows_from_the_steps(
     assert position.samples == position.steps * 24
 
 
-def test_trackers_get_saves_loads_and_lost_steps(rank_pool: RankPool, tmp_path: Path) -> None:
-    """2 ranks to step 3, saving at 3 only; then 3 ranks from step 3 to 4, and the same again."""
-    job, events = AccelerateJob(), str(tmp_path / "events.jsonl")
-    first, second = rank_pool.run(accelerate_metrics, 2, job.at(2), str(tmp_path / "a"), events, 3)
-    assert second == []
-    (step, saved), *_ = [(step, values) for step, values in first if "zeroelastic/save/bytes" in values]
-    assert step == 3 and saved["zeroelastic/save/stall_s"] > 0
-    for lost in (0.0, 1.0):
-        found, *_ = rank_pool.run(
-            accelerate_metrics, 3, job.at(3), str(tmp_path / "b"), events, 4, load=str(tmp_path / "a")
-        )
-        values = {key: value for _, each in found for key, value in each.items()}
-        assert (values["zeroelastic/load/from_ranks"], values["zeroelastic/load/to_ranks"]) == (2, 3)
-        assert values["zeroelastic/job/lost_steps"] == lost
-
-
 # Lightning
 
 
@@ -725,17 +708,3 @@ def test_what_is_not_a_sharded_load_is_left_alone() -> None:
     finally:
         unwrap_all()
     assert dict(vars(Strategy)) == before
-
-
-def test_loggers_get_saves_loads_and_lost_steps(rank_pool: RankPool, tmp_path: Path) -> None:
-    """2 ranks to step 3, saving at step 2; then 3 ranks from there to step 3."""
-    job, events = LightningJob(), str(tmp_path / "events.jsonl")
-    save = (2, str(tmp_path / "a.ckpt"))
-    first, second = rank_pool.run(lightning_run, 2, job.at(2), 3, save=save, events=events)
-    (saved,) = [each for each in first.tracked if "zeroelastic/save/bytes" in each]
-    assert saved["step"] in (2, 3) and saved["zeroelastic/save/stall_s"] > 0
-    assert not [key for each in second.tracked for key in each if key.startswith("zeroelastic/")]
-    resumed, *_ = rank_pool.run(lightning_run, 3, job.at(3), 3, load=save[1], events=events)
-    values = {key: value for each in resumed.tracked for key, value in each.items()}
-    assert (values["zeroelastic/load/from_ranks"], values["zeroelastic/load/to_ranks"]) == (2, 3)
-    assert values["zeroelastic/job/lost_steps"] == 1

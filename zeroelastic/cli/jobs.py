@@ -173,9 +173,6 @@ def timeline(
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it, as .png, .svg or .pdf.")] = None,
     html: HtmlOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the files of --plot and --html.")] = False,
-    prometheus: Annotated[
-        bool, typer.Option("--prometheus", help="Print the metrics of the job as text for Prometheus.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show every start of an elastic job: its ranks and steps, the steps that were lost, and what each restart cost.
@@ -186,16 +183,12 @@ def timeline(
     Examples:
         zeroelastic timeline events.jsonl
         zeroelastic timeline events.jsonl --plot timeline.png
-        zeroelastic timeline events.jsonl --prometheus
         zeroelastic timeline events.jsonl --json
     """
     from zeroelastic.cli.pages import check_report, write_report
     from zeroelastic.job_log.event_log import read_events
     from zeroelastic.job_log.timeline import make_timeline
 
-    if prometheus and (as_json or plot is not None):
-        other = "--json" if as_json else "--plot"
-        raise UsageError(f"--prometheus and {other} are both given, and print different things. Give one of them.")
     if plot is not None:
         check_plot(plot, force=force)
     check_report(html, force=force)
@@ -208,11 +201,7 @@ def timeline(
 
         report = timeline_report(made, num_torn=log.num_torn, plot=plot)
         write_report(html, "timeline", report.to_json, force=force)
-    if prometheus:
-        from zeroelastic.monitoring.prometheus import job_samples, prometheus_text
-
-        typer.echo(prometheus_text(job_samples(made)), nl=False)
-    elif as_json:
+    if as_json:
         print_report(report)
     else:
         _show_timeline(made, log.num_torn)

@@ -153,16 +153,6 @@ class Options(BaseModel):
         default=None,
         description="with `keep`: checkpoints whose step is a multiple of this stay as well",
     )
-    metrics: bool = Field(
-        default=True,
-        description="log the metrics of saves and loads to DeepSpeed's monitor and to the Trainer's trackers, where "
-        "the run has any, [see here](../guides/monitoring.md#metrics)",
-    )
-    metrics_file: str | None = Field(
-        default=None,
-        description="a file in which rank 0 keeps these metrics for Prometheus, such as "
-        "`/var/lib/node_exporter/pretrain.prom`",
-    )
     store_retries: Annotated[int, Field(ge=0, le=100)] = Field(
         default=4,
         description="how often a request to an object store that failed for a passing reason (a broken connection, a "

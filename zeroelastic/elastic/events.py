@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from zeroelastic.elastic.resume import Resumed
-    from zeroelastic.report import MemoryReport, ResizeReport, SaveReport
+    from zeroelastic.observers import Saved
+    from zeroelastic.report import MemoryReport, ResizeReport
 
 __all__ = ["EventLog", "Events", "events", "note_nodes", "read_events"]
 
@@ -160,7 +161,7 @@ class Events:
         )
         self._show(step=step, lost_steps=self.lost_steps)
 
-    def saved(self, tag: str, seconds: float, report: SaveReport | None = None) -> None:
+    def saved(self, tag: str, seconds: float, report: Saved | None = None) -> None:
         """Log a save, as ``preemption`` does itself. ``seconds`` is how long it took; ``report`` has more about it."""
         if self._rank == 0:
             step = int(self._engine.global_steps)

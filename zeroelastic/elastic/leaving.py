@@ -39,12 +39,14 @@ class Notice:
     """Handlers of ``signals`` that only note the time, and end the process ``grace`` seconds later if it has not ended.
 
     Handlers that were set before are called too, and restored by ``end``. ``at`` is the monotonic time of the first
-    signal, None before it. Workers that a DataLoader starts from ``begin`` to ``end`` do not get the signals.
+    signal, None before it; ``number`` is that signal, 0 before it. Workers that a DataLoader starts from ``begin`` to
+    ``end`` do not get the signals.
     """
 
     def __init__(self, grace: float = 30.0, signals: Sequence[signal.Signals] = SIGNALS) -> None:
         self.grace = grace
         self.at: float | None = None
+        self.number = 0
         self._signals = tuple(signals)
         self._timer: threading.Timer | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -79,7 +81,7 @@ class Notice:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.at is None:
-            self.at = time.monotonic()
+            self.at, self.number = time.monotonic(), number
             self._timer = threading.Timer(self.grace, _exit_at_deadline)
             self._timer.daemon = True
             self._timer.start()

@@ -26,8 +26,7 @@ from zeroelastic.elastic.leaving import EXIT_PREEMPTED, SIGNALS, Notice
 from zeroelastic.elastic.position import KEY, Position, different_positions, pack_position, unpack_position
 from zeroelastic.errors import ConfigError, SaveError, brief, some
 from zeroelastic.io.paths import absolute, as_path, relative_name
-from zeroelastic.monitoring.observers import subscribe
-from zeroelastic.report import Report, SaveReport
+from zeroelastic.observers import Event, Saved, Stopping, publish, subscribe
 from zeroelastic.runs.names import normal
 
 if TYPE_CHECKING:
@@ -134,8 +133,8 @@ class Preemption:
         self._group: dist.ProcessGroup | None = None
         self._last_time = time.monotonic()
         self._last_step = self._seen_step = int(engine.global_steps)
-        self._last_report: SaveReport | None = None
-        self._unsubscribe: Callable[[], None] = lambda: None
+        self._last_report: Saved | None = None
+        self._unsubscribe: Callable[[], object] = lambda: None
         self._memory: MemoryCheckpoints | None = None
         self._memory_step, self._num_memory = -1, 0
         self._compared = False
@@ -174,6 +173,8 @@ class Preemption:
             self.stopped = True
             if self._log is not None:
                 self._log.stopping()
+            if dist.get_rank() == 0:
+                publish(Stopping(signal.Signals(signalled).name, step))
             self._stop(step, left)
             return True
         if due and step != self._last_step:
@@ -315,9 +316,9 @@ class Preemption:
             report = self._last_report
             self._log.saved(tag, self.save_seconds, report if report is not None and report.tag == tag else None)
 
-    def _observe(self, report: Report, engine: Any) -> None:
-        if engine is self._engine and isinstance(report, SaveReport) and report.error is None:
-            self._last_report = report
+    def _observe(self, event: Event) -> None:
+        if isinstance(event, Saved) and event.tier != "memory":
+            self._last_report = event
 
     def _note_seconds(self, seconds: float) -> None:
         took = torch.tensor([seconds], dtype=torch.float64, device=collective_device(self._group))
@@ -377,17 +378,20 @@ class Preemption:
             group, self._group = self._group, None
             end_group(group)
 
-    def _agree(self, due: bool) -> tuple[bool, bool, bool, bool, float]:
-        """Whether any rank got a signal, has a save due, sees a change, has lost the process group of memory, and the
-        fewest seconds left. Collective."""
+    def _agree(self, due: bool) -> tuple[int, bool, bool, bool, float]:
+        """Agree on what happens after this step. Collective.
+
+        Returns the number of a signal that a rank got, 0 if none did; whether any rank has a save due, sees a change,
+        has lost the process group of memory; and the fewest seconds left.
+        """
         changes = self._changes is not None and self._changes.due()
         is_broken = self._memory is not None and self._memory.is_broken
-        flags = (float(self.signalled), float(due), float(changes), float(is_broken), self._notice.seconds)
+        flags = (float(self._notice.number), float(due), float(changes), float(is_broken), self._notice.seconds)
         state = torch.tensor(flags, dtype=torch.float64)
         dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self._group)
         *seen, seconds = state.tolist()
-        signalled, due, changes, is_broken = map(bool, seen)
-        return signalled, due, changes, is_broken, self._notice.grace - seconds
+        number, (due, changes, is_broken) = int(seen[0]), map(bool, seen[1:])
+        return number, due, changes, is_broken, self._notice.grace - seconds
 
 
 preemption = Preemption

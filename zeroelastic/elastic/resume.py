@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from zeroelastic import observers
 from zeroelastic.distributed.collective import all_or_raise, any_rank, broadcast
 from zeroelastic.elastic.attempts import Attempts
-from zeroelastic.elastic.events import restart_count
 from zeroelastic.elastic.position import KEY, Position, different_positions, unpack_position
 from zeroelastic.errors import CheckpointError, brief, some, with_remedy
 from zeroelastic.io.paths import FilePath, absolute, as_path
-from zeroelastic.job_log.event_log import Tier
-from zeroelastic.monitoring.observers import publish
-from zeroelastic.monitoring.spans import span
-from zeroelastic.report import ResumeReport, StartReport
+from zeroelastic.observers import Tier
+from zeroelastic.report import ResumeReport
 from zeroelastic.runs.names import named_latest
 from zeroelastic.runs.order import Tag, about_left, about_pointed, about_unpointed, left_behind
 
@@ -110,9 +108,8 @@ def resume(
         if log is not None:
             log.resumed(resumed, seconds=seconds)
         if dist.get_rank() == 0:
-            lost = None if log is None else log.lost_steps
             step, ranks = int(engine.global_steps), dist.get_world_size()
-            publish(StartReport(resumed.tag, step, ranks, seconds, restart_count(), lost), engine)
+            observers.publish(observers.Resumed(resumed.tag, resumed.tier, step, ranks, seconds))
         return resumed
 
     def load_memory(saved: Tag | None) -> Resumed | None:
@@ -138,7 +135,7 @@ def resume(
                 raise CheckpointError(f"{load_dir}: DeepSpeed did not load {name}.")
             return tag_dir, finish(name, dict(client_state or {}), passed)
 
-    with span("resume", directory=str(root), ranks=dist.get_world_size()), changing(engine):
+    with changing(engine):
         finish_pending(engine, before="resume()")
         tags = tags_of_this_run(engine, root)
         at = all_or_raise(lambda: going_on_from(root, tags) if dist.get_rank() == 0 else 0)

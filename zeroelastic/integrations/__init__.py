@@ -1,6 +1,6 @@
 """What training frameworks need besides the engine's own methods. Each framework has its module; none imports another.
 
-    transformers   the Hugging Face Trainer, and its trackers
+    transformers   the Hugging Face Trainer
     trainer        the same, of front ends on top of it: what it resumes from, and when it removes older checkpoints
     trainer_batch  the saved global batch at another number of ranks
     ms_swift       ms-swift's order of samples
@@ -8,8 +8,6 @@
     lightning      loop counters, the position in the data and the scale of gradients
     fabric         the state of data loaders
     framework_load  what the integrations do before and after a framework's own load
-    accelerate_metrics, lightning_metrics
-                   saves and loads in the trackers of each, over ``job_metrics``
 
 All but ``transformers`` are applied by ``deepspeed/install/seams`` where the framework is imported.
 """

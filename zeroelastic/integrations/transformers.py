@@ -11,8 +11,7 @@ import json
 import logging
 import os
 import tempfile
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -31,10 +30,9 @@ from zeroelastic.elastic.position import seed_generators
 from zeroelastic.elastic.sampler import batch_plan
 from zeroelastic.errors import StrictError, UnsupportedError, UsageError, rank_list
 from zeroelastic.integrations.framework_load import Notes, are_close, rates_at
-from zeroelastic.integrations.job_metrics import JobMetrics
 from zeroelastic.report import ResumeReport
 
-__all__ = ["MetricsCallback", "batch_args", "elastic"]
+__all__ = ["batch_args", "elastic"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +66,7 @@ def elastic(trainer: AnyTrainer) -> AnyTrainer:
       world size;
     * ranks without saved random number generators get new ones, seeded from the run's seed, the step and the rank;
     * a resume with another position in the data or another schedule logs a warning, and is an error under
-      ``"strict_batch": true`` in the ``"zeroelastic"`` block;
-    * its trackers (``report_to``) get the metrics of saves and loads, unless ``"metrics": false`` stands there.
+      ``"strict_batch": true`` in the ``"zeroelastic"`` block.
 
     Raises UnsupportedError for settings whose order of samples depends on the world size.
 
@@ -82,56 +79,7 @@ def elastic(trainer: AnyTrainer) -> AnyTrainer:
     trainer._get_train_sampler = lambda *args, **kwargs: _whole_batches(trainer, sampler_of(*args, **kwargs))
     trainer._load_rng_state = lambda checkpoint: _load_generators(trainer, load_generators, checkpoint)
     trainer.add_callback(_ResumeCallback(trainer))
-    if _wants_metrics(trainer):
-        trainer.add_callback(MetricsCallback(trainer))
     return trainer
-
-
-class MetricsCallback(TrainerCallback):
-    """Logs ``zeroelastic/save/stall_s`` and the other metrics (docs/guides/monitoring.md) through ``Trainer.log``.
-
-    ``elastic(trainer)`` adds it, unless ``"metrics": false`` stands in the ``"zeroelastic"`` block. ``events`` is the
-    path of an event log, which rank 0 keeps over all starts of the job. A tracker that fails stops no training::
-
-        trainer.add_callback(MetricsCallback(trainer, events="events.jsonl"))
-    """
-
-    def __init__(self, trainer: Trainer, *, events: str | os.PathLike[str] | None = None) -> None:
-        own = weakref.ref(trainer)
-
-        def log(values: Mapping[str, float]) -> None:
-            trainer = own()
-            if trainer is None:
-                return
-            # Not trainer.log, which subclasses extend by averages that they begin anew after each call (TRL does). What
-            # is logged here does not take the place of the Trainer's own log of this step, which on_log would switch
-            # off.
-            wanted = trainer.control.should_log
-            try:
-                Trainer.log(trainer, dict(values))
-            finally:
-                trainer.control.should_log = wanted
-
-        self._metrics = JobMetrics(lambda: getattr(own(), "model_wrapped", None), log, events=events)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._metrics.begin()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._metrics.step()
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._metrics.flush()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._metrics.end()
-
-
-def _wants_metrics(trainer: Trainer) -> bool:
-    """Whether to log metrics: not where the options say so, or the user has added the callback already."""
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    has_one = any(isinstance(callback, MetricsCallback) for callback in trainer.callback_handler.callbacks)
-    return not has_one and (plugin is None or parse_options(plugin.deepspeed_config).metrics)
 
 
 def _refuse(trainer: Trainer) -> None:

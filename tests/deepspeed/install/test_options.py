@@ -41,7 +41,7 @@ def test_every_option_is_taken():
         "verify": "quick", "strict_batch": True, "on_mismatch": "initialize", "weights_only_load": True, "fsync": False,
         "save_timeout_s": 60.0, "io_engine": "numpy", "allow_globals": ["package.module.Class"], "fallback": True,
         "async_save": True, "keep_gradient_scale": False, "required": True, "keep": 3, "keep_every": 500,
-        "metrics": False, "metrics_file": "run.prom", "keep_global_batch": True,
+        "keep_global_batch": True,
         "memory": {"every": 2, "copies": 1},
         "store_retries": 2, "store_timeout_s": 30.0, "store_part_mib": 8,
         "format": "rigid", "lean": True, "frozen": "/models/base", "source": "dcp",

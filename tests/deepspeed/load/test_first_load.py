@@ -21,7 +21,7 @@ from training import Job, Outcome, build_engine, resume, train_and_save, train_s
 from zeroelastic.deepspeed.engine_state import lineage_of
 from zeroelastic.deepspeed.live import live_optimizer
 from zeroelastic.errors import CheckpointError
-from zeroelastic.monitoring import subscribe
+from zeroelastic.observers import subscribe
 from zeroelastic.testing import RankPool
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from dataclasses import replace
@@ -20,7 +19,6 @@ import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.marks import write_mark
 from zeroelastic.deepspeed.save import after_save
-from zeroelastic.monitoring import SaveReport, subscribe
 from zeroelastic.testing import RankPool
 
 JOB = Job(options={"keep": 2})
@@ -29,13 +27,13 @@ JOB = Job(options={"keep": 2})
 def save_often(
     job: Job, directory: str, steps: int, *, latest_at: int | None = None, fails: bool = False
 ) -> tuple[list[Any], list[str]]:
-    """Save after every step; the reports of the saves and the warnings on this rank.
+    """Save after every step; the tags that were committed and the lines of the log on this rank.
 
     Before the save at step ``latest_at``, ``latest`` is pointed at the first tag, and stays there.
     """
-    reports: list[Any] = []
-    said = logged("", logging.WARNING)
-    stop = subscribe(lambda report, engine: reports.append(report))
+    committed: list[Any] = []
+    said = logged("")
+    unsubscribe = zeroelastic.subscribe(lambda event: committed.append(event.tag))  # type: ignore[union-attr]
     after_save._warned.clear()
     if fails:
         after_save.remove_tag = refuse  # type: ignore[assignment]
@@ -46,8 +44,12 @@ def save_often(
             Path(directory, "latest").write_text("global_step1")
         engine.save_checkpoint(directory, save_latest=latest_at is None or step + 1 < latest_at)
     zeroelastic.wait_for_save(engine)
-    stop()
-    return [report for report in reports if isinstance(report, SaveReport)], said
+    unsubscribe()
+    return committed, said
+
+
+def removed(said: list[str]) -> list[str]:
+    return [line.rpartition("; removed ")[2] for line in said if "; removed " in line]
 
 
 def refuse(plan: object, decision: object) -> str | None:
@@ -58,12 +60,12 @@ def tags(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.is_dir())
 
 
-def test_the_newest_stay_and_the_report_names_the_others(rank_pool: RankPool, tmp_path: Path) -> None:
-    (reports, said), (others, _) = rank_pool.run(save_often, 2, JOB, str(tmp_path), 4)
+def test_the_newest_stay_and_the_log_names_the_others(rank_pool: RankPool, tmp_path: Path) -> None:
+    (committed, said), (others, _) = rank_pool.run(save_often, 2, JOB, str(tmp_path), 4)
     assert tags(tmp_path) == ["global_step3", "global_step4"]
     assert (tmp_path / "latest").read_text() == "global_step4"
-    assert [report.removed for report in reports] == [(), (), ("global_step1",), ("global_step2",)]
-    assert others == [] and not [line for line in said if "keep" in line]
+    assert committed == [f"global_step{step}" for step in (1, 2, 3, 4)] and others == []
+    assert removed(said) == ["global_step1", "global_step2"] and not [line for line in said if "keep" in line]
     assert not list(tmp_path.glob(".zeroelastic*"))
     assert zeroelastic.verify(tmp_path).valid
 
@@ -101,8 +103,8 @@ def test_the_tag_that_latest_names_stays(rank_pool: RankPool, tmp_path: Path) ->
 
 
 def test_a_removal_that_fails_warns_and_the_save_is_committed(rank_pool: RankPool, tmp_path: Path) -> None:
-    (reports, said), _ = rank_pool.run(save_often, 2, JOB, str(tmp_path), 3, fails=True)
-    assert [report.error for report in reports] == [None] * 3 and reports[-1].removed == ()
+    (committed, said), _ = rank_pool.run(save_often, 2, JOB, str(tmp_path), 3, fails=True)
+    assert len(committed) == 3 and not removed(said)
     (line,) = [line for line in said if "keep" in line]
     assert "/ckpt/global_step1: Permission denied" in line and "zeroelastic prune" in line
     assert zeroelastic.verify(tmp_path).valid and len(tags(tmp_path)) == 3
@@ -111,9 +113,9 @@ def test_a_removal_that_fails_warns_and_the_save_is_committed(rank_pool: RankPoo
 def test_folders_of_a_framework_are_left_to_it(rank_pool: RankPool, tmp_path: Path) -> None:
     job = replace(JOB, options={"keep": 1})
     folder = tmp_path / "checkpoint-5"
-    ((reports, said),) = rank_pool.run(save_often, 1, job, str(folder), 2)
+    ((_, said),) = rank_pool.run(save_often, 1, job, str(folder), 2)
     (line,) = [line for line in said if '"keep"' in line]
-    assert "save_total_limit" in line and all(report.removed == () for report in reports) and len(tags(folder)) == 2
+    assert "save_total_limit" in line and not removed(said) and len(tags(folder)) == 2
 
 
 @pytest.mark.parametrize(
@@ -138,4 +140,4 @@ def test_every_node_removes_its_own(rank_pool: RankPool, tmp_path: Path) -> None
     found = rank_pool.run(on_nodes, 3, nodes, placed, save_often, job, nodes.path, 4, timeout=120)
     for node in (0, 1):
         assert tags(nodes.disk(node)) == ["global_step3", "global_step4"]
-    assert found[0][0][-1].removed == ("global_step2",)
+    assert removed(found[0][1])[-1] == "global_step2"

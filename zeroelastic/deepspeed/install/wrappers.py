@@ -27,7 +27,6 @@ from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names,
 from zeroelastic.deepspeed.live.optimizers import common_state
 from zeroelastic.deepspeed.load import from_state_dicts
 from zeroelastic.deepspeed.load.load import load
-from zeroelastic.deepspeed.metrics import watch
 from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import LoadRequest, warn_of_slow_verification
 from zeroelastic.deepspeed.patching import patched
@@ -81,7 +80,6 @@ def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) ->
         if dist.get_rank() == 0:
             _say_active()
             warn_of_slow_verification(options_of(self))
-            watch(self, options_of(self))
         if wants_background(self):
             all_or_raise(lambda: refuse_background(self))
         if saves_elastic(self) and kind.per_param:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zeroelastic import observers
 from zeroelastic.checkpoint.adapter_names import renamed_base_weights
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.one_save import was_saved_again
@@ -72,8 +73,6 @@ from zeroelastic.errors import (
 )
 from zeroelastic.io.paths import FilePath, PinnedPath, absolute, is_url
 from zeroelastic.io.remote import retrying
-from zeroelastic.monitoring.observers import publish
-from zeroelastic.monitoring.spans import span
 from zeroelastic.report import ResumeReport
 from zeroelastic.runs.names import read_latest
 from zeroelastic.runs.tag_directory import MAX_LOOKS, open_tag
@@ -132,18 +131,28 @@ def load(
         request = replace(request, options=options_of(engine))
         engine.__dict__.pop("zeroelastic_report", None)  # of an earlier load
         call.pending_micro_batches = accumulated_micro_batches(engine)
-        with (
-            retrying(request.options.retries),
-            span("load", directory=str(request.load_dir), ranks=dist.get_world_size()),
-        ):
+        with retrying(request.options.retries):
             outcome = _load_newest_or_named(call, request)
             if call.log is not None:
                 if dist.get_rank() == 0:
-                    publish(call.timed_report(), engine)
+                    observers.publish(_loaded_event(engine, call.timed_report()))
                 call.log(call.timed_report())
     if call.log is not None:
         call.timed_report()
     return outcome
+
+
+def _loaded_event(engine: Engine, report: ResumeReport) -> observers.Loaded:
+    return observers.Loaded(
+        path=report.path,
+        format=report.format,
+        step=int(engine.global_steps),
+        saved_world_size=report.saved_world_size,
+        world_size=report.world_size,
+        bytes=report.total_bytes_read,
+        seconds=report.seconds,
+        root_matches=report.root_matches,
+    )
 
 
 def _refuse_dcp(engine: Engine, request: LoadRequest, why: str) -> None:
@@ -244,7 +253,7 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
     opened.append(tag_dir)
     all_or_raise(lambda: refuse_merged(engine.module, f"{tag_dir} cannot be loaded"))
     warn_of_mark(tag_dir)
-    with allow_globals(request.options.allow_globals), span("load.check", tag=tag):
+    with allow_globals(request.options.allow_globals):
         checked = _check(engine, request, tag_dir)
     if isinstance(checked, ZeroElasticError):
         if dist.get_rank() == 0:
@@ -274,15 +283,13 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
     keys = ModuleKeys()
     call.configured = call.configured or configured_values(engine, live)
     with allow_globals(request.options.allow_globals):
-        with span("load.restore"):
-            load_module = partial(_load_module, engine, live, request, tag, plan, keys)
-            restored = restore(engine, live, plan, request, load_module)
-        with span("load.verify"):
-            verified = verify(engine, live, plan, restored, request)
-            module_notes = [*buffer_casts(engine, plan.model, request), *notes_of_modules(plan)]
-            failed, costs = gather_costs(plan, restored, verified)
-            if failed:
-                raise_mismatch(live, verified, plan)
+        load_module = partial(_load_module, engine, live, request, tag, plan, keys)
+        restored = restore(engine, live, plan, request, load_module)
+        verified = verify(engine, live, plan, restored, request)
+        module_notes = [*buffer_casts(engine, plan.model, request), *notes_of_modules(plan)]
+        failed, costs = gather_costs(plan, restored, verified)
+        if failed:
+            raise_mismatch(live, verified, plan)
     replaced, may_be = overridden_notes(call.configured, engine, live, plan)
     warnings += replaced
     report = load_report(

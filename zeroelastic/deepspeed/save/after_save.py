@@ -1,4 +1,4 @@
-"""What follows a commit: tags beyond the newest ``"keep"`` are removed, and observers get the report of the save.
+"""What follows a commit: tags beyond the newest ``"keep"`` are removed, and observers are told.
 
 The rules of a removal are the rules of ``runs.prune``, and stricter, because nobody is asked: only tags of the run that
 saves (``runs.order``) with a commit record count, and only they are removed. A removal that fails warns; the save is
@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
-from weakref import ref
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -24,9 +21,7 @@ from zeroelastic.deepspeed.options import Options
 from zeroelastic.errors import ZeroElasticError, printable, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
-from zeroelastic.monitoring.observers import publish
-from zeroelastic.monitoring.spans import continued, current_context
-from zeroelastic.report import SaveReport
+from zeroelastic.observers import Saved, Tier, publish
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.runs.names import CHECKPOINT_FOLDER
 from zeroelastic.runs.prune import (
@@ -46,7 +41,7 @@ _warned: set[str] = set()
 
 
 class AfterSave:
-    """One save from the call of ``save_checkpoint`` to its report, which is made once; on every rank.
+    """One save from the call of ``save_checkpoint`` to its commit; on every rank.
 
     ``began`` is the monotonic time of the call. ``remove_old`` is called after the commit, and returns the tags that it
     removed; the save sets it when it knows its options. ``shared_bytes`` are those of weights that it has in shared
@@ -57,11 +52,10 @@ class AfterSave:
         self.remove_old: Callable[[], tuple[str, ...]] = tuple
         self.removed: tuple[str, ...] = ()
         self.shared_bytes = 0
-        self._engine, self._tag_dir, self._tag, self._began = ref(engine), tag_dir, tag, began
+        self._tag_dir, self._tag, self._began = tag_dir, tag, began
         self._step, self._world_size, self._rank = int(engine.global_steps), dist.get_world_size(), dist.get_rank()
+        self._tier: Tier = "node-local" if engine.use_node_local_storage() else "directory"
         self._stall: float | None = None
-        self._reported = False
-        self._context: Any = None
 
     @property
     def seconds(self) -> float:
@@ -76,50 +70,30 @@ class AfterSave:
         """The training loop waited again for this save."""
         self._stall = (self._stall or 0.0) + seconds
 
-    def below_its_span(self) -> AbstractContextManager[None]:
-        """A context for the thread in which the save goes on: spans in it are below that of ``save_checkpoint``."""
-        return continued(self._context)
-
-    @contextmanager
-    def failures(self) -> Iterator[None]:
-        """An exception inside the block is that of the save; observers get it, and it goes on."""
-        self._context = self._context or current_context()
-        try:
-            yield
-        except BaseException as error:
-            self._report(error=str(error) or type(error).__name__)
-            raise
-
     def committed(self, nbytes: int) -> None:
         """The save is committed, with ``nbytes`` in its files: old tags are removed now."""
         self.removed = self.remove_old()
-        self._report(nbytes=nbytes)
+        if self._rank == 0:
+            seconds = self.seconds
+            publish(
+                Saved(
+                    tag=self._tag,
+                    path=str(self._tag_dir),
+                    step=self._step,
+                    world_size=self._world_size,
+                    bytes=nbytes,
+                    seconds=seconds,
+                    stall_seconds=seconds if self._stall is None else self._stall,
+                    background=self._stall is not None,
+                    tier=self._tier,
+                )
+            )
 
     @property
     def note(self) -> str:
         """The end of the line about a save: what it has in shared files, and which tags are gone; mostly empty."""
         shared = f", and {format_size(self.shared_bytes)} in {FROZEN_FOLDER}" if self.shared_bytes else ""
         return shared + (f"; removed {', '.join(self.removed)}" if self.removed else "")
-
-    def _report(self, *, nbytes: int = 0, error: str | None = None) -> None:
-        if self._reported or self._rank != 0:
-            return
-        self._reported = True
-        seconds = self.seconds
-        report = SaveReport(
-            path=str(self._tag_dir),
-            tag=self._tag,
-            step=self._step,
-            world_size=self._world_size,
-            background=self._stall is not None,
-            stall_seconds=seconds if self._stall is None else self._stall,
-            seconds=seconds,
-            bytes=nbytes,
-            shared_bytes=self.shared_bytes,
-            removed=self.removed,
-            error=error,
-        )
-        publish(report, self._engine())
 
 
 def remove_old_tags(root: FilePath, tag: str, options: Options, *, over_nodes: bool) -> tuple[str, ...]:

@@ -27,7 +27,6 @@ from zeroelastic.deepspeed.save.pending import Pending, unfinished
 from zeroelastic.deepspeed.save.shard_writer import HostMemory, writes_with_torch
 from zeroelastic.distributed.collective import all_or_raise, collectives_over, end_group
 from zeroelastic.errors import SaveError, UnsupportedError, ZeroElasticError
-from zeroelastic.monitoring.spans import span
 
 if TYPE_CHECKING:
     from zeroelastic.deepspeed.save.save import Save
@@ -133,12 +132,7 @@ class BackgroundSave(Pending):
     def _run(self) -> None:
         _lower_priority()
         try:
-            with (
-                collectives_over(self._group),
-                self._after.failures(),
-                self._after.below_its_span(),
-                span("save.background", tag=self._save.request.tag),
-            ):
+            with collectives_over(self._group):
                 self._save.commit(self._group)
             if self._after.note:
                 logger.info("%s: saved%s", self.tag_dir, self._after.note)

@@ -29,7 +29,6 @@ from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import SaveError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.monitoring.spans import span
 
 if TYPE_CHECKING:
     from zeroelastic.deepspeed.save.save import Save
@@ -156,17 +155,16 @@ class DecoupledSave(Pending):
         assert engine is not None
         began = time.monotonic()
         barrier = SaveBarrier(self.tag_dir, timeout_s=save.barrier.timeout_s)
-        with save.after.failures(), save.after.below_its_span(), span("save.commit"):
-            with save.destination.discarded_on_failure(), barrier.attribute_failures():
-                try:
-                    barrier.all_or_raise(lambda: _wait(engine, self.tag_dir), "write")
-                except BaseException:
-                    # DeepSpeed would try to commit it before each step from now on, and leave ranks alone in its
-                    # barriers.
-                    engine.checkpoint_engine.commit_info = None
-                    raise
-                all_or_raise(lambda: engine.checkpoint_engine.commit(save.commit_info))
-            nbytes = save.destination.commit(save.pending, barrier)
+        with save.destination.discarded_on_failure(), barrier.attribute_failures():
+            try:
+                barrier.all_or_raise(lambda: _wait(engine, self.tag_dir), "write")
+            except BaseException:
+                # DeepSpeed would try to commit it before each step from now on, and leave ranks alone in its
+                # barriers.
+                engine.checkpoint_engine.commit_info = None
+                raise
+            all_or_raise(lambda: engine.checkpoint_engine.commit(save.commit_info))
+        nbytes = save.destination.commit(save.pending, barrier)
         barrier.close()
         save.after.waited(time.monotonic() - began)
         save.after.committed(nbytes)

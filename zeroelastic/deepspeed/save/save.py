@@ -83,7 +83,6 @@ from zeroelastic.errors import (
     some,
 )
 from zeroelastic.io.paths import FilePath, RemotePath, absolute, as_path, is_url
-from zeroelastic.monitoring.spans import span
 from zeroelastic.runs.names import normal, stock_saves, why_not_saved
 
 logger = logging.getLogger(__name__)
@@ -159,7 +158,7 @@ class Save:
         def no_fragment(param: torch.Tensor) -> torch.Tensor:
             return torch.empty(0, dtype=param.dtype)
 
-        with destination.discarded_on_failure(), span("save.write"):
+        with destination.discarded_on_failure():
             shard, streams = all_or_raise(begin)
             self.shard = shard
             link(engine.optimizer, engine)
@@ -220,14 +219,9 @@ class Save:
         destination, barrier, shard = self.destination, self.barrier, self.shard
         with destination.discarded_on_failure(), barrier.attribute_failures():
             if isinstance(shard, Snapshot):
-                with span("save.write"):
-                    barrier.all_or_raise(lambda: destination.write_snapshot(shard), "write")
-                    self.add_contents(group)
-            else:
-                self.add_contents(group)
-        with span("save.commit"):
-            nbytes = destination.commit(self.pending, barrier)
-        self.after.committed(nbytes)
+                barrier.all_or_raise(lambda: destination.write_snapshot(shard), "write")
+            self.add_contents(group)
+        self.after.committed(destination.commit(self.pending, barrier))
 
     def add_contents(self, group: dist.ProcessGroup | None = None) -> None:
         """Add the digests of all parameters over all ranks to what is committed. Collective."""
@@ -299,14 +293,12 @@ def save_checkpoint(
     _warn_without_memory(self)
     finish_pending(self, before=f"the save of {tag}")
     after = AfterSave(self, as_path(save_dir) / tag, tag, began=began)
-    with span("save", tag=tag, step=int(self.global_steps), ranks=dist.get_world_size()), after.failures():
-        barrier = SaveBarrier(as_path(save_dir) / tag, timeout_s=options_of(self).save_timeout_s)
-        barrier.leave_note(new_save_id(lineage_of(self).made_at))
-        with span("save.wait"):
-            barrier.wait("begin")
-        with barrier.attribute_failures():
-            request = SaveRequest(save_dir, tag, named, client_state, save_latest, exclude_frozen_parameters)
-            return _save(self, original, request, barrier, after, save_id=barrier.note_of(0))
+    barrier = SaveBarrier(as_path(save_dir) / tag, timeout_s=options_of(self).save_timeout_s)
+    barrier.leave_note(new_save_id(lineage_of(self).made_at))
+    barrier.wait("begin")
+    with barrier.attribute_failures():
+        request = SaveRequest(save_dir, tag, named, client_state, save_latest, exclude_frozen_parameters)
+        return _save(self, original, request, barrier, after, save_id=barrier.note_of(0))
 
 
 def _save(
@@ -353,8 +345,7 @@ def _save(
         state_of(engine).pending = DecoupledSave(engine, save)
         barrier.close()
     else:
-        with span("save.finish", tag=request.tag) if in_store else nullcontext():
-            save.commit()
+        save.commit()
         barrier.close()
         if dist.get_rank() == 0:
             notice(logger, f"{request.tag_dir}: saved in {after.seconds:.2f} s{after.note}")

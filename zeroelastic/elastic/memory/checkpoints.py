@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from zeroelastic import observers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
@@ -55,7 +56,6 @@ from zeroelastic.elastic.memory.place import NOTE_NAME, MemoryNote, Place, RunPl
 from zeroelastic.elastic.memory.reaper import start_reaper
 from zeroelastic.errors import ConfigError, SaveError, UnsupportedError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.monitoring.observers import publish
 from zeroelastic.report import MemoryReport
 from zeroelastic.torch_file.image import FileImage, ImageBlocks
 from zeroelastic.torch_file.save import write_skeleton
@@ -441,7 +441,19 @@ class MemoryCheckpoints:
             network_bytes=max((sent for _, sent in figures), default=0),
             error=None if error is None else f"{type(error).__name__}: {error}",
         )
-        publish(self.last, self._engine)
+        if error is None and dist.get_rank() == 0:
+            event = observers.Saved(
+                tag=made.tag,
+                path=str(self._run.path / made.tag),
+                step=made.step,
+                world_size=self.last.world_size,
+                bytes=sum(nbytes for nbytes, _ in figures),
+                seconds=self.last.seconds,
+                stall_seconds=made.stall_seconds,
+                background=True,
+                tier="memory",
+            )
+            observers.publish(event)
 
     def _log(self, made: _Generation, error: BaseException | None) -> None:
         """Log an error once: one of all ranks on rank 0, that of a rank alone there."""

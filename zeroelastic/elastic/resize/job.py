@@ -33,7 +33,6 @@ from zeroelastic.elastic.resize.roster import World as Members
 from zeroelastic.elastic.resize.world import Changes, World, WorldArguments, forget_frames
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.errors import ConfigError, MembershipError, StrictError, with_remedy
-from zeroelastic.monitoring.observers import publish
 from zeroelastic.report import ResizeReport
 
 if TYPE_CHECKING:
@@ -381,5 +380,4 @@ class Job:
         engine.zeroelastic_resize = report
         if dist.get_rank() == 0:
             logger.info("%s", report.text())
-            publish(report, engine)
         return Resumed(None, report.step, client_state, None, (), notes, "in-place"), report
