@@ -28,7 +28,7 @@ ARGUMENTS = {
     "reshard": ("{dst}", "--world-size", "3"),
     "diff": ("{good}",),
     "export": ("{dst}",),
-    "convert": ("{dst}", "--to", "universal"),
+    "convert": ("{dst}", "--to", "fsdp2"),
     "latest": (),
     "prune": ("--keep", "1", "--dry-run"),
 }

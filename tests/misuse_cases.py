@@ -29,7 +29,7 @@ READERS = {
     "plan": ["-n", "2"],
     "reshard": ["{new}/dst", "-n", "2"],
     "export": ["{new}/dst"],
-    "convert": ["{new}/dst", "--to", "universal"],
+    "convert": ["{new}/dst", "--to", "fsdp2"],
 }
 """The verbs that read one checkpoint, and what else they need."""
 
@@ -78,14 +78,14 @@ OTHERS: dict[str, list[tuple[list[str], str]]] = {
         (["{ckpt}", "{new}/dst", "--dtype", "int4"], "int4"),
     ],
     "convert": [
-        (["{ckpt}", "{empty}", "--to", "universal"], "{empty}"),
+        (["{ckpt}", "{empty}", "--to", "fsdp2"], "{empty}"),
         (["{ckpt}", "{new}/dst"], "--to"),
         (["{ckpt}", "{new}/dst", "--to", "other"], "other"),
         (["{ckpt}", "{new}/dst", "--from", "universal", "-n", "2"], "{ckpt}"),
         (["{universal}", "{new}/dst", "--from", "universal"], "--world-size"),
-        (["{ckpt}", "{new}/dst", "--to", "universal", "-n", "2"], "--world-size"),
-        (["{ckpt}", "{new}/dst", "--to", "universal", "--from", "universal"], "--from"),
-        (["{ckpt}", "{new}/dst", "--to", "universal", "--max-memory", "1KiB"], "--max-memory"),
+        (["{ckpt}", "{new}/dst", "--to", "fsdp2", "-n", "2"], "--world-size"),
+        (["{ckpt}", "{new}/dst", "--to", "fsdp2", "--from", "universal"], "--from"),
+        (["{ckpt}", "{new}/dst", "--to", "fsdp2", "--max-memory", "1KiB"], "--max-memory"),
     ],
     "ls": [
         (["{new}"], "{new}"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,18 @@ def ds_to_universal(tag_dir: Path, target: Path, *options: str) -> str:
     command += ["--input_folder", str(tag_dir), "--output_folder", str(target)]
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     return subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
+
+
+def make_universal(tag_dir: Path, parent: Path) -> Path:
+    """DeepSpeed's conversion in this process, to ``parent`` / the tag's name; returns ``parent``, which it makes."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    options = {"keep_temp_folder": False, "inject_missing_state": True, "strict": True}
+    workers = {"num_extract_workers": 1, "num_merge_workers": 1}
+    parent.mkdir(exist_ok=True)
+    target = str(parent / tag_dir.name)
+    ds_to_universal.main(Namespace(input_folder=str(tag_dir), output_folder=target, **options, **workers))
+    return parent
 
 
 def merged_by_zero_to_fp32(directories: Sequence[Path], scratch: Path) -> list[dict[str, torch.Tensor]]:

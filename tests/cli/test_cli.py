@@ -306,7 +306,7 @@ RUNS = {
     "reshard": ["ckpt", "out", "-n", "3"],
     "diff": ["ckpt", "ckpt"],
     "export": ["ckpt", "out"],
-    "convert": ["ckpt", "out", "--to", "universal"],
+    "convert": ["ckpt", "out", "--to", "fsdp2"],
     "ls": ["ckpt"],
     "latest": ["ckpt"],
     "prune": ["ckpt", "--keep", "1"],

@@ -18,6 +18,7 @@ import pytest
 from commands import no_result, run_command
 from misuse_cases import OTHERS, Misuse, cases
 from places import ROOT
+from stock_programs import make_universal
 from what_to_do import says_what_to_do
 
 import zeroelastic
@@ -36,7 +37,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_sample(root / "ckpt")
     write_sample(root / "stray")
     (root / "stray/latest").unlink()
-    zeroelastic.convert(root / "ckpt", root / "universal", to="universal")
+    make_universal(root / "ckpt/global_step4", root / "universal")
     (root / "empty").mkdir()
     (root / "file").write_text("x\n")
     (root / "file.svg").write_text("x")

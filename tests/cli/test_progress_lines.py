@@ -20,7 +20,7 @@ VERBS = {
     "verify": ["ckpt"],
     "reshard": ["ckpt", "out", "-n", "3"],
     "export": ["ckpt", "out"],
-    "convert": ["ckpt", "out", "--to", "universal"],
+    "convert": ["ckpt", "out", "--to", "fsdp2"],
     "diff": ["ckpt/global_step2", "ckpt/global_step2"],
     "latest": ["ckpt"],
     "show": ["ckpt", "*"],

@@ -38,7 +38,7 @@ VERBS: dict[str, tuple[list[str], list[str]]] = {
     "reshard": (["SRC", "OUT", "--world-size", "2"], [*FILES]),
     "diff": (["SRC", "SRC"], [*FILES]),
     "export": (["SRC", "OUT"], [*FILES]),
-    "convert": (["SRC", "OUT", "--to", "universal"], [*FILES]),
+    "convert": (["SRC", "OUT", "--to", "fsdp2"], [*FILES]),
     "latest": (["SRC"], [*FILES]),
     "latest --quick": (["SRC", "--quick"], ["the record"]),
     "prune": (["SRC", "--keep", "1", "--yes"], ["the record"]),

@@ -173,8 +173,6 @@ def test_the_offline_verbs_work_in_an_empty_environment(
         "reshard ckpt-3 ckpt-2 --world-size 2 --stage 2",
         "verify ckpt-2",
         "diff ckpt ckpt-2",
-        "convert ckpt universal --to universal",
-        "convert universal ckpt-4 --from universal --world-size 4",
         "export ckpt weights",
         "latest ckpt",
         "prune ckpt --keep 1",

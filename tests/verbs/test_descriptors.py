@@ -86,7 +86,6 @@ VERBS: dict[str, Callable[[Path, Path], object]] = {
     "prune": lambda src, _: zeroelastic.prune(src, keep=1),
     "reshard": lambda src, dst: zeroelastic.reshard(src, dst, world_size=3, verify=True),
     "export": lambda src, dst: zeroelastic.export(src, dst),
-    "universal": lambda src, dst: zeroelastic.convert(src, dst, to="universal"),
     "dcp": lambda src, dst: zeroelastic.convert(src, dst, to="dcp"),
     "fsdp2": lambda src, dst: zeroelastic.convert(src, dst, to="fsdp2"),
     "from_fsdp2": lambda src, dst: zeroelastic.convert(src, dst, from_="fsdp2", world_size=2),
@@ -138,15 +137,15 @@ def test_the_path_of_a_view_is_a_source_like_any_other(samples: Path, tmp_path: 
         assert place.with_suffix(".pt").read_bytes() == place.read_bytes()
 
 
-@pytest.mark.parametrize("to_universal", [False, True])
+@pytest.mark.parametrize("export", [False, True])
 def test_a_target_that_cannot_be_begun_leaves_nothing(
-    samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to_universal: bool
+    samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: bool
 ) -> None:
     """Neither the hidden directory nor its lock, which would keep the same process from trying again."""
 
     def write() -> None:
-        if to_universal:
-            zeroelastic.convert(samples / "elastic", tmp_path / "out", to="universal")
+        if export:
+            zeroelastic.export(samples / "elastic", tmp_path / "out")
         else:
             zeroelastic.reshard(samples / "elastic", tmp_path / "out", world_size=2)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stock_programs import merged_by_zero_to_fp32
+from stock_programs import make_universal, merged_by_zero_to_fp32
 from training import (
     LOSS_RTOL,
     Job,
@@ -187,7 +187,7 @@ def train_save_load(job: Job, directory: str) -> list[float]:
 def test_universal_checkpoints_are_left_to_deepspeed(
     rank_pool: RankPool, saves: dict[str, tuple[Path, Outcome]], tmp_path: Path
 ) -> None:
-    zeroelastic.convert(saves["stock"][0], tmp_path / "u", to="universal")
+    make_universal(next(saves["stock"][0].glob("global_step*")), tmp_path / "u")
     job = Job().other(elastic=False, config={"checkpoint": {"load_universal": True}})
     outcome: Any = rank_pool.run(resume, 3, job, str(tmp_path / "u"))[0]
     masters = {k: v for k, v in saves["stock"][1].state.items() if k.startswith("master/")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ import zeroelastic
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, read_shared_head
 from zeroelastic.errors import DigestMismatchError, MissingFileError
 from zeroelastic.testing import RankPool
-from zeroelastic.verbs.convert import convert as convert_module
 from zeroelastic.verbs.reshard import reshard as reshard_module
 
 SAVES = {
@@ -130,43 +128,6 @@ def test_an_export_is_that_of_the_full_tag(saved: Path, tmp_path: Path) -> None:
         report = zeroelastic.export(saved / name, tmp_path / name, optimizer=True)
         assert report.digests_compared
     assert contents(tmp_path / "lean") == contents(tmp_path / "full")
-
-
-def test_a_universal_checkpoint_is_that_of_the_full_tag(saved: Path, tmp_path: Path) -> None:
-    """The module and optimizer states are those of a reshard, whose pickles have another form than Python's own."""
-    for name in ("lean", "full"):
-        zeroelastic.convert(saved / name, tmp_path / name, to="universal")
-    lean, full = contents(tmp_path / "lean"), contents(tmp_path / "full")
-    assert lean.keys() == full.keys()
-    for name in full:
-        if name.endswith(("model_states.pt", "optimizer_state.pt")):
-            assert loaded(tmp_path / "lean" / name) == loaded(tmp_path / "full" / name)
-        else:
-            assert lean[name] == full[name], name
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "lean"]
-
-
-@pytest.mark.parametrize("saved", ["3"], indirect=True)
-def test_the_next_conversion_removes_the_full_copy_that_a_killed_one_left(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside the tags of the run, of which it is none."""
-
-    def end(*args: object, **options: object) -> None:
-        raise SystemExit(143)
-
-    run = shutil.copytree(saved / "lean", tmp_path / "run")
-    before, tags = os.listdir(run), [tag.tag for tag in zeroelastic.ls(run).tags]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(convert_module, "write_plan", end)
-        patch.setattr(shutil, "rmtree", lambda *args, **options: None)  # as of a process that a signal ends at once
-        with pytest.raises(SystemExit):
-            zeroelastic.convert(run, run / "made", to="universal")
-    assert len(os.listdir(run)) == len(before) + 1
-    assert [tag.tag for tag in zeroelastic.ls(run).tags] == tags
-    zeroelastic.convert(run, run / "made", to="universal")
-    assert sorted(os.listdir(run)) == sorted([*before, "made"])
 
 
 def test_a_distributed_checkpoint_is_that_of_the_full_tag(saved: Path, tmp_path: Path) -> None:

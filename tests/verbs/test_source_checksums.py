@@ -12,6 +12,7 @@ import pytest
 import torch
 from places import GOLDEN
 from saved_files import flip, logged
+from stock_programs import make_universal
 
 import zeroelastic
 from zeroelastic.dcp.saved import open_dcp
@@ -31,7 +32,6 @@ NATIVE: dict[str, Verb] = {
     "export": lambda src, dst: zeroelastic.export(src, dst, dtype="bf16"),
     "to fsdp2": convert(to="fsdp2"),
     "to dcp": convert(to="dcp"),
-    "to universal": convert(to="universal"),
 }
 
 
@@ -43,7 +43,7 @@ def payload(path: Path) -> int:
 
 
 def universal(src: Path) -> tuple[Path, int]:
-    zeroelastic.convert(GOLDEN / "rigid2/global_step2", src, to="universal")
+    make_universal(GOLDEN / "rigid2/global_step2", src)
     path = next(src.rglob("exp_avg.pt"))
     return path, payload(path)
 

@@ -210,11 +210,8 @@ def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")],
     dst: DstArgument,
     to: Annotated[
-        Literal["universal", "dcp", "fsdp2"] | None,
-        typer.Option(
-            "--to",
-            help="To DeepSpeed's Universal checkpoint, to torch.distributed.checkpoint, or to one that FSDP2 loads.",
-        ),
+        str | None,
+        typer.Option("--to", metavar="dcp|fsdp2", help="To torch.distributed.checkpoint, or to one that FSDP2 loads."),
     ] = None,
     from_: Annotated[
         Literal["universal", "fsdp2"] | None,
@@ -267,7 +264,7 @@ def convert(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert to or from a Universal checkpoint or one of FSDP2, or to a torch distributed checkpoint.
+    """Convert to or from a checkpoint of FSDP2, from a Universal checkpoint, or to a torch distributed checkpoint.
 
     Weights, optimizer state and hyper-parameters of all ranks are brought together, every byte read once; where the
     checkpoint has a commit record, what was read is compared with it. DST appears complete or not at all. Exit code 0:
@@ -275,11 +272,10 @@ def convert(
 
     \b
     Examples:
-        zeroelastic convert ckpt universal --to universal
         zeroelastic convert universal native-3 --from universal --world-size 3
         zeroelastic convert universal old-2 --from universal -n 2 --stage 2
         zeroelastic convert ckpt dcp --to dcp --json
         zeroelastic convert ckpt fsdp --to fsdp2
         zeroelastic convert fsdp native-4 --from fsdp2 -n 4
-        zeroelastic convert ckpt other --to universal --tag global_step2 --dry-run
+        zeroelastic convert ckpt other --to fsdp2 --tag global_step2 --dry-run
     """

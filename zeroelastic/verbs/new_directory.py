@@ -145,23 +145,6 @@ def new_directory(
             os.close(lock)
 
 
-@contextmanager
-def scratch_directory(target: Path) -> Iterator[Path]:
-    """A hidden directory beside ``target``, which is removed at the end of the block.
-
-    What a killed process has left of it is emptied by the next one with the same target. Raises UsageError when another
-    process is at it, OSError.
-    """
-    staging = staging_of(target.with_name(f"{target.name}.scratch"))
-    lock = _lock(staging)
-    try:
-        _take(staging, {"run": secrets.token_hex(8)})
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        os.close(lock)
-
-
 def publish(staging: Path, directory: Path, target: Path) -> None:
     """Rename ``directory``, inside the hidden one, to ``target``, but never over something that has come to be there.
 

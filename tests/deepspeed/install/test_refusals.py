@@ -263,7 +263,7 @@ VERBS = (
     ("plan", "--world-size", "3"),
     ("reshard", "OUT", "--world-size", "3"),
     ("export", "OUT"),
-    ("convert", "OUT", "--to", "universal"),
+    ("convert", "OUT", "--to", "fsdp2"),
     ("diff", "SRC"),
     ("latest",),
     ("inspect",),

@@ -1,5 +1,5 @@
-"""Other formats: safetensors, torch DCP and Universal Checkpoint, and back from the last.
+"""Other formats: safetensors, FSDP2 and torch DCP, and back from FSDP2 and Universal Checkpoint.
 
-convert                                                 the verbs ``convert`` and ``export``
-to_safetensors, to_dcp, to_universal, from_universal    one format each
+convert                                                            the verbs ``convert`` and ``export``
+to_safetensors, to_dcp, to_fsdp2, from_fsdp2, from_universal       one format each
 """

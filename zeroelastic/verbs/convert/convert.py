@@ -1,7 +1,7 @@
 """``zeroelastic.convert`` and ``zeroelastic.export``: to and from the formats of others.
 
-Every format has a plan (``to_safetensors``, ``to_dcp``, ``to_fsdp2``, ``to_universal``): what is read and written, from
-headers alone. ``write_plan`` writes one into a new directory.
+Every format has a plan (``to_safetensors``, ``to_dcp``, ``to_fsdp2``): what is read and written, from headers alone.
+``write_plan`` writes one into a new directory.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
@@ -26,22 +23,21 @@ from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.storage import file_size
-from zeroelastic.runs.locate import Source, find_source
+from zeroelastic.runs.locate import find_source
 from zeroelastic.verbs.convert.from_fsdp2 import plan_from_fsdp2, read_config
 from zeroelastic.verbs.convert.from_universal import find_universal, plan_from_universal
-from zeroelastic.verbs.convert.to_dcp import DcpPlan, plan_dcp
-from zeroelastic.verbs.convert.to_fsdp2 import Fsdp2Plan, FsdpLayout, plan_fsdp2
+from zeroelastic.verbs.convert.to_dcp import plan_dcp
+from zeroelastic.verbs.convert.to_fsdp2 import FsdpLayout, plan_fsdp2
 from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export
-from zeroelastic.verbs.convert.to_universal import UniversalPlan, plan_universal
 from zeroelastic.verbs.model_tensors import check_shared
-from zeroelastic.verbs.new_directory import check_free, new_directory, scratch_directory, sweep
+from zeroelastic.verbs.new_directory import check_free, new_directory, sweep
 from zeroelastic.verbs.new_files import MINIMUM_MEMORY, Reading, RecordedDigests, check_source_checksums
 from zeroelastic.verbs.options import Progress, choice_option, local_sources, local_target, no_progress, whole_option
 from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
-from zeroelastic.verbs.reshard.reshard import ReshardPlan, check_target, plan_reshard, run_reshard
-from zeroelastic.verbs.reshard.target import LEAST_MEMORY, ReshardOptions
+from zeroelastic.verbs.reshard.reshard import ReshardPlan, check_target, run_reshard
+from zeroelastic.verbs.reshard.target import ReshardOptions
 
-To = Literal["universal", "dcp", "fsdp2"]
+To = Literal["dcp", "fsdp2"]
 From = Literal["universal", "fsdp2"]
 
 
@@ -56,7 +52,7 @@ class ConvertReport(Report):
     tag: str
     target: GivenPath
     from_: Literal["native", "universal", "fsdp2"] = Field(validation_alias="from", serialization_alias="from")
-    to: Literal["universal", "dcp", "fsdp2", "elastic", "rigid"]
+    to: Literal["dcp", "fsdp2", "elastic", "rigid"]
     dry_run: bool
     world_size: int
     target_world_size: int | None
@@ -125,7 +121,7 @@ def convert(
     dry_run: bool = False,
     progress: Progress = no_progress,
 ) -> ConvertReport:
-    """Convert to or from a Universal checkpoint or one of FSDP2, or to a torch distributed checkpoint ("dcp").
+    """Convert to or from a checkpoint of FSDP2, from a Universal checkpoint, or to a distributed one ("dcp").
 
     Give either ``to``, or ``from_`` with the ``world_size`` that will load the native checkpoint; ``format``,
     ``sub_group_size``, ``stage``, ``round_robin_gradients`` and ``parameter_alignment`` go with ``from_`` and mean what
@@ -139,19 +135,26 @@ def convert(
     Example::
 
         import zeroelastic
-        zeroelastic.convert("ckpt", "universal", to="universal")
-        report = zeroelastic.convert("universal", "native-3", from_="universal", world_size=3)
+        zeroelastic.convert("ckpt", "fsdp", to="fsdp2")
+        report = zeroelastic.convert("fsdp", "native-3", from_="fsdp2", world_size=3)
         assert report.content_root == zeroelastic.verify("ckpt").content_root
     """
     target = local_target(dst)
     memory = size_option(max_memory, "--max-memory", minimum=MINIMUM_MEMORY)
     began = time.monotonic()
+    if str(to) == "universal":
+        raise UsageError(
+            "--to universal: Universal checkpoints are not written here. Use DeepSpeed's own converter, which reads the "
+            "files of zeroelastic: python -m deepspeed.checkpoint.ds_to_universal --input_folder TAG_DIR "
+            "--output_folder DST/TAG. It gives wrong values after round_robin_gradients, and loses state other than "
+            "Adam's: load the checkpoint with zeroelastic then."
+        )
     choice_option(to, "--to", get_args(To))
     choice_option(from_, "--from", get_args(From))
     choice_option(format, "--format", get_args(Format))
     choice_option(layout, "--layout", get_args(FsdpLayout))
     if (to is None) == (from_ is None):
-        raise UsageError("Give one of --to universal, --to dcp, --to fsdp2, --from universal and --from fsdp2.")
+        raise UsageError("Give one of --to dcp, --to fsdp2, --from fsdp2 and --from universal.")
     if layout is not None and to != "fsdp2":
         raise UsageError("--layout goes with --to fsdp2.")
     if ds_config is not None and from_ != "fsdp2":
@@ -291,16 +294,10 @@ def _convert_to(
     with one_save(source.tag_dir):
         state = open_state(open_checkpoint(source.tag_dir))
         check_shared(state)
-        needs_files = to == "universal" and not dry_run
-        with _self_contained(source, state, dst, max_memory) if needs_files else nullcontext(state) as read:
-            plan: DcpPlan | Fsdp2Plan | UniversalPlan
-            if to == "universal":
-                plan = plan_universal(read, tag=source.tag)
-            else:
-                plan = plan_dcp(read) if to == "dcp" else plan_fsdp2(read, layout=layout, model_dir=source.root)
-            if not dry_run:
-                with progress("converting", plan.nbytes) as advance:
-                    compared = write_plan(plan, dst, max_memory=max_memory, progress=advance)
+        plan = plan_dcp(state) if to == "dcp" else plan_fsdp2(state, layout=layout, model_dir=source.root)
+        if not dry_run:
+            with progress("converting", plan.nbytes) as advance:
+                compared = write_plan(plan, dst, max_memory=max_memory, progress=advance)
     return ConvertReport(
         ok=True,
         path=str(source.tag_dir),
@@ -317,27 +314,6 @@ def _convert_to(
         content_root=None,
         notes=tuple(plan.notes),
     )
-
-
-@contextmanager
-def _self_contained(source: Source, state: SavedState, dst: Path, max_memory: int) -> Iterator[SavedState]:
-    """The state, or for a lean checkpoint that of a full copy of it, which is beside ``dst`` for so long.
-
-    A Universal checkpoint has the module states of DeepSpeed's own files, whole at stages 1 and 2.
-    """
-    if state.models[0].shared is None:
-        yield state
-        return
-    with scratch_directory(dst.absolute()) as folder:
-        options = ReshardOptions(
-            world_size=state.checkpoint.world_size,
-            format=state.head.format,
-            max_memory=max(max_memory, LEAST_MEMORY),
-            full=True,
-        )
-        alone = replace(source, root=source.tag_dir, framework="deepspeed")  # without the files beside the tag
-        run_reshard(plan_reshard(alone, options), folder / "full")
-        yield open_state(open_checkpoint(folder / "full" / source.tag))
 
 
 def _convert_from(

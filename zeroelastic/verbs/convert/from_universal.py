@@ -1,8 +1,8 @@
 """Open a Universal checkpoint of ZeRO stage 1, 2 or 3 as the source of a reshard.
 
-The output of DeepSpeed's ``ds_to_universal`` or of ``to_universal`` is opened as a saved state of one rank, which has
-all trained parameters whole; frozen parameters are in the model states files of the ranks that saved them.
-``verbs.reshard`` writes the new files. Only headers are read, by the allow-listed unpickler.
+The output of DeepSpeed's ``ds_to_universal`` is opened as a saved state of one rank, which has all trained parameters
+whole; frozen parameters are in the model states files of the ranks that saved them. ``verbs.reshard`` writes the new
+files. Only headers are read, by the allow-listed unpickler.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST_UNIVERSAL, not_a_directory, read_latest, why_no_tag
 from zeroelastic.torch_file.graph import entry, pairs_of, read_graph
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
-from zeroelastic.verbs.convert.to_universal import OPTIMIZER_STATE, ZERO_FOLDER, check_file_name
 from zeroelastic.verbs.reshard.reshard import ReshardPlan, complete_plan
 from zeroelastic.verbs.reshard.slicing import Slicing
 from zeroelastic.verbs.reshard.source import ReshardSource, make_group, model_roots
 from zeroelastic.verbs.reshard.target import ReshardOptions
+
+ZERO_FOLDER = "zero"
+OPTIMIZER_STATE = "optimizer_state.pt"
 
 _WHOLE_MODEL = model_file_name(0, 0, whole=True)
 """The model states of a checkpoint of stage 1 or 2."""
@@ -127,7 +129,8 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
     params = tuple(param for members in first.sub_groups for param in members)
     zero = tag_dir / ZERO_FOLDER
     for param in params:
-        check_file_name(param.name, "a parameter")
+        if not is_file_name(param.name):
+            raise CheckpointError(f"{first.path}: {param.name!r}: a parameter of this name has no folder in {zero}.")
         if numbered_expert(param.name) is not None:
             raise UnsupportedError(
                 f"{tag_dir}: has experts of DeepSpeed's own MoE layers, which cannot be taken yet. {_RESHARD}"
@@ -151,9 +154,10 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
     module = model.get("module")
     rest = frozenset(map(str, module)) if whole and isinstance(module, dict) else frozenset[str]()
     dtypes, extents, files = _tensors(zero, layout, rest=rest, steps=whole)
-    scalars, lost = _scalars(file, state if isinstance(state, dict) else {}, first.sub_groups, dtypes)
-    if whole:
-        scalars = tuple({**own, **_saved_step(zero / param.name)} for param, own in zip(params, scalars, strict=True))
+    scalars: tuple[Mapping[str, ScalarValue], ...] = tuple(_saved_step(zero / param.name) for param in params)
+    lost: tuple[str, ...] = ()
+    if isinstance(state, dict) and not whole:
+        scalars, lost = _scalars(file, state, first.sub_groups, dtypes)
     groups = _groups(file.path, root.get("param_groups") if whole else entry(saved, "param_groups"), buffers)
     graph = pairs_of(read_graph(file.path))
     raw = entry(graph, "param_groups") if whole else entry(graph, "optimizer_state_dict", "param_groups")
@@ -205,10 +209,18 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
     return source, lost
 
 
+def is_file_name(name: str) -> bool:
+    """Return whether a parameter's name can be that of a folder."""
+    try:
+        return 0 < len(name.encode()) <= 255 and not {"/", "\0"} & set(name) and name not in (".", "..")
+    except UnicodeEncodeError:
+        return False
+
+
 def _models(tag_dir: Path) -> tuple[ModelStates, ...]:
     """The module states of all ranks that saved it; of rank 0 alone where no others are there and none is needed.
 
-    At stages 1 and 2 there is one file, under two names where ``to_universal`` wrote it.
+    At stages 1 and 2 there is one file.
     """
     kind = "whole_model" if (tag_dir / _WHOLE_MODEL).exists() else "model"
     names: dict[int, str] = {}
@@ -333,11 +345,10 @@ def _buffers(
         listed != members and not (isinstance(gap, list) and any(gap))
         for listed, members, gap in zip(buffers, model.sub_groups, gaps, strict=True)
     ]
-    if any(wrong) and "optimizer_state_dict" not in root:  # which to_universal writes
+    if any(wrong):
         raise UnsupportedError(
             f"{file.path.parent.parent}: was saved with round_robin_gradients and converted by DeepSpeed's "
-            "ds_to_universal.py, which gave parameters the values of others. Convert the checkpoint that was saved "
-            "with zeroelastic convert --to universal, or reshard it."
+            f"ds_to_universal.py, which gave parameters the values of others. {_RESHARD}"
         )
     return buffers
 
