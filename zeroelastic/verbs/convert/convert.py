@@ -144,7 +144,7 @@ def convert(
     began = time.monotonic()
     if str(to) == "universal":
         raise UsageError(
-            "--to universal: Universal checkpoints are not written here. Use DeepSpeed's own converter, which reads the "
+            "--to universal: Universal checkpoints are not written. Use DeepSpeed's own converter, which reads the "
             "files of zeroelastic: python -m deepspeed.checkpoint.ds_to_universal --input_folder TAG_DIR "
             "--output_folder DST/TAG. It gives wrong values after round_robin_gradients, and loses state other than "
             "Adam's: load the checkpoint with zeroelastic then."
