@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from extended import with_swept
-from s3_server import serve_s3
 from saved_files import flip, logged
 from torch.utils.data import DataLoader
 from training import Job, build_engine, look, train_step
@@ -29,7 +29,7 @@ from training import Job, build_engine, look, train_step
 from zeroelastic.elastic import EXIT_PREEMPTED, ElasticDistributedSampler, every, preemption, resume
 from zeroelastic.elastic.attempts import ATTEMPTS_NAME
 from zeroelastic.elastic.position import KEY, pack_position
-from zeroelastic.errors import CheckpointError, ConfigError, LayoutMismatchError, StrictError
+from zeroelastic.errors import CheckpointError, ConfigError, LayoutMismatchError, StrictError, UsageError
 from zeroelastic.testing import RankError, RankPool, compare_states
 
 LENGTH, BATCH = 1000, 120
@@ -135,22 +135,9 @@ def test_a_run_goes_on_with_the_next_samples_at_any_size(
     assert len(set(every_draw)) == len(set(map(tuple, streams[4]))) * 3, "two ranks drew the same numbers"
 
 
-@pytest.mark.support("Checkpoint engines and storage", "`elastic.resume` and `preemption` on `s3://`", "exact")
-def test_a_run_whose_checkpoints_are_in_s3_goes_on_at_another_size(
-    begun: tuple[str, list[Turn]], rank_pool: RankPool
-) -> None:
-    """3 ranks save at step 3 and are preempted at step 5; 2 go on from there."""
-    with serve_s3() as server:
-        url = server.url("run")
-        first = rank_pool.run(run, 3, JOB, url, 9, signal_at=(1, 4), save_steps=3)
-        assert all(turn.stopped and turn.saves == ["global_step3", "global_step5"] for turn in first)
-        turns = rank_pool.run(run, 2, JOB.other(), url, 1, save_at_end=False)
-        for turn in turns:
-            assert (turn.start.tag, turn.start.global_steps) == ("global_step5", 5) and turn.start.report.root_matches
-            assert not turn.start.passed_over
-        assert steps_of(first)[:3] == steps_of(begun[1]), "a store changes what is trained on"
-        whole = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4, rank=0, world_size=1)
-        assert steps_of(first) + steps_of(turns) == [whole.batch(step).tolist() for step in range(6)]
+def test_a_url_is_refused_before_training() -> None:
+    with pytest.raises(UsageError, match=r's3://bucket/run: is a URL.*"upload"'):
+        preemption(SimpleNamespace(global_steps=0), "s3://bucket/run")
 
 
 @pytest.mark.parametrize("stage", with_swept((1, 2, 3), {1}))

@@ -19,7 +19,7 @@ from synthetic import write_checkpoint
 from training import Job, build_engine
 
 from zeroelastic.distributed.process_identity import identity
-from zeroelastic.runs.run_store import leftover_names, open_run, why_kept
+from zeroelastic.runs.run_store import RunStore, leftover_names, why_kept
 from zeroelastic.runs.tag_directory import (
     is_note,
     is_of_another,
@@ -136,7 +136,7 @@ def test_where_its_process_cannot_be_asked_for_a_save_is_dead_after_a_day(tmp_pa
         (staging_dir / "written now").touch()
         assert why_kept(staging_dir) is not None
         age(staging_dir, 1.1 * DAY)
-        open_run(tmp_path).remove_dead_saves()
+        RunStore(tmp_path).remove_dead_saves()
         assert os.listdir(tmp_path) == [], owner
 
 
@@ -144,7 +144,7 @@ def test_what_is_all_there_is_of_a_tag_stays(tmp_path: Path) -> None:
     aside = staging_dir_of(tmp_path / "tag", OLD).with_suffix(".old")
     aside.mkdir()
     age(aside, 10 * DAY)
-    open_run(tmp_path).remove_dead_saves()
+    RunStore(tmp_path).remove_dead_saves()
     assert aside.is_dir()
 
 

@@ -705,7 +705,7 @@ def test_on_a_terminal_it_asks(run: Path, answer: str, code: int, left: int) -> 
         (["{run}/logs", "--keep", "1"], "holds no ZeRO checkpoint"),
         (["{run}/nothing", "--keep", "1"], "no such directory"),
         (["{run}/latest", "--keep", "1"], "is a file, not a checkpoint directory"),
-        (["memory://run", "--keep", "1"], "no such directory"),
+        (["memory://run", "--keep", "1"], "memory://run: is a URL, not a directory of this machine"),
     ],
 )
 def test_misuse(run: Path, arguments: list[str], said: str) -> None:

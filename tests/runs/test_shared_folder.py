@@ -25,7 +25,7 @@ from zeroelastic.errors import CheckpointError
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.runs.latest import find_latest
 from zeroelastic.runs.names import TRASH, is_ours, list_tags, look_for_tags, why_not_saved
-from zeroelastic.runs.run_store import open_run
+from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.shared_folder import (
     open_shared,
     plan_shared,
@@ -164,7 +164,7 @@ def test_links_stay(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_tag_that_is_being_removed_still_counts(run: Path) -> None:
-    """It may be put back: see ``LocalRun.remove``."""
+    """It may be put back: see ``RunStore.remove``."""
     shutil.rmtree(run / "s1")
     (run / TRASH).mkdir()
     (run / "s2").rename(run / TRASH / "0123")
@@ -220,15 +220,15 @@ def test_temporary_files_of_dead_saves_are_leftovers(run: Path) -> None:
     make_staging_dir(run / "s3", living)
     (note,) = make_staging_dir(run / "s4", dead).iterdir()
     note.rename(note.with_name(f"{note.name.rpartition('%20')[0]}%20-"))  # its process has ended
-    found = {one.name: one.remove for one in open_run(run).leftovers((), HOUR)}
+    found = {one.name: one.remove for one in RunStore(run).leftovers((), HOUR)}
     names = {save_id: f"{FROZEN_FOLDER}/.{shared_name(THIRD)}.{save_id}.tmp" for save_id in (dead, living, unknown)}
     assert found == {names[dead]: True, names[living]: False, names[unknown]: False}
-    open_run(run).remove_dead_saves()
+    RunStore(run).remove_dead_saves()
     assert not (run / names[dead]).exists() and (run / names[living]).exists() and (run / names[unknown]).exists()
     then = time.time() - 25 * HOUR
     for save_id in (living, unknown):
         os.utime(run / names[save_id], (then, then))
-    open_run(run).remove_dead_saves()
+    RunStore(run).remove_dead_saves()
     assert (run / names[living]).exists() and not (run / names[unknown]).exists()
 
 

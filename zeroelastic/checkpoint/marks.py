@@ -4,27 +4,24 @@ A tag with the mark of quarantine is passed over by whatever looks for one that 
 Nothing is deleted, and a load that names the tag is not kept from it. ``zeroelastic verify --lift-quarantine`` takes
 the mark away from a tag that turns out whole, and so does a save into the tag.
 
-An object store has no rename, so the files of a tag appear one by one. The mark of a save or a removal is there before
-the first of them appears and goes after the last one did: a directory with this mark and without a commit record is no
-checkpoint, whatever else is in it. The mark of a save also keeps two jobs from saving one tag at the same time.
+An object store has no rename, so the files of a tag appear one by one. The mark of an upload is there before the first
+of them appears and goes after the commit record did: a directory with this mark and without a commit record is no
+checkpoint, whatever else is in it.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import time
 from collections.abc import Container
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import ConfigDict
 
 from zeroelastic._version import __version__
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.distributed.process_identity import Life, identity, life_of
 from zeroelastic.errors import CheckpointError, MissingFileError
 from zeroelastic.io.atomic import sync_directory
 from zeroelastic.io.objects import remove_objects
@@ -36,8 +33,6 @@ UNFINISHED_NAME = "zeroelastic-unfinished.json"
 
 _MAX_BYTES = 1 << 20
 _MAX_WHY = 4000
-
-Work = Literal["save", "removal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,62 +113,11 @@ def lift_mark(tag_dir: FilePath) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class Unfinished:
-    """What is done to a tag: by which process (``process_identity``), since when, in seconds since 1970."""
-
-    work: Work
-    save_id: str = ""
-    owner: str = ""
-    began_at: float = 0.0
-
-    @property
-    def text(self) -> bytes:
-        """The content of the mark."""
-        return (json.dumps({**asdict(self), "zeroelastic": __version__}, indent=1) + "\n").encode()
-
-    @property
-    def life(self) -> Life:
-        """Whether the process that made the mark still runs."""
-        return life_of(self.owner)
-
-    @property
-    def is_own(self) -> bool:
-        """Whether this process made the mark."""
-        return self.owner == identity(os.getpid())
-
-
-def new_mark(work: Work, save_id: str = "") -> Unfinished:
-    """The mark of work that this process begins now."""
-    return Unfinished(work, save_id, identity(os.getpid()), time.time())
-
-
-def read_unfinished(tag_dir: FilePath) -> Unfinished | None:
-    """The mark of a tag directory, None where there is none; one that cannot be read has no owner.
-
-    Raises UnreadableError where that cannot be known now.
-    """
-    try:
-        found = json.loads(read_whole(tag_dir / UNFINISHED_NAME, limit=_MAX_BYTES))
-    except MissingFileError:
-        return None
-    except (ValueError, RecursionError):  # a CheckpointError for a file that is too large, among them
-        found = None
-    fields = found if isinstance(found, dict) else {}
-    began_at = fields.get("began_at")
-    return Unfinished(
-        work="removal" if fields.get("work") == "removal" else "save",
-        save_id=str(fields.get("save_id", "")),
-        owner=str(fields.get("owner", "")),
-        began_at=float(began_at) if isinstance(began_at, (int, float)) else 0.0,
-    )
-
-
 def refuse_unfinished(tag_dir: FilePath, names: Container[str]) -> None:
-    """Raise CheckpointError for a tag directory, with the files ``names``, whose save or removal did not finish."""
+    """Raise CheckpointError for a tag directory, with the files ``names``, whose upload did not finish."""
     if UNFINISHED_NAME in names and RECORD_NAME not in names:
         raise CheckpointError(
-            f"{tag_dir}: its save, or its removal, is on its way or did not finish ({UNFINISHED_NAME}, and no "
-            f"{RECORD_NAME}). Resume from another tag; `zeroelastic prune` removes what a dead save has left.",
+            f"{tag_dir}: its upload is on its way or did not finish ({UNFINISHED_NAME}, and no {RECORD_NAME}). Resume "
+            "from another tag.",
             remedy="",
         )

@@ -116,17 +116,15 @@ def open_shard(
     world_size: int,
     rigid_params: Sequence[Sequence[Param]] | None,
     tp_rank: int = 0,
-    through: Blocks | None = None,
     slices: RankSlices | None = None,
 ) -> Shard:
     """Parse the optimizer file of a data parallel rank of ``world_size``, that of tensor parallel rank ``tp_rank``.
 
     ``rigid_params`` are the parameters by flat buffer, in buffer order, which the optimizer files of stock DeepSpeed do
-    not name (they come from a ``*_model_states.pt``); elastic files of stage 3 name them themselves. ``through`` as of
-    ``read_torch_file``. ``slices`` are those of the rank, where the checkpoint has slices. Raises CheckpointError,
-    UnsupportedError.
+    not name (they come from a ``*_model_states.pt``); elastic files of stage 3 name them themselves. ``slices``
+    are those of the rank, where the checkpoint has slices. Raises CheckpointError, UnsupportedError.
     """
-    opened = read_optimizer_file(path, world_size=world_size, through=through)
+    opened = read_optimizer_file(path, world_size=world_size)
     return shard_of(opened, rank, world_size=world_size, rigid_params=rigid_params, tp_rank=tp_rank, slices=slices)
 
 

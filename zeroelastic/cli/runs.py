@@ -208,7 +208,7 @@ def prune(
 
 def _what(report: PruneReport) -> str:
     """What is about to be removed, as the question has it."""
-    from zeroelastic.runs.run_store import open_run
+    from zeroelastic.runs.run_store import RunStore
 
     plan, count, dead = report.plan, len(report.plan.removals), report.dead
     shared = len(plan.shared_removals)
@@ -216,7 +216,7 @@ def _what(report: PruneReport) -> str:
     parts += ["what an interrupted removal left"] if plan.leftovers else []
     parts += [f"{len(dead)} {'save' if len(dead) == 1 else 'saves'} that did not finish"] if dead else []
     parts += [f"{shared} shared {'file' if shared == 1 else 'files'}"] if shared else []
-    nbytes = report.removable_bytes + open_run(plan.root).interrupted_bytes()
+    nbytes = report.removable_bytes + RunStore(plan.root).interrupted_bytes()
     return f"{' and '.join(parts)} ({format_size(nbytes)})"
 
 

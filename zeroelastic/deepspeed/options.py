@@ -162,11 +162,6 @@ class Options(BaseModel):
     store_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=300.0, description="how many seconds a request to an object store may go without an answer"
     )
-    store_part_mib: Annotated[int, Field(ge=5, le=5120)] = Field(
-        default=16,
-        description="the size in MiB of the parts in which a file is uploaded to an object store; larger where a file "
-        "would have more than 10,000 parts",
-    )
     io_engine: Executor = Field(
         default="auto",
         description='the engine that reads and writes payload: `"numpy"` or `"native"` for files and host memory, '

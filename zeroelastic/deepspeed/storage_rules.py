@@ -107,7 +107,7 @@ def directory_leaders(tag_dir: Path) -> tuple[int, ...]:
 
 @contextmanager
 def saves_nothing(tag_dir: FilePath) -> Iterator[None]:
-    """An error of the disk or the store within becomes the SaveError of a save that has not begun."""
+    """An error of the disk within becomes the SaveError of a save that has not begun."""
     try:
         yield
     except SaveError:

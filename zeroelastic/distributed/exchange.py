@@ -71,15 +71,13 @@ def all_to_all_stream(
     peers: Peers | None = None,
     filled_on: torch.device = HOST,
     taken_on: torch.device = HOST,
-    round_bytes: int | None = None,
 ) -> TransferCost:
     """Send ``sizes[peer]`` bytes to each peer. Collective over ``peers``, which are all ranks if none are given.
 
     ``fill`` is called once in a round with the pieces to send, ``take`` with those that came; streams arrive in order.
     Their buffers are on ``filled_on`` and ``taken_on``, which each rank chooses for itself. Memory: four buffers of
-    ``round_bytes``, which is ``ROUND_BYTES`` where none is given and the same on every rank, and as many again of a
-    side that is on another device than the process group's. Raises what ``fill`` and ``take`` raised first, after the
-    last round.
+    ``ROUND_BYTES``, and as many again of a side that is on another device than the process group's. Raises what
+    ``fill`` and ``take`` raised first, after the last round.
     """
     peers = peers or Peers()
     rank, world_size = peers.rank, peers.size
@@ -105,7 +103,7 @@ def all_to_all_stream(
     memory = [_Memory(filled_on, taken_on) for _ in range(2)]
     sent = received = 0
     under_way: _Round | None = None
-    for number, messages in enumerate(_rounds(table, world_size, round_bytes or ROUND_BYTES)):
+    for number, messages in enumerate(_rounds(table, world_size, ROUND_BYTES)):
         outgoing = _pieces(messages, rank, src=True)
         incoming = _pieces(messages, rank, src=False)
         source, target = memory[number % 2].take(_nbytes(outgoing), _nbytes(incoming))
@@ -201,7 +199,6 @@ def exchange_rows(
     peers: Peers | None = None,
     filled_on: torch.device = HOST,
     taken_on: torch.device = HOST,
-    round_bytes: int | None = None,
 ) -> TransferCost:
     """Have peer ``owner[i]`` send row i of ``rows``, and send what is asked of this rank. Collective.
 
@@ -224,9 +221,7 @@ def exchange_rows(
         put(Arrived.joined([cut._replace(row=index[cut.row]) for index, cut in cuts]), buffer)
 
     sizes = {peer: stream.nbytes for peer, stream in served.items()}
-    return all_to_all_stream(
-        sizes, fill, take, peers=peers, filled_on=filled_on, taken_on=taken_on, round_bytes=round_bytes
-    )
+    return all_to_all_stream(sizes, fill, take, peers=peers, filled_on=filled_on, taken_on=taken_on)
 
 
 class _Messages(NamedTuple):

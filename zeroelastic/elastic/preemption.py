@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,9 +26,9 @@ from zeroelastic.distributed.collective import collective_device, end_group
 from zeroelastic.elastic.leaving import EXIT_PREEMPTED, SIGNALS, Notice
 from zeroelastic.elastic.position import KEY, Position, different_positions, pack_position, unpack_position
 from zeroelastic.errors import ConfigError, SaveError, brief, some
-from zeroelastic.io.paths import absolute, as_path, relative_name
+from zeroelastic.io.paths import absolute, relative_name
 from zeroelastic.observers import Event, Saved, Stopping, publish, subscribe
-from zeroelastic.runs.names import normal
+from zeroelastic.runs.names import normal, save_directory
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
@@ -125,7 +126,7 @@ class Preemption:
         self.stopped = False
         self._changed, self._changes = False, changes
         self.save_seconds: float | None = None
-        self._engine, self._directory, self._data = engine, as_path(absolute(directory)), data
+        self._engine, self._directory, self._data = engine, Path(absolute(save_directory(directory))), data
         self._saving = saving if saving is not None else Every()
         self._notice = Notice(grace, signals) if notice is None else notice
         self._owns_notice, self._client_state = notice is None, client_state

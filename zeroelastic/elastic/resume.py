@@ -25,9 +25,10 @@ from zeroelastic.elastic.attempts import Attempts
 from zeroelastic.elastic.position import KEY, Position, different_positions, unpack_position
 from zeroelastic.errors import CheckpointError, brief, some, with_remedy
 from zeroelastic.io.paths import FilePath, absolute, as_path
+from zeroelastic.io.storage import modified_at
 from zeroelastic.observers import Tier
 from zeroelastic.report import ResumeReport
-from zeroelastic.runs.names import named_latest
+from zeroelastic.runs.names import LATEST, named_latest
 from zeroelastic.runs.order import Tag, about_left, about_pointed, about_unpointed, left_behind
 
 if TYPE_CHECKING:
@@ -94,7 +95,6 @@ def resume(
     from zeroelastic.distributed.partners import require_partners
     from zeroelastic.elastic.memory.resume import memory_tier
     from zeroelastic.runs.candidates import going_on_from, refuse_fresh_start
-    from zeroelastic.runs.run_store import open_run
 
     install()
     require_partners()
@@ -139,7 +139,7 @@ def resume(
         finish_pending(engine, before="resume()")
         tags = tags_of_this_run(engine, root)
         at = all_or_raise(lambda: going_on_from(root, tags) if dist.get_rank() == 0 else 0)
-        set_back_at = all_or_raise(lambda: open_run(root).written_at() if at else None)
+        set_back_at = all_or_raise(lambda: modified_at(root / LATEST) if at else None)
         memory = memory_tier(engine, root)
         finish = _Finish(engine, root, data, strict)
         if (newest := load_memory(tags[at] if tags else None)) is not None:

@@ -3,7 +3,7 @@
     storage  listing, sizes and reading by range for a path or a URL
     paths    the types of paths, what a user's text means, and directories that are pinned
     remote   files behind fsspec: one range, or many at the same time; what failed is asked for again
-    objects  objects of a store: put, uploaded in parts, removed, listed
+    objects  objects of a store: put, removed, listed
     atomic   files that are written whole or not at all
 
 Imports ``zeroelastic.errors`` and ``core``. Read ``storage`` first.

@@ -304,6 +304,14 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> FilePath:
         raise _not_read(protocol, error) from None
 
 
+def local_directory(text: str | os.PathLike[str], instead: str) -> Path:
+    """The directory of this machine that a user gave. Raises UsageError for a URL, with what to do ``instead``."""
+    path = text if is_url(text) else as_path(text)
+    if not isinstance(path, Path):
+        raise UsageError(f"{text}: is a URL, not a directory of this machine. {instead}")
+    return path
+
+
 def absolute(text: str | os.PathLike[str]) -> str:
     """A local path (or ``file://`` URL) made absolute, symbolic links kept; any other URL unchanged.
 

@@ -1,6 +1,6 @@
 """The directory of a run: its tags, their names and order, ``latest``, and what may be deleted.
 
-    run_store      the directory as a store: on a disk, or in a bucket by ``object_run``
+    run_store      the directory on a disk: tags removed, ``latest`` written, what saves have left
     names          which names a tag may have, and the reader of ``latest``
     tag_directory  the hidden directory in which a save is made, and its publication as the tag
     order          which tag was committed after which, and which run it is of

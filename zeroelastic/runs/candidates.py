@@ -6,7 +6,6 @@ Listing opens one file of each tag; tags are checked one at a time, until a whol
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +34,7 @@ from zeroelastic.errors import (
     some,
 )
 from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.io.storage import file_sizes, folders, list_directory
+from zeroelastic.io.storage import file_sizes, folders, list_directory, modified_at
 from zeroelastic.runs.names import (
     CHECKPOINT_FOLDER,
     HERE,
@@ -51,7 +50,6 @@ from zeroelastic.runs.names import (
     not_a_directory,
 )
 from zeroelastic.runs.order import Tag, newest_first, pointed_at, without_other_runs
-from zeroelastic.runs.run_store import open_run
 from zeroelastic.runs.tag_directory import MAX_LOOKS, open_tag
 from zeroelastic.torch_file.header import read_torch_file
 
@@ -236,9 +234,8 @@ def going_on_from(root: FilePath, tags: Sequence[Tag]) -> int:
     at = next((i for i, tag in enumerate(tags) if tag.name == latest), 0)
     if at == 0:  # times are asked for only where they decide
         return 0
-    store = open_run(root)
-    newer = [replace(tag, modified_at=store.committed_at(tag)) for tag in tags[:at]]
-    return pointed_at([*newer, *tags[at:]], latest, store.written_at())
+    newer = [replace(tag, modified_at=tag.modified_at or modified_at(tag.tag_dir / RECORD_NAME)) for tag in tags[:at]]
+    return pointed_at([*newer, *tags[at:]], latest, modified_at(root / LATEST))
 
 
 def _brief(problem: str, tag: Tag) -> str:
@@ -380,9 +377,4 @@ def _step_of(name: str) -> int | None:
 
 
 def _modified(path: FilePath) -> float:
-    if isinstance(path, RemotePath):
-        return 0.0
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0
+    return 0.0 if isinstance(path, RemotePath) else modified_at(path)

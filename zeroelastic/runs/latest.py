@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from zeroelastic.errors import CheckpointError, UnreadableError, UsageError
 from zeroelastic.io.paths import FilePath
@@ -24,7 +25,7 @@ from zeroelastic.runs.candidates import (
 )
 from zeroelastic.runs.names import LATEST, named_latest
 from zeroelastic.runs.order import Tag, left_behind, without_other_runs
-from zeroelastic.runs.run_store import open_run
+from zeroelastic.runs.run_store import RunStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def find_latest(root: FilePath, check: Check, verdicts: dict[Tag, PassedOver | N
     return Latest(run, at, *find_newest(run.tags[at:], check, verdicts), named, problem)
 
 
-def fix_latest(root: FilePath, check: Check, *, dry_run: bool = False) -> Latest:
+def fix_latest(root: Path, check: Check, *, dry_run: bool = False) -> Latest:
     """Make ``latest`` name the checkpoint that ``find_latest`` finds. Raises UsageError, OSError.
 
     Raises UnreadableError where a newer tag may be whole and cannot be read now. A ``latest`` that was set back to an
@@ -76,7 +77,7 @@ def fix_latest(root: FilePath, check: Check, *, dry_run: bool = False) -> Latest
     """
     verdicts: dict[Tag, PassedOver | None] = {}
     written = False
-    store = open_run(root)
+    store = RunStore(root)
     while True:
         written_at = store.written_at()
         found = find_latest(root, check, verdicts)
@@ -101,7 +102,7 @@ def _continued(root: FilePath, named: str | None) -> Run:
     return replace(run, tags=without_other_runs(run.tags, tag.trained_params))
 
 
-def set_latest(root: FilePath, name: str, check: Check = check_quickly, *, dry_run: bool = False) -> Latest:
+def set_latest(root: Path, name: str, check: Check = check_quickly, *, dry_run: bool = False) -> Latest:
     """Roll back: make ``latest`` name this tag, so that the next start of the job continues from it.
 
     Raises UsageError where there is no such tag, CheckpointError where it is damaged, UnreadableError, OSError::
@@ -120,7 +121,7 @@ def set_latest(root: FilePath, name: str, check: Check = check_quickly, *, dry_r
         raise kind(f"{run.tags[at].tag_dir}: {verdict.problems[0]} {LATEST} was not changed.")
     named, problem = named_latest(root)
     if not dry_run:
-        open_run(root).roll_back(name, run.tags, at)
+        RunStore(root).roll_back(name, run.tags)
     return Latest(run, at, run.tags[at], (), named, problem, True)
 
 

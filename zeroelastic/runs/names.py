@@ -18,7 +18,7 @@ from typing import TypeVar
 from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.paths import FilePath, local_directory
 from zeroelastic.io.storage import file_size, file_sizes, list_directory, read_whole
 from zeroelastic.runs.tag_directory import is_unfinished, wait_for_replacements
 
@@ -79,7 +79,12 @@ def normal(tag: str) -> str:
     return "/".join(part for part in tag.split("/") if part not in ("", HERE)) or HERE
 
 
-def run_of(directory: FilePath) -> FilePath:
+def save_directory(text: str | os.PathLike[str]) -> Path:
+    """The directory that a user gave to save into. Raises UsageError for a URL."""
+    return local_directory(text, 'Save to a directory, and set "upload": "s3://..." in the "zeroelastic" block.')
+
+
+def run_of(directory: Path) -> Path:
     """The directory of the run that saves to a directory, which may be the folder of a framework around one tag."""
     return directory.parent if CHECKPOINT_FOLDER.fullmatch(directory.name) else directory
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zeroelastic.errors import CheckpointError, UsageError
-from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_whole
 from zeroelastic.runs.candidates import Check, Run, check_quickly, check_tag, going_on_from, list_run
 from zeroelastic.runs.names import HERE, named_latest
 from zeroelastic.runs.order import Tag, left_behind, runs_of
-from zeroelastic.runs.run_store import CHANGED, MIN_AGE_S, Leftover, Links, RunStore, Tree, open_run
+from zeroelastic.runs.run_store import CHANGED, MIN_AGE_S, Leftover, Links, RunStore, Tree
 from zeroelastic.runs.shared_folder import SharedDecision, plan_shared, put_back, remove_shared
 
 OTHER_RUN = "of another run"
@@ -50,7 +49,7 @@ class PrunePlan:
     ``shared`` are the files that tags share, and what becomes of them after all other removals.
     """
 
-    root: FilePath
+    root: Path
     decisions: tuple[Decision, ...]
     leftovers: tuple[str, ...]
     unfinished: tuple[Leftover, ...] = ()
@@ -74,7 +73,7 @@ class PrunePlan:
 
 
 def plan_prune(
-    root: FilePath,
+    root: Path,
     *,
     keep: int,
     invalid: bool = False,
@@ -91,7 +90,7 @@ def plan_prune(
     """
     if keep < 1:
         raise UsageError(f"--keep {keep}: at least 1 checkpoint is kept. Give 1 or more.")
-    store = open_run(Path(os.path.realpath(root)) if isinstance(root, Path) else root)
+    store = RunStore(Path(os.path.realpath(root)))
     interrupted, unfinished = store.interrupted, store.leftovers((), min_age_s)
     try:
         run = list_run(store.root)
@@ -100,7 +99,6 @@ def plan_prune(
         if interrupted or unfinished or shared:  # a removal or a save that was killed has left nothing else
             return PrunePlan(store.root, (), interrupted, unfinished, shared, min_age_s)
         raise
-    run = replace(run, tags=store.without_parts(run.tags))
     runs, links = runs_of(run.tags), store.links(run.tags)
     decisions: dict[str, Decision] = {}
     for tag in run.tags:
@@ -221,7 +219,7 @@ def remove_tag(plan: PrunePlan, decision: Decision) -> str | None:
     latest, problem = named_latest(plan.root)
     if problem is not None or latest == decision.tag.name:
         return problem or "latest names it by now"
-    return open_run(plan.root).remove(decision.tag, decision.tree)
+    return RunStore(plan.root).remove(decision.tag, decision.tree)
 
 
 def remove_shared_file(plan: PrunePlan, decision: SharedDecision) -> str | None:

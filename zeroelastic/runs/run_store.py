@@ -1,7 +1,6 @@
-"""The directory of a run as a store: its tags, ``latest``, and what saves have left, on a disk or in a bucket.
+"""The directory of a run on a disk: its tags, ``latest``, and what saves have left.
 
-``open_run`` gives the implementation for a path or a URL: ``local_run`` or ``object_run``. Kept is everything that a
-running save may still need.
+Kept is everything that a running save may still need.
 """
 
 from __future__ import annotations
@@ -13,20 +12,17 @@ import secrets
 import shutil
 import stat
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.shared_files import SHARED_NAME, frozen_folder, frozen_folder_beside
 from zeroelastic.checkpoint.tag_files import is_rank_file, is_temporary
-from zeroelastic.distributed.process_identity import Life
 from zeroelastic.errors import UnreadableError, UsageError
 from zeroelastic.io.atomic import sync_directory, write_atomically
-from zeroelastic.io.paths import FilePath, RemotePath, relative_name
+from zeroelastic.io.paths import relative_name
 from zeroelastic.runs.names import LATEST, MAX_PARTS, PARTIAL, TRASH, is_ours
 from zeroelastic.runs.order import Tag
 from zeroelastic.runs.tag_directory import is_unfinished, life_of_owner, replaces_nothing, save_id_of
@@ -72,112 +68,33 @@ class Leftover:
     reason: str
 
 
-class RunStore(ABC):
-    """The directory of a run. Each object sees the run as it is when it is asked first: open one for each operation."""
-
-    root: FilePath
-
-    @abstractmethod
-    def written_at(self) -> float:
-        """When ``latest`` was written, in seconds since 1970; 0 where there is none."""
-
-    @abstractmethod
-    def committed_at(self, tag: Tag) -> float:
-        """When a tag's record was written, by the clock of ``written_at``."""
-
-    @abstractmethod
-    def write_latest(self, name: str, modified_at: float) -> None:
-        """Let ``latest`` name a tag; ``modified_at`` is its time where the store can set one. Raises OSError."""
-
-    @abstractmethod
-    def roll_back(self, name: str, tags: Sequence[Tag], at: int) -> None:
-        """Let ``latest`` name the tag ``tags[at]``, and look later than all of the run's tags. Raises OSError."""
-
-    def links(self, tags: Sequence[Tag]) -> tuple[Links, Links]:
-        """The symbolic links in the folders of the tags, and for the paths that they lead to or into, the link."""
-        return {}, {}
-
-    @abstractmethod
-    def tree(self, tag: Tag) -> Tree:
-        """What there is of a tag. Raises FileNotFoundError."""
-
-    @abstractmethod
-    def leftovers(self, tags: Sequence[Tag], min_age_s: float) -> tuple[Leftover, ...]:
-        """What saves have left, or are using now, in the folders that hold tags."""
-
-    def without_parts(self, tags: Sequence[Tag]) -> tuple[Tag, ...]:
-        """The tags but those whose files are of a save that did not finish."""
-        return tuple(tags)
-
-    @abstractmethod
-    def remove(self, tag: Tag, tree: Tree) -> str | None:
-        """Remove a tag; the reason why it is kept, where it is not as ``tree`` says any more. Raises OSError."""
-
-    @abstractmethod
-    def remove_leftover(self, found: Leftover) -> str | None:
-        """Remove what a dead save has left; returns as ``remove``. Raises OSError, UnreadableError."""
-
-    @abstractmethod
-    def remove_dead_saves(self) -> None:
-        """Remove what dead saves have left, as far as one look at the run's directory shows it.
-
-        Raises OSError, UnreadableError in a store; on a disk what cannot be removed stays.
-        """
-
-    @property
-    def interrupted(self) -> tuple[str, ...]:
-        """What a removal that was killed has left to be deleted; in a store that is among the ``leftovers``."""
-        return ()
-
-    def interrupted_bytes(self) -> int:
-        """Bytes that ``finish_removals`` frees."""
-        return 0
-
-    def finish_removals(self) -> None:
-        """Delete what is ``interrupted``. Raises OSError."""
-        assert not self.interrupted
-
-
-def shared_folders(root: Path) -> tuple[Path, ...]:
-    """The folders of a run's shared files, of which there is one at most: in its directory, or beside it."""
-    return tuple(Path(str(folder)) for folder in (frozen_folder(root), frozen_folder_beside(root)))
-
-
-def open_run(root: FilePath) -> RunStore:
-    """The store of a run's directory."""
-    from zeroelastic.runs.object_run import ObjectRun
-
-    return ObjectRun(root) if isinstance(root, RemotePath) else LocalRun(root)
-
-
 logger = logging.getLogger(__name__)
 
 
-class LocalRun(RunStore):
-    """A directory on a disk."""
-
-    root: Path
+class RunStore:
+    """The directory of a run. Each object sees the run as it is when it is asked first: open one for each operation."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def written_at(self) -> float:
+        """When ``latest`` was written, in seconds since 1970; 0 where there is none."""
         try:
             return os.stat(self.root / LATEST).st_mtime
         except OSError:
             return 0.0
 
-    def committed_at(self, tag: Tag) -> float:
-        return tag.modified_at
-
     def write_latest(self, name: str, modified_at: float) -> None:
+        """Let ``latest`` name a tag, as if written at ``modified_at``. Raises OSError."""
         write_atomically(self.root / LATEST, name.encode(), modified_at=modified_at)
 
-    def roll_back(self, name: str, tags: Sequence[Tag], at: int) -> None:
+    def roll_back(self, name: str, tags: Sequence[Tag]) -> None:
+        """Let ``latest`` name a tag, and look later than all of the run's tags. Raises OSError."""
         last, now = max(tag.modified_at for tag in tags), time.time()
         self.write_latest(name, now if now > last else last + 1)
 
     def links(self, tags: Sequence[Tag]) -> tuple[Links, Links]:
+        """The symbolic links in the folders of the tags, and for the paths that they lead to or into, the link."""
         links: Links = {}
         linked: Links = {}
         for folder in self._folders(tags):
@@ -192,10 +109,12 @@ class LocalRun(RunStore):
         return links, linked
 
     def tree(self, tag: Tag) -> Tree:
+        """What there is of a tag. Raises FileNotFoundError."""
         found = survey(Path(str(tag.path)))
         return replace(found, is_committed=(Path(str(tag.tag_dir)) / RECORD_NAME).exists())
 
     def leftovers(self, tags: Sequence[Tag], min_age_s: float) -> tuple[Leftover, ...]:
+        """What saves have left, or are using now, in the folders that hold tags."""
         found: list[Leftover] = []
         folders = self._folders(tags)
         of_commands = [(path, path) for folder in folders for path in folder.glob(f".?*{PARTIAL}")]
@@ -218,6 +137,7 @@ class LocalRun(RunStore):
         return sorted({self.root, *above}) if tags else []
 
     def remove(self, tag: Tag, tree: Tree) -> str | None:
+        """Remove a tag; the reason why it is kept, where it is not as ``tree`` says any more. Raises OSError."""
         path = Path(str(tag.path))
         assert path.is_relative_to(self.root) and path != self.root
         try:
@@ -228,6 +148,7 @@ class LocalRun(RunStore):
             return CHANGED
 
     def remove_leftover(self, found: Leftover) -> str | None:
+        """Remove what a dead save has left; returns as ``remove``. Raises OSError."""
         path = self.root / found.name
         try:
             if replaces_nothing(path) or survey(path).mark != found.tree.mark:
@@ -273,6 +194,7 @@ class LocalRun(RunStore):
             yield path, path
 
     def remove_dead_saves(self) -> None:
+        """Remove what dead saves have left, as far as one look at the run's directory shows it. Never raises."""
         for left, directory in self._left([self.root]):
             try:
                 if why_kept(directory) is not None:
@@ -285,12 +207,14 @@ class LocalRun(RunStore):
 
     @property
     def interrupted(self) -> tuple[str, ...]:
+        """What a removal that was killed has left to be deleted."""
         try:
             return tuple(sorted(os.listdir(self._trash(make=False))))
         except (FileNotFoundError, NotADirectoryError):
             return ()
 
     def interrupted_bytes(self) -> int:
+        """Bytes that ``finish_removals`` frees."""
         nbytes = 0
         for name in self.interrupted:
             with suppress(FileNotFoundError):
@@ -298,6 +222,7 @@ class LocalRun(RunStore):
         return nbytes
 
     def finish_removals(self) -> None:
+        """Delete what is ``interrupted``. Raises OSError."""
         trash = self._trash(make=False)
         for name in self.interrupted:
             _delete(trash / name)
@@ -312,6 +237,11 @@ class LocalRun(RunStore):
         if os.path.lexists(trash) and not stat.S_ISDIR(os.lstat(trash).st_mode):
             raise UsageError(f"{trash}: is not a folder; remove it.")
         return trash
+
+
+def shared_folders(root: Path) -> tuple[Path, ...]:
+    """The folders of a run's shared files, of which there is one at most: in its directory, or beside it."""
+    return tuple(Path(str(folder)) for folder in (frozen_folder(root), frozen_folder_beside(root)))
 
 
 def leftover_names(directory: Path) -> tuple[str, ...]:
@@ -374,14 +304,10 @@ def why_kept(left: Path, min_age_s: float = _MIN_AGE_UNASKED_S, what: str = "sav
     """
     if replaces_nothing(left):
         return "the tag that it belongs to is not there: a load or save of that tag puts it back"
-    return why_alive(life_of_owner(left), partial(_changed_at, left), min_age_s, what)
-
-
-def why_alive(life: Life, changed_at: Callable[[], float], min_age_s: float, what: str = "save") -> str | None:
-    """The reason why a save may still be on its way, by its process and by when it changed last; None if it is dead."""
+    life = life_of_owner(left)
     if life == "lives":
         return f"its {what} is on its way: the process that makes it is running"
-    if life == "unknown" and time.time() - changed_at() < min_age_s:
+    if life == "unknown" and time.time() - _changed_at(left) < min_age_s:
         return f"a {what} may be on its way: it changed within the last {min_age_s / 60:.0f} minutes"
     return None
 

@@ -6,8 +6,6 @@ a removal (1) looks for hidden directories, tags, and the time of the file; (2) 
 which no save finds it; (3) looks again, for hidden directories first, and gives it its name back if anything may need
 it; (4) deletes it. A removal that was killed leaves a hidden name, with which the next one begins at (3), and which
 ``put_back`` undoes for a save or a load.
-
-An object store has no rename: there, (1) is followed by (4), and a file has to be unchanged for a day.
 """
 
 from __future__ import annotations
@@ -22,24 +20,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record_by_range
-from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, SHARED_NAME, SharedFile
+from zeroelastic.checkpoint.commit_record import read_record_by_range
+from zeroelastic.checkpoint.shared_files import SHARED_NAME, SharedFile
 from zeroelastic.checkpoint.shared_weights import shared_weights_of
-from zeroelastic.checkpoint.tag_files import is_rank_file, is_universal, parse_rank_file
+from zeroelastic.checkpoint.tag_files import is_universal, parse_rank_file
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, shown
 from zeroelastic.io.atomic import rename_new, sync_directory
-from zeroelastic.io.objects import objects_below, remove_objects
-from zeroelastic.io.paths import FilePath, RemotePath, relative_name
+from zeroelastic.io.paths import FilePath, relative_name
 from zeroelastic.io.storage import file_names
 from zeroelastic.runs.names import TRASH
-from zeroelastic.runs.object_run import ObjectRun
 from zeroelastic.runs.order import Tag
 from zeroelastic.runs.run_store import CHANGED, folders_of_run, holds_tag, shared_folders, why_kept
 from zeroelastic.runs.tag_directory import is_unfinished, read_tag
 from zeroelastic.torch_file.header import read_torch_file
 
 _ASIDE = re.compile(rf"\.({SHARED_NAME.pattern})\.[0-9a-f]{{16}}\.removed")
-_DAY_S = 24 * 3600.0
 _PUBLISHING_S = 60.0
 """How long a save may take from the removal of its process's note, which shows that it lives, to its tag."""
 
@@ -81,8 +76,6 @@ class SharedFolder(ABC):
     """The folder of a run's shared files, beside its tags or beside its directory."""
 
     root: FilePath
-    least_age_s = 0.0
-    """How long a file must not have changed to be removed, whatever the caller says."""
 
     @abstractmethod
     def files(self) -> tuple[StoredFile, ...]:
@@ -105,9 +98,9 @@ class SharedFolder(ABC):
         """Remove a file; the reason why it is kept, if ``why_needed`` has one. Raises OSError, UnreadableError."""
 
 
-def open_shared(root: FilePath) -> SharedFolder:
+def open_shared(root: Path) -> SharedFolder:
     """The shared files of the run in a directory."""
-    return _ObjectFolder(root) if isinstance(root, RemotePath) else _LocalFolder(root)
+    return _LocalFolder(root)
 
 
 def shared_files_of(tag_dir: FilePath) -> tuple[SharedFile, ...]:
@@ -148,7 +141,7 @@ def _shared_files_of(tag_dir: FilePath) -> tuple[SharedFile, ...]:
 
 
 def plan_shared(
-    root: FilePath, *, kept: Iterable[Tag], removed: Collection[FilePath], min_age_s: float
+    root: Path, *, kept: Iterable[Tag], removed: Collection[FilePath], min_age_s: float
 ) -> tuple[SharedDecision, ...]:
     """What becomes of each shared file of a run once the tags ``removed`` are gone. Changes nothing.
 
@@ -170,7 +163,7 @@ def _decide(
     return SharedDecision(file, False, f"its removal was cut short; {needed}" if file.is_aside else needed)
 
 
-def remove_shared(root: FilePath, file: StoredFile, min_age_s: float) -> str | None:
+def remove_shared(root: Path, file: StoredFile, min_age_s: float) -> str | None:
     """Remove a shared file that nothing needs; the reason why it is kept, None where it is gone.
 
     Raises OSError, UnreadableError.
@@ -186,7 +179,6 @@ def _why_needed(
     fixed = folder.why_fixed(file)
     if fixed is not None:
         return fixed
-    min_age_s = max(min_age_s, folder.least_age_s)
     if time.time() - file.changed_at < min_age_s:
         return f"a save may be on its way: it changed within the last {min_age_s / 60:.0f} minutes"
     try:
@@ -335,58 +327,3 @@ def _stored_file(path: Path, name: str) -> StoredFile:
     found = os.stat(path)
     version = (found.st_ino, found.st_size, found.st_mtime_ns)
     return StoredFile(name, path, found.st_size, found.st_mtime, version)
-
-
-class _ObjectFolder(SharedFolder):
-    """Objects in a store: what a look says is from one listing of all objects of the run, and one of open uploads."""
-
-    root: RemotePath
-    least_age_s = _DAY_S
-
-    def __init__(self, root: RemotePath) -> None:
-        self.root = root
-
-    def files(self) -> tuple[StoredFile, ...]:
-        folder = self.root / FROZEN_FOLDER
-        try:
-            objects = [one for one in objects_below(folder) if SHARED_NAME.fullmatch(one.name)]
-        except MissingFileError:
-            return ()
-        return tuple(
-            StoredFile(
-                one.name,
-                folder / one.name,
-                one.nbytes,
-                one.modified_at,
-                (one.version, one.nbytes, one.modified_at),
-            )
-            for one in objects
-        )
-
-    def why_fixed(self, file: StoredFile) -> str | None:
-        return None
-
-    def why_saving(self, min_age_s: float) -> str | None:
-        for found in ObjectRun(self.root).unfinished:
-            kept = found.why_kept(min_age_s)
-            if kept is not None:
-                return f"{relative_name(found.tag_dir, self.root)}: {kept}"
-        return None
-
-    def tag_dirs(self) -> list[FilePath]:
-        names = (found.name.rpartition("/") for found in ObjectRun(self.root).objects)
-        tags = {folder for folder, _, name in names if folder and (name == RECORD_NAME or is_rank_file(name))}
-        return [self.root / name for name in sorted(tags)]
-
-    def remove(self, file: StoredFile, why_needed: Callable[[], str | None]) -> str | None:
-        kept = why_needed()
-        if kept is not None:
-            return kept
-        there = next((found for found in self.files() if found.path == file.path), None)
-        if there is None:
-            return None
-        if there.version != file.version:
-            return CHANGED
-        assert isinstance(file.path, RemotePath)
-        remove_objects([file.path])
-        return None

@@ -8,12 +8,12 @@ from typing import Literal
 from pydantic import Field, PrivateAttr
 
 from zeroelastic.errors import UnsupportedError, UsageError, printable, with_remedy
-from zeroelastic.io.paths import FilePath, absolute, as_path
+from zeroelastic.io.paths import FilePath, absolute, as_path, local_directory
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.runs.candidates import Check, check_quickly
 from zeroelastic.runs.latest import Latest, find_latest, fix_latest, set_latest
 from zeroelastic.runs.order import Tag
-from zeroelastic.verbs.options import Progress, no_progress
+from zeroelastic.verbs.options import IN_A_STORE, Progress, no_progress
 from zeroelastic.verbs.report import Part, Report
 from zeroelastic.verbs.verify.report import VerifyReport
 from zeroelastic.verbs.verify.verify import verify_checkpoint
@@ -101,9 +101,9 @@ def latest(
     if not fix and set_to is None:
         found = find_latest(root, check)
     elif set_to is not None:
-        found = set_latest(root, set_to, _check_quickly, dry_run=dry_run)
+        found = set_latest(local_directory(directory, IN_A_STORE), set_to, _check_quickly, dry_run=dry_run)
     else:
-        found = fix_latest(root, check, dry_run=dry_run)
+        found = fix_latest(local_directory(directory, IN_A_STORE), check, dry_run=dry_run)
     return _report(found, "quick" if quick or set_to is not None else "full", dry_run)
 
 

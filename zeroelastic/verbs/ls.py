@@ -15,13 +15,14 @@ from zeroelastic.checkpoint.marks import read_mark
 from zeroelastic.checkpoint.shared_files import SharedFile, check_shared_files
 from zeroelastic.checkpoint.tag_files import TagListing, list_tag
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
-from zeroelastic.io.paths import FilePath, as_path
+from zeroelastic.io.paths import FilePath, as_path, local_directory
 from zeroelastic.io.storage import file_size
 from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.names import named_latest
 from zeroelastic.runs.order import Tag, runs_of
 from zeroelastic.runs.shared_folder import name_from, open_shared, shared_of_head
 from zeroelastic.torch_file.header import read_torch_file
+from zeroelastic.verbs.options import IN_A_STORE
 from zeroelastic.verbs.report import Part, Report
 
 Status = Literal["committed", "no record", "incomplete", "quarantined", "universal", "unreadable"]
@@ -91,9 +92,7 @@ def ls(directory: str | os.PathLike[str]) -> ListReport:
         import zeroelastic
         print([(tag.tag, tag.step, tag.status) for tag in zeroelastic.ls("ckpt").tags])
     """
-    root = as_path(directory)
-    if isinstance(root, Path):
-        root = Path(os.path.abspath(root))
+    root = Path(os.path.abspath(local_directory(directory, IN_A_STORE)))
     run = list_run(root)
     latest = None if run.in_folders else named_latest(root)[0]
     numbers = {tag.name: number for number, tags in enumerate(runs_of(run.tags), 1) for tag in tags}
@@ -119,11 +118,9 @@ class _Shared(NamedTuple):
     saved_bytes: int
 
 
-def _shared(
-    root: FilePath, described: Sequence[tuple[TagInfo, tuple[SharedFile, ...]]], size_of: SizeOf
-) -> list[_Shared]:
+def _shared(root: Path, described: Sequence[tuple[TagInfo, tuple[SharedFile, ...]]], size_of: SizeOf) -> list[_Shared]:
     """The files that tags refer to, and those in the folder of the run to which none does."""
-    folder = open_shared(Path(os.path.realpath(root)) if isinstance(root, Path) else root)
+    folder = open_shared(Path(os.path.realpath(root)))
     own = {file.path for file in folder.files()}
     tags: dict[FilePath, list[str]] = {path: [] for path in own}
     nbytes: dict[FilePath, int] = {}

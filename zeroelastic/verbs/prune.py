@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pydantic import PrivateAttr
 
 from zeroelastic.errors import UnreadableError, with_remedy
-from zeroelastic.io.paths import absolute, as_path
+from zeroelastic.io.paths import absolute, local_directory
 from zeroelastic.runs.prune import (
     Decision,
     PrunePlan,
@@ -21,9 +21,9 @@ from zeroelastic.runs.prune import (
     remove_shared_file,
     remove_tag,
 )
-from zeroelastic.runs.run_store import Leftover, open_run
+from zeroelastic.runs.run_store import Leftover, RunStore
 from zeroelastic.runs.shared_folder import SharedDecision, name_from
-from zeroelastic.verbs.options import Progress, no_progress, seconds_option, whole_option
+from zeroelastic.verbs.options import IN_A_STORE, Progress, no_progress, seconds_option, whole_option
 from zeroelastic.verbs.report import Part, Report
 
 
@@ -126,8 +126,6 @@ def prune(
     checkpoint verifies, none is removed (``plan.has_valid``). Files of frozen weights that tags share go when no tag
     refers to them any more.
 
-    ``directory`` may be a URL; of dead saves there, open uploads are aborted.
-
     Raises UsageError where there are no checkpoints.
 
     Example::
@@ -138,7 +136,7 @@ def prune(
         zeroelastic.prune("ckpt", keep=1, dry_run=False)
     """
     keep = whole_option(keep, "--keep")
-    root, min_age_s = as_path(directory), seconds_option(min_age, "--min-age")
+    root, min_age_s = local_directory(directory, IN_A_STORE), seconds_option(min_age, "--min-age")
     plan = plan_prune(root, keep=keep, invalid=invalid, min_age_s=min_age_s)
     report = _report(plan, keep, dry_run=dry_run)
     return report if dry_run else carry_out(report, progress=progress)
@@ -148,7 +146,7 @@ def carry_out(report: PruneReport, *, progress: Progress = no_progress) -> Prune
     """Remove what the plan of a report says; something that a save works on by now is kept, which is no failure."""
     plan = report.plan
     outcomes: dict[str, Outcome] = {}
-    store = open_run(plan.root)
+    store = RunStore(plan.root)
     if plan.leftovers:
         store.finish_removals()
     with progress("removing", report.removable_bytes) as advance:

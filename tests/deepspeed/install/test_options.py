@@ -43,7 +43,7 @@ def test_every_option_is_taken():
         "async_save": True, "keep_gradient_scale": False, "required": True, "keep": 3, "keep_every": 500,
         "keep_global_batch": True,
         "memory": {"every": 2, "copies": 1},
-        "store_retries": 2, "store_timeout_s": 30.0, "store_part_mib": 8,
+        "store_retries": 2, "store_timeout_s": 30.0,
         "format": "rigid", "lean": True, "frozen": "/models/base", "source": "dcp",
     }  # fmt: skip
     assert parse_options({"zeroelastic": block}).model_dump() == block

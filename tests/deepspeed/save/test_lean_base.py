@@ -161,10 +161,9 @@ def test_a_base_model_behind_a_url(rank_pool: RankPool, tmp_path: Path, s3: S3Se
     write_base(tmp_path / "base")
     job = on_base(s3.upload(tmp_path / "base", "base"))
     shutil.rmtree(tmp_path / "base")
-    for run in (str(tmp_path / "run"), s3.url("run")):
-        saved = rank_pool.run(save_on_base, 2, job, run)[0]
-        for outcome in rank_pool.run(load_codes, 3, JOB.other(), run):
-            assert compare_states(saved.state, outcome.state) == [] and outcome.report.root_matches
+    saved = rank_pool.run(save_on_base, 2, job, str(tmp_path / "run"))[0]
+    for outcome in rank_pool.run(load_codes, 3, JOB.other(), str(tmp_path / "run")):
+        assert compare_states(saved.state, outcome.state) == [] and outcome.report.root_matches
     assert own_tensors(tmp_path / "run") == [{"adapter.bias"}]
     assert zeroelastic.verify(tmp_path / "run/global_step3").valid
 

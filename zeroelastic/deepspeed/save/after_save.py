@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -48,7 +49,7 @@ class AfterSave:
     files, which it sets when it is written.
     """
 
-    def __init__(self, engine: Engine, tag_dir: FilePath, tag: str, *, began: float) -> None:
+    def __init__(self, engine: Engine, tag_dir: Path, tag: str, *, began: float) -> None:
         self.remove_old: Callable[[], tuple[str, ...]] = tuple
         self.removed: tuple[str, ...] = ()
         self.shared_bytes = 0
@@ -96,7 +97,7 @@ class AfterSave:
         return shared + (f"; removed {', '.join(self.removed)}" if self.removed else "")
 
 
-def remove_old_tags(root: FilePath, tag: str, options: Options, *, over_nodes: bool) -> tuple[str, ...]:
+def remove_old_tags(root: Path, tag: str, options: Options, *, over_nodes: bool) -> tuple[str, ...]:
     """Remove the tags of ``root`` beyond the newest ``options.keep``; returns the names of those that are gone.
 
     Shared files to which no tag refers then go, too. ``tag`` was just committed. ``over_nodes``: this directory has the
@@ -166,7 +167,7 @@ def _remove_shared(plan: PrunePlan, decision: SharedDecision) -> None:
     logger.info('%s: "keep": %s', path, "removed, no tag refers to it" if kept is None else f"not removed: {kept}")
 
 
-def _limit_of_framework(root: FilePath, tag: str) -> str | None:
+def _limit_of_framework(root: Path, tag: str) -> str | None:
     """The setting of a framework that gives each checkpoint a folder of its own, beside which it has other files."""
     if tag == "pytorch_model":
         return "total_limit of accelerate's ProjectConfiguration"

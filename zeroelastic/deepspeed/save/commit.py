@@ -43,9 +43,8 @@ from zeroelastic.deepspeed.engine_state import Lineage, is_of_this_process
 from zeroelastic.deepspeed.live.topology import Sharing
 from zeroelastic.distributed.collective import all_gather, gather, gather_bytes, maximum
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, printable
-from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.names import directory_of, named_latest
-from zeroelastic.torch_file.header import Blocks, TorchFile, read_torch_file
+from zeroelastic.torch_file.header import TorchFile, read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ def new_save_id(made_at: float) -> str:
 
 
 def refuse_out_of_date(
-    save_id: str, lineage: Lineage, run_dir: FilePath, tag_dir: FilePath, outcome: str, *, begins: bool = False
+    save_id: str, lineage: Lineage, run_dir: Path, tag_dir: Path, outcome: str, *, begins: bool = False
 ) -> None:
     """Raise SaveError where another job has gone on with this run since: this one was stopped for a while, or orphaned.
 
@@ -216,7 +215,7 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
     )
 
 
-def not_committed(tag_dir: FilePath, why: str) -> SaveError:
+def not_committed(tag_dir: Path, why: str) -> SaveError:
     """The error of a save that ends before its commit."""
     return SaveError(f"{tag_dir}: not committed: {why}. The tag is what it was before; `latest` is unchanged.")
 
@@ -227,48 +226,36 @@ def written_files(engine: Engine, save_dir: Path, tag: str) -> tuple[str, str]:
     return Path(model).name, Path(optim).name
 
 
-def read_back(directory: FilePath, save: PendingCommit, through: Mapping[str, Blocks] | None = None) -> dict[str, str]:
+def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
     """The digest of the zip directory of each of a rank's files in ``directory``, by name.
 
     Files of experts are opened alone: their weights are those of the optimizer files in 16 bits.
 
-    ``through`` has what this rank has written, by name, where it is not on a disk: at stages 1 and 2 only one rank
-    writes the module states. Raises CheckpointError or UnsupportedError for a file that a load does not read,
-    CheckpointError for one that does not say what the commit record is going to say, or what is ``expected``.
+    Raises CheckpointError or UnsupportedError for a file that a load does not read, CheckpointError for one that does
+    not say what the commit record is going to say.
     """
     model_path, optim_path = (directory / name for name in save.file_names)
     layout, sharing = save.layout, save.sharing
     (data_rank, tp), size = sharing.place, sharing.topology.data_size
     names = {local: whole for local in sharing.maps if (whole := sharing.whole_name(local)) != local}
-    blocks = through if through is not None else {}
-    has_model = through is None or model_path.name in through
     with allow_globals(save.allow_globals):
-        model_file = (
-            read_torch_file(model_path, foreign="inert", through=blocks.get(model_path.name), columns=True)
-            if has_model
-            else None
-        )
-        model = None
-        if model_file is not None:
-            model = model_states_of(model_file, data_rank, world_size=size, tp=tp if tp.size > 1 else None)
+        model_file = read_torch_file(model_path, foreign="inert", columns=True)
+        model = model_states_of(model_file, data_rank, world_size=size, tp=tp if tp.size > 1 else None)
         shard = open_shard(
             optim_path,
             data_rank,
             world_size=size,
-            rigid_params=save.sub_groups if model is None else model.sub_groups,
+            rigid_params=model.sub_groups,
             tp_rank=tp.rank,
-            through=blocks.get(optim_path.name),
             slices=RankSlices(sharing.topology, sharing.rank, layout, names) if layout.slices is not None else None,
         )
-        experts = [
-            read_torch_file(directory / name, foreign="inert", through=blocks.get(name)) for name in save.expert_files
-        ]
+        experts = [read_torch_file(directory / name, foreign="inert") for name in save.expert_files]
     part = trained_part({shard.rank: shard}, shard)
     found: dict[str, object] = {
         param.name: (param.shape, dict(part.dtypes[p]), {k: v.canonical() for k, v in part.scalars[p].items()})
         for p, param in enumerate(part.params)
     }
-    if model is not None and (frozen := frozen_part({model.rank: model})) is not None:
+    if (frozen := frozen_part({model.rank: model})) is not None:
         found |= {
             sharing.whole_name(param.name): (sharing.whole_shape(param), dict(frozen.dtypes[p]), {})
             for p, param in enumerate(frozen.params)
@@ -283,10 +270,8 @@ def read_back(directory: FilePath, save: PendingCommit, through: Mapping[str, Bl
         for content in save.contents
         if content.tp_rank == sharing.tp.rank and content.param.name in here
     }
-    if model is None:
-        want = {name: facts for name, facts in want.items() if name in found}
-    of_model = {} if model is None else _facts_of_model(model, save)
-    if model_file is not None and layout.slices is not None:
+    of_model = _facts_of_model(model, save)
+    if layout.slices is not None:
         of_model |= {"the maps of slices": _differing(*_maps(model_file, save))}
     of_optimizer = {
         "the format": (shard.format, save.checkpoint_format),
@@ -299,9 +284,8 @@ def read_back(directory: FilePath, save: PendingCommit, through: Mapping[str, Bl
         for what, (got, wanted) in facts.items():
             if got != wanted:
                 raise CheckpointError(f"{path}: {what} read back as {_brief(got)}; the run has {_brief(wanted)}.")
-    directories = {} if model is None else {model_path.name: model.directory}
-    directories |= {file.path.name: file.directory for file in experts}
-    return {**directories, optim_path.name: shard.directory}
+    directories = {file.path.name: file.directory for file in experts}
+    return {model_path.name: model.directory, **directories, optim_path.name: shard.directory}
 
 
 def _facts_of_model(model: ModelStates, save: PendingCommit) -> dict[str, tuple[object, object]]:

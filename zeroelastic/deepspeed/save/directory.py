@@ -1,7 +1,6 @@
-"""Where a save is written and how its files become a tag: the steps of a commit, and a directory on a disk.
+"""Where a save is written and how its files become a tag: the steps of a commit.
 
-On a disk the tag appears by one rename of the hidden directory in which everything was written
-(``runs.tag_directory``). ``store`` has the other destination.
+The tag appears by one rename of the hidden directory in which everything was written (``runs.tag_directory``).
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,155 +39,50 @@ from zeroelastic.errors import (
     UnsupportedError,
 )
 from zeroelastic.io.atomic import sync_path, write_atomically
-from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_names, file_size
 from zeroelastic.runs.names import LATEST, run_of
-from zeroelastic.runs.run_store import open_run
+from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.shared_folder import put_back_missing
 from zeroelastic.runs.tag_directory import PublishedTag, carry_over, make_staging_dir, publish_tag, staging_dir_of
 
 logger = logging.getLogger(__name__)
 
-Steps = Sequence[tuple[str, Callable[[], None]]]
-"""What each rank does one after the other, all ranks together, and the stage of the barrier after it."""
 
-
-class Destination(ABC):
-    """Where the files of a save are written, and how they become the tag ``tag_dir``.
+class Directory:
+    """Where a save is written, and how its files become the tag ``tag_dir``: a hidden directory is renamed to the tag.
 
     DeepSpeed saves to ``deepspeed_dir``; what it writes for the tag goes into ``staging_dir``. ``run_dir`` has the tags
-    of the run, and ``place`` is the tag directory with no symbolic link on the way to it. Ranks that see the same
-    directory have the same one of ``leaders``, by rank: the first of them, which acts for all of them.
+    of the run, and ``place`` is the tag directory: symbolic links on the way to them are followed once, when the save
+    begins, because they may lead somewhere else when the tag is published. Ranks that see the same directory have the
+    same one of ``leaders``, by rank: the first of them, which acts for all of them.
     """
-
-    reading: str
-    """The stage in which a rank reads its files back."""
-
-    def __init__(
-        self,
-        tag_dir: FilePath,
-        *,
-        place: FilePath,
-        run_dir: FilePath,
-        deepspeed_dir: Path,
-        staging_dir: Path,
-        leaders: tuple[int, ...],
-    ) -> None:
-        self.tag_dir, self.place, self.run_dir = tag_dir, place, run_dir
-        self.deepspeed_dir, self.staging_dir, self.leaders = deepspeed_dir, staging_dir, leaders
-        self.is_leader = leaders[dist.get_rank()] == dist.get_rank()
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Prepare the destination, on the leader. Raises SaveError."""
-
-    @abstractmethod
-    def write_snapshot(self, snapshot: Snapshot) -> None:
-        """Write this rank's files from a snapshot. Raises SaveError."""
-
-    @abstractmethod
-    def read_back(self, save: PendingCommit, barrier: SaveBarrier) -> Written:
-        """Make this rank's files durable and read them back as a load would. Raises SaveError."""
-
-    @abstractmethod
-    def steps(
-        self, save: PendingCommit, barrier: SaveBarrier, written: Sequence[Written], committed_at: float
-    ) -> Steps:
-        """What makes the tag of files that are written and read back: after the last step it is complete."""
-
-    @abstractmethod
-    def point_latest(self, save: PendingCommit) -> None:
-        """Let ``latest`` name the tag, if the save is asked to, on the leader. Raises SaveError."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Remove what this rank has made of a save that failed."""
-
-    @contextmanager
-    def discarded_on_failure(self) -> Iterator[None]:
-        """Remove what was made of the save when it fails within this context."""
-        try:
-            yield
-        except Exception:
-            self.discard()
-            raise
-
-    @contextmanager
-    def as_not_committed(self) -> Iterator[None]:
-        """An error of the disk or the store within becomes that of a save that ends before its commit."""
-        try:
-            yield
-        except (MissingFileError, UnreadableError) as error:
-            raise not_committed(self.tag_dir, str(error).rstrip(".")) from error
-        except SaveError:
-            raise
-        except OSError as error:
-            raise not_committed(self.tag_dir, f"{error.filename or self.tag_dir}: {error.strerror}") from error
-
-    def commit(self, save: PendingCommit, barrier: SaveBarrier) -> int:
-        """Make the tag of files that are all written, on all ranks or none; then ``latest``. Collective.
-
-        Returns the bytes of all files on rank 0, and 0 on the others. Raises SaveError on every rank when a file is
-        missing, is not what it has to be, or a rank does not arrive: then the tag is what it was before the save.
-        """
-        with self.discarded_on_failure(), barrier.attribute_failures():
-            own = barrier.all_or_raise(lambda: self.read_back(save, barrier), self.reading)
-            # to the ranks that write a record: rank 0, or leaders
-            committed_at, unreadable, written = gather_written(
-                own, save.file_names, save.lineage, to_all=any(self.leaders)
-            )
-            for stage, action in self.steps(save, barrier, written, committed_at):
-                barrier.all_or_raise(action, stage)
-        if not unreadable:
-            save.lineage.commit(save.save_id, committed_at)
-        barrier.outcome_note = "The checkpoint is complete; load it by its tag."
-        barrier.all_or_raise(lambda: self.point_latest(save) if self.is_leader else None, "latest")
-        if dist.get_rank() != 0:
-            return 0
-        # Ranks that see one directory may name the same file: that of the whole module, at stages 1 and 2.
-        by_leader = zip(self.leaders, written, strict=True)
-        return sum({(leader, name): size for leader, own in by_leader for name, size in own.sizes.items()}.values())
-
-
-class Directory(Destination):
-    """A directory on a disk: a hidden directory beside the tag becomes the tag by one rename.
-
-    Symbolic links are followed once, when the save begins: they may lead somewhere else when the tag is published.
-    """
-
-    reading = "fsync"
 
     def __init__(
         self, directory: Path, tag: str, save_id: str, leaders: tuple[int, ...], *, save_latest: bool, fsync: bool
     ) -> None:
-        self._root, self._place = Path(os.path.realpath(directory)), Path(os.path.realpath(directory / tag))
-        staging_dir = staging_dir_of(self._place, save_id)
-        super().__init__(
-            directory / tag,
-            place=self._place,
-            run_dir=self._root,
-            deepspeed_dir=directory,
-            staging_dir=staging_dir,
-            leaders=leaders,
-        )
+        self.tag_dir, self.deepspeed_dir, self.leaders = directory / tag, directory, leaders
+        self.run_dir, self.place = Path(os.path.realpath(directory)), Path(os.path.realpath(directory / tag))
+        self.staging_dir = staging_dir_of(self.place, save_id)
+        self.is_leader = leaders[dist.get_rank()] == dist.get_rank()
         self._save_id, self._save_latest, self._fsync = save_id, save_latest, fsync
         self._published: PublishedTag | None = None
 
     def begin(self) -> None:
         """Make the directory in which this rank sees others' files appear, where ``latest`` can be written too."""
         try:
-            with saves_nothing(self._place):
-                self._root.mkdir(parents=True, exist_ok=True)
-                for directory in {self._root, self._place.parent, run_of(self._root)}:
-                    open_run(directory).remove_dead_saves()
-                make_staging_dir(self._place, self._save_id)
-                with tempfile.TemporaryFile(dir=self._root):
+            with saves_nothing(self.place):
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                for directory in {self.run_dir, self.place.parent, run_of(self.run_dir)}:
+                    RunStore(directory).remove_dead_saves()
+                make_staging_dir(self.place, self._save_id)
+                with tempfile.TemporaryFile(dir=self.run_dir):
                     pass
         except SaveError:
             shutil.rmtree(self.staging_dir, ignore_errors=True)
             raise
 
     def write_snapshot(self, snapshot: Snapshot) -> None:
+        """Write this rank's files from a snapshot. Raises SaveError."""
         snapshot.write(lambda image: image.write(sync=self._fsync))
 
     def discard(self) -> None:
@@ -207,7 +100,52 @@ class Directory(Destination):
         else:
             shutil.rmtree(self.staging_dir, ignore_errors=True)
 
-    def read_back(self, save: PendingCommit, barrier: SaveBarrier) -> Written:
+    @contextmanager
+    def discarded_on_failure(self) -> Iterator[None]:
+        """Remove what was made of the save when it fails within this context."""
+        try:
+            yield
+        except Exception:
+            self.discard()
+            raise
+
+    @contextmanager
+    def as_not_committed(self) -> Iterator[None]:
+        """An error of the disk within becomes that of a save that ends before its commit."""
+        try:
+            yield
+        except (MissingFileError, UnreadableError) as error:
+            raise not_committed(self.tag_dir, str(error).rstrip(".")) from error
+        except SaveError:
+            raise
+        except OSError as error:
+            raise not_committed(self.tag_dir, f"{error.filename or self.tag_dir}: {error.strerror}") from error
+
+    def commit(self, save: PendingCommit, barrier: SaveBarrier) -> int:
+        """Make the tag of files that are all written, on all ranks or none; then ``latest``. Collective.
+
+        Returns the bytes of all files on rank 0, and 0 on the others. Raises SaveError on every rank when a file is
+        missing, is not what it has to be, or a rank does not arrive: then the tag is what it was before the save.
+        """
+        with self.discarded_on_failure(), barrier.attribute_failures():
+            own = barrier.all_or_raise(lambda: self._read_back(save, barrier), "fsync")
+            # to the ranks that write a record: rank 0, or leaders
+            committed_at, unreadable, written = gather_written(
+                own, save.file_names, save.lineage, to_all=any(self.leaders)
+            )
+            barrier.all_or_raise(lambda: self._record(save, barrier, written, committed_at), "record")
+            barrier.all_or_raise(lambda: self._publish(save, barrier), "publish")
+        if not unreadable:
+            save.lineage.commit(save.save_id, committed_at)
+        barrier.outcome_note = "The checkpoint is complete; load it by its tag."
+        barrier.all_or_raise(lambda: self._point_latest(save) if self.is_leader else None, "latest")
+        if dist.get_rank() != 0:
+            return 0
+        # Ranks that see one directory may name the same file: that of the whole module, at stages 1 and 2.
+        by_leader = zip(self.leaders, written, strict=True)
+        return sum({(leader, name): size for leader, own in by_leader for name, size in own.sizes.items()}.values())
+
+    def _read_back(self, save: PendingCommit, barrier: SaveBarrier) -> Written:
         """Make this rank's files durable, read them back as a load would, and leave their sizes to another rank."""
         sizes: dict[str, int] = {}
         with self.as_not_committed():
@@ -225,17 +163,13 @@ class Directory(Destination):
                     return Written(sizes, {}, str(error))  # as stock DeepSpeed saves it
                 raise not_committed(self.tag_dir, f"no load would take it: {str(error).rstrip('.')}") from error
 
-    def steps(
+    def _record(
         self, save: PendingCommit, barrier: SaveBarrier, written: Sequence[Written], committed_at: float
-    ) -> Steps:
-        """Check what this rank sees of another's files and write the records; then the one rename."""
-
-        def check_and_record() -> None:
-            self._check_sizes(barrier)
-            if self.is_leader:
-                self._write_record(save, written, committed_at)
-
-        return ("record", check_and_record), ("publish", lambda: self._publish(save, barrier))
+    ) -> None:
+        """Check what this rank sees of another's files, and write the record, on the leader."""
+        self._check_sizes(barrier)
+        if self.is_leader:
+            self._write_record(save, written, committed_at)
 
     def _check_sizes(self, barrier: SaveBarrier) -> None:
         """Raise SaveError if this rank does not see the files of another one as that one does.
@@ -271,7 +205,7 @@ class Directory(Destination):
         with self.as_not_committed():
             put_back_missing(record.shared, self.tag_dir)
             check_shared_files(record.shared, self.tag_dir)
-            carry_over(self._place, self.staging_dir)
+            carry_over(self.place, self.staging_dir)
             if unreadable is None:
                 write_atomically(self.staging_dir / RECORD_NAME, record_text(record), sync=self._fsync)
 
@@ -282,27 +216,23 @@ class Directory(Destination):
         """
         if self.is_leader:
             outcome = "The tag is what it was before; `latest` is unchanged."
-            refuse_out_of_date(save.save_id, save.lineage, self._root, self.tag_dir, outcome)
+            refuse_out_of_date(save.save_id, save.lineage, self.run_dir, self.tag_dir, outcome)
             if barrier.is_given_up():
                 return  # the others have said that the tag is not committed
             with self.as_not_committed():
-                self._published = publish_tag(self.staging_dir, self._place, sync=self._fsync)
+                self._published = publish_tag(self.staging_dir, self.place, sync=self._fsync)
 
-    def point_latest(self, save: PendingCommit) -> None:
-        """Remove what the tag has replaced, and let ``latest`` name it."""
+    def _point_latest(self, save: PendingCommit) -> None:
+        """Remove what the tag has replaced, and let ``latest`` name it, if the save is asked to. Raises SaveError."""
         if self._published is not None:
             self._published.finish()
         if self._save_latest:
             outcome = "The checkpoint is complete; `latest` is unchanged."
-            refuse_out_of_date(save.save_id, save.lineage, self._root, self.tag_dir, outcome)
+            refuse_out_of_date(save.save_id, save.lineage, self.run_dir, self.tag_dir, outcome)
             try:
-                write_atomically(self._root / LATEST, save.tag.encode(), sync=self._fsync)
+                write_atomically(self.run_dir / LATEST, save.tag.encode(), sync=self._fsync)
             except OSError as error:
-                raise not_pointed(self._root / LATEST, save.tag, error) from error
-
-
-def not_pointed(path: object, tag: str, error: OSError) -> SaveError:
-    """The error of a save that is committed, and whose ``latest``, or another file of the run, cannot be written."""
-    return SaveError(
-        f"{path}: cannot be written: {error.strerror}. The checkpoint {tag} is complete; load it by its tag."
-    )
+                raise SaveError(
+                    f"{self.run_dir / LATEST}: cannot be written: {error.strerror}. The checkpoint {save.tag} is "
+                    "complete; load it by its tag."
+                ) from error

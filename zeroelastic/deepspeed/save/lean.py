@@ -45,7 +45,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save import recovery_script
 from zeroelastic.deepspeed.save.base_model import BaseModel
-from zeroelastic.deepspeed.save.directory import Destination
+from zeroelastic.deepspeed.save.directory import Directory
 from zeroelastic.deepspeed.save.shared_file import NewFile, write_shared_file
 from zeroelastic.deepspeed.storage_rules import saves_nothing
 from zeroelastic.distributed.collective import (
@@ -125,26 +125,26 @@ def refuse_lean(live: LiveOptimizer) -> None:
             )
 
 
-def place_of(destination: Destination, tag: str) -> tuple[FilePath, str]:
+def place_of(destination: Directory, tag: str) -> tuple[Path, str]:
     """The folder of the run's shared files, and the way to it from the tag directory."""
     run = destination.place
     steps = len(tag.split("/"))
     for _ in range(steps):
         run = run.parent
     if not CHECKPOINT_FOLDER.fullmatch(run.name):
-        return frozen_folder(run), "../" * steps + frozen_folder(run).name
+        return Path(str(frozen_folder(run))), "../" * steps + frozen_folder(run).name
     # a framework's folder of one checkpoint, beside those of the others
     framework, run = run.name, run.parent
     if run.name == "checkpoints" and framework.startswith("checkpoint_"):
-        return frozen_folder_beside(run), "../" * (steps + 2) + frozen_folder_beside(run).name
-    return frozen_folder(run), "../" * (steps + 1) + frozen_folder(run).name
+        return Path(str(frozen_folder_beside(run))), "../" * (steps + 2) + frozen_folder_beside(run).name
+    return Path(str(frozen_folder(run))), "../" * (steps + 1) + frozen_folder(run).name
 
 
 def share_weights(
     engine: Engine,
     live: LiveOptimizer,
     streams: LiveStreams,
-    destination: Destination,
+    destination: Directory,
     *,
     tag: str,
     save_id: str,
@@ -250,7 +250,7 @@ def _find_in_base(
     wanted: Mapping[str, _Wanted],
     buffers: Collection[str],
     known: KnownFiles,
-    destination: Destination,
+    destination: Directory,
     options: Options,
 ) -> _Places:
     """The wanted tensors that files of the base model have. Collective."""
@@ -272,7 +272,7 @@ def _find_in_base(
 
 
 def _find(
-    folder: FilePath, way: str, wanted: Mapping[str, _Wanted], known: KnownFiles, destination: Destination
+    folder: FilePath, way: str, wanted: Mapping[str, _Wanted], known: KnownFiles, destination: Directory
 ) -> _Places:
     """The wanted tensors that shared files of the folder have, to which ``way`` leads from the tag. Collective.
 

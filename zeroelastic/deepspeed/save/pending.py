@@ -16,6 +16,7 @@ import os
 import time
 import weakref
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -28,7 +29,6 @@ from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import SaveError
-from zeroelastic.io.paths import FilePath
 
 if TYPE_CHECKING:
     from zeroelastic.deepspeed.save.save import Save
@@ -51,7 +51,7 @@ class Pending(ABC):
     """Seconds from the call of ``save_checkpoint`` to the end of the save, once it is finished. None for a decoupled
     save, which DeepSpeed finishes at the next step."""
 
-    def __init__(self, tag_dir: FilePath) -> None:
+    def __init__(self, tag_dir: Path) -> None:
         self.tag_dir, self._process, self._rank = tag_dir, os.getpid(), dist.get_rank()
         _unfinished.add(self)
 
@@ -197,7 +197,7 @@ def check_alive(engine: Engine) -> None:
     all_or_raise(look)
 
 
-def _wait(engine: Engine, tag_dir: FilePath) -> None:
+def _wait(engine: Engine, tag_dir: Path) -> None:
     """Wait until DeepSpeed's writer process has emptied its queue; other engines wait in their ``commit``.
 
     Without this, ``DecoupledCheckpointEngine.commit`` raises on the rank whose process has died while the others

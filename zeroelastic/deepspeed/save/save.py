@@ -49,7 +49,7 @@ from zeroelastic.deepspeed.save.background import BackgroundSave, background_for
 from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
 from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
 from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, refuse_out_of_date, written_files
-from zeroelastic.deepspeed.save.directory import Destination, Directory
+from zeroelastic.deepspeed.save.directory import Directory
 from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
 from zeroelastic.deepspeed.save.lean import LeanStates, copy_recovery_scripts, refuse_lean, share_weights
 from zeroelastic.deepspeed.save.pending import DecoupledSave, check_alive, finish_pending, unfinished
@@ -61,7 +61,6 @@ from zeroelastic.deepspeed.save.shard_writer import (
     elastic_state,
     writes_with_torch,
 )
-from zeroelastic.deepspeed.save.store import StoreTarget, refuse_in_store
 from zeroelastic.deepspeed.storage_rules import (
     directory_leaders,
     one_module_writer,
@@ -82,8 +81,8 @@ from zeroelastic.errors import (
     printable,
     some,
 )
-from zeroelastic.io.paths import FilePath, RemotePath, absolute, as_path, is_url
-from zeroelastic.runs.names import normal, stock_saves, why_not_saved
+from zeroelastic.io.paths import absolute
+from zeroelastic.runs.names import normal, save_directory, stock_saves, why_not_saved
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +104,11 @@ class SaveRequest:
     exclude_frozen_parameters: bool
 
     @property
-    def directory(self) -> FilePath:
-        return as_path(self.save_dir)
+    def directory(self) -> Path:
+        return Path(self.save_dir)
 
     @property
-    def tag_dir(self) -> FilePath:
+    def tag_dir(self) -> Path:
         return self.directory / self.tag
 
     def call_deepspeed(self, original: Method, engine: Engine) -> Any:
@@ -128,7 +127,7 @@ class Save:
     """
 
     request: SaveRequest
-    destination: Destination
+    destination: Directory
     live: LiveOptimizer
     barrier: SaveBarrier
     after: AfterSave
@@ -273,12 +272,8 @@ def save_checkpoint(
     exclude_frozen_parameters: bool = False,
 ) -> Any:
     """DeepSpeed's save, the commit record, the tag, ``latest``: in that order, each durable before the next."""
-    if kind_of(self.optimizer) is None or not save_dir:
-        if is_url(save_dir):
-            raise UnsupportedError(
-                f"{save_dir}: this save would be DeepSpeed's own, which writes to no URLs. To object stores "
-                "zeroelastic saves at ZeRO stages 1 to 3. Save to a directory, and copy it."
-            )
+    directory = save_directory(save_dir) if save_dir else None
+    if kind_of(self.optimizer) is None or directory is None:
         _warn_of_full_save(self, save_dir)
         _warn_of_damage(self, save_dir)
         with in_rigid_form(self.optimizer):
@@ -286,14 +281,14 @@ def save_checkpoint(
             return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
     tag = normal(f"global_step{self.global_steps}" if tag is None else str(tag))
     began = time.monotonic()
-    named = str(as_path(save_dir) / tag)
-    save_dir = absolute(save_dir)
-    store_request(require_partners, as_path(save_dir) / tag, "Nothing was written.", patience_s=0.0)
+    named, save_dir = str(directory / tag), absolute(save_dir)
+    tag_dir = Path(save_dir) / tag
+    store_request(require_partners, tag_dir, "Nothing was written.", patience_s=0.0)
     agree_on_options(self)
     _warn_without_memory(self)
     finish_pending(self, before=f"the save of {tag}")
-    after = AfterSave(self, as_path(save_dir) / tag, tag, began=began)
-    barrier = SaveBarrier(as_path(save_dir) / tag, timeout_s=options_of(self).save_timeout_s)
+    after = AfterSave(self, tag_dir, tag, began=began)
+    barrier = SaveBarrier(tag_dir, timeout_s=options_of(self).save_timeout_s)
     barrier.leave_note(new_save_id(lineage_of(self).made_at))
     barrier.wait("begin")
     with barrier.attribute_failures():
@@ -314,7 +309,7 @@ def _save(
     if isinstance(prepared, ZeroElasticError):
         asked = options_of(engine).lean or request.exclude_frozen_parameters  # which DeepSpeed's save would not heed
         refuses = elastic or (saves_elastic(engine) and (asked or isinstance(prepared, UsageError)))
-        if refuses or not isinstance(request.tag_dir, Path) or not stock_saves(request.tag):
+        if refuses or not stock_saves(request.tag):
             raise prepared
         if saves_elastic(engine):
             all_or_raise(lambda: checked_client_state(engine, request.client_state))  # no load would take it
@@ -331,8 +326,7 @@ def _save(
     if destination.is_leader:
         over_nodes = any(destination.leaders)
         after.remove_old = partial(remove_old_tags, destination.run_dir, request.tag, options, over_nodes=over_nodes)
-    in_store = isinstance(destination, StoreTarget)
-    memory = background.memory if background is not None else HostMemory() if in_store else None
+    memory = None if background is None else background.memory
     save = Save(request, destination, live, barrier, after, save_id, elastic, memory)
     done = save.write(engine, original)
     if background is not None:
@@ -352,12 +346,9 @@ def _save(
     return done
 
 
-def _destination(engine: Engine, request: SaveRequest, save_id: str) -> Destination:
+def _destination(engine: Engine, request: SaveRequest, save_id: str) -> Directory:
     """Where the save goes. Collective."""
     options, directory = options_of(engine), request.directory
-    if isinstance(directory, RemotePath):
-        target = partial(StoreTarget, directory, request.tag, save_id, options, save_latest=request.save_latest)
-        return all_or_raise(target)
     leaders: tuple[int, ...] = (0,) * dist.get_world_size()
     if engine.use_node_local_storage():
         leaders = directory_leaders(directory / request.tag)
@@ -367,7 +358,6 @@ def _destination(engine: Engine, request: SaveRequest, save_id: str) -> Destinat
 def _save_by_deepspeed_alone(engine: Engine, original: Method, request: SaveRequest, why: ZeroElasticError) -> Any:
     """DeepSpeed's own save, without a commit record. Collective."""
     tag_dir = request.tag_dir
-    assert isinstance(tag_dir, Path)
     state, line = state_of(engine), f"{tag_dir}: saved by DeepSpeed alone; no commit record is written: {why}"
     warns = saves_elastic(engine) and not state.warned_of_rigid_saves
     state.warned_of_rigid_saves = True
@@ -392,9 +382,8 @@ def _prepare(
     """
 
     def look() -> tuple[LiveOptimizer, dict[str, Any], dict[str, str]]:
-        local = isinstance(request.directory, Path)  # in a store one rank asks for all
         with saves_nothing(request.tag_dir):
-            problem = why_not_saved(request.directory, request.tag) if local or dist.get_rank() == 0 else None
+            problem = why_not_saved(request.directory, request.tag)
         if problem is not None:
             raise UsageError(
                 f"{request.directory}: nothing can be saved under the tag {printable(request.tag)}: {problem}. Nothing "
@@ -414,8 +403,6 @@ def _prepare(
             refuse_to_exclude_experts(live)
         if options_of(engine).lean:
             refuse_lean(live)
-        if not local:
-            refuse_in_store(engine, live)
         facts = replicated_facts(live)
         with listed_by_optimizer(engine, live.trained):
             client_state = checked_client_state(engine, request.client_state)
@@ -446,7 +433,7 @@ def _prepare(
     return live, client_state
 
 
-def _with_copies(engine: Engine, live: LiveOptimizer, tag_dir: FilePath) -> LiveOptimizer:
+def _with_copies(engine: Engine, live: LiveOptimizer, tag_dir: Path) -> LiveOptimizer:
     """The live state of a run whose tensor parallel ranks are to have copies of some values. Collective.
 
     Where copies differ, no other size of tensor parallelism has a place for all of them: each tensor parallel rank is
@@ -468,7 +455,7 @@ def _with_copies(engine: Engine, live: LiveOptimizer, tag_dir: FilePath) -> Live
     return all_or_raise(lambda: covered_live(engine, engine.optimizer, opaque=True))
 
 
-def _refuse_tag_of_another(engine: Engine, tag_dir: FilePath) -> None:
+def _refuse_tag_of_another(engine: Engine, tag_dir: Path) -> None:
     """Raise SaveError where another engine saves under the same tag: one that is at work as long as this one is.
 
     A time that is still to come says nothing about when the tag was saved: the clock was set back since.
@@ -520,7 +507,7 @@ def _warn_without_memory(engine: Engine) -> None:
             )
 
 
-def _warn_of_lost_micro_batches(engine: Engine, tag_dir: FilePath) -> int:
+def _warn_of_lost_micro_batches(engine: Engine, tag_dir: Path) -> int:
     """How many micro batches wait in gradients, which DeepSpeed does not save; loudly, where there are any."""
     lost = accumulated_micro_batches(engine)
     if lost and dist.get_rank() == 0:
