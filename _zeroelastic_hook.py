@@ -1,7 +1,5 @@
 """Functions that run right after a module was imported; and ``ZEROELASTIC=1``, which installs zeroelastic that way.
 
-And the rendezvous of ``zeroelastic.elastic.resize.rendezvous``, for torchrun, which imports every handler at its start.
-
 Stands alone and imports nothing but the standard library's smallest modules: where the environment variable is set,
 ``zeroelastic.pth`` calls ``activate`` at the start of every Python process, most of which never import DeepSpeed. In
 those that do, zeroelastic is installed when the code of ``deepspeed/__init__.py`` has run, and only then. The finder
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     Callback = Callable[[ModuleType], object]
 
 VARIABLE = "ZEROELASTIC"
-IN_PLACE = "ZEROELASTIC_IN_PLACE"
-"""The variable that workers of a job have which changes size in place (``zeroelastic.in_place``)."""
 
 _callbacks: dict[str, list[Callback]] = {}
 _looking: set[tuple[int, str]] = set()
@@ -43,8 +39,6 @@ def activate() -> None:
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0"):
         when_imported("deepspeed", _start)
-        if os.environ.get(IN_PLACE):
-            when_imported("torch.distributed", _guard)
 
 
 def is_waiting() -> bool:
@@ -75,20 +69,6 @@ def _start(deepspeed: ModuleType) -> None:
         sys.stderr.write(f"[zeroelastic] {message}\n")
         raise RuntimeError(message) from error
     _active = True
-
-
-def _guard(torch_distributed: ModuleType) -> None:
-    """Let torch make process groups only where this worker has joined the others."""
-    import_module("zeroelastic.in_place").guard(torch_distributed)
-
-
-def rendezvous_in_place() -> Callable[[Any], Any]:
-    """The entry point of ``torchrun.handlers``: zeroelastic is imported where its rendezvous is asked for."""
-
-    def create(params: Any) -> Any:
-        return import_module("zeroelastic.elastic.resize.rendezvous").create_handler(params)
-
-    return create
 
 
 def when_imported(name: str, callback: Callback) -> None:

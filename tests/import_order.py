@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LEVELS = [
     {"errors", "_version", "json_document"},
-    {"byte_sizes", "extras", "in_place"},
+    {"byte_sizes", "extras"},
     {"report", "observers"},
     {"core"},
     {"distributed"},
@@ -29,9 +29,8 @@ LEVELS = [
 ROOMS = {
     "verbs": ["report", "options", "new_directory", "model_tensors", "new_files", "inspect", "verify", "diff",
               "reshard", "plan", "convert"],
-    "deepspeed": ["patching", "agreement", "notices", "options", "engine_state", "engine", "run_objects",
-                  "client_state", "live", "storage_rules", "fill", "node_local", "load", "save", "process_world",
-                  "resize", "install"],
+    "deepspeed": ["patching", "notices", "options", "engine_state", "engine", "run_objects",
+                  "client_state", "live", "storage_rules", "fill", "node_local", "load", "save", "install"],
     "elastic": ["memory"],
     "cli": ["terminal", "machine", "documents", "pages", "app"],
 }  # fmt: skip

@@ -240,9 +240,5 @@ class IncompatibleDeepSpeedError(ZeroElasticError, RuntimeError):
     """The installed DeepSpeed is too old, or one of the methods that install() wraps has changed."""
 
 
-class MembershipError(ZeroElasticError, RuntimeError):
-    """A worker of a job that changes size in place lost the job's store, or its place, or found no world in time."""
-
-
 class RemoteRankError(ZeroElasticError, RuntimeError):
     """Another rank failed with an error that is not one of these; its message is quoted."""

@@ -17,7 +17,7 @@ from typing import Literal
 
 logger = logging.getLogger(__name__)
 
-Tier = Literal["in-place", "memory", "node-local", "directory"]
+Tier = Literal["memory", "node-local", "directory"]
 """Where a checkpoint is: in the nodes' memory, on their own disks, or in a directory or store that all ranks share."""
 
 

@@ -114,38 +114,3 @@ class MemoryReport:
     node_bytes: int = 0
     network_bytes: int = 0
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ResizeReport:
-    """What a change of size in place cost; rank 0 of the next world makes it before its first step.
-
-    ``root`` is the content root, the same before and after, None where it was not compared. ``bytes_kept`` are those of
-    the state that their owners had already, ``bytes_moved`` those that went to another process, over all ranks.
-    ``teardown_seconds`` is the time from the end of the last step of the world before to the process groups of the
-    next, ``engine_seconds`` that of ``build()``, ``move_seconds`` that of the exchange and the comparison.
-    """
-
-    step: int
-    saved_world_size: int
-    world_size: int
-    root: str | None
-    bytes_kept: int
-    bytes_moved: int
-    teardown_seconds: float
-    engine_seconds: float
-    move_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """From the last step of the world before to the first of the next."""
-        return self.teardown_seconds + self.engine_seconds + self.move_seconds
-
-    def text(self) -> str:
-        """The report as the lines that rank 0 logs."""
-        proof = "content not verified" if self.root is None else f"content root {self.root[:12]} before and after"
-        return (
-            f"step {self.step}: {self.saved_world_size} -> {self.world_size} ranks in place in {self.seconds:.2f} s; "
-            f"{proof}\n  moved {format_size(self.bytes_moved)}, {format_size(self.bytes_kept)} stayed where they were; "
-            f"groups {self.teardown_seconds:.2f} s, engine {self.engine_seconds:.2f} s, state {self.move_seconds:.2f} s"
-        )

@@ -7,8 +7,7 @@
 Each runs train.py once without a break and once through its scenario, and compares the two: the samples of every step,
 the weights at the end, the steps that were lost and what each restart cost. "elastic" goes through 4 -> 3 -> 2 -> 4 ->
 1 -> 3 nodes, several ways. Nodes are lost by SIGKILL, with saves on the disk, then with checkpoints in memory; what a
-node kept in memory goes with it. Then the job changes size in place (train_worlds.py):
-nodes are asked to leave by SIGTERM, and at last they are lost by SIGKILL again, with checkpoints in memory.
+node kept in memory goes with it.
 "fixed-size" needs 3 nodes, so it waits for the one that was killed; "network" gives each node a host of its own and
 pulls the cable of one, until its agent gives up; in "network-return" it is put back before.
 """
@@ -30,11 +29,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from judge import compare, compare_in_place, compare_memory, last_step, read_trace, write_result, write_ways
+from judge import compare, compare_memory, last_step, read_trace, write_result, write_ways
 from network import Loopback, Namespaces
-from torch.distributed import PrefixStore, TCPStore
 
-from zeroelastic.elastic.resize.roster import Roster
 from zeroelastic.job_log.event_log import note_nodes
 
 HERE = Path(__file__).resolve().parent
@@ -42,9 +39,6 @@ SCENARIO = ((6, -1), (16, -1), (26, +2), (38, -3), (48, +2))
 """(once this step is trained, nodes that go or come)"""
 RENDEZVOUS = (
     "is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120,close_timeout=10"
-)
-RENDEZVOUS_IN_PLACE = (
-    "is_host=0,last_call_timeout=1,heartbeat_interval=0.25,heartbeat_timeout=3,join_timeout=120,close_timeout=10"
 )
 READ_TIMEOUT = 8
 """Seconds after which an agent that does not reach the rendezvous store gives up, and ends its workers."""
@@ -64,31 +58,14 @@ BACK: dict[str, Back] = {"network": "new agent", "network-return": "same agent"}
 
 @dataclass(frozen=True)
 class Way:
-    """How a job is started and where it keeps its state: the words between torchrun's and those of the script.
-
-    ``leaves`` is the signal to a node that goes. With ``in_place`` workers stay when others come.
-    """
+    """Where a job keeps its state, and the options of train.py for that."""
 
     name: str
-    launch: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
-    backend: str = "c10d"
-    rendezvous: str = RENDEZVOUS
-    script: Path = HERE / "train.py"
-    leaves: signal.Signals = signal.SIGKILL
-    in_place: bool = False
 
 
 DISK = Way("disk")
 MEMORY = Way("memory", options=("--memory", str(COPIES)))
-_IN_PLACE = {
-    "backend": "zeroelastic-in-place",
-    "rendezvous": RENDEZVOUS_IN_PLACE,
-    "script": HERE / "train_worlds.py",
-    "in_place": True,
-}
-IN_PLACE = Way("in place, announced", leaves=signal.SIGTERM, **_IN_PLACE)
-IN_PLACE_LOST = Way("in place, memory", options=("--memory", str(COPIES)), **_IN_PLACE)
 
 
 @dataclass(frozen=True)
@@ -148,15 +125,14 @@ class Cluster:
         command = [
             *self.network.command(host),
             *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.size}", "--nproc-per-node=1"),
-            *("--max-restarts=100", "--monitor-interval=0.2", f"--rdzv-backend={self.way.backend}", "--rdzv-id=job"),
+            *("--max-restarts=100", "--monitor-interval=0.2", "--rdzv-backend=c10d", "--rdzv-id=job"),
             f"--rdzv-endpoint={self.network.store_address}:{self.port}",
             *(
-                f"--rdzv-conf={self.way.rendezvous},read_timeout={READ_TIMEOUT}",
+                f"--rdzv-conf={RENDEZVOUS},read_timeout={READ_TIMEOUT}",
                 f"--local-addr={self.network.address(host)}",
             ),
             *(
-                *self.way.launch,
-                str(self.way.script),
+                str(HERE / "train.py"),
                 *self.arguments,
                 *self.way.options,
                 "--trace",
@@ -183,20 +159,13 @@ class Cluster:
         self.nodes.pop(0).kill()
 
     def change(self, number: int) -> None:
-        """Start this number of nodes; where it is negative, kill them or ask them to leave: the oldest agents."""
-        note_nodes(self.events, number, self.way.leaves.name if number < 0 else "started")
+        """Start this number of nodes; where it is negative, kill them: the oldest agents."""
+        note_nodes(self.events, number, "SIGKILL" if number < 0 else "started")
         for _ in range(abs(number)):
             if number > 0:
                 self.add()
-            elif self.way.leaves is signal.SIGKILL:
-                self.kill()
             else:
-                self.nodes.pop(0).agent.send_signal(self.way.leaves)
-
-    def wait_for_newcomers(self, number: int, until: float) -> None:
-        """Wait until this number of nodes wait to be let into the job, which changes size in place."""
-        roster = Roster(lambda: PrefixStore("zeroelastic/job/job", TCPStore("127.0.0.1", self.port, is_master=False)))
-        self.reach(f"{number} nodes that wait", until, lambda: len(roster.read().newcomers()) >= number)
+                self.kill()
 
     def reach(self, what: str, until: float, done: Callable[[], bool]) -> None:
         """Wait until it is done. Raises TimeoutError when time is up, or when a node has ended."""
@@ -211,9 +180,9 @@ class Cluster:
         written.write_text(str(step - 1))
         written.replace(self.hold)
 
-    def arrive(self, size: int, until: float, since: float | None = None) -> None:
-        """Wait until the job has begun again at a size, by default from now on."""
-        since = time.time() if since is None else since
+    def arrive(self, size: int, until: float) -> None:
+        """Wait until the job has begun again at a size, from now on."""
+        since = time.time()
         self.reach(
             f"a start on {size} nodes",
             until,
@@ -297,13 +266,7 @@ def play(
             at = max(step, earliest)
             job.reach(f"step {at}", until, lambda at=at: last_step(job.trace) >= at)
             job.change(change)
-            if change > 0 and way.in_place:  # the job waits until they have imported, and trains on to take them in
-                since = time.time()
-                job.wait_before(0)
-                job.wait_for_newcomers(change, until)
-                job.hold.unlink()
-                job.arrive(len(job.nodes), until, since)
-            elif change > 0:
+            if change > 0:
                 job.wait_before(scenario[number][0] if number < len(scenario) else steps)
                 job.arrive(len(job.nodes), until)
                 job.hold.unlink()
@@ -421,13 +384,6 @@ def main() -> int:
         print(names[0].read_text())
         problems += in_memory["problems"]
         ways = {DISK.name: found, MEMORY.name: in_memory}
-        for scenario, way in (("in-place", IN_PLACE), ("in-place-lost", IN_PLACE_LOST)):
-            changed = args.out / scenario
-            play(changed, SCENARIO, way=way, **common)
-            ways[way.name] = {"scenario": scenario, **compare_in_place(whole, changed, lost=way is IN_PLACE_LOST)}
-            names = [write_result(directory, ways[way.name], changed) for directory in places]
-            print(names[0].read_text())
-            problems += ways[way.name]["problems"]
         names = [write_ways(directory, ways) for directory in places]
         print(names[0].read_text())
     return 1 if problems else 0

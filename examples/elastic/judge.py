@@ -27,8 +27,6 @@ EXPECTED = {
     "steps_by_lost_workers": 0,
 }
 """Of what happened to a node that was lost; each scenario has some of these."""
-NODES_IN_ALL = 8
-"""Of the scenario "elastic": 4 to begin with, then 2 and 2 more."""
 PHASES = ("noticing", "rendezvous", "imports", "engine", "load", "first_step")
 
 
@@ -141,34 +139,14 @@ def compare_memory(whole: Path, elastic: Path) -> dict[str, Any]:
     return {**found, "problems": problems}
 
 
-def compare_in_place(whole: Path, elastic: Path, *, lost: bool) -> dict[str, Any]:
-    """The same for a job that changes size in place, whose nodes are asked to leave, or are ``lost``.
-
-    Where they are asked, the state goes from process to process and no step is lost; otherwise survivors resume from
-    memory and lose one at most. In both, workers that stay keep their processes, and no checkpoint on a disk is read.
-    """
-    found = compare(whole, elastic, {}, save_steps=1 if lost else 0)
-    trace = read_trace(elastic / "trace.jsonl")
-    resumes = [entry for entry in trace if entry["event"] == "resume" and entry["rank"] == 0]
-    found["tiers"] = sorted({entry["tier"] for entry in resumes if entry["tier"] is not None})
-    found["disk_bytes_read"] = sum(entry["nbytes"] for entry in resumes if entry["tier"] not in ("memory", None))
-    found["moved_bytes"] = sum(entry["moved"] or 0 for entry in resumes)
-    found["processes"] = len({entry["pid"] for entry in trace})
-    problems = [what for what in found["problems"] if what != "our_largest_share"]  # of much less
-    problems += ["tiers"] if found["tiers"] != (["in-place", "memory"] if lost else ["in-place"]) else []
-    problems += ["disk_bytes_read"] if found["disk_bytes_read"] else []
-    problems += ["processes"] if found["processes"] != NODES_IN_ALL else []
-    return {**found, "problems": problems}
-
-
 def write_ways(directory: Path, ways: dict[str, dict[str, Any]]) -> Path:
     """The changes of several ways in two tables, when nodes go and when they come. Returns the path of the tables."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 2.4 + 1.1 * len(ways)), layout="constrained")
     lines = ["# Changes of size, by where the state was", ""]
-    lines += ["Medians in seconds. Nodes go by SIGKILL, counted from the kill; where that is announced (SIGTERM), from"]
-    lines += ["the end of the last step before. Nodes come: counted from the end of the last step before, too."]
+    lines += ["Medians in seconds. Nodes go by SIGKILL, counted from the kill. Nodes come: counted from the end of the"]
+    lines += ["last step before."]
     for axes, (title, go) in zip(figure.subplots(2, 1), (("nodes go", True), ("nodes come", False)), strict=True):
         lines += ["", f"## {title.capitalize()}", "", *_changes(axes, ways, go=go)]
         axes.set_title(title, loc="left")
@@ -185,8 +163,6 @@ def _changes(axes: Any, ways: dict[str, dict[str, Any]], *, go: bool) -> list[st
     lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
     for row, (name, found) in enumerate(ways.items()):
         changes = [one for one in found["restarts"] if one["since_kill"] is go]
-        if found["scenario"] == "in-place":  # until the next world begins to be built, the job trains
-            changes = [{**one, "noticing": None, "total": one["total"] - (one["noticing"] or 0.0)} for one in changes]
         middle = {phase: median([one[phase] or 0.0 for one in changes]) for phase in PHASES}
         total = median([one["total"] for one in changes])
         lost = ", ".join(str(one["lost_steps"]) for one in changes)

@@ -369,16 +369,6 @@ def test_a_timeline_shows_starts_and_phases_of_restarts(samples: Path) -> None:
     assert len(losses) == sum(len(start["points"]) for start in document["starts"])
 
 
-def test_a_timeline_shows_changes_in_place(samples: Path) -> None:
-    document = document_of("timeline", samples)
-    document["starts"][2].update(in_place=True, tag=None, tier="in-place")
-    page = parsed(report("timeline", document))
-    assert {"of them in place1"} <= {words(fact) for fact in page.findall(".//dl/div")}
-    assert any(tip.startswith("start 3, 4 ranks, in place: ") for tip in tips(page, "Starts of the job over time"))
-    rows = [[words(cell) for cell in row] for row in page.iter("tr")]
-    assert any(row[5:8] == ["as before", "step 16", "in-place"] for row in rows), rows
-
-
 def test_equal_checkpoints_are_called_equal(samples: Path, tmp_path: Path) -> None:
     ckpt = samples / "ckpt"
     done: Done = run_command("diff", ckpt, ckpt, "--html", tmp_path / "r.html")

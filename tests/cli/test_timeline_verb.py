@@ -34,39 +34,8 @@ def test_it_shows_every_start_and_what_it_cost(log: Path) -> None:
     assert "3 starts, 2 steps lost" in done.stdout
     assert ["0.0", "s", "4", "new", "-", "10", "0", "2", "error:", "RuntimeError:", "peer", "closed"] in lines
     assert ["14.5", "s", "3", "step", "8", "directory", "16", "2", "2", "stopped"] in lines
-    assert ["14.5", "s", "3", "cold", "0.30", "3.50", "3.80", "1.50", "0.20", "0.50", "9.80", "2.0%"] in lines
-    assert ["28.0", "s", "4", "cold", "-", "3.80", "3.80", "1.50", "0.20", "0.50", "9.80", "2.0%"] in lines
-
-
-@pytest.fixture
-def changed_in_place(log: Path) -> Path:
-    """The sample, whose last start is in the processes of the one before."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    for line in lines:
-        if line["event"] == "start" and line["run"] == "start2":
-            line.update(in_place=True, process_seconds=0.4, import_seconds=0.4)
-        elif line["event"] == "resume" and line["run"] == "start2":
-            line.update(tag=None, tier="in-place", moved_bytes=3 << 20)
-        elif line["event"] == "end" and line["run"] == "start1":
-            line.update(reason="resized")
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return log
-
-
-def test_it_tells_a_change_in_place_from_a_restart(changed_in_place: Path) -> None:
-    done = run(changed_in_place)
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert "3 starts, 1 of them in place, 2 steps lost" in done.stdout
-    assert ["14.5", "s", "3", "step", "8", "directory", "16", "2", "2", "resized"] in lines
-    assert ["28.0", "s", "4", "step", "16", "in-place", "24", "0", "2", "done"] in lines
-    assert ["28.0", "s", "4", "in", "place", "-", "8.60", "0.00", "0.50", "0.20", "0.50", "9.80", "2.0%"] in lines
-    assert "in place: 3 MiB went from process to process" in done.stdout
-    *_, last = json.loads(run(changed_in_place, "--json").stdout)["starts"]
-    assert (last["tier"], last["tag"], last["in_place"], last["moved_bytes"]) == ("in-place", None, True, 3 << 20)
-    samples = run(changed_in_place, "--prometheus").stdout.splitlines()
-    assert "zeroelastic_restarts_total 1" in samples and "zeroelastic_resizes_total 1" in samples
-    assert f"zeroelastic_resize_bytes_total {3 << 20}" in samples
-    assert 'zeroelastic_resumes_total{tier="in-place"} 1' in samples
+    assert ["14.5", "s", "3", "0.30", "3.50", "3.80", "1.50", "0.20", "0.50", "9.80", "2.0%"] in lines
+    assert ["28.0", "s", "4", "-", "3.80", "3.80", "1.50", "0.20", "0.50", "9.80", "2.0%"] in lines
 
 
 def test_half_lines_are_counted(log: Path) -> None:

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroelastic.distributed import exchange
-from zeroelastic.distributed.peers import Peers
 from zeroelastic.executors import cuda_executor
 from zeroelastic.executors.dispatch import CopyTable, copy_segments
 from zeroelastic.testing import RankPool
@@ -114,14 +113,6 @@ class GpuMemory(exchange._Memory):
         return to_fake_gpu(self.gpu, sent), to_fake_gpu(self.gpu, received)
 
 
-class PeersOnGpu(Peers):
-    """A process group that moves the GPU's memory itself, as NCCL does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.device = torch.device("cuda:0")
-
-
 def swap_on_gpu(numel: int, group_moves_it: bool) -> tuple[bool, bool]:
     """Whether what each rank has on its GPU came to the next one's, and both ends of each round went by the engine."""
     exchange.ROUND_BYTES, exchange._LEAST_BYTES = 1024, 512
@@ -131,6 +122,7 @@ def swap_on_gpu(numel: int, group_moves_it: bool) -> tuple[bool, bool]:
         open_fake_gpu() as gpu,
         mock.patch.object(exchange, "_Memory", GpuMemory),
         mock.patch.object(cuda_executor, "run", wraps=cuda_executor.run) as by_cuda,
+        mock.patch.object(exchange, "collective_device", lambda: torch.device("cuda:0" if group_moves_it else "cpu")),
     ):
         GpuMemory.gpu = gpu
         source = to_fake_gpu(gpu, torch.arange(numel, dtype=torch.float32) + 1000 * rank)
@@ -145,7 +137,6 @@ def swap_on_gpu(numel: int, group_moves_it: bool) -> tuple[bool, bool]:
             {after: source.nbytes},
             lambda pieces, buffer: [copy_segments(table(p, fill=True), [source], [buffer]) for p in pieces],
             lambda pieces, buffer: [copy_segments(table(p, fill=False), [buffer], [target]) for p in pieces],
-            peers=PeersOnGpu() if group_moves_it else None,
             filled_on=exchange.device_of([source, None]),
             taken_on=exchange.device_of([target]),
         )

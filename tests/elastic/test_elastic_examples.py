@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import signal
@@ -14,13 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-import warm_python
 import yaml
 from places import ROOT
 from torch.distributed.run import get_args_parser
-
-from zeroelastic.job_log.event_log import StepEvent, read_events
-from zeroelastic.job_log.timeline import Timeline, make_timeline
 
 EXAMPLES = ROOT / "examples" / "elastic"
 
@@ -134,71 +129,3 @@ def test_the_kubernetes_manifest_starts_what_is_there() -> None:
     assert server["command"][-1] == port and (ROOT / server["command"][1]).is_file()
     assert objects["Service", pod["spec"]["subdomain"]]["clusterIP"] == "None"
     assert objects["Service", pod["spec"]["subdomain"]]["selector"] == pod["metadata"]["labels"]
-
-
-def statements(name: str) -> list[str]:
-    """The lines of an example without its docstring, comments and indentation."""
-    tree = ast.parse((EXAMPLES / name).read_text())
-    return [line.strip() for line in "\n".join(map(ast.unparse, tree.body[1:])).splitlines() if line.strip()]
-
-
-def test_changes_in_place_take_few_lines_more_than_a_plain_script() -> None:
-    plain, in_place = statements("train_plain.py"), statements("train_in_place.py")
-    assert len(in_place) - len(plain) <= 15
-    assert len([line for line in in_place if line not in plain]) <= 15
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(300)
-def test_the_script_for_changes_in_place_goes_on_as_a_node_comes_and_leaves(tmp_path: Path) -> None:
-    python, port = warm_python.executable(), free_port()
-    command = [
-        *(python, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--monitor-interval=0.2"),
-        *("--rdzv-backend=zeroelastic-in-place", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"),
-        "--rdzv-conf=last_call_timeout=0.5,heartbeat_interval=0.2,heartbeat_timeout=3,close_timeout=20",
-        *(str(EXAMPLES / "train_in_place.py"), "--steps", "1000000"),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON_EXEC": python, "RES_OPTIONS": "timeout:1 attempts:1"}
-
-    def start(name: str) -> subprocess.Popen[bytes]:
-        with open(tmp_path / f"{name}.log", "wb") as output:
-            agent = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT)
-        started.append(agent)
-        return agent
-
-    def timeline() -> Timeline | None:
-        log = tmp_path / "events.jsonl"
-        return make_timeline(read_events([log])) if log.exists() else None
-
-    def reach(*sizes: int) -> None:
-        """Wait until the job has trained in worlds of these sizes."""
-        until = time.monotonic() + 120
-        while (made := timeline()) is None or [
-            one.start.world_size for one in made.incarnations if len(one.steps) > 3
-        ] != [*sizes]:
-            logs = "\n".join(path.read_text()[-3000:] for path in sorted(tmp_path.glob("*.log")))
-            assert all(agent.poll() is None for agent in agents) and time.monotonic() < until, logs
-            time.sleep(0.1)
-
-    started: list[subprocess.Popen[bytes]] = []
-    agents = [start("first")]
-    try:
-        reach(1)
-        agents.append(start("second"))
-        reach(1, 2)
-        agents[1].send_signal(signal.SIGTERM)
-        second = agents.pop()
-        reach(1, 2, 1)
-        second.wait(30)
-        agents[0].send_signal(signal.SIGTERM)
-        agents[0].wait(60)
-    finally:
-        for agent in started:
-            agent.kill()
-    made = timeline()
-    assert made is not None and made.lost_steps == 0
-    assert [one.end for one in made.incarnations] == ["resized", "resized", "stopped"]
-    assert [one.resume and one.resume.tier for one in made.incarnations] == [None, "in-place", "in-place"]
-    steps = [event for event in read_events([tmp_path / "events.jsonl"]).events if isinstance(event, StepEvent)]
-    assert [event.step for event in steps] == [*range(1, len(steps) + 1)]
-    assert (tmp_path / "ckpt" / "latest").read_text() == f"global_step{len(steps)}"

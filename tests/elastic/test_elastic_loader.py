@@ -145,7 +145,7 @@ def test_without_torchdata_it_is_said_what_to_install() -> None:
 import sys
 sys.modules["torchdata"] = None
 from zeroelastic.elastic import *
-assert worlds and resume
+assert preemption and resume
 import zeroelastic.elastic
 try:
     zeroelastic.elastic.ElasticStatefulDataLoader

@@ -1,4 +1,4 @@
-"""A load, resume or change of world that fails anywhere leaves the engine as it was, or says that it has not.
+"""A load or resume that fails anywhere leaves the engine as it was, or says that it has not.
 
 One job of two ranks tries each way in again and again, and each time another function of the package fails when it is
 first entered: one of those that are entered after the first change of the engine, or before it. Afterwards the state is
@@ -10,13 +10,11 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -27,14 +25,11 @@ from training import Job, build_engine, look, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.marks import MARK_NAME
-from zeroelastic.deepspeed.engine_state import changing, state_of
-from zeroelastic.distributed.peers import JoinedPeers
+from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.elastic import ElasticDistributedSampler, preemption, resume
 from zeroelastic.elastic.attempts import ATTEMPTS_NAME
-from zeroelastic.elastic.position import KEY, generators_of, pack_position
-from zeroelastic.elastic.resize.job import Job as ResizeJob
-from zeroelastic.elastic.resize.roster import World
-from zeroelastic.errors import CheckpointError, SaveError, with_remedy
+from zeroelastic.elastic.position import generators_of
+from zeroelastic.errors import CheckpointError, SaveError
 from zeroelastic.testing import RankPool, compare_states
 
 PACKAGE = str(Path(zeroelastic.__file__).parent)
@@ -203,33 +198,6 @@ def resumed(run: Run) -> int | None:
     return None if start.tag is None else start.global_steps
 
 
-def leave(run: Run, job: Job) -> None:
-    """Keep the state of the engine for the next world, whose engine is another one."""
-    from zeroelastic.deepspeed.resize.restore import leave_world
-
-    state = {KEY: pack_position(run.data, CPU, for_all_ranks=True)}
-    run.source, run.leaving = run.engine, leave_world(run.engine, state)
-    run.engine = build_engine(job.other())
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
-    port = [None if server is None else server.port]
-    dist.broadcast_object_list(port, src=0)
-    run.store = server or dist.TCPStore("127.0.0.1", port[0], is_master=False)
-
-
-def moved(run: Run) -> int | None:
-    """What ``worlds`` does when the size changes, here with the same members."""
-    run.calls += 1
-    rank, size = dist.get_rank(), dist.get_world_size()
-    peers = JoinedPeers(dist.PrefixStore(str(run.calls), run.store), rank, size, timeout=timedelta(seconds=30))
-    job = object.__new__(ResizeJob)
-    job._arguments, job._leaving, job._ended_at = SimpleNamespace(strict=True), run.leaving, 0.0  # type: ignore[assignment]
-    job._peers = lambda now: (peers, list(range(size)))  # type: ignore[method-assign]
-    now = World(1, tuple(range(size)), tuple(range(size)))
-    with with_remedy(), changing(run.engine):
-        start, _ = job._moved(now, run.engine, run.data, time.monotonic())
-    return start.global_steps
-
-
 @dataclass(frozen=True)
 class Way:
     """A way in: what it loads from, and whether it restores position and generators."""
@@ -247,9 +215,8 @@ WAYS = {
     "resume from memory": Way(resumed, IN_MEMORY),
     "resume from memory or the directory": Way(resumed, IN_MEMORY, save=(1, 2)),
     "resume from the memory of other ranks": Way(resumed, IN_MEMORY),
-    "a change of world": Way(moved),
 }
-OFTEN = "a tag", "resume from memory or the directory", "a change of world"
+OFTEN = "a tag", "resume from memory or the directory"
 
 
 def marks_of(name: str, stage: int) -> list[pytest.MarkDecorator]:
@@ -309,8 +276,6 @@ def fail_everywhere(
         run = Run(build_engine(job.other()), directory, shared)
     else:
         run = begun(job, directory, shared, way.save)
-    if way.call is moved:
-        leave(run, job)
     run.engine.save_checkpoint(str(shared / "home"))
     if run.node.exists():
         shutil.copytree(run.node, run.kept)

@@ -43,19 +43,13 @@ def test_a_silent_rank_is_given_up_on_in_the_group_that_zero_works_in(rank_pool:
     assert 1.5 < waited < 60
 
 
-def limits_of_groups(seconds: float, in_place: bool) -> set[float]:
-    """The timeouts of all process groups, made by DeepSpeed alone or over a store, after one was set before."""
-    from zeroelastic.deepspeed.process_world import begin_world
-
+def limits_of_groups(seconds: float) -> set[float]:
+    """The timeouts of all process groups, made by DeepSpeed, after one was set before."""
     dist.destroy_process_group()
     set_collective_timeout(seconds)
-    if in_place:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        begin_world(dist.PrefixStore("a world", store), rank=0, world_size=1)
-    else:
-        with socket.socket() as port:
-            port.bind(("127.0.0.1", 0))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.getsockname()[1]))
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.getsockname()[1]))
     build_engine(JOB)
     groups = list(dist.distributed_c10d._world.pg_map)
     assert len(groups) > 1
@@ -63,9 +57,8 @@ def limits_of_groups(seconds: float, in_place: bool) -> set[float]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("in_place", [False, True])
-def test_the_timeout_reaches_every_group_also_the_default_one(rank_pool: RankPool, in_place: bool) -> None:
-    assert rank_pool.run(limits_of_groups, 1, 77.0, in_place) == [{77.0}]
+def test_the_timeout_reaches_every_group_also_the_default_one(rank_pool: RankPool) -> None:
+    assert rank_pool.run(limits_of_groups, 1, 77.0) == [{77.0}]
 
 
 def lose_a_rank_in_initialize(seconds: float, moment: str) -> tuple[str, float]:

@@ -193,21 +193,3 @@ def test_without_a_kill_in_the_log_a_restart_is_counted_from_the_last_sign_of_li
         restart = make_timeline(read_events(paths)).incarnations[1].restart
         assert restart is not None and not restart.since_kill and restart.noticing is None
         assert restart.rendezvous == pytest.approx(12) and restart.total == pytest.approx(19)
-
-
-def test_the_phases_of_a_change_in_place_begin_with_the_new_groups(tmp_path: Path) -> None:
-    """A node is asked to leave at 10.0; the last step ends at 10.2, the new groups are there at 10.5."""
-    second = start(10.8, "b", ranks=1, process=0.3, imports=0.3).model_copy(update={"in_place": True})
-    moved = resume(10.9, "b", step=2, took=0.1).model_copy(update={"tag": None, "tier": "in-place", "moved_bytes": 7})
-    log = write(
-        tmp_path / "log", start(0, "a", ranks=2), resume(1, "a", step=0), step(2, "a", 1),
-        NodesEvent(**at(10.0, ""), change=-1, cause="SIGTERM"), step(10.1, "a", 2),
-        EndEvent(**at(10.2, "a"), step=2, rank=0, reason="resized"), second, moved, step(11.0, "b", 3),
-    )  # fmt: skip
-    first, last = make_timeline(read_events([log])).incarnations
-    assert (first.end, first.how, last.how, last.lost_steps) == ("resized", None, "in place", 0)
-    assert last.resume is not None and not last.resume.fresh and first.resume is not None and first.resume.fresh
-    assert last.restart is not None and last.restart.since_kill
-    phases = [last.restart.noticing, last.restart.rendezvous, last.restart.imports, last.restart.engine]
-    assert phases == pytest.approx([0.2, 0.3, 0.0, 0.3])
-    assert (last.restart.load, last.restart.first_step, last.restart.total) == pytest.approx((0.1, 0.1, 1.0))

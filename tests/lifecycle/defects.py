@@ -26,11 +26,6 @@ def damaged_state_is_a_fresh_start() -> None:
     _set("deepspeed.load.tag_choice", "refuse_damaged", lambda engine: None)
 
 
-def position_of_a_failed_world() -> None:
-    """Survivors that begin anew keep the position in the data of the world that failed."""
-    _set("elastic.resize.job", "_Beginning.restore_position", lambda self, data: None)
-
-
 def all_tags_are_of_one_run() -> None:
     """Tags of all engines that save to a directory are counted together."""
 
@@ -57,22 +52,13 @@ def workers_get_signals() -> None:
     _set("elastic.leaving", "_starting_shielded", lambda start, signals: start)
 
 
-def engines_meet_in_collectives() -> None:
-    """A node with another engine is noticed in a collective of DeepSpeed, if at all."""
-    from contextlib import nullcontext
-
-    _set("deepspeed.agreement", "same_on_all_ranks", lambda *args, **kwargs: nullcontext())
-
-
 DEFECTS: dict[str, Callable[[], None]] = {
     defect.__name__: defect
     for defect in (
         damaged_state_is_a_fresh_start,
-        position_of_a_failed_world,
         all_tags_are_of_one_run,
         the_last_commit_is_the_newest_state,
         workers_get_signals,
-        engines_meet_in_collectives,
     )
 }
 """By name; each docstring says what is wrong then."""

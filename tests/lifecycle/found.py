@@ -49,11 +49,6 @@ LATER: dict[str, Sequence] = {
         ("start", {"job": "a", "world_size": 2, **_EACH_STEP}),
         ("resume", {"job": "a"}),
     ],
-    "two of three nodes that change size in place die, and there is no checkpoint": [
-        ("worlds", {"size": 3, "changes": [["die", 0, 2], ["join other", {"net": "D"}], ["join"]]}),
-        _start("a"),
-        ("resume", {"job": "a"}),
-    ],
     "two engines in one directory, each of which keeps one": [
         ("start", {"job": "a", "world_size": 2, "options": {"keep": 1}}),
         ("start", {"job": "a_D", "world_size": 0, "options": {"keep": 1}}),

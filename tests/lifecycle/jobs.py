@@ -40,7 +40,6 @@ PRELOADED = (
     "typer.testing",
     "zeroelastic.cli.app",
     "zeroelastic.elastic",
-    "zeroelastic.elastic.resize.job",
     "zeroelastic.elastic.memory.checkpoints",
     "zeroelastic.elastic.memory.resume",
     "zeroelastic.deepspeed.load.fallback",

@@ -249,19 +249,6 @@ class Lifecycle(RuleBasedStateMachine):
 
     @alive
     @rule(
-        rare=st.sampled_from([True, False, False]),
-        directory=st.sampled_from(["/home/run", "/elsewhere/run", "/home/new"]),
-        size=SIZES,
-        memory=st.sampled_from([None, None, {"every": 1}, {"every": 2}]),
-        workers=st.sampled_from([0, 0, 1]),
-        changes=st.lists(CHANGES, min_size=1, max_size=3),
-    )
-    def worlds(self, rare: bool, **drawn: Any) -> None:
-        if rare:
-            self.act("worlds", **drawn)
-
-    @alive
-    @rule(
         job=JOBS,
         how=STARTS,
         place=PLACES,

@@ -290,42 +290,6 @@ class Rank:
             release()
         return stop.stopped
 
-    def worlds(
-        self,
-        *,
-        directory: str,
-        strict: bool,
-        workers: int,
-        salt: int,
-        journal: str,
-        node: str,
-        net: str = "G",
-        **how: Any,
-    ) -> bool:
-        """Train over worlds until this process or all are asked to leave; whether the job was stopped.
-
-        Rank 0 of each world writes what has happened to the journal.
-        """
-        from zeroelastic.elastic import ElasticDistributedSampler, worlds
-
-        self.net = net
-        use_node(Path(node))
-        data = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4)
-        world = None
-        for world in worlds(lambda: self._built(**how), directory, data=data, strict=strict):
-            size = dist.get_world_size()
-            with world as engine:
-                self.trained[net] = Trained(engine, data)
-                self._note(journal, "begin", size=size, tier=world.start.tier, tag=world.start.tag)
-                for batch in self._batches(workers, salt):
-                    self._step(batch)
-                    self._note(journal, "step", ahead=BATCH, size=size)
-                    if world.ends():
-                        break
-                if world.stopped:
-                    self._note(journal, "saved", tag=world.saves[-1])
-        return world is not None and world.stopped
-
     def _batches(self, workers: int, salt: int) -> Iterator[torch.Tensor]:
         """This rank's part of each global batch from the sampler's position on, made by workers where there are any."""
         from torch.utils.data import DataLoader

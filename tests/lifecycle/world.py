@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lifecycle import disk
-from lifecycle.bench import IN_MEMORY, ODD_TAGS, OWN_KEYS, REFUSED_KEYS, Bench, Failed, Skipped, process_of, text_of
-from lifecycle.in_place import Late, Nodes
+from lifecycle.bench import IN_MEMORY, ODD_TAGS, OWN_KEYS, REFUSED_KEYS, Bench, Failed, Skipped, process_of
 from lifecycle.model import Live, Memory, Origin, Pending, Saved
 
 __all__ = ["ODD_TAGS", "OWN_KEYS", "Failed", "Skipped", "World"]
@@ -423,106 +422,6 @@ class World(Bench):
                     disk.flip(file, "/data/")
         for memory in memories:
             memory.kept = [replace(one, damaged=True) for one in memory.kept]
-
-    # Jobs that change size in their processes.
-
-    def do_worlds(
-        self,
-        changes: Sequence[Sequence[Any]],
-        directory: str = "/home/run",
-        size: int = 2,
-        memory: Mapping[str, Any] | None = None,
-        workers: int = 0,
-    ) -> None:
-        """Nodes come, come with another engine, leave, or die (two at once, too); in the end all are asked to leave."""
-        path = self.path(directory)
-        model = self.directory(path)
-        allowed = model.resumable("G")
-        if self._in_flight(path) or (model.tags and not allowed):
-            raise Skipped
-        salt = next(self._salt)
-        nodes = Nodes(
-            self.server,
-            self.root / f"nodes{salt}",
-            self.root / "home",
-            self.root,
-            **self._build(salt),
-            elastic=True,
-            options={"memory": dict(memory)} if memory else {},
-            directory=str(path),
-            strict=all(saved.position is not None for saved in allowed),
-            workers=workers,
-            salt=salt,
-        )
-        live = Live(size, "", 0, str(self.root / "home"), origin=Origin(salt), made=next(self._saves))
-        try:
-            nodes.trains = [nodes.add() for _ in range(size)]
-            nodes.train()
-            for what, *args in changes:
-                self._change(nodes, what, *args)
-            for answer in nodes.end():
-                self._require(
-                    answer.kind == "ok" and answer.value, f"a node of a job that stops: {answer} {answer.value}"
-                )
-            two_died = any(what == "die" and args[1] > 1 for what, *args in changes)
-            self._judge_worlds(nodes.events(), live, path, allowed, memory=memory, certain=not two_died)
-        except Late as error:
-            raise Failed(str(error)) from None
-        finally:
-            nodes.close()
-            shutil.rmtree(nodes.root, ignore_errors=True)
-
-    def _change(self, nodes: Nodes, what: str, *args: Any) -> None:
-        if what == "join" and len(nodes.trains) < 3:
-            nodes.trains.append(nodes.add())
-        elif what == "join other" and len(nodes.trains) < 3:
-            answer = nodes.answer(nodes.add(**args[0]))
-            refused = answer.kind == "error" and "LayoutMismatchError" in answer.names
-            self._require(refused, f"a node with {args[0]} is not refused by name: {answer} {answer.value}")
-        elif what in ("leave", "die") and len(nodes.trains) > args[1]:
-            gone = [nodes.trains[(args[0] + i) % len(nodes.trains)] for i in range(args[1])]
-            nodes.signal(gone, signal.SIGTERM if what == "leave" else signal.SIGKILL)
-            if what == "leave":
-                for answer in map(nodes.answer, gone):
-                    self._require(answer.kind == "ok" and not answer.value, f"a node that leaves: {answer}")
-        nodes.train()
-
-    def _judge_worlds(
-        self,
-        events: Sequence[Mapping[str, Any]],
-        live: Live,
-        path: Path,
-        allowed: Sequence[Saved],
-        *,
-        memory: Mapping[str, Any] | None,
-        certain: bool,
-    ) -> None:
-        """Each world begins with what the one before had, with what memory or disk have, or as the job began.
-
-        ``certain``: memory has the state of all ranks, as no two nodes died at once.
-        """
-        begun, steps = events[0], list[Mapping[str, Any]]()
-        for event in events:
-            held = event["state"], event["step"], event["position"]
-            if event["did"] == "begin" and event["tier"] in ("in-place", "memory"):
-                back = 1 if event["tier"] == "in-place" or memory is None else 2 * memory["every"]
-                was = [(one["state"], one["step"], one["position"]) for one in steps[-back:]]
-                self._require(
-                    held in was, f"a world begins with {text_of(*held)} ({event['tier']}), the last had {was}"
-                )
-            elif event["did"] == "begin":
-                was = [(saved.state, saved.loaded_step, saved.position or 0) for saved in allowed]
-                was = was or [(begun["state"], 0, 0)]
-                self._require(held in was, f"a world begins with {text_of(*held)} ({event['tag']}), saved was {was}")
-                # The first checkpoint in memory may be still incomplete.
-                has = memory is not None and certain and len(steps) >= 2 * memory["every"]
-                self._require(not has, f"memory has {steps[-1:]}, and {event} is taken")
-                live.origin = allowed[0].origin if allowed else live.origin
-            live.state, live.step, live.position = held
-            if event["did"] == "step":
-                steps.append(event)
-            elif event["did"] == "saved":
-                self._commit(str(path), self._copied(live, event["tag"]), live)
 
     # Tools, damage, copies.
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zeroelastic.proving.report import Prove
 
 _LOST, _KILL, _JOIN = "0.75", "tab:red", "tab:green"
-_MARKERS = {"memory": ("^", "tab:purple"), "in-place": ("o", "tab:cyan")}
+_MARKERS = {"memory": ("^", "tab:purple")}
 
 
 def prove(
@@ -212,10 +212,8 @@ def _show_timeline(made: Timeline, num_torn: int) -> None:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(made.began))
     last = max(one.last_time for one in made.incarnations) - made.began
     starts = len(made.incarnations)
-    in_place = sum(one.how == "in place" for one in made.incarnations)
-    kept = f", {in_place} of them in place" if in_place else ""
     lost = counted(made.lost_steps, "step")
-    print_styled(f"began {began}, {last:.0f} s, {counted(starts, 'start')}{kept}, {lost} lost")
+    print_styled(f"began {began}, {last:.0f} s, {counted(starts, 'start')}, {lost} lost")
     head: tuple[str, ...] = ("after", "ranks", "from", "tier", "to step", "lost", "saves", "ended")
     rows = [_row(one, made.began, one is made.incarnations[-1]) for one in made.incarnations]
     print_columns([head, *rows], right=frozenset({0, 1, 2, 4, 5, 6}))
@@ -224,13 +222,9 @@ def _show_timeline(made: Timeline, num_torn: int) -> None:
         print_styled("")
         print_styled(("Restarts", "bold"), ", in seconds; load is zeroelastic's part")
         phases = (phase.replace("_", " ") for phase in restarts[0][1].by_phase)
-        head = ("after", "ranks", "how", *phases, "total", "ours")
-        right = frozenset(range(len(head))) - {2}
-        print_columns([head, *(_cost_row(one, cost, made.began) for one, cost in restarts)], right=right)
-    moved = [one.resume.moved_bytes for one in made.incarnations if one.resume is not None and one.resume.moved_bytes]
-    if moved:
-        print_styled("")
-        print_styled(f"in place: {format_size(sum(moved))} went from process to process")
+        head = ("after", "ranks", *phases, "total", "ours")
+        costs = [_cost_row(one, cost, made.began) for one, cost in restarts]
+        print_columns([head, *costs], right=frozenset(range(len(head))))
     memory = [event for one in made.incarnations for event in one.memory]
     if memory:
         stall, nbytes = max(event.stall_seconds for event in memory), max(event.node_bytes for event in memory)
@@ -258,7 +252,6 @@ def _cost_row(one: Incarnation, cost: Restart, began: float) -> tuple[str, ...]:
     return (
         f"{one.start.time - began:.1f} s",
         str(one.start.world_size),
-        one.how or "-",
         *("-" if seconds is None else f"{seconds:.2f}" for seconds in cost.by_phase.values()),
         f"{cost.total:.2f}",
         f"{cost.our_share:.1%}",

@@ -4,7 +4,6 @@
     slices        parts of whole tensors that some ranks share, under tensor and expert parallelism
     copies        which of these parts are the same
     plan          the segments that turn one layout into another; ``slice_plan`` between slices
-    movement      which rank each process gets at another size, so that little moves
     digest        the content digest of tensors, independent of how they are cut, and what has one of its own
     global_batch  batch size, micro batch and accumulation at another world size
 

@@ -1,7 +1,7 @@
 """Processes that work together: collectives that fail on every rank alike, and who is still alive.
 
     collective        gather, agree and raise the same error on every rank
-    exchange          bytes between ranks, in rounds of bounded size; ``peers`` says between which
+    exchange          bytes between ranks, in rounds of bounded size
     peer_memory       the memory of other processes of this machine, copied by the kernel
     multicast         what one rank has read, to all that ask for it
     processes         the processes of an offline verb, under torchrun or alone

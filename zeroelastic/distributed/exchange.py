@@ -1,7 +1,7 @@
-"""The exchange of bytes between ranks, in rounds of bounded size: over a process group, or between two worlds.
+"""The exchange of bytes between ranks, in rounds of bounded size.
 
 ``all_to_all_stream`` sends a stream to each peer; ``exchange_rows`` asks peers for rows of bytes and serves what is
-asked of this rank; ``run_transfers`` sends ranges of memory that both ends know. ``peers`` says who takes part.
+asked of this rank; ``run_transfers`` sends ranges of memory that both ends know.
 
 Every rank takes part in every round of a stream. While a round is sent, a rank fills its part of the next one and takes
 what came in the one before. The rounds follow from how much each rank sends to each other, which all ranks know before
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.distributed.peers import Peers
+from zeroelastic.distributed.collective import all_gather, collective_device
 
 ROUND_BYTES = 8 << 20
 """At most so much is sent, and at most so much received, by a rank in one round."""
@@ -68,22 +68,20 @@ def all_to_all_stream(
     fill: Fill,
     take: Take,
     *,
-    peers: Peers | None = None,
     filled_on: torch.device = HOST,
     taken_on: torch.device = HOST,
 ) -> TransferCost:
-    """Send ``sizes[peer]`` bytes to each peer. Collective over ``peers``, which are all ranks if none are given.
+    """Send ``sizes[peer]`` bytes to each peer. Collective.
 
     ``fill`` is called once in a round with the pieces to send, ``take`` with those that came; streams arrive in order.
     Their buffers are on ``filled_on`` and ``taken_on``, which each rank chooses for itself. Memory: four buffers of
     ``ROUND_BYTES``, and as many again of a side that is on another device than the process group's. Raises what
     ``fill`` and ``take`` raised first, after the last round.
     """
-    peers = peers or Peers()
-    rank, world_size = peers.rank, peers.size
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     table = {
         (src, dst): nbytes
-        for src, row in enumerate(peers.all_gather({dst: nbytes for dst, nbytes in sizes.items() if nbytes}))
+        for src, row in enumerate(all_gather({dst: nbytes for dst, nbytes in sizes.items() if nbytes}))
         for dst, nbytes in row.items()
     }
     failure: Exception | None = None
@@ -112,7 +110,7 @@ def all_to_all_stream(
         before = under_way
         if before is not None:
             before.wait()
-        under_way = _Round(peers, incoming, source, target, outgoing)
+        under_way = _Round(incoming, source, target, outgoing)
         if before is not None:
             take_from(before)
         sent += len(source)
@@ -131,7 +129,7 @@ def device_of(tensors: Iterable[torch.Tensor | None]) -> torch.device:
     return devices.pop() if len(devices) == 1 else HOST
 
 
-def all_to_all_bytes(outgoing: Mapping[int, bytes], *, peers: Peers | None = None) -> dict[int, bytes]:
+def all_to_all_bytes(outgoing: Mapping[int, bytes]) -> dict[int, bytes]:
     """Send each peer some bytes; what the peers sent here, by rank. Collective. Memory: what is sent and received."""
     arrived: dict[int, bytearray] = {}
 
@@ -144,7 +142,7 @@ def all_to_all_bytes(outgoing: Mapping[int, bytes], *, peers: Peers | None = Non
         for piece in pieces:
             arrived.setdefault(piece.peer, bytearray()).extend(buffer[piece.at : piece.at + piece.nbytes].tobytes())
 
-    all_to_all_stream({peer: len(data) for peer, data in outgoing.items()}, fill, take, peers=peers)
+    all_to_all_stream({peer: len(data) for peer, data in outgoing.items()}, fill, take)
     return {peer: bytes(data) for peer, data in arrived.items()}
 
 
@@ -196,7 +194,6 @@ def exchange_rows(
     serve: Callable[[Int64Array, Arrived, Any], None],
     put: Callable[[Arrived, Any], None],
     *,
-    peers: Peers | None = None,
     filled_on: torch.device = HOST,
     taken_on: torch.device = HOST,
 ) -> TransferCost:
@@ -208,7 +205,7 @@ def exchange_rows(
     """
     mine = {peer: np.flatnonzero(owner == peer) for peer in np.unique(owner).tolist()}
     wanted = {peer: RowStream.of(rows[index]) for peer, index in mine.items()}
-    asked = all_to_all_bytes({peer: rows[index].tobytes() for peer, index in mine.items()}, peers=peers)
+    asked = all_to_all_bytes({peer: rows[index].tobytes() for peer, index in mine.items()})
     served = {peer: RowStream.of(np.frombuffer(data, dtype=np.int64).reshape(-1, 3)) for peer, data in asked.items()}
 
     def fill(pieces: Sequence[Piece], buffer: RoundBuffer) -> None:
@@ -221,7 +218,7 @@ def exchange_rows(
         put(Arrived.joined([cut._replace(row=index[cut.row]) for index, cut in cuts]), buffer)
 
     sizes = {peer: stream.nbytes for peer, stream in served.items()}
-    return all_to_all_stream(sizes, fill, take, peers=peers, filled_on=filled_on, taken_on=taken_on)
+    return all_to_all_stream(sizes, fill, take, filled_on=filled_on, taken_on=taken_on)
 
 
 class _Messages(NamedTuple):
@@ -300,18 +297,17 @@ class _Round:
 
     def __init__(
         self,
-        peers: Peers,
         incoming: Sequence[Piece],
         source: torch.Tensor,
         target: torch.Tensor,
         outgoing: Sequence[Piece],
     ) -> None:
         self.incoming, self.target = incoming, target
-        device, world_size = peers.device, peers.size
+        device, world_size = collective_device(), dist.get_world_size()
         self._sent = source if source.device.type == device.type else source.to(device)
         self._moved = target if target.device.type == device.type else torch.empty_like(target, device=device)
         splits = _splits(incoming, world_size), _splits(outgoing, world_size)
-        self._work = peers.all_to_all(self._moved, self._sent, *splits)
+        self._work = dist.all_to_all_single(self._moved, self._sent, *splits, async_op=True)
 
     def wait(self) -> None:
         """Until all has come and is sent. Raises RuntimeError where a peer is gone."""

@@ -4,12 +4,11 @@
     resume      loads the newest checkpoint that loads; ``attempts`` counts loads that killed the job
     preemption  saves and stops all ranks together
     leaving     the signals that ask a process to leave, and the timeout for one that was lost
-    resize/     ``worlds``: a training loop whose job changes size in the same processes
     memory/     checkpoints in the memory of the nodes
     position    the position in the data and the random generators, in the client state
     events      the event log of the job, and its status line
 
-Imports ``deepspeed`` (inside functions) and below. Read ``resume``, then ``preemption``, then ``resize.job``.
+Imports ``deepspeed`` (inside functions) and below. Read ``resume``, then ``preemption``.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ if not torch_is_there():
 from zeroelastic.elastic.events import Events, events
 from zeroelastic.elastic.leaving import EXIT_PREEMPTED, set_collective_timeout
 from zeroelastic.elastic.preemption import Every, Preemption, every, preemption
-from zeroelastic.elastic.resize.job import worlds
-from zeroelastic.elastic.resize.world import World
 from zeroelastic.elastic.resume import Resumed, resume
 from zeroelastic.elastic.sampler import (
     BatchPlan,
@@ -50,7 +47,6 @@ __all__ = [
     "Every",
     "Preemption",
     "Resumed",
-    "World",
     "batch_plan",
     "events",
     "every",
@@ -58,7 +54,6 @@ __all__ = [
     "resume",
     "set_collective_timeout",
     "world_sizes",
-    "worlds",
 ]
 if find_spec("torchdata") is not None:
     __all__ += ["ElasticStatefulDataLoader"]

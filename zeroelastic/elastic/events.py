@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from zeroelastic.elastic.resume import Resumed
     from zeroelastic.observers import Saved
-    from zeroelastic.report import MemoryReport, ResizeReport
+    from zeroelastic.report import MemoryReport
 
 __all__ = ["EventLog", "Events", "events", "note_nodes", "read_events"]
 
@@ -86,9 +86,7 @@ class Events:
         *,
         steps: int = 1,
         status: bool = False,
-        formed_at: float | None = None,
     ) -> None:
-        """``formed_at``, by the monotonic clock, is when the process groups of a world in place were formed."""
         if steps < 1:
             raise ValueError(f"steps is {steps}; every how many steps are logged has to be 1 or more.")
         self.lost_steps: int | None = None
@@ -100,7 +98,6 @@ class Events:
         self._steps_logged = 0
         self._reason: EndReason = "done"
         self._placed = False
-        self._formed_at = formed_at
         self._before: int | None = None
         self._status = StatusLine() if status and self._rank == 0 else None
         self._state = Status(world_size=self._world_size, restart=restart_count())
@@ -129,11 +126,8 @@ class Events:
             self._write(StepEvent(**self._when(), step=step, loss=value))
         self._show(step=step, loss=value)
 
-    def resumed(self, resumed: Resumed, *, seconds: float, resize: ResizeReport | None = None) -> None:
-        """Log the end of ``resume``, which calls this itself; ``seconds`` is how long it took.
-
-        ``resize`` is the report of ``worlds`` on state that came from the world before.
-        """
+    def resumed(self, resumed: Resumed, *, seconds: float) -> None:
+        """Log the end of ``resume``, which calls this itself; ``seconds`` is how long it took."""
         step, report = int(self._engine.global_steps), resumed.report
         self._seen_step, self._placed = step, True
         if self._rank != 0:
@@ -141,22 +135,18 @@ class Events:
         self.lost_steps = None if self._before is None else max(self._before - step, 0)
         proved = report.root_matches if report is not None else None
         load_seconds = report.seconds if report is not None else None
-        if resize is not None:
-            proved, load_seconds = True if resize.root is not None else None, resize.move_seconds
-        source = report if report is not None else resize
         self._write(
             ResumeEvent(
                 **self._when(),
                 tag=resumed.tag,
                 step=step,
-                saved_world_size=source.saved_world_size if source is not None else None,
+                saved_world_size=report.saved_world_size if report is not None else None,
                 proved=proved,
                 seconds=seconds,
                 load_seconds=load_seconds,
                 passed_over=len(resumed.passed_over),
                 lost_steps=self.lost_steps,
                 tier=resumed.tier,
-                moved_bytes=resize.bytes_moved if resize is not None else None,
             )
         )
         self._show(step=step, lost_steps=self.lost_steps)
@@ -180,10 +170,6 @@ class Events:
         """Note that the run is stopping; ``preemption`` calls this itself."""
         self._reason = "stopped"
 
-    def resizing(self) -> None:
-        """Note that the run goes on at another size in the same processes; ``worlds`` has this called."""
-        self._reason = "resized"
-
     def __enter__(self) -> Events:
         return self
 
@@ -203,8 +189,7 @@ class Events:
             )  # fmt: skip
 
     def _start(self) -> StartEvent:
-        since = None if self._formed_at is None else time.monotonic() - self._formed_at
-        age = _process_seconds() if since is None else since
+        age = _process_seconds()
         local = _environment_number("LOCAL_WORLD_SIZE")
         return StartEvent(
             **self._when(),
@@ -215,8 +200,7 @@ class Events:
             job=os.environ.get("TORCHELASTIC_RUN_ID"),
             restart=restart_count(),
             process_seconds=age,
-            import_seconds=min(time.monotonic() - _IMPORTED, age),  # in place they were done before it began
-            in_place=since is not None,
+            import_seconds=min(time.monotonic() - _IMPORTED, age),
         )
 
     def _when(self) -> dict[str, Any]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -145,8 +147,16 @@ def set_collective_timeout(seconds: float = DEFAULT_S) -> None:
     if getattr(c10d, "default_pg_nccl_timeout", None) is not None:
         vars(c10d)["default_pg_nccl_timeout"] = limit
     if find_spec("deepspeed") is not None:
-        from zeroelastic.deepspeed.process_world import set_default_timeout
-
-        set_default_timeout(limit)
+        _set_default_group_timeout(limit)
     for group in list(world.pg_map) if dist.is_initialized() else []:
         set_one(limit, group)
+
+
+def _set_default_group_timeout(limit: datetime.timedelta) -> None:
+    """Set the timeout of the default group, which ``deepspeed.init_distributed`` makes with a limit of its own."""
+    vars(import_module("deepspeed.constants"))["default_pg_timeout"] = limit
+    function = import_module("deepspeed.comm.comm").init_distributed
+    names = [name for name, one in inspect.signature(function).parameters.items() if one.default is not one.empty]
+    function.__defaults__ = tuple(
+        limit if name == "timeout" else value for name, value in zip(names, function.__defaults__, strict=True)
+    )

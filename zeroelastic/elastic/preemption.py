@@ -33,7 +33,6 @@ from zeroelastic.runs.names import normal, save_directory
 if TYPE_CHECKING:
     from zeroelastic.elastic.events import Events
     from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
-    from zeroelastic.elastic.resize.world import Changes
 
 _LOGGED = 50
 """Every how many memory checkpoints one is logged."""
@@ -49,7 +48,7 @@ class Every:
     """When a periodic save is due: this many steps or seconds after the last one, whichever comes first.
 
     A crash then costs at most this much work, and what is in flight: what was trained before the loop began, in an
-    earlier loop of the engine, a world before, or a start whose checkpoint in memory was resumed, counts. With neither,
+    earlier loop of the engine, or in a start whose checkpoint in memory was resumed, counts. With neither,
     no save is ever due. ``background`` says whether training goes on while the save is written; None leaves that to the
     ``"async_save"`` option.
     """
@@ -118,19 +117,14 @@ class Preemption:
         signals: Sequence[signal.Signals] = SIGNALS,
         client_state: Callable[[], Mapping[str, Any]] | None = None,
         log: Events | None = None,
-        notice: Notice | None = None,
-        changes: Changes | None = None,
     ) -> None:
-        """``worlds`` passes ``notice``, whose signal handlers outlive this block, and ``changes``."""
         self.saves: list[str] = []
         self.stopped = False
-        self._changed, self._changes = False, changes
         self.save_seconds: float | None = None
         self._engine, self._directory, self._data = engine, Path(absolute(save_directory(directory))), data
         self._saving = saving if saving is not None else Every()
-        self._notice = Notice(grace, signals) if notice is None else notice
-        self._owns_notice, self._client_state = notice is None, client_state
-        self._log = log
+        self._notice = Notice(grace, signals)
+        self._client_state, self._log = client_state, log
         self._group: dist.ProcessGroup | None = None
         self._last_time = time.monotonic()
         self._last_step = self._seen_step = int(engine.global_steps)
@@ -148,9 +142,8 @@ class Preemption:
         once, without communication: a save there would lose gradients.
         """
         step = int(self._engine.global_steps)
-        ended = self.stopped or self._changed
-        if ended or step == self._seen_step:
-            return ended
+        if self.stopped or step == self._seen_step:
+            return self.stopped
         if step < self._seen_step:  # set by hand, or by a load that bypassed zeroelastic
             self._count_from(step)
         advance = getattr(self._data, "advance", None)
@@ -158,18 +151,12 @@ class Preemption:
             advance(step - self._seen_step)
         self._seen_step = step
         due = self._saving.due(seconds=time.monotonic() - self._last_time, steps=step - self._last_step)
-        signalled, due, changes, is_broken, left = self._agree(due)
+        signalled, due, is_broken, left = self._agree(due)
         if is_broken:
             self._renew_memory()
         if self._memory is not None and (signalled or self._memory.due(step)):
             self._capture(self._memory)  # before a save to the disk, which takes longer
             self._log_memory(self._memory)
-        if (signalled or changes) and self._changes is not None:
-            self._changed = self._changes.change(leaves=self.signalled)
-            if self._changed:
-                if self._log is not None:
-                    self._log.resizing()
-                return True
         if signalled:
             self.stopped = True
             if self._log is not None:
@@ -250,17 +237,10 @@ class Preemption:
             self._log_saved(chosen)
         return chosen
 
-    def forget_memory(self) -> None:
-        """Let go of memory checkpoints after a failure, and of their process group, in which other ranks may wait."""
-        self._memory = None
-
-    def state(self, *, for_all_ranks: bool = False) -> dict[str, Any]:
-        """The client state: the caller's own entries, the position in the data and the generators. Collective.
-
-        ``for_all_ranks``: that of one rank is kept for all, as in files of stages 1 and 2.
-        """
+    def state(self) -> dict[str, Any]:
+        """The client state: the caller's own entries, the position in the data and the generators. Collective."""
         own = dict(self._client_state()) if self._client_state is not None else {}
-        one_for_all = for_all_ranks or self._engine.zero_optimization_stage() < 3
+        one_for_all = self._engine.zero_optimization_stage() < 3  # files of stages 1 and 2 have that of one rank
         if one_for_all and not self._compared:
             self._compared = True
             if (positions := different_positions(self._data)) and dist.get_rank() == 0:
@@ -344,8 +324,7 @@ class Preemption:
             is_first = state_of(self._engine).memory is None
             self._memory = MemoryCheckpoints(self._engine, self._directory)
         self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
-        if self._owns_notice:
-            self._notice.begin()
+        self._notice.begin()
         self._last_step, self._last_time = (
             self._seen_step - lineage.unsaved_steps,
             time.monotonic() - lineage.unsaved_seconds,
@@ -353,7 +332,7 @@ class Preemption:
         lineage.on_load.append(self._loaded)
         self._unsubscribe = subscribe(self._observe)
         if self._memory is not None and is_first and lineage.unsaved_steps > 0:
-            self._capture(self._memory)  # copies were lost, or the nodes of the world before have left
+            self._capture(self._memory)  # copies were lost
         return self
 
     def __exit__(
@@ -374,25 +353,23 @@ class Preemption:
             lineage.unsaved_steps = int(self._engine.global_steps) - self._last_step
             lineage.unsaved_seconds = time.monotonic() - self._last_time
             self._unsubscribe()
-            if self._owns_notice:
-                self._notice.end(ignoring=ended)
+            self._notice.end(ignoring=ended)
             group, self._group = self._group, None
             end_group(group)
 
-    def _agree(self, due: bool) -> tuple[int, bool, bool, bool, float]:
+    def _agree(self, due: bool) -> tuple[int, bool, bool, float]:
         """Agree on what happens after this step. Collective.
 
-        Returns the number of a signal that a rank got, 0 if none did; whether any rank has a save due, sees a change,
-        has lost the process group of memory; and the fewest seconds left.
+        Returns the number of a signal that a rank got, 0 if none did; whether any rank has a save due, has lost the
+        process group of memory; and the fewest seconds left.
         """
-        changes = self._changes is not None and self._changes.due()
         is_broken = self._memory is not None and self._memory.is_broken
-        flags = (float(self._notice.number), float(due), float(changes), float(is_broken), self._notice.seconds)
+        flags = (float(self._notice.number), float(due), float(is_broken), self._notice.seconds)
         state = torch.tensor(flags, dtype=torch.float64)
         dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self._group)
         *seen, seconds = state.tolist()
-        number, (due, changes, is_broken) = int(seen[0]), map(bool, seen[1:])
-        return number, due, changes, is_broken, self._notice.grace - seconds
+        number, (due, is_broken) = int(seen[0]), map(bool, seen[1:])
+        return number, due, is_broken, self._notice.grace - seconds
 
 
 preemption = Preemption

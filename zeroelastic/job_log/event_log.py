@@ -23,10 +23,9 @@ EVENT_VERSION = 1
 
 _TAIL_BYTES = 1 << 16
 
-EndReason = Literal["done", "resized", "stopped", "error"]
-Tier = Literal["in-place", "memory", "node-local", "directory"]
-"""Where the state came from: the processes of the world before, the nodes' memory, their own disks, or a directory or
-store for all of them."""
+EndReason = Literal["done", "stopped", "error"]
+Tier = Literal["memory", "node-local", "directory"]
+"""Where the state came from: the nodes' memory, their own disks, or a directory or store for all of them."""
 
 
 class _Event(BaseModel):
@@ -45,8 +44,7 @@ class StartEvent(_Event):
     """The job began, or began again, at some world size: the engine is built, nothing is loaded.
 
     ``process_seconds`` is the age of rank 0's process at this moment, ``import_seconds`` how long ago its imports were
-    done; ``job`` and ``restart`` are torchrun's run id and restart count, None without torchrun. ``in_place``: in the
-    processes of the world before, of which both times then begin with the new process groups; None in older logs.
+    done; ``job`` and ``restart`` are torchrun's run id and restart count, None without torchrun.
     """
 
     event: Literal["start"] = "start"
@@ -58,16 +56,14 @@ class StartEvent(_Event):
     restart: int | None
     process_seconds: float
     import_seconds: float
-    in_place: bool | None = None
 
 
 class ResumeEvent(_Event):
     """Where the state of a start came from. ``seconds`` includes ``load_seconds``.
 
-    ``tag`` is the checkpoint that ``resume`` loaded; None for a fresh start, and for state that came from the world
-    before. ``lost_steps``: logged steps beyond ``step``, which are trained again; None without an earlier start.
-    ``tier`` says where the state was; None for a fresh start, and in older logs. ``moved_bytes``: what went from
-    process to process of the world before; None where the state came from a checkpoint.
+    ``tag`` is the checkpoint that ``resume`` loaded, None for a fresh start. ``lost_steps``: logged steps beyond
+    ``step``, which are trained again; None without an earlier start. ``tier`` says where the state was; None for a
+    fresh start, and in older logs.
     """
 
     event: Literal["resume"] = "resume"
@@ -80,12 +76,11 @@ class ResumeEvent(_Event):
     passed_over: int
     lost_steps: int | None
     tier: Tier | None = None
-    moved_bytes: int | None = None
 
     @property
     def fresh(self) -> bool:
         """Whether the run began here."""
-        return self.tag is None and self.tier is None
+        return self.tag is None
 
 
 class StepEvent(_Event):
@@ -127,8 +122,7 @@ class MemoryEvent(_Event):
 
 
 class EndEvent(_Event):
-    """A rank ended: its work done, for a world of another size in the same processes, stopped on request, or by an
-    error, which the first rank of any node writes.
+    """A rank ended: its work done, stopped on request, or by an error, which the first rank of any node writes.
 
     ``step`` is None where the rank had not resumed yet.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,7 +27,6 @@ from zeroelastic.job_log.event_log import (
 )
 
 E = TypeVar("E")
-How = Literal["cold", "in place"]
 
 PHASES = ("noticing", "rendezvous", "imports", "engine", "load", "first_step")
 """The phases of a restart, in their order: fields of a ``Restart``."""
@@ -39,10 +38,8 @@ class Restart(BaseModel):
     ``since_kill``: whether the log has the kill; otherwise the time counts from the last line of the previous start.
     ``noticing`` is the time until a surviving rank failed, None where none logged it (then it is in ``rendezvous``);
     ``rendezvous`` until rank 0's new process began; ``imports`` until it had imported zeroelastic.elastic; ``engine``
-    until ``resume`` was called; ``load`` is all of ``resume``, zeroelastic's part; ``first_step`` the rest. In place no
-    process begins: ``rendezvous`` lasts until the new process groups are there, and ``imports`` is 0. Where the change
-    was announced, ``noticing`` is the time in which the job still trained. ``our_share`` is ``load`` as a share of
-    ``total``, 0 to 1.
+    until ``resume`` was called; ``load`` is all of ``resume``, zeroelastic's part; ``first_step`` the rest.
+    ``our_share`` is ``load`` as a share of ``total``, 0 to 1.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -95,11 +92,6 @@ class Incarnation:
     def error(self) -> str | None:
         """The first error in its end events."""
         return next((end.error for end in self.ends if end.error), None)
-
-    @property
-    def how(self) -> How | None:
-        """How its workers began: in new processes, or in the processes of the start before; None in older logs."""
-        return None if self.start.in_place is None else "in place" if self.start.in_place else "cold"
 
 
 @dataclass(frozen=True, slots=True)

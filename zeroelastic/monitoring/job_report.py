@@ -25,10 +25,8 @@ class Start(Part):
     nodes: int
     host: str
     restart_count: int | None
-    in_place: bool | None
     tag: str | None
     tier: Tier | None
-    moved_bytes: int | None
     resumed_at: int | None
     proved: bool | None
     last_step: int | None
@@ -83,10 +81,8 @@ def _start(one: timeline.Incarnation, most: int) -> Start:
         nodes=one.start.num_nodes,
         host=one.start.host,
         restart_count=one.start.restart,
-        in_place=one.start.in_place,
         tag=None if resume is None else resume.tag,
         tier=None if resume is None else resume.tier,
-        moved_bytes=None if resume is None else resume.moved_bytes,
         resumed_at=None if resume is None else resume.step,
         proved=None if resume is None else resume.proved,
         last_step=one.steps[-1].step if one.steps else None,

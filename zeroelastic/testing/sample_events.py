@@ -47,7 +47,7 @@ def _write_start(
     run, now = f"start{number}", began
     start = StartEvent(
         **_when(now, run), world_size=world_size, num_nodes=world_size, host=f"node{number}", pid=4000 + number,
-        job="sample", restart=number, process_seconds=5.2, import_seconds=1.4, in_place=False,
+        job="sample", restart=number, process_seconds=5.2, import_seconds=1.4,
     )  # fmt: skip
     append(path, start)
     now += 0.3

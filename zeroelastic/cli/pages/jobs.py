@@ -145,7 +145,6 @@ def timeline_view(job: Timeline) -> dict[str, object]:
         "sentence": _timeline_answer(job, last - job.began, restarts),
         "began": began,
         "seconds": last - job.began,
-        "in_place": sum(bool(start.in_place) for start in job.starts),
         "sizes": f"{min(sizes):,}" if len(sizes) == 1 else f"{min(sizes):,} to {max(sizes):,}",
         "last_step": next((start.last_step for start in reversed(job.starts) if start.last_step is not None), None),
         "spent": sum(one.total for one in restarts),
@@ -193,8 +192,7 @@ def _reached(job: Timeline, number: int) -> int | None:
 def _start_strip(job: Timeline, number: int, last: float) -> Strip:
     start = job.starts[number]
     began, ended = start.time - job.began, start.ended - job.began
-    how = ", in place" if start.in_place else ""
-    name = f"start {number + 1}, {counted(start.world_size, 'rank')}{how}"
+    name = f"start {number + 1}, {counted(start.world_size, 'rank')}"
     first = start.points[0].time - job.began if start.points else ended
     if start.restart is not None:
         begin = max(first - start.restart.total, 0.0)
@@ -246,8 +244,7 @@ def _phases(job: Timeline) -> Chart | None:
                 tip = f"start {number}, {name}: {seconds:.2f} s of {restart.total:.2f} s"
                 pieces.append(Piece(place, place + seconds, style, tip))
             place += seconds
-        how = ", in place" if start.in_place else ""
-        rows.append(Strip(f"{number}: {counted(start.world_size, 'rank')}{how}", pieces))
+        rows.append(Strip(f"{number}: {counted(start.world_size, 'rank')}", pieces))
     most = max(restart.total for *_, restart in drawn)
     legend = [(style, name) for _, name, style in _PHASES]
     notes = [f"The last {len(drawn)} of {len(found):,} restarts."] if len(drawn) < len(found) else []
@@ -259,7 +256,6 @@ def _restarts(job: Timeline) -> Table | None:
         (
             str(number),
             start.world_size,
-            _processes(start),
             *(None if (spent := getattr(restart, field)) is None else f"{spent:.2f}" for field, *_ in _PHASES),
             f"{restart.total:.2f}",
             f"{restart.our_share:.1%}",
@@ -267,7 +263,7 @@ def _restarts(job: Timeline) -> Table | None:
         for number, start, restart in _restarted(job)
     ]
     phases = {field.replace("_", " "): "right" for field, *_ in _PHASES}
-    before = {"start": "right", "ranks": "right", "processes": ""}
+    before = {"start": "right", "ranks": "right"}
     return table({**before, **phases, "total": "right", "share of load": "right"}, rows)
 
 
@@ -293,11 +289,6 @@ def _end(start: Start, *, is_last: bool) -> str:
     return f"{start.end}: {start.error}" if start.error else start.end
 
 
-def _processes(start: Start) -> str:
-    """The processes that its ranks run in."""
-    return "as before" if start.in_place else "new"
-
-
 def _starts(job: Timeline) -> Table | None:
     rows = [
         (
@@ -306,8 +297,7 @@ def _starts(job: Timeline) -> Table | None:
             start.world_size,
             start.nodes,
             start.host,
-            _processes(start),
-            "new" if start.tag is None and start.tier is None else f"step {start.resumed_at}",
+            "new" if start.tag is None else f"step {start.resumed_at}",
             start.tier,
             start.last_step,
             start.lost_steps,
@@ -317,6 +307,6 @@ def _starts(job: Timeline) -> Table | None:
         for number, start in enumerate(job.starts, start=1)
     ]
     columns = dict.fromkeys(("start", "after", "ranks", "nodes"), "right")
-    columns |= dict.fromkeys(("host", "processes", "from", "tier"), "")
+    columns |= dict.fromkeys(("host", "from", "tier"), "")
     columns |= dict.fromkeys(("to step", "lost before it", "saves"), "right")
     return table({**columns, "ended": ""}, rows)

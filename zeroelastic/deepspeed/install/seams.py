@@ -5,8 +5,6 @@ anything else: ``DeepSpeedEngine._configure_zero_optimizer``, ``_configure_bf16_
 ``load_checkpoint``, ``_get_all_ckpt_names``, and ``DeepSpeedZeroOptimizer_Stage3.state_dict``, ``load_state_dict``; and
 for saves that go on after they returned ``DeepSpeedEngine._commit_decoupled_checkpoint``, ``save_16bit_model``,
 ``destroy`` and ``__del__``. Every wrapper passes anything that is not ours (``live.kinds``) to the original untouched.
-For jobs that change size in place, which form their groups otherwise and compare what their ranks build, also
-``TorchBackend.init_process_group``, ``DeepSpeedEngine.__init__``, and ``Init.__init__`` and ``_post_init_method``.
 """
 
 from __future__ import annotations
@@ -61,7 +59,6 @@ _LOAD = "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler
 SEAMS = (
     *_seams(
         _ENGINE,
-        "__init__ model optimizer model_parameters config_class",
         "_configure_zero_optimizer optimizer",
         "_configure_bf16_optimizer optimizer",
         "save_checkpoint save_dir tag client_state save_latest exclude_frozen_parameters",
@@ -73,12 +70,6 @@ SEAMS = (
         "__del__",
     ),
     *_seams(_STAGE3, "state_dict", "load_state_dict state_dict_list load_optimizer_states load_from_fp32_weights"),
-    *_seams("deepspeed.comm.torch.TorchBackend", "init_process_group"),
-    *_seams(
-        "deepspeed.runtime.zero.partition_parameters.Init",
-        "__init__ module config_dict_or_path config enabled",
-        "_post_init_method module",
-    ),
 )
 
 USED = (

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from _zeroelastic_hook import VARIABLE, is_active
 from zeroelastic._version import __version__
-from zeroelastic.deepspeed.agreement import compare_module, compared
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, saves_elastic
 from zeroelastic.deepspeed.engine_state import engine_of, lineage_of, link, state_of
 from zeroelastic.deepspeed.install.seams import wrap_frameworks
@@ -38,7 +37,6 @@ from zeroelastic.deepspeed.storage_rules import refuse_unwritable
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import announce, require_partners
 from zeroelastic.errors import counted, with_remedy
-from zeroelastic.in_place import refuse_outside_of_worlds
 
 logger = logging.getLogger(__name__)
 
@@ -52,23 +50,10 @@ def loading_strictly(engine: Engine, strict: bool) -> Iterator[None]:
         yield
 
 
-def __init__(original: Method, self: Any, *args: Any, **kwargs: Any) -> None:
-    """DeepSpeed's own, of an engine or ``zero.Init``; the ranks of a new world compare what they build before."""
-    with compared(original, self, *args, **kwargs):
-        original(self, *args, **kwargs)
-
-
-def _post_init_method(original: Method, self: Any, module: Any) -> None:
-    """DeepSpeed's own, which partitions a module in ``zero.Init``; the ranks of a new world compare it before."""
-    compare_module(module)
-    original(self, module)
-
-
 def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) -> Any:
     """Validate our options and refuse what elastic saving cannot cover, while the engine is being built."""
     if not self.zero_optimization():  # pipelines with a BF16_Optimizer
         return original(self, optimizer)
-    refuse_outside_of_worlds()
     announce()
     made = original(self, optimizer)
     link(made, self)
@@ -162,18 +147,10 @@ def destroy(original: Method, self: Engine) -> None:
 
 def __del__(original: Method, self: Engine) -> None:
     """DeepSpeed's own, which calls ``destroy``: a pending save is dropped before, because no other rank is here."""
-    if not vars(self):  # it was refused before anything was built
-        return
     try:
         drop_pending(self)
     finally:
         original(self)
-
-
-def init_process_group(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """DeepSpeed's own, except in a job that changes size in place and outside of its worlds."""
-    refuse_outside_of_worlds()
-    return original(self, *args, **kwargs)
 
 
 @with_remedy()

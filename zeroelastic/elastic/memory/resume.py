@@ -28,7 +28,6 @@ from zeroelastic.deepspeed.live.kinds import kind_of, trained_params
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
 from zeroelastic.elastic.memory.place import MemoryNote, Place, RunPlace, lacking
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, finding, printable, rank_list
-from zeroelastic.in_place import VARIABLE as IN_PLACE
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.order import Tag
 
@@ -251,7 +250,7 @@ def _wait_for_late_nodes() -> None:
     Where nodes that were late wait at the rendezvous, torchrun ends all workers and starts them with those. Without a
     torchrun that starts workers again, there is nothing to wait for.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or IN_PLACE in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     if dist.get_rank() == 0:
         logger.warning("waiting %.0f s for nodes that may be late: they may have what was lost", _LATE_NODES_S)
