@@ -70,7 +70,6 @@ PHASES: Mapping[str, Sequence[str]] = {
     "the commit record": (
         "zeroelastic.deepspeed.save.directory:Directory._write_record",
         "zeroelastic.deepspeed.node_local.visibility:read_record",
-        "zeroelastic.deepspeed.node_local.visibility:read_record_by_range",
     ),
     "the tag and latest": (
         "zeroelastic.deepspeed.save.directory:Directory._publish",

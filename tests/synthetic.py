@@ -10,8 +10,8 @@ the arithmetic of zeroelastic.core.layout. Padding is NaN or 255, so that whoeve
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +29,8 @@ from zeroelastic.checkpoint.commit_record import (
     Versions,
     record_text,
 )
-from zeroelastic.checkpoint.file_table import FileRow, names_of_json, row_text
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.param_table import param_records, params_digest, record_checksum
+from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.core.digest import ParamContent, ScalarValue, content_root, digest_range, stream_seed
 from zeroelastic.core.layout import Param, pack_sub_groups
 from zeroelastic.io.paths import FilePath
@@ -281,14 +280,11 @@ def write_history(root: Path, commits: Sequence[tuple[str, int, str | None]]) ->
 
 
 def sealed(record: str) -> str:
-    """The text of an edited commit record with the checks of its rows and the checksum of what it says now."""
-    data = json.loads(record)
-    names = names_of_json([(entry["name"], entry.get("ranks")) for entry in data["files"]])
-    for name, row in zip(names, data["file_rows"], strict=False):
-        size, directory, _ = row.split()
-        stated = FileRow(int(size), directory if directory.strip("-") else None)
-        record = record.replace(row, row_text(data["save_id"], name, stated))
-    return record.replace(data["checksum"], record_checksum(data))
+    """The text of an edited commit record with the checksum of what it says now."""
+    rest = re.sub(r',\s*"checksum"\s*:\s*"[^"]*"', "", record).rstrip()
+    assert rest.endswith("}")
+    body = rest[:-1].rstrip()
+    return f'{body},\n "checksum": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
 def believe_sizes(tag_dir: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN, ROOT
 from saved_files import record_of
-from synthetic import edit, edit_optim, model_name, optim_name, write_checkpoint
+from synthetic import edit, edit_optim, model_name, optim_name, sealed, write_checkpoint
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.errors import CheckpointError, NewerFormatError, UnreadableError, UsageError
@@ -106,7 +106,7 @@ def test_any_names_and_any_headers_are_ordered_by_step(tmp_path_factory, data):
         save(root / name, step, record=record, format=format, world_size=1)
         record_path = root / name / RECORD_NAME
         if record and data.draw(st.booleans()):  # the same record, laid out by somebody else
-            record_path.write_text(json.dumps(json.loads(record_path.read_text()), sort_keys=True))
+            record_path.write_text(sealed(json.dumps(json.loads(record_path.read_text()), indent=4)))
     tags = list_run(root).tags
     assert [(tag.step, tag.name) for tag in tags] == sorted(zip(steps, names, strict=True), reverse=True)
     assert find_newest(tags, check_quickly) == (tags[0], ())

@@ -9,7 +9,7 @@
     topology          how ranks are grouped, and which slices of tensors they have, by DeepSpeed's maps
     saved_layout      the layout over all ranks of a save with slices; ``expert_files`` for frozen experts
     commit_record     ``zeroelastic.json``: sizes, digests and the content root
-    param_table       the parameters in it; ``file_table`` the files
+    param_table       the parameters in it
     saved_state       all ranks' optimizer files as one state
     shared_files      files beside the tags that lean tags share; ``shared_weights`` says what a tag takes from them,
                       ``shared_check`` whether that is there

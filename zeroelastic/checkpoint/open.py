@@ -15,7 +15,6 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read
 from zeroelastic.checkpoint.contradictions import OVERWRITTEN, check_frozen, other_directory, other_save, other_stage
 from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
-from zeroelastic.checkpoint.file_table import FileNames, FileSizes
 from zeroelastic.checkpoint.marks import refuse_unfinished
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.one_save import pin
@@ -52,11 +51,10 @@ _ON_NO_NODE = "The nodes that hold it have to take part, or use an older tag."
 class Listing:
     """What the ranks of a job found in a tag directory together: the ``names`` of its files, and its ``record``.
 
-    ``sizes`` are those of the files that this rank has looked at for all: where many ranks share the work, few of them,
-    and ``names`` are patterns. ``world_size`` is what headers say where
-    there is no record, if that is known. ``over_nodes``: the ranks see different directories, and this is what any of
-    them sees; ``remote_files`` are the files that only other ranks see. ``record_bytes`` is what this rank read of the
-    record.
+    ``sizes`` are those of the files that this rank has looked at for all: where many ranks share the work, few of them.
+    ``world_size`` is what headers say where there is no record, if that is known. ``over_nodes``: the ranks see
+    different directories, and this is what any of them sees; ``remote_files`` are the files that only other ranks see.
+    ``record_bytes`` is what this rank read of the record.
     """
 
     names: Collection[str]
@@ -300,9 +298,7 @@ class Checkpoint:
     def header_bytes(self) -> int:
         """Bytes read so far for headers, scalars and the commit record."""
         shards = sum(shard.header_bytes for shard in self._shards.values())
-        files = self.record.files if self.record is not None else None
-        rows = files.rows.bytes_read if isinstance(files, FileSizes) else 0
-        return shards + sum(model.header_bytes for model in self._models.values()) + self.record_bytes + rows
+        return shards + sum(model.header_bytes for model in self._models.values()) + self.record_bytes
 
     @property
     def opened(self) -> tuple[FilePath, ...]:
@@ -572,8 +568,7 @@ def rank_files(
 def check_sizes(tag_dir: FilePath, names: Collection[str], sizes: Mapping[str, int], record: CommitRecord) -> None:
     """Raise CheckpointError unless all files of the record are there, with its sizes where these are known."""
     want = record.files
-    all_there = isinstance(want, FileSizes) and isinstance(names, FileNames) and want.rows.names <= names
-    missing = [] if all_there else [name for name in want if name not in names]
+    missing = [name for name in want if name not in names]
     other = [name for name, size in sizes.items() if name in want and size != want[name]]
     wrong = [
         f"{name} has {sizes[name]} bytes, not {want[name]}" if name in sizes else f"{name} is missing"

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.marks import read_mark
 from zeroelastic.checkpoint.model_states import trained_tables
 from zeroelastic.checkpoint.one_save import was_saved_again
@@ -54,8 +54,6 @@ from zeroelastic.runs.tag_directory import MAX_LOOKS, open_tag
 from zeroelastic.torch_file.header import read_torch_file
 
 _THREADS = 16
-_END_OF_TIME = float(1 << 40)
-_IDS = ("save_id", "parent", "run", "trained_params")
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,22 +331,23 @@ def _tag_in_folder(root: FilePath, name: str) -> Tag | None:
 def _from_record(tag_dir: FilePath, name: str, opened: FilePath) -> Tag:
     """A tag, from its commit record."""
     path = opened / RECORD_NAME
-    head = read_head(path)
-    step, committed_at = head.get("global_steps"), head.get("committed_at")
-    if type(step) is not int:
-        raise CheckpointError(f"{path}: states no step.")
+    record = read_record(opened)
+    if record is None:
+        raise MissingFileError(f"{path}: no such file.")
     changed = _modified(path)
-    dated = type(committed_at) is float and 0 < committed_at < _END_OF_TIME
     return Tag(
         name,
         tag_dir,
         tag_dir,
-        step,
+        record.global_steps,
         "record",
-        committed_at if dated else changed,  # type: ignore[arg-type]
+        record.committed_at or changed,
         changed,
-        dated,
-        *(value if isinstance(value := head.get(key), str) else None for key in _IDS),
+        record.committed_at is not None,
+        record.save_id,
+        record.parent,
+        record.run,
+        record.trained_params,
     )
 
 

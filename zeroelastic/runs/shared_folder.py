@@ -15,16 +15,16 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroelastic.checkpoint.commit_record import read_record_by_range
+from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.shared_files import SHARED_NAME, SharedFile
 from zeroelastic.checkpoint.shared_weights import shared_weights_of
 from zeroelastic.checkpoint.tag_files import is_universal, parse_rank_file
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, shown
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
 from zeroelastic.io.atomic import rename_new, sync_directory
 from zeroelastic.io.paths import FilePath, relative_name
 from zeroelastic.io.storage import file_names
@@ -111,20 +111,8 @@ def shared_files_of(tag_dir: FilePath) -> tuple[SharedFile, ...]:
     return read_tag(tag_dir, _shared_files_of)
 
 
-def shared_of_head(head: Mapping[str, object], path: FilePath) -> tuple[SharedFile, ...]:
-    """The shared files that the first lines of the commit record ``path`` state (``read_head``).
-
-    Raises CheckpointError for something that no save has written.
-    """
-    stated = head.get("shared", [])
-    try:
-        return tuple(map(SharedFile.model_validate, stated if isinstance(stated, list) else [stated]))
-    except ValueError:
-        raise CheckpointError(f"{path}: shared is {shown(stated)}. The commit record is damaged.") from None
-
-
 def _shared_files_of(tag_dir: FilePath) -> tuple[SharedFile, ...]:
-    record, _ = read_record_by_range(tag_dir)
+    record = read_record(tag_dir)
     if record is not None:
         return record.shared
     files = {name: file for name in file_names(tag_dir) if (file := parse_rank_file(name)) is not None}

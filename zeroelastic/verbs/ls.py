@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from zeroelastic.checkpoint.checker import is_stage_0
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
+from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.marks import read_mark
 from zeroelastic.checkpoint.shared_files import SharedFile, check_shared_files
 from zeroelastic.checkpoint.tag_files import TagListing, list_tag
@@ -20,7 +20,7 @@ from zeroelastic.io.storage import file_size
 from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.names import named_latest
 from zeroelastic.runs.order import Tag, runs_of
-from zeroelastic.runs.shared_folder import name_from, open_shared, shared_of_head
+from zeroelastic.runs.shared_folder import name_from, open_shared
 from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.verbs.options import IN_A_STORE
 from zeroelastic.verbs.report import Part, Report
@@ -149,9 +149,9 @@ def _describe(tag: Tag, latest: str | None, run: int | None, size_of: SizeOf) ->
     try:
         listing = list_tag(tag.tag_dir)
         nbytes = sum(listing.sizes.values())
-        head = read_head(listing.directory / RECORD_NAME) if RECORD_NAME in listing.sizes else {}
-        world_size, stage = _world_size(head, listing), _stage(listing)
-        shared = shared_of_head(head, listing.directory / RECORD_NAME)
+        record = read_record(listing.directory)
+        world_size = listing.num_ranks if record is None else record.world_size
+        stage, shared = _stage(listing), () if record is None else record.shared
         mark = read_mark(tag.tag_dir)
         if mark is not None:
             status, why = "quarantined", mark.sentence
@@ -160,7 +160,7 @@ def _describe(tag: Tag, latest: str | None, run: int | None, size_of: SizeOf) ->
         elif tag.unfinished is not None or (listing.missing(world_size)[0] and not is_stage_0(listing)):
             status = "incomplete"
         else:
-            status = "committed" if RECORD_NAME in listing.sizes else "no record"
+            status = "no record" if record is None else "committed"
             try:
                 check_shared_files(
                     [file for file in shared if size_of(file.at(tag.tag_dir)) != file.nbytes], tag.tag_dir
@@ -185,12 +185,6 @@ def _describe(tag: Tag, latest: str | None, run: int | None, size_of: SizeOf) ->
         run=run,
     )
     return info, shared
-
-
-def _world_size(head: Mapping[str, object], listing: TagListing) -> int:
-    """The ranks that the commit record states, or else those that have files."""
-    stated = head.get("world_size")
-    return stated if type(stated) is int else listing.num_ranks
 
 
 def _stage(listing: TagListing) -> int | None:

@@ -91,11 +91,11 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Damage:
 
 def _zero_digest(content: dict[str, Any]) -> None:
     rows = content["params"][-1]["rows"]
-    rows[-1] = "0" * 16 + rows[-1][16:]
+    rows[-1][2][0] = "0" * 16
 
 
 def _zero_size(content: dict[str, Any]) -> None:
-    content["file_rows"][0] = "0".rjust(19) + content["file_rows"][0][19:]
+    content["files"][next(iter(content["files"]))] = 0
 
 
 MISSING, DAMAGED, ANY = "MissingFileError", "CheckpointError", "CheckpointError, MissingFileError"

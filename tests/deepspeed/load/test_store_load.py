@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from saved_files import flip
 from saves import Saver, check_resumed, save_once
 from training import Job, attempt, build_engine, look, resume
 
-from zeroelastic.checkpoint.file_table import ROW_BYTES
-from zeroelastic.deepspeed.node_local import visibility
 from zeroelastic.elastic.resume import resume as elastic_resume
 from zeroelastic.testing import RankPool
 
@@ -102,32 +99,6 @@ def test_all_ranks_together_ask_for_each_byte_once(
     assert sum(count for path, count in per_file.items() if path.endswith("zeroelastic.json")) <= 2
 
 
-def by_range(load: Any, job: Job, url: str) -> Any:
-    """A load, whose ranks are not sent the rows of the record, as of thousands of files."""
-    with mock.patch.object(visibility, "_ROWS_SENT", 0):
-        return load(job, url)
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        pytest.param(Job(), id="stage 3"),
-        pytest.param(Job(elastic=False, installed=False), id="no record", marks=pytest.mark.extended),
-    ],
-)
-def test_ranks_read_the_rows_of_their_files(rank_pool: RankPool, saved: Saver, calm: S3Server, job: Job) -> None:
-    checkpoint = saved(job, 4)
-    url = calm.upload(Path(checkpoint.directory), f"rows-{Path(checkpoint.directory).name}")
-    outcomes = rank_pool.run(by_range, 3, resume, job.other(installed=True), url)
-    check_resumed(checkpoint, outcomes, job)
-    record = checkpoint.tag_dir / "zeroelastic.json"
-    asked = [request for request in calm.payload_requests() if request.path.endswith(record.name)]
-    if record.exists():
-        rows = [request for request in asked if request.nbytes < 32 * ROW_BYTES]
-        assert len(rows) == 1 + 3, "rank 0 reads all of them for the comparison of sizes, each rank those of its files"
-        assert len(asked) <= len(rows) + 2 + 1, "its beginning and the rest, and which save it is at the end"
-
-
 def test_rank_0_compares_the_sizes_of_all_files(
     rank_pool: RankPool, saved: Saver, calm: S3Server, tmp_path: Path
 ) -> None:
@@ -136,7 +107,7 @@ def test_rank_0_compares_the_sizes_of_all_files(
     (file,) = (tmp_path / "cut" / checkpoint.tag_dir.name).glob("*rank_3_*_optim_states.pt")
     file.write_bytes(file.read_bytes()[:-1])
     url = calm.upload(tmp_path / "cut", "cut")
-    for kind, text in rank_pool.run(by_range, 3, attempt, Job().other(), url):
+    for kind, text in rank_pool.run(attempt, 3, Job().other(), url):
         assert kind == "CheckpointError" and f"contradicts its commit record: {file.name} has" in text
 
 

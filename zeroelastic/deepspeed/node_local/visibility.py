@@ -22,25 +22,15 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.commit_record import (
-    RECORD_NAME,
-    CommitRecord,
-    read_record,
-    read_record_by_range,
-    with_rows_at,
-)
-from zeroelastic.checkpoint.file_table import FileNames, FileSizes
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.marks import refuse_unfinished
 from zeroelastic.checkpoint.model_states import open_model_states
-from zeroelastic.checkpoint.open import Listing, check_sizes, rank_files
+from zeroelastic.checkpoint.open import Listing, rank_files
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, TensorParallel, is_rank_file, parse_rank_file
 from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, rank_list
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_names, file_size, file_sizes
-
-_ROWS_SENT = 4096
-"""Up to so many files of a store, their rows are sent to the ranks: less than a request of each rank takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +41,8 @@ class FileVisibility:
     ``readers_of`` and the record are of the file that this rank takes. ``readers_of`` has the files of one save: those
     of its record, or all of them without a record. ``listing`` is what ``open_checkpoint`` needs to know of files that
     are not all seen here. ``partial_ranks`` are the ranks that do not see all files. ``in_store``: the files are behind
-    a URL, where every rank can read all of them; then ``readers_of`` says who reads a header for all, and ``sizes`` of
-    many files are read from the record as they are asked for. ``shared`` says where the shared files of a lean tag are,
-    by name, which are among ``readers_of``.
+    a URL, where every rank can read all of them; then ``readers_of`` says who reads a header for all. ``shared``
+    says where the shared files of a lean tag are, by name, which are among ``readers_of``.
     """
 
     tag_dir: FilePath
@@ -134,8 +123,8 @@ def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> Listing | FileVi
     """What a tag directory has that all ranks see alike, or else which rank sees which file. Collective.
 
     Of the ranks that see one directory, the first lists it and sends the others what it found: on a file system that
-    all ranks share, one rank lists the names and reads the record but for its rows of files; ``stat_assigned_files``
-    is for the rest. ``tp`` is this rank's place in tensor parallelism.
+    all ranks share, one rank lists the names and reads the record; ``stat_assigned_files`` is for the sizes. ``tp`` is
+    this rank's place in tensor parallelism.
 
     Raises CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where no
     rank sees any. Files that no rank sees are left to ``open_checkpoint`` to name.
@@ -217,64 +206,46 @@ def _look(tag_dir: Path) -> tuple[CommitRecord | None, _Node]:
 def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
     """A directory behind a URL: rank 0 lists it and reads the record; each header is read by one rank. Collective.
 
-    A saved rank's files are read by the rank of its number, which needs them itself in most resumes. Of many files the
-    ranks are sent the patterns of their names, not their rows in the record: rank 0 compares the sizes of all with
-    these, and each rank reads those of the headers that it reads.
+    A saved rank's files are read by the rank of its number, which needs them itself in most resumes.
     """
 
     def look() -> Listing:
         sizes = file_sizes(tag_dir)
-        record, nbytes = None, 0
-        if RECORD_NAME in sizes and len(sizes) > _ROWS_SENT:
-            record, nbytes = read_record_by_range(tag_dir)
-        elif RECORD_NAME in sizes:
-            record, nbytes = read_record(tag_dir), sizes[RECORD_NAME]
+        record = read_record(tag_dir) if RECORD_NAME in sizes else None
         refuse_unfinished(tag_dir, sizes)
-        if record is None:
-            rank_files(tag_dir, sizes)  # raises the error for what is no checkpoint of ranks
-            world_size = _stated_world_size(tag_dir, sizes, tp)
-            if world_size is None:
-                raise MissingFileError(f"{tag_dir}: has no *_model_states.pt. It is incomplete.")
-            return Listing(sizes, sizes, None, world_size)
-        if not isinstance(record.files, FileSizes):
-            return Listing(sizes, sizes, record, record.world_size, record_bytes=nbytes)
-        rows = record.files.rows
-        rows.share(0, 1)
-        check_sizes(tag_dir, sizes, sizes, record)
-        nbytes += rows.bytes_read
-        return Listing(FileNames.of(sizes), {}, with_rows_at(record, None), record.world_size, record_bytes=nbytes)
+        if record is not None:
+            return Listing(sizes, sizes, record, record.world_size, record_bytes=sizes[RECORD_NAME])
+        rank_files(tag_dir, sizes)  # raises the error for what is no checkpoint of ranks
+        world_size = _stated_world_size(tag_dir, sizes, tp)
+        if world_size is None:
+            raise MissingFileError(f"{tag_dir}: has no *_model_states.pt. It is incomplete.")
+        return Listing(sizes, sizes, None, world_size)
 
     found, rank, num_ranks = broadcast_or_raise(look), dist.get_rank(), dist.get_world_size()
-    record = None if found.record is None else with_rows_at(found.record, tag_dir)
-    sizes = found.sizes
-    if record is not None and not sizes:  # the record has all files as they are
-        sizes = record.files
     files = {name: file for name in found.names if (file := parse_rank_file(name)) is not None}
     tensor_size = max((file.tp_rank + 1 for file in files.values()), default=1)
     readers = {name: ((file.rank * tensor_size + file.tp_rank) % num_ranks,) for name, file in files.items()}
     listing = replace(
         found,
-        record=record,
         remote_files=frozenset(name for name, ranks in readers.items() if rank not in ranks),
         record_bytes=found.record_bytes if rank == 0 else 0,
     )
-    return FileVisibility(tag_dir, rank, sizes, readers, listing, in_store=True)
+    return FileVisibility(tag_dir, rank, found.sizes, readers, listing, in_store=True)
 
 
 def _list_together(tag_dir: Path) -> Listing:
     """A directory that all ranks see: rank 0 lists it and reads the record. Collective."""
 
-    def read() -> tuple[FileNames, CommitRecord | None, int]:
+    def look() -> Listing:
         try:
-            names = FileNames.of(file_names(tag_dir))
+            names = file_names(tag_dir)
         except MissingFileError:
-            names = FileNames.of(())
-        record, nbytes = read_record_by_range(tag_dir) if RECORD_NAME in names else (None, 0)
-        return names, None if record is None else with_rows_at(record, None), nbytes
+            names = frozenset()
+        record = read_record(tag_dir) if RECORD_NAME in names else None
+        return Listing(names, {}, record, record_bytes=file_size(tag_dir / RECORD_NAME) or 0)
 
-    names, record, nbytes = broadcast_or_raise(read)
-    record = None if record is None else with_rows_at(record, tag_dir)
-    return Listing(names, {}, record, record_bytes=nbytes if dist.get_rank() == 0 else 0)
+    found = broadcast_or_raise(look)
+    return found if dist.get_rank() == 0 else replace(found, record_bytes=0)
 
 
 def stat_assigned_files(tag_dir: FilePath, listing: Listing) -> Listing:
@@ -282,8 +253,7 @@ def stat_assigned_files(tag_dir: FilePath, listing: Listing) -> Listing:
     if listing.record is None or listing.sizes:
         return listing
     rank, num_ranks, files = dist.get_rank(), dist.get_world_size(), listing.record.files
-    share = files.rows.share(rank, num_ranks) if isinstance(files, FileSizes) else sorted(files)[rank::num_ranks]
-    sizes = {name: file_size(tag_dir / name) for name in share}
+    sizes = {name: file_size(tag_dir / name) for name in sorted(files)[rank::num_ranks]}
     return replace(listing, sizes={name: size for name, size in sizes.items() if size is not None})
 
 

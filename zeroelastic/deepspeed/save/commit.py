@@ -21,12 +21,11 @@ import torch.distributed as dist
 
 from zeroelastic._version import __version__
 from zeroelastic.checkpoint.commit_record import (
-    RECORD_NAME,
     RECORD_VERSION,
     CheckpointFormat,
     CommitRecord,
     Versions,
-    read_head,
+    read_record,
 )
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
@@ -76,14 +75,15 @@ def refuse_out_of_date(
     own, now = int(save_id[:16], 16), time.time() * 1e6
     for place in dict.fromkeys([tag_dir, tag_dir if latest is None else directory_of(run_dir, latest)]):
         try:
-            head = read_head(place / RECORD_NAME)
-            other, at = str(head["save_id"]), 1e6 * float(str(head["committed_at"]))
-            made = int(other[:16], 16)
-        except (CheckpointError, UnreadableError, KeyError, ValueError):  # none, damaged, or without a time
+            record = read_record(place)
+        except (CheckpointError, UnreadableError):
             continue
-        if head.get("run") != lineage.run or is_of_this_process(other) or not made < at <= now:
+        if record is None or record.run != lineage.run or is_of_this_process(record.save_id):
             continue
-        what = f"{printable(str(place))} (step {head.get('global_steps')})"
+        made, at = int(record.save_id[:16], 16), 1e6 * (record.committed_at or 0.0)
+        if not made < at <= now:
+            continue
+        what = f"{printable(str(place))} (step {record.global_steps})"
         if own < made:
             raise SaveError(
                 f"{tag_dir}: another job has gone on with this run, and has saved {what}. It was started after this "

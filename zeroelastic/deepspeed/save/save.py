@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_head
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.shared_weights import SharedWeights
 from zeroelastic.deepspeed.client_state import checked_client_state, saved_step
 from zeroelastic.deepspeed.engine import (
@@ -463,14 +463,13 @@ def _refuse_tag_of_another(engine: Engine, tag_dir: Path) -> None:
     problem = "is being saved by another engine" if any(save.tag_dir == tag_dir for save in unfinished()) else None
     lineage = lineage_of(engine)
     try:
-        head = read_head(tag_dir / RECORD_NAME)
-    except (CheckpointError, UnreadableError):  # there is none, or it is damaged
-        head = {}
-    save_id, run, committed_at = (head.get(key) for key in ("save_id", "run", "committed_at"))
-    is_own = save_id in lineage.saves or save_id == lineage.save_id
-    is_foreign = not is_own and (run not in (None, lineage.run) or is_of_another_engine(engine, save_id))
-    if is_foreign and isinstance(committed_at, float) and lineage.made_at < committed_at <= time.time():
-        problem = f"was saved by another engine at its step {head.get('global_steps')}, since this one was made"
+        record = read_record(tag_dir)
+    except (CheckpointError, UnreadableError):
+        record = None
+    if record is not None and record.save_id not in (*lineage.saves, lineage.save_id):
+        is_foreign = record.run not in (None, lineage.run) or is_of_another_engine(engine, record.save_id)
+        if is_foreign and lineage.made_at < (record.committed_at or 0.0) <= time.time():
+            problem = f"was saved by another engine at its step {record.global_steps}, since this one was made"
     if problem is not None:
         raise SaveError(
             f"{tag_dir}: {problem}. Nothing was written. Two engines cannot save under one tag: give each tags, or a "
