@@ -241,7 +241,7 @@ def _commands() -> Iterator[tuple[str, str]]:
 def _elastic() -> Iterator[tuple[str, str]]:
     """Of ``make demo-elastic``: the steps that were lost, and the share of ``resume`` in a restart."""
     restarts = read_result("elastic")["restarts"]
-    kills = [one for one in restarts if one["since_kill"]]
+    kills = [one for one in restarts if one["lost_steps"]]
     yield "elastic_lost", f"{sum(one['lost_steps'] for one in restarts)}"
     yield "elastic_share", f"{100 * max(one['our_share'] for one in kills):.1f}"
 

@@ -111,22 +111,6 @@ OTHERS: dict[str, list[tuple[list[str], str]]] = {
         (["memory://bucket/run", "--keep", "1"], "memory://bucket/run"),
         (["{ckpt}/global_step2", "--keep", "1"], "global_step2"),
     ],
-    "prove": [
-        (["{new}", "-n", "2", "--", "{file}"], "{new}"),
-        (["{ckpt}", "-n", "2", "--", "{new}/train.py"], "{new}/train.py"),
-        (["{ckpt}", "-n", "2", "--", "-m"], "-m"),
-        (["{ckpt}", "-n", "4", "--", "{file}"], "4 ranks"),
-        (["{ckpt}", "-n", "0", "--", "{file}"], "rank"),
-        (["{ckpt}", "-n", "2", "--time-limit", "soon", "--", "{file}"], "soon"),
-        (["{ckpt}", "-n", "2", "--time-limit", "0", "--", "{file}"], "--time-limit"),
-        (["{ckpt}", "-n", "2", "--out", "{ckpt}", "--", "{file}"], "{ckpt}"),
-        (["{ckpt}", "-n", "2"], "SCRIPT"),
-    ],
-    "timeline": [
-        (["{new}"], "{new}"),
-        (["{file}"], "{file}"),
-        (["{events}", "--plot", "{new}/x.txt"], "x.txt"),
-    ],
     "doctor": [(["{new}"], "unexpected")],
 }  # fmt: skip
 

@@ -5,54 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 
-def prove_document(*, proved: bool = True) -> dict[str, Any]:
-    """A proof from 2 to 3 ranks over 5 steps; one that is not proved differs in the third loss."""
-    first = [2.5, 2.25, 2.0, 1.9, 1.85]
-    other = [2.5, 2.2500002, 2.0000001, 1.9, 1.8500003]
-    if not proved:
-        other[2] = 2.1
-    root = "0123456789abcdef" * 4
-    sentence = "the losses agree" if proved else "the losses differ by 5.0e-02 at step 3"
-    runs = (("reference size", 2), ("reference size again", 2), ("other size", 3), ("back", 2))
-    return {
-        "schema_version": 1,
-        "ok": proved,
-        "verdict": "PROVED" if proved else "NOT PROVED",
-        "reasons": [] if proved else [sentence],
-        "checks": [
-            {"name": "state after the load", "ok": True, "sentence": "55 entries are equal bit for bit", "details": []},
-            {"name": "losses", "ok": proved, "sentence": sentence, "details": ["step 1: equal"]},
-            {"name": "samples", "ok": None, "sentence": "the script does not say which samples it saw", "details": []},
-        ],
-        "source": {
-            "path": "/scratch/run/global_step100", "format": "elastic", "world_size": 2, "step": 100, "num_files": 4,
-            "num_params": 19, "num_tensors": 55, "bytes_read": 240_000,
-        },
-        "content_roots": {
-            "recorded": root, "files": root, "loaded_at_reference_size": root, "loaded_at_other_size": root,
-            "saved_at_other_size": root, "loaded_back": None if not proved else root,
-        },
-        "steps": 5,
-        "tolerance": 1e-4,
-        "losses": {"reference size": first, "reference size again": first, "other size": other},
-        "runs": [
-            {
-                "role": role, "world_size": size, "seconds": 12.5, "finished": True, "record": f"{role}/record.json",
-                "record_sha256": root, "saves_skipped": 1, "precision": "bf16", "device": "cpu", "global_batch": 24,
-                "accumulation": 1, "samples": [None], "loads": 1, "resume_report": None,
-            }
-            for role, size in runs
-        ],
-        "script": ["train.py", "--steps", "200"],
-        "command": ["zeroelastic", "prove"],
-        "versions": {"zeroelastic": "0.1.0", "torch": "2.13.0", "deepspeed": "0.19.8"},
-        "machine": {"host": "node0", "kernel": "6.1", "cores": 8, "device": "cpu"},
-        "written": "2026-11-24 02:00:00 +0000",
-        "signed_off_by": None,
-        "digest": root,
-    }  # fmt: skip
-
-
 def inspect_document(sample: dict[str, Any], num_params: int, world_size: int) -> dict[str, Any]:
     """The document on a sample checkpoint as if it had many parameters and ranks, at stage 3."""
     of_one = sample["params"][0]

@@ -1,6 +1,6 @@
 """``python tests/report_images.py docs/assets/reports``: the pictures of docs/guides/reports.md, by Chromium.
 
-Of the checkpoints and the log that the page's commands make, in small PNGs of few colours.
+Of the checkpoints that the page's commands make, in small PNGs of few colours.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from pathlib import Path
 from browser import Browser, Page
 from commands import run_command
 from PIL import Image
-from report_documents import prove_document
 
 from zeroelastic.cli.pages import report
 from zeroelastic.testing.sample import write_sample
-from zeroelastic.testing.sample_events import write_sample_events
 
 _COLOURS = 96
 
@@ -28,7 +26,6 @@ def make_reports(root: Path) -> None:
     """The reports of docs/guides/reports.md, in this directory, which becomes the current one."""
     os.chdir(root)
     write_sample(Path("ckpt"), world_size=4)
-    write_sample_events(Path("events.jsonl"))
     write_sample(Path("damaged"), world_size=4)
     (optimizer,) = Path("damaged/global_step4").glob("*rank_2_*optim_states.pt")
     data = bytearray(optimizer.read_bytes())
@@ -41,11 +38,9 @@ def make_reports(root: Path) -> None:
         ("verify", "verify", "damaged"),
         ("plan", "plan", "ckpt", "-n", "6"),
         ("diff", "diff", "ckpt/global_step2", "ckpt"),
-        ("timeline", "timeline", "events.jsonl"),
     ):
         printed = run_command(*arguments, "--json").stdout.replace(str(root), "/scratch/run")
         Path(f"{name}.html").write_text(report(name, json.loads(printed)))
-    Path("prove.html").write_text(report("prove", prove_document()))
 
 
 def picture(page: Page, path: Path, height: int) -> None:
@@ -64,7 +59,7 @@ def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, Browser() as browser:
         make_reports(Path(folder).resolve())
-        for name in ("inspect", "verify", "plan", "diff", "prove", "timeline"):
+        for name in ("inspect", "verify", "plan", "diff"):
             page = browser.open(Path(f"{name}.html"), width=900)
             picture(page, out / f"{name}.png", 1150)
             page.close()

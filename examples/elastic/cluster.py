@@ -29,10 +29,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from judge import compare, compare_memory, last_step, read_trace, write_result, write_ways
+from judge import compare, compare_memory, last_step, read_trace, write_result
 from network import Loopback, Namespaces
-
-from zeroelastic.job_log.event_log import note_nodes
 
 HERE = Path(__file__).resolve().parent
 SCENARIO = ((6, -1), (16, -1), (26, +2), (38, -3), (48, +2))
@@ -106,7 +104,7 @@ class Cluster:
         way: Way,
     ) -> None:
         self.out, self.arguments, self.size, self.network, self.way = out, arguments, nodes, network, way
-        self.trace, self.events, self.hold = out / "trace.jsonl", out / "events.jsonl", out / "hold"
+        self.trace, self.hold = out / "trace.jsonl", out / "hold"
         self.nodes: list[Node] = []
         self.started: list[Node] = []
         self.port = free_port()
@@ -137,8 +135,6 @@ class Cluster:
                 *self.way.options,
                 "--trace",
                 str(self.trace),
-                "--events",
-                str(self.events),
             ),
             *("--hold", str(self.hold)),
         ]
@@ -160,7 +156,6 @@ class Cluster:
 
     def change(self, number: int) -> None:
         """Start this number of nodes; where it is negative, kill them: the oldest agents."""
-        note_nodes(self.events, number, "SIGKILL" if number < 0 else "started")
         for _ in range(abs(number)):
             if number > 0:
                 self.add()
@@ -309,7 +304,6 @@ def play_cut(
         job.reach(f"step {cut_at}", until, lambda: last_step(job.trace) >= cut_at)
         lost = job.nodes.pop(0)
         workers = lost.family()[1:]
-        note_nodes(job.events, -1, "link down")
         job.wait_before(steps)
         cut_time, began = time.time(), time.monotonic()
         network.cut(lost.host)
@@ -328,7 +322,6 @@ def play_cut(
             job.nodes.append(lost)
         if back is not None:
             network.mend(lost.host)
-            note_nodes(job.events, +1, "link up")
             job.arrive(size, until)
         job.hold.unlink()
         job.finish(until)
@@ -355,7 +348,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="60, or 30 where one node goes and comes back")
     parser.add_argument("--save-steps", type=int, default=5)
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for each of the two runs")
-    parser.add_argument("--results", type=Path, help="keep the result in this directory too, as JSON, Markdown and PNG")
+    parser.add_argument("--results", type=Path, help="keep the result in this directory too, as JSON and Markdown")
     args = parser.parse_args()
     shutil.rmtree(args.out, ignore_errors=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -373,19 +366,16 @@ def main() -> int:
         happened = play_cut(broken, size=3, cut_at=8, back=BACK[args.scenario], **common)
     found = {"scenario": args.scenario, **compare(whole, broken, happened, save_steps=args.save_steps)}
     places = [directory for directory in (args.out, args.results) if directory is not None]
-    names = [write_result(directory, found, broken) for directory in places]
+    names = [write_result(directory, found) for directory in places]
     print(names[0].read_text())
     problems = list(found["problems"])
     if args.scenario == "elastic":
         kept = args.out / "memory"
         play(kept, SCENARIO, way=MEMORY, **common)
         in_memory = {"scenario": "memory", **compare_memory(whole, kept)}
-        names = [write_result(directory, in_memory, kept) for directory in places]
+        names = [write_result(directory, in_memory) for directory in places]
         print(names[0].read_text())
         problems += in_memory["problems"]
-        ways = {DISK.name: found, MEMORY.name: in_memory}
-        names = [write_ways(directory, ways) for directory in places]
-        print(names[0].read_text())
     return 1 if problems else 0
 
 

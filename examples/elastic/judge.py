@@ -6,19 +6,13 @@ import json
 import os
 import platform
 import time
-from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import Any
-
-from zeroelastic.cli.jobs import draw_timeline
-from zeroelastic.job_log.event_log import read_events
-from zeroelastic.job_log.timeline import Timeline, make_timeline
 
 WEIGHT_TOLERANCE = 1e-4
 """Of final weights: at another world size gradients are summed in another order, and Adam divides small ones."""
 OUR_SHARE = 0.10
-"""Of the time from the last kill to the first step after it, the most that ``resume`` may take."""
+"""Of the time from the last step before a restart to the first after it, the most that ``resume`` may take."""
 EXPECTED = {
     "steps_while_waiting": 0,
     "agents_waiting": 2,
@@ -27,7 +21,6 @@ EXPECTED = {
     "steps_by_lost_workers": 0,
 }
 """Of what happened to a node that was lost; each scenario has some of these."""
-PHASES = ("noticing", "rendezvous", "imports", "engine", "load", "first_step")
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
@@ -116,7 +109,7 @@ def compare(whole: Path, elastic: Path, happened: dict[str, Any], *, save_steps:
         "bit_exact_resumes": all(entry["exact"] for entry in resumes if entry["tier"] is not None),
         "lost_steps": lost_steps(trace),
         "furthest_weight": furthest_weight(whole / "ckpt", elastic / "ckpt"),
-        "restarts": restarts(make_timeline(read_events([elastic / "events.jsonl"]))),
+        "restarts": restarts(trace),
     }
     found["our_largest_share"] = max((one["our_share"] for one in found["restarts"]), default=0.0)
     problems = [what for what in ("samples_as_uninterrupted", "bit_exact_resumes") if not found[what]]
@@ -139,64 +132,25 @@ def compare_memory(whole: Path, elastic: Path) -> dict[str, Any]:
     return {**found, "problems": problems}
 
 
-def write_ways(directory: Path, ways: dict[str, dict[str, Any]]) -> Path:
-    """The changes of several ways in two tables, when nodes go and when they come. Returns the path of the tables."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 2.4 + 1.1 * len(ways)), layout="constrained")
-    lines = ["# Changes of size, by where the state was", ""]
-    lines += ["Medians in seconds. Nodes go by SIGKILL, counted from the kill. Nodes come: counted from the end of the"]
-    lines += ["last step before."]
-    for axes, (title, go) in zip(figure.subplots(2, 1), (("nodes go", True), ("nodes come", False)), strict=True):
-        lines += ["", f"## {title.capitalize()}", "", *_changes(axes, ways, go=go)]
-        axes.set_title(title, loc="left")
-    axes.legend(ncols=len(PHASES), loc="upper center", bbox_to_anchor=(0.5, -0.3), frameon=False)
-    figure.savefig(directory / "elastic_ways.png", dpi=120)
-    path = directory / "elastic_ways.md"
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def _changes(axes: Any, ways: dict[str, dict[str, Any]], *, go: bool) -> list[str]:
-    """Draw what changes cost when nodes ``go``, or come, a bar for each way; returns the same as a Markdown table."""
-    head = ("way", "changes", "steps lost", *(phase.replace("_", " ") for phase in PHASES), "to the first step")
-    lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
-    for row, (name, found) in enumerate(ways.items()):
-        changes = [one for one in found["restarts"] if one["since_kill"] is go]
-        middle = {phase: median([one[phase] or 0.0 for one in changes]) for phase in PHASES}
-        total = median([one["total"] for one in changes])
-        lost = ", ".join(str(one["lost_steps"]) for one in changes)
-        cells = [name, str(len(changes)), lost, *(f"{middle[phase]:.2f}" for phase in PHASES), f"{total:.2f}"]
-        lines += [f"| {' | '.join(cells)} |"]
-        left = 0.0
-        for number, phase in enumerate(PHASES):
-            label = phase.replace("_", " ") if row == 0 else None
-            axes.barh(row, middle[phase], left=left, color=f"C{number}", label=label)
-            left += middle[phase]
-        axes.annotate(f" {total:.1f} s, steps lost: {lost}", (left, row), va="center")
-    axes.set(yticks=range(len(ways)), yticklabels=list(ways), xlabel="seconds to the first step, medians")
-    axes.set_xlim(0, axes.get_xlim()[1] * 1.35)
-    axes.invert_yaxis()
-    return lines
+def restarts(trace: Path) -> list[dict[str, Any]]:
+    """The cost of each start after the first, by the clock of the machine."""
+    found: list[dict[str, Any]] = []
+    reached, at = 0, 0.0
+    begun: dict[str, Any] | None = None
+    for entry in read_trace(trace):
+        if entry["event"] == "resume" and entry["rank"] == 0:
+            begun = {"world_size": entry["world_size"], "lost_steps": max(reached - entry["step"], 0)}
+            begun["resume_seconds"] = entry["seconds"]
+        elif entry["event"] == "step":
+            if begun is not None and reached:
+                seconds = entry["time"] - at
+                found.append({**begun, "seconds": seconds, "our_share": begun["resume_seconds"] / seconds})
+            begun, reached, at = None, entry["step"], entry["time"]
+    return found
 
 
-def restarts(timeline: Timeline) -> list[dict[str, Any]]:
-    """The cost of each start after the first, in seconds, by phase."""
-    return [
-        {
-            "world_size": one.start.world_size,
-            "lost_steps": one.lost_steps,
-            **asdict(one.restart),
-            "total": one.restart.total,
-            "our_share": one.restart.our_share,
-        }
-        for one in timeline.incarnations
-        if one.restart is not None
-    ]
-
-
-def write_result(directory: Path, found: dict[str, Any], elastic: Path) -> Path:
-    """JSON, Markdown and the picture of the timeline, named after the scenario. Returns the Markdown's path."""
+def write_result(directory: Path, found: dict[str, Any]) -> Path:
+    """JSON and Markdown, named after the scenario. Returns the Markdown's path."""
     name = "elastic" if found["scenario"] == "elastic" else f"elastic_{found['scenario'].replace('-', '_')}"
     about = {
         "cores": os.cpu_count(),
@@ -206,9 +160,6 @@ def write_result(directory: Path, found: dict[str, Any], elastic: Path) -> Path:
         "time": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
     }
     (directory / f"{name}.json").write_text(json.dumps({"about": about, **found}, indent=1) + "\n")
-    picture = directory / f"{name}.png"
-    picture.unlink(missing_ok=True)
-    draw_timeline(picture, make_timeline(read_events([elastic / "events.jsonl"])))
     lines = [f"# Elastic job, scenario {found['scenario']}", ""]
     lines += [
         f"{about['cores']} cores, Linux {about['kernel']}, load {about['load_average']:.1f}; {about['time']}.",
@@ -216,12 +167,11 @@ def write_result(directory: Path, found: dict[str, Any], elastic: Path) -> Path:
     ]
     lines += ["| what | found |", "|---|---|"]
     lines += [f"| {key.replace('_', ' ')} | {_cell(value)} |" for key, value in found.items() if key != "restarts"]
-    lines += ["", "Restarts, in seconds; load is zeroelastic's part:", ""]
-    head = ("ranks", "lost steps", *(phase.replace("_", " ") for phase in PHASES), "total", "ours")
-    lines += [f"| {' | '.join(head)} |", "|" + "--:|" * len(head)]
+    lines += ["", "Restarts, in seconds from the last step before to the first after it:", ""]
+    lines += ["| ranks | lost steps | seconds | of them resume | share |", "|" + "--:|" * 5]
     for one in found["restarts"]:
-        seconds = ["" if one[phase] is None else f"{one[phase]:.2f}" for phase in (*PHASES, "total")]
-        figures = [str(one["world_size"]), str(one["lost_steps"]), *seconds, f"{one['our_share']:.1%}"]
+        figures = [str(one["world_size"]), str(one["lost_steps"]), f"{one['seconds']:.2f}"]
+        figures += [f"{one['resume_seconds']:.2f}", f"{one['our_share']:.1%}"]
         lines += [f"| {' | '.join(figures)} |"]
     path = directory / f"{name}.md"
     path.write_text("\n".join(lines) + "\n")

@@ -26,7 +26,6 @@ from zeroelastic.elastic import (
     BatchPlan,
     ElasticDistributedSampler,
     batch_plan,
-    events,
     every,
     preemption,
     resume,
@@ -76,7 +75,7 @@ def options(description: str | None) -> argparse.Namespace:
     parser.add_argument("--max-micro", type=int, default=4)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="wait in each step, to play a larger model")
     parser.add_argument("--memory", type=int, metavar="COPIES", help="keep each step in memory, with copies on nodes")
-    parser.add_argument("--events", help="the event log, for `zeroelastic timeline`; a file that all nodes share")
+    parser.add_argument("--events", help="append saves, loads and stops to this file, a line of JSON at a time")
     parser.add_argument("--trace", help="append what each rank trains on to this file, a line of JSON at a time")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds until a silent rank counts as lost")
     parser.add_argument("--hold", help="while this file exists, train no further than the step that it says")
@@ -104,34 +103,36 @@ def main() -> None:
     engine, plan = build(args)
     data = Text(argparse.__file__)
     sampler = ElasticDistributedSampler(data, plan.global_batch, seed=0)
-    with events(engine, args.events, status=True) as log:
-        start = resume(engine, args.ckpt, data=sampler, log=log)
-        trace(args.trace, event="resume", world_size=plan.world_size, rank=engine.global_rank, tag=start.tag,
-              tier=start.tier, step=start.global_steps, exact=start.report.root_matches if start.report else None,
-              nbytes=start.report.total_bytes_read if start.report else 0)  # fmt: skip
-        loader = DataLoader(data, batch_size=plan.micro_batch, sampler=sampler)
-        saving = every(steps=args.save_steps)
-        with preemption(engine, args.ckpt, data=sampler, saving=saving, log=log) as stop:
-            while engine.global_steps < args.steps and not stop.stopped:
-                samples: list[int] = []
-                for indices, tokens in loader:  # from where the sampler is to the end of the epoch
-                    loss = engine(tokens)
-                    engine.backward(loss)
-                    before = engine.global_steps
-                    engine.step()
-                    log.step(loss)
-                    samples += indices.tolist()
-                    if engine.global_steps > before:
-                        time.sleep(args.step_seconds)
-                        trace(args.trace, event="step", world_size=plan.world_size, rank=engine.global_rank,
-                              step=engine.global_steps, samples=samples, loss=float(loss))  # fmt: skip
-                        samples = []
-                        while held(args.hold, engine.global_steps) and not stop.signalled:
-                            time.sleep(0.1)
-                    if stop() or engine.global_steps >= args.steps:
-                        break
-            if not stop.stopped:
-                stop.save()
+    if args.events is not None:
+        zeroelastic.subscribe(zeroelastic.jsonl(args.events))
+    began = time.monotonic()
+    start = resume(engine, args.ckpt, data=sampler)
+    trace(args.trace, event="resume", world_size=plan.world_size, rank=engine.global_rank, tag=start.tag,
+          tier=start.tier, step=start.global_steps, exact=start.report.root_matches if start.report else None,
+          nbytes=start.report.total_bytes_read if start.report else 0,
+          seconds=time.monotonic() - began)  # fmt: skip
+    loader = DataLoader(data, batch_size=plan.micro_batch, sampler=sampler)
+    saving = every(steps=args.save_steps)
+    with preemption(engine, args.ckpt, data=sampler, saving=saving) as stop:
+        while engine.global_steps < args.steps and not stop.stopped:
+            samples: list[int] = []
+            for indices, tokens in loader:  # from where the sampler is to the end of the epoch
+                loss = engine(tokens)
+                engine.backward(loss)
+                before = engine.global_steps
+                engine.step()
+                samples += indices.tolist()
+                if engine.global_steps > before:
+                    time.sleep(args.step_seconds)
+                    trace(args.trace, event="step", world_size=plan.world_size, rank=engine.global_rank,
+                          step=engine.global_steps, samples=samples, loss=float(loss))  # fmt: skip
+                    samples = []
+                    while held(args.hold, engine.global_steps) and not stop.signalled:
+                        time.sleep(0.1)
+                if stop() or engine.global_steps >= args.steps:
+                    break
+        if not stop.stopped:
+            stop.save()
     trace(args.trace, event="end", rank=engine.global_rank, step=engine.global_steps, stopped=stop.stopped)
     if stop.stopped:
         stop.exit()  # a code of its own: whatever started this is to start it again

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 from browser import Browser, Page
 from commands import run_command
-from report_documents import inspect_document, plan_document, prove_document, verify_document
+from report_documents import inspect_document, plan_document, verify_document
 from saved_files import flip
 
 from zeroelastic.cli.pages import report
 from zeroelastic.testing.sample import write_sample
-from zeroelastic.testing.sample_events import write_sample_events
 
 pytestmark = pytest.mark.starts_processes
 
-REPORTS = ("inspect", "verify", "invalid", "plan", "diff", "prove", "timeline", "ranks")
+REPORTS = ("inspect", "verify", "invalid", "plan", "diff", "ranks")
 
 # All texts that are seen, with the ratio of the contrast to what lies beneath them: those that are below WCAG's AA.
 CONTRAST = """
@@ -107,7 +106,6 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("reports")
     ckpt = root / "ckpt"
     write_sample(ckpt, world_size=4)
-    write_sample_events(root / "events.jsonl")
     shutil.copytree(ckpt, root / "broken")
     damaged = next((root / "broken/global_step4").glob("*rank_2_*optim_states.pt"))
     flip(damaged)
@@ -118,10 +116,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("invalid", "verify", root / "broken"),
         ("plan", "plan", ckpt, "-n", 3, "--bandwidth", "2GB"),
         ("diff", "diff", ckpt / "global_step2", ckpt),
-        ("timeline", "timeline", root / "events.jsonl"),
     ):
         run_command(*arguments, "--html", root / f"{name}.html")
-    (root / "prove.html").write_text(report("prove", prove_document(proved=False)))
     sample = json.loads(run_command("verify", ckpt, "--json").stdout)
     (root / "ranks.html").write_text(report("verify", verify_document(sample, 1000, range(5, 1000, 170))))
     return root

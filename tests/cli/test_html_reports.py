@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import re
 import shutil
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import Done, run_command
-from report_documents import diff_document, inspect_document, plan_document, prove_document, verify_document
+from report_documents import diff_document, inspect_document, plan_document, verify_document
 from synthetic import optim_name, write_checkpoint
 
 from zeroelastic.cli.pages import MOST_DATA, embedded, environment, report
@@ -27,17 +26,15 @@ from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_fr
 from zeroelastic.errors import UsageError
 from zeroelastic.io import atomic
 from zeroelastic.testing.sample import write_sample
-from zeroelastic.testing.sample_events import write_sample_events
 from zeroelastic.verbs.inspect.report import InspectedParam, SavedLayout
 
-VERBS = ("inspect", "verify", "plan", "diff", "timeline")
+VERBS = ("inspect", "verify", "plan", "diff")
 
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("reports")
     write_sample(root / "ckpt", world_size=4)
-    write_sample_events(root / "events.jsonl")
     return root
 
 
@@ -48,7 +45,6 @@ def arguments(verb: str, samples: Path) -> list[str]:
         "verify": ["verify", ckpt],
         "plan": ["plan", ckpt, "-n", "3"],
         "diff": ["diff", f"{ckpt}/global_step2", ckpt],
-        "timeline": ["timeline", str(samples / "events.jsonl")],
     }[verb]
 
 
@@ -324,49 +320,6 @@ def test_large_reports_stay_below_5_mb_and_name_their_limits(verb: str, said: st
     }[verb]()
     text = report(verb, document)
     assert len(text.encode()) < 5 << 20 and said in words(parsed(text))
-
-
-@pytest.mark.parametrize("proved", [True, False])
-def test_a_proof_shows_losses_and_their_difference(proved: bool) -> None:
-    page = parsed(report("prove", prove_document(proved=proved)))
-    sentence = words(page.find("body/main/p"))
-    if proved:
-        want = "Proved: a checkpoint of 2 ranks resumes on 3 ranks with the same state bit for bit"
-        assert want in sentence and "losses of 5 steps differ by at most 1.6e-07" in sentence
-    else:
-        assert "Not proved" in sentence and "differ by 5.0e-02 at step 3" in sentence
-    said = tips(page, "Losses after the load")
-    assert len(said) == 15 and "other size, 3 ranks, step after the load 1: loss 2.5" in said
-    gaps = tips(page, "Difference to the reference size, relative to its loss")
-    third = next(tip for tip in gaps if tip.startswith("other size, 3 ranks, step after the load 3"))
-    assert float(third.split()[-1]) == pytest.approx(5e-8 if proved else 0.05)
-    assert "tolerance 0.0001" in words(page)
-    signs = [node.get("aria-label") for node in by_class(page, "items")[0].iter() if node.get("role") == "img"]
-    assert signs == ["ok", "ok" if proved else "problem", "note"]
-
-
-def test_losses_that_are_no_numbers_are_counted() -> None:
-    document = prove_document(proved=False)
-    document["losses"]["other size"][3:] = ["nan", None]
-    page = parsed(report("prove", document))
-    assert "2 of the numbers are not finite, and are not drawn." in words(page)
-    assert len(tips(page, "Losses after the load")) == 13
-    assert all(math.isfinite(float(node.attrib["cy"])) for node in page.iter("circle"))
-
-
-def test_a_timeline_shows_starts_and_phases_of_restarts(samples: Path) -> None:
-    document = document_of("timeline", samples)
-    page = parsed(report("timeline", document))
-    assert "32.5 s in 3 starts and trained 2 steps again" in words(page.find("body/main/p"))
-    phases = tips(page, "Restarts by phase, from the kill or the last line before it to the first step")
-    assert phases[0] == "start 2, noticing: 0.30 s of 9.80 s" and len(phases) == 6 + 5
-    strips = tips(page, "Starts of the job over time")
-    assert "after 5.5 s: 1 node lost (SIGKILL)" in strips
-    assert sum("saved after" in tip for tip in strips) == sum(len(start["save_times"]) for start in document["starts"])
-    assert "start 1, 4 ranks: steps after 8 were trained again later" in strips
-    losses = tips(page, "Loss by step")
-    assert len([tip for tip in losses if tip.startswith("trained again later")]) == 2
-    assert len(losses) == sum(len(start["points"]) for start in document["starts"])
 
 
 def test_equal_checkpoints_are_called_equal(samples: Path, tmp_path: Path) -> None:

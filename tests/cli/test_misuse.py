@@ -27,7 +27,6 @@ from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.elastic import ElasticDistributedSampler, batch_plan, every
 from zeroelastic.errors import ZeroElasticError
 from zeroelastic.testing.sample import write_sample
-from zeroelastic.testing.sample_events import write_sample_events
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +40,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (root / "empty").mkdir()
     (root / "file").write_text("x\n")
     (root / "file.svg").write_text("x")
-    write_sample_events(root / "events")
-    return {name: root / name for name in ("ckpt", "empty", "file", "stray", "universal", "events", "new")}
+    return {name: root / name for name in ("ckpt", "empty", "file", "stray", "universal", "new")}
 
 
 def filled(text: str, places: dict[str, Path]) -> str:
@@ -171,16 +169,25 @@ def test_the_table_of_exit_codes_is_that_of_the_code(places: dict[str, Path], tm
     assert run_command("verify", tmp_path / "ckpt").returncode == INVALID
 
 
+WAITING_VERB = """
+import sys
+from zeroelastic.cli.app import main
+from zeroelastic.verbs.inspect import inspect
+inspect.find_source = lambda *args, **kwargs: open(sys.argv[-1]).read()
+main()
+"""
+
+
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_verb_with_the_documented_code(tmp_path: Path, number: signal.Signals) -> None:
-    """While it waits to read a named pipe, as an event log may be."""
-    os.mkfifo(tmp_path / "events")
-    command = [sys.executable, "-m", "zeroelastic", "timeline", str(tmp_path / "events")]
+    """While it waits for a file system, here for a named pipe."""
+    os.mkfifo(tmp_path / "pipe")
+    command = [sys.executable, "-c", WAITING_VERB, "inspect", str(tmp_path / "pipe")]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         try:
-            descriptor = os.open(tmp_path / "events", os.O_WRONLY)  # returns when the verb has opened it
+            descriptor = os.open(tmp_path / "pipe", os.O_WRONLY)  # returns when the verb has opened it
             time.sleep(0.1)
             running.send_signal(number)
             assert running.wait(timeout=60) == 128 + number

@@ -19,8 +19,6 @@ from places import ROOT
 from warm_python import executable
 
 from zeroelastic.elastic import ElasticDistributedSampler
-from zeroelastic.job_log.event_log import read_events
-from zeroelastic.job_log.timeline import Timeline, make_timeline
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 pytestmark = pytest.mark.extended
@@ -44,7 +42,7 @@ def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHON_EXEC", executable())
 
 
-def check(out: Path, steps: int, *, ranks: int, our_share: float | None = None) -> Timeline:
+def check(out: Path, steps: int, *, ranks: int, our_share: float | None = None) -> None:
     """Every step was trained on its own samples, every resume was bit-exact, every checkpoint is whole."""
     import judge
 
@@ -60,15 +58,8 @@ def check(out: Path, steps: int, *, ranks: int, our_share: float | None = None) 
     assert judge.world_sizes(trace)[-1] == ranks
     for tag in out.glob("ckpt/global_step*"):
         assert verify_checkpoint(tag).problems == (), tag
-    timeline = make_timeline(read_events([out / "events.jsonl"]))
-    trained = [one for one in timeline.incarnations if one.steps]
-    assert [step.step for step in trained[-1].steps][-1] == steps and trained[-1].end == "done"
-    assert [one.lost_steps for one in trained[1:]] == judge.lost_steps(trace), "the event log knows other losses"
-    for one in trained[1:]:
-        assert one.restart is not None and one.restart.our_share <= (our_share or judge.OUR_SHARE)
-        assert min(one.restart.rendezvous, one.restart.engine, one.restart.load) > 0
-        assert one.restart.imports > 0 or one.how != "cold"
-    return timeline
+    restarts = judge.restarts(trace)
+    assert restarts and all(0 < one["our_share"] <= (our_share or judge.OUR_SHARE) for one in restarts)
 
 
 @pytest.mark.usefixtures("quick_workers")
@@ -76,14 +67,11 @@ def check(out: Path, steps: int, *, ranks: int, our_share: float | None = None) 
 def test_a_job_goes_on_through_a_lost_and_a_new_node(cluster: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "job"
     cluster.play(out, ((6, -1), (10, +1)), steps=STEPS, save_steps=SAVE_STEPS, limit=400, first=2)
-    timeline = check(out, STEPS, ranks=2)
-    sizes = [one.start.world_size for one in timeline.incarnations if one.steps]
-    assert sizes[:2] == [2, 1] and sizes[-1] == 2
-    lost, new = timeline.nodes
-    second, third = (one for one in timeline.incarnations[1:] if one.restart is not None)
-    assert second.restart is not None and second.restart.since_kill
-    assert second.steps[0].time - lost.time == pytest.approx(second.restart.total, abs=0.5)
-    assert lost.change == -1 and new.change == 1 and third.lost_steps == 0
+    check(out, STEPS, ranks=2)
+    import judge
+
+    sizes = judge.world_sizes(out / "trace.jsonl")
+    assert sizes[:2] == [2, 1] and sizes[-1] == 2 and judge.restarts(out / "trace.jsonl")[-1]["lost_steps"] == 0
 
 
 @pytest.mark.timeout(420)
@@ -97,11 +85,11 @@ def test_with_memory_a_lost_node_costs_a_step_and_no_read_of_the_disk(
     out = tmp_path / "job"
     scenario = ((6, -1), (10, +1))
     cluster.play(out, scenario, steps=STEPS, save_steps=SAVE_STEPS, limit=400, first=3, way=cluster.MEMORY)
-    timeline = check(out, STEPS, ranks=3, our_share=1.0)
-    assert max(judge.lost_steps(out / "trace.jsonl")) <= 1
-    later = [one for one in timeline.incarnations if one.resume is not None and one.resume.tag is not None]
-    assert later and all(one.resume.tier == "memory" for one in later)
-    assert timeline.incarnations[0].memory
+    check(out, STEPS, ranks=3, our_share=1.0)
+    trace = out / "trace.jsonl"
+    assert max(judge.lost_steps(trace)) <= 1
+    later = [entry for entry in judge.read_trace(trace) if entry["event"] == "resume" and entry["tag"] is not None]
+    assert later and all(entry["tier"] == "memory" for entry in later)
     left = [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
     assert not left or (not time.sleep(3) and not [path for path in left if path.exists()])
 
@@ -113,8 +101,10 @@ def test_a_job_of_a_fixed_size_waits_for_the_node_that_was_killed(cluster: Modul
     out, steps = tmp_path / "job", 14
     seen = cluster.play_fixed_size(out, size=2, kill_at=6, away=3.0, steps=steps, save_steps=SAVE_STEPS, limit=400)
     assert seen == {"steps_while_waiting": 0, "agents_waiting": 1}
-    timeline = check(out, steps, ranks=2)
-    assert {one.start.world_size for one in timeline.incarnations} == {2}
+    check(out, steps, ranks=2)
+    import judge
+
+    assert set(judge.world_sizes(out / "trace.jsonl")) == {2}
 
 
 @pytest.mark.timeout(420)
@@ -128,6 +118,7 @@ def test_a_node_whose_cable_is_pulled_is_left_behind(cluster: ModuleType, tmp_pa
     seen = cluster.play_cut(out, size=2, cut_at=5, steps=steps, save_steps=SAVE_STEPS, limit=400, back=None)
     assert seen.pop("seconds_to_a_step_without_it") < 200
     assert seen == {"workers_left": 0, "steps_by_lost_workers": 0}
-    timeline = check(out, steps, ranks=1)
-    first, second, *_ = (one for one in timeline.incarnations if one.steps)
-    assert (first.start.world_size, second.start.world_size, first.end) == (2, 1, "error")
+    check(out, steps, ranks=1)
+    import judge
+
+    assert judge.world_sizes(out / "trace.jsonl") == [2, 1]

@@ -22,7 +22,7 @@ SEPARATE = [("deepspeed", "verbs")]
 PURE_PACKAGES = ("core", "checkpoint")
 PURE = ("errors", "report", "torch_file/safe_unpickler", "torch_file/header",
         "executors/tables", "executors/numpy_executor")  # fmt: skip
-KNOWS_DEEPSPEED = {"deepspeed", "testing", "proving"}
+KNOWS_DEEPSPEED = {"deepspeed", "testing"}
 
 
 @functools.cache
@@ -203,7 +203,6 @@ def test_importing_zeroelastic_loads_no_native_library_of_ours_and_changes_nothi
         "verbs.plan.forecast",
         "executors.dispatch",
         "testing",
-        "proving.driver",
         "cli.app",
     ],
 )

@@ -31,7 +31,6 @@ def ckpt(tmp_path: Path) -> Path:
     ("arguments", "what"),
     [
         (["convert", "ckpt", "dcp", "--to", "dcp"], "convert --to dcp"),
-        (["prove", "ckpt", "--world-size", "3", "--", "train.py"], "prove"),
     ],
 )
 def test_a_verb_that_needs_torch_names_the_extra(no_torch: None, ckpt: Path, arguments: list[str], what: str) -> None:

@@ -3,8 +3,7 @@
     app        the verbs, each imported when it is used; options, exit codes, signals; ``reports``: the body of a verb
     inspect    inspect, show        copies    reshard, export, convert
     verify     verify, diff         runs      ls, latest, prune
-    plan       plan                 jobs      prove, timeline
-    doctor     doctor, which looks at this ``machine``
+    plan       plan                 doctor    doctor, which looks at this ``machine``
     terminal   text, tables and progress, files beside the output
     pages      the pages of ``--html``, by the Jinja2 ``templates``
     documents  the documents of ``--json`` and their schemas

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zeroelastic.distributed.processes import Processes
 
 FAILED = 1
-"""The verb failed, or cannot read its input now. ``diff``: the checkpoints differ; ``prove``: not proved."""
+"""The verb failed, or cannot read its input now. ``diff``: the checkpoints differ."""
 
 MISUSE = 2
 """The command line asks for something that is not possible."""
@@ -323,7 +323,7 @@ _GROUPS = {
     },
     "Make another of it": {"reshard": "copies", "export": "copies", "convert": "copies"},
     "The directory of a run": {"ls": "runs", "latest": "runs", "prune": "runs"},
-    "A training job": {"prove": "jobs", "timeline": "jobs", "doctor": "doctor"},
+    "A training job": {"doctor": "doctor"},
 }
 """The verbs as ``--help`` shows them, each with the module that has its function."""
 

@@ -16,8 +16,6 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from zeroelastic.cli.machine import Doctor
-from zeroelastic.monitoring.job_report import Timeline
-from zeroelastic.proving.report import Prove
 from zeroelastic.verbs.convert.convert import ConvertReport, ExportReport
 from zeroelastic.verbs.diff.diff import DiffReport
 from zeroelastic.verbs.inspect.report import InspectReport
@@ -43,8 +41,6 @@ DOCUMENTS: dict[str, type[Report]] = {
     "ls": ListReport,
     "latest": LatestReport,
     "prune": PruneReport,
-    "prove": Prove,
-    "timeline": Timeline,
     "doctor": Doctor,
 }
 """What each verb prints, unless it fails; ``verify --all`` prints another document than ``verify``."""

@@ -6,7 +6,6 @@ a line every 10 s where there is none.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -24,7 +23,6 @@ from zeroelastic.byte_sizes import format_size
 from zeroelastic.errors import UsageError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 
 NO_BREAK = "\N{NO-BREAK SPACE}"
 _EXISTS = "{}: exists; nothing is overwritten without --force. Give another name."
-_PICTURES = (".png", ".svg", ".pdf")
-_NO_DATE = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 _WIDE = 1 << 20
 _USUAL_WIDTH = 80
 _DELAY_S = 1.0
@@ -237,26 +233,3 @@ def write_new_file(path: Path, data: bytes, *, force: bool = False) -> None:
         write_atomically(path, data, replace=force)
     except FileExistsError:
         raise UsageError(_EXISTS.format(path)) from None
-
-
-def check_plot(path: Path, *, force: bool = False) -> None:
-    """Raise UsageError, with what to do, where no picture can be drawn to ``path``; ``force`` replaces a file."""
-    check_new_file(path, "a timeline is drawn", _PICTURES, force=force)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise UsageError("--plot needs matplotlib. Install it: pip install 'zeroelastic[plot]'.") from None
-
-
-def write_figure(path: Path, figure: Figure, *, force: bool = False) -> None:
-    """Write a figure as a file, in the format of its suffix. Raises UsageError when it exists, without ``force``.
-
-    The file is rendered in memory first, and the same figure gives the same bytes.
-    """
-    import matplotlib
-
-    drawing = io.BytesIO()
-    suffix = path.suffix.lower()
-    with matplotlib.rc_context({"svg.hashsalt": "zeroelastic"}):
-        figure.savefig(drawing, format=suffix[1:], dpi=120, metadata=_NO_DATE[suffix])
-    write_new_file(path, drawing.getvalue(), force=force)

@@ -6,7 +6,6 @@
     leaving     the signals that ask a process to leave, and the timeout for one that was lost
     memory/     checkpoints in the memory of the nodes
     position    the position in the data and the random generators, in the client state
-    events      the event log of the job, and its status line
 
 Imports ``deepspeed`` (inside functions) and below. Read ``resume``, then ``preemption``.
 """
@@ -22,7 +21,6 @@ from zeroelastic.extras import torch_is_there, torch_missing
 if not torch_is_there():
     raise torch_missing("zeroelastic.elastic")
 
-from zeroelastic.elastic.events import Events, events
 from zeroelastic.elastic.leaving import EXIT_PREEMPTED, set_collective_timeout
 from zeroelastic.elastic.preemption import Every, Preemption, every, preemption
 from zeroelastic.elastic.resume import Resumed, resume
@@ -43,12 +41,10 @@ __all__ = [
     "ElasticBatchSampler",
     "ElasticDistributedSampler",
     "ElasticIterableDataset",
-    "Events",
     "Every",
     "Preemption",
     "Resumed",
     "batch_plan",
-    "events",
     "every",
     "preemption",
     "resume",

@@ -27,15 +27,11 @@ from zeroelastic.elastic.leaving import EXIT_PREEMPTED, SIGNALS, Notice
 from zeroelastic.elastic.position import KEY, Position, different_positions, pack_position, unpack_position
 from zeroelastic.errors import ConfigError, SaveError, brief, some
 from zeroelastic.io.paths import absolute, relative_name
-from zeroelastic.observers import Event, Saved, Stopping, publish, subscribe
+from zeroelastic.observers import Stopping, publish
 from zeroelastic.runs.names import normal, save_directory
 
 if TYPE_CHECKING:
-    from zeroelastic.elastic.events import Events
     from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
-
-_LOGGED = 50
-"""Every how many memory checkpoints one is logged."""
 
 _MARGIN = 1.2
 """The next save may take this many times as long as the last one."""
@@ -89,7 +85,7 @@ class Preemption:
     then is given up (``os._exit`` with ``EXIT_PREEMPTED``), and a save is not begun when the last one took longer than
     the time that is left. ``saving`` adds periodic saves. ``client_state`` returns the caller's own entries of the
     client state. ``data`` is saved with each checkpoint; if it has ``advance``, as our samplers do, it is advanced with
-    every optimizer step. ``log`` records saves and the stop.
+    every optimizer step.
 
     Attributes: ``saves`` are the tags saved so far; the last one may still be being written in the background.
     ``stopped`` says whether the run was asked to stop. ``save_seconds`` is how long the last complete save took on the
@@ -116,7 +112,6 @@ class Preemption:
         grace: float = 30.0,
         signals: Sequence[signal.Signals] = SIGNALS,
         client_state: Callable[[], Mapping[str, Any]] | None = None,
-        log: Events | None = None,
     ) -> None:
         self.saves: list[str] = []
         self.stopped = False
@@ -124,14 +119,11 @@ class Preemption:
         self._engine, self._directory, self._data = engine, Path(absolute(save_directory(directory))), data
         self._saving = saving if saving is not None else Every()
         self._notice = Notice(grace, signals)
-        self._client_state, self._log = client_state, log
+        self._client_state = client_state
         self._group: dist.ProcessGroup | None = None
         self._last_time = time.monotonic()
         self._last_step = self._seen_step = int(engine.global_steps)
-        self._last_report: Saved | None = None
-        self._unsubscribe: Callable[[], object] = lambda: None
         self._memory: MemoryCheckpoints | None = None
-        self._memory_step, self._num_memory = -1, 0
         self._compared = False
         self._saved_step: int | None = None  # the step of the last commit of this block, unless a load came after it
 
@@ -156,11 +148,8 @@ class Preemption:
             self._renew_memory()
         if self._memory is not None and (signalled or self._memory.due(step)):
             self._capture(self._memory)  # before a save to the disk, which takes longer
-            self._log_memory(self._memory)
         if signalled:
             self.stopped = True
-            if self._log is not None:
-                self._log.stopping()
             if dist.get_rank() == 0:
                 publish(Stopping(signal.Signals(signalled).name, step))
             self._stop(step, left)
@@ -233,8 +222,6 @@ class Preemption:
         self.saves.append(chosen)
         self._last_time, self._last_step = time.monotonic(), int(engine.global_steps)
         self._saved_step = self._last_step
-        if pending_of(engine) is None:
-            self._log_saved(chosen)
         return chosen
 
     def state(self) -> dict[str, Any]:
@@ -267,15 +254,6 @@ class Preemption:
         failed.close()
         self._memory = MemoryCheckpoints(self._engine, self._directory, after=failed)
 
-    def _log_memory(self, memory: MemoryCheckpoints) -> None:
-        """Log the first memory checkpoint of this block, and every ``_LOGGED`` -th."""
-        report = memory.last
-        if report is None or report.error is not None or report.step == self._memory_step:
-            return
-        self._memory_step, self._num_memory = report.step, self._num_memory + 1
-        if self._log is not None and self._num_memory % _LOGGED == 1:
-            self._log.memory(report)
-
     def _finish(self, before: str = "") -> None:
         """Wait for the save that is still being written, and commit it. Raises its error on every rank."""
         from zeroelastic.deepspeed.save.pending import finish_pending, pending_of
@@ -290,16 +268,6 @@ class Preemption:
             raise
         if pending is not None and seconds is not None:
             self._note_seconds(seconds)
-            self._log_saved(relative_name(pending.tag_dir, self._directory))
-
-    def _log_saved(self, tag: str) -> None:
-        if self._log is not None and self.save_seconds is not None:
-            report = self._last_report
-            self._log.saved(tag, self.save_seconds, report if report is not None and report.tag == tag else None)
-
-    def _observe(self, event: Event) -> None:
-        if isinstance(event, Saved) and event.tier != "memory":
-            self._last_report = event
 
     def _note_seconds(self, seconds: float) -> None:
         took = torch.tensor([seconds], dtype=torch.float64, device=collective_device(self._group))
@@ -330,7 +298,6 @@ class Preemption:
             time.monotonic() - lineage.unsaved_seconds,
         )
         lineage.on_load.append(self._loaded)
-        self._unsubscribe = subscribe(self._observe)
         if self._memory is not None and is_first and lineage.unsaved_steps > 0:
             self._capture(self._memory)  # copies were lost
         return self
@@ -352,7 +319,6 @@ class Preemption:
         finally:
             lineage.unsaved_steps = int(self._engine.global_steps) - self._last_step
             lineage.unsaved_seconds = time.monotonic() - self._last_time
-            self._unsubscribe()
             self._notice.end(ignoring=ended)
             group, self._group = self._group, None
             end_group(group)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -30,9 +30,6 @@ from zeroelastic.observers import Tier
 from zeroelastic.report import ResumeReport
 from zeroelastic.runs.names import LATEST, named_latest
 from zeroelastic.runs.order import Tag, about_left, about_pointed, about_unpointed, left_behind
-
-if TYPE_CHECKING:
-    from zeroelastic.elastic.events import Events
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +61,6 @@ def resume(
     strict: bool = True,
     fresh: bool = False,
     required: bool = False,
-    log: Events | None = None,
 ) -> Resumed:
     """Load the newest checkpoint of ``directory`` that can be loaded, with the position of ``data``. Collective.
 
@@ -75,9 +71,9 @@ def resume(
     nothing is deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the data. With
     an empty or missing directory nothing is loaded and ``Resumed.tag`` is None; if a checkpoint is ``required``, here
     or in the "zeroelastic" block, MissingFileError is raised instead. Where a directory holds parts of checkpoints that
-    cannot be resumed, the run begins only with ``fresh``. ``log`` records what was resumed. Raises CheckpointError when
-    there are checkpoints and none can be loaded, and the errors of ``engine.load_checkpoint`` for a run that does not
-    fit. An error says so where a load has changed the engine before it failed; no run begins from such an engine::
+    cannot be resumed, the run begins only with ``fresh``. Raises CheckpointError when there are checkpoints and none
+    can be loaded, and the errors of ``engine.load_checkpoint`` for a run that does not fit. An error says so where a
+    load has changed the engine before it failed; no run begins from such an engine::
 
         sampler = ElasticDistributedSampler(dataset, global_batch=512)
         start = resume(engine, "ckpt", data=sampler)
@@ -104,12 +100,9 @@ def resume(
     def started(resumed: Resumed) -> Resumed:
         if memory is not None:
             memory.keep_only(resumed.tag if resumed.tier == "memory" else None)
-        seconds = time.monotonic() - began
-        if log is not None:
-            log.resumed(resumed, seconds=seconds)
         if dist.get_rank() == 0:
-            step, ranks = int(engine.global_steps), dist.get_world_size()
-            observers.publish(observers.Resumed(resumed.tag, resumed.tier, step, ranks, seconds))
+            step, seconds = int(engine.global_steps), time.monotonic() - began
+            observers.publish(observers.Resumed(resumed.tag, resumed.tier, step, dist.get_world_size(), seconds))
         return resumed
 
     def load_memory(saved: Tag | None) -> Resumed | None:

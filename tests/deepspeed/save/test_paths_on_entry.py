@@ -15,7 +15,7 @@ from saved_files import file_bytes
 from training import Job, build_engine, look, train_step
 
 import zeroelastic
-from zeroelastic.elastic import events, preemption, resume
+from zeroelastic.elastic import preemption, resume
 from zeroelastic.io.paths import absolute
 from zeroelastic.testing import RankPool, compare_states
 
@@ -101,14 +101,15 @@ def train_in_relative_directories(here: str, elsewhere: str) -> tuple[int, int]:
     engine = build_engine(BACKGROUND)
     try:
         os.chdir(here)
-        with events(engine, "log.jsonl") as log, preemption(engine, "ck", log=log) as stop:
-            resume(engine, "ck", log=log)
+        unsubscribe = zeroelastic.subscribe(zeroelastic.jsonl("log.jsonl"))
+        with preemption(engine, "ck") as stop:
+            resume(engine, "ck")
             os.chdir(elsewhere)
             train_step(engine, 0)
-            log.step()
             stop.save()
             os.chdir(began)
     finally:
+        unsubscribe()
         os.chdir(began)
     os.chdir(here)
     again = resume(engine, "ck").global_steps
@@ -124,7 +125,7 @@ def test_a_job_stays_where_it_was_begun(rank_pool: RankPool, tmp_path: Path) -> 
     ]
     assert os.listdir(tmp_path / "elsewhere") == []
     assert sorted(os.listdir(tmp_path / "here")) == ["ck", "log.jsonl"]
-    assert (tmp_path / "here" / "log.jsonl").read_text().count("\n") >= 4
+    assert (tmp_path / "here" / "log.jsonl").read_text().count("\n") >= 2
 
 
 def test_what_is_absolute_or_a_url_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """``--html``: the document of a verb as one HTML file that needs nothing beside it, not even a network.
 
     checkpoints  what the templates of ``inspect``, ``verify``, ``plan`` and ``diff`` need beside the document
-    jobs         the same for ``prove`` and ``timeline``
     figures      figures and tables as data
 
 The templates are in ``cli/templates``: one for each verb, ``page.html`` around it, ``blocks.html`` for facts, lists
@@ -21,7 +20,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +58,10 @@ def report(verb: str, document: Mapping[str, object]) -> str:
     ``sentence`` that answers the question of the verb, its ``tone``, figures and tables.
     """
     from zeroelastic.cli.documents import DOCUMENTS
+    from zeroelastic.cli.pages import checkpoints
 
     model = DOCUMENTS[verb].model_validate_json(json.dumps(document))
-    views = import_module(f"zeroelastic.cli.pages.{'jobs' if verb in ('prove', 'timeline') else 'checkpoints'}")
-    view = getattr(views, f"{verb}_view")
+    view = getattr(checkpoints, f"{verb}_view")
     templates = environment()
     style, script = (_raw(templates, name) for name in ("style.css", "script.js"))
     data, cut = embedded(document)

@@ -16,7 +16,6 @@ import numpy as np
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import counted
-from zeroelastic.monitoring.job_report import spread
 
 Tone = Literal["good", "bad", "note", "plain"]
 
@@ -33,7 +32,6 @@ _MATRIX_CELLS = 48  # in a row or column
 _MATRIX_NUMBERS = 8  # up to this many rows and columns, each cell has its number
 _MAP_SQUARES, _MAP_COLUMNS, _MAP_HEIGHT = 1024, 32, 18
 _MOST_BARS, _MOST_COLUMNS, _COLUMN_HEIGHT = 12, 96, 120
-_LINE_HEIGHT, _LINE_MARGIN, _MOST_POINTS = 200, 10, 300
 
 
 class Cell(NamedTuple):
@@ -150,26 +148,6 @@ class RowLabel(NamedTuple):
     bad: bool = False
 
 
-class Point(NamedTuple):
-    """A point of a line, and its text."""
-
-    x: float
-    y: float
-    tip: str
-
-
-class Curve(NamedTuple):
-    """A line through points."""
-
-    style: str
-    points: tuple[Point, ...]
-
-    @property
-    def path(self) -> str:
-        """Its points as SVG has them, in a drawing that is 1000 wide."""
-        return " ".join(f"{1000 * point.x:.1f},{point.y:.1f}" for point in self.points)
-
-
 @dataclass(frozen=True, slots=True)
 class Chart:
     """A drawing of ``height`` pixels.
@@ -184,9 +162,7 @@ class Chart:
     rows: tuple[tuple[Mark, ...], ...] = ()
     signs: tuple[tuple[float, float], ...] = ()
     numbers: tuple[tuple[float, float, str], ...] = ()
-    curves: tuple[Curve, ...] = ()
     levels: tuple[float, ...] = ()
-    limit: float | None = None
     labels: tuple[RowLabel, ...] = ()
     ticks: tuple[Tick, ...] = ()
     grid: bool = False
@@ -386,67 +362,4 @@ def columns(bars: Sequence[Bar], ticks: Sequence[Tick], *, title: str) -> Chart 
         ticks=bins.ticks(8),
         title=title,
         notes=(f"A column is the largest of {bins.step:,} neighbouring ranks.",) if bins.step > 1 else (),
-    )
-
-
-class Line(NamedTuple):
-    """A line through points (x, y); ``style`` is a class of the style sheet. A gap is a y that is not finite."""
-
-    name: str
-    style: str
-    points: tuple[tuple[float, float], ...]
-
-
-def lines(
-    shown: Sequence[Line], *, x_name: str, y_name: str, from_zero: bool = False, limit: tuple[str, float] | None = None
-) -> Chart:
-    """Lines over steps. ``from_zero``: the y axis begins at 0, else a little below the lowest point.
-
-    ``limit`` is a horizontal line with a name, such as a tolerance.
-    """
-    values = [y for line in shown for _, y in line.points if math.isfinite(y)] + ([limit[1]] if limit else [])
-    if not values:
-        return Chart(1, notes=("No number of it is finite.",))
-    places = [x for line in shown for x, _ in line.points]
-    low, high = (0.0 if from_zero else min(values)), max(values)
-    if high <= low:
-        low, high = (0.0, 1.0) if high == low == 0 else (low - abs(low) / 2, high + abs(high) / 2)
-    first, last = min(places), max(places)
-
-    def across(x: float) -> float:
-        return 0.02 + 0.96 * ((x - first) / (last - first) if last > first else 0.5)
-
-    def down(y: float) -> float:
-        return _LINE_MARGIN + (_LINE_HEIGHT - 2 * _LINE_MARGIN) * (high - y) / (high - low)
-
-    curves = []
-    for line in shown:
-        kept = [line.points[i] for i in spread(len(line.points), _MOST_POINTS)]
-        points = [
-            Point(across(x), down(y), f"{line.name}, {x_name} {x:,.10g}: {y_name} {y:.8g}")
-            for x, y in kept
-            if math.isfinite(y)
-        ]
-        curves.append(Curve(line.style, tuple(points)))
-    step = round_step(high - low, 4)
-    levels = [step * i for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-    every = max(1, round(round_step(last - first, 5))) if last > first else 1
-    legend = [(line.style, line.name) for line in shown]
-    legend += [("limit-key", f"{limit[0]} {limit[1]:.3g}")] if limit else []
-    notes = []
-    if lost := sum(not math.isfinite(y) for line in shown for _, y in line.points):
-        notes.append(f"{lost:,} of the numbers are not finite, and are not drawn.")
-    if (most := max(len(line.points) for line in shown)) > _MOST_POINTS:
-        notes.append(f"{_MOST_POINTS} of {most:,} points of a line are drawn.")
-    return Chart(
-        _LINE_HEIGHT,
-        curves=tuple(curves),
-        levels=tuple(map(down, levels)),
-        limit=None if limit is None else down(limit[1]),
-        labels=tuple(RowLabel(down(y) + 4, f"{y:.6g}") for y in levels),
-        ticks=tuple(Tick(across(x), f"{x:,}") for x in range(math.ceil(first / every) * every, int(last) + 1, every)),
-        grid=True,
-        title=x_name,
-        legend=tuple(legend),
-        notes=tuple(notes),
     )

@@ -1,1 +1,0 @@
-"""The report of ``zeroelastic timeline`` (``job_report``)."""
