@@ -291,8 +291,6 @@ bench-scale: $(STAMP)
 damage: warm
 	$(PY) benchmarks/damage.py --flips 1000 --truncations 200 --seed 0 --out benchmarks/results
 	$(PY) benchmarks/damage.py --stage 2 --flips 400 --truncations 80 --seed 0 --out benchmarks/results
-	$(PY) benchmarks/damage.py --lean --flips 400 --truncations 80 --seed 0 --out benchmarks/results
-	$(PY) benchmarks/damage.py --lean --stage 2 --flips 300 --truncations 60 --seed 0 --out benchmarks/results
 	$(PY) benchmarks/damage.py --slices AutoTP --flips 300 --truncations 60 --seed 0 --out benchmarks/results
 	$(PY) benchmarks/damage.py --slices MoE --stage 2 --flips 300 --truncations 60 --seed 0 --out benchmarks/results
 
@@ -303,7 +301,6 @@ bench: $(STAMP)
 	$(PY) benchmarks/bench_kernel.py --out benchmarks/results
 	$(PY) benchmarks/bench_load.py --out benchmarks/results
 	$(PY) benchmarks/bench_save.py --out benchmarks/results
-	$(PY) benchmarks/bench_lean.py --out benchmarks/results
 	$(PY) benchmarks/bench_phases.py --out benchmarks/results
 	$(PY) benchmarks/bench_cli.py --out benchmarks/results
 	$(PY) benchmarks/figures.py

@@ -2,7 +2,6 @@
 
     python benchmarks/damage.py --seed 0 --out benchmarks/results
     python benchmarks/damage.py --stage 2 --flips 400 --truncations 80 --out benchmarks/results
-    python benchmarks/damage.py --lean --flips 400 --truncations 80 --out benchmarks/results
     python benchmarks/damage.py --slices AutoTP --flips 300 --truncations 60 --out benchmarks/results
 
 A run of 3 real DeepSpeed ranks saves two tags, another run saves the same steps. Then 2 ranks, with one engine whose
@@ -13,8 +12,8 @@ load must
     load another tag, whole, and warn that ``latest`` does not name the newest ("warned"): only where it is damaged; or
     restore, bit for bit, what was saved ("harmless"): only for bytes, or whole files, that a load does not use.
 
-With ``--lean`` both runs save lean, and the file that the two tags share is damaged too. With ``--slices`` 4 ranks
-save, two of which share each slice of tensors or experts, and the 2 ranks that load have all of them whole.
+With ``--slices`` 4 ranks save, two of which share each slice of tensors or experts, and the 2 ranks that load have all
+of them whole.
 
 Anything else ends the campaign as failed: a state that differs, an error that does not name the file or is not the same
 everywhere, an exception of another kind, a crash, a hang. Damage is chosen by a seeded generator.
@@ -41,10 +40,7 @@ from report import REPOSITORY, describe, machine, table
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
-from zeroelastic.checkpoint.shared_weights import BUFFER
-from zeroelastic.checkpoint.tag_files import expert_file_name, model_file_name
-from zeroelastic.deepspeed.save.lean import MIN_BUFFER_BYTES
+from zeroelastic.checkpoint.tag_files import expert_file_name
 from zeroelastic.errors import ZeroElasticError
 from zeroelastic.testing import RankPool, fingerprint, gather_state
 from zeroelastic.torch_file.header import read_torch_file
@@ -87,9 +83,6 @@ SHARES = {
     ("expert", "small record"): 1,
     ("expert", "header"): 2,
     ("expert", "directory"): 2,
-    ("shared", "parameter"): 8,
-    ("shared", "buffer"): 5,
-    ("shared", "header"): 4,
     ("record", "text"): 5,
     ("latest", "text"): 2,
 }
@@ -138,12 +131,9 @@ class Damage:
 
 
 class Model(torch.nn.Module):
-    """Two trained layers, a frozen one, a buffer, and a parameter of one element.
+    """Two trained layers, a frozen one, a buffer, and a parameter of one element."""
 
-    With ``frozen`` the frozen layer is scaled by it, and there is a buffer that is large enough to be shared.
-    """
-
-    def __init__(self, frozen: float | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.up = torch.nn.Linear(16, 40)
@@ -152,9 +142,6 @@ class Model(torch.nn.Module):
         self.adapter.requires_grad_(False)
         self.scale = torch.nn.Parameter(torch.ones(1))
         self.register_buffer("seen", torch.arange(64, dtype=torch.float32))
-        if frozen is not None:
-            self.adapter.weight.mul_(frozen)
-            self.register_buffer("table", torch.arange(MIN_BUFFER_BYTES // 4, dtype=torch.float32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -163,11 +150,8 @@ class Model(torch.nn.Module):
         return self.adapter(x).float().pow(2).mean()
 
 
-def build(stage: int, verify: str = "full", frozen: float | None = None, job: TopologyJob | None = None) -> Any:
-    """The engine of both runs, which saves lean where the frozen layer is ``frozen`` times another one.
-
-    With a ``job`` it is the engine of that.
-    """
+def build(stage: int, verify: str = "full", job: TopologyJob | None = None) -> Any:
+    """The engine of both runs; with a ``job`` it is the engine of that."""
     import deepspeed
 
     import zeroelastic
@@ -175,7 +159,7 @@ def build(stage: int, verify: str = "full", frozen: float | None = None, job: To
     zeroelastic.install()
     if job is not None:
         return topologies.build(replace(job, stage=stage, config={"zeroelastic": {"verify": verify, "fsync": False}}))
-    model = Model(frozen)
+    model = Model()
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(
         [
@@ -191,15 +175,15 @@ def build(stage: int, verify: str = "full", frozen: float | None = None, job: To
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage, "elastic_checkpoint": True, "sub_group_size": 400},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}},
-        "zeroelastic": {"verify": verify, "fsync": False, "lean": frozen is not None},
+        "zeroelastic": {"verify": verify, "fsync": False},
     }
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def save(directory: str, factor: float, stage: int, lean: bool = False, slices: str = "") -> None:
+def save(directory: str, factor: float, stage: int, slices: str = "") -> None:
     """Train three steps and save after the second and the third; on ranks."""
     job = replace(SLICED[slices], lr=1e-2 * factor, seed=round(10 * factor)) if slices else None
-    engine = build(stage, frozen=factor if lean else None, job=job)
+    engine = build(stage, job=job)
     for step in range(3):
         if slices:
             topologies.step(engine, step)
@@ -237,12 +221,11 @@ def load_all(
     damages: Sequence[Damage],
     stage: int,
     verify: str = "full",
-    lean: bool = False,
     slices: str = "",
 ) -> list[tuple[str, str, str]]:
     """Load under each damage, on ranks; returns for each the outcome, the type of error, and its text or the report."""
     whole = replace(SLICED[slices], tp=1, ep=1) if slices else None
-    engine = build(stage, verify, 1.0 if lean else None, whole)
+    engine = build(stage, verify, whole)
     truth: dict[str, Any] = {}
     for tag in (OLDER, TAG):
         spoil(engine)
@@ -300,7 +283,7 @@ def regions(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
         if model.path not in seen:
             seen.add(model.path)
             parts = dict.fromkeys(model.fragments(), "frozen fragment")
-            if checkpoint.whole_model and model.shared is None:
+            if checkpoint.whole_model:
                 trained = {param.name for param in shard.layout.params}
                 file = read_torch_file(model.path, foreign="inert")
                 module: Any = file.root["module"]
@@ -330,14 +313,6 @@ def regions(root: Path) -> dict[tuple[str, str], list[tuple[str, int, int]]]:
                     found[kind, rest].append((name, gap, end - gap))
                 at = end
             found[kind, "directory"].append((name, at, size - at))
-    shared = checkpoint.model_states(0).shared
-    for number, file in enumerate(() if shared is None else shared.files):
-        name, at = f"{FROZEN_FOLDER}/{file.name}", file.nbytes
-        for (_, key), tensor in shared.in_file(number).items():
-            part = "buffer" if key == BUFFER else "parameter"
-            found["shared", part].append((name, tensor.offset, tensor.place.nbytes))
-            at = min(at, tensor.offset)
-        found["shared", "header"].append((name, 0, at))
     found["record", "text"].append((f"{TAG}/{RECORD_NAME}", 0, (tag / RECORD_NAME).stat().st_size))
     found["latest", "text"].append(("latest", 0, len(TAG)))
     return {key: [place for place in places if place[2] > 0] for key, places in found.items()}
@@ -363,38 +338,28 @@ def choose(root: Path, other: Path, *, flips: int, truncations: int, blocks: int
     files = [f"{TAG}/{name}" for name in names]
     kinds = {f: "optimizer" if "optim" in f else "expert" if "_expert_" in f else "model" for f in files}
     kinds[f"{TAG}/{RECORD_NAME}"] = "record"
-    shared, of_other = (sorted((run / FROZEN_FOLDER).glob("*")) for run in (root, other))
-    files += [f"{FROZEN_FOLDER}/{path.name}" for path in shared]
     for _ in range(truncations):
         file = chance.choice([*files, *files, f"{TAG}/{RECORD_NAME}", "latest"])
         size = (root / file).stat().st_size
-        kind = "shared" if file.startswith(FROZEN_FOLDER) else kinds.get(file, "latest")
-        damages.append(Damage("truncate", kind, file, chance.randrange(size)))
+        damages.append(Damage("truncate", kinds.get(file, "latest"), file, chance.randrange(size)))
     large = [
         (file, at)
         for file in files
         for at in range(0, (root / file).stat().st_size - BLOCK + 1, BLOCK)
         if any((root / file).read_bytes()[at : at + BLOCK])
     ]
-    damages += [Damage("zero", kinds.get(file, "shared"), file, at) for file, at in chance.choices(large, k=blocks)]
+    damages += [Damage("zero", kinds[file], file, at) for file, at in chance.choices(large, k=blocks)]
     for kind in ("optim", "model"):
         of_kind = [file for file in files if f"{kind}_states" in file]
         for i, file in enumerate(of_kind):
             damages += [Damage("swap", kinds[file], file, source=later) for later in of_kind[i + 1 :]]
     for what, tag in (("of another run", other / TAG), ("older", root / OLDER)):
         damages += [Damage(what, kinds[file], file, source=str(tag / Path(file).name)) for file in kinds]
-    for path, replacement in zip(shared, of_other, strict=True):
-        damages.append(Damage("of another run", "shared", f"{FROZEN_FOLDER}/{path.name}", source=str(replacement)))
     return damages
 
 
-def unread_files(lean: bool) -> frozenset[str]:
-    """Files that a load does not open.
-
-    Of a lean save, the model states of ranks that the run does not have; the 16-bit weights of trained experts.
-    """
-    models = {f"{TAG}/{model_file_name(rank, 0, whole=False)}" for rank in range(LOADED, SAVED if lean else 0)}
-    return frozenset(models | {f"{TAG}/{expert_file_name(0, expert)}" for expert in range(topologies.EXPERTS)})
+UNREAD = frozenset(f"{TAG}/{expert_file_name(0, expert)}" for expert in range(topologies.EXPERTS))
+"""Files that a load does not open: the 16-bit weights of trained experts."""
 
 
 def verdict(damage: Damage, outcomes: Sequence[tuple[str, str, str]], unread: frozenset[str] = frozenset()) -> str:
@@ -407,7 +372,6 @@ def verdict(damage: Damage, outcomes: Sequence[tuple[str, str, str]], unread: fr
         return f"FAILED: the ranks differ: {outcomes}"
     if outcome == "error":
         named = any(Path(name).name in text for name in damage.files)
-        named |= damage.where == "record" and FROZEN_FOLDER in text  # the shared file of another run, which is not here
         return "detected" if named else f"FAILED: names no damaged file: {text}"
     if outcome == f"state of {TAG}" and (damage.what in ("flip", "zero") or unread.issuperset(damage.files)):
         return "harmless"
@@ -425,15 +389,14 @@ def campaign(
     blocks: int,
     seed: int,
     stage: int = 3,
-    lean: bool = False,
     slices: str = "",
     only: int | None = None,
 ) -> dict[str, Any]:
     """Run it: counts by class, and every damage with its verdict. ``only`` takes a seeded sample of the damages."""
     pristine, other, work = (directory / name for name in ("pristine", "other", "work"))
     saved = SAVED + bool(slices)
-    pool.run(save, saved, str(pristine), 1.0, stage, lean, slices)
-    pool.run(save, saved, str(other), 1.5, stage, lean, slices)
+    pool.run(save, saved, str(pristine), 1.0, stage, slices)
+    pool.run(save, saved, str(other), 1.5, stage, slices)
     shutil.copytree(pristine, work)
     damages = choose(pristine, other, flips=flips, truncations=truncations, blocks=blocks, seed=seed)
     if only is not None:
@@ -443,14 +406,13 @@ def campaign(
     for at in range(0, len(damages), 200):
         batch = damages[at : at + 200]
         limit = 120 + LIMIT_S * len(batch)
-        ranks = pool.run(load_all, LOADED, str(work), str(pristine), batch, stage, "full", lean, slices, timeout=limit)
+        ranks = pool.run(load_all, LOADED, str(work), str(pristine), batch, stage, "full", slices, timeout=limit)
         for damage, outcomes in zip(batch, zip(*ranks, strict=True), strict=True):
-            rows.append((damage, verdict(damage, outcomes, unread_files(lean)), outcomes[0][1], outcomes[0][2]))
+            rows.append((damage, verdict(damage, outcomes, UNREAD), outcomes[0][1], outcomes[0][2]))
         print(f"{at + len(batch)} of {len(damages)}, {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return {
         "seed": seed,
         "stage": stage,
-        "lean": lean,
         "slices": slices,
         "saved_on": saved,
         "loaded_on": LOADED,
@@ -495,7 +457,7 @@ def count(verdicts: Iterable[tuple[Damage, str]]) -> list[dict[str, Any]]:
 def markdown(result: dict[str, Any]) -> str:
     """The result as a page."""
     facts = result["machine"]
-    kind = "lean " if result["lean"] else f"{result['slices']} " if result["slices"] else ""
+    kind = f"{result['slices']} " if result["slices"] else ""
     total: Counter[str] = Counter()
     for row in result["counts"]:
         total.update({key: row[key] for key in VERDICTS})
@@ -522,7 +484,6 @@ def markdown(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="the ZeRO stage of both runs")
-    parser.add_argument("--lean", action="store_true", help="both runs save lean")
     parser.add_argument("--slices", choices=SLICED, default="", help="what makes slices of tensors in both runs")
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--truncations", type=int, default=200)
@@ -535,7 +496,7 @@ def main() -> None:
     print(f"seed {chosen.seed}", file=sys.stderr)
     sizes = {"flips": chosen.flips, "truncations": chosen.truncations, "blocks": chosen.blocks}
     facts = machine()
-    how = {"seed": chosen.seed, "stage": chosen.stage, "lean": chosen.lean, "slices": chosen.slices}
+    how = {"seed": chosen.seed, "stage": chosen.stage, "slices": chosen.slices}
     modules = topologies.PRELOADED if chosen.slices else ()
     with tempfile.TemporaryDirectory() as directory, RankPool(SAVED + 1, preload=modules) as pool:
         result = {"machine": facts, **campaign(pool, Path(directory), **sizes, **how)}
@@ -545,7 +506,7 @@ def main() -> None:
         raw = result.pop("raw")
         text = json.dumps(result, indent=1)[:-2] + ',\n "raw": [\n'
         text += ",\n".join(f"  {json.dumps(row)}" for row in raw) + "\n ]\n}\n"
-        kind = "_lean" if chosen.lean else f"_{chosen.slices.lower()}" if chosen.slices else ""
+        kind = f"_{chosen.slices.lower()}" if chosen.slices else ""
         name = f"damage{kind}{'' if chosen.stage == 3 else f'_stage{chosen.stage}'}"
         (chosen.out / f"{name}.json").write_text(text)
         (chosen.out / f"{name}.md").write_text(page)

@@ -186,8 +186,6 @@ CAMPAIGNS = (
     ),
     Campaign("damage", "make damage", "loads of a damaged checkpoint", describe_damage),
     Campaign("damage_stage2", "make damage", "the same at ZeRO stage 2", describe_damage),
-    Campaign("damage_lean", "make damage", "the same for lean checkpoints", describe_damage),
-    Campaign("damage_lean_stage2", "make damage", "the same for lean checkpoints at ZeRO stage 2", describe_damage),
     Campaign("damage_autotp", "make damage", "the same for tensor parallel ranks (AutoTP)", describe_damage),
     Campaign("damage_moe_stage2", "make damage", "the same with experts (MoE) at ZeRO stage 2", describe_damage),
     Campaign("fuzz", "make fuzz", "the readers on generated files, after fixing what it found", describe_fuzz),

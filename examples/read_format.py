@@ -4,7 +4,7 @@
     python examples/read_format.py --vectors docs/assets/digest-vectors.json
 
 It imports neither torch nor zeroelastic: it shows that the specification suffices. Every tensor of every rank is read,
-digested and compared with the commit record, and so is the content root. Full and lean saves of ZeRO stage 3 are read.
+digested and compared with the commit record, and so is the content root. Full saves of ZeRO stage 3 are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ STORAGES = {
     "Bool": ("bool", 1),
 }  # fmt: skip
 """The dtype and the bytes of an element of torch's storage classes."""
-ITEMSIZES = dict(STORAGES.values())
 NUMPY = {"float32": "<f4", "float64": "<f8", "int64": "<i8", "int32": "<i4"}
 """The dtypes that a scalar may have, as numpy calls them."""
 
@@ -140,17 +139,11 @@ def read_state(tag: Path, record: dict[str, Any]) -> tuple[dict[str, Any], Strea
                 for key in entry.keys() - scalars.keys():
                     add(name, key, entry[key][i].dtype, entry[key][i].bits, start)
         model = load(tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-        shared = model.get("zeroelastic_shared", {"files": [], "params": {}})
         for name, shape in (model["frozen_param_shapes"] or {}).items():
             found[name] = list(shape), {}
             numel, part = math.prod(shape), -(-math.prod(shape) // world_size)
-            if name not in shared["params"]:
-                fragment, start = model["frozen_param_fragments"][name], min(rank * part, numel)
-                add(name, "frozen", fragment.dtype, fragment.bits[: min(part, numel - start)], start)
-            elif rank == 0:  # whole, in a file beside the tags
-                number, offset, dtype, *_ = shared["params"][name]
-                kind, path = f"<u{ITEMSIZES[dtype]}", tag / shared["files"][number][0]
-                add(name, "frozen", dtype, np.fromfile(path, dtype=kind, count=numel, offset=offset), 0)
+            fragment, start = model["frozen_param_fragments"][name], min(rank * part, numel)
+            add(name, "frozen", fragment.dtype, fragment.bits[: min(part, numel - start)], start)
     return found, dict(streams)
 
 

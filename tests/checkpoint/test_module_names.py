@@ -16,8 +16,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2, "installed": False},
     "stage 2, elastic": {"stage": 2},
     "stage 2, empty": {"stage": 2, "empty": True},  # DeepSpeed cannot partition parameters without elements (0.19.8)
-    "stage 2, lean": {"stage": 2, "lean": True},
-    "stage 1, lean, empty": {"stage": 1, "lean": True, "empty": True},
     "stage 3": {"stage": 3, "installed": False},
 }
 FIRST = {"second.weight": "first.weight", "norm_again.running_mean": "norm.running_mean", "again": "count"}
@@ -55,7 +53,7 @@ class Model(torch.nn.Module):
         return self.second(self.norm_again(self.first(rows))).square().mean()
 
 
-def build(stage: int, *, installed: bool = True, lean: bool = False, empty: bool = False) -> Any:
+def build(stage: int, *, installed: bool = True, empty: bool = False) -> Any:
     import deepspeed
 
     if installed:
@@ -67,7 +65,6 @@ def build(stage: int, *, installed: bool = True, lean: bool = False, empty: bool
         "train_micro_batch_size_per_gpu": 3,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **options},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
-        "zeroelastic": {"lean": lean},
     }
     trained = [param for param in model.parameters() if param.requires_grad]
     return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
@@ -117,7 +114,7 @@ def test_a_further_name_of_a_tensor_is_tied_and_an_extra_state_is_no_parameter(s
 def test_every_stage_has_the_same_module_state(saved: Path, rank_pool: RankPool, tmp_path: Path, name: str) -> None:
     targets = ["to 1", "to 2", "to 3"][: 2 if "empty" in name else 3]
     for target in targets:
-        zeroelastic.reshard(saved / name, tmp_path / target, world_size=3, stage=int(target[-1]), full="lean" in name)
+        zeroelastic.reshard(saved / name, tmp_path / target, world_size=3, stage=int(target[-1]))
         with zeroelastic.open(saved / name) as one, zeroelastic.open(tmp_path / target) as two:
             assert dict(one.tied) == dict(two.tied) and one.left_out == two.left_out
     with zeroelastic.open(saved / name) as ck:

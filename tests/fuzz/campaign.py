@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
-READERS = ("archive", "pickle", "record", "shared", "tags", "checkpoint", "universal", "dcp")
+READERS = ("archive", "pickle", "record", "tags", "checkpoint", "universal", "dcp")
 ENGINE = {"table": "table", "packed": "pickle"}
 """The targets of the C++ engine, and the source of each in csrc/tests/fuzz."""
 MOST_MIB = 256

@@ -12,7 +12,6 @@ import contextlib
 import io
 import itertools
 import os
-import pickle
 import pickletools
 import random
 import resource
@@ -28,15 +27,6 @@ import packing
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record, record_text
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
-from zeroelastic.checkpoint.shared_files import (
-    FROZEN_FOLDER,
-    SharedFile,
-    digest_of,
-    metadata_of,
-    read_shared_head,
-    shared_name,
-)
-from zeroelastic.checkpoint.shared_weights import SHARED_KEY, SharedTensor, SharedWeights
 from zeroelastic.dcp.metadata import METADATA
 from zeroelastic.dcp.saved import open_dcp
 from zeroelastic.errors import ZeroElasticError
@@ -44,7 +34,6 @@ from zeroelastic.runs.candidates import check_quickly, find_newest, list_run
 from zeroelastic.runs.locate import find_source, list_tags
 from zeroelastic.torch_file.graph import read_graph, write_graph
 from zeroelastic.torch_file.header import directory_digest, read_torch_file, walk_refs
-from zeroelastic.torch_file.safetensors import Head, TensorPlace, lay_out, read_head
 from zeroelastic.torch_file.zip_check import read_zip_records
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal
 from zeroelastic.verbs.diff.diff import compare_checkpoints
@@ -89,19 +78,6 @@ def commit_record(data: bytes, folder: Path) -> Reads:
     return (lambda: read_record(tag), lambda: open_checkpoint(tag), lambda: list_run(tag.parent))
 
 
-def shared_file(data: bytes, folder: Path) -> Reads:
-    """A shared file of a lean tag, header and all."""
-    path = folder / "f.safetensors"
-    path.write_bytes(data)
-
-    def head() -> None:
-        for place in read_head(path).tensors.values():
-            if not 0 <= place.offset <= place.offset + place.nbytes <= len(data):
-                raise Broken(f"a tensor reaches outside of the file: {place}")
-
-    return (head, lambda: read_shared_head(path))
-
-
 def tag_scan(data: bytes, folder: Path) -> Reads:
     """``latest``, and directories and files of any name; parts are separated by 0xff."""
     root = folder / "run"
@@ -132,9 +108,6 @@ def checkpoint(data: bytes, folder: Path) -> Reads:
     which = data[0] if data else 0
     name, path = _chosen(which)
     tag = _golden_copy(name, folder)
-    file = tag.parent / FROZEN_FOLDER / lean_name()
-    file.parent.mkdir()
-    file.write_bytes(lean_file())
     path = tag / path.name
     path.write_bytes(repacked(path, data[1:]))
     if which % 32 < 16:  # the record would notice that the size has changed
@@ -189,7 +162,6 @@ TARGETS: dict[str, Target] = {
     "archive": archive,
     "pickle": pickle_stream,
     "record": commit_record,
-    "shared": shared_file,
     "tags": tag_scan,
     "checkpoint": checkpoint,
     "universal": universal,
@@ -319,8 +291,6 @@ def seeds(name: str) -> Iterator[bytes]:
     elif name == "record":
         golden = GOLDEN / "elastic2" / "global_step2"
         yield (golden / RECORD_NAME).read_bytes()
-    elif name == "shared":
-        yield from (lean_file(), lean_file() + b"\0", tensor_file(3))
     elif name == "tags":
         head = (GOLDEN / "elastic2" / "global_step2" / RECORD_NAME).read_bytes()[:600]
         model = files[1].read_bytes()
@@ -331,47 +301,11 @@ def seeds(name: str) -> Iterator[bytes]:
         yield b"u\xffu/zero/p/fp32.pt\xfe\xffu" + rank_file + b"\xffu/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     elif name == "checkpoint":
         yield from (bytes([which]) + pickle_of(_chosen(which)[1]) for which in range(32, 128))
-        models = [which for which in range(32, 128) if "model_states" in _chosen(which)[1].name]
-        yield from (bytes([which]) + lean_pickle(pickle_of(_chosen(which)[1])) for which in models)
     elif name == "dcp":
         yield b"\0" + (GOLDEN / "fsdp2" / "ckpt" / METADATA).read_bytes()
     else:
         for number, path in enumerate(sorted(universal_seed().rglob("*.pt"))):
             yield bytes([number]) + pickle_of(path)
-
-
-_LEAN = {"base": TensorPlace("float32", (2, 3), 0), "table": TensorPlace("bfloat16", (5,), 0)}
-
-
-def _lean_head() -> tuple[bytes, Head]:
-    tensors = [(name, place.dtype, place.shape) for name, place in _LEAN.items()]
-    return lay_out("f.safetensors", tensors, metadata_of(dict.fromkeys(_LEAN, 7)))
-
-
-def _lean_digest() -> str:
-    return digest_of({name: (place.dtype, place.shape, 7) for name, place in _LEAN.items()})
-
-
-def lean_name() -> str:
-    """The name of ``lean_file``."""
-    return shared_name(_lean_digest())
-
-
-def lean_file() -> bytes:
-    """A shared file of two tensors."""
-    header, head = _lean_head()
-    return header + bytes(head.nbytes - len(header))
-
-
-def lean_pickle(data: bytes) -> bytes:
-    """The pickle of a model states file that refers to ``lean_file``."""
-    head, digest = _lean_head()[1], _lean_digest()
-    file = SharedFile(path=f"../{FROZEN_FOLDER}/{shared_name(digest)}", nbytes=head.nbytes, digest=digest)
-    base, table = (SharedTensor(0, place.offset, place.dtype, place.shape, 7) for place in head.tensors.values())
-    entry = SharedWeights((file,), {"base": base}, {"table": table}, frozenset(_LEAN)).entry()
-    key = SHARED_KEY.encode()
-    value = pickle.dumps(entry, protocol=2)[2:-1]
-    return data[:-1] + b"X" + struct.pack("<i", len(key)) + key + value + b"s."  # one more entry of the root
 
 
 # ---- pickles, bent opcode by opcode ----

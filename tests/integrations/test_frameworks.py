@@ -39,7 +39,6 @@ from warm_python import executable
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.shared_files import frozen_folder_beside
 from zeroelastic.deepspeed.patching import unwrap_all
 from zeroelastic.testing import RankPool, compare_states
 
@@ -125,27 +124,6 @@ def test_the_example_goes_on_at_other_world_sizes(
             assert (line["step"], line["samples"]) == (wanted["step"], wanted["samples"])
             assert line["lr"] == pytest.approx(wanted["lr"], rel=1e-9), line["step"]
             assert line["loss"] == pytest.approx(wanted["loss"], rel=rtol), line["step"]
-
-
-@pytest.mark.parametrize("stages", [pytest.param((3, 2)), pytest.param((2, 3), marks=pytest.mark.sweep)])
-def test_lean_checkpoints_that_accelerate_names_and_removes_share_a_folder_beside_theirs(
-    rank_pool: RankPool, tmp_path: Path, stages: tuple[int, int]
-) -> None:
-    """accelerate takes whatever is among its checkpoints for one of them: sorts it, loads it, deletes it."""
-    jobs = [AccelerateJob(stage=stage, options={"lean": True}) for stage in stages]
-    whole = rank_pool.run(accelerate_numbered, 2, jobs[0].at(2), str(tmp_path / "whole"), 5)[0]
-    first = rank_pool.run(accelerate_numbered, 2, jobs[0].at(2), str(tmp_path / "run"), 3)[0]
-    second = rank_pool.run(accelerate_numbered, 3, jobs[1].at(3), str(tmp_path / "run"), 5)
-    for outcome in second:
-        assert [*first.losses, *outcome.losses] == pytest.approx(whole.losses, rel=5e-5)
-    checkpoints = tmp_path / "run/checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint_3", "checkpoint_4"]
-    (shared,) = frozen_folder_beside(checkpoints).iterdir()
-    for tag in checkpoints.glob("*/pytorch_model"):
-        record = read_record(tag)
-        assert record is not None and [file.at(tag) for file in record.shared] == [shared]
-    zeroelastic.prune(checkpoints, keep=1, min_age=0, dry_run=False)
-    assert shared.exists()
 
 
 LAUNCHERS = {

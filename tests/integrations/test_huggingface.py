@@ -36,8 +36,6 @@ from warm_python import executable
 
 import zeroelastic
 from zeroelastic import ConfigError, StrictError, UsageError
-from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.deepspeed.load.report import check_batch
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.testing import RankPool, compare_states
@@ -227,33 +225,6 @@ def test_lora_goes_on_as_the_whole_one(pool, tmp_path, stage, stage_after):
         ):
             check_goes_on(seen[0], outcome, 6)
             assert "frozen parameters (excluded from the save)" in outcome.report.text()
-
-
-@pytest.mark.support(
-    "Frameworks", 'Hugging Face Trainer with PEFT (LoRA) and `"lean": true`', "exact", "frozen weights, too"
-)
-@pytest.mark.parametrize("stages", [(3, 2, 3), pytest.param((2, 3, 1), marks=pytest.mark.sweep), (1, 1, 2)])
-def test_lean_checkpoints_of_lora_share_their_frozen_weights_and_have_all_of_them(pool, tmp_path, stages):
-    """3 ranks, then 2, then 4, each at a stage of its own; the base model of each start is another one."""
-    lean = {"zeroelastic": {"lean": True}}
-    args = {"save_strategy": "steps", "save_steps": 2}
-    job = TrainerJob(str(tmp_path / "whole"), stage=stages[0], lora=True, args=args, config=lean)
-    whole = pool.run(run_trainer, 3, job)[0]
-    job = job.at(directory=str(tmp_path / "run"))
-    before = pool.run(run_trainer, 3, job.at(stop_at=4))[0]
-    for world_size, step, stage in zip((2, 4), (4, 8), stages[1:], strict=True):
-        now = job.at(stage=stage, resume=True, stop_at=step + 4, model_seed=stage)
-        seen = pool.run(run_trainer, world_size, now)
-        for outcome in seen:
-            assert compare_states(before.saved[step], outcome.resumed) == []
-            assert outcome.report.root_matches
-            assert "frozen" not in " ".join(outcome.report.reset)
-            for at in range(step, step + 4):
-                assert outcome.losses[at + 1] == pytest.approx(whole.losses[at + 1], abs=LOSS_ATOL), at
-        before = seen[0]
-    (shared,) = (tmp_path / "run" / FROZEN_FOLDER).iterdir()
-    records = [read_record(tag) for tag in (tmp_path / "run").glob("checkpoint-*/global_step*")]
-    assert [[file.name for file in record.shared] for record in records] == [[shared.name]] * 6
 
 
 @pytest.mark.parametrize(

@@ -73,17 +73,6 @@ def test_what_takes_too_long_is_marked_as_not_measured(tmp_path: Path) -> None:
     assert text.count("| ~") == len(document["rows"])
 
 
-@pytest.mark.extended
-def test_lean_saves_are_measured_beside_full_ones(tmp_path: Path) -> None:
-    document, text = results("bench_lean.py", "lean", tmp_path)
-    assert len(document["cases"]) == text.count("trained, stage")
-    for name, found in document["cases"].items():
-        lean, full = found["lean"], found["full"]
-        assert len(lean["seconds"]) == len(full["seconds"]) == 10
-        assert (lean["tag_bytes"] < full["tag_bytes"]) == (name != "everything trained, stage 3")
-        assert lean["run_bytes"] >= 10 * lean["tag_bytes"]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 @pytest.mark.parametrize("name", ["bench_gpu", "bench_gpu_files", "bench_gpu_resume", "bench_gpu_saves"])
 def test_without_a_gpu_the_benchmarks_of_it_say_so(tmp_path: Path, name: str) -> None:

@@ -28,23 +28,15 @@ DETECTED = {"tensor", "pickle", "directory", "header", "small record", "frozen f
     "a file is named; unused bytes may differ",
 )
 @pytest.mark.parametrize(
-    ("stage", "lean", "slices"),
-    [
-        *((stage, lean, "") for stage, lean in ((3, False), (2, False), (3, True))),
-        pytest.param(2, True, "", marks=pytest.mark.sweep),
-        (3, False, "AutoTP"),
-        pytest.param(3, False, "AutoEP", marks=pytest.mark.sweep),
-        (2, False, "MoE"),
-    ],
+    ("stage", "slices"),
+    [(3, ""), (2, ""), (3, "AutoTP"), pytest.param(3, "AutoEP", marks=pytest.mark.sweep), (2, "MoE")],
 )
 def test_damage_of_every_class_is_noticed_or_harmless(
-    rank_pool: RankPool, tmp_path: Path, stage: int, lean: bool, slices: str
+    rank_pool: RankPool, tmp_path: Path, stage: int, slices: str
 ) -> None:
     sizes = {"flips": 40, "truncations": 25, "blocks": 3, "seed": 11, "only": 24}
-    result = campaign(rank_pool, tmp_path, **sizes, stage=stage, lean=lean, slices=slices)
+    result = campaign(rank_pool, tmp_path, **sizes, stage=stage, slices=slices)
     assert result["failed"] == [] and result["damages"] == 24
-    of_shared = {row["damage"] for row in result["counts"] if row["where"].startswith("shared")}
-    assert of_shared >= ({"flip", "truncate", "zero", "of another run"} if lean else set())
     assert {row["damage"] for row in result["counts"]} == {
         "flip", "truncate", "zero", "swap", "older", "of another run",
     }  # fmt: skip
@@ -74,7 +66,7 @@ def test_the_campaign_would_see_damage_that_is_loaded(rank_pool: RankPool, tmp_p
 
 @pytest.mark.parametrize(
     ("name", "flips", "truncations"),
-    [("damage", 1000, 200), ("damage_stage2", 400, 80), ("damage_lean", 400, 80), ("damage_lean_stage2", 300, 60)],
+    [("damage", 1000, 200), ("damage_stage2", 400, 80)],
 )
 def test_the_committed_campaign_missed_nothing(name: str, flips: int, truncations: int) -> None:
     result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
@@ -84,9 +76,6 @@ def test_the_committed_campaign_missed_nothing(name: str, flips: int, truncation
     assert {row[0] for row in rows} == {"flip", "truncate", "zero", "swap", "older", "of another run"}
     assert result["failed"] == [] and {row[6] for row in rows} == {"detected", "warned", "harmless"}
     harmless = {(row[1], row[2]) for row in rows if row[6] == "harmless"}
-    of_shared = {where for where, _ in harmless if where.startswith("shared")}
-    assert of_shared <= {"shared: header"}, "which loads do not read"
-    harmless = {(where, file) for where, file in harmless if where not in of_shared}
     # At stage 2 each file is read, and a directory ends with fields that say nothing of what is in it.
     parts = DETECTED - {"directory"} if name.endswith("stage2") else DETECTED
     whole = {file for where, file in harmless if where.partition(": ")[2] in parts}

@@ -10,15 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lean_tags import copied, make_lean, shared_file
 from places import ROOT
 from saved_files import flip
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.digest import digest_range, stream_seed
-from zeroelastic.testing import RankPool
-from zeroelastic.torch_file.safetensors import read_head
 
 VECTORS = ROOT / "docs/assets/digest-vectors.json"
 WITHOUT_US = """
@@ -50,18 +47,6 @@ def test_what_was_saved_is_what_the_specification_says(tmp_path: Path, name: str
     flip(weights.path, int(weights.offset[0]))
     code, said = read(tmp_path / "tag")
     assert code == 1 and said.startswith("Bad CRC-32 for file")
-
-
-def test_a_lean_checkpoint_is_read_with_its_shared_file(rank_pool: RankPool, tmp_path: Path) -> None:
-    run = make_lean(rank_pool, tmp_path / "run", 3)
-    assert read(run / "global_step3")[0] == 0
-    damaged = copied(run, tmp_path / "damaged")
-    path = shared_file(damaged)
-    flip(path, read_head(path).tensors["adapter.weight"].offset)
-    assert read(damaged / "global_step3") == (
-        1,
-        "adapter.weight: frozen is not what was saved\nthe content root is another\n",
-    )
 
 
 def test_the_vectors_are_those_of_the_package_and_of_the_example(tmp_path: Path) -> None:

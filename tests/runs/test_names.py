@@ -33,7 +33,7 @@ REFUSED = (
 NUM_SAVED, NUM_REFUSED = 4, 4
 
 PART = st.text(st.sampled_from("ab. \u00a0\u3000\t\n\x00\udcff~é👩") | st.characters(), max_size=6) | st.sampled_from(
-    ["latest", "..", ".", "", f".x.{'0' * 32}.old", "a" * 255, "a" * 256, "checkpoint-5", "zero", "_zeroelastic_frozen"]
+    ["latest", "..", ".", "", f".x.{'0' * 32}.old", "a" * 255, "a" * 256, "checkpoint-5", "zero"]
 )
 NAME = st.lists(PART, min_size=1, max_size=5).map("/".join)
 

@@ -19,15 +19,11 @@ import pytest
 from commands import no_result, run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lean_runs import FIRST, SECOND, lean_tag, refer, referring, shared_path, write_shared
 from places import ROOT
-from saved_files import record_of
 from synthetic import edit, model_name, optim_name, write_checkpoint, write_history
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
-from zeroelastic.checkpoint.marks import write_mark
-from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, shared_name
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.runs import run_store
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.runs.names import TRASH
@@ -512,151 +508,6 @@ def test_an_unfinished_folder_is_damaged(output: Path) -> None:
     age(output / "checkpoint-20", 2 * HOUR)
     assert document(output, "--keep", 1, "--yes")["removed"] == ["checkpoint-5"]
     assert document(output, "--keep", 1, "--yes", "--invalid")["removed"] == ["checkpoint-20"]
-
-
-# --- files that tags share --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def lean(tmp_path: Path) -> Path:
-    """Tags of three steps; the first two take their frozen weights from one file, the last one from another."""
-    root = tmp_path / "lean"
-    for step, digest in ((1, FIRST), (2, FIRST), (3, SECOND)):
-        lean_tag(root / f"s{step}", step, digest)
-        write_shared(root, digest)
-    (root / "latest").write_text("s3")
-    return root
-
-
-def shared(found: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """By the first digit of a shared file's name: what became of it, and why."""
-    return {re.findall(r"frozen-(.)", one["name"])[0]: (one["action"], one["reason"]) for one in found["shared"]}
-
-
-def test_a_shared_file_goes_with_the_last_tag_that_refers_to_it(lean: Path) -> None:
-    found = document(lean, "--keep", 2, "--yes")
-    assert found["removed"] == ["s1"] and shared(found)["a"] == ("kept", "s2 refers to it")
-    planned = document(lean, "--keep", 1, "--dry-run")
-    assert shared(planned) == {"a": ("would be removed", "no tag refers to it"), "b": ("kept", "s3 refers to it")}
-    assert planned["freed_bytes"] == 0 and shared_path(lean, FIRST).exists()
-    nbytes = sum(path.stat().st_size for path in (lean / "s2").iterdir())
-    found = document(lean, "--keep", 1, "--yes")
-    assert found["removed"] == ["s2", str(shared_path(lean, FIRST).relative_to(lean))]
-    assert found["freed_bytes"] == nbytes + 1000 and shared(found)["a"][0] == "removed"
-    assert not shared_path(lean, FIRST).exists() and shared_path(lean, SECOND).exists()
-    assert check_quickly(lean / "s3") == ()
-
-
-def test_for_people_shared_files_are_lines_as_well(lean: Path) -> None:
-    said = prune(lean, "--keep", 1, "--dry-run").stdout
-    assert re.search(
-        r"^would be removed +_zeroelastic_frozen/frozen-a+\.safetensors +1000 B +no tag refers to it$", said, re.M
-    )
-    assert re.search(r"^kept +_zeroelastic_frozen/frozen-b+\.safetensors +1000 B +s3 refers to it$", said, re.M)
-
-
-def test_a_tag_that_stays_after_all_keeps_its_shared_file(lean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(plan: object, decision: object) -> str:
-        return "it changed while this ran"
-
-    monkeypatch.setattr("zeroelastic.verbs.prune.remove_tag", refuse)
-    found = document(lean, "--keep", 1, "--yes")
-    assert found["ok"] and found["removed"] == [] and shared(found)["a"] == ("kept", "s1 refers to it")
-    assert check_quickly(lean / "s1") == ()
-
-
-def test_a_quarantined_or_damaged_tag_keeps_its_shared_file(lean: Path) -> None:
-    write_mark(lean / "s2", "it was damaged by a test")
-    (lean / "s1" / model_name(1)).unlink()
-    for tag in ("s1", "s2"):
-        age(lean / tag, 2 * HOUR)
-    assert shared(document(lean, "--keep", 1, "--yes"))["a"] == ("kept", "s2 refers to it")
-    found = document(lean, "--keep", 1, "--yes", "--invalid")
-    assert found["removed"][:2] == ["s1", "s2"] and shared(found)["a"][0] == "removed"
-
-
-def test_where_no_tag_verifies_shared_files_stay(lean: Path) -> None:
-    write_shared(lean, "d" * 64)
-    for digest in (FIRST, SECOND):
-        shared_path(lean, digest).unlink()
-    done = prune(lean, "--keep", 1, "--yes", "--json")
-    assert done.returncode == 3
-    assert shared(json.loads(done.stdout)) == {"d": ("kept", "no tag verifies, so that none is removed")}
-
-
-def test_shared_files_that_are_left_alone_go(lean: Path) -> None:
-    for step in (1, 2, 3):
-        shutil.rmtree(lean / f"s{step}")
-    assert [action for action, _ in shared(document(lean, "--keep", 1, "--yes")).values()] == ["removed"] * 2
-
-
-def test_what_a_killed_removal_of_a_shared_file_left_is_finished(lean: Path) -> None:
-    for digest in (FIRST, SECOND):
-        path = shared_path(lean, digest)
-        path.rename(path.with_name(f".{path.name}.{'0' * 16}.removed"))
-    done = prune(lean, "--keep", 1, "--dry-run", "--json")
-    assert done.returncode == 3, "no tag is whole until they are put back"
-    assert prune(lean, "--keep", 1, "--yes").returncode == 3
-    assert shared_path(lean, FIRST).exists() and shared_path(lean, SECOND).exists()
-    assert document(lean, "--keep", 1, "--yes")["removed"][:2] == ["s1", "s2"]
-
-
-@pytest.mark.starts_processes
-@pytest.mark.parametrize(("where", "count"), [("rename", 3), ("unlink", 11)], ids=["before it is hidden", "hidden"])
-def test_a_kill_of_the_removal_of_a_shared_file_is_finished(lean: Path, where: str, count: int) -> None:
-    done = killed("SIGKILL", where, count, lean)
-    assert done.returncode == -9, done.stderr
-    hidden = [path.name for path in (lean / FROZEN_FOLDER).iterdir() if path.name.startswith(".")]
-    assert len(hidden) == (where == "unlink") and shared_path(lean, SECOND).exists()
-    assert check_quickly(lean / "s3") == () and tags(lean) == {"s3", FROZEN_FOLDER}
-    again = shared(document(lean, "--keep", 1, "--yes"))
-    assert {digit: action for digit, (action, _) in again.items()} == {"a": "removed", "b": "kept"}
-    assert os.listdir(lean / FROZEN_FOLDER) == [shared_name(SECOND)]
-
-
-def test_a_shared_file_that_cannot_be_removed_is_told(lean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unlink = Path.unlink
-
-    def refuse(path: Path, **options: Any) -> None:
-        if path.name.endswith(".removed"):
-            raise PermissionError(13, "Permission denied", str(path))
-        unlink(path, **options)
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    done = prune(lean, "--keep", 1, "--yes", "--json")
-    action, reason = shared(json.loads(done.stdout))["a"]
-    assert done.returncode == 1 and action == "failed" and "Permission denied" in reason
-    assert shared_path(lean, FIRST).exists() and "s1" not in tags(lean)
-
-
-def test_folders_of_a_framework_share_the_files_beside_them(output: Path) -> None:
-    for step, digest in ((5, FIRST), (20, FIRST), (100, SECOND)):
-        refer(output / f"checkpoint-{step}" / f"global_step{step}", digest, depth=2)
-        write_shared(output, digest)
-        age(output / f"checkpoint-{step}", 2 * HOUR)
-    one = document(output / "checkpoint-5", "--keep", 1, "--yes")
-    assert one["shared"] == [] and shared_path(output, FIRST).exists(), "other folders may refer to it"
-    found = document(output, "--keep", 1, "--yes")
-    assert found["removed"][:2] == ["checkpoint-5", "checkpoint-20"]
-    assert shared(found)["a"] == ("removed", "no tag refers to it")
-    assert shared(found)["b"] == ("kept", "checkpoint-100/global_step100 refers to it")
-    assert check_quickly(output / "checkpoint-100" / "global_step100") == ()
-
-
-def test_shared_files_may_be_beside_the_directory_of_the_run(lean: Path) -> None:
-    beside = lean.parent / f"{FROZEN_FOLDER}_{lean.name}"
-    (lean / FROZEN_FOLDER).rename(beside)
-    for step, digest in ((1, FIRST), (2, FIRST), (3, SECOND)):
-        record = lean / f"s{step}" / RECORD_NAME
-        found = record_of(record.parent)
-        (file,) = referring(found, digest).shared
-        moved = file.model_copy(update={"path": f"../../{beside.name}/{file.name}"})
-        record.write_bytes(record_text(found.model_copy(update={"shared": (moved,)})))
-    assert [tag.status for tag in zeroelastic.ls(lean).tags] == ["committed"] * 3
-    assert [file.tags for file in zeroelastic.ls(lean).shared] == [("s2", "s1"), ("s3",)]
-    document = zeroelastic.prune(lean, keep=1, dry_run=False)
-    assert document.removed == ("s1", "s2", str(beside / shared_name(FIRST)))
-    assert [path.name for path in beside.iterdir()] == [shared_name(SECOND)]
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------

@@ -18,16 +18,13 @@ sys.path.insert(0, str(TESTS / "fuzz"))
 
 import readers
 
-from zeroelastic.checkpoint.checker import check_headers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.checkpoint.shared_weights import SHARED_KEY
 from zeroelastic.errors import CheckpointError
 
 INPUTS = {
     "archive": 120,
     "pickle": 80,
     "record": 40,
-    "shared": 80,
     "tags": 30,
     "checkpoint": 16,
     "universal": 10,
@@ -88,13 +85,6 @@ def test_what_was_found_stays_mended(name: str, tmp_path: Path) -> None:
     for data in readers.seeds(name):
         readers.check(readers.TARGETS[name], data, tmp_path / "case", watch=False)
     readers.check(readers.TARGETS[name], FOUND[name], tmp_path / "case")
-
-
-def test_a_lean_seed_is_a_lean_tag(tmp_path: Path) -> None:
-    seeds = [seed for seed in readers.seeds("checkpoint") if SHARED_KEY.encode() in seed]
-    reads = readers.checkpoint(seeds[0], tmp_path)
-    opened = check_headers(tmp_path / "run" / "global_step2", headers="first")
-    assert len(reads) and [(shared.problem, shared.nbytes) for shared in opened.shared] == [(None, 34)]
 
 
 def test_a_record_in_another_encoding_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``export --adapters``: PEFT's own files, from lean and full tags of real DeepSpeed runs, and PEFT loads them."""
+"""``export --adapters``: PEFT's own files, from tags of real DeepSpeed runs, and PEFT loads them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def peft_model(kind: str) -> Any:
 
 
 def train_and_save(kind: str, stage: int, directory: str) -> None:
-    """Save lean, in full, and as PEFT does, in a folder of each."""
+    """Save without frozen weights, in full, and as PEFT does, in a folder of each."""
     import deepspeed
 
     zeroelastic.install()
@@ -73,7 +73,7 @@ def train_and_save(kind: str, stage: int, directory: str) -> None:
         "train_micro_batch_size_per_gpu": 2,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage},
-        "zeroelastic": {"verify": True, "lean": True},
+        "zeroelastic": {"verify": True},
     }
     model = peft_model(kind)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -82,8 +82,7 @@ def train_and_save(kind: str, stage: int, directory: str) -> None:
         tokens = torch.randint(0, 40, (2, 6), generator=torch.Generator().manual_seed(step))
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
-    engine.save_checkpoint(f"{directory}/lean")
-    engine._config._param_dict["zeroelastic"] = {"verify": True}
+    engine.save_checkpoint(f"{directory}/excluded", exclude_frozen_parameters=True)
     engine.save_checkpoint(f"{directory}/full")
     if stage != 3 and torch.distributed.get_rank() == 0:
         engine.module.save_pretrained(f"{directory}/peft")
@@ -109,17 +108,17 @@ def saves(topology_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module", params=KINDS)
 def run(request: pytest.FixtureRequest, saves: Path) -> Path:
-    """The folders ``lean``, ``full`` and ``peft``; PEFT's configurations are beside the tags, as by the Trainer."""
+    """The folders ``excluded``, ``full`` and ``peft``; PEFT's configurations are beside the tags, as by the Trainer."""
     directory = saves / request.param
     for config in (directory / "peft").rglob(CONFIG):
-        for name in ("lean", "full"):
+        for name in ("excluded", "full"):
             target = directory / name / config.relative_to(directory / "peft")
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(config, target)
     return directory
 
 
-@pytest.mark.parametrize("name", ["lean", "full"])
+@pytest.mark.parametrize("name", ["excluded", "full"])
 def test_an_adapter_has_the_names_and_tensors_of_peft(run: Path, tmp_path: Path, name: str) -> None:
     report = zeroelastic.export(run / name, tmp_path / "out", adapters=True)
     assert report.frozen == (run.name == "embedding")  # its base layer
@@ -139,7 +138,7 @@ def test_an_adapter_has_the_names_and_tensors_of_peft(run: Path, tmp_path: Path,
 def test_peft_loads_it(run: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    zeroelastic.export(run / "lean", tmp_path / "out", adapters=True)
+    zeroelastic.export(run / "excluded", tmp_path / "out", adapters=True)
     folders = (tmp_path / "out", run / "peft")
     loaded, same = (PeftModel.from_pretrained(base_model(run.name), str(one)).state_dict() for one in folders)
     assert loaded.keys() == same.keys()
@@ -149,14 +148,16 @@ def test_peft_loads_it(run: Path, tmp_path: Path) -> None:
 def test_one_of_several_adapters(saves: Path, tmp_path: Path) -> None:
     """At stage 3, by the command line; a name that is none is refused with those that are."""
     shutil.copytree(saves / "two at stage 3", tmp_path, dirs_exist_ok=True)
-    done = run_command("export", tmp_path / "lean", tmp_path / "out", "--adapter", "other", "--dtype", "bf16", "--json")
+    done = run_command(
+        "export", tmp_path / "excluded", tmp_path / "out", "--adapter", "other", "--dtype", "bf16", "--json"
+    )
     assert done.returncode == 0, done.stderr
     assert [str(path.relative_to(tmp_path)) for path in (tmp_path / "out").rglob("*.*")] == [f"out/other/{WEIGHTS}"]
     weights = load_file(tmp_path / "out/other" / WEIGHTS)
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert "base_model.model.model.layers.0.self_attn.o_proj.lora_magnitude_vector" in weights
     with pytest.raises(UsageError, match=r"no adapter nobody\. There are default, other"):
-        zeroelastic.export(tmp_path / "lean", tmp_path / "none", adapter="nobody")
+        zeroelastic.export(tmp_path / "excluded", tmp_path / "none", adapter="nobody")
 
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -11,8 +11,6 @@
     commit_record     ``zeroelastic.json``: sizes, digests and the content root
     param_table       the parameters in it
     saved_state       all ranks' optimizer files as one state
-    shared_files      files beside the tags that lean tags share; ``shared_weights`` says what a tag takes from them,
-                      ``shared_check`` whether that is there
     streams           what of a save is digested by itself, copies included
     extents           where the bytes of a plan are in files
     param_changes     parameters that one side has and the other has not

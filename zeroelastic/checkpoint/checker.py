@@ -33,7 +33,6 @@ from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file, shard_of
 from zeroelastic.checkpoint.saved_layout import SavedMaps, frozen_layout, saved_maps, sliced_layout
 from zeroelastic.checkpoint.saved_state import SavedPart, contents_of, experts_part, frozen_part, trained_part
-from zeroelastic.checkpoint.shared_check import check_shared, record_contradictions
 from zeroelastic.checkpoint.tag_files import EXPERT_FILE, TagListing, list_tag, other_tp_size
 from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
 from zeroelastic.checkpoint.topology import Topology
@@ -123,7 +122,6 @@ class _Checker(TagHeaders):
             self._put_together()
             if self.record is not None and self.parts:
                 self._compare_with_record(self.record)
-        self._check_shared()
         if self._headers != "first":
             self._find_experts()
 
@@ -304,17 +302,6 @@ class _Checker(TagHeaders):
             self.missing.append(self._add("", f"{count} files of {self.world_size} ranks are missing."))
         if stale := self.listing.stale(self.topology.data_size, tp_size):
             self.notes.append(f"{some(stale)}: left by an earlier save with more ranks, not part of this checkpoint")
-
-    def _check_shared(self) -> None:
-        """Check the files beside the tag that it takes frozen weights from."""
-        model = next(iter(self.models.values()), None)
-        if model is not None and self.record is not None:
-            for sentence, param in record_contradictions(model, self.record):
-                self._add(model.path.name, sentence, param=param)
-        self.shared = check_shared(self.tag_dir, None if model is None else model.shared, self.record)
-        for shared in self.shared:
-            if shared.problem is not None:
-                self._add(shared.file.path, shared.problem)
 
     def _find_experts(self) -> None:
         """Find which files of experts the save wrote: those in the record, or those that the model states count."""
@@ -559,5 +546,4 @@ def _model_facts(model: ModelStates) -> dict[str, str]:
     facts = model_facts(model)
     extents = model.frozen_extents
     facts["the dtypes of frozen parameters"] = None if extents is None else sorted(extents.dtype.items())
-    facts["where shared weights are"] = None if model.shared is None else model.shared.entry()
     return {what: repr(fact) for what, fact in facts.items()}

@@ -16,7 +16,6 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints, ValidationError
 
 from zeroelastic.checkpoint.param_table import ParamTable, Schema
-from zeroelastic.checkpoint.shared_files import SharedFile
 from zeroelastic.core.digest import ParamContent
 from zeroelastic.errors import CheckpointError, MissingFileError, NewerFormatError, without_pydantic
 from zeroelastic.io.paths import FilePath
@@ -55,8 +54,7 @@ class CommitRecord(Schema):
     or had committed before. ``run`` is the same in every save of a run and of what is resumed from it; its first 16
     digits are the time at which the run began, in microseconds since 1970.
     ``trained_params`` is the digest of the trained parameters' names and shapes (``params_digest``), of tensor parallel
-    rank 0. Both distinguish the checkpoints of two engines in one directory (``runs.order``). ``shared`` are the files
-    beside the tag that have its frozen weights, of a lean save.
+    rank 0. Both distinguish the checkpoints of two engines in one directory (``runs.order``).
     """
 
     format_version: Annotated[int, Field(ge=RECORD_VERSION, le=RECORD_VERSION)]
@@ -72,7 +70,6 @@ class CommitRecord(Schema):
     parent: _Id | None = None
     run: _Id | None = None
     trained_params: _Id | None = None
-    shared: tuple[SharedFile, ...] = ()
     versions: Versions
     files: dict[_FileName, Annotated[int, Field(ge=0, lt=1 << 62)]]
     directories: dict[_FileName, _Digest] = Field(default={})
@@ -141,7 +138,7 @@ def _first_problem(error: ValidationError) -> str:
 def record_text(record: CommitRecord) -> bytes:
     """The bytes of ``zeroelastic.json``: one parameter and one file a line, so that records can be compared by eye.
 
-    Tensor parallelism, lost micro batches, time, parent, run and shared files are not mentioned where there are none.
+    Tensor parallelism, lost micro batches, time, parent and run are not mentioned where there are none.
     """
     data = record.model_dump(mode="json", exclude={"params"}, exclude_defaults=True)
     lines = _lines({**data, "params": record.params.document()})

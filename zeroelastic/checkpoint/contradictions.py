@@ -51,14 +51,6 @@ def other_step(model: ModelStates, record: CommitRecord | None) -> str | None:
     )
 
 
-def other_shared_files(model: ModelStates, record: CommitRecord | None) -> str | None:
-    """Whether a model states file refers to other shared files than the record lists."""
-    files = () if model.shared is None else model.shared.files
-    if record is None or {*record.shared} == {*files}:
-        return None
-    return f"{model.path}: refers to other shared files than {RECORD_NAME} lists. {MIXED}"
-
-
 def other_directory(path: FilePath) -> str:
     """The sentence about a file whose zip directory is not the one that the commit record states."""
     return (
@@ -189,7 +181,7 @@ def shard_facts(shard: Shard) -> dict[str, str]:
 def check_same_models(models: Sequence[ModelStates], head: Shard, record: CommitRecord | None) -> None:
     """Raise CheckpointError when module states differ in something that all of one save share."""
     first = models[0]
-    if (mixed := other_step(first, record) or other_shared_files(first, record)) is not None:
+    if (mixed := other_step(first, record)) is not None:
         raise CheckpointError(mixed)
     if (mixed := other_trained_params(first, head)) is not None:
         raise CheckpointError(mixed)

@@ -22,7 +22,6 @@ from zeroelastic.checkpoint.optimizer_file import (
     checked_table,
     zero_option,
 )
-from zeroelastic.checkpoint.shared_weights import SHARED_KEY, SharedWeights, shared_weights_of
 from zeroelastic.checkpoint.tag_files import (
     WHOLE_MODEL_FILE,
     TensorParallel,
@@ -70,7 +69,6 @@ _OF_DEEPSPEED = frozenset(
         "csr_tensor_module_names",
         "num_experts",
         "autoep_layers",
-        SHARED_KEY,
     ]
 )
 
@@ -95,9 +93,6 @@ class ModelStates:
     buffer, or with client state, are not in it. Both ascend, with shape ``(num_ranges, 2)``. ``expert_files`` are the
     names of the files that have the weights of the experts of mixture-of-experts layers, and ``may_freeze_experts``
     whether some of these may be frozen: DeepSpeed lists frozen parameters at stage 2 and not at stage 1.
-
-    ``shared`` is what a lean save takes from files beside the tag: then ``frozen`` is a layout of one rank, whatever
-    the world size, and ``frozen_extents`` are in those files.
     """
 
     path: FilePath
@@ -117,11 +112,10 @@ class ModelStates:
     params_alone: Int64Array = field(default_factory=lambda: _NO_RANGES)
     expert_files: tuple[str, ...] = ()
     may_freeze_experts: bool = False
-    shared: SharedWeights | None = None
 
     def fragments(self) -> list[tuple[int, int]]:
         """(offset, nbytes) in the file of this rank's part of each frozen parameter that has elements."""
-        if self.frozen is None or self.frozen_extents is None or self.shared is not None:
+        if self.frozen is None or self.frozen_extents is None:
             return []
         return [
             (int(self.frozen_extents.offset[i]), int(self.frozen.part[i]) * DTYPE_BYTES[self.frozen_extents.dtype[i]])
@@ -183,15 +177,9 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
     if isinstance(fragments, Mapping):
         others_of.append((fragments, ()))
     is_part = WHOLE_MODEL_FILE.match(path.name) is None
-    shared = shared_weights_of(root, path)
-    if shared is not None and (both := trained & shared.params.keys()):
-        raise CheckpointError(f"{path}: {shown(sorted(map(str, both))[0])} is trained and frozen. The file is damaged.")
     frozen: Layout | None
     extents: TensorExtents | None
-    if shared is not None:
-        others = _entries(module, but=trained | shared.left_out)
-        frozen, extents = shared.frozen(path.parent)
-    elif is_part:
+    if is_part:
         others = _entries(module, but=trained)
         frozen, extents = _frozen_parts(file, trained, count)
     else:
@@ -226,13 +214,11 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
             str(name): (value.dtype, value.shape) if isinstance(value, TensorRef) else None
             for name, value in others.items()
             if not isinstance(value, Stub)
-        }
-        | {name: (one.dtype, one.shape) for name, one in (() if shared is None else shared.buffers.items())},
+        },
         weights=weights,
         params_alone=params_alone,
         expert_files=expert_files,
         may_freeze_experts=may_freeze_experts,
-        shared=shared,
     )
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zeroelastic.checkpoint.shared_weights import SHARED_KEY
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.torch_file.columns import NamedColumn, with_lists
 from zeroelastic.torch_file.graph import Node, pairs_of, storage_of
@@ -64,10 +63,7 @@ def module_names(
     frozen = frozen if isinstance(frozen, Mapping) else {}
     # DeepSpeed finds tied parameters by their addresses, and takes all that have no elements for one, at 0.
     empty = {name for name, shape in frozen.items() if isinstance(shape, tuple) and 0 in shape}
-    shared = with_lists(root.get(SHARED_KEY))
-    if isinstance(shared, Mapping) and isinstance(of_shared := shared.get("params"), Mapping):
-        empty |= of_shared.keys()  # each is a parameter of its own
-    if is_whole and SHARED_KEY not in root:
+    if is_whole:
         empty |= {alias for alias, name in tied.items() if _are_two_empty(places.get(alias), places.get(name))}
     tied = {alias: name for alias, name in tied.items() if alias not in empty}
     tied |= {str(alias): str(name) for alias, name in second_routers(root, names).items()}

@@ -160,8 +160,8 @@ class Checkpoint:
     def frozen_layout(self) -> Layout | None:
         """The layout of the frozen parameters over the ranks that saved some; None where none were saved.
 
-        At stages 1 and 2 and of a lean save one data parallel rank has all; where experts are frozen, a rank stands for
-        the experts of its number. Opens the headers of ``layout_models``.
+        At stages 1 and 2 one data parallel rank has all; where experts are frozen, a rank stands for the experts of its
+        number. Opens the headers of ``layout_models``.
         """
         if self.topology.tensor_size == 1:
             experts = self.frozen_experts
@@ -191,8 +191,7 @@ class Checkpoint:
             return None
         if self.frozen_experts is not None:
             return self.frozen_experts.extents(rank)
-        shared = next((model for model in self._models.values() if model.shared is not None), None)
-        model = self.model_states(rank) if shared is None else shared
+        model = self.model_states(rank)
         if model.frozen is None or model.frozen_extents is None:
             return None
         check_frozen(model, layout.on_rank(rank))

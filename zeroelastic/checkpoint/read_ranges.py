@@ -19,7 +19,6 @@ from zeroelastic.executors.batches import join_crc32_groups
 from zeroelastic.executors.dispatch import Executor, Ranges, scan_segments
 from zeroelastic.executors.tables import UInt32Array
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.safetensors import is_safetensors
 from zeroelastic.torch_file.zip_check import ZipRecords
 
 _FREE_GAPS = 64 << 10
@@ -55,18 +54,13 @@ class ReadFiles(dict[FilePath, ReadRanges]):
     def add(
         self, paths: Sequence[FilePath], file: Int64Array, offset: Int64Array, nbytes: Int64Array, crc32: UInt32Array
     ) -> None:
-        """Add rows: ``nbytes[i]`` bytes at ``offset[i]`` of ``paths[file[i]]``, whose CRC-32 is ``crc32[i]``.
-
-        Those of shared files, which state no checksums, are left out: tags state the digests of what is in them.
-        """
+        """Add rows: ``nbytes[i]`` bytes at ``offset[i]`` of ``paths[file[i]]``, whose CRC-32 is ``crc32[i]``."""
         order = np.argsort(file, kind="stable")
         order = order[nbytes[order] > 0]
         bounds = np.flatnonzero(np.diff(file[order], prepend=-1, append=-1))
         for begin, end in pairwise(bounds.tolist()):
             some = order[begin:end]
             path = paths[int(file[some[0]])]
-            if is_safetensors(path):
-                continue
             found = ReadRanges(offset[some], nbytes[some], crc32[some])
             self[path] = ReadRanges.joined([self[path], found] if path in self else [found])
 

@@ -232,10 +232,7 @@ def frozen_part(models: Mapping[int, ModelStates], layout: Layout | None = None)
         own = {param.name: model.frozen_extents.dtype[i] for i, param in enumerate(model.frozen.params)}
         if any(dtype_of.setdefault(name, dtype) != dtype for name, dtype in own.items()):
             raise CheckpointError(f"{model.path} and {first.path} differ in the dtypes of frozen parameters. {MIXED}")
-        if model.shared != first.shared:
-            raise CheckpointError(f"{model.path} and {first.path} take frozen weights from other places. {MIXED}")
-        rank = 0 if model.shared is not None else model.rank
-        extents[rank] = extents_over_ranks(layout, rank, {FROZEN: model.frozen_extents})
+        extents[model.rank] = extents_over_ranks(layout, model.rank, {FROZEN: model.frozen_extents})
     return _frozen(layout, dtype_of, extents)
 
 

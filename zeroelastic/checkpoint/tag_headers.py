@@ -20,7 +20,6 @@ from zeroelastic.checkpoint.open import StateFiles
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.saved_layout import SlicedLayout
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedTensor, contents_of
-from zeroelastic.checkpoint.shared_check import CheckedShared
 from zeroelastic.checkpoint.streams import Streams, streams_of
 from zeroelastic.checkpoint.tag_files import EXPERT_FILE, TagListing
 from zeroelastic.checkpoint.topology import Topology
@@ -58,8 +57,6 @@ class TagHeaders:
     Ranks are counted over all of ``topology``. ``sliced`` is the layout of the trained parameters where there are
     slices. Where tensor parallel ranks do not say which slices they have, ranks are those of the first one.
 
-    ``shared`` are the files beside the tag that it takes frozen weights from.
-
     ``problems`` are about the files by their paths, ``missing`` those of them about files that are not there.
     ``unsupported`` says what of a checkpoint that may be sound is not read here; ``notes`` are observations that are
     not problems. ``stated_world_size`` is the data parallel size, None where no file states one, and ``topology`` then
@@ -86,7 +83,6 @@ class TagHeaders:
         self.num_opened = 0
         self.parts: tuple[SavedPart, ...] = ()
         self.tensors: tuple[SavedTensor, ...] = ()
-        self.shared: tuple[CheckedShared, ...] = ()
         self.is_stage_0 = False
         self._files: StateFiles | None = None
         self._has_frozen_experts = False
@@ -139,12 +135,6 @@ class TagHeaders:
             dealt.setdefault(rank, []).append(self.tag_dir / name)
         return {rank: tuple(paths) for rank, paths in dealt.items()}
 
-    @cached_property
-    def shared_files(self) -> dict[int, tuple[CheckedShared, ...]]:
-        """The shared files that can be read, dealt to the ranks of which files can be read."""
-        ranks, whole = self.ranks, [shared for shared in self.shared if shared.problem is None]
-        return {rank: tuple(whole[i :: len(ranks)]) for i, rank in enumerate(ranks[: len(whole)])}
-
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of which at least one file can be read."""
@@ -157,9 +147,8 @@ class TagHeaders:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files that can be read; of shared ones, of the tensors that the tag takes from them."""
-        of_ranks = sum(self.sizes[path.name] for rank in self.ranks for path in self.files(rank))
-        return of_ranks + sum(shared.nbytes for shared in self.shared if shared.problem is None)
+        """Bytes of all files that can be read."""
+        return sum(self.sizes[path.name] for rank in self.ranks for path in self.files(rank))
 
     def contents(self, digests: UInt64Array) -> list[ParamContent]:
         """What was saved of each parameter, given the digest of each of ``tensors``."""

@@ -91,9 +91,6 @@ def reshard(
     ] = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")] = "1GiB",
     verify: Annotated[bool, typer.Option("--verify", help="Read the result again before it appears.")] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="Write what a lean checkpoint has in shared files into the tag.")
-    ] = False,
     tp: TpOption = None,
     ep: EpOption = None,
     like: LikeOption = None,
@@ -119,7 +116,6 @@ def reshard(
         zeroelastic reshard ckpt ckpt-stage2 --world-size 4 --stage 2
         zeroelastic reshard ckpt dealt -n 4 --stage 2 --round-robin-gradients
         zeroelastic reshard ckpt plain -n 2 --stage 0
-        zeroelastic reshard ckpt whole -n 2 --full
     """
 
 

@@ -84,9 +84,6 @@ def _show_inspection(found: InspectReport, params: str | None) -> None:
         line(key, " and ".join(f"{value.value} ({value.kind})" for value in values))
     line("state", None if totals.state_bytes is None else format_size(totals.state_bytes))
     line("on disk", f"{format_size(totals.disk_bytes)} in {counted(totals.files, 'file')}")
-    if (lean := found.lean) is not None:
-        line("lean", f"{format_size(lean.saved_bytes)} less than a full tag")
-        line("shared", f"{format_size(lean.shared_bytes)} in {counted(len(lean.files), 'file')} beside the tag")
     if found.loss_scaler is not None:
         scale = found.loss_scaler.attributes.get("cur_scale")
         line("loss scaler", found.loss_scaler.class_name, None if scale is None else f"scale {scale}")
@@ -101,14 +98,6 @@ def _show_inspection(found: InspectReport, params: str | None) -> None:
     if found.buffers and params is None:
         heading("Buffers")
         _print_first([(buffer.name, str(list(buffer.shape)), buffer.dtype) for buffer in found.buffers])
-    if found.lean is not None and params is None:
-        heading("Shared files")
-        _print_first(
-            [
-                (file.path, format_size(file.bytes), counted(file.num_tensors, "tensor"), file.digest[:12], file.state)
-                for file in found.lean.files
-            ]
-        )
     labels = {"missing": files.missing, "of no rank": files.stale + files.odd + files.leftovers}
     for label, names in labels.items():
         if names:

@@ -28,22 +28,10 @@ def _show_tags(report: ListReport) -> None:
         *map(_row, report.tags),
     ]
     if any(tag.run not in (None, 1) for tag in report.tags):
-        rows = _with_column(rows, 7, ["run", *("" if tag.run is None else str(tag.run) for tag in report.tags)])
-    if report.shared:
-        sizes = (format_size(tag.shared_bytes) if tag.shared_bytes else "" for tag in report.tags)
-        rows = _with_column(rows, 5, ["shared", *sizes])
+        runs = ["run", *("" if tag.run is None else str(tag.run) for tag in report.tags)]
+        rows = [(*row, cell) for row, cell in zip(rows, runs, strict=True)]
     texts = {"tag", "saved", "status"}
     print_columns(rows, right=frozenset(i for i, name in enumerate(rows[0]) if name not in texts), indent="")
-    if report.shared:
-        count, nbytes = len(report.shared), sum(file.bytes for file in report.shared)
-        typer.echo(
-            f"{count} shared {'file' if count == 1 else 'files'} of {format_size(nbytes)}; the run takes "
-            f"{format_size(report.bytes)}, and would take {format_size(report.saved_bytes)} more without sharing"
-        )
-
-
-def _with_column(rows: list[tuple[str, ...]], at: int, column: list[str]) -> list[tuple[str, ...]]:
-    return [(*row[:at], cell, *row[at:]) for row, cell in zip(rows, column, strict=True)]
 
 
 def _row(tag: TagInfo) -> tuple[str, ...]:
@@ -194,7 +182,7 @@ def prune(
         report = carry_out(report, progress=progress_of(quiet=quiet))
     if as_json:
         print_report(report)
-    elif plan.removals or report.dead or plan.shared_removals or yes or not work:
+    elif plan.removals or report.dead or yes or not work:
         _show_pruned(report)
     if report.failed:
         raise typer.Exit(FAILED)
@@ -211,11 +199,9 @@ def _what(report: PruneReport) -> str:
     from zeroelastic.runs.run_store import RunStore
 
     plan, count, dead = report.plan, len(report.plan.removals), report.dead
-    shared = len(plan.shared_removals)
     parts = [f"{count} {'checkpoint' if count == 1 else 'checkpoints'}"] if count else []
     parts += ["what an interrupted removal left"] if plan.leftovers else []
     parts += [f"{len(dead)} {'save' if len(dead) == 1 else 'saves'} that did not finish"] if dead else []
-    parts += [f"{shared} shared {'file' if shared == 1 else 'files'}"] if shared else []
     nbytes = report.removable_bytes + RunStore(plan.root).interrupted_bytes()
     return f"{' and '.join(parts)} ({format_size(nbytes)})"
 
@@ -225,8 +211,7 @@ def _show_pruned(report: PruneReport) -> None:
         (item.action, item.tag, "" if item.bytes is None else format_size(item.bytes), item.reason)
         for item in report.tags
     ]
-    for others in (report.unfinished, report.shared):
-        rows += [(item.action, item.name, format_size(item.bytes), item.reason) for item in others]
+    rows += [(item.action, item.name, format_size(item.bytes), item.reason) for item in report.unfinished]
     if rows:
         print_columns(rows, right=frozenset({2}), indent="")
     if report.plan.removals and report.dry_run:

@@ -221,9 +221,7 @@ def _tensor_row(tensor: ComparedTensor) -> tuple[str, ...]:
 def verify(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: its tag directory, or the one above.")],
     tag: TagOption = None,
-    all_tags: Annotated[
-        bool, typer.Option("--all", help="Every checkpoint of the run in SRC, newest first; shared files once for all.")
-    ] = False,
+    all_tags: Annotated[bool, typer.Option("--all", help="Every checkpoint of the run in SRC, newest first.")] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Look at names, sizes and the commit record only; open no payload.")
     ] = False,
@@ -243,7 +241,7 @@ def verify(
     processes of one torchrun or srun share the reading.
     A checkpoint that was found damaged on a load may have a mark, by which it is passed over; --lift-quarantine removes
     it from one that turns out valid.
-    With --all, every checkpoint of the run is checked; what several of them take from a shared file is read once.
+    With --all, every checkpoint of the run is checked.
     Exit code 0: valid, or sound and not supported; 1: it could not be checked; 2: wrong usage; 3: invalid.
 
     \b

@@ -106,8 +106,6 @@ class EngineState:
     """The ``Background`` that the engine's asynchronous saves share (``save.background``)."""
     memory: object = None
     """Whatever makes checkpoints in memory (``memory.checkpoints``); True once their absence was logged."""
-    shared_files: object = None
-    """The ``KnownFiles`` that lean saves refer to (``save.lean``)."""
     fresh_common_state: Mapping[str, object] = field(default_factory=dict)
     """What the optimizer kept beside the state of its parameters when the engine was made (``install.wrappers``)."""
     warned_of_waiting: bool = False

@@ -116,18 +116,6 @@ class Options(BaseModel):
         description="make files durable before the commit record names them; `false` leaves it, the record and "
         "`latest` to the system",
     )
-    lean: bool = Field(
-        default=False,
-        description="`true`: a checkpoint holds what training changes. Frozen weights are written once, beside the "
-        "tags of the run, and 16-bit weights that the master weights give are not written, "
-        "[see here](../guides/smaller-checkpoints.md)",
-    )
-    frozen: str | None = Field(
-        default=None,
-        description="with `lean`: a directory, a safetensors file or a URL of a base model. Frozen weights that it has "
-        "bit for bit are not written: checkpoints refer to it, and loads read them there, "
-        "[see here](../guides/smaller-checkpoints.md)",
-    )
     async_save: bool = Field(
         default=False,
         description="`save_checkpoint` returns when the state is copied to host memory; the files are written and "
@@ -288,11 +276,6 @@ def parse_options(config: Mapping[str, object]) -> Options:
 
 def _refuse_contradictions(options: Options, config: Mapping[str, object]) -> None:
     """Raise ConfigError for options that contradict one another, or DeepSpeed's own key."""
-    if options.frozen is not None and not options.lean:
-        raise ConfigError(
-            f'"zeroelastic": frozen is {options.frozen!r}, which has no effect on full saves. Add "lean": true, or '
-            "leave it out."
-        )
     zero = config.get("zero_optimization")
     flag = zero.get(_ELASTIC) if isinstance(zero, Mapping) else None
     if options.format is not None and flag is not None and bool(flag) != (options.format == "elastic"):

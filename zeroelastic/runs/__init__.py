@@ -8,7 +8,6 @@
     latest         finds, repairs and sets ``latest``
     locate         the checkpoint that a path means, and messages where there is none
     prune          which tags can be removed
-    shared_folder  the files that tags share, and the removal of those to which no tag refers
 
 Imports ``checkpoint`` and what that imports. Read ``candidates`` first.
 """

@@ -20,7 +20,6 @@ from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.checkpoint.saved_state import open_state
-from zeroelastic.checkpoint.shared_files import check_shared_files
 from zeroelastic.checkpoint.tag_files import is_rank_file, is_universal, model_file_name
 from zeroelastic.errors import (
     CheckpointError,
@@ -246,8 +245,7 @@ def check_quickly(tag_dir: FilePath) -> tuple[str, ...]:
 
     With a commit record: every rank's files exist with the recorded sizes; no header is opened. Without one: every
     rank's headers can be read and belong to one save, as far as they are read here: a checkpoint that only DeepSpeed
-    loads may be whole, too. Shared files that the tag refers to exist with the sizes that it states. Raises
-    CheckpointError, and UnsupportedError where not even its files are known.
+    loads may be whole, too. Raises CheckpointError, and UnsupportedError where not even its files are known.
     """
     checkpoint = open_checkpoint(tag_dir)
     if checkpoint.record is None:
@@ -260,10 +258,6 @@ def check_quickly(tag_dir: FilePath) -> tuple[str, ...]:
         missing = sorted({*model.expert_files} - {*file_sizes(checkpoint.tag_dir)} if model.expert_files else ())
         if missing:
             raise MissingFileError(f"{tag_dir}: files of experts are missing: {some(missing)}.")
-        shared = () if model.shared is None else model.shared.files
-    else:
-        shared = checkpoint.record.shared
-    check_shared_files(shared, checkpoint.tag_dir)
     return ()
 
 

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable
 from zeroelastic.io.paths import FilePath, local_directory
@@ -95,10 +94,8 @@ def directory_of(root: FilePath, tag: str) -> FilePath:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a folder's name is one that zeroelastic uses for what is being made or removed, or for shared files."""
-    if is_unfinished(name) or is_partial(name):
-        return True
-    return name in (TRASH, FROZEN_FOLDER) or name.startswith(f"{FROZEN_FOLDER}_")
+    """Whether a folder's name is one that zeroelastic uses for what is being made or removed."""
+    return is_unfinished(name) or is_partial(name) or name == TRASH
 
 
 def is_partial(name: str) -> bool:

@@ -1,7 +1,4 @@
-"""Which checkpoints of a run to remove, and why, as a plan; and the removal itself. The plan changes nothing.
-
-Of the files that tags share those go to which none of the tags that stay refers (``shared_folder``).
-"""
+"""Which checkpoints of a run to remove, and why, as a plan; and the removal itself. The plan changes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from zeroelastic.runs.candidates import Check, Run, check_quickly, check_tag, go
 from zeroelastic.runs.names import HERE, named_latest
 from zeroelastic.runs.order import Tag, left_behind, runs_of
 from zeroelastic.runs.run_store import CHANGED, MIN_AGE_S, Leftover, Links, RunStore, Tree
-from zeroelastic.runs.shared_folder import SharedDecision, plan_shared, put_back, remove_shared
 
 OTHER_RUN = "of another run"
 """The reason to keep a tag where only one run is looked at."""
@@ -44,27 +40,17 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What to remove from a directory; ``decisions`` are newest first. ``leftovers`` are those of a killed removal.
-
-    ``shared`` are the files that tags share, and what becomes of them after all other removals.
-    """
+    """What to remove from a directory; ``decisions`` are newest first. ``leftovers`` are those of a killed removal."""
 
     root: Path
     decisions: tuple[Decision, ...]
     leftovers: tuple[str, ...]
     unfinished: tuple[Leftover, ...] = ()
-    shared: tuple[SharedDecision, ...] = ()
-    min_age_s: float = MIN_AGE_S
 
     @property
     def removals(self) -> tuple[Decision, ...]:
         """The tags to remove, oldest first."""
         return tuple(decision for decision in reversed(self.decisions) if decision.remove)
-
-    @property
-    def shared_removals(self) -> tuple[SharedDecision, ...]:
-        """The shared files to remove."""
-        return tuple(decision for decision in self.shared if decision.remove)
 
     @property
     def has_valid(self) -> bool:
@@ -95,9 +81,8 @@ def plan_prune(
     try:
         run = list_run(store.root)
     except UsageError:
-        shared = plan_shared(store.root, kept=(), removed=(), min_age_s=min_age_s)
-        if interrupted or unfinished or shared:  # a removal or a save that was killed has left nothing else
-            return PrunePlan(store.root, (), interrupted, unfinished, shared, min_age_s)
+        if interrupted or unfinished:  # a removal or a save that was killed has left nothing else
+            return PrunePlan(store.root, (), interrupted, unfinished)
         raise
     runs, links = runs_of(run.tags), store.links(run.tags)
     decisions: dict[str, Decision] = {}
@@ -111,22 +96,7 @@ def plan_prune(
             for decision in _decide(store, one, links, keep=keep, invalid=invalid, min_age_s=min_age_s, check=check):
                 decisions[decision.tag.name] = decision
     unfinished = unfinished or store.leftovers(run.tags, min_age_s)
-    plan = PrunePlan(store.root, tuple(decisions.values()), interrupted, unfinished, (), min_age_s)
-    return replace(plan, shared=_plan_shared(plan))
-
-
-def _plan_shared(plan: PrunePlan) -> tuple[SharedDecision, ...]:
-    """What becomes of shared files after the removals of a plan; where no tag is whole, they stay as well."""
-    shared = plan_shared(
-        plan.root,
-        kept=[decision.tag for decision in plan.decisions if not decision.remove],
-        removed=[decision.tag.path for decision in plan.removals],
-        min_age_s=plan.min_age_s,
-    )
-    if plan.has_valid:
-        return shared
-    why = "no tag verifies, so that none is removed"
-    return tuple(replace(one, remove=False, reason=why if one.remove else one.reason) for one in shared)
+    return PrunePlan(store.root, tuple(decisions.values()), interrupted, unfinished)
 
 
 def _decide(
@@ -220,21 +190,6 @@ def remove_tag(plan: PrunePlan, decision: Decision) -> str | None:
     if problem is not None or latest == decision.tag.name:
         return problem or "latest names it by now"
     return RunStore(plan.root).remove(decision.tag, decision.tree)
-
-
-def remove_shared_file(plan: PrunePlan, decision: SharedDecision) -> str | None:
-    """Remove one shared file, after the tags. Returns the reason when it was kept after all, else None.
-
-    Raises OSError, UnreadableError.
-    """
-    assert decision.remove
-    return remove_shared(plan.root, decision.file, plan.min_age_s)
-
-
-def put_back_shared_files(plan: PrunePlan) -> None:
-    """Give shared files that stay the names that a removal has taken from them, after removals. Raises OSError."""
-    for folder in {one.file.path.parent for one in plan.shared if one.file.is_aside and not one.remove}:
-        put_back(folder)
 
 
 def _best_of_trainer(newest: Tag) -> str | None:

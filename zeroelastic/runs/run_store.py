@@ -18,14 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.shared_files import SHARED_NAME, frozen_folder, frozen_folder_beside
-from zeroelastic.checkpoint.tag_files import is_rank_file, is_temporary
-from zeroelastic.errors import UnreadableError, UsageError
+from zeroelastic.checkpoint.tag_files import is_temporary
+from zeroelastic.errors import UsageError
 from zeroelastic.io.atomic import sync_directory, write_atomically
 from zeroelastic.io.paths import relative_name
-from zeroelastic.runs.names import LATEST, MAX_PARTS, PARTIAL, TRASH, is_ours
+from zeroelastic.runs.names import LATEST, PARTIAL, TRASH
 from zeroelastic.runs.order import Tag
-from zeroelastic.runs.tag_directory import is_unfinished, life_of_owner, replaces_nothing, save_id_of
+from zeroelastic.runs.tag_directory import is_unfinished, life_of_owner, replaces_nothing
 
 MIN_AGE_S = 3600.0
 """A save whose process cannot be seen counts as dead when nothing has changed for this long."""
@@ -33,10 +32,7 @@ MIN_AGE_S = 3600.0
 CHANGED = "it changed while this ran"
 """The reason to keep a tag, or the files of a dead save, that a save or another removal is changing."""
 
-_TEMPORARY = re.compile(
-    r"\.(latest|\.zeroelastic-attempts\.json)\.\d+(\.[0-9a-f]+)?\.tmp"
-    rf"|\.{SHARED_NAME.pattern}\.[0-9a-f]{{32}}\.tmp"
-)
+_TEMPORARY = re.compile(r"\.(latest|\.zeroelastic-attempts\.json)\.\d+(\.[0-9a-f]+)?\.tmp")
 _MIN_AGE_UNASKED_S = 24 * 3600.0
 
 Links = dict[str, str]
@@ -117,14 +113,14 @@ class RunStore:
         """What saves have left, or are using now, in the folders that hold tags."""
         found: list[Leftover] = []
         folders = self._folders(tags)
-        of_commands = [(path, path) for folder in folders for path in folder.glob(f".?*{PARTIAL}")]
-        for path, directory in [*self._left(folders), *of_commands]:
-            what = "command" if (path, path) in of_commands else "save"
+        of_commands = [path for folder in folders for path in folder.glob(f".?*{PARTIAL}")]
+        for path in [*self._left(folders), *of_commands]:
+            what = "command" if path in of_commands else "save"
             try:
                 tree = survey(path)
             except FileNotFoundError:  # a save has just put it in place, or removed it
                 continue
-            kept = why_kept(directory, min_age_s, what)
+            kept = why_kept(path, min_age_s, what)
             if kept is None and not tree.one_device:
                 kept = "another file system is mounted in it"
             name = relative_name(path, self.root)
@@ -178,26 +174,15 @@ class RunStore:
         self.finish_removals()
         return None
 
-    def _left(self, folders: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
-        """What saves have left, or are using now, in some folders and of shared files.
-
-        The second path is that by which to judge whether the save is dead: of a shared file the save's directory.
-        """
-        shared = [path for path in shared_folders(self.root) if not path.is_symlink()]
-        files = [path / name for path in shared for name in leftover_names(path)]
-        directories: dict[str, Path] = {}
-        with suppress(UnreadableError):  # then the time of the last change decides
-            directories = staging_dirs(self.root) if files else {}
-        for path in files:
-            yield path, directories.get(save_id_of(path.name) or "", path)
-        for path in (folder / name for folder in folders for name in leftover_names(folder)):
-            yield path, path
+    def _left(self, folders: Iterable[Path]) -> Iterator[Path]:
+        """What saves have left, or are using now, in some folders."""
+        return (folder / name for folder in folders for name in leftover_names(folder))
 
     def remove_dead_saves(self) -> None:
         """Remove what dead saves have left, as far as one look at the run's directory shows it. Never raises."""
-        for left, directory in self._left([self.root]):
+        for left in self._left([self.root]):
             try:
-                if why_kept(directory) is not None:
+                if why_kept(left) is not None:
                     continue
                 _delete(left)
             except OSError as error:
@@ -239,11 +224,6 @@ class RunStore:
         return trash
 
 
-def shared_folders(root: Path) -> tuple[Path, ...]:
-    """The folders of a run's shared files, of which there is one at most: in its directory, or beside it."""
-    return tuple(Path(str(folder)) for folder in (frozen_folder(root), frozen_folder_beside(root)))
-
-
 def leftover_names(directory: Path) -> tuple[str, ...]:
     """The names, sorted, of hidden directories and temporary files that saves have left, or are using now."""
     try:
@@ -256,44 +236,6 @@ def leftover_names(directory: Path) -> tuple[str, ...]:
         if (is_unfinished(entry.name) and entry.is_dir(follow_symlinks=False))
         or (_TEMPORARY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False))
     )
-
-
-def folders_of_run(root: Path) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
-    """The folders of a run with what is in each, as deep as there may be tags; folders in tags are left out.
-
-    Unlike ``look_for_tags`` this also finds what is in the folders of frameworks and in other runs below the
-    directory. Symbolic links are followed in ``root`` only. Raises UnreadableError.
-    """
-    level = [root]
-    for _ in range(MAX_PARTS + 2):  # the folder of a framework, and the tag in it
-        below: list[Path] = []
-        for folder in level:
-            try:
-                entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError as error:
-                raise UnreadableError(f"{folder}: cannot be listed: {error.strerror}.") from None
-            yield folder, entries
-            if folder == root or not holds_tag(entries):
-                inside = (entry for entry in entries if not is_ours(entry.name))
-                below += [Path(entry.path) for entry in inside if entry.is_dir(follow_symlinks=folder == root)]
-        level = below
-
-
-def holds_tag(entries: Iterable[os.DirEntry[str]]) -> bool:
-    """Whether a folder with these entries is a tag, whole or not."""
-    return any(entry.name == RECORD_NAME or is_rank_file(entry.name) for entry in entries)
-
-
-def staging_dirs(root: Path) -> dict[str, Path]:
-    """The hidden directories of a run's saves, on their way or dead, by the saves' ids. Raises UnreadableError."""
-    return {
-        save_id: folder / entry.name
-        for folder, entries in folders_of_run(root)
-        for entry in entries
-        if (save_id := save_id_of(entry.name)) is not None and entry.is_dir(follow_symlinks=False)
-    }
 
 
 def why_kept(left: Path, min_age_s: float = _MIN_AGE_UNASKED_S, what: str = "save") -> str | None:

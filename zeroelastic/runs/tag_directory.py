@@ -83,12 +83,6 @@ def is_unfinished(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def save_id_of(name: str) -> str | None:
-    """The id of the save whose hidden directory has this name."""
-    match = _NAME.fullmatch(name)
-    return None if match is None else match[2]
-
-
 def replaces_nothing(left: Path) -> bool:
     """Whether a hidden directory is all that exists of its tag, because a replacement was interrupted."""
     match = _NAME.fullmatch(left.name)

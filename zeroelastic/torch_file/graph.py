@@ -263,15 +263,6 @@ def pairs_of(tree: object) -> Mapping[object, object]:
     return dict(tree.pairs) if isinstance(tree, Node) else {}
 
 
-def with_pairs(tree: object, pairs: Iterable[tuple[object, object]]) -> object:
-    """A dictionary or an OrderedDict node with these pairs instead of its own; the node keeps its attributes."""
-    if not isinstance(tree, Node):
-        return dict(pairs)
-    made = Node.__new__(type(tree))
-    vars(made).update(vars(tree), pairs=[*pairs])
-    return made
-
-
 def storage_of(value: object) -> Storage | None:
     """The storage of a tensor; None for another object."""
     storage = value.args[0] if isinstance(value, Node) and value.args else None

@@ -1,4 +1,4 @@
-"""The head of a safetensors file: where each tensor is. Written and read without the payload.
+"""The head of a safetensors file: where each tensor is.
 
 A file is 8 bytes of header length, a JSON header padded to 8 bytes, and the tensors' bytes without gaps (safetensors
 0.8). Larger elements come first in files that are laid out here, so each tensor is aligned to its elements.
@@ -11,9 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
-from zeroelastic.io.paths import FilePath, missing_file
-from zeroelastic.io.storage import file_size, read_range
+from zeroelastic.errors import UnsupportedError
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES
 
 DTYPE_NAMES = {
@@ -41,10 +39,8 @@ DTYPE_NAMES = {
 METADATA = "__metadata__"
 """The name in the header that no tensor has."""
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # safetensors reads no larger one
 _LENGTH_BYTES = 8
-_MAX_DIMENSIONS = 64
 
 
 class TensorPlace(NamedTuple):
@@ -102,71 +98,3 @@ def check_name(name: str) -> None:
         raise UnsupportedError(f"{name!r} is not Unicode text, so no safetensors file can hold it.") from None
     if name == METADATA:
         raise UnsupportedError(f"{name} is a name that safetensors files keep for themselves.")
-
-
-def is_safetensors(path: FilePath) -> bool:
-    """Whether a path is that of a safetensors file, by its name."""
-    return path.name.endswith(".safetensors")
-
-
-def read_head(path: FilePath) -> Head:
-    """Read the header of a file. Raises MissingFileError, UnreadableError, CheckpointError for what is not one.
-
-    Tensors in dtypes that torch does not have are left out. Ranges that overlap are an error, as in safetensors.
-    """
-    size = file_size(path)
-    if size is None:
-        raise missing_file(path)
-    start = read_range(path, 0, _LENGTH_BYTES)
-    length = int.from_bytes(start, "little")
-    if len(start) < _LENGTH_BYTES or length > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-        raise CheckpointError(f"{path}: is not a safetensors file: its header would have {length} of {size} bytes.")
-    try:
-        header = json.loads(read_range(path, _LENGTH_BYTES, length).decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its header is not JSON ({error}). The file is damaged.") from None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: its header is {shown(header)}. The file is damaged.")
-    metadata = header.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise CheckpointError(f"{path}: its metadata is {shown(metadata)}. The file is damaged.")
-    begin = _LENGTH_BYTES + length
-    tensors: dict[str, TensorPlace] = {}
-    ranges: list[tuple[int, int]] = []
-    for name, entry in header.items():
-        dtype, shape, ends = _checked_entry(path, name, entry)
-        ranges.append((ends[0], ends[1]))
-        if dtype is None:
-            continue
-        tensors[name] = TensorPlace(dtype, shape, begin + ends[0])
-        if tensors[name].nbytes != ends[1] - ends[0]:
-            raise CheckpointError(
-                f"{path}: {brief(name)} takes {ends[1] - ends[0]} bytes, its dtype and shape need "
-                f"{tensors[name].nbytes}. The file is damaged."
-            )
-    end = 0
-    for at, after in sorted(ranges):
-        if at != end:
-            raise CheckpointError(f"{path}: its header leaves gaps or overlaps at byte {begin + at}. It is damaged.")
-        end = after
-    if begin + end != size:
-        raise CheckpointError(f"{path}: has {size} bytes, its header says {begin + end}. The file is truncated.")
-    return Head(tensors, metadata, size)
-
-
-def _checked_entry(path: FilePath, name: str, entry: object) -> tuple[str | None, tuple[int, ...], list[int]]:
-    """The dtype (None where torch has none), the shape and the range of a tensor. Raises CheckpointError."""
-    if isinstance(entry, dict):
-        dtype, shape, ends = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-        if (
-            isinstance(dtype, str)
-            and isinstance(shape, list)
-            and len(shape) <= _MAX_DIMENSIONS
-            and all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
-            and isinstance(ends, list)
-            and len(ends) == 2
-            and all(type(end) is int for end in ends)
-            and 0 <= ends[0] <= ends[1] < 1 << 62
-        ):
-            return _DTYPES.get(dtype), tuple(shape), ends
-    raise CheckpointError(f"{path}: {brief(name)} is {shown(entry)} in its header. The file is damaged.")

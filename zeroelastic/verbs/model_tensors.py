@@ -30,7 +30,7 @@ Kind = Literal["trained", "frozen", "buffer", "state"]
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Where a buffer's elements are, in rank 0's module states or a shared file.
+    """Where a buffer's elements are, in rank 0's module states.
 
     ``extent`` spans from the first element to the last; ``stride``, in elements, is None where they are one contiguous
     run in row-major order.
@@ -100,14 +100,11 @@ def model_tensors(state: SavedState) -> ModelTensors:
             kind: Kind = "trained" if key == FP32 else "frozen"
             found[param.name] = ModelTensor(param.name, param.shape, part.dtypes[i][key], kind, Place(p, i, key))
     left_out: list[str] = []
-    shared = shared_buffers(state)
     for name in names:
         value = module.get(name) if isinstance(name, str) else None
         if not isinstance(name, str) or name in found:
             raise CheckpointError(f"{path}: buffer_names holds {shown(name)}. The file is damaged.")
-        if name in shared:
-            found[name] = shared[name]
-        elif isinstance(value, TensorRef):
+        if isinstance(value, TensorRef):
             found[name] = stored_tensor(name, value, file)
         elif name in module:
             left_out.append(f"buffer {name}: it is of a kind that is not read ({shown(value)})")
@@ -161,8 +158,8 @@ def optimizer_tensors(state: SavedState, *, keys: frozenset[str] | None = None) 
 def read_buffer(tensor: ModelTensor, *, limit: int, read: ReadFiles | None = None) -> ByteArray:
     """All elements of a buffer of the module in row-major order: shape ``(nbytes,)``.
 
-    What is read is added to ``read``, but of safetensors files, which state no CRC-32. Raises UnsupportedError for one
-    that needs more than ``limit`` bytes, CheckpointError when the file has ended.
+    What is read is added to ``read``. Raises UnsupportedError for one that needs more than ``limit`` bytes,
+    CheckpointError when the file has ended.
     """
     buffer = tensor.source
     assert isinstance(buffer, Buffer)
@@ -192,23 +189,6 @@ def stored_tensor(name: str, ref: TensorRef, file: TorchFile) -> ModelTensor:
     last = sum((size - 1) * stride for size, stride in zip(ref.shape, ref.stride, strict=True))
     span = replace(ref, shape=(last + 1,), stride=(1,))
     return ModelTensor(name, ref.shape, ref.dtype, "buffer", Buffer(file.extent(span), ref.stride))
-
-
-def check_shared(state: SavedState) -> None:
-    """Raise unless the shared files of a lean checkpoint are there, and what no record has digests of was saved so."""
-    if (shared := state.models[0].shared) is not None:
-        shared.check(state.checkpoint.tag_dir, params=state.checkpoint.record is None)
-
-
-def shared_buffers(state: SavedState) -> dict[str, ModelTensor]:
-    """The buffers of a lean checkpoint that are in shared files, by name."""
-    shared, tag_dir = state.models[0].shared, state.checkpoint.tag_dir
-    if shared is None:
-        return {}
-    return {
-        name: ModelTensor(name, found.shape, found.dtype, "buffer", Buffer(shared.extent(found, tag_dir), None))
-        for name, found in shared.buffers.items()
-    }
 
 
 def _tied(

@@ -44,7 +44,6 @@ from zeroelastic.io.atomic import write_at
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.graph import Archive, Storage
 from zeroelastic.torch_file.header import DTYPE_BYTES
-from zeroelastic.torch_file.safetensors import is_safetensors
 from zeroelastic.torch_file.zip_check import check_records
 from zeroelastic.verbs.model_tensors import Buffer, ModelTensor, Place, read_buffer
 
@@ -301,8 +300,7 @@ def check_source_checksums(state: SavedState, processes: Processes) -> None:
         files.update(dict.fromkeys(places.param_paths or (places.path,)))
 
     def check() -> None:
-        paths = [path for path in files if not is_safetensors(path)]  # those are checked by ``check_shared``
-        for path in map(paths.__getitem__, processes.mine(len(paths))):
+        for path in map([*files].__getitem__, processes.mine(len(files))):
             for begin, records in checkpoint.archives(path):
                 check_records(path, records, np.arange(len(records)), at=begin)
                 if not records.directory.states_checksums:

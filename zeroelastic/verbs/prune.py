@@ -16,13 +16,10 @@ from zeroelastic.runs.prune import (
     Decision,
     PrunePlan,
     plan_prune,
-    put_back_shared_files,
     removable,
-    remove_shared_file,
     remove_tag,
 )
 from zeroelastic.runs.run_store import Leftover, RunStore
-from zeroelastic.runs.shared_folder import SharedDecision, name_from
 from zeroelastic.verbs.options import IN_A_STORE, Progress, no_progress, seconds_option, whole_option
 from zeroelastic.verbs.report import Part, Report
 
@@ -48,8 +45,8 @@ class PrunedTag(Part):
     bytes: int | None
 
 
-class BesideTags(Part):
-    """Something that is no tag, by its name from the directory; what became of it, as of a tag, and why."""
+class UnfinishedSave(Part):
+    """A save that did not finish, by its name from the directory; what became of it, as of a tag, and why."""
 
     name: str
     action: str
@@ -57,23 +54,14 @@ class BesideTags(Part):
     bytes: int
 
 
-class UnfinishedSave(BesideTags):
-    """A save that did not finish."""
-
-
-class PrunedFile(BesideTags):
-    """A file of frozen weights that tags share."""
-
-
 class PruneReport(Report):
-    """What was removed, or would be. ``removed`` names the tags, unfinished saves and shared files that are gone."""
+    """What was removed, or would be. ``removed`` names the tags and unfinished saves that are gone."""
 
     directory: str
     keep: int
     dry_run: bool
     tags: tuple[PrunedTag, ...]
     unfinished: tuple[UnfinishedSave, ...]
-    shared: tuple[PrunedFile, ...]
     removed: tuple[str, ...]
     freed_bytes: int
     leftovers: int
@@ -87,8 +75,7 @@ class PruneReport(Report):
     @property
     def has_work(self) -> bool:
         """Whether the plan removes anything."""
-        aside = any(decision.file.is_aside for decision in self.plan.shared)
-        return bool(self.plan.removals or self.plan.leftovers or self.dead or self.plan.shared_removals or aside)
+        return bool(self.plan.removals or self.plan.leftovers or self.dead)
 
     @property
     def dead(self) -> tuple[Leftover, ...]:
@@ -98,14 +85,13 @@ class PruneReport(Report):
     @property
     def failed(self) -> bool:
         """Whether something could not be removed."""
-        others = any(item.action == "failed" for item in (*self.unfinished, *self.shared))
-        return others or any(item.action == "failed" for item in self.tags)
+        actions = [*(tag.action for tag in self.tags), *(save.action for save in self.unfinished)]
+        return "failed" in actions
 
     @property
     def removable_bytes(self) -> int:
         """Bytes that all removals of the plan free."""
-        dead = sum(found.tree.nbytes for found in self.dead)
-        return removable(self.plan.removals) + dead + sum(one.file.nbytes for one in self.plan.shared_removals)
+        return removable(self.plan.removals) + sum(found.tree.nbytes for found in self.dead)
 
 
 @with_remedy()
@@ -123,8 +109,7 @@ def prune(
     The command asks before it removes anything. This function cannot ask, so **it removes nothing unless it is called
     with** ``dry_run=False``. ``invalid`` also removes checkpoints that do not verify and are older than one that does.
     What has no commit record and changed within ``min_age`` (seconds, or a text such as "15m") stays. Where no
-    checkpoint verifies, none is removed (``plan.has_valid``). Files of frozen weights that tags share go when no tag
-    refers to them any more.
+    checkpoint verifies, none is removed (``plan.has_valid``).
 
     Raises UsageError where there are no checkpoints.
 
@@ -156,28 +141,22 @@ def carry_out(report: PruneReport, *, progress: Progress = no_progress) -> Prune
         for found in report.dead:
             outcomes[found.name] = _outcome(partial(store.remove_leftover, found))
             advance(found.tree.nbytes)
-        for shared in plan.shared_removals:
-            outcomes[str(shared.file.path)] = _outcome(partial(remove_shared_file, plan, shared))
-            advance(shared.file.nbytes)
-    put_back_shared_files(plan)
     return _report(plan, report.keep, dry_run=False, outcomes=outcomes)
 
 
 def _report(
     plan: PrunePlan, keep: int, *, dry_run: bool, outcomes: Mapping[str, Outcome] = MappingProxyType({})
 ) -> PruneReport:
-    def fate(item: Decision | Leftover | SharedDecision, name: str) -> dict[str, str]:
+    def fate(item: Decision | Leftover, name: str) -> dict[str, str]:
         outcome = outcomes.get(name, Outcome())
         action = "failed" if outcome.failed else "kept" if outcome.why or not item.remove else "removed"
         if item.remove and dry_run:
             action = "would be removed"
         return {"action": action, "reason": outcome.why or item.reason}
 
-    names = {str(one.file.path): name_from(one.file.path, plan.root) for one in plan.shared}
-    removed = tuple(names.get(key, key) for key, outcome in outcomes.items() if not outcome.why)
+    removed = tuple(name for name, outcome in outcomes.items() if not outcome.why)
     freed = sum(d.tree.nbytes for d in plan.removals if d.tree is not None and d.tag.name in removed)
     freed += sum(found.tree.nbytes for found in plan.unfinished if found.name in removed)
-    freed += sum(one.file.nbytes for one in plan.shared if names[str(one.file.path)] in removed)
     failed = any(outcome.failed for outcome in outcomes.values())
     report = PruneReport(
         ok=not failed and (plan.has_valid or not plan.decisions),
@@ -200,10 +179,6 @@ def _report(
         unfinished=tuple(
             UnfinishedSave(name=found.name, bytes=found.tree.nbytes, **fate(found, found.name))
             for found in plan.unfinished
-        ),
-        shared=tuple(
-            PrunedFile(name=name_from(one.file.path, plan.root), bytes=one.file.nbytes, **fate(one, str(one.file.path)))
-            for one in plan.shared
         ),
         removed=removed,
         freed_bytes=freed,

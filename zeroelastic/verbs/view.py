@@ -21,7 +21,6 @@ from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup
 from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor, experts_part, frozen_part, trained_part
-from zeroelastic.checkpoint.shared_files import check_shared_files
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
@@ -327,8 +326,6 @@ class CheckpointView(Mapping[str, TensorHandle]):
             trained = trained_part({0: head}, head, checkpoint.layout)
             layout, experts = checkpoint.frozen_layout, checkpoint.frozen_experts
             frozen = frozen_part({0: model}, layout) if experts is None else experts_part(experts)
-            if model.shared is not None:
-                check_shared_files(model.shared.files, checkpoint.tag_dir)
 
         def trained_extents(rank: int) -> Mapping[str, TensorExtents]:
             shard = checkpoint.shard(rank)

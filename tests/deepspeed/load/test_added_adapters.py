@@ -13,7 +13,7 @@ from zeroelastic.checkpoint.adapter_names import renamed_base_weights
 from zeroelastic.testing import RankPool
 
 
-def build(seed: int, targets: list[str], stage: int, copied: list[str], *, lean: bool) -> Any:
+def build(seed: int, targets: list[str], stage: int, copied: list[str]) -> Any:
     """An engine of a base model of this seed, with adapters on these modules and trained copies of others."""
     import deepspeed
     from peft import LoraConfig, get_peft_model
@@ -30,7 +30,7 @@ def build(seed: int, targets: list[str], stage: int, copied: list[str], *, lean:
         "train_micro_batch_size_per_gpu": 2,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage},
-        "zeroelastic": {"format": "elastic", "on_mismatch": "initialize", "verify": True, "lean": lean},
+        "zeroelastic": {"format": "elastic", "on_mismatch": "initialize", "verify": True},
     }
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
@@ -45,8 +45,8 @@ def weights(engine: Any, stage: int) -> dict[str, torch.Tensor]:
     return {name.replace(".base_layer", "").replace(".original_module", ""): value for name, value in named.items()}
 
 
-def save(directory: str, stage: int, *, lean: bool) -> dict[str, torch.Tensor]:
-    engine = build(1, ["up", "head"], stage, [], lean=lean)
+def save(directory: str, stage: int) -> dict[str, torch.Tensor]:
+    engine = build(1, ["up", "head"], stage, [])
     inputs = torch.linspace(-1, 1, 16).reshape(2, 8)
     engine.backward(engine(inputs).square().mean())
     engine.step()
@@ -58,26 +58,22 @@ Change = tuple[list[str], list[str]]
 """The modules with an adapter, and those with a trained copy."""
 
 
-def resume(directory: str, stage: int, changes: list[Change], *, lean: bool) -> list[tuple[dict[str, Any], str]]:
+def resume(directory: str, stage: int, changes: list[Change]) -> list[tuple[dict[str, Any], str]]:
     found = []
     for targets, copied in changes:
-        engine = build(2, targets, stage, copied, lean=lean)
+        engine = build(2, targets, stage, copied)
         engine.load_checkpoint(directory)
         found.append((weights(engine, stage), " ".join(engine.zeroelastic_report.changed)))
     return found
 
 
-@pytest.mark.parametrize(
-    ("stage", "lean"), [(1, False), (2, True), (3, False), pytest.param(3, True, marks=pytest.mark.quick)]
-)
-def test_base_weights_are_restored_under_their_new_names(
-    rank_pool: RankPool, tmp_path: Path, stage: int, lean: bool
-) -> None:
+@pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.quick)])
+def test_base_weights_are_restored_under_their_new_names(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     """At another size, by a run that made its base model with other weights."""
     changes: list[Change] = [(["up", "down", "head"], []), (["up", "head"], ["down"]), (["head"], [])]
-    saved = rank_pool.run(save, 2, str(tmp_path), stage, lean=lean)[0]
+    saved = rank_pool.run(save, 2, str(tmp_path), stage)[0]
     for (loaded, changed), change in zip(
-        rank_pool.run(resume, 1, str(tmp_path), stage, changes, lean=lean)[0], changes, strict=True
+        rank_pool.run(resume, 1, str(tmp_path), stage, changes)[0], changes, strict=True
     ):
         base = [name for name in saved if "lora" not in name]
         assert [name for name in base if not torch.equal(saved[name], loaded[name])] == [], change

@@ -29,20 +29,18 @@ from training import Job, build_engine, look, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.runs.tag_directory import is_unfinished, recover
 from zeroelastic.testing import RankPool, compare_states
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 JOB = Job()
-LEAN = Job(options={"verify": True, "lean": True})
 SLICED = {
     "AutoTP": TopologyJob("llama", tp=2, precision="bf16", frozen=True),
     "MoE": TopologyJob("moe", ep=2, stage=2, precision="bf16"),
 }
 CASES: dict[str, tuple[Job | TopologyJob, bool]] = {
     f"{name}, {'in the background' if behind else 'waited for'}": (job, behind)
-    for name, job in {"full": JOB, "lean": LEAN, **SLICED}.items()
+    for name, job in {"full": JOB, **SLICED}.items()
     for behind in (False, True)
 }
 """A job, and whether training goes on while it saves."""
@@ -145,7 +143,6 @@ REAL_OPEN = builtins.open
 
 
 def patch(images: Images) -> None:
-    from zeroelastic.deepspeed.save import shared_file
     from zeroelastic.runs import tag_directory
     from zeroelastic.torch_file import image, save
 
@@ -154,8 +151,6 @@ def patch(images: Images) -> None:
     tag_directory.exchange = images.changing(tag_directory.exchange, "exchange")  # type: ignore[assignment]
     for name in ("write_skeleton", "reserve", "write_segments", "_complete", "write_fully"):
         setattr(save, name, images.changing(getattr(save, name), name))
-    for name in ("reserve_space", "write_fully", "write_segments"):
-        setattr(shared_file, name, images.changing(getattr(shared_file, name), f"shared {name}"))
     for name in ("reserve", "write_past_cache", "write_fully"):
         setattr(image, name, images.changing(getattr(image, name), name))
     os.pwrite = images.changing(os.pwrite, "pwrite")  # type: ignore[assignment]
@@ -210,7 +205,7 @@ def load_images(job: Job | TopologyJob, copies: list[str]) -> list[tuple[int, di
     return found
 
 
-SWEPT = {"full, in the background", "lean, waited for", "AutoTP, waited for", "MoE, in the background"}
+SWEPT = {"full, in the background", "AutoTP, waited for", "MoE, in the background"}
 """Cases that only `make sweep` runs."""
 
 
@@ -226,9 +221,6 @@ def test_every_boundary_of_a_save_leaves_a_checkpoint_that_verifies_and_resumes(
     states = rank_pool.run(save_under_watch, 2, str(root), str(copies), behind, job, timeout=280)[0]
     trace = (copies / "trace").read_text().splitlines()
     writing = ("write_past_cache", "pwrite") if behind else ("write_segments",)
-    folders = {FROZEN_FOLDER} if job is LEAN else set()
-    if folders:
-        writing = (*writing, "shared write_segments", "shared reserve_space", "replace", "utime")
     for name in ("exchange", "rename", "fsync", "open", "mkdir", "all_reduce", *writing):
         assert any(line.endswith(f" {name}") for line in trace), name
     images = [path for path in sorted(copies.iterdir()) if path.is_dir()]
@@ -237,7 +229,7 @@ def test_every_boundary_of_a_save_leaves_a_checkpoint_that_verifies_and_resumes(
     for image in images:
         latest = image / "latest"
         inside = {name for name in os.listdir(image) if (image / name).is_dir()}
-        tags = [name for name in inside - folders if not is_unfinished(name)]
+        tags = [name for name in inside if not is_unfinished(name)]
         for tag in tags:  # whatever has the name of a tag is whole
             assert verify_checkpoint(image / tag).valid and read_record(image / tag) is not None, (image, tag)
         if not latest.exists():
@@ -257,9 +249,7 @@ def test_every_boundary_of_a_save_leaves_a_checkpoint_that_verifies_and_resumes(
         steps.add(step)
         assert not recover(image / "second")
     assert steps == {1, 3, 5, 7}
-    files = {"first", "latest", "second", "zero_to_fp32.py", "zero_to_torch.py"}
-    assert {*os.listdir(root)} == files | folders
-    assert not folders or len(os.listdir(root / FROZEN_FOLDER)) == 2
+    assert {*os.listdir(root)} == {"first", "latest", "second", "zero_to_fp32.py", "zero_to_torch.py"}
 
 
 def test_everything_is_durable_before_it_gets_its_name(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
 from training import Job, build_engine, raised, train_step
 
-from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.deepspeed.save.commit import PendingCommit
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.verify.verify import verify_checkpoint
@@ -71,14 +70,11 @@ def save_once(job: Job, directory: str) -> tuple[str, str]:
 
 
 @pytest.mark.skipif(not can_mount(), reason=MOUNTS_NEED)
-@pytest.mark.parametrize(
-    ("stage", "placed", "lean"), [(2, (0, 1, 0, 1), False), (3, (0, 0, 0, 1), False), (1, (0, 0, 1), True)]
-)
+@pytest.mark.parametrize(("stage", "placed"), [(2, (0, 1, 0, 1)), (3, (0, 0, 0, 1)), (1, (0, 0, 1))])
 def test_nodes_with_disks_of_their_own_commit_nothing_unless_they_are_said_to(
-    rank_pool: RankPool, tmp_path: Path, stage: int, placed: tuple[int, ...], lean: bool
+    rank_pool: RankPool, tmp_path: Path, stage: int, placed: tuple[int, ...]
 ) -> None:
-    nodes, job = Nodes(tmp_path), Job(stage=stage, options={"lean": lean})
+    nodes, job = Nodes(tmp_path), Job(stage=stage)
     found = rank_pool.run(on_nodes, len(placed), nodes, placed, save_once, job, nodes.path, timeout=120)
     assert all(kind == "SaveError" and "not the same on all nodes" in text for kind, text in found), found
-    folders = [path for node in (0, 1) for path in nodes.disk(node).iterdir() if path.is_dir()]
-    assert not [path for path in folders if path.name != FROZEN_FOLDER or any(path.iterdir())]
+    assert not [path for node in (0, 1) for path in nodes.disk(node).iterdir() if path.is_dir()]

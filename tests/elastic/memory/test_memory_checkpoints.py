@@ -29,7 +29,6 @@ from training import Job, build_engine, gathered, look, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.distributed import exchange
 from zeroelastic.elastic import ElasticDistributedSampler, every, preemption, resume
 from zeroelastic.elastic.memory import resume as memory_resume
@@ -750,22 +749,3 @@ def test_stock_deepspeed_loads_the_next_save_after_every_way_to_resume(
     stock = replace(job, installed=False, elastic=False, perturb=0.5)
     for step, seen in rank_pool.run(stock_resume, 3, stock, directory):
         assert (step, seen) == (4, turns[0].gathered)
-
-
-def test_a_lean_run_goes_on_from_memory_and_its_saves_find_the_shared_file(
-    rank_pool: RankPool, tmp_path: Path, shared: Path
-) -> None:
-    """What is in memory is complete; what is on the disk is lean."""
-    job, run_dir = replace(JOB, options={**COPIES, "lean": True}), tmp_path / "run"
-    first = rank_pool.run(run, 3, job, str(run_dir), shared, (0, 1, 2), 3, save_steps=2)[0]
-    (file,) = (run_dir / FROZEN_FOLDER).iterdir()
-    inode = file.stat().st_ino
-    shutil.rmtree(shared / "node1")
-    second = rank_pool.run(run, 2, job.other(), str(run_dir), shared, (0, 2), 2, save_steps=2)[0]
-    assert second.start.tier == "memory" and compare_states(first.states[3], second.resumed) == []
-    assert [path.stat().st_ino for path in (run_dir / FROZEN_FOLDER).iterdir()] == [inode], "nothing was written"
-    shutil.rmtree(shared)
-    shared.mkdir()
-    third = rank_pool.run(run, 3, job.other(), str(run_dir), shared, (0, 1, 2), 1)[0]
-    assert third.start.tier == "directory" and third.start.global_steps == 4, "two steps after that of the first run"
-    assert compare_states(second.states[4], third.resumed) == []

@@ -35,7 +35,7 @@ from zeroelastic.core.layout import Int64Array, Layout, Param
 from zeroelastic.errors import counted, some
 from zeroelastic.verbs.diff.diff import Difference, DiffReport
 from zeroelastic.verbs.diff.tensors import ComparedTensor
-from zeroelastic.verbs.inspect.report import InspectedParam, InspectedTopology, InspectReport, Lean, SavedLayout
+from zeroelastic.verbs.inspect.report import InspectedParam, InspectedTopology, InspectReport, SavedLayout
 from zeroelastic.verbs.plan.plan import PlanReport
 from zeroelastic.verbs.verify.report import VerifiedFile, VerifyReport
 
@@ -72,7 +72,6 @@ def inspect_view(found: InspectReport) -> dict[str, object]:
         "record": record.get(found.record.state, found.record.state),
         "remedy": _without_code(found.remedy),
         "state": Bars(tuple(bars)) if bars else None,
-        **_lean(found.lean),
         "groups": table(
             {"group": "", "parameters": "right", "elements": "right", "hyper-parameters": ""},
             [
@@ -88,31 +87,6 @@ def inspect_view(found: InspectReport) -> dict[str, object]:
         "cuts": _cuts(found.topology),
         "files": _standing_out(found),
         **_layout_figures(found),
-    }
-
-
-def _lean(lean: Lean | None) -> dict[str, object]:
-    """What a lean tag holds, refers to and leaves to its master weights, and its shared files."""
-    if lean is None:
-        return {"lean": None, "shared": None}
-    parts = (
-        ("part-a", "in the tag", lean.tag_bytes),
-        ("part-c", "in shared files", lean.shared_bytes),
-        ("padding", "in no file: made from the master weights", lean.weight_bytes),
-    )
-    pieces, end = [], 0
-    for style, what, nbytes in parts:
-        pieces.append(Piece(end, end + nbytes, style, f"{what}: {format_size(nbytes)}"))
-        end += nbytes
-    legend = [(style, f"{what}, {format_size(nbytes)}") for style, what, nbytes in parts if nbytes]
-    tones: dict[str, Tone] = {"whole": "good", "missing": "bad", "damaged": "bad"}
-    rows = [
-        (one.path, Cell(one.state, tones[one.state]), format_size(one.bytes), one.num_tensors, one.digest[:12])
-        for one in lean.files
-    ]
-    return {
-        "lean": strips([Strip("bytes", pieces)], end=end, ticks=byte_ticks(end), legend=legend),
-        "shared": table({"file": "name", "state": "", "size": "right", "tensors": "right", "digest": ""}, rows),
     }
 
 
@@ -382,7 +356,6 @@ def _by_rank(by_file: Mapping[str, Sequence[Problem]]) -> dict[int, str]:
 def _file_strip(name: str, file: VerifiedFile | None, problems: Sequence[Problem], end: int) -> Strip:
     named = parse_rank_file(name)
     label = name if named is None else f"{named.rank:,} {named.kind.removeprefix('whole_')}"
-    label = "shared" if file is not None and file.kind == "shared" else label
     label = f"{label[:19]}…" if len(label) > 20 else label
     pieces = []
     size = end if file is None else file.bytes

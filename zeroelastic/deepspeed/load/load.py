@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -401,15 +401,11 @@ def _load_module(
     plan: LoadPlan,
     keys: ModuleKeys,
     module_path: str,
-    buffers: Mapping[str, bytes | bytearray],
 ) -> Loaded:
-    """DeepSpeed's own part: module, counters, scheduler and client state, out of the file at ``module_path``.
-
-    ``buffers`` are those that a lean save has in shared files.
-    """
+    """DeepSpeed's own part: module, counters, scheduler and client state, out of the file at ``module_path``."""
     begin_change(engine)
     with (
-        model_states_reader(engine, live, plan, module_path, buffers, request.options),
+        model_states_reader(engine, live, plan, module_path, request.options),
         recorded_keys(engine.module, keys, forgive=request.options.on_mismatch == "initialize"),
         loading_sampler(engine),
     ):

@@ -18,15 +18,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, cast
 
-import numpy as np
 import torch
 from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from zeroelastic.checkpoint.model_states import COUNTERS, ModelStates
 from zeroelastic.checkpoint.param_changes import GroupMatch
-from zeroelastic.checkpoint.shared_weights import BUFFER, SharedWeights
-from zeroelastic.core.digest import stream_seed
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
@@ -38,15 +35,12 @@ from zeroelastic.deepspeed.run_objects import SAMPLER, sampler_problem, states_t
 from zeroelastic.errors import (
     CheckpointError,
     ConfigError,
-    DigestMismatchError,
     LayoutMismatchError,
     UnreadableError,
     UnsafePickleError,
     shown,
 )
-from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.storage import read_range
-from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.torch_file.safe_unpickler import split_global
 
 _FRAGMENTS = "frozen_param_fragments"
@@ -58,7 +52,6 @@ def model_states_reader(
     live: LiveOptimizer,
     load_plan: LoadPlan,
     path: str,
-    buffers: Mapping[str, bytes | bytearray],
     options: Options,
 ) -> Iterator[None]:
     """Within this context DeepSpeed reads the chosen module states once, from ``path``, without payload of parameters.
@@ -66,7 +59,6 @@ def model_states_reader(
     Frozen parameters are filled from their parts; where the file has the whole module (saved at stages 1 and 2), or the
     run keeps it whole, weights are made from the master weights. In their place DeepSpeed finds the run's own tensors,
     and so it does in place of experts, which it would else read from files of their own (``load_moe_state_dict``).
-    ``buffers`` are those of shared files.
 
     With ``weights_only_load``, only objects of torch's allow-list, DeepSpeed's own classes and ``allow_globals`` are
     made. Raises ConfigError for one of these that cannot be imported.
@@ -77,7 +69,7 @@ def model_states_reader(
         safe = [*of_deepspeed, (_enum_member, "builtins.getattr"), *map(_imported, options.allow_globals)]
     kept = load_plan.checkpoint.whole_model or not live.per_param
     own = dict(engine.module.named_parameters(remove_duplicate=False)) if kept else {}
-    reader = _ModelStatesReader(engine, load_plan, path, buffers, safe, own)
+    reader = _ModelStatesReader(engine, load_plan, path, safe, own)
     with (
         patched(engine, checkpoint_engine=reader, has_moe_layers=False),
         patched(state_of(engine), module_paths=reader.paths),
@@ -105,13 +97,12 @@ class _ModelStatesReader:
         engine: Engine,
         load_plan: LoadPlan,
         path: str,
-        buffers: Mapping[str, bytes | bytearray],
         safe: list[Any] | None,
         own: Mapping[str, torch.nn.Parameter],
     ) -> None:
         self._engine, self._original, self._scheduler = engine, engine.checkpoint_engine, engine.lr_scheduler
         self._load_plan, self._path, self._safe, self._own = load_plan, path, safe, own
-        self._buffers, self._experts, self._tp_size = buffers, _experts(engine), engine.mp_world_size
+        self._experts, self._tp_size = _experts(engine), engine.mp_world_size
         self.paths = (path,) * self._tp_size  # DeepSpeed wants one for each tensor parallel rank
         self._loaded: dict[str, Any] | None = None
 
@@ -151,9 +142,6 @@ class _ModelStatesReader:
         if self._experts:
             state["module"].update(self._experts)
         state["mp_world_size"] = self._tp_size
-        model = self._load_plan.model
-        if isinstance(module, dict) and model.shared is not None:
-            state["module"].update(_shared_buffers(model.shared, self._buffers))
         return state
 
     def _unpickle(self, file: StatesFile) -> dict[str, Any]:
@@ -177,21 +165,6 @@ class _ModelStatesReader:
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")
         return state
-
-
-def _shared_buffers(shared: SharedWeights, content: Mapping[str, bytes | bytearray]) -> dict[str, torch.Tensor]:
-    """The buffers that a lean save has left to shared files, from their bytes. Raises DigestMismatchError."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in shared.buffers.items():
-        place = tensor.place
-        data = np.frombuffer(bytearray(content[name]), dtype=np.uint8)
-        digest = digest_range(data, DTYPE_BYTES[place.dtype], seed=stream_seed(name, BUFFER), start=0)
-        if len(data) != place.nbytes or digest != tensor.digest:
-            raise DigestMismatchError(
-                f"{shared.files[tensor.file].path}: buffer {name} is not what was saved. The file is damaged."
-            )
-        found[name] = torch.from_numpy(data).view(getattr(torch, place.dtype)).reshape(place.shape)
-    return found
 
 
 def _enum_member(owner: Any, name: str) -> ZeroStageEnum:

@@ -16,7 +16,6 @@ from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.contradictions import (
     VALUE_FACTS,
     check_same_save,
-    other_shared_files,
     other_step,
     shard_facts,
     shard_values,
@@ -27,7 +26,6 @@ from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
 from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, wrapper_advice
-from zeroelastic.checkpoint.shared_files import check_shared_files
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, in_own_buffers
 from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks
@@ -35,7 +33,6 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
 from zeroelastic.deepspeed.load.saved_copies import refuse_other_copies
 from zeroelastic.deepspeed.node_local.peer_checkpoint import has_closed_form, open_with_peers, ranks_taken
-from zeroelastic.deepspeed.node_local.shared_places import SharedPlaces, find_shared_files, with_shared
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility, stat_assigned_files
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise
@@ -63,12 +60,11 @@ class LoadPlan:
 
     ``model`` is the module states file this rank takes, and ``head`` the first optimizer file; ``layout`` is that of
     the saved trained parameters over all ranks. ``plan`` moves trained parameters, ``frozen_plan`` frozen ones (None
-    when there are none to restore). ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to
-    a buffer of its own, which is its part of the master weights; ``newly_frozen_plan`` the other way.
-    ``states[i]`` is what target sub-group i gets. ``visibility`` says which rank sees which file; None
-    where every rank sees all of them. ``shared_places``, of a lean save, says where its shared files are.
-    ``checked_bytes`` were read for checksums alone. ``renamed`` has the saved name of each frozen parameter that has
-    another one in the model: all else here goes by the saved ones.
+    when there are none to restore). ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to a
+    buffer of its own, which is its part of the master weights; ``newly_frozen_plan`` the other way. ``states[i]`` is
+    what target sub-group i gets. ``visibility`` says which rank sees which file; None where every rank sees all of
+    them. ``checked_bytes`` were read for checksums alone. ``renamed`` has the saved name of each frozen parameter that
+    has another one in the model: all else here goes by the saved ones.
     """
 
     checkpoint: Checkpoint
@@ -86,7 +82,6 @@ class LoadPlan:
     states: tuple[TargetState, ...]
     train_batch_size: int | None
     visibility: FileVisibility | None = None
-    shared_places: SharedPlaces | None = None
     checked_bytes: int = 0
     renamed: Mapping[str, str] = field(default_factory=dict)
 
@@ -128,13 +123,8 @@ def preflight(
     options = request.options
     compare_directories = options.verify != "off"
     visibility: FileVisibility | None = None
-    places: SharedPlaces | None = None
     if open_whole is None:
         found = gather_visibility(tag_dir, live.tp)
-        record = found.listing.record if isinstance(found, FileVisibility) else found.record
-        if record is not None and record.shared:
-            places = find_shared_files(record.shared, tag_dir, options.frozen)
-            found = with_shared(found, places)
         if isinstance(found, FileVisibility):
             visibility = found
             opened = open_with_peers(found, live, compare_directories=compare_directories)
@@ -153,7 +143,7 @@ def preflight(
         )
 
     def check() -> LoadPlan:
-        plan = _open(open_here(), visibility, places, live, request)
+        plan = _open(open_here(), visibility, live, request)
         check_values(plan.model)
         by_checksum = options.verifies_content and open_whole is None  # else all that is loaded is digested
         return _with_checksums(plan, options.host_io_engine) if by_checksum else plan
@@ -197,7 +187,6 @@ def _check_consistent(tag_dir: FilePath, digests: Sequence[ConsistencyDigest], o
 def _open(
     checkpoint: Checkpoint,
     visibility: FileVisibility | None,
-    places: SharedPlaces | None,
     live: LiveOptimizer,
     request: LoadRequest,
 ) -> LoadPlan:
@@ -214,14 +203,10 @@ def _open(
     head = shards[needed[0]]
     layout, frozen, groups = checkpoint.layout, checkpoint.frozen_layout, checkpoint.groups(head)
     record = checkpoint.record
-    if (mixed := other_step(model, record) or other_shared_files(model, record)) is not None:
+    if (mixed := other_step(model, record)) is not None:
         raise CheckpointError(mixed)
-    if model.shared is not None and places is None:  # there is no record, which lists the shared files
-        check_shared_files(model.shared.files, tag_dir)
-        places = SharedPlaces(tag_dir, {}, {})
-    model = model if places is None else places.applied(model)
     frozen_params = None if frozen is None else frozen.whole_tensors
-    if frozen_params and checkpoint.whole_model and model.shared is None:
+    if frozen_params and checkpoint.whole_model:
         frozen_params = _without_buffers(frozen_params, live.module)
     membership = compare(
         ParamSet(layout.whole_tensors, frozen_params),
@@ -244,7 +229,7 @@ def _open(
     for part in (plan, newly_frozen):
         shards |= {source: checkpoint.shard(source) for source in (part.source_ranks if part else ())}
     check_same_save(shards, head, recorded=record is not None, resizable=not request.weights_only)
-    frozen_plan, unfrozen_plan, extents = _open_frozen(checkpoint, model, frozen, live, membership)
+    frozen_plan, unfrozen_plan, extents = _open_frozen(checkpoint, frozen, live, membership)
     try:
         states = target_state(membership, head, layout, live, weights_only=request.weights_only)
     except UnsupportedError:
@@ -270,7 +255,6 @@ def _open(
         if batch is not None
         else configured_batch(head.ds_config, checkpoint.topology.data_size),
         visibility=visibility,
-        shared_places=places,
     )
 
 
@@ -411,7 +395,7 @@ def _planned(src: Layout, dst: Layout, rank: int) -> Plan | None:
 
 
 def _open_frozen(
-    checkpoint: Checkpoint, model: ModelStates, frozen: Layout | None, live: LiveOptimizer, membership: Membership
+    checkpoint: Checkpoint, frozen: Layout | None, live: LiveOptimizer, membership: Membership
 ) -> tuple[Plan | None, Plan | None, Mapping[int, TensorExtents]]:
     """The plans for what was ``frozen``, and where it is."""
     if frozen is None:
@@ -424,8 +408,7 @@ def _open_frozen(
     )
     extents: dict[int, TensorExtents] = {}
     for source in sorted({source for plan in plans if plan for source in plan.source_ranks}):
-        is_shared = model.shared is not None  # which every model states file says
-        piece = model.frozen_extents if is_shared else checkpoint.frozen_extents(source)
+        piece = checkpoint.frozen_extents(source)
         assert piece is not None, "a rank that a plan names has parts"
         extents[source] = piece
     return *plans, extents
@@ -454,7 +437,6 @@ def _consistency_digest(load_plan: LoadPlan, *, weights_only: bool) -> Consisten
     facts["global step"] = str(load_plan.model.global_steps)
     frozen = load_plan.checkpoint.frozen_layout
     facts["frozen parameters"] = repr(None if frozen is None else frozen.whole_tensors)
-    facts["shared weights"] = repr(None if load_plan.model.shared is None else load_plan.model.shared.entry())
     record = load_plan.checkpoint.record
     facts["commit record"] = "none" if record is None else record.save_id + record.content_root
     return tuple((what, hashlib.sha256(text.encode()).hexdigest()) for what, text in facts.items())

@@ -20,7 +20,6 @@ from zeroelastic.deepspeed.live.replicated import restore_clipping, restore_scal
 from zeroelastic.deepspeed.load.preflight import LoadPlan, saved_groups
 from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others
 from zeroelastic.deepspeed.node_local.peer_checkpoint import module_file
-from zeroelastic.deepspeed.node_local.shared_places import read_shared_buffers
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.io.paths import FilePath, RemotePath
@@ -55,12 +54,12 @@ def restore(
     live: LiveOptimizer,
     load_plan: LoadPlan,
     request: LoadRequest,
-    load_module: Callable[[str, Mapping[str, bytes | bytearray]], tuple[Any, Any]],
+    load_module: Callable[[str], tuple[Any, Any]],
 ) -> Restored:
     """Fill the engine from a checked checkpoint. Collective; raises the same error on every rank.
 
     ``load_module`` runs DeepSpeed's own ``_load_checkpoint`` (module, counters, scheduler, client state) on the file
-    that ``model_states_reader`` serves from the path that it is given, and from buffers of shared files.
+    that ``model_states_reader`` serves from the path that it is given.
     """
     executor = request.options.io_engine
     payload = RelayCost()
@@ -74,10 +73,9 @@ def restore(
             module,
         ),
     ):
-        buffers = read_shared_buffers(load_plan.visibility, load_plan.shared_places, load_plan.model)
 
         def load_and_fill() -> tuple[tuple[Any, Any], list[Filled]]:
-            loaded = load_module(module_path, buffers)
+            loaded = load_module(module_path)
             live.refresh()
             return loaded, _fill(live, load_plan, request, read_files)
 

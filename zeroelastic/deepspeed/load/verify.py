@@ -5,10 +5,9 @@ The files of a save without a record have no digests: what all ranks have read i
 
 from __future__ import annotations
 
-import math
 import pickle
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -106,7 +105,6 @@ def verify(
         return Verification(checkpoint.record.content_root, None, False, None, error.tensors)  # damage: one was saved
     cast, changed = (_sums(live, sums, engine.device) for sums in (restored.cast_digests, restored.changed_digests))
     if checkpoint.record is None:
-        _compare_shared(load_plan, contents)
         root = _root(live, contents)
         return Verification(None, root, None, unrecorded, bytes_read=bytes_read)
     from_16_bit = not engine.zero_load_from_fp32_weights()
@@ -150,20 +148,6 @@ def verify(
     if not same_params:
         return Verification(saved_root, root, None, f"digests of what was restored match the record; {_INCOMPARABLE}")
     return Verification(saved_root, root, True, None)
-
-
-def _compare_shared(load_plan: LoadPlan, contents: Iterable[ParamContent]) -> None:
-    """Raise DigestMismatchError where frozen weights are not what a lean tag says of them; casts are not compared."""
-    shared = load_plan.model.shared
-    if shared is None:
-        return
-    for content in contents:
-        tensor, found = shared.params.get(content.param.name), content.tensors.get(FROZEN)
-        if tensor is not None and found is not None and found[0] == tensor.dtype and found[1] != tensor.digest:
-            raise DigestMismatchError(
-                f"{shared.files[tensor.file].at(load_plan.checkpoint.tag_dir)}: parameter {content.param.name} is not "
-                "what was saved. It is damaged."
-            )
 
 
 def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) -> tuple[str, int]:
@@ -299,7 +283,6 @@ def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[boo
     """Whether damaged files are known, and a sentence that names them, or else what is known.
 
     They are files whose payload is not what their own digests or checksums state, among those that this rank reads.
-    Of shared files every node may have a copy.
     """
     checkpoint, visibility = load_plan.checkpoint, load_plan.visibility
 
@@ -326,20 +309,7 @@ def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[boo
             bad |= {path.name} if is_bad else set()
         except (ZeroElasticError, OSError) as error:  # the others wait for this sentence
             return False, f"({error})"
-    shared, places = load_plan.model.shared, load_plan.shared_places
-    if shared is not None and places is not None:
-        for name in [name for name, key in wrong if key == FROZEN and name in shared.params]:
-            tensor = shared.params[name]
-            path = places.at(shared.files[tensor.file])
-            if visibility is not None and (
-                not is_read_here(path) if visibility.in_store else path.name in visibility.listing.remote_files
-            ):
-                continue
-            holders.add(path.name)
-            numel = math.prod(tensor.shape)
-            found = digest_in_file(path, tensor.dtype, tensor.offset, numel, name=name, key=FROZEN)
-            bad |= {path.name} if found != tensor.digest else set()
-    elif any(key == FROZEN for _, key in wrong):
+    if any(key == FROZEN for _, key in wrong):
         sizes = file_sizes(checkpoint.tag_dir)
         experts = () if checkpoint.frozen_experts is None else checkpoint.expert_files
         for path in filter(is_read_here, (*checkpoint.model_files, *(checkpoint.tag_dir / name for name in experts))):

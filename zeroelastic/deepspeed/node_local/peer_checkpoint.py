@@ -227,7 +227,7 @@ def open_with_peers(visibility: FileVisibility, live: LiveOptimizer, *, compare_
         optim, models = all_or_raise(lambda: _sources(checkpoint, live, nearest=nearest))
     wanted = [checkpoint.optim_files[source].name for source in sorted(optim)]
     model = checkpoint.model_states(own)
-    if model.frozen is not None and model.shared is None and not checkpoint.whole_model:
+    if model.frozen is not None and not checkpoint.whole_model:
         wanted += [checkpoint.model_files[source].name for source in sorted(models - {own})]
     headers.fetch(wanted)
     return checkpoint

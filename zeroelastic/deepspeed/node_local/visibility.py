@@ -41,8 +41,7 @@ class FileVisibility:
     ``readers_of`` and the record are of the file that this rank takes. ``readers_of`` has the files of one save: those
     of its record, or all of them without a record. ``listing`` is what ``open_checkpoint`` needs to know of files that
     are not all seen here. ``partial_ranks`` are the ranks that do not see all files. ``in_store``: the files are behind
-    a URL, where every rank can read all of them; then ``readers_of`` says who reads a header for all. ``shared``
-    says where the shared files of a lean tag are, by name, which are among ``readers_of``.
+    a URL, where every rank can read all of them; then ``readers_of`` says who reads a header for all.
     """
 
     tag_dir: FilePath
@@ -52,11 +51,10 @@ class FileVisibility:
     listing: Listing
     partial_ranks: tuple[int, ...] = ()
     in_store: bool = False
-    shared: Mapping[str, FilePath] = field(default_factory=dict)
 
     def path(self, name: str) -> FilePath:
         """Where a file is."""
-        return self.shared.get(name) or self.tag_dir / name
+        return self.tag_dir / name
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER, check_shared_files
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.errors import ZeroElasticError, printable, some
@@ -30,11 +28,8 @@ from zeroelastic.runs.prune import (
     Decision,
     PrunePlan,
     plan_prune,
-    put_back_shared_files,
-    remove_shared_file,
     remove_tag,
 )
-from zeroelastic.runs.shared_folder import SharedDecision
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +40,12 @@ class AfterSave:
     """One save from the call of ``save_checkpoint`` to its commit; on every rank.
 
     ``began`` is the monotonic time of the call. ``remove_old`` is called after the commit, and returns the tags that it
-    removed; the save sets it when it knows its options. ``shared_bytes`` are those of weights that it has in shared
-    files, which it sets when it is written.
+    removed; the save sets it when it knows its options.
     """
 
     def __init__(self, engine: Engine, tag_dir: Path, tag: str, *, began: float) -> None:
         self.remove_old: Callable[[], tuple[str, ...]] = tuple
         self.removed: tuple[str, ...] = ()
-        self.shared_bytes = 0
         self._tag_dir, self._tag, self._began = tag_dir, tag, began
         self._step, self._world_size, self._rank = int(engine.global_steps), dist.get_world_size(), dist.get_rank()
         self._tier: Tier = "node-local" if engine.use_node_local_storage() else "directory"
@@ -92,16 +85,15 @@ class AfterSave:
 
     @property
     def note(self) -> str:
-        """The end of the line about a save: what it has in shared files, and which tags are gone; mostly empty."""
-        shared = f", and {format_size(self.shared_bytes)} in {FROZEN_FOLDER}" if self.shared_bytes else ""
-        return shared + (f"; removed {', '.join(self.removed)}" if self.removed else "")
+        """The end of the line about a save: which tags are gone; mostly empty."""
+        return f"; removed {', '.join(self.removed)}" if self.removed else ""
 
 
 def remove_old_tags(root: Path, tag: str, options: Options, *, over_nodes: bool) -> tuple[str, ...]:
     """Remove the tags of ``root`` beyond the newest ``options.keep``; returns the names of those that are gone.
 
-    Shared files to which no tag refers then go, too. ``tag`` was just committed. ``over_nodes``: this directory has the
-    files of some ranks only. Never raises: this is called on one rank, and others would wait for it.
+    ``tag`` was just committed. ``over_nodes``: this directory has the files of some ranks only. Never raises: this is
+    called on one rank, and others would wait for it.
     """
     if options.keep is None:
         return ()
@@ -120,9 +112,6 @@ def remove_old_tags(root: Path, tag: str, options: Options, *, over_nodes: bool)
             stays = every is not None and (step is None or step % every == 0)
             if not stays and _remove(plan, decision):
                 removed.append(decision.tag.name)
-        for shared in plan.shared_removals:
-            _remove_shared(plan, shared)
-        put_back_shared_files(plan)
     except Exception as error:
         expected = isinstance(error, (ZeroElasticError, OSError))
         logger.warning('%s: "keep": old tags were not removed: %s', root, error, exc_info=not expected)
@@ -156,17 +145,6 @@ def _remove(plan: PrunePlan, decision: Decision) -> bool:
     return kept is None
 
 
-def _remove_shared(plan: PrunePlan, decision: SharedDecision) -> None:
-    """Remove a shared file to which no tag refers any more; the log says what became of it."""
-    path = decision.file.path
-    try:
-        kept = remove_shared_file(plan, decision)
-    except OSError as error:
-        logger.warning('%s: "keep": no tag refers to it, and it was not removed: %s', path, error.strerror or error)
-        return
-    logger.info('%s: "keep": %s', path, "removed, no tag refers to it" if kept is None else f"not removed: {kept}")
-
-
 def _limit_of_framework(root: Path, tag: str) -> str | None:
     """The setting of a framework that gives each checkpoint a folder of its own, beside which it has other files."""
     if tag == "pytorch_model":
@@ -189,7 +167,6 @@ def _check_own_files(tag_dir: FilePath) -> tuple[str, ...]:
     record = read_record(tag_dir)
     if record is None:
         return _NO_RECORD
-    check_shared_files(record.shared, tag_dir)
     return tuple(
         f"{name} has {size} bytes, {record.files[name]} by the commit record."
         for name, size in file_sizes(tag_dir).items()

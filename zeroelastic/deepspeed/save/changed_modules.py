@@ -66,7 +66,7 @@ def _refuse_merged(live: LiveOptimizer, where: FilePath | str) -> None:
             f"{where}: adapters are merged into the base weights of {some(merged)}. The save would have both, and a "
             "model that loads it would apply the adapters twice. Nothing was written. Call unmerge_adapter() before "
             "the save, and merge_adapter() after it; or leave out the frozen weights, with "
-            'exclude_frozen_parameters=True and without "lean".'
+            "exclude_frozen_parameters=True."
         )
 
 

@@ -32,7 +32,6 @@ from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_layout import saved_maps
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
-from zeroelastic.checkpoint.shared_weights import SharedWeights
 from zeroelastic.checkpoint.tag_files import model_file_name, parse_rank_file
 from zeroelastic.checkpoint.topology import SliceMaps, numbered_expert
 from zeroelastic.core.digest import ParamContent, content_root
@@ -106,7 +105,6 @@ class PendingCommit:
     experts that it has written. The two have to say its place, the step, and the parameters as they were when it saved:
     ``sub_groups`` are those of each flat buffer as the files name them, ``groups`` and ``layout`` name whole tensors;
     ``frozen`` are None where they are excluded.
-    ``shared`` says where a lean save has its frozen weights.
     ``allow_globals`` are the names in the run's options. ``contents`` are of the state at the moment of the save, over
     all ranks; ``trained`` names the trained parameters among them.
     """
@@ -127,7 +125,6 @@ class PendingCommit:
     lost_micro_batches: int
     contents: tuple[ParamContent, ...] = ()
     trained: frozenset[str] = frozenset()
-    shared: SharedWeights | None = None
     expert_files: tuple[str, ...] = ()
 
 
@@ -211,7 +208,6 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
         directories={name: digest for each in own_last for name, digest in sorted(each.directories.items())},
         params=param_records(save.contents, save.trained),
         content_root=content_root(save.contents),
-        shared=() if save.shared is None else save.shared.files,
     )
 
 
@@ -297,7 +293,6 @@ def _facts_of_model(model: ModelStates, save: PendingCommit) -> dict[str, tuple[
             _by_name(None if model.frozen is None else model.frozen.params),
             _by_name(save.frozen),
         ),
-        "the shared weights": (model.shared, save.shared),
     }
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
-from zeroelastic.checkpoint.shared_files import check_shared_files
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.commit import (
     PendingCommit,
@@ -42,7 +41,6 @@ from zeroelastic.io.atomic import sync_path, write_atomically
 from zeroelastic.io.storage import file_names, file_size
 from zeroelastic.runs.names import LATEST, run_of
 from zeroelastic.runs.run_store import RunStore
-from zeroelastic.runs.shared_folder import put_back_missing
 from zeroelastic.runs.tag_directory import PublishedTag, carry_over, make_staging_dir, publish_tag, staging_dir_of
 
 logger = logging.getLogger(__name__)
@@ -158,7 +156,7 @@ class Directory:
             try:
                 return Written(sizes, read_back(self.staging_dir, save))
             except (CheckpointError, UnsupportedError) as error:
-                only_stock_reads = isinstance(error, (UnsafePickleError, UnsupportedError)) and save.shared is None
+                only_stock_reads = isinstance(error, (UnsafePickleError, UnsupportedError))
                 if save.checkpoint_format == "rigid" and only_stock_reads:
                     return Written(sizes, {}, str(error))  # as stock DeepSpeed saves it
                 raise not_committed(self.tag_dir, f"no load would take it: {str(error).rstrip('.')}") from error
@@ -203,8 +201,6 @@ class Directory:
             logger.warning("%s: saved without a commit record, only DeepSpeed loads it: %s", self.tag_dir, unreadable)
         record = record_of(save, written, committed_at)
         with self.as_not_committed():
-            put_back_missing(record.shared, self.tag_dir)
-            check_shared_files(record.shared, self.tag_dir)
             carry_over(self.place, self.staging_dir)
             if unreadable is None:
                 write_atomically(self.staging_dir / RECORD_NAME, record_text(record), sync=self._fsync)

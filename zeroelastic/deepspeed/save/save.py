@@ -9,18 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.checkpoint.shared_weights import SharedWeights
 from zeroelastic.deepspeed.client_state import checked_client_state, saved_step
 from zeroelastic.deepspeed.engine import (
     Engine,
@@ -32,7 +29,6 @@ from zeroelastic.deepspeed.engine import (
 )
 from zeroelastic.deepspeed.engine_state import is_of_another_engine, lineage_of, link, refuse_to_save, state_of
 from zeroelastic.deepspeed.live.digests import (
-    LiveStreams,
     copies_that_differ,
     gather_over_tp,
     live_streams,
@@ -51,7 +47,6 @@ from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
 from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, refuse_out_of_date, written_files
 from zeroelastic.deepspeed.save.directory import Directory
 from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
-from zeroelastic.deepspeed.save.lean import LeanStates, copy_recovery_scripts, refuse_lean, share_weights
 from zeroelastic.deepspeed.save.pending import DecoupledSave, check_alive, finish_pending, unfinished
 from zeroelastic.deepspeed.save.shard_writer import (
     HostMemory,
@@ -121,9 +116,9 @@ class SaveRequest:
 class Save:
     """One save: ``write`` has DeepSpeed write its files, or a snapshot of them; ``commit`` makes the tag of them.
 
-    A snapshot goes into ``memory``; None: files are written at once. ``shard``, ``pending``, ``commit_info``, which
-    DeepSpeed announced, and ``shared``, of a lean save, are there when ``write`` has returned. It has no reference to
-    the engine, which may end before the save does.
+    A snapshot goes into ``memory``; None: files are written at once. ``shard``, ``pending`` and ``commit_info``,
+    which DeepSpeed announced, are there when ``write`` has returned. It has no reference to the engine, which may end
+    before the save does.
     """
 
     request: SaveRequest
@@ -137,46 +132,31 @@ class Save:
     shard: ShardWriter = field(init=False)
     pending: PendingCommit = field(init=False)
     commit_info: Any = field(init=False)
-    shared: SharedWeights | None = None
 
     def write(self, engine: Engine, original: Method) -> Any:
         """DeepSpeed's own save, by this save's writer; returns what it returns. Collective."""
         request, destination, live, options = self.request, self.destination, self.live, options_of(engine)
         checkpoint_engine = engine.checkpoint_engine
 
-        def begin() -> tuple[ShardWriter, LiveStreams]:
+        def begin() -> ShardWriter:
             if destination.is_leader:
                 destination.begin()
             streams = live_streams(live, with_frozen=not request.exclude_frozen_parameters)
             if not writes_with_torch(checkpoint_engine):
-                return OtherEngineWriter(checkpoint_engine, live, streams, options), streams
+                return OtherEngineWriter(checkpoint_engine, live, streams, options)
             if self.memory is not None:
-                return Snapshot(checkpoint_engine, live, streams, options, self.memory), streams
-            return ShardWriter(checkpoint_engine, live, streams, options), streams
-
-        def no_fragment(param: torch.Tensor) -> torch.Tensor:
-            return torch.empty(0, dtype=param.dtype)
+                return Snapshot(checkpoint_engine, live, streams, options, self.memory)
+            return ShardWriter(checkpoint_engine, live, streams, options)
 
         with destination.discarded_on_failure():
-            shard, streams = all_or_raise(begin)
-            self.shard = shard
+            self.shard = shard = all_or_raise(begin)
             link(engine.optimizer, engine)
-            save: Callable[[Any, str], None] = shard.save
-            if options.lean:
-                self.shared, digests = share_weights(
-                    engine, live, streams, destination, tag=request.tag, save_id=self.save_id, options=options
-                )
-                self.after.shared_bytes = self.shared.nbytes
-                shard.learn(digests)
-                model_name, _ = written_files(engine, destination.deepspeed_dir, request.tag)
-                save = LeanStates(save, self.shared, model_name)
             proxy = CheckpointEngineProxy(
                 checkpoint_engine,
-                save,
+                shard.save,
                 tag_dir=destination.deepspeed_dir / request.tag,
                 staging_dir=destination.staging_dir,
             )
-            scripts = partial(copy_recovery_scripts, engine._copy_recovery_script, lean=options.lean)
             state = {"state_dict": elastic_state(engine, live, shard, self.save_id)} if self.elastic else {}
             # DeepSpeed keeps the wish for `latest` of a decoupled engine until it commits.
             save_latest = request.save_latest and checkpoint_engine.is_decoupled()
@@ -184,15 +164,13 @@ class Save:
                 patched(
                     engine,
                     checkpoint_engine=proxy,
-                    _copy_recovery_script=proxy.guarded(scripts),  # called on rank 0 only
+                    _copy_recovery_script=proxy.guarded(engine._copy_recovery_script),  # called on rank 0 only
                     _checkpoint_tag_validation=lambda tag: None,  # the tags have been compared
                 ),
                 patched(engine.optimizer, **state),
                 listed_by_optimizer(engine, live.trained),
                 saving_sampler(engine),
                 one_module_writer(engine, live, destination.leaders),
-                # Of a lean save it copies no frozen parameters, which LeanStates takes out again.
-                patched(engine, _get_param_fragment_func=no_fragment) if options.lean else nullcontext(),
                 live.saving(engine, elastic=self.elastic, written=partial(self.barrier.wait, "write")),
             ):
                 done = replace(
@@ -258,7 +236,6 @@ class Save:
             expert_files=tuple(name for name in names if name not in file_names),
             lineage=lineage_of(engine),
             lost_micro_batches=_warn_of_lost_micro_batches(engine, request.tag_dir),
-            shared=self.shared,
         )
 
 
@@ -274,7 +251,6 @@ def save_checkpoint(
     """DeepSpeed's save, the commit record, the tag, ``latest``: in that order, each durable before the next."""
     directory = save_directory(save_dir) if save_dir else None
     if kind_of(self.optimizer) is None or directory is None:
-        _warn_of_full_save(self, save_dir)
         _warn_of_damage(self, save_dir)
         with in_rigid_form(self.optimizer):
             save_dir = absolute(save_dir) if save_dir else save_dir
@@ -307,7 +283,7 @@ def _save(
     elastic = saves_elastic(engine) and kind is not None and kind.per_param
     prepared = _prepare(engine, request, elastic=elastic, save_id=save_id)
     if isinstance(prepared, ZeroElasticError):
-        asked = options_of(engine).lean or request.exclude_frozen_parameters  # which DeepSpeed's save would not heed
+        asked = request.exclude_frozen_parameters  # which DeepSpeed's save would not heed
         refuses = elastic or (saves_elastic(engine) and (asked or isinstance(prepared, UsageError)))
         if refuses or not stock_saves(request.tag):
             raise prepared
@@ -316,8 +292,6 @@ def _save(
         return _save_by_deepspeed_alone(engine, original, request, prepared)
     live, client_state = prepared
     request = replace(request, client_state=client_state)
-    if options_of(engine).lean:  # the frozen weights are not in the tag, and there is nothing to exclude
-        request = replace(request, exclude_frozen_parameters=False)
     options, is_decoupled = options_of(engine), engine.checkpoint_engine.is_decoupled()
     if is_decoupled:
         check_alive(engine)
@@ -365,7 +339,6 @@ def _save_by_deepspeed_alone(engine: Engine, original: Method, request: SaveRequ
         logger.warning('%s The files are rigid in spite of "elastic_checkpoint".', line)
     elif dist.get_rank() == 0:
         notice(logger, line)
-    _warn_of_full_save(engine, tag_dir)
     with in_rigid_form(engine.optimizer):
         done = request.call_deepspeed(original, engine)
     record = tag_dir / RECORD_NAME
@@ -395,14 +368,11 @@ def _prepare(
             refuse_out_of_date(save_id, lineage_of(engine), *place, outcome, begins=True)
         refuse_to_save(engine, request.tag_dir)
         live = covered_live(engine, engine.optimizer)
-        with_frozen = options_of(engine).lean or not request.exclude_frozen_parameters
-        refuse_changed_module(engine, live, request.tag_dir, with_frozen=with_frozen)
+        refuse_changed_module(engine, live, request.tag_dir, with_frozen=not request.exclude_frozen_parameters)
         refuse_unwritable(engine, live)
         refuse_experts_on_nodes(engine, live)
         if request.exclude_frozen_parameters:
             refuse_to_exclude_experts(live)
-        if options_of(engine).lean:
-            refuse_lean(live)
         facts = replicated_facts(live)
         with listed_by_optimizer(engine, live.trained):
             client_state = checked_client_state(engine, request.client_state)
@@ -475,12 +445,6 @@ def _refuse_tag_of_another(engine: Engine, tag_dir: Path) -> None:
             f"{tag_dir}: {problem}. Nothing was written. Two engines cannot save under one tag: give each tags, or a "
             "directory, of its own."
         )
-
-
-def _warn_of_full_save(engine: Engine, place: object) -> None:
-    """Say that ``"lean"`` has no effect on a save that is DeepSpeed's own."""
-    if options_of(engine).lean and place and dist.get_rank() == 0:
-        logger.warning('%s: "lean" has no effect: this save is DeepSpeed\'s own, which holds all weights.', place)
 
 
 def _warn_of_damage(engine: Engine, place: object) -> None:

@@ -180,14 +180,11 @@ class ShardWriter:
         """The partial digests of this rank, complete: what no file held is digested now."""
         return self._streams.digest(self._known)
 
-    def learn(self, found: Sequence[int | None]) -> None:
-        """Take the partial digests of pieces that are known, None for the others."""
-        self._known = [old if old is not None else new for old, new in zip(self._known, found, strict=True)]
-
     def learn_of_runs(self, found: Sequence[int | None]) -> None:
-        """``learn``, of what was digested while it was written."""
+        """Take the partial digests of what was digested while it was written, None for the others."""
         of_runs = iter(found)
-        self.learn([next(of_runs) if piece.runs is None else None for piece in self._streams.pieces])
+        new = [next(of_runs) if piece.runs is None else None for piece in self._streams.pieces]
+        self._known = [old if old is not None else own for old, own in zip(self._known, new, strict=True)]
 
     def _fill_table(self, found: Sequence[int | None]) -> None:
         self.learn_of_runs(found)

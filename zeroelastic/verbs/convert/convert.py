@@ -29,7 +29,6 @@ from zeroelastic.verbs.convert.from_universal import find_universal, plan_from_u
 from zeroelastic.verbs.convert.to_dcp import plan_dcp
 from zeroelastic.verbs.convert.to_fsdp2 import FsdpLayout, plan_fsdp2
 from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export
-from zeroelastic.verbs.model_tensors import check_shared
 from zeroelastic.verbs.new_directory import check_free, new_directory, sweep
 from zeroelastic.verbs.new_files import MINIMUM_MEMORY, Reading, RecordedDigests, check_source_checksums
 from zeroelastic.verbs.options import Progress, choice_option, local_sources, local_target, no_progress, whole_option
@@ -235,7 +234,6 @@ def export(
     def make_plan() -> ExportPlan:
         check_free(target.absolute(), sources=local_sources(source))
         state = open_state(open_checkpoint(source.tag_dir), resizable=False)
-        check_shared(state)
         return plan_export(
             state,
             dtype=dtype,
@@ -293,7 +291,6 @@ def _convert_to(
     compared: int | None = None
     with one_save(source.tag_dir):
         state = open_state(open_checkpoint(source.tag_dir))
-        check_shared(state)
         plan = plan_dcp(state) if to == "dcp" else plan_fsdp2(state, layout=layout, model_dir=source.root)
         if not dry_run:
             with progress("converting", plan.nbytes) as advance:

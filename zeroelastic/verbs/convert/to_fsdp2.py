@@ -36,7 +36,6 @@ from zeroelastic.verbs.convert.model_state import model_groups, trained_params
 from zeroelastic.verbs.convert.to_dcp import DcpPlan, TensorReader, write_state_dict
 from zeroelastic.verbs.model_tensors import ModelTensors, model_tensors
 from zeroelastic.verbs.new_files import Reading, write_archive
-from zeroelastic.verbs.reshard.lean_source import not_lean
 from zeroelastic.verbs.reshard.source import no_hyper_parameters
 
 if TYPE_CHECKING:
@@ -196,9 +195,8 @@ def _check_numbers(model: NamedModel, tag_dir: FilePath) -> None:
 
 
 def _config_of_result(config: Mapping[str, object]) -> dict[str, object]:
-    """The configuration for a run of what comes back: whole tensors under the model's names, and a full checkpoint."""
-    whole = {key: value for key, value in config.items() if key not in _OF_SLICES}
-    return {str(key): value for key, value in pairs_of(not_lean({"ds_config": whole})["ds_config"]).items()}
+    """The configuration for a run of what comes back: whole tensors under the model's names."""
+    return {key: value for key, value in config.items() if key not in _OF_SLICES}
 
 
 def _torch_groups(state: SavedState, groups: Sequence[ParamGroup], notes: list[str]) -> tuple[ParamGroup, ...]:

@@ -21,14 +21,13 @@ from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, ParamGroup
 from zeroelastic.checkpoint.saved_state import SavedState, open_state
-from zeroelastic.checkpoint.shared_weights import SHARED_KEY
 from zeroelastic.checkpoint.topology import expert_sizes
 from zeroelastic.errors import UsageError, brief, shown, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.runs.locate import find_source
 from zeroelastic.torch_file.header import DType, Stub, TensorRef, TorchFile, read_torch_file
 from zeroelastic.verbs.diff.tensors import ComparedTensor, compare_buffers, compare_tensors, comparison_nbytes
-from zeroelastic.verbs.model_tensors import check_shared, read_buffer, stored_tensor
+from zeroelastic.verbs.model_tensors import read_buffer, stored_tensor
 from zeroelastic.verbs.options import Progress, no_progress
 from zeroelastic.verbs.report import Part, Report, Sides
 
@@ -59,7 +58,6 @@ _OF_THE_SAVE = {
     "param_shapes",
     "shared_params",
     "universal_checkpoint_info",
-    SHARED_KEY,
 }
 """Keys of a model states file that are compared elsewhere, or that say how it was saved."""
 
@@ -143,8 +141,6 @@ def diff(
     sources = find_source(a), find_source(b)
     with one_save(*(source.tag_dir for source in sources)):
         left, right = (open_state(open_checkpoint(source.tag_dir), resizable=False) for source in sources)
-        check_shared(left)
-        check_shared(right)
         with progress("diff", comparison_nbytes(left, right, params=params)) as advance:
             return compare_checkpoints(left, right, params=params, max_memory=memory, progress=advance)
 

@@ -19,7 +19,7 @@ from zeroelastic.executors.batches import Batch, batches
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile
 from zeroelastic.verbs.diff.element_stats import CHUNK, ElementStats, compare_elements
-from zeroelastic.verbs.model_tensors import ModelTensor, read_buffer, shared_buffers, stored_tensor
+from zeroelastic.verbs.model_tensors import ModelTensor, read_buffer, stored_tensor
 from zeroelastic.verbs.new_files import RecordedDigests, SourceCheck
 from zeroelastic.verbs.report import Part, Sides
 
@@ -157,7 +157,7 @@ def compare_tensors(
 
 
 def compare_buffers(left: SavedState, right: SavedState, files: tuple[TorchFile, TorchFile]) -> TensorComparison:
-    """Compare the buffers in two model states files, and in the shared files of a lean checkpoint."""
+    """Compare the buffers in two model states files."""
     x, y = (_buffers(file, side) for file, side in zip(files, (left, right), strict=True))
     reads = ReadFiles(), ReadFiles()
     found = [_compare_buffer(name, x[name], y[name], reads) for name in x if name in y]
@@ -254,7 +254,7 @@ def _buffers(file: TorchFile, state: SavedState) -> dict[str, ModelTensor]:
     tensors = {str(key): value for key, value in module.items() if key in names and isinstance(value, TensorRef)}
     tensors = {name: ref for name, ref in tensors.items() if ref.numel}
     file.locate(ref.storage.key for ref in tensors.values())
-    return {name: stored_tensor(name, ref, file) for name, ref in tensors.items()} | shared_buffers(state)
+    return {name: stored_tensor(name, ref, file) for name, ref in tensors.items()}
 
 
 def _finite(value: float | None) -> float | None:

@@ -12,12 +12,11 @@ from pathlib import Path
 from zeroelastic.checkpoint.checker import Headers, check_headers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
-from zeroelastic.checkpoint.model_states import ModelStates, client_state_keys
+from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.one_save import one_save, saved_again, was_saved_again
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_sub_group_size
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
-from zeroelastic.checkpoint.shared_weights import SharedTensor, SharedWeights
 from zeroelastic.checkpoint.tag_files import (
     OFFLINE_TENSOR_PARALLEL,
     SWAP_FOLDER,
@@ -39,9 +38,7 @@ from zeroelastic.verbs.inspect.report import (
     Buffer,
     Group,
     InspectedParam,
-    InspectedShared,
     InspectReport,
-    Lean,
     LossScaler,
     ParamKind,
     Record,
@@ -149,7 +146,7 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         num[param.kind] += 1
         numel[param.kind] += param.numel
     sizes = [param.bytes for param in params if param.bytes is not None]
-    buffers = _buffers(root, None if model is None else model.shared)
+    buffers = _buffers(root)
     dtypes = _count_dtypes(root.get("module"), but={buffer.name for buffer in buffers})
     own_config = root.get("ds_config")
     config = shard.ds_config if shard is not None else own_config if isinstance(own_config, dict) else None
@@ -208,7 +205,6 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
             files=len(listing.sizes),
             disk_bytes=sum(listing.sizes.values()),
         ),
-        lean=_lean(checked, root),
         topology=None if trained is None else inspected_topology(trained, checked.topology, root),
         state=_state(params),
         scalars=_scalars(shard),
@@ -297,59 +293,16 @@ def _versions(checked: TagHeaders) -> Versions:
     return saved.model_copy(update={"deepspeed": version}) if isinstance(version, str) else saved
 
 
-def _buffers(root: Mapping[object, object], shared: SharedWeights | None) -> list[Buffer]:
+def _buffers(root: Mapping[object, object]) -> list[Buffer]:
     module, names = root.get("module"), root.get("buffer_names")
     if not isinstance(module, Mapping) or not isinstance(names, (list, tuple, set)):
         return []
-    elsewhere: Mapping[str, SharedTensor] = {} if shared is None else shared.buffers
-    found = [(name, elsewhere.get(name, module.get(name))) for name in names if isinstance(name, str)]
+    found = [(name, module.get(name)) for name in names if isinstance(name, str)]
     return [
         Buffer(name=name, shape=list(tensor.shape), dtype=tensor.dtype)
         for name, tensor in found
-        if isinstance(tensor, (TensorRef, SharedTensor))
+        if isinstance(tensor, TensorRef)
     ]
-
-
-def _lean(checked: TagHeaders, root: Mapping[object, object]) -> Lean | None:
-    """What a lean tag leaves out; None for another one."""
-    model = checked.first_model
-    if not checked.shared and (model is None or model.shared is None):
-        return None
-    files = [
-        InspectedShared(
-            path=shared.file.path,
-            bytes=shared.file.nbytes,
-            digest=shared.file.digest,
-            state="whole" if shared.problem is None else "missing" if shared.size is None else "damaged",
-            num_tensors=len(shared.tensors),
-            tensor_bytes=shared.nbytes,
-        )
-        for shared in checked.shared
-    ]
-    shared_bytes = sum(file.tensor_bytes for file in files)
-    weight_bytes = repeated = 0
-    if model is not None and model.shared is not None:
-        weight_bytes = _left_out_weights(model, root)
-        # In a full tag each model states file has all buffers, and together they have the frozen parameters once.
-        repeated = len(checked.listing.models) - 1
-        repeated *= sum(tensor.place.nbytes for tensor in model.shared.buffers.values())
-    return Lean(
-        tag_bytes=sum(checked.sizes.values()),
-        shared_bytes=shared_bytes,
-        weight_bytes=weight_bytes,
-        saved_bytes=shared_bytes + repeated + weight_bytes,
-        files=files,
-    )
-
-
-def _left_out_weights(model: ModelStates, root: Mapping[object, object]) -> int:
-    """Bytes of the trained weights that a file of the whole module would have; no file of stage 3 has any."""
-    module = root.get("module")
-    if WHOLE_MODEL_FILE.match(model.path.name) is None or not isinstance(module, Mapping) or model.shared is None:
-        return 0
-    params = [param for members in model.sub_groups for param in members if param.name in model.shared.left_out]
-    refs = [(param.numel, module.get(param.name)) for param in params]
-    return sum(numel * DTYPE_BYTES[ref.dtype] for numel, ref in refs if isinstance(ref, TensorRef))
 
 
 def _count_dtypes(module: object, *, but: Collection[object]) -> Counter[str]:

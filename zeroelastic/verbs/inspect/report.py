@@ -126,35 +126,6 @@ class TagFiles(Part):
     folders: list[str] = Field(default=[])
 
 
-class InspectedShared(Part):
-    """A file beside the tag that it takes frozen weights from: its path from the tag, an absolute path or a URL.
-
-    ``num_tensors`` and ``tensor_bytes`` are what this tag takes from it.
-    """
-
-    path: str
-    bytes: int
-    digest: str
-    state: Literal["whole", "missing", "damaged"]
-    num_tensors: int
-    tensor_bytes: int
-
-
-class Lean(Part):
-    """What a lean tag leaves out, and where it is.
-
-    ``tag_bytes`` are those of the files in the tag, ``shared_bytes`` of the tensors that it takes from ``files``.
-    ``weight_bytes`` are those of trained weights that no file has, because a load makes them from the master weights.
-    ``saved_bytes`` is what a full tag would have more than this one, padding aside.
-    """
-
-    tag_bytes: int
-    shared_bytes: int
-    weight_bytes: int
-    saved_bytes: int
-    files: list[InspectedShared]
-
-
 class ExpertLayer(Part):
     """A mixture-of-experts layer: a module that AutoEP replaced, or DeepSpeed's own ``MoE``."""
 
@@ -215,8 +186,7 @@ class InspectReport(Report):
 
     ``problems`` make it invalid, and ``remedy`` says what to do about them; ``unsupported`` says why zeroelastic cannot
     load it; ``notes`` are for information. It is ``ok`` where it is whole as far as was looked, and supported.
-    ``lean`` is None for a tag that has all of its state, ``topology`` is there for one of a run with tensor or expert
-    parallelism.
+    ``topology`` is there for a run with tensor or expert parallelism.
     """
 
     problems: list[str]
@@ -245,7 +215,6 @@ class InspectReport(Report):
     quarantine: Quarantine | None = None
     record: Record = Record()
     totals: Totals = Totals()
-    lean: Lean | None = None
     topology: InspectedTopology | None = None
     state: dict[str, StateKey] = Field(default={})
     scalars: dict[str, list[Scalar]] = Field(default={})

@@ -7,7 +7,6 @@ parameters that are cut alike are computed once. ``bytes_read`` is what the plan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -171,30 +170,7 @@ class Head:
     @property
     def num_files(self) -> int:
         """Files that the checkpoint is in, without its record."""
-        shared = self.model.shared
-        return len(self.optimizer_sizes) + len(self.model_sizes) + (0 if shared is None else len(shared.files))
-
-    @property
-    def shared_buffers(self) -> int:
-        """Bytes of the buffers in shared files, which every rank reads."""
-        shared = self.model.shared
-        return 0 if shared is None else sum(tensor.place.nbytes for tensor in shared.buffers.values())
-
-    def shared_files(self, world_size: int) -> Int64Array:
-        """Shared files that each target rank reads from: shape ``(world_size,)``.
-
-        A rank of few reads a part of every frozen parameter; a small parameter has no parts for the last of many.
-        """
-        found = np.zeros(world_size, dtype=np.int64)
-        if (shared := self.model.shared) is None:
-            return found
-        for number in range(len(shared.files)):
-            params = [tensor for tensor in shared.params.values() if tensor.file == number]
-            numel = np.array([math.prod(tensor.shape) for tensor in params] or [0], dtype=np.int64)
-            ranks = int((-(-numel // np.maximum(partition_numel(numel, world_size), 1))).max())
-            has_buffers = any(t.file == number and t.place.nbytes for t in shared.buffers.values())
-            found[: world_size if has_buffers else ranks] += 1
-        return found
+        return len(self.optimizer_sizes) + len(self.model_sizes)
 
 
 def read_head(checkpoint: Checkpoint) -> Head:
@@ -318,23 +294,23 @@ class Forecast:
         """Bytes that each rank reads beside the payload."""
         head = self.head
         headers = self.optimizer_files * head.shard.header_bytes
-        headers += (self.model_files - head.shared_files(self.world_size)) * head.model.header_bytes
+        headers += self.model_files * head.model.header_bytes
         headers[0] += head.record_bytes  # rank 0 reads it for all
-        return headers + 2 * self.module + head.shared_buffers  # a module is read for its checksums, and to load it
+        return headers + 2 * self.module  # a module is read for its checksums, and to load it
 
     @property
     def memory(self) -> Int64Array:
         """Memory of a load on each rank."""
         tables: Int64Array = np.minimum(TABLE_ROW_BYTES * (self.segments + self.pieces), TABLE_WINDOW_BYTES)
         rows = PLAN_ROW_BYTES * self.segments
-        return LOAD_STAGING_BYTES + rows + tables + self.module + self.head.shared_buffers
+        return LOAD_STAGING_BYTES + rows + tables + self.module
 
     @property
     def reshard_header_bytes(self) -> int:
         """Bytes that a reshard reads beside the payload."""
         head = self.head
         headers = head.world_size * head.shard.header_bytes + len(head.model_sizes) * head.model.header_bytes
-        return head.record_bytes + headers + int(self.module[: self.modules_resharded].sum()) + head.shared_buffers
+        return head.record_bytes + headers + int(self.module[: self.modules_resharded].sum())
 
     @property
     def saved_world_size(self) -> int:
@@ -391,9 +367,6 @@ def make_forecast(head: Head, world_size: int, *, stage: int | None = None) -> F
         segments, requests, pieces = segments + more, requests + more, pieces + more_pieces
         owned = owned + _owned(parts, sizes)
         state_bytes += int((head.frozen.numel * sizes).sum())
-    model_files = np.ones(world_size, dtype=np.int64)  # of a lean checkpoint only a rank's own
-    if head.model.shared is None:
-        model_files = _model_files(frozen, len(head.model_sizes), world_size)
     module = head.module_bytes(world_size)
     return Forecast(
         head=head,
@@ -403,13 +376,13 @@ def make_forecast(head: Head, world_size: int, *, stage: int | None = None) -> F
         optimizer=optimizer,
         frozen=frozen,
         bytes_owned=owned,
-        model_files=model_files + head.shared_files(world_size),
+        model_files=_model_files(frozen, len(head.model_sizes), world_size),
         segments=segments,
         requests=requests,
         pieces=pieces,
         module=module,
         modules_resharded=world_size if stage == 3 else 1,
-        reshard_bytes_written=_bytes_written(head, target, stage, module + head.shared_buffers),
+        reshard_bytes_written=_bytes_written(head, target, stage, module),
         reshard_files_written=world_size + (world_size if stage == 3 else 1),
     )
 

@@ -9,14 +9,14 @@ from typing import ClassVar, Generic, Literal, TypeVar
 import numpy as np
 from pydantic import PrivateAttr
 
-from zeroelastic.byte_sizes import format_size, size_option
+from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import zero_option
 from zeroelastic.checkpoint.topology import expert_sizes
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.errors import UsageError, counted, with_remedy
+from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.verbs.options import whole_option
 from zeroelastic.verbs.plan.bandwidth import Bandwidth, measure_bandwidth
@@ -128,8 +128,8 @@ class PlannedTopology(Part):
 class PlanReport(Report):
     """What a load and a reshard would do.
 
-    ``bandwidth`` is what the seconds are computed from; ``notes`` are about the global batch, another ZeRO stage, and
-    the shared files of a lean checkpoint. ``topology`` is there where ranks have slices of tensors.
+    ``bandwidth`` is what the seconds are computed from; ``notes`` are about the global batch and another ZeRO stage.
+    ``topology`` is there where ranks have slices of tensors.
     """
 
     path: str
@@ -220,10 +220,7 @@ def make_report(
         reshard=PlannedReshard(
             bytes_read=reshard_read,
             bytes_written=forecast.reshard_bytes_written,
-            files_read=saved
-            + len(head.model_sizes)
-            + len(() if head.model.shared is None else head.model.shared.files)
-            + len(head.model.expert_files),
+            files_read=saved + len(head.model_sizes) + len(head.model.expert_files),
             files_written=forecast.reshard_files_written,
             memory_limit=RESHARD_MEMORY_LIMIT,
             seconds=seconds_of(reshard_read, forecast.reshard_bytes_written, speed),
@@ -320,9 +317,6 @@ def plan(
         names = ("round_robin_gradients", "parameter_alignment")
         saved = [f"{name} {str(bool(zero_option(head.shard.ds_config, name))).lower()}" for name in names]
         notes = (*notes, f"for a run with {' and '.join(saved)}, as in the saved configuration")
-    if (shared := head.model.shared) is not None:
-        what = f"{format_size(shared.nbytes)} of frozen weights are in {counted(len(shared.files), 'shared file')}"
-        notes = (*notes, f"{what} beside the tag, which count as model states of saved rank 0")
     return make_report(source, forecast, speed, verb, tuple(notes), topology)
 
 

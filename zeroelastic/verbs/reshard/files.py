@@ -50,7 +50,6 @@ from zeroelastic.torch_file.graph import (
     tensor,
     torch_size,
 )
-from zeroelastic.verbs.reshard.lean_source import WeightPlace
 from zeroelastic.verbs.reshard.slice_tables import described, partition_groups
 from zeroelastic.verbs.reshard.slicing import EXPERT_WEIGHTS, INFO, ExpertLayer, strips_by_param
 from zeroelastic.verbs.reshard.source import ReshardSource, names_in_module, whole_module
@@ -68,7 +67,7 @@ class Weight(NamedTuple):
 
     tensor: Param
     strips: tuple[Strip, ...]
-    place: WeightPlace
+    storage: Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +75,8 @@ class RankFiles:
     """The graphs of one rank's files, in the order of ``file_names``, and from where their storages are filled.
 
     ``flats[i, key]`` is the storage of flat buffer i of a state key, ``frozen[p, "frozen"]`` that of the rank's part of
-    frozen parameter p, which lean files do not have, and ``weights`` are those of whole modules and of experts;
-    ``digests`` takes int64 by parameter, in elastic files; every other storage of the graphs has its
-    ``data``, or an ``extent`` to be copied.
+    frozen parameter p, and ``weights`` are those of whole modules and of experts; ``digests`` takes int64 by parameter,
+    in elastic files; every other storage of the graphs has its ``data``, or an ``extent`` to be copied.
     """
 
     graphs: tuple[Root, ...]
@@ -103,9 +101,8 @@ def rank_files(source: ReshardSource, target: ReshardTarget, rank: int, *, save_
         weights = _module_weights(source, target)
     if target.has_model(rank) and source.frozen is not None and target.frozen is not None:
         dtypes = {param.name: keys for param, keys in zip(source.frozen.params, source.frozen.dtypes, strict=True)}
-        in_files = source.shared is None
         frozen = {
-            param.name: new_storage(dtypes[param.name][FROZEN], numel if in_files else 0)
+            param.name: new_storage(dtypes[param.name][FROZEN], numel)
             for param, numel in zip(target.frozen.params, target.frozen.part.tolist(), strict=True)
         }
     digests = new_storage("int64", layout.num_params) if target.format == "elastic" else None
@@ -122,7 +119,7 @@ def rank_files(source: ReshardSource, target: ReshardTarget, rank: int, *, save_
             graphs.append(_whole_model(source, target, rank, weights, frozen))
         files, expert_weights = _expert_files(source, target, rank)
         graphs += files
-    parts = {(p, FROZEN): storage for p, storage in enumerate(frozen.values() if source.shared is None else ())}
+    parts = {(p, FROZEN): storage for p, storage in enumerate(frozen.values())}
     return RankFiles(tuple(graphs), flats, parts, (*weights.values(), *expert_weights), digests)
 
 
@@ -132,9 +129,7 @@ def _module_weights(source: ReshardSource, target: ReshardTarget) -> dict[str, W
     names = target.slicing.file_names()
     for param, whole, strips in zip(layout.params, layout.tensors, strips_by_param(layout), strict=True):
         if param.name in target.weights and not target.slicing.is_expert(names.get(param.name, param.name)):
-            own = source.weights.get(param.name)
-            place = own or WeightPlace(new_storage(target.weights[param.name], param.numel), 0)
-            weights[param.name] = Weight(whole, strips, place)
+            weights[param.name] = Weight(whole, strips, new_storage(target.weights[param.name], param.numel))
     return weights
 
 
@@ -159,7 +154,7 @@ def _expert_files(source: ReshardSource, target: ReshardTarget, rank: int) -> tu
             if (prefix, number) in graphs:
                 numel = math.prod(shape)
                 storage = new_storage(target.weights[whole.name], numel)
-                weights.append(Weight(whole, (Strip(start, 0, numel),) if numel else (), WeightPlace(storage, 0)))
+                weights.append(Weight(whole, (Strip(start, 0, numel),) if numel else (), storage))
                 graphs[prefix, number][name] = tensor(storage, 0, shape)
     return [*graphs.values()], weights
 
@@ -429,10 +424,8 @@ def _whole_model(
     root = _model_root(source, target, rank)
     params = () if target.frozen is None else target.frozen.params
     pieces = _whole_tensors(params, frozen)
-    if source.shared is not None:
-        pieces = {name: _flat(storage) for name, storage in frozen.items()}
     root["module"] = whole_module(
-        root, {**_made_weights(source, target, weights), **pieces}, names_in_module(source, source.model_root(0)).tied
+        root, {**_made_weights(target, weights), **pieces}, names_in_module(source, source.model_root(0)).tied
     )
     excluded = root.get("frozen_param_shapes") is None and source.stage != 1 and not frozen
     if target.stage == 1 or excluded:  # stage 1 lists no frozen parameters
@@ -443,12 +436,9 @@ def _whole_model(
     return root
 
 
-def _made_weights(source: ReshardSource, target: ReshardTarget, weights: Mapping[str, Weight]) -> dict[str, Node]:
-    """The whole weights that are made of master weights, but those that have a place in the source's module states."""
-    return _whole_tensors(
-        target.layout.params,
-        {name: weight.place.storage for name, weight in weights.items() if name not in source.weights},
-    )
+def _made_weights(target: ReshardTarget, weights: Mapping[str, Weight]) -> dict[str, Node]:
+    """The whole weights that are made of master weights."""
+    return _whole_tensors(target.layout.params, {name: weight.storage for name, weight in weights.items()})
 
 
 def _whole_tensors(params: Sequence[Param], storages: Mapping[str, Storage]) -> dict[str, Node]:
@@ -464,7 +454,7 @@ def _whole_root(
 ) -> Root:
     """The only file of stage 0."""
     params = target.layout.params
-    made = _made_weights(source, target, weights)
+    made = _made_weights(target, weights)
     if target.wrapper == "none":  # the weights of the module are the master weights
         made = {param.name: _flat(flats[i, FP32], param.shape) for i, param in enumerate(params)}
     root = dict(source.model_root(0))

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -179,15 +179,14 @@ class RankWriter:
         saved = {param.name: dtypes[FP32] for param, dtypes in zip(part.params, part.dtypes, strict=True)}
         alike: dict[tuple[str, str], list[Weight]] = {}
         for weight in weights:
-            alike.setdefault((saved[weight.tensor.name], weight.place.storage.dtype), []).append(weight)
+            alike.setdefault((saved[weight.tensor.name], weight.storage.dtype), []).append(weight)
         for (src, dst), some in alike.items():
             cast = cast_between(src, dst)
             assert cast is not None, "made_weights takes dtypes to which master weights can be rounded"
-            slots = archives.slots([weight.place.storage for weight in some])
-            start = np.array([weight.place.start for weight in some], dtype=np.int64)
+            slots = archives.slots([weight.storage for weight in some])
             asked = [Destination(FP32, i, src) for i in range(len(some))]
             for rows in extent_windows(make_plan(part.layout, _layout_of(some), 0), part.extents, asked):
-                archives.move(replace(rows, target_offset=rows.target_offset + start[rows.target]), slots, cast=cast)
+                archives.move(rows, slots, cast=cast)
 
 
 def _numbers(layout: Layout, params: Sequence[Param]) -> Int64Array:

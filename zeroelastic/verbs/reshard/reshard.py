@@ -24,14 +24,12 @@ from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION, CommitRecord, Versions, record_text
 from zeroelastic.checkpoint.one_save import check_one_save, one_save
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import open_state
-from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError, some, with_remedy
+from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, some, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.io.paths import FilePath
@@ -39,13 +37,12 @@ from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST
 from zeroelastic.torch_file.header import directory_digest
 from zeroelastic.torch_file.zip_check import check_archive
-from zeroelastic.verbs.model_tensors import check_shared
 from zeroelastic.verbs.new_directory import check_free, new_directory, staged_bytes, sweep
 from zeroelastic.verbs.new_files import check_source_checksums
 from zeroelastic.verbs.options import Progress, choice_option, local_target, no_progress, whole_option
 from zeroelastic.verbs.report import Format, GivenPath, Report
 from zeroelastic.verbs.reshard.rank_writer import RankWriter, WrittenRank
-from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, link_or_copy, plan_sidecar_files, write_sidecar_files
+from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, plan_sidecar_files, write_sidecar_files
 from zeroelastic.verbs.reshard.slicing import data_parallel_size, slicing_notes, target_slicing
 from zeroelastic.verbs.reshard.source import (
     ReshardSource,
@@ -104,8 +101,7 @@ class ReshardPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that are written."""
-        shared = self.saved.shared
-        return self.saved.state.nbytes - (0 if shared is None else shared.nbytes_of_params)
+        return self.saved.state.nbytes
 
     def report(self, dst: Path) -> ReshardReport:
         """The report of a dry run."""
@@ -143,7 +139,6 @@ def reshard(
     parameter_alignment: bool | None = None,
     max_memory: int | str = "1GiB",
     verify: bool = False,
-    full: bool = False,
     tp: int | None = None,
     ep: int | None = None,
     like: str | os.PathLike[str] | None = None,
@@ -155,16 +150,14 @@ def reshard(
 
     ``dst`` gets the same tag, ``latest``, and the files that frameworks keep beside the tag; it appears complete or not
     at all. A run that was killed is continued by the same call. What is read is compared with the commit record, where
-    there is one; ``verify`` reads the result again before it appears. ``stage`` is the ZeRO stage of the
-    result, by default that of the source; one of stage 0, plain data parallel, DeepSpeed alone can read. ``format``
-    "rigid" is what stock DeepSpeed writes; "elastic", the default at stage 3, describes itself, and does not exist at
-    the others. The result of a lean source is lean: ``dst`` has a hard link to each shared file, or a copy. ``full``
-    writes what is in them into the tag, which stock DeepSpeed then loads. ``round_robin_gradients`` and
-    ``parameter_alignment`` are those of the run that will load a result of stage 1 or 2, by default those of the saved
-    configuration; ``sub_group_size`` is the same for stage 3. ``world_size`` counts all ranks; ``tp`` and ``ep`` are
-    the tensor and expert parallel sizes of the result, by default those of the source. Where a checkpoint does not say
-    how another number of tensor parallel ranks cuts its weights, ``like`` is one of a run that does. Several
-    ``processes`` share the work; collective.
+    there is one; ``verify`` reads the result again before it appears. ``stage`` is the ZeRO stage of the result, by
+    default that of the source; one of stage 0, plain data parallel, DeepSpeed alone can read. ``format`` "rigid" is
+    what stock DeepSpeed writes; "elastic", the default at stage 3, describes itself, and does not exist at the others.
+    ``round_robin_gradients`` and ``parameter_alignment`` are those of the run that will load a result of stage 1 or 2,
+    by default those of the saved configuration; ``sub_group_size`` is the same for stage 3. ``world_size`` counts all
+    ranks; ``tp`` and ``ep`` are the tensor and expert parallel sizes of the result, by default those of the source.
+    Where a checkpoint does not say how another number of tensor parallel ranks cuts its weights, ``like`` is one of a
+    run that does. Several ``processes`` share the work; collective.
 
     Raises UsageError where ``dst`` exists or there is no checkpoint, CheckpointError, DigestMismatchError,
     UnsupportedError, OSError.
@@ -188,7 +181,6 @@ def reshard(
         parameter_alignment=parameter_alignment,
         max_memory=memory,
         verify=verify,
-        full=full,
         tp=tp,
         ep=ep,
         like=None if like is None else os.fspath(like),
@@ -212,14 +204,8 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
     Raises CheckpointError, UnsupportedError, UsageError.
     """
     state = open_state(open_checkpoint(source.tag_dir))
-    check_shared(state)
-    if state.models[0].shared is not None and not options.full and options.stage == 0:
-        raise UsageError(
-            f"{source.tag_dir}: takes its frozen weights from files that the tags of its run share. A file of stage 0 "
-            "is for DeepSpeed alone, which does not read them. Add --full, to have them in the file itself."
-        )
     options.check(state.head.stage if options.stage is None else options.stage)
-    saved = reshard_source(state, full=options.full)
+    saved = reshard_source(state)
     topology = saved.slicing.topology
     sizes = (data_parallel_size(options.world_size, options.tp or topology.tensor_size), topology.data_size)
     return complete_plan(source, saved, options, misfit_notes(saved.train_batch_size, *sizes, state.head.ds_config))
@@ -256,11 +242,6 @@ def complete_plan(source: Source, saved: ReshardSource, options: ReshardOptions,
     all_notes = [*stage_notes(saved, target, options), *cut, *notes]
     if saved.state.head.grad_scaler is not None and target.format == "rigid":
         all_notes.append("not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place")
-    if saved.shared is not None:
-        all_notes.append(
-            f"lean, as the source: frozen weights are in {FROZEN_FOLDER} beside the tag, and stock DeepSpeed does not "
-            "load it; with --full it does"
-        )
     return ReshardPlan(source, saved, target, sidecar_files, options, (*all_notes, *sidecar_files.notes))
 
 
@@ -340,7 +321,6 @@ def _manifest(plan: ReshardPlan) -> dict[str, object]:
         "format": plan.target.format,
         "sub_group_size": plan.options.sub_group_size,
         "zero_options": plan.options.zero_options,
-        "full": plan.options.full,
         "tp": plan.target.topology.tensor_size,
         "ep": plan.target.slicing.expert_size,
         "like": plan.options.like,
@@ -367,19 +347,10 @@ def _finish(
     for rank in done:
         totals += rank.digests
     digests = dict(zip(streams, totals.tolist(), strict=True))
-    shared = plan.saved.shared
-    if shared is not None:
-        digests |= {(name, FROZEN): tensor.digest for name, tensor in shared.params.items()}
     contents = plan.saved.state.contents(digests)
     root = content_root(contents)
     _compare(plan, contents, root)
     source, tag_dir = plan.source, directory / plan.source.tag
-    if shared is not None:
-        saved = plan.saved.state.models[0].shared
-        assert saved is not None
-        for file in saved.files:
-            if file.is_of_run:
-                link_or_copy(file.at(source.tag_dir), directory / FROZEN_FOLDER / file.name)
     files = {name: size for rank in done for name, size in sorted(rank.files.items())}
     if plan.target.stage != 0:  # whose files DeepSpeed alone reads
         record = _record(plan, save_id, files, tag_dir, contents, root)
@@ -432,7 +403,6 @@ def _record(
         files=files,
         directories={name: directory for name, directory in found.items() if directory is not None},
         params=param_records(contents, frozenset(param.name for param in params)),
-        shared=() if plan.saved.shared is None else plan.saved.shared.files,
         content_root=root,
     )
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroelastic.checkpoint.rng_files import derived_seed, reseed
-from zeroelastic.checkpoint.shared_files import FROZEN_FOLDER
 from zeroelastic.errors import CheckpointError, MissingFileError, counted, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_size, file_sizes, folders, read_range
@@ -74,7 +73,7 @@ def plan_sidecar_files(source: Source, *, saved_world_size: int, world_size: int
         loaders = [name for name in copied if name.startswith("dl_state_dict")]
         if loaders:
             notes.append(f"{', '.join(loaders)}: carried as it is; it counts batches of {saved_world_size} processes")
-    others = [name for name in folders(source.root) if name != source.tag and not name.startswith((".", FROZEN_FOLDER))]
+    others = [name for name in folders(source.root) if name != source.tag and not name.startswith(".")]
     if others:
         notes.append(f"not carried: {some(others)} (other tags and directories)")
     if left:

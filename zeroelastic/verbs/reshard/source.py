@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from zeroelastic.checkpoint.optimizer_file import (
     configured_sub_group_size,
 )
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
-from zeroelastic.checkpoint.shared_weights import SHARED_KEY, SharedWeights
 from zeroelastic.checkpoint.tag_files import EXPERT_FILE
 from zeroelastic.checkpoint.topology import numbered_expert
 from zeroelastic.core.layout import Layout, Param
@@ -31,7 +30,6 @@ from zeroelastic.errors import CheckpointError, UnsupportedError, some
 from zeroelastic.executors.tables import cast_between
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.graph import Node, entry, ordered_dict, pairs_of, read_graph, storage_of
-from zeroelastic.verbs.reshard.lean_source import WeightPlace, beside_copy, completed, group_weights, not_lean
 from zeroelastic.verbs.reshard.slicing import INFO, Slicing, saved_slicing
 
 _BOTH = ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count", "base_optimizer_state")
@@ -72,8 +70,6 @@ class ReshardSource:
 
     ``buffers`` are the parameters of each flat buffer of the ranks that saved it, in the order of the optimizer.
     ``slicing`` says which slices of tensors these ranks had.
-    ``weights`` are places in the module's whole state for trained weights that the files do not have, as in a lean tag.
-    ``shared`` is what the new files, which are lean too then, leave to files beside them.
     """
 
     state: SavedState
@@ -85,8 +81,6 @@ class ReshardSource:
     config_path: FilePath
     bf16_names: bool
     slicing: Slicing
-    weights: Mapping[str, WeightPlace] = field(default_factory=dict)
-    shared: SharedWeights | None = None
 
     @property
     def stage(self) -> int:
@@ -130,8 +124,8 @@ class ReshardSource:
         return [[table[name] for name in group.params if name in table] for group in self.groups]
 
 
-def reshard_source(state: SavedState, *, full: bool = True) -> ReshardSource:
-    """The tensors and graphs of a saved checkpoint; with ``full`` those that a lean one leaves out, too.
+def reshard_source(state: SavedState) -> ReshardSource:
+    """The tensors and graphs of a saved checkpoint.
 
     Raises UnsupportedError when an optimizer file holds something that is not known to be the same at every world size.
     """
@@ -144,18 +138,7 @@ def reshard_source(state: SavedState, *, full: bool = True) -> ReshardSource:
             f"{state.head.path}: optimizer_state_dict holds {', '.join(unknown)}, which is not known to be the same at "
             "another world size. Load it with zeroelastic in the training job, which restores what it knows."
         )
-    layout, checkpoint, shared = state.head.layout, state.checkpoint, state.models[0].shared
-    weights: dict[str, WeightPlace] = {}
-    kept = None if full or shared is None else beside_copy(shared)
-    if shared is not None and kept is None and checkpoint.whole_model:
-        weights = group_weights(layout, pairs_of(read_graph(checkpoint.model_files[0])))
-
-    def complete(found: Mapping[object, object]) -> Mapping[object, object]:
-        if kept is not None:
-            return {**found, SHARED_KEY: kept.entry()}
-        return found if shared is None else completed(found, shared, checkpoint.tag_dir, layout, weights)
-
-    model_root = model_roots(checkpoint.model_files, complete)
+    layout, checkpoint = state.head.layout, state.checkpoint
     slicing = slicing_of(checkpoint)
     groups = _groups(state, inner)
     _check_order(groups, slicing, layout, state.head.path)
@@ -166,14 +149,12 @@ def reshard_source(state: SavedState, *, full: bool = True) -> ReshardSource:
             [layout.params[p] for p in np.flatnonzero(layout.sub_group == i).tolist()]
             for i in range(layout.num_sub_groups)
         ],
-        optim_root=root if shared is None or kept is not None else not_lean(root),
-        model_root=model_root,
+        optim_root=root,
+        model_root=model_roots(checkpoint.model_files),
         config=state.head.ds_config,
         config_path=state.head.path,
         bf16_names=state.head.path.name.startswith("bf16_"),
         slicing=slicing,
-        weights=weights,
-        shared=kept,
     )
 
 
@@ -278,17 +259,14 @@ def train_batch_size(record: CommitRecord | None, head: Shard, world_size: int) 
     return configured_batch(head.ds_config, world_size)
 
 
-def model_roots(
-    files: Sequence[FilePath],
-    complete: Callable[[Mapping[object, object]], Mapping[object, object]] = lambda found: found,
-) -> Callable[[int], Mapping[object, object]]:
-    """The module states of each target rank, by ``complete``: those of the same saved rank, or rank 0's for a new rank.
+def model_roots(files: Sequence[FilePath]) -> Callable[[int], Mapping[object, object]]:
+    """The module states of each target rank: those of the same saved rank, or rank 0's for a new rank.
 
     Each file is read once; rank 0's stays in memory for the new ranks.
     """
 
     def read(rank: int) -> Mapping[object, object]:
-        return complete(pairs_of(read_graph(files[rank])))
+        return pairs_of(read_graph(files[rank]))
 
     read_first = functools.cache(lambda: read(0))
     return lambda rank: read(rank) if 0 < rank < len(files) else read_first()
@@ -352,9 +330,8 @@ def _repeats(listed: object) -> int:
 
 
 # The whole weights of a module, which the model states file of stages 0 to 2 has and no file of stage 3. A source of
-# stage 1 or 2 has them as well: they are copied. From one of stage 3, and from a lean one, they are made: trained
-# weights by rounding the master weights to the dtype of the run, as DeepSpeed does after every step, frozen ones from
-# their parts.
+# stage 1 or 2 has them as well: they are copied. From one of stage 3 they are made: trained weights by rounding the
+# master weights to the dtype of the run, as DeepSpeed does after every step, frozen ones from their parts.
 
 
 def weight_dtypes(source: ReshardSource) -> dict[str, str]:
@@ -369,13 +346,12 @@ def weight_dtypes(source: ReshardSource) -> dict[str, str]:
 
 
 def made_weights(source: ReshardSource, slicing: Slicing) -> dict[str, str]:
-    """The dtypes of weights that are made from master weights; none where the source has them, and in a lean result.
+    """The dtypes of weights that are made from master weights; none where the source has them.
 
     ``slicing`` is the result's. Raises UnsupportedError for a dtype to which master weights cannot be rounded, and for
     a weight that has no place in the module's state.
     """
-    has_weights = source.whole_model and not source.weights
-    if source.shared is not None or (has_weights and not source.slicing.has_slices and not slicing.has_slices):
+    if source.whole_model and not source.slicing.has_slices and not slicing.has_slices:
         return {}
     dtypes = weight_dtypes(source)
     part = source.trained

@@ -44,11 +44,10 @@ class ReshardOptions:
     """The options of a reshard.
 
     ``world_size`` counts all ranks. ``stage`` is the ZeRO stage of the result, ``tp`` its tensor parallel and ``ep``
-    its expert parallel size, by default those of the source; ``like`` is a checkpoint of a run that cuts weights as
-    the result shall. ``format`` is by default elastic at stage 3, and always rigid below it. ``sub_group_size``
-    overrides that of the saved configuration, and at stages 1 and 2 ``round_robin_gradients`` and
-    ``parameter_alignment`` theirs; ``verify`` reads the result back before it is published; ``full`` writes what a lean
-    source has in shared files. Raises UsageError for invalid values.
+    its expert parallel size, by default those of the source; ``like`` is a checkpoint of a run that cuts weights as the
+    result shall. ``format`` is by default elastic at stage 3, and always rigid below it. ``sub_group_size`` overrides
+    that of the saved configuration, and at stages 1 and 2 ``round_robin_gradients`` and ``parameter_alignment`` theirs;
+    ``verify`` reads the result back before it is published. Raises UsageError for invalid values.
     """
 
     world_size: int
@@ -59,7 +58,6 @@ class ReshardOptions:
     parameter_alignment: bool | None = None
     max_memory: int = 1 << 30
     verify: bool = False
-    full: bool = False
     tp: int | None = None
     ep: int | None = None
     like: str | None = None

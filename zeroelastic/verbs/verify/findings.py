@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
-from zeroelastic.checkpoint.shared_weights import BUFFER
 from zeroelastic.checkpoint.streams import Folded, fold
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
@@ -61,8 +60,6 @@ def quick_report(headers: TagHeaders) -> VerifyReport:
         ]
     else:
         unchecked.insert(0, "not checked, because there is no commit record: the sizes of files")
-    if headers.shared:
-        checked.append(_shared_words(headers))
     if headers.problems:
         checked = []
     return _report(headers, None, headers.problems, checked, unchecked, None, num_files)
@@ -80,7 +77,6 @@ def full_report(headers: TagHeaders, scan: RankScan) -> VerifyReport:
     right = comparable & (whole_tensors.digests == want)
     wrong = comparable & ~right
     problems = list(_merged(headers.problems, scan))
-    problems += _of_shared(headers, scan, right)
     problems += _placed(headers, scan, whole_tensors, right, wrong)
     root = content_root(headers.contents(whole_tensors.digests)) if headers.parts and bool(complete.all()) else None
     whole = bool(headers.shards) and bool(headers.models) and root is not None
@@ -103,7 +99,6 @@ def _report(
 ) -> VerifyReport:
     record, directory = headers.record, str(headers.tag_dir)
     params = len(record.params) if record is not None else sum(len(part.params) for part in headers.parts)
-    num_buffers = sum(key == BUFFER for shared in headers.shared for _, key in shared.tensors)
     return VerifyReport(
         ok=not problems,
         path=directory,
@@ -120,9 +115,9 @@ def _report(
         ),
         recorded_root=None if record is None else record.content_root,
         files=_verified_files(headers),
-        num_files=num_files + sum(shared.problem is None for shared in headers.shared),
+        num_files=num_files,
         num_params=params,
-        num_tensors=0 if scan is None else len(headers.tensors) + num_buffers,
+        num_tensors=0 if scan is None else len(headers.tensors),
         num_records=0 if scan is None else scan.num_records,
         bytes_read=0 if scan is None else scan.nbytes,
         quarantine=read_mark(headers.tag_dir) if MARK_NAME in headers.sizes else None,
@@ -130,19 +125,14 @@ def _report(
 
 
 def _verified_files(headers: TagHeaders) -> tuple[VerifiedFile, ...]:
-    """The files that ranks have written and that are there, damaged or not, by rank; then the shared ones."""
+    """The files that ranks have written and that are there, damaged or not, by rank."""
     found = ((name, parse_rank_file(name), nbytes) for name, nbytes in headers.sizes.items())
     files = [
         VerifiedFile(name=name, rank=said.rank, kind=said.kind, bytes=nbytes)
         for name, said, nbytes in found
         if said is not None
     ]
-    shared = [
-        VerifiedFile(name=shared.file.path, rank=None, kind="shared", bytes=shared.size)
-        for shared in headers.shared
-        if shared.size is not None
-    ]
-    return (*sorted(files, key=lambda file: (file.rank, file.kind, file.name)), *shared)
+    return tuple(sorted(files, key=lambda file: (file.rank, file.kind, file.name)))
 
 
 def _saved_digests(headers: TagHeaders) -> list[int | None]:
@@ -190,7 +180,7 @@ def _placed(
     param_of = _params_of_tensors(headers)[tensor_of]
     is_trained = tensor_of < headers.num_trained
     problems: list[Problem] = []
-    explained = ~is_trained & bool(headers.shared)  # by _of_shared, or by the headers
+    explained = np.zeros(len(tensor_of), dtype=bool)
     for rank, file in sorted({*records, *suspects}):
         rows = file_rows(headers, rank, headers.tag_dir / file)
         named_rows = rows._replace(tensor=tensor_of[rows.tensor])
@@ -243,25 +233,6 @@ def _differing_copies(headers: TagHeaders, whole_tensors: Folded, explained: _Fl
         )
         file = names[0] if len(names) == 1 else ""
         problems.append(Problem(file=file, sentence=sentence, param=tensor.param.name, key=tensor.key))
-    return problems
-
-
-def _of_shared(headers: TagHeaders, scan: RankScan, right: _Flags) -> list[Problem]:
-    """The tensors in shared files whose contents are neither what the tag says nor what its record says."""
-    found = dict(scan.shared)
-    as_recorded = {(tensor.param.name, tensor.key) for tensor, same in zip(headers.tensors, right, strict=True) if same}
-    problems: list[Problem] = []
-    for shared in headers.shared:
-        for stream, tensor in shared.streams():
-            digest = found.get(stream, tensor.digest)
-            if digest == tensor.digest or (stream.name, stream.key) in as_recorded:
-                continue
-            offset, nbytes = tensor.offset, tensor.place.nbytes
-            sentence = (
-                f"{shared.path}: {stream.key} of {stream.name}, bytes {offset} to {offset + nbytes}, is damaged: its "
-                f"digest is {digest:016x} and should be {tensor.digest:016x}."
-            )
-            problems.append(Problem(shared.file.path, sentence, stream.name, stream.key, offset, nbytes))
     return problems
 
 
@@ -346,11 +317,6 @@ def _params_of_tensors(headers: TagHeaders) -> Int64Array:
     return np.repeat(np.arange(len(counts), dtype=np.int64), np.array(counts, dtype=np.int64))
 
 
-def _shared_words(headers: TagHeaders) -> str:
-    whole = sum(shared.problem is None for shared in headers.shared)
-    return f"shared files: {whole} of {len(headers.shared)} there as the tag says"
-
-
 def _words(
     headers: TagHeaders, scan: RankScan, whole_tensors: Folded, right: _Flags, comparable: _Flags
 ) -> tuple[list[str], list[str]]:
@@ -391,12 +357,6 @@ def _words(
         checked.append(f"{equal} of {headers.streams.num_copies} copies that ranks have of the same elements are equal")
     if scan.tables:
         checked.append(f"the own digests of {counted(len(scan.tables), 'file')} against what is in them")
-    if scan.shared:
-        digests = {stream: tensor.digest for shared in headers.shared for stream, tensor in shared.streams()}
-        same = sum(digests[stream] == digest for stream, digest in scan.shared)
-        tensors = f"{same} of {counted(len(digests), 'tensor')}"
-        checked.append(f"{_shared_words(headers)}; digests of {tensors} in them equal those in the tag")
-    unread = (*scan.unread, *(shared.file.path for shared in headers.shared if shared.problem is not None))
-    if unread:
-        unchecked.append(f"not checked: the payload of {some(unread)}")
+    if scan.unread:
+        unchecked.append(f"not checked: the payload of {some(scan.unread)}")
     return checked, unchecked

@@ -6,19 +6,16 @@ several ranks, from one process or several.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint.extents import stream_seeds
 from zeroelastic.checkpoint.optimizer_file import Shard
-from zeroelastic.checkpoint.shared_check import CheckedShared, SharedStream
 from zeroelastic.checkpoint.tag_files import saved_as
 from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.core.digest import UInt64Array
@@ -28,7 +25,6 @@ from zeroelastic.executors.dispatch import DigestRows, Ranges, join_crc32_groups
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_range
-from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.torch_file.zip_check import ZipRecord, ZipRecords, read_zip_records
 
 
@@ -64,8 +60,7 @@ class RankScan:
 
     ``digests`` and ``covered`` run parallel to ``TagHeaders.streams``: the sum of the partial digests of the elements
     that were read, and their number. ``unread`` are files that could not be read to their end. ``tables`` are the files
-    whose own digests were compared with what they hold, ``unstated`` those that state no checksums. ``shared`` are the
-    tensors in shared files, each with the digest of what is there.
+    whose own digests were compared with what they hold, ``unstated`` those that state no checksums.
     """
 
     digests: UInt64Array
@@ -76,7 +71,6 @@ class RankScan:
     unread: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
     unstated: tuple[str, ...] = ()
-    shared: tuple[tuple[SharedStream, int], ...] = ()
     num_files: int = 0
     num_records: int = 0
     nbytes: int = 0
@@ -96,15 +90,10 @@ def scan_ranks(
     ranks: Iterable[int],
     *,
     progress: ProgressFunction | None = None,
-    known: Mapping[SharedStream, int] = MappingProxyType({}),
 ) -> RankScan:
-    """Read every byte of the files of some saved ranks. Damage is returned, not raised.
-
-    Of shared files, dealt to the ranks, the tensors that the tag takes are read, but for those whose digests are
-    ``known``.
-    """
+    """Read every byte of the files of some saved ranks. Damage is returned, not raised."""
     progress = progress or (lambda nbytes: None)
-    return combine((scan(progress) for scan in _scans(headers, ranks, known)), headers)
+    return combine((scan(progress) for scan in _scans(headers, ranks)), headers)
 
 
 class RankRows(NamedTuple):
@@ -143,12 +132,9 @@ def file_rows(headers: TagHeaders, rank: int, path: FilePath) -> RankRows:
 _Scan = Callable[[ProgressFunction], RankScan]
 
 
-def _scans(headers: TagHeaders, ranks: Iterable[int], known: Mapping[SharedStream, int]) -> Iterator[_Scan]:
+def _scans(headers: TagHeaders, ranks: Iterable[int]) -> Iterator[_Scan]:
     """What reads each file of some ranks, prepared while the caller reads the file before."""
-    ranks = tuple(ranks)
     prepared = [partial(_prepare, headers, rank, path) for rank in ranks for path in headers.files(rank)]
-    for shared in (shared for rank in ranks for shared in headers.shared_files.get(rank, ())):
-        prepared.append(partial(_prepare_shared, headers, shared, known))
     with ThreadPoolExecutor(1) as worker:
         found: Future[_Scan] | None = None
         for prepare in prepared:
@@ -243,46 +229,6 @@ def _scan_file(
         tables=() if parts is None else (name,),
         nbytes=size,
     )
-
-
-def _prepare_shared(headers: TagHeaders, file: CheckedShared, known: Mapping[SharedStream, int]) -> _Scan:
-    """Find out which tensors of a shared file are to be read: those that the tag takes, less the ``known`` ones."""
-    streams = [stream for stream, _ in file.streams()]
-    found = {stream: known[stream] for stream in streams if stream in known}
-    return partial(_scan_shared, headers, file, found, [stream for stream in streams if stream not in found])
-
-
-def _scan_shared(
-    headers: TagHeaders,
-    file: CheckedShared,
-    found: Mapping[SharedStream, int],
-    streams: Sequence[SharedStream],
-    progress: ProgressFunction,
-) -> RankScan:
-    """Read these tensors of a shared file; the digests of the others that the tag takes from it are ``found``."""
-    progress(sum(stream.place.nbytes for stream in found))
-    offset, nbytes, itemsize = np.array(
-        [(place.offset, place.nbytes, DTYPE_BYTES[place.dtype]) for *_, place in streams], dtype=np.int64
-    ).reshape(-1, 3).T.copy()  # fmt: skip
-    number, zeros = np.arange(len(streams), dtype=np.int64), np.zeros(len(streams), dtype=np.int64)
-    seeds = stream_seeds([(stream.name, stream.key) for stream in streams])
-    try:
-        sums = scan_segments(
-            Ranges(zeros, offset, nbytes),
-            [file.path],
-            digest=DigestRows(seeds, number, zeros, itemsize),
-            progress=progress,
-        )
-    except CheckpointError as error:
-        return replace(_nothing(headers), damage=(Damage(file.file.path, str(error)),), unread=(file.file.path,))
-    assert sums is not None
-    found = {**found, **dict(zip(streams, sums.tolist(), strict=True))}
-    scan = replace(_nothing(headers), shared=tuple(found.items()), nbytes=int(nbytes.sum()))
-    index = {(tensor.param.name, tensor.key): i for i, tensor in enumerate(headers.tensors)}
-    for stream, digest in found.items():
-        if (i := index.get((stream.name, stream.key))) is not None:
-            scan.digests[i], scan.covered[i] = digest, headers.tensors[i].param.numel
-    return scan
 
 
 class Cover(NamedTuple):

@@ -10,15 +10,11 @@ from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
 
 
 class VerifiedFile(Part):
-    """A file that a rank has written: its name, which rank, of which kind, and its size in bytes.
-
-    ``shared``: a file beside the tag, which no rank has alone; its name is relative to the tag, an absolute path or a
-    URL.
-    """
+    """A file that a rank has written: its name, which rank, of which kind, and its size in bytes."""
 
     name: str
-    rank: int | None
-    kind: Literal["optimizer", "model", "whole_model", "shared"]
+    rank: int
+    kind: Literal["optimizer", "model", "whole_model"]
     bytes: int
 
 
@@ -29,9 +25,9 @@ class VerifyReport(Report):
     ``quarantine`` is the mark of damage in the tag, also where no damage was found this time. ``content_root`` is
     computed from the files: None with ``quick``, or where not all of them could be read. ``recorded_root`` is that of
     the commit record. ``remedy`` says what to do about the problems. ``files`` are those that ranks have written,
-    damaged or not, and the shared files that the tag takes frozen weights from. ``bytes_read`` bytes were read, the
-    CRC-32 of ``num_records`` records and the digests of ``num_tensors`` tensors were computed. ``lifted``: the mark of
-    damage was removed. ``read_seconds`` is the part of ``seconds`` in which the payload was read.
+    damaged or not. ``bytes_read`` bytes were read, the CRC-32 of ``num_records`` records and the digests of
+    ``num_tensors`` tensors were computed. ``lifted``: the mark of damage was removed. ``read_seconds`` is the part of
+    ``seconds`` in which the payload was read.
     """
 
     path: GivenPath
@@ -63,10 +59,7 @@ class VerifyReport(Report):
 
 
 class VerifyAllReport(Report):
-    """The results for all tags of a run, newest first. It is ``ok`` where all are valid.
-
-    ``bytes_read`` counts once what tags share: a tensor of a shared file that several of them take is read once.
-    """
+    """The results for all tags of a run, newest first. It is ``ok`` where all are valid."""
 
     path: GivenPath
     mode: Literal["full", "quick"]

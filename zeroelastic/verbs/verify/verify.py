@@ -18,7 +18,6 @@ from functools import partial
 from zeroelastic.checkpoint.checker import check_headers
 from zeroelastic.checkpoint.marks import lift_mark
 from zeroelastic.checkpoint.one_save import may_mix_saves, one_save, pin, saved_again, was_saved_again
-from zeroelastic.checkpoint.shared_check import SharedStream
 from zeroelastic.checkpoint.tag_files import is_universal
 from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.distributed.processes import Processes
@@ -86,9 +85,9 @@ def verify_all(
 ) -> VerifyAllReport:
     """Check every checkpoint of a run, newest first, each as ``verify`` does.
 
-    What several tags take from a shared file is read once for all of them. A tag that cannot be checked is in the
-    report, not ``ok`` and without problems; the others are checked all the same. One that is removed meanwhile is left
-    out. Raises UsageError where there are no checkpoints, UnreadableError where the directory cannot be listed.
+    A tag that cannot be checked is in the report, not ``ok`` and without problems; the others are checked all the same.
+    One that is removed meanwhile is left out. Raises UsageError where there are no checkpoints, UnreadableError where
+    the directory cannot be listed.
 
     Example::
 
@@ -100,7 +99,6 @@ def verify_all(
     began = time.monotonic()
     root = as_path(src)
     own = processes.all_or_raise(lambda: [str(tag.tag_dir) for tag in list_run(root).tags])
-    known: dict[SharedStream, int] = {}
     reports: list[VerifyReport] = []
     for name in processes.all_gather(own)[0]:
         try:
@@ -110,7 +108,6 @@ def verify_all(
                 quick=quick,
                 processes=processes,
                 progress=progress,
-                known=known,
             )
         except (UnreadableError, UnsupportedError) as error:
             found = not_checked(name, error, quick=quick)
@@ -144,12 +141,8 @@ def _verified(
     lift_quarantine: bool = False,
     processes: Processes,
     progress: Progress,
-    known: dict[SharedStream, int] | None = None,
 ) -> VerifyReport:
-    """The report on the tag that ``find`` finds; ``name`` is that of one that cannot be opened. Collective.
-
-    ``known`` as of ``verify_from_headers``.
-    """
+    """The report on the tag that ``find`` finds; ``name`` is that of one that cannot be opened. Collective."""
     began = time.monotonic()
 
     def open_headers() -> TagHeaders:
@@ -163,7 +156,7 @@ def _verified(
         return damaged(name, error, quick=quick).model_copy(update={"seconds": time.monotonic() - began})
     opened = time.monotonic()
     with nullcontext() if quick else progress("verify", headers.nbytes // processes.size) as advance:
-        report = verify_from_headers(headers, quick=quick, progress=advance, processes=processes, known=known)
+        report = verify_from_headers(headers, quick=quick, progress=advance, processes=processes)
     done = time.monotonic()
     lifted = lift_quarantine and report.valid and processes.rank == 0 and _lift(headers.tag_dir)
     read_seconds = 0.0 if quick else done - opened
@@ -207,17 +200,13 @@ def verify_from_headers(
     quick: bool = False,
     progress: ProgressFunction | None = None,
     processes: Processes | None = None,
-    known: dict[SharedStream, int] | None = None,
 ) -> VerifyReport:
     """``verify_checkpoint`` for headers that are open already.
 
     Several ``processes``, each with the same headers, share the reading by rank and get the same report. Collective.
-    ``known`` are the digests of tensors in shared files that were read before, and are not read again; those that are
-    read now are added.
     """
     processes = processes or Processes()
-    known = {} if known is None else known
-    report = quick_report(headers) if quick else _read_all(headers, progress, processes, known)
+    report = quick_report(headers) if quick else _read_all(headers, progress, processes)
     tag_dir = headers.tag_dir
     again = may_mix_saves(tag_dir, alone=processes.size == 1) if report.valid else was_saved_again(tag_dir)
     if any(processes.all_gather(again)):
@@ -225,11 +214,7 @@ def verify_from_headers(
     return report
 
 
-def _read_all(
-    headers: TagHeaders, progress: ProgressFunction | None, processes: Processes, known: dict[SharedStream, int]
-) -> VerifyReport:
+def _read_all(headers: TagHeaders, progress: ProgressFunction | None, processes: Processes) -> VerifyReport:
     mine = [headers.ranks[number] for number in processes.mine(len(headers.ranks))]
-    own = processes.all_or_raise(lambda: scan_ranks(headers, mine, progress=progress, known=known))
-    scan = combine(processes.all_gather(own), headers)
-    known.update(scan.shared)
-    return full_report(headers, scan)
+    own = processes.all_or_raise(lambda: scan_ranks(headers, mine, progress=progress))
+    return full_report(headers, combine(processes.all_gather(own), headers))
