@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 from pathlib import Path
@@ -17,7 +16,7 @@ from zeroelastic.runs.locate import find_source
 from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file.graph import read_graph
 from zeroelastic.verbs.reshard.reshard import ReshardOptions, ReshardReport, plan_reshard, run_reshard
-from zeroelastic.verbs.reshard.sidecar_files import link_or_copy, plan_sidecar_files, write_sidecar_files
+from zeroelastic.verbs.reshard.sidecar_files import plan_sidecar_files, write_sidecar_files
 
 
 def run(src: Path, dst: Path, world_size: int) -> ReshardReport:
@@ -191,17 +190,3 @@ def test_only_what_is_known_is_seeded_anew(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(16), "b": torch.zeros(17, dtype=torch.uint8), "c": (3, (1,), None), "d": [1]}, path)
     _, left = reseed(read_graph(path), 5)
     assert left == ["b"]
-
-
-def test_a_shared_file_whose_time_cannot_be_set_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of another user's file. The link is given up first: a copy into it would empty the file itself."""
-    origin = tmp_path / "origin"
-    origin.write_bytes(b"weights")
-
-    def refuse(path: Path) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "utime", refuse)
-    link_or_copy(origin, tmp_path / "to/file")
-    assert origin.read_bytes() == (tmp_path / "to/file").read_bytes() == b"weights"
-    assert not origin.samefile(tmp_path / "to/file")

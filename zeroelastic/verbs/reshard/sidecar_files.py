@@ -152,20 +152,6 @@ def _derive(origin: FilePath, path: Path, rank: int, identity: str, *, single: b
     return left
 
 
-def link_or_copy(origin: FilePath, path: Path) -> None:
-    """Have a file that never changes at another path too. Raises OSError, CheckpointError."""
-    path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)
-    if isinstance(origin, Path):
-        try:
-            os.link(origin, path)
-            os.utime(path)  # young, as a file that a save refers to
-            return
-        except OSError:  # another file system, one without links, or a file of another user
-            path.unlink(missing_ok=True)  # a copy into the link would empty the origin
-    _copy_file(origin, path)
-
-
 def _copy_file(origin: FilePath, path: Path) -> None:
     """Copy a file, local or remote, in pieces. Raises OSError, CheckpointError."""
     size = file_size(origin)
