@@ -22,7 +22,7 @@ def torch_missing(what: str) -> MissingPackageError:
 def require_torch(what: str) -> None:
     """Raise MissingPackageError where PyTorch is not installed; imports nothing. Example::
 
-    require_torch("convert --to dcp")
+    require_torch("convert --to fsdp2")
     """
     if not torch_is_there():
         raise torch_missing(what)

@@ -34,7 +34,7 @@ class ResumeReport:
     """
 
     path: str
-    format: Literal["elastic", "rigid", "dcp"]
+    format: Literal["elastic", "rigid"]
     saved_world_size: int
     world_size: int
     bytes_owned: int

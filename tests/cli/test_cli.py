@@ -253,7 +253,7 @@ def test_sizes_read_well(nbytes: int, text: str) -> None:
     [
         ["reshard", ".", "s3://bucket/x", "-n", "2"],
         ["export", ".", "gs://b/x"],
-        ["convert", ".", "s3://b/x", "--to", "dcp"],
+        ["convert", ".", "s3://b/x", "--to", "fsdp2"],
     ],
 )
 def test_a_target_is_not_a_url(arguments: list[str]) -> None:

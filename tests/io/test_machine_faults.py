@@ -142,7 +142,6 @@ def save_on_a_bad_disk(directory: str) -> list[tuple[str, str]]:
         ["reshard", "-n", "2"],
         ["export"],
         ["convert", "--to", "fsdp2"],
-        ["convert", "--to", "dcp"],
     ],
     ids=" ".join,
 )

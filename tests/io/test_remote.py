@@ -675,7 +675,6 @@ def test_the_command_line_reshards_from_s3(calm, checkpoints, tmp_path):
         ("export",),
         ("export", "--optimizer", "--dtype", "bf16"),
         ("convert", "--to", "fsdp2"),
-        ("convert", "--to", "dcp"),
     ],
     ids=" ".join,
 )

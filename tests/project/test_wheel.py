@@ -226,7 +226,7 @@ def test_an_editable_install_has_the_activation_and_takes_it_with_it(tmp_path: P
 @pytest.mark.slow
 def test_what_needs_torch_names_the_extra(installed: tuple[Environment, float]) -> None:
     there, _ = installed
-    done = there.run("zeroelastic", "convert", "ckpt", "dcp", "--to", "dcp")
+    done = there.run("zeroelastic", "convert", "ckpt", "fsdp", "--to", "fsdp2")
     assert done.returncode == 1 and "pip install 'zeroelastic[train]'" in done.stderr
     code = "import zeroelastic; print(len(zeroelastic.open('ckpt')) > 0); {}"
     for use in ("zeroelastic.install()", "zeroelastic.resume", "import zeroelastic.run", "import zeroelastic.elastic"):

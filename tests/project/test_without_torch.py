@@ -30,7 +30,7 @@ def ckpt(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["convert", "ckpt", "dcp", "--to", "dcp"], "convert --to dcp"),
+        (["convert", "ckpt", "fsdp", "--to", "fsdp2"], "convert --to fsdp2"),
     ],
 )
 def test_a_verb_that_needs_torch_names_the_extra(no_torch: None, ckpt: Path, arguments: list[str], what: str) -> None:

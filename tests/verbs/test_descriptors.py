@@ -86,7 +86,6 @@ VERBS: dict[str, Callable[[Path, Path], object]] = {
     "prune": lambda src, _: zeroelastic.prune(src, keep=1),
     "reshard": lambda src, dst: zeroelastic.reshard(src, dst, world_size=3, verify=True),
     "export": lambda src, dst: zeroelastic.export(src, dst),
-    "dcp": lambda src, dst: zeroelastic.convert(src, dst, to="dcp"),
     "fsdp2": lambda src, dst: zeroelastic.convert(src, dst, to="fsdp2"),
     "from_fsdp2": lambda src, dst: zeroelastic.convert(src, dst, from_="fsdp2", world_size=2),
     "open": lambda src, _: read_all(src),

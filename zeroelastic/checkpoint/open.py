@@ -30,7 +30,7 @@ from zeroelastic.checkpoint.tag_files import (
     parse_rank_file,
 )
 from zeroelastic.checkpoint.topology import Topology
-from zeroelastic.core.layout import Int64Array, Layout, Param
+from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -98,7 +98,6 @@ class Checkpoint:
     ``near_rank`` chooses among headers of which any will do. ``remote_files`` are names of files that only other ranks
     see: their headers are parsed from bytes that a rank which sees the file has read (``through``).
     ``compare_directories``: whether a file that is opened must have the zip directory that the record states.
-    ``notes`` are sentences on what the files do not say and was inferred; ``rederived`` names counters among it.
     """
 
     tag_dir: FilePath
@@ -113,8 +112,6 @@ class Checkpoint:
     compare_directories: bool = True
     whole_model: bool = False
     near_rank: int = 0
-    notes: tuple[str, ...] = ()
-    rederived: tuple[str, ...] = ()
     _shards: dict[int, Shard] = field(default_factory=dict, repr=False)
     _models: dict[int, ModelStates] = field(default_factory=dict, repr=False)
     _maps: SavedMaps | None = field(default=None, repr=False)
@@ -273,8 +270,8 @@ class Checkpoint:
         """Where DeepSpeed reads a module states file that this rank sees: in the pinned directory, or at its URL."""
         return str(model.path) if isinstance(model.path, RemotePath) else os.fspath(model.path)
 
-    def archives(self, path: FilePath, holding: Int64Array | None = None) -> Iterator[tuple[int, ZipRecords]]:
-        """The archives in a file: the byte at which each begins, and its records; of many, those ``holding`` bytes.
+    def archives(self, path: FilePath) -> Iterator[tuple[int, ZipRecords]]:
+        """The archives in a file: the byte at which each begins, and its records.
 
         Raises MissingFileError, CheckpointError.
         """

@@ -24,8 +24,8 @@ from zeroelastic.torch_file.zip_check import ZipRecords
 _FREE_GAPS = 64 << 10
 _GAPS_SHARE = 8
 
-ArchivesOf = Callable[[FilePath, Int64Array], Iterable[tuple[int, ZipRecords]]]
-"""The archives of a file that hold some of its bytes: the byte at which each begins, and its records."""
+ArchivesOf = Callable[[FilePath], Iterable[tuple[int, ZipRecords]]]
+"""The archives of a file: the byte at which each begins, and its records."""
 
 
 class ReadRanges(NamedTuple):
@@ -114,7 +114,7 @@ def compare_files(
     """``compare_file`` with each file, whose archives are ``Checkpoint.archives``. Raises as that."""
     total = Comparison()
     for path, read in files.items():
-        total = total.plus(compare_file(path, archives(path, read.offset), read, executor))
+        total = total.plus(compare_file(path, archives(path), read, executor))
     return total
 
 

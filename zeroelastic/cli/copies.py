@@ -207,7 +207,7 @@ def convert(
     dst: DstArgument,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="dcp|fsdp2", help="To torch.distributed.checkpoint, or to one that FSDP2 loads."),
+        typer.Option("--to", metavar="fsdp2", help="To a directory of torch.distributed.checkpoint that FSDP2 loads."),
     ] = None,
     from_: Annotated[
         Literal["universal", "fsdp2"] | None,
@@ -260,7 +260,7 @@ def convert(
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert to or from a checkpoint of FSDP2, from a Universal checkpoint, or to a torch distributed checkpoint.
+    """Convert to or from a checkpoint of FSDP2, or from a Universal checkpoint.
 
     Weights, optimizer state and hyper-parameters of all ranks are brought together, every byte read once; where the
     checkpoint has a commit record, what was read is compared with it. DST appears complete or not at all. Exit code 0:
@@ -270,8 +270,7 @@ def convert(
     Examples:
         zeroelastic convert universal native-3 --from universal --world-size 3
         zeroelastic convert universal old-2 --from universal -n 2 --stage 2
-        zeroelastic convert ckpt dcp --to dcp --json
-        zeroelastic convert ckpt fsdp --to fsdp2
+        zeroelastic convert ckpt fsdp --to fsdp2 --json
         zeroelastic convert fsdp native-4 --from fsdp2 -n 4
         zeroelastic convert ckpt other --to fsdp2 --tag global_step2 --dry-run
     """

@@ -32,8 +32,7 @@ class NativeForm:
 
     ``trained`` and ``groups`` are those of ``found`` in the form that DeepSpeed's optimizers have; ``batch`` is the
     global batch that the configuration states; ``model_root`` are the module states, a graph for a torch file.
-    ``notes`` are sentences on what was inferred, and on what no file of DeepSpeed has a place for; ``rederived`` names
-    the counters that were computed from others.
+    ``notes`` are sentences on what was inferred, and on what no file of DeepSpeed has a place for.
     """
 
     found: DcpCheckpoint
@@ -44,7 +43,6 @@ class NativeForm:
     batch: int | None
     model_root: Mapping[object, object]
     notes: tuple[str, ...]
-    rederived: tuple[str, ...] = ()
 
 
 def native_form(found: DcpCheckpoint, config: Mapping[str, object], world_size: int) -> NativeForm:
@@ -68,12 +66,12 @@ def native_form(found: DcpCheckpoint, config: Mapping[str, object], world_size: 
     steps = _steps(found, native, notes)
     batch = configured_batch(config, world_size)
     scheduler = _scheduler(found, native, config, steps, notes)
-    samples, rederived = native.counters.get("global_samples"), tuple[str, ...]()
+    samples, rederived = native.counters.get("global_samples"), list[str]()
     if samples is None:
         samples = steps * (batch or 0)
         known = f"{steps} steps of this run's batch of {batch}"
         by = "the configuration has no global batch" if batch is None else known
-        rederived = (f"global_samples ({samples}: {by})",)
+        rederived = [f"re-derived: global_samples ({samples}: {by})"]
     root = _model_root(found, config, scheduler) | {
         "global_steps": steps,
         "global_samples": samples,
@@ -84,7 +82,7 @@ def native_form(found: DcpCheckpoint, config: Mapping[str, object], world_size: 
         notes.append(f"not carried: {some(left)}, for which DeepSpeed's files have no place")
     groups = _groups(found, native)
     trained = replace(found.trained, scalars=scalars)
-    return NativeForm(found, config, trained, groups, steps, batch, root, tuple(notes), rederived)
+    return NativeForm(found, config, trained, groups, steps, batch, root, (*notes, *rederived))
 
 
 def _has_own_adam(config: Mapping[str, object]) -> bool:

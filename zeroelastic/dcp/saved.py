@@ -101,11 +101,10 @@ def find_dcp(text: str | os.PathLike[str]) -> FilePath:
     )
 
 
-def open_dcp(root: FilePath, *, all_chunks: bool = True) -> DcpCheckpoint:
+def open_dcp(root: FilePath) -> DcpCheckpoint:
     """Read the tables of a checkpoint of FSDP2 and the header of every chunk; no payload but of small objects.
 
-    Without ``all_chunks``, the headers of a rank's chunks are read when its extents are asked for. Only where a tensor
-    may be another name of a parameter are the two compared. Raises CheckpointError,
+    Only where a tensor may be another name of a parameter are the two compared. Raises CheckpointError,
     MissingFileError, UnsafePickleError, UnsupportedError.
 
     Example::
@@ -124,7 +123,7 @@ def open_dcp(root: FilePath, *, all_chunks: bool = True) -> DcpCheckpoint:
         frozen = {name: {FROZEN: named.others[name]} for name in others.frozen}
         buffers = {name: _buffer(name, named.others[name], archives, root) for name in others.buffers}
         kept = _part(frozen, metadata.parts) if frozen else None
-        for part in (trained, kept) if all_chunks else ():
+        for part in (trained, kept):
             if part is not None:
                 dict(part.extents)
         return DcpCheckpoint(

@@ -1,31 +1,23 @@
-"""A checkpoint of FSDP2 as what verbs and loads work with: the headers that files of ZeRO would have."""
+"""A checkpoint of FSDP2 as what a reshard works with: the headers that files of ZeRO would have."""
 
 from __future__ import annotations
 
-import os
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import BinaryIO
-
-import numpy as np
 
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
+from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN, Shard, configured_sub_group_size
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.checkpoint.topology import Topology
-from zeroelastic.core.layout import Int64Array, Layout, pack_sub_groups
+from zeroelastic.core.layout import Layout, pack_sub_groups
 from zeroelastic.dcp.archives import open_archives
 from zeroelastic.dcp.metadata import StoredBytes
 from zeroelastic.dcp.names import NamedState
 from zeroelastic.dcp.native import NativeForm
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import LocalFile, read_exactly
-from zeroelastic.torch_file.graph import Archive
-from zeroelastic.torch_file.header import Blocks, read_torch_file
+from zeroelastic.torch_file.header import Blocks
 from zeroelastic.torch_file.zip_check import ZipRecords
 
 
@@ -92,15 +84,11 @@ def saved_state(form: NativeForm) -> SavedState:
 
 @dataclass(slots=True)
 class ChunkedCheckpoint(Checkpoint):
-    """A checkpoint whose tensors are in chunks: a saved rank stands for the chunks of its number.
-
-    All ranks have the module's states in common, which are in ``made`` where there is a file of them.
-    """
+    """A checkpoint whose tensors are in chunks: a saved rank stands for the chunks of its number."""
 
     trained: SavedPart = field(kw_only=True)
     frozen: SavedPart | None = field(kw_only=True)
     named: NamedState = field(kw_only=True, repr=False)
-    made: BinaryIO | None = None
     _places: dict[FilePath, dict[int, StoredBytes]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -123,80 +111,13 @@ class ChunkedCheckpoint(Checkpoint):
         """As of ``frozen_layout``."""
         return None if self.frozen is None else self.frozen.extents[rank].get(FROZEN)
 
-    def archives(self, path: FilePath, holding: Int64Array | None = None) -> Iterator[tuple[int, ZipRecords]]:
+    def archives(self, path: FilePath) -> Iterator[tuple[int, ZipRecords]]:
         """The archives of the chunks of parameters in a file."""
         if not self._places:
             tensors = [*self.named.others.values(), *(t for keys in self.named.trained.values() for t in keys.values())]
             for place in (chunk.place for tensor in tensors for chunk in tensor.chunks):
                 self._places.setdefault(place.path, {})[place.offset] = place
         places = self._places.get(path, {})
-        begins = np.sort(np.fromiter(places, dtype=np.int64, count=len(places)))
-        if holding is not None and places:
-            begins = begins[np.unique((np.searchsorted(begins, holding, side="right") - 1).clip(0))]
         with open_archives() as archives:
-            for begin in begins.tolist():
+            for begin in sorted(places):
                 yield begin, archives.records(places[begin])
-
-    def module_path(self, model: ModelStates) -> str:
-        """The file of the module's states that was made; it lasts as long as this checkpoint."""
-        assert self.made is not None
-        return _path_of(self.made)
-
-
-def checkpoint_of(form: NativeForm) -> ChunkedCheckpoint:
-    """A checkpoint that a load takes as if ZeRO had saved it, whose file of module states is in memory.
-
-    Payload of buffers alone is read.
-    """
-    # it has no configuration, and so no batch; its weights are as the run has them
-    config = {"bf16": form.config["bf16"]} if "bf16" in form.config else {}
-    checkpoint = saved_state(replace(form, config=config, batch=None)).checkpoint
-    assert isinstance(checkpoint, ChunkedCheckpoint)
-    checkpoint.notes, checkpoint.rederived = form.notes, form.rederived
-    # a load has the tensors of frozen parameters from their chunks
-    root = {**form.model_root, "frozen_param_shapes": None, "frozen_param_fragments": None}
-    checkpoint.made = _file_in_memory(root)
-    plain = checkpoint.model_states(0)
-    file = read_torch_file(plain.path, foreign="inert", through=_Blocks(checkpoint.made), columns=True)
-    checkpoint._models[0] = replace(
-        model_states_of(file, 0, world_size=None),
-        world_size=plain.world_size,
-        sub_groups=plain.sub_groups,
-        frozen=plain.frozen,
-        frozen_extents=checkpoint.frozen_extents(0),
-    )
-    return checkpoint
-
-
-def _file_in_memory(root: object) -> BinaryIO:
-    """A torch file of a graph."""
-    made = os.fdopen(os.memfd_create("module_states", os.MFD_CLOEXEC), "r+b", buffering=0)
-    archive = Archive(Path(_path_of(made)), root)
-    checksums = {}
-    for storage, offset in archive.offsets.items():
-        data, extent = storage.data, storage.extent
-        if data is None:
-            data = b"" if extent is None else read_exactly(extent.path, extent.offset, extent.nbytes)
-        os.pwrite(made.fileno(), data, offset)
-        checksums[storage] = zlib.crc32(data)
-    archive.finish(checksums)
-    return made
-
-
-class _Blocks:
-    """What the header of a file in memory is read through."""
-
-    capacity = LocalFile.capacity
-
-    def __init__(self, made: BinaryIO) -> None:
-        self._fd, self.size, self.bytes_read = made.fileno(), os.fstat(made.fileno()).st_size, 0
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        return os.pread(self._fd, nbytes, offset)
-
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Nothing: all there is is in memory."""
-
-
-def _path_of(made: BinaryIO) -> str:
-    return f"/proc/self/fd/{made.fileno()}"

@@ -27,8 +27,6 @@ VERIFY_LEVELS: tuple[Verify, ...] = get_args(Verify)
 
 OnMismatch = Literal["error", "initialize"]
 
-LoadedFrom = Literal["deepspeed", "dcp"]
-
 SavedFormat = Literal["elastic", "rigid"]
 
 _BLOCK = "zeroelastic"
@@ -88,12 +86,6 @@ class Options(BaseModel):
         "accumulation that give the saved global batch at its number of ranks, "
         "[see here](../guides/front-ends.md#the-batch); other resumes that change the global batch are refused. The "
         "environment variable `ZEROELASTIC_KEEP_GLOBAL_BATCH=1` does the same",
-    )
-    source: LoadedFrom = Field(
-        default="deepspeed",
-        description='`"dcp"`: a load takes a checkpoint of FSDP2 (torch\'s DCP, accelerate, the Trainer) from the '
-        "directory that it is given, [see here](../guides/fsdp2.md#load-one-in-training). Where DeepSpeed has saved "
-        "there, it loads that",
     )
     on_mismatch: OnMismatch = Field(
         default="error",
@@ -208,10 +200,7 @@ class Options(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """The arguments of DeepSpeed's ``load_checkpoint``, by its names, and the ``options`` that hold on all ranks.
-
-    ``from_dcp``: what is loaded is a checkpoint of FSDP2.
-    """
+    """The arguments of DeepSpeed's ``load_checkpoint``, by its names, and the ``options`` that hold on all ranks."""
 
     load_dir: str
     tag: str | None = None
@@ -221,7 +210,6 @@ class LoadRequest:
     load_module_only: bool = False
     custom_load_fn: Callable[..., Any] | None = None
     options: Options = field(default_factory=Options)
-    from_dcp: bool = False
 
     @property
     def directory(self) -> FilePath:

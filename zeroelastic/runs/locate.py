@@ -171,7 +171,10 @@ UNIVERSAL = (
     'a Universal checkpoint (ds_to_universal). DeepSpeed loads it with "checkpoint": {"load_universal": true}, '
     "and `zeroelastic convert --from universal` makes a native checkpoint of it"
 )
-_DCP = "a torch.distributed.checkpoint directory, which torch.distributed.checkpoint.load reads"
+_DCP = (
+    "a torch.distributed.checkpoint directory, which torch.distributed.checkpoint.load reads; of one of FSDP2 "
+    "`zeroelastic convert --from fsdp2` makes a native checkpoint"
+)
 _SAFETENSORS = "a directory of safetensors files: weights alone, which from_pretrained and safetensors load"
 
 _MAX_LOOKED_AT = 64
@@ -207,6 +210,9 @@ def about_absent(root: FilePath) -> str:
     root = Path(os.path.abspath(root))
     if root.is_dir():
         tags = _tags(root)
+        other = other_format(root, list_directory(root)[0])
+        if other is not None and not tags:
+            return f"{root}: is {other}."
         return _without_latest(root, tags) if tags else f"{root}: holds no checkpoint."
     kind = "is not a directory" if root.exists() else "no such directory"
     above, inside, alike = neighbours(root, _MAX_LISTED)

@@ -11,7 +11,7 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ from zeroelastic.checkpoint.read_ranges import ArchivesOf, ReadFiles, compare_fi
 from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.core.slices import numbered
 from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, DigestMismatchError
 from zeroelastic.executors.dispatch import (
@@ -323,17 +322,11 @@ class Reading:
 
 
 class TensorCopy(NamedTuple):
-    """One tensor to copy, the dtype to write, and the slot for it, where it begins at element ``start``.
-
-    With ``run`` it is laid out in runs of so many elements, which begin ``step`` apart; without it is one run.
-    """
+    """One tensor to copy, the dtype to write, and the slot for it."""
 
     tensor: ModelTensor
     dtype: str
     slot: int
-    start: int = 0
-    run: int | None = None
-    step: int = 0
 
 
 def copy_tensors(files: NewFiles, copies: Sequence[TensorCopy], reading: Reading) -> None:
@@ -362,7 +355,6 @@ def copy_tensors(files: NewFiles, copies: Sequence[TensorCopy], reading: Reading
             together = members[begin : begin + at_once]
             params = [copy.tensor.source.param for copy in together if isinstance(copy.tensor.source, Place)]
             tensors, rows = part.whole_rows(params, keys=(key,))
-            rows = rows_of_copies(rows, together)
             seeds = reading.digests.seeds(tensors)
             slots = np.array([copy.slot for copy in together], dtype=np.int64)
             cast = cast_between(saved, dtype)
@@ -373,22 +365,6 @@ def copy_tensors(files: NewFiles, copies: Sequence[TensorCopy], reading: Reading
                 found = files.move(rows, slots, cast=cast, digest=digest, progress=reading.progress)
             if found is not None:
                 reading.digests.compare(tensors, found.tolist())
-
-
-def rows_of_copies(rows: ExtentTable, copies: Sequence[TensorCopy]) -> ExtentTable:
-    """The rows of whole tensors, cut and placed in their slots as the copies say."""
-    starts = np.array([copy.start for copy in copies], dtype=np.int64)
-    if all(copy.run is None for copy in copies):
-        return replace(rows, target_offset=rows.target_offset + starts[rows.target])
-    runs = np.array([copy.tensor.numel if copy.run is None else copy.run for copy in copies], dtype=np.int64)
-    steps = np.array([copy.step for copy in copies], dtype=np.int64)
-    begin, end, run = rows.target_offset, rows.target_offset + rows.numel, runs[rows.target]
-    count = (end - 1) // run - begin // run + 1
-    row, number = numbered(begin // run, count)
-    first = np.maximum(begin[row], number * run[row])
-    pieces = rows.pieces(row, first - begin[row], np.minimum(end[row], (number + 1) * run[row]) - first)
-    within = first - number * run[row]
-    return replace(pieces, target_offset=(starts[pieces.target] + number * steps[pieces.target] + within))
 
 
 def _copy_buffer(files: NewFiles, copy: TensorCopy, place: Buffer, reading: Reading) -> None:

@@ -23,7 +23,6 @@ from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup
 from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor, experts_part, frozen_part, trained_part
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import ByteArray
-from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable, with_remedy
 from zeroelastic.executors.dispatch import CopyTable, read_segments
 from zeroelastic.io.paths import FilePath, PinnedPath, unpinned
@@ -52,8 +51,7 @@ def open(path: str | os.PathLike[str], *, tag: str | None = None) -> CheckpointV
     """Open a checkpoint, rigid or elastic, as a read-only mapping from the names of the model's tensors to the tensors.
 
     ``path`` is a tag directory, the directory above it (the tag that ``latest`` names is taken, or ``tag``), a
-    ``checkpoint-N`` of the Hugging Face Trainer, a directory of accelerate or Lightning, or a URL that fsspec reads; or
-    a checkpoint of FSDP2 (a directory of torch.distributed.checkpoint, or of accelerate), whose ``format`` is "dcp".
+    ``checkpoint-N`` of the Hugging Face Trainer, a directory of accelerate or Lightning, or a URL that fsspec reads.
     File names, the commit record and at most one header are read; everything else when it is asked for.
 
     Raises UsageError where there is no checkpoint, CheckpointError, UnsupportedError, UnreadableError.
@@ -66,10 +64,7 @@ def open(path: str | os.PathLike[str], *, tag: str | None = None) -> CheckpointV
             print(ck["model.norm.weight"][3:7].numpy())
             print(ck.optimizer("model.norm.weight")["step"])
     """
-    from zeroelastic.verbs.dcp_view import DcpView, dcp_root
-
-    root = dcp_root(path) if tag is None else None
-    return CheckpointView(find_source(path, tag=tag)) if root is None else DcpView(root)
+    return CheckpointView(find_source(path, tag=tag))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +100,12 @@ class CheckpointView(Mapping[str, TensorHandle]):
     """
 
     def __init__(self, source: Source) -> None:
-        self._begin(source)
-        with self._reading():
-            self._checkpoint = open_checkpoint(source.tag_dir)
-
-    def _begin(self, source: Source) -> None:
         self._source = source
         self._is_open = True
         self._readers: list[None] = []  # one for each call that reads now
         self._records: dict[FilePath, list[tuple[int, ZipRecords]]] = {}
+        with self._reading():
+            self._checkpoint = open_checkpoint(source.tag_dir)
 
     # --- the mapping ---------------------------------------------------------------------------------------------
 
@@ -397,7 +389,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
     def _digests(self) -> RecordedDigests:
         return RecordedDigests(self._checkpoint)
 
-    def _archives(self, path: FilePath, holding: Int64Array) -> Iterable[tuple[int, ZipRecords]]:
+    def _archives(self, path: FilePath) -> Iterable[tuple[int, ZipRecords]]:
         if path not in self._records:
             self._records[path] = [*self._checkpoint.archives(path)]
         return self._records[path]

@@ -107,8 +107,7 @@ class _Compared:
         self.has_scheduler = engine.lr_scheduler is not None
         self.of_deepspeed = type(engine.lr_scheduler).__module__ == _OF_DEEPSPEED
         self.has_base_lrs = hasattr(engine.lr_scheduler, _BASE_LRS)
-        # what begins with a checkpoint of FSDP2 has no configuration of its own
-        self.saved = {} if load_plan.format == "dcp" else load_plan.head.ds_config
+        self.saved = load_plan.head.ds_config
         self.config: Mapping[str, Any] = engine._config._param_dict
 
     def differences(

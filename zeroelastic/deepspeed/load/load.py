@@ -33,7 +33,6 @@ from zeroelastic.deepspeed.engine_state import begin_change, changing, refuse_da
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.configured import Configured, configured_values, overridden_notes
-from zeroelastic.deepspeed.load.dcp_source import HINT, find_dcp_source, is_dcp, open_dcp_source, refuse_dcp
 from zeroelastic.deepspeed.load.fallback import load_newest
 from zeroelastic.deepspeed.load.module_states import (
     ModuleKeys,
@@ -64,7 +63,6 @@ from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, a
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import (
     CheckpointError,
-    MissingFileError,
     RemoteRankError,
     SavedAgainError,
     UndescribedSlicesError,
@@ -121,7 +119,6 @@ def load(
     request = replace(request, load_dir=absolute(request.load_dir))
     with changing(engine, whole=not request.weights_only and request.load_lr_scheduler_states):
         if engine.load_universal_checkpoint():
-            _refuse_dcp(engine, request, '"load_universal": true')
             return _load_by_deepspeed(call, request)
         if kind_of(engine.optimizer, to_load=True) is None:
             _check_left(engine, request)
@@ -155,17 +152,8 @@ def _loaded_event(engine: Engine, report: ResumeReport) -> observers.Loaded:
     )
 
 
-def _refuse_dcp(engine: Engine, request: LoadRequest, why: str) -> None:
-    """Raise UnsupportedError where a run that is left to DeepSpeed is to load a checkpoint of FSDP2. Collective."""
-    if options_of(engine).source == "dcp":
-        root = find_dcp_source(replace(request, options=options_of(engine)))
-        if root is not None:
-            refuse_dcp(root, why)
-
-
 def _check_left(engine: Engine, request: LoadRequest) -> None:
     """Check what DeepSpeed does not, of a run that is left to it and whose files say how they are cut. Collective."""
-    _refuse_dcp(engine, request, why_left_to_deepspeed(engine.optimizer) or type(engine.optimizer).__name__)
     if is_url(request.load_dir):
         return
     if not (engine.zero_optimization() or getattr(engine, "has_moe_layers", False)):
@@ -241,15 +229,11 @@ def _load_one_save(call: Call, request: LoadRequest) -> Loaded:
 def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
     """One attempt to load one tag; ``opened`` gets its directory, pinned, from which everything is read. Collective."""
     engine = call.engine
-    root, newer = find_dcp_source(request), tuple[str, ...]()
-    if root is not None:
-        tag, tag_dir, request = root.name, open_tag(root), replace(request, from_dcp=True)
-    else:
-        chosen, newer = choose_tag(request.directory, request.tag)
-        if chosen is None:
-            nothing_to_load(engine, request.directory, required=request.options.required)
-            return (None, None) if is_url(request.load_dir) else _load_by_deepspeed(call, request)
-        tag, tag_dir = chosen, open_tag(request.directory / chosen)
+    tag, newer = choose_tag(request.directory, request.tag)
+    if tag is None:
+        nothing_to_load(engine, request.directory, required=request.options.required)
+        return (None, None) if is_url(request.load_dir) else _load_by_deepspeed(call, request)
+    tag_dir = open_tag(request.directory / tag)
     opened.append(tag_dir)
     all_or_raise(lambda: refuse_merged(engine.module, f"{tag_dir} cannot be loaded"))
     warn_of_mark(tag_dir)
@@ -271,7 +255,6 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
     batch_changed = batch is not None and not request.load_module_only
     if batch is not None and batch_changed:
         warnings.append(batch)
-    warnings += plan.checkpoint.notes
     if request.weights_only and request.custom_load_fn is not None:
         warnings.append(
             "custom_load_fn decides about buffers and other module state only: after it, each parameter gets the value "
@@ -341,9 +324,7 @@ def _check(
     except RemoteRankError:  # the rank that failed raises an error of another kind, and takes part in nothing more
         raise
     except ZeroElasticError as error:
-        if isinstance(error, MissingFileError) and not request.from_dcp and is_dcp(tag_dir):
-            raise MissingFileError(f"{tag_dir}: {HINT}", remedy="Set it in the run's configuration.") from None
-        if request.from_dcp or is_url(request.load_dir) or any_rank(_changes(tag_dir)):
+        if is_url(request.load_dir) or any_rank(_changes(tag_dir)):
             raise
         if stock_loads(error, engine, live, tag_dir, request):
             return error
@@ -361,10 +342,7 @@ def _checked_plan(
     """
 
     def check(live: LiveOptimizer) -> LoadPlan:
-        open_whole = None
-        if request.from_dcp:
-            open_whole = partial(open_dcp_source, tag_dir, engine._config._param_dict, dist.get_world_size())
-        return preflight(tag_dir, live, request, lambda model: check_loaded_values(engine, model, request), open_whole)
+        return preflight(tag_dir, live, request, lambda model: check_loaded_values(engine, model, request))
 
     try:
         plan = check(live)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ class LoadPlan:
     """
 
     checkpoint: Checkpoint
-    format: CheckpointFormat | Literal["dcp"]
+    format: CheckpointFormat
     model: ModelStates
     shards: Mapping[int, Shard]
     head: Shard
@@ -109,29 +109,24 @@ def preflight(
     live: LiveOptimizer,
     request: LoadRequest,
     check_values: Callable[[ModelStates], None],
-    open_whole: Callable[[], Checkpoint] | None = None,
 ) -> LoadPlan:
     """Open what this rank needs, check it against the model, and compare with the other ranks. Collective.
 
     A load of weights only leaves optimizer groups and state out of the comparison. Of the options, ``on_mismatch``
     says what to do about parameters that only the save or only the run has, ``verify`` how closely files are checked.
     A strict load of the module refuses a save that lacks frozen parameters of the run, unless ``on_mismatch`` is
-    "initialize". ``check_values`` raises where the run cannot take the values of the module states. ``open_whole``
-    opens what is no tag of DeepSpeed, and all of which every rank sees. Raises the same error on every rank:
-    CheckpointError, LayoutMismatchError (every disagreement listed), UnsupportedError.
+    "initialize". ``check_values`` raises where the run cannot take the values of the module states. Raises the
+    same error on every rank: CheckpointError, LayoutMismatchError (every disagreement listed), UnsupportedError.
     """
     options = request.options
     compare_directories = options.verify != "off"
     visibility: FileVisibility | None = None
-    if open_whole is None:
-        found = gather_visibility(tag_dir, live.tp)
-        if isinstance(found, FileVisibility):
-            visibility = found
-            opened = open_with_peers(found, live, compare_directories=compare_directories)
+    found = gather_visibility(tag_dir, live.tp)
+    if isinstance(found, FileVisibility):
+        visibility = found
+        opened = open_with_peers(found, live, compare_directories=compare_directories)
 
     def open_here() -> Checkpoint:
-        if open_whole is not None:
-            return open_whole()
         if isinstance(found, FileVisibility):
             return opened
         return open_checkpoint(
@@ -145,8 +140,7 @@ def preflight(
     def check() -> LoadPlan:
         plan = _open(open_here(), visibility, live, request)
         check_values(plan.model)
-        by_checksum = options.verifies_content and open_whole is None  # else all that is loaded is digested
-        return _with_checksums(plan, options.host_io_engine) if by_checksum else plan
+        return _with_checksums(plan, options.host_io_engine) if options.verifies_content else plan
 
     plan, digests = all_gather_of_or_raise(
         check, lambda plan: _consistency_digest(plan, weights_only=request.weights_only)
@@ -239,7 +233,7 @@ def _open(
     batch = record.train_batch_size if record is not None else head.train_batch_size
     return LoadPlan(
         checkpoint=checkpoint,
-        format="dcp" if request.from_dcp else head.format,
+        format=head.format,
         model=model,
         shards=shards,
         head=head,

@@ -73,8 +73,6 @@ def load_report(
         texts.append(f"node-local disks: {few} did not see all files, and had them read and sent by ranks that did")
     texts += module_notes
     exact, rederived, reset = _inventory(engine, live, load_plan, restored.loaded[1], weights_only=request.weights_only)
-    if not request.load_module_only:
-        rederived = (*rederived, *checkpoint.rederived)
     if live.trains and not request.load_module_only:
         with_scheduler = request.load_lr_scheduler_states
         reset = (*reset, *not_restored(engine, load_plan.model.values, with_scheduler=with_scheduler))

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from zeroelastic.checkpoint.marks import read_mark
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import refuse_damaged
-from zeroelastic.deepspeed.load.dcp_source import HINT, is_dcp
 from zeroelastic.deepspeed.node_local.node_tags import agree_on_latest
 from zeroelastic.distributed.collective import all_gather_alike, all_gather_or_raise, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable, shown, some
@@ -134,7 +133,7 @@ def nothing_to_load(engine: Engine, load_dir: FilePath, *, required: bool) -> No
     def refuse() -> None:
         refuse_damaged(engine)
         if dist.get_rank() == 0:
-            text = f"{load_dir}: {HINT}" if is_dcp(load_dir) else about_absent(load_dir)
+            text = about_absent(load_dir)
             if required:
                 raise MissingFileError(
                     f"{text} A checkpoint is required here, so the run does not begin from scratch.",

@@ -1,6 +1,6 @@
 """``zeroelastic.convert`` and ``zeroelastic.export``: to and from the formats of others.
 
-Every format has a plan (``to_safetensors``, ``to_dcp``, ``to_fsdp2``): what is read and written, from headers alone.
+Every format has a plan (``to_safetensors``, ``to_fsdp2``): what is read and written, from headers alone.
 ``write_plan`` writes one into a new directory.
 """
 
@@ -26,7 +26,6 @@ from zeroelastic.io.storage import file_size
 from zeroelastic.runs.locate import find_source
 from zeroelastic.verbs.convert.from_fsdp2 import plan_from_fsdp2, read_config
 from zeroelastic.verbs.convert.from_universal import find_universal, plan_from_universal
-from zeroelastic.verbs.convert.to_dcp import plan_dcp
 from zeroelastic.verbs.convert.to_fsdp2 import FsdpLayout, plan_fsdp2
 from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export
 from zeroelastic.verbs.new_directory import check_free, new_directory, sweep
@@ -36,7 +35,7 @@ from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
 from zeroelastic.verbs.reshard.reshard import ReshardPlan, check_target, run_reshard
 from zeroelastic.verbs.reshard.target import ReshardOptions
 
-To = Literal["dcp", "fsdp2"]
+To = Literal["fsdp2"]
 From = Literal["universal", "fsdp2"]
 
 
@@ -51,7 +50,7 @@ class ConvertReport(Report):
     tag: str
     target: GivenPath
     from_: Literal["native", "universal", "fsdp2"] = Field(validation_alias="from", serialization_alias="from")
-    to: Literal["dcp", "fsdp2", "elastic", "rigid"]
+    to: Literal["fsdp2", "elastic", "rigid"]
     dry_run: bool
     world_size: int
     target_world_size: int | None
@@ -120,11 +119,11 @@ def convert(
     dry_run: bool = False,
     progress: Progress = no_progress,
 ) -> ConvertReport:
-    """Convert to or from a checkpoint of FSDP2, from a Universal checkpoint, or to a distributed one ("dcp").
+    """Convert to or from a checkpoint of FSDP2, or from a Universal checkpoint.
 
     Give either ``to``, or ``from_`` with the ``world_size`` that will load the native checkpoint; ``format``,
     ``sub_group_size``, ``stage``, ``round_robin_gradients`` and ``parameter_alignment`` go with ``from_`` and mean what
-    they mean to ``reshard``. ``layout`` goes with ``to="fsdp2"``: one directory ("torch"), or those of accelerate.
+    they mean to ``reshard``. ``layout`` goes with ``to``: one directory ("torch"), or those of accelerate.
     ``ds_config`` goes with ``from_="fsdp2"``: the DeepSpeed configuration of the run that will load it. ``dst`` appears
     complete or not at all. What is read is compared with the commit record, where there is one.
 
@@ -153,8 +152,8 @@ def convert(
     choice_option(format, "--format", get_args(Format))
     choice_option(layout, "--layout", get_args(FsdpLayout))
     if (to is None) == (from_ is None):
-        raise UsageError("Give one of --to dcp, --to fsdp2, --from fsdp2 and --from universal.")
-    if layout is not None and to != "fsdp2":
+        raise UsageError("Give one of --to fsdp2, --from fsdp2 and --from universal.")
+    if layout is not None and to is None:
         raise UsageError("--layout goes with --to fsdp2.")
     if ds_config is not None and from_ != "fsdp2":
         raise UsageError("--ds-config goes with --from fsdp2.")
@@ -169,8 +168,8 @@ def convert(
     if to is not None:
         given = [name.replace("_", "-") for name, value in of_native.items() if value is not None]
         if given:
-            raise UsageError(f"--{given[0]} goes with --from; a {to} checkpoint is for every world size.")
-        made = _convert_to(to, src, target, tag, layout or "torch", memory, dry_run, progress)
+            raise UsageError(f"--{given[0]} goes with --from; a checkpoint of FSDP2 is for every world size.")
+        made = _convert_to(src, target, tag, layout or "torch", memory, dry_run, progress)
     else:
         if world_size is None:
             raise UsageError("--from needs --world-size: the number of ranks that will load the new checkpoint.")
@@ -253,7 +252,7 @@ def export(
     files = [(file.name, file.nbytes, len(file.entries)) for file in plan.files]
     files += [(name, len(text), 0) for name, text in plan.texts.items()]
     files += [(name, file_size(path) or 0, 0) for name, path in plan.copied.items()]
-    kinds = Counter(entry.tensor.first.kind for file in plan.files for entry in file.entries)
+    kinds = Counter(entry.tensor.kind for file in plan.files for entry in file.entries)
     return ExportReport(
         ok=True,
         path=str(source.tag_dir),
@@ -277,7 +276,6 @@ def export(
 
 
 def _convert_to(
-    to: To,
     src: str | os.PathLike[str],
     dst: Path,
     tag: str | None,
@@ -291,7 +289,7 @@ def _convert_to(
     compared: int | None = None
     with one_save(source.tag_dir):
         state = open_state(open_checkpoint(source.tag_dir))
-        plan = plan_dcp(state) if to == "dcp" else plan_fsdp2(state, layout=layout, model_dir=source.root)
+        plan = plan_fsdp2(state, layout=layout)
         if not dry_run:
             with progress("converting", plan.nbytes) as advance:
                 compared = write_plan(plan, dst, max_memory=max_memory, progress=advance)
@@ -301,7 +299,7 @@ def _convert_to(
         tag=source.tag,
         target=str(dst),
         from_="native",
-        to=to,
+        to="fsdp2",
         dry_run=dry_run,
         world_size=state.checkpoint.world_size,
         target_world_size=None,
@@ -309,7 +307,7 @@ def _convert_to(
         tensors=plan.num_tensors,
         digests_compared=compared,
         content_root=None,
-        notes=tuple(plan.notes),
+        notes=plan.notes,
     )
 
 

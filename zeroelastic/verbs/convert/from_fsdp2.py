@@ -65,7 +65,7 @@ def plan_from_fsdp2(
     stage = options.stage or native.stage or 3
     options.check(stage)
     form = native_form(found, known or {}, options.world_size)
-    notes = (*form.notes, *(f"re-derived: {what}" for what in form.rederived))
+    notes = form.notes
     if known is None:
         notes = (*notes, _WITHOUT_CONFIG)
     if others := _configured_otherwise(form):
@@ -104,7 +104,7 @@ def _check_experts(found: DcpCheckpoint) -> None:
         raise UnsupportedError(
             f"{found.root}: {printable(of_deepspeed[0])} is an expert of DeepSpeed's own MoE layer, which keeps each "
             "expert in a file and an optimizer group of its own: such checkpoints are not written from FSDP2. "
-            "zeroelastic.open reads the tensors by name, for a run that begins from the weights."
+            "Begin a run from the weights instead, which torch.distributed.checkpoint reads by name."
         )
 
 

@@ -31,10 +31,8 @@ from zeroelastic.errors import UnsupportedError, printable, some
 from zeroelastic.extras import require_torch
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.graph import entry, pairs_of, read_graph
-from zeroelastic.verbs.convert.autoep_names import NamedModel, model_type_of, named_model
-from zeroelastic.verbs.convert.model_state import model_groups, trained_params
-from zeroelastic.verbs.convert.to_dcp import DcpPlan, TensorReader, write_state_dict
-from zeroelastic.verbs.model_tensors import ModelTensors, model_tensors
+from zeroelastic.verbs.convert.state_dict_writer import TensorReader, scalar_value, write_state_dict
+from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, Place, model_tensors, optimizer_tensors
 from zeroelastic.verbs.new_files import Reading, write_archive
 from zeroelastic.verbs.reshard.source import no_hyper_parameters
 
@@ -61,8 +59,8 @@ _ADAM: Mapping[str, OptionValue] = {
 """The options of torch.optim.AdamW and Adam (torch 2.13), of which a load asks for every one."""
 
 _ALSO_OF_TORCH = ("initial_lr",)
-_OF_SLICES = ("tensor_parallel", "expert_parallel")
-"""Blocks of the configuration by which DeepSpeed cuts tensors, or gives them other names."""
+_OF_EXPERTS = ("name", "moe")
+"""The options by which DeepSpeed tells a group of experts from the group that it was split from."""
 
 _FILE_BYTES = 8 << 20
 _SMALL_BYTES = 1 << 10  # of an object such as a number
@@ -73,47 +71,53 @@ _MAX_DEPTH = 4  # of lists in lists
 class Fsdp2Plan:
     """The tensors and groups to write, as torch has them, and what is kept beside or left out."""
 
-    tensors: DcpPlan
+    state: SavedState
+    model: ModelTensors
+    groups: tuple[ParamGroup, ...]
     layout: FsdpLayout
     native: NativeNotes
     scheduler: Mapping[str, object]
     notes: tuple[str, ...]
 
     @property
-    def state(self) -> SavedState:
-        """The checkpoint."""
-        return self.tensors.state
-
-    @property
     def num_tensors(self) -> int:
-        """Tensors that are written."""
-        return self.tensors.num_tensors
+        """Tensors that are written, tied ones under each of their names."""
+        return len(self.model.tensors) + len(self.model.tied) + len(self._of_optimizer)
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensors that are read."""
-        return self.tensors.nbytes
+        by_name = {tensor.name: tensor.nbytes for tensor in self.model.tensors}
+        tied = sum(by_name[name] for name in self.model.tied.values())
+        return sum(by_name.values()) + tied + sum(tensor.nbytes for tensor in self._of_optimizer)
+
+    @property
+    def _of_optimizer(self) -> tuple[ModelTensor, ...]:
+        keys = {key for dtypes in self.state.parts[0].dtypes for key in dtypes}
+        return optimizer_tensors(self.state, keys=frozenset(keys - {FP32}))
 
     def write(self, directory: Path, reading: Reading, processes: Processes) -> None:
         """Write the files, by one process. Raises MissingPackageError without torch."""
         require_torch("convert --to fsdp2")
         reader = TensorReader(reading)
-        model, tied = self.tensors.model, dict(self.tensors.model.tied)
-        buffers = [tensor.name for tensor in model.tensors if tensor.first.kind == "buffer"]
-        kept = json.dumps(self.native.document(buffers=buffers, tied=tied))
-        first: dict[str, Any] = {"model": self.tensors.placeholders(reader), NATIVE: kept}
+        buffers = [tensor.name for tensor in self.model.tensors if tensor.kind == "buffer"]
+        kept = json.dumps(self.native.document(buffers=buffers, tied=dict(self.model.tied)))
+        by_name = {tensor.name: tensor for tensor in self.model.tensors}
+        named = {**by_name, **{alias: by_name[name] for alias, name in self.model.tied.items()}}
+        model = {name: reader.placeholder(f"model.{name}", tensor) for name, tensor in named.items()}
+        first: dict[str, Any] = {"model": model, NATIVE: kept}
         if self.layout == "torch":
-            optim = self.tensors.optimizer(reader, "optim")
+            optim = self._optimizer(reader, "optim")
             flat = {
                 f"optim.param_groups.{name}.{key}": value
-                for group in self.tensors.groups
+                for group in self.groups
                 for name in group.params
                 for key, value in group.options.items()
             }
             scheduler = {"lr_scheduler": dict(self.scheduler)} if self.scheduler else {}
             folders: dict[Path, dict[str, Any]] = {directory: {**first, "optim": optim, **flat, **scheduler}}
         else:
-            optim = self.tensors.optimizer(reader, "optimizer")
+            optim = self._optimizer(reader, "optimizer")
             folders = {directory / MODEL_FOLDER: first, directory / OPTIMIZER_FOLDER: {"optimizer": optim}}
         for folder, state_dict in folders.items():
             write_state_dict(state_dict, _writer(folder, min(_FILE_BYTES, reading.max_memory // 4)), reader)
@@ -121,28 +125,45 @@ class Fsdp2Plan:
             write_archive(directory / SCHEDULER_FILE, dict(self.scheduler))
         reader.compare()
 
+    def _optimizer(self, reader: TensorReader, name: str) -> dict[str, Any]:
+        """The optimizer's state dict, with meta tensors in place of data; ``name`` is its key in what is written.
 
-def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch", model_dir: FilePath | None = None) -> Fsdp2Plan:
-    """Collect what to write. ``model_dir`` is where the model's config.json is, if the run left one.
+        ``step`` is a float32 tensor, as torch's optimizers keep it.
+        """
+        trained = self.state.parts[0]
+        states: dict[str, dict[str, Any]] = {
+            param.name: {k: scalar_value(with_kind(v, "float32") if k == "step" else v) for k, v in scalars.items()}
+            for param, scalars in zip(trained.params, trained.scalars, strict=True)
+        }
+        for tensor in self._of_optimizer:
+            place = tensor.source
+            assert isinstance(place, Place)
+            param = trained.params[place.param].name
+            states[param][place.key] = reader.placeholder(f"{name}.state.{param}.{place.key}", tensor)
+        groups = [{**group.options, "params": list(group.params)} for group in self.groups]
+        return {"state": states, "param_groups": groups}
 
-    Raises CheckpointError, UnsupportedError for experts whose names in the model are not known, and for files without
-    hyper-parameters.
+
+def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch") -> Fsdp2Plan:
+    """Collect what to write.
+
+    Raises CheckpointError, UnsupportedError for experts of AutoEP, whose tensors are not the model's, and for files
+    without hyper-parameters.
     """
     if state.checkpoint.whole_model and not any(group.options for group in state.groups):
         raise no_hyper_parameters(state.head.path)
-    saved = model_tensors(state)
-    model = named_model(saved, state.head.ds_config, model_type_of(model_dir))
-    _check_names(model, saved, state.checkpoint.tag_dir)
+    model = model_tensors(state)
+    if model.autoep_blocks:
+        raise UnsupportedError(
+            f"{state.checkpoint.tag_dir}: {printable(model.autoep_blocks[0])} is a layer of AutoEP, whose tensors have "
+            "other names and shapes than those of the model that it replaced, which a job of FSDP2 asks for. "
+            "`zeroelastic export` writes them under DeepSpeed's names."
+        )
     if layout == "torch":
         _check_numbers(model, state.checkpoint.tag_dir)
-    saved_groups = model_groups(state, model)
-    # A value as torch's optimizers keep it: step is a float32 tensor.
-    params = tuple(
-        replace(param, scalars={k: with_kind(v, "float32") if k == "step" else v for k, v in param.scalars.items()})
-        for param in trained_params(state, model)
-    )
-    notes: list[str] = []
-    tensors = DcpPlan(state, model, params, _torch_groups(state, saved_groups, notes), saved.left_out)
+    saved_groups = _saved_groups(state)
+    notes: list[str] = [f"left out: {sentence}" for sentence in model.left_out]
+    groups = _torch_groups(state, saved_groups, notes)
     root = pairs_of(read_graph(state.checkpoint.model_files[0]))
     states = pairs_of(root.get("lr_scheduler"))
     scheduler = {str(key): value for key, value in states.items() if _is_plain(value)}
@@ -164,39 +185,39 @@ def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch", model_dir: Fi
         notes.append(f"not carried: the client state ({', '.join(client)}). Read it with zeroelastic.open")
     if state.head.scaler is not None and state.head.scaler.dynamic:
         notes.append("not carried: the loss scale, for which a checkpoint of FSDP2 has no place")
-    return Fsdp2Plan(tensors, layout, native, scheduler if of_torch else {}, (*tensors.notes, *notes))
+    return Fsdp2Plan(state, model, groups, layout, native, scheduler if of_torch else {}, tuple(notes))
 
 
-def _check_names(model: NamedModel, saved: ModelTensors, tag_dir: FilePath) -> None:
-    """Raise UnsupportedError where experts have the names of AutoEP, which no job of FSDP2 asks for."""
-    of_deepspeed = {f"{block}.experts.w{i}" for block in saved.autoep_blocks for i in (1, 2, 3)}
-    left = [tensor.name for tensor in model.tensors if tensor.name in of_deepspeed]
-    if left:
-        why = (
-            "neither preset_model of expert_parallel nor config.json beside the tag says how AutoEP made it"
-            if model.notes
-            else "it and the tensors that AutoEP made beside it are not all trained, or not of one shape"
-        )
-        raise UnsupportedError(
-            f"{tag_dir}: {printable(left[0])} cannot be given the name that it has in the model: {why}. Put the "
-            "config.json of the model beside the tag if it is missing; `zeroelastic convert --to dcp` writes the "
-            "tensors under DeepSpeed's names."
-        )
-
-
-def _check_numbers(model: NamedModel, tag_dir: FilePath) -> None:
+def _check_numbers(model: ModelTensors, tag_dir: FilePath) -> None:
     """Raise UnsupportedError for parameters with numbers for names, which have the keys of the optimizer's groups."""
-    numbers = [tensor.name for tensor in model.tensors if tensor.first.kind == "trained" and tensor.name.isdecimal()]
+    numbers = [tensor.name for tensor in model.tensors if tensor.kind == "trained" and tensor.name.isdecimal()]
     if numbers:
         raise UnsupportedError(
             f"{tag_dir}: {some(numbers)}: a parameter whose name is a number cannot be written beside the optimizer's "
-            "groups, which have numbers. Use `zeroelastic convert --to dcp`, or put it into a module of the model."
+            "groups, which have numbers. Give --layout accelerate, or put it into a module of the model."
         )
 
 
 def _config_of_result(config: Mapping[str, object]) -> dict[str, object]:
     """The configuration for a run of what comes back: whole tensors under the model's names."""
-    return {key: value for key, value in config.items() if key not in _OF_SLICES}
+    return {key: value for key, value in config.items() if key != "tensor_parallel"}
+
+
+def _saved_groups(state: SavedState) -> tuple[ParamGroup, ...]:
+    """The optimizer's groups, without those that DeepSpeed split off for experts: they go back where they were."""
+    made: list[ParamGroup] = []
+    for group in state.groups:
+        if not group.options.get("moe"):
+            made.append(group)
+            continue
+        plain = {key: value for key, value in group.options.items() if key not in _OF_EXPERTS}
+        for i, before in enumerate(made):
+            if {key: value for key, value in before.options.items() if key not in _OF_EXPERTS} == plain:
+                made[i] = ParamGroup(before.options, (*before.params, *group.params))
+                break
+        else:
+            made.append(ParamGroup(plain, group.params))
+    return tuple(made)
 
 
 def _torch_groups(state: SavedState, groups: Sequence[ParamGroup], notes: list[str]) -> tuple[ParamGroup, ...]:

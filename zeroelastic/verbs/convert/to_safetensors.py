@@ -16,7 +16,7 @@ from typing import Literal
 from zeroelastic.checkpoint.optimizer_file import FP32, OptionValue
 from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, printable, some
+from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, counted, printable, some
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.atomic import start_writeback
 from zeroelastic.io.paths import FilePath
@@ -24,8 +24,7 @@ from zeroelastic.io.storage import file_sizes, folders, read_whole
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType
 from zeroelastic.torch_file.safetensors import DTYPE_NAMES, check_name, lay_out
 from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, folder_of
-from zeroelastic.verbs.convert.autoep_names import NamedModel, NamedTensor, as_saved, model_type_of, named_model
-from zeroelastic.verbs.model_tensors import ModelTensor, model_tensors, optimizer_tensors
+from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, model_tensors, optimizer_tensors
 from zeroelastic.verbs.new_directory import reserve_file
 from zeroelastic.verbs.new_files import NewFiles, Reading, TensorCopy, convertible, copy_tensors
 
@@ -60,9 +59,9 @@ _FLUSH_EVERY = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: what it is made of, its dtype there, and its place behind the header."""
+    """One tensor of a file, its dtype there, and its place behind the header."""
 
-    tensor: NamedTensor
+    tensor: ModelTensor
     dtype: str
     offset: int
 
@@ -116,10 +115,7 @@ class ExportPlan:
                 least = loads.index(min(loads))
                 loads[least] += entry.nbytes
                 if least == processes.rank and entry.nbytes:
-                    own += [
-                        TensorCopy(part.tensor, entry.dtype, slot, part.start, part.run, part.step)
-                        for part in entry.tensor.parts
-                    ]
+                    own.append(TensorCopy(entry.tensor, entry.dtype, slot))
 
         def write_tensors() -> None:
             for file, own in zip(self.files, copies, strict=True):
@@ -197,14 +193,15 @@ def plan_export(
     unwritable = [t for t in saved.tensors if t.kind == "buffer" and t.dtype not in DTYPE_NAMES]
     left_out = (*saved.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in unwritable))
     saved = replace(saved, tensors=tuple(tensor for tensor in saved.tensors if tensor not in unwritable))
-    model = named_model(saved, state.head.ds_config, model_type_of(model_dir))
-    wanted = [(tensor, _export_dtype(tensor.first, dtype)) for tensor in model.tensors]
-    of_peft = _adapters(model) if adapters else {}
-    notes = (*model.notes, *((_NO_ADAPTER,) if adapters and not of_peft else ()))
+    wanted = [(tensor, _export_dtype(tensor, dtype)) for tensor in saved.tensors]
+    of_peft = _adapters(saved) if adapters else {}
+    notes = (_NO_ADAPTER,) if adapters and not of_peft else ()
+    if saved.autoep_blocks:
+        notes = (*notes, _AUTOEP.format(counted(len(saved.autoep_blocks), "layer"), printable(saved.autoep_blocks[0])))
     if tied == "all" or of_peft:  # PEFT writes a tied weight under each name, and looks for each
         by_name = {tensor.name: (tensor, to) for tensor, to in wanted}
-        wanted += [(replace(by_name[name][0], name=alias), by_name[name][1]) for alias, name in model.tied.items()]
-    aliases = model.tied if tied == "once" else {}
+        wanted += [(replace(by_name[name][0], name=alias), by_name[name][1]) for alias, name in saved.tied.items()]
+    aliases = saved.tied if tied == "once" else {}
     copied = _model_files(model_dir)
     if isinstance(adapters, str) and adapters not in of_peft:
         raise UsageError(
@@ -223,26 +220,28 @@ def plan_export(
     else:
         files, texts = _lay_out("model", wanted, aliases, max_shard_size)
     if optimizer:
-        masters = all(to == tensor.first.dtype for tensor, to in wanted if tensor.first.kind == "trained")
+        masters = all(to == tensor.dtype for tensor, to in wanted if tensor.kind == "trained")
         keys = frozenset(key for dtypes in state.parts[0].dtypes for key in dtypes if key != FP32 or not masters)
         tensors = optimizer_tensors(state, keys=keys)
         if len({tensor.name for tensor in tensors}) != len(tensors):
             raise UnsupportedError(
                 "two tensors of optimizer state have the same name PARAM.STATE_KEY. Export without them."
             )
-        more, index = _lay_out("optimizer", [(as_saved(t), t.dtype) for t in tensors], {}, max_shard_size)
+        more, index = _lay_out("optimizer", [(t, t.dtype) for t in tensors], {}, max_shard_size)
         files, texts = files + more, {**texts, **index, "optimizer.json": _text(optimizer_document(state))}
-    return ExportPlan(state, tuple(files), texts, copied, model.tied, left_out, notes)
+    return ExportPlan(state, tuple(files), texts, copied, saved.tied, left_out, notes)
 
 
 _NO_ADAPTER = (
     "no adapter of PEFT was recognised: the trained weights are in model.safetensors, under the names of the module"
 )
 
+_AUTOEP = "the experts of {} have DeepSpeed's names and shapes, as in {}.experts.w1: AutoEP replaced those of the model"
 
-def _adapters(model: NamedModel) -> dict[str, dict[str, str]]:
+
+def _adapters(model: ModelTensors) -> dict[str, dict[str, str]]:
     """``adapters_of`` a model, with the other names of its tied weights."""
-    trained = {tensor.name for tensor in model.tensors if tensor.first.kind == "trained"}
+    trained = {tensor.name for tensor in model.tensors if tensor.kind == "trained"}
     names = [*(tensor.name for tensor in model.tensors), *model.tied]
     are_trained = [name in trained or model.tied.get(name) in trained for name in names]
     return adapters_of(
@@ -304,18 +303,18 @@ def _export_dtype(tensor: ModelTensor, dtype: ExportDtype | None) -> str:
 
 
 def _lay_out(
-    base: str, wanted: Sequence[tuple[NamedTensor, str]], aliases: Mapping[str, str], max_shard_size: int
+    base: str, wanted: Sequence[tuple[ModelTensor, str]], aliases: Mapping[str, str], max_shard_size: int
 ) -> tuple[list[SafetensorsFile], dict[str, bytes]]:
     """The files that hold some tensors, and the index where there are more than one."""
     for tensor, _ in wanted:
         check_name(tensor.name)
-        if tensor.first.dtype not in DTYPE_NAMES:
-            raise UnsupportedError(f"{tensor.name}: safetensors files cannot hold {tensor.first.dtype}.")
+        if tensor.dtype not in DTYPE_NAMES:
+            raise UnsupportedError(f"{tensor.name}: safetensors files cannot hold {tensor.dtype}.")
     for alias in aliases:
         check_name(alias)
         if alias == "format":
             raise UnsupportedError(f"{alias} is a tied name that the metadata of safetensors files has no place for.")
-    shards: list[list[tuple[NamedTensor, str]]] = [[]]
+    shards: list[list[tuple[ModelTensor, str]]] = [[]]
     filled = 0
     for tensor, dtype in wanted:
         nbytes = math.prod(tensor.shape) * DTYPE_BYTES[dtype]
@@ -339,7 +338,7 @@ def _lay_out(
     return files, {f"{base}.safetensors.index.json": _text(index)}
 
 
-def _one_file(name: str, shard: Sequence[tuple[NamedTensor, str]], metadata: Mapping[str, str]) -> SafetensorsFile:
+def _one_file(name: str, shard: Sequence[tuple[ModelTensor, str]], metadata: Mapping[str, str]) -> SafetensorsFile:
     header, head = lay_out(name, [(tensor.name, dtype, tensor.shape) for tensor, dtype in shard], metadata)
     of = {tensor.name: tensor for tensor, _ in shard}
     entries = [Entry(of[at], place.dtype, place.offset - len(header)) for at, place in head.tensors.items()]

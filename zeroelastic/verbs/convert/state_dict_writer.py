@@ -1,11 +1,7 @@
-"""Convert a checkpoint to torch.distributed.checkpoint, written by torch's own library.
+"""Write a state dict through torch.distributed.checkpoint, each tensor read when torch asks for it.
 
-    {"model": {NAME: weights, frozen parameters, buffers},
-     "optim": {"state": {NAME: {KEY: tensor, "step": ...}}, "param_groups": [{"params": [NAME, ...], "lr": ...}]}}
-
-``optim`` has the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``. torch plans and writes.
-A SavePlanner reads one tensor at a time, or one piece of a large one, from all ranks' files into memory when torch asks
-for it. torch is imported by the functions that write.
+torch plans and writes. A SavePlanner reads one tensor at a time, or one piece of a large one, from all ranks' files
+into memory. torch is imported by the functions that write.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,84 +20,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zeroelastic.checkpoint.extents import ExtentTable
-from zeroelastic.checkpoint.optimizer_file import ParamGroup
-from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor
+from zeroelastic.checkpoint.saved_state import SavedTensor
 from zeroelastic.core.digest import ByteArray, ScalarValue
-from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, DigestRows, read_segments
-from zeroelastic.extras import require_torch
 from zeroelastic.io.atomic import errors_of_the_system, name_in_errors
 from zeroelastic.torch_file.header import DTYPE_BYTES
-from zeroelastic.verbs.convert.autoep_names import NamedModel, NamedTensor, PartOf, as_saved
-from zeroelastic.verbs.convert.model_state import TrainedParam, trained_params
-from zeroelastic.verbs.model_tensors import Buffer, Place, model_tensors, read_buffer
-from zeroelastic.verbs.new_files import Reading, TensorCopy, rows_of_copies
+from zeroelastic.verbs.model_tensors import Buffer, ModelTensor, Place, read_buffer
+from zeroelastic.verbs.new_files import Reading
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-
-
-@dataclass(frozen=True, slots=True)
-class DcpPlan:
-    """The tensors to write: those of the model, tied ones under each of their names, and those of the optimizer.
-
-    ``left_out`` has a sentence for each tensor of the model that is not written.
-    """
-
-    state: SavedState
-    model: NamedModel
-    params: tuple[TrainedParam, ...]
-    groups: tuple[ParamGroup, ...]
-    left_out: tuple[str, ...] = ()
-
-    @property
-    def num_tensors(self) -> int:
-        """Tensors that are written."""
-        return len(self.model.tensors) + len(self.model.tied) + sum(len(param.tensors) for param in self.params)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What is left out, and why."""
-        return tuple(f"left out: {sentence}" for sentence in self.left_out)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of tensors that are read."""
-        by_name = {tensor.name: tensor.nbytes for tensor in self.model.tensors}
-        tied = sum(by_name[name] for name in self.model.tied.values())
-        of_state = sum(tensor.nbytes for param in self.params for tensor in param.tensors.values())
-        return sum(by_name.values()) + tied + of_state
-
-    def write(self, directory: Path, reading: Reading, processes: Processes) -> None:
-        """Write the files, by one process. Raises MissingPackageError without torch."""
-        require_torch("convert --to dcp")
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-        reader = TensorReader(reading)
-        # A file per tensor: torch keeps all tensors of a file in memory until the file is complete.
-        writer = FileSystemWriter(directory, single_file_per_rank=False, sync_files=False, thread_count=1)
-        state_dict = {"model": self.placeholders(reader), "optim": self.optimizer(reader, "optim")}
-        write_state_dict(state_dict, writer, reader)
-        reader.compare()
-
-    def optimizer(self, reader: TensorReader, name: str) -> dict[str, Any]:
-        """The optimizer's state dict, with meta tensors in place of data; ``name`` is its key in what is written."""
-        states: dict[str, dict[str, Any]] = {}
-        for param in self.params:
-            state = states[param.name] = {key: scalar_value(value) for key, value in param.scalars.items()}
-            for key, tensor in param.tensors.items():
-                state[key] = reader.placeholder(f"{name}.state.{param.name}.{key}", tensor)
-        groups = [{**group.options, "params": list(group.params)} for group in self.groups]
-        return {"state": states, "param_groups": groups}
-
-    def placeholders(self, reader: TensorReader) -> dict[str, torch.Tensor]:
-        """The model's state dict, with meta tensors in place of data."""
-        by_name = {tensor.name: tensor for tensor in self.model.tensors}
-        named = {**by_name, **{alias: by_name[name] for alias, name in self.model.tied.items()}}
-        return {name: reader.placeholder(f"model.{name}", tensor) for name, tensor in named.items()}
 
 
 def write_state_dict(state_dict: dict[str, Any], writer: FileSystemWriter, reader: TensorReader) -> None:
@@ -126,13 +57,6 @@ def write_state_dict(state_dict: dict[str, Any], writer: FileSystemWriter, reade
             raise
 
 
-def plan_dcp(state: SavedState) -> DcpPlan:
-    """Collect the tensors to write, as they were saved. Raises CheckpointError."""
-    saved = model_tensors(state)
-    model = NamedModel(tuple(map(as_saved, saved.tensors)), saved.tied)
-    return DcpPlan(state, model, trained_params(state, model), state.groups, saved.left_out)
-
-
 class TensorReader:
     """Reads tensors by the flattened keys of torch's state dict.
 
@@ -143,18 +67,18 @@ class TensorReader:
         self._state, self._digests, self._progress = reading.state, reading.digests, reading.progress
         self._most = reading.max_memory // 4  # bytes of a tensor that are in memory at once
         self._held = 0  # since the collector ran
-        self._tensors: dict[str, NamedTensor] = {}
-        self._rows: tuple[str, list[tuple[SavedTensor, ExtentTable]]] | None = None
-        self._found: dict[tuple[str, int], tuple[SavedTensor, int]] = {}
+        self._tensors: dict[str, ModelTensor] = {}
+        self._rows: tuple[str, SavedTensor, ExtentTable] | None = None
+        self._found: dict[str, tuple[SavedTensor, int]] = {}
 
-    def placeholder(self, key: str, tensor: NamedTensor) -> torch.Tensor:
+    def placeholder(self, key: str, tensor: ModelTensor) -> torch.Tensor:
         """A meta tensor for the key, which is read when torch writes it. Raises UnsupportedError."""
         import torch
 
         if key in self._tensors:
             raise UnsupportedError(f"{key}: two tensors would have this key in a distributed checkpoint.")
         self._tensors[key] = tensor
-        return torch.empty(tensor.shape, dtype=getattr(torch, tensor.first.dtype), device="meta")
+        return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
 
     def pieces(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Offsets and sizes of the blocks of a large tensor, each one contiguous run that fits in memory.
@@ -162,7 +86,7 @@ class TensorReader:
         Empty for a tensor that is written as a whole.
         """
         tensor = self._tensors.get(key)
-        if tensor is None or isinstance(tensor.first.source, Buffer) or tensor.nbytes <= self._most:
+        if tensor is None or isinstance(tensor.source, Buffer) or tensor.nbytes <= self._most:
             return []
         shape, row_nbytes, dim = tensor.shape, tensor.nbytes, -1
         while row_nbytes > self._most and dim + 1 < len(shape):
@@ -183,11 +107,11 @@ class TensorReader:
         tensor = self._tensors.get(key)
         if tensor is None:
             return None
-        dtype = getattr(torch, tensor.first.dtype)
+        dtype = getattr(torch, tensor.dtype)
         if not math.prod(shape):
             return torch.empty(shape, dtype=dtype)
-        if isinstance(tensor.first.source, Buffer):
-            data = read_buffer(tensor.first, limit=self._most)
+        if isinstance(tensor.source, Buffer):
+            data = read_buffer(tensor, limit=self._most)
             if self._progress is not None:
                 self._progress(len(data))
         else:
@@ -195,40 +119,33 @@ class TensorReader:
             data = self._param_bytes(key, tensor, first, math.prod(shape))
         return torch.from_numpy(data).view(dtype).view(shape)
 
-    def _param_bytes(self, key: str, tensor: NamedTensor, first: int, numel: int) -> ByteArray:
-        """The bytes of some elements of a tensor, from all of its parts."""
+    def _param_bytes(self, key: str, tensor: ModelTensor, first: int, numel: int) -> ByteArray:
+        """The bytes of some elements of a tensor, from all ranks' files."""
         if self._rows is None or self._rows[0] != key:
-            self._rows = (key, [self._rows_of(part) for part in tensor.parts])
-        size = DTYPE_BYTES[tensor.first.dtype]
+            place = tensor.source
+            assert isinstance(place, Place)
+            (whole,), all_rows = self._state.parts[place.part].whole_rows([place.param], keys=(place.key,))
+            self._rows = (key, whole, all_rows)
+        _, saved, rows = self._rows
+        size = DTYPE_BYTES[tensor.dtype]
         self._held += numel * size
         if self._held > self._most:  # torch 2.6 leaves what it has written to the collector
             gc.collect(1)
             self._held = numel * size
         buffer = np.empty(numel * size, dtype=np.uint8)
-        for number, (saved, rows) in enumerate(self._rows[1]):
-            at = rows.target_offset
-            begin, end = np.maximum(at, first), np.minimum(at + rows.numel, first + numel)
-            chosen = np.flatnonzero(end > begin)
-            wanted = rows.pieces(chosen, (begin - at)[chosen], (end - begin)[chosen])
-            zeros = np.zeros(wanted.num_rows, dtype=np.int64)
-            seeds = self._digests.seeds([saved])
-            digest = None if seeds is None else DigestRows(seeds, zeros, wanted.start, wanted.itemsize)
-            table = CopyTable(
-                wanted.file, wanted.file_offset, zeros, (wanted.target_offset - first) * size, wanted.nbytes
-            )
-            found = read_segments(table, wanted.paths, [buffer], digest=digest, progress=self._progress).digests
-            if found is not None:
-                total = self._found.get((key, number), (saved, 0))[1] + int(found[0])
-                self._found[key, number] = saved, total % (1 << 64)
+        at = rows.target_offset
+        begin, end = np.maximum(at, first), np.minimum(at + rows.numel, first + numel)
+        chosen = np.flatnonzero(end > begin)
+        wanted = rows.pieces(chosen, (begin - at)[chosen], (end - begin)[chosen])
+        zeros = np.zeros(wanted.num_rows, dtype=np.int64)
+        seeds = self._digests.seeds([saved])
+        digest = None if seeds is None else DigestRows(seeds, zeros, wanted.start, wanted.itemsize)
+        table = CopyTable(wanted.file, wanted.file_offset, zeros, (wanted.target_offset - first) * size, wanted.nbytes)
+        found = read_segments(table, wanted.paths, [buffer], digest=digest, progress=self._progress).digests
+        if found is not None:
+            total = self._found.get(key, (saved, 0))[1] + int(found[0])
+            self._found[key] = saved, total % (1 << 64)
         return buffer
-
-    def _rows_of(self, part: PartOf) -> tuple[SavedTensor, ExtentTable]:
-        """A part of a tensor: what was saved, and where each run of the whole tensor is."""
-        place = part.tensor.source
-        assert isinstance(place, Place)
-        (saved,), rows = self._state.parts[place.part].whole_rows([place.param], keys=(place.key,))
-        copy = TensorCopy(part.tensor, part.tensor.dtype, 0, part.start, part.run, part.step)
-        return saved, rows_of_copies(rows, [copy])
 
     def compare(self) -> None:
         """Compare all digests with the record's. Raises DigestMismatchError."""
