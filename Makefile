@@ -101,7 +101,7 @@ $(DEEPSPEED): constraints.txt
 
 # Everything else, while DeepSpeed's ops compile where make may run two jobs. Bytecode is left to what imports a module:
 # compiling all of transformers, moto and others takes a minute, and the tests import a small part.
-$(STAMP): $(DEEPSPEED) pyproject.toml setup.py zeroelastic.pth
+$(STAMP): $(DEEPSPEED) pyproject.toml setup.py
 	@$(INSTALL) --no-compile --no-build-isolation -e '.[train,demo,dev]'
 	@$(PIP) check
 	@touch $@
@@ -164,7 +164,7 @@ PACKAGE_FILES := $(shell find zeroelastic -name '*.py' -o -name py.typed)
 
 dist: $(DIST)
 
-$(DIST): $(STAMP) $(PACKAGE_FILES) _zeroelastic_hook.py zeroelastic.pth $(NATIVE_SOURCES) setup.py pyproject.toml MANIFEST.in README.md docs/make_man.py
+$(DIST): $(STAMP) $(PACKAGE_FILES) $(NATIVE_SOURCES) setup.py pyproject.toml MANIFEST.in README.md docs/make_man.py
 	@rm -rf dist && mkdir dist
 	@$(MAKE) --no-print-directory man
 	@CXXFLAGS= LDFLAGS= ZEROELASTIC_BUILD_NATIVE=1 ZEROELASTIC_BUILD_CUDA=0 \

@@ -25,21 +25,19 @@ from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).resolve().parent
 CSRC = Path("csrc")
-ACTIVATION = "zeroelastic.pth"
-"""The line that Python runs at its start from the site-packages it lies in: ZEROELASTIC=1 (_zeroelastic_hook.py)."""
 
 
-def load_library_build() -> ModuleType:
-    """zeroelastic/executors/library_build.py without the package, whose requirements may not be installed yet."""
-    path = ROOT / "zeroelastic/executors/library_build.py"
-    spec = importlib.util.spec_from_file_location("library_build", path)
+def load(name: str) -> ModuleType:
+    """A module of zeroelastic without the package, whose requirements may not be installed yet."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / "zeroelastic" / name)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-library_build = load_library_build()
+library_build = load("executors/library_build.py")
+activation = load("activation.py")
 
 
 def relative(paths: list[Path]) -> list[str]:
@@ -100,24 +98,28 @@ class BuildPackage(build_py):
             for source, target in self._copied().items():
                 self.mkpath(str(Path(target).parent))
                 self.copy_file(source, target)
+            self._activation.write_text(activation.LINE)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        copied = [] if self.editable_mode else list(self._copied().values())
-        return [*super().get_outputs(include_bytecode), *copied]
+        added = [] if self.editable_mode else [*self._copied().values(), str(self._activation)]
+        return [*super().get_outputs(include_bytecode), *added]
 
     def _copied(self) -> dict[str, str]:
-        """What goes into the wheel besides the modules, and where: csrc/* into zeroelastic/csrc, and ACTIVATION."""
-        sources = {source: str(Path(self.build_lib, "zeroelastic", source)) for source in engine_sources()}
-        return {**sources, ACTIVATION: str(Path(self.build_lib, ACTIVATION))}
+        """The sources of the engines, and their places in the wheel: csrc/* goes into zeroelastic/csrc."""
+        return {source: str(Path(self.build_lib, "zeroelastic", source)) for source in engine_sources()}
+
+    @property
+    def _activation(self) -> Path:
+        return Path(self.build_lib, activation.FILE)
 
 
 class EditableWheel(editable_wheel):
-    """The wheel of ``pip install -e``, of which setuptools takes modules alone, with ACTIVATION."""
+    """The wheel of ``pip install -e``, which has modules alone by itself, with the activation."""
 
     def run(self) -> None:
         super().run()
         (wheel,) = Path(self.dist_dir).glob("zeroelastic-*.editable-*.whl")
-        add_to_wheel(wheel, ACTIVATION, (ROOT / ACTIVATION).read_bytes())
+        add_to_wheel(wheel, activation.FILE, activation.LINE.encode())
 
 
 def add_to_wheel(wheel: Path, name: str, content: bytes) -> None:

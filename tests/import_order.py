@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LEVELS = [
     {"errors", "_version", "json_document"},
-    {"byte_sizes", "extras"},
+    {"activation", "byte_sizes", "extras"},
     {"report", "observers"},
     {"core"},
     {"distributed"},
@@ -17,7 +17,7 @@ LEVELS = [
     {"deepspeed"},
     {"elastic"},
     {""},
-    {"run", "activation", "integrations", "testing"},
+    {"run", "integrations", "testing"},
     {"cli"},
     {"__main__"},
 ]

@@ -17,37 +17,39 @@ Checkpoints are opened with ``zeroelastic.open``, and the verbs of the command l
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from zeroelastic._version import __version__
-from zeroelastic.errors import (
-    AbsentRankError,
-    CheckpointError,
-    ConfigError,
-    DigestMismatchError,
-    IncompatibleDeepSpeedError,
-    LayoutMismatchError,
-    MissingFileError,
-    MissingPackageError,
-    NewerFormatError,
-    OldFormatError,
-    RemoteRankError,
-    SavedAgainError,
-    SaveError,
-    StrictError,
-    UnknownTensorError,
-    UnreadableError,
-    UnsafePickleError,
-    UnsupportedError,
-    UsageError,
-    ZeroElasticError,
-)
-from zeroelastic.report import ResumeReport
 
+TYPE_CHECKING = False  # typing takes longer than all else: every process of a job may import this (``activation``)
 if TYPE_CHECKING:
+    from typing import Any
+
     from zeroelastic.elastic.resume import resume as resume
+    from zeroelastic.errors import (
+        AbsentRankError,
+        CheckpointError,
+        ConfigError,
+        DigestMismatchError,
+        IncompatibleDeepSpeedError,
+        LayoutMismatchError,
+        MissingFileError,
+        MissingPackageError,
+        NewerFormatError,
+        OldFormatError,
+        RemoteRankError,
+        SavedAgainError,
+        SaveError,
+        StrictError,
+        UnknownTensorError,
+        UnreadableError,
+        UnsafePickleError,
+        UnsupportedError,
+        UsageError,
+        ZeroElasticError,
+    )
     from zeroelastic.observers import jsonl as jsonl
     from zeroelastic.observers import subscribe as subscribe
+    from zeroelastic.report import ResumeReport as ResumeReport
     from zeroelastic.verbs.convert.convert import convert as convert
     from zeroelastic.verbs.convert.convert import export as export
     from zeroelastic.verbs.diff.diff import diff as diff
@@ -109,6 +111,8 @@ __all__ = [
 ]
 
 _IMPORTED_WHEN_USED = {
+    **dict.fromkeys([name for name in __all__ if name.endswith("Error")], "zeroelastic.errors"),
+    "ResumeReport": "zeroelastic.report",
     "resume": "zeroelastic.elastic.resume",
     "convert": "zeroelastic.verbs.convert.convert",
     "diff": "zeroelastic.verbs.diff.diff",
@@ -129,7 +133,7 @@ _IMPORTED_WHEN_USED = {
 
 
 def __getattr__(name: str) -> object:
-    """Import the function when it is used for the first time: numpy, or torch for ``resume``, comes with it."""
+    """Import it when it is used for the first time: numpy, or torch for ``resume``, comes with most of them."""
     if name not in _IMPORTED_WHEN_USED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found = getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)

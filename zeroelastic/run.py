@@ -12,7 +12,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from zeroelastic import __version__, install
+from zeroelastic import __version__
+from zeroelastic.activation import start
 from zeroelastic.errors import UnsupportedError, UsageError
 from zeroelastic.extras import require_torch
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(given)
     _warn_of_old_addresses()
     _warn_of_build_locks()
-    install()
+    start(options.timeout)
     if options.build_op:
         from zeroelastic.deepspeed.install.op_builds import build_ops
 
@@ -42,10 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(2)
         if options.script is None:
             return
-    if options.timeout:
-        from zeroelastic.elastic.leaving import set_collective_timeout
-
-        set_collective_timeout(options.timeout)
     sys.argv = [options.script, *local_rank, *options.args]
     if options.module:
         sys.path[0] = os.getcwd()

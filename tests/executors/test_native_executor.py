@@ -453,10 +453,7 @@ def pip_install(target: Path, **env: str) -> subprocess.CompletedProcess[str]:
     source = target.parent / "source"
     shutil.rmtree(source, ignore_errors=True)
     source.mkdir(parents=True)
-    for name in (
-        "csrc", "setup.py", "pyproject.toml", "LICENSE", "README.md", "zeroelastic",
-        "zeroelastic.pth", "_zeroelastic_hook.py",
-    ):  # fmt: skip
+    for name in ("csrc", "setup.py", "pyproject.toml", "LICENSE", "README.md", "zeroelastic"):
         found = ROOT / name
         if found.is_dir():
             shutil.copytree(found, source / name)

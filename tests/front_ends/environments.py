@@ -6,11 +6,12 @@ the environment that this runs in; zeroelastic from this checkout; and the .pth 
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+
+from zeroelastic import activation
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -28,7 +29,7 @@ def make(folder: Path) -> None:
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     (site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (site / "repository.pth").write_text(f"{ROOT}\n")
-    shutil.copy(ROOT / "zeroelastic.pth", site)
+    (site / activation.FILE).write_text(activation.LINE)
     for program, module in PROGRAMS.items():
         path = folder / "bin" / program
         path.write_text(f"#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n")

@@ -20,9 +20,10 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
+import zeroelastic
 from zeroelastic import ConfigError, activation
 
-LINE = (ROOT / "zeroelastic.pth").read_text()
+LINE = activation.LINE
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def make_environment(folder: Path, *path: Path) -> Environment:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=120)
     python = folder / "venv/bin/python"
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
-    shutil.copy(ROOT / "zeroelastic.pth", site)
+    (site / activation.FILE).write_text(LINE)
     (site / "repository.pth").write_text(f"{ROOT}\n")
     work = folder / "work"
     work.mkdir()
@@ -66,14 +67,14 @@ def make_environment(folder: Path, *path: Path) -> Environment:
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """deepspeed, and the module of zeroelastic that the hook starts, as a few lines each."""
+    """deepspeed, and what of zeroelastic the hook calls, as a few lines each."""
     folder = tmp_path_factory.mktemp("stand-ins")
     files = {
         "deepspeed/__init__.py": "print('deepspeed')",
         "deepspeed/engine.py": "",
         "deepspeed/data.txt": "data",
-        "zeroelastic/__init__.py": "",
-        "zeroelastic/activation.py": "def start(): print('started')",
+        "zeroelastic/__init__.py": "def install(): print('started')",
+        "zeroelastic/activation.py": (ROOT / "zeroelastic/activation.py").read_text(),
         "deepspeed-9.9.dist-info/METADATA": "Metadata-Version: 2.1\nName: deepspeed\nVersion: 9.9\n",
     }
     for name, text in files.items():
@@ -84,7 +85,6 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
     for name in ("deepspeed", "zeroelastic"):
         shutil.copytree(folder / name, site / name)
-    shutil.copy(ROOT / "_zeroelastic_hook.py", site)
     return made
 
 
@@ -95,11 +95,9 @@ def test_the_file_is_one_line_that_can_be_read():
 @pytest.mark.parametrize("value", [None, "", "0"])
 def test_nothing_is_imported_unless_it_is_asked_for(stand_ins, value):
     env = {} if value is None else {"ZEROELASTIC": value}
-    code = "import sys; print(len(sys.meta_path)); import deepspeed; print('zeroelastic.activation' in sys.modules)"
+    code = "import sys; print(len(sys.meta_path)); import deepspeed; print('zeroelastic' in sys.modules)"
     bare = stand_ins.run("-S", "-c", "import sys; print(len(sys.meta_path))").stdout
     assert stand_ins.output(code, **env) == f"{bare}deepspeed\nFalse\n"
-    if value is None:
-        assert stand_ins.output("import sys; print('_zeroelastic_hook' in sys.modules)") == "False\n"
 
 
 USES = {
@@ -134,7 +132,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_it_starts_once_after_deepspeed_was_imported(stand_ins, use):
-    code = USES[use] + "\nimport deepspeed, _zeroelastic_hook; assert _zeroelastic_hook.is_active()"
+    code = USES[use] + "\nimport deepspeed, zeroelastic.activation as a; assert a.is_active()"
     assert stand_ins.output(code, ZEROELASTIC="1") == "deepspeed\nstarted\n"
 
 
@@ -144,9 +142,9 @@ def test_asking_whether_it_exists_starts_nothing(stand_ins):
         from importlib import metadata
         assert importlib.util.find_spec("deepspeed") and metadata.version("deepspeed") and list(pkgutil.iter_modules())
         assert importlib.util.find_spec("deepspeeed") is None
-        print("deepspeed" in sys.modules, "zeroelastic" in sys.modules)
+        print("deepspeed" in sys.modules)
     """
-    assert stand_ins.output(code, ZEROELASTIC="1") == "False False\n"
+    assert stand_ins.output(code, ZEROELASTIC="1") == "False\n"
 
 
 def test_the_module_is_what_it_is_without_the_hook(stand_ins):
@@ -208,8 +206,8 @@ def test_a_failure_is_said_though_the_program_takes_deepspeed_for_missing(stand_
     """And a program that tries again does not get DeepSpeed alone."""
     package = tmp_path / "zeroelastic"
     package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "activation.py").write_text("def start(): raise ValueError('it has changed.')\n")
+    (package / "__init__.py").write_text("def install(): raise ValueError('it has changed.')\n")
+    shutil.copy(ROOT / "zeroelastic/activation.py", package)
     code = """
         for attempt in range(2):
             try:
@@ -287,19 +285,19 @@ def test_every_rank_of_a_launcher_has_it(real, launcher):
 @pytest.mark.parametrize(("value", "seconds"), [("90", 90.0), ("0.5", 0.5), ("0", None), ("", None)])
 def test_the_timeout_of_collectives_can_be_set_with_it(monkeypatch, value, seconds):
     done: list[object] = []
-    monkeypatch.setattr(activation, "install", lambda: done.append("installed"))
+    monkeypatch.setattr(zeroelastic, "install", lambda: done.append("installed"))
     monkeypatch.setattr("zeroelastic.elastic.leaving.set_collective_timeout", done.append)
     monkeypatch.setenv("ZEROELASTIC_COLLECTIVE_TIMEOUT", value)
-    activation.start()
+    activation.start(activation._timeout())
     assert done == ["installed", *([seconds] if seconds else [])]
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf"])
 def test_another_timeout_is_an_error_before_anything_is_changed(monkeypatch, value):
-    monkeypatch.setattr(activation, "install", lambda: pytest.fail("installed"))
+    monkeypatch.setattr(zeroelastic, "install", lambda: pytest.fail("installed"))
     monkeypatch.setenv("ZEROELASTIC_COLLECTIVE_TIMEOUT", value)
     with pytest.raises(ConfigError, match=f"^ZEROELASTIC_COLLECTIVE_TIMEOUT is {value!r}; it is a number of seconds"):
-        activation.start()
+        activation.start(activation._timeout())
 
 
 # --- zeroelastic doctor -----------------------------------------------------------------------------------------------

@@ -210,6 +210,12 @@ def test_these_work_without_torch_and_deepspeed(name):
     assert fresh(f"import zeroelastic.{name}; {LOADED}") in ("[]\n", "['numpy']\n")
 
 
+def test_the_activation_imports_next_to_nothing():
+    """Every Python process of an environment with ZEROELASTIC=1 imports it."""
+    code = "import sys; before = {*sys.modules}; import zeroelastic.activation; print(sorted({*sys.modules} - before))"
+    assert fresh(code) == "['zeroelastic', 'zeroelastic._version', 'zeroelastic.activation']\n"
+
+
 def test_every_public_name_is_there():
     for name in zeroelastic.__all__:
         assert getattr(zeroelastic, name) is not None

@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from places import GOLDEN, ROOT
 
-from zeroelastic import __version__
+from zeroelastic import __version__, activation
 from zeroelastic.cli.app import VERBS
 
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
@@ -94,7 +94,6 @@ def test_it_has_this_package_and_the_sources_of_the_cuda_engine(wheel: Path, tmp
     for path in sources:
         if not {"tests", "build"} & set(path.relative_to(ROOT).parts):
             expected[f"zeroelastic/{path.relative_to(ROOT)}"] = path
-    expected |= {name: ROOT / name for name in ("zeroelastic.pth", "_zeroelastic_hook.py")}
     assert expected.keys() <= found, "files are missing; `make dist` builds the wheel anew"
     with zipfile.ZipFile(wheel) as archive:
         changed = [name for name, path in expected.items() if archive.read(name) != path.read_bytes()]
@@ -104,7 +103,7 @@ def test_it_has_this_package_and_the_sources_of_the_cuda_engine(wheel: Path, tmp
     others = {name for name in found - expected.keys() - pages if ".dist-info/" not in name}
     assert others == {
         f"zeroelastic/{name}" for name in ("_native.so", "_native.log", "_cuda.log", "py.typed", *PAGE_FILES)
-    }
+    } | {activation.FILE}
 
 
 def test_it_requires_neither_torch_nor_deepspeed_without_an_extra(wheel: Path) -> None:
@@ -187,8 +186,8 @@ def test_the_activation_lies_where_python_reads_it_and_goes_with_the_package(
     there, _ = installed
     assert re.search(r"^zeroelastic\.pth,sha256=\S+,\d+\r?$", read(wheel, ".dist-info/RECORD"), flags=re.MULTILINE)
     (path,) = there.folder.glob("lib/python*/site-packages/zeroelastic.pth")
-    assert path.read_text() == (ROOT / "zeroelastic.pth").read_text()
-    asked = "import sys; print('_zeroelastic_hook' in sys.modules, 'zeroelastic' in sys.modules)"
+    assert path.read_text() == activation.LINE
+    asked = "import sys; print('zeroelastic.activation' in sys.modules, 'numpy' in sys.modules)"
     there.env["ZEROELASTIC"] = "1"
     try:
         assert there.output("python", "-c", asked) == "True False\n"
@@ -202,7 +201,7 @@ def test_an_editable_install_has_the_activation_and_takes_it_with_it(tmp_path: P
     ignore = shutil.ignore_patterns("*.so", "__pycache__", "build")
     for folder in ("zeroelastic", "csrc"):
         shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "zeroelastic.pth", "_zeroelastic_hook.py"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     there = Environment(tmp_path)
     there.env["ZEROELASTIC_BUILD_NATIVE"] = "0"
@@ -214,10 +213,10 @@ def test_an_editable_install_has_the_activation_and_takes_it_with_it(tmp_path: P
     (site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")  # for setuptools, numpy
     before = sorted(path.name for path in site.iterdir())
     subprocess.run([*pip, "install", *options, "-e", source], env=there.env, timeout=300, check=True)
-    assert (site / "zeroelastic.pth").read_text() == (ROOT / "zeroelastic.pth").read_text()
+    assert (site / activation.FILE).read_text() == activation.LINE
     there.env["ZEROELASTIC"] = "1"
-    asked = "import _zeroelastic_hook as h, zeroelastic; print(h.is_waiting(), h.__file__, zeroelastic.__file__)"
-    expected = f"True {source}/_zeroelastic_hook.py {source}/zeroelastic/__init__.py\n"
+    asked = "import sys; h = sys.modules['zeroelastic.activation']; print(h.is_waiting(), h.__file__)"
+    expected = f"True {source}/zeroelastic/activation.py\n"
     assert there.output("python", "-c", asked) == expected
     subprocess.run([*pip, "uninstall", "-y", "zeroelastic"], env=there.env, timeout=120, check=True)
     assert sorted(path.name for path in site.iterdir()) == before

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from pydantic import BaseModel, Field, TypeAdapter
 
 import zeroelastic
+from zeroelastic.activation import FILE, VARIABLE, is_waiting
 from zeroelastic.errors import ConfigError, signal_name
 from zeroelastic.executors.build_info import REMEDIES
 from zeroelastic.executors.library_build import NotBuilt, build_library, cuda_command, cuda_sources
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
-_FILE = "zeroelastic.pth"
-_VARIABLE = "ZEROELASTIC"
 _SITE_FOLDERS = ("site-packages", "dist-packages")
 
 # The child gets the module path of its parent: "" or a script's folder in front could make it import other modules.
@@ -286,29 +285,24 @@ class Activation(Part):
 
 def describe_activation() -> Activation:
     """Look at the environment and at the folders in which Python looks for .pth files."""
-    value = os.environ.get(_VARIABLE)
+    value = os.environ.get(VARIABLE)
     folders = {*site.getsitepackages(), *(entry for entry in sys.path if Path(entry).name in _SITE_FOLDERS)}
     if site.ENABLE_USER_SITE:
         folders.add(site.getusersitepackages())
-    files = sorted(str(path) for folder in folders if (path := Path(folder) / _FILE).is_file())
+    files = sorted(str(path) for folder in folders if (path := Path(folder) / FILE).is_file())
     reason = ""
     if value in (None, "", "0"):
         return Activation(state="off", value=value, files=files)
     if value != "1":
-        reason = f"{_VARIABLE} is {value!r}; it can be 1 (on) or 0 (off). A job that imports DeepSpeed stops."
+        reason = f"{VARIABLE} is {value!r}; it can be 1 (on) or 0 (off). A job that imports DeepSpeed stops."
     elif not files:
         reason = (
-            f"{_VARIABLE}=1 has no effect: no {_FILE} in {', '.join(sorted(folders))}. Install zeroelastic with pip, "
+            f"{VARIABLE}=1 has no effect: no {FILE} in {', '.join(sorted(folders))}. Install zeroelastic with pip, "
             "or start jobs by `python -m zeroelastic.run`."
         )
-    elif not _has_begun():
-        reason = f"{_VARIABLE}=1 has no effect in this Python, which has not read {files[0]}: leave out -S."
+    elif not is_waiting():
+        reason = f"{VARIABLE}=1 has no effect in this Python, which has not read {files[0]}: leave out -S."
     return Activation(state="broken" if reason else "on", value=value, files=files, reason=reason)
-
-
-def _has_begun() -> bool:
-    hook = sys.modules.get("_zeroelastic_hook")
-    return hook is not None and bool(hook.is_waiting())
 
 
 class BuildLock(Part):

@@ -6,7 +6,7 @@ import os
 
 def openrlhf():
     """OpenRLHF calls torch.cuda by name, makes a mesh of CUDA devices, and has a trainer of its own to trace."""
-    from _zeroelastic_hook import when_imported
+    from zeroelastic.activation import when_imported
 
     when_imported("torch", _no_cuda)
     when_imported("torch.distributed.device_mesh", _cpu_mesh)

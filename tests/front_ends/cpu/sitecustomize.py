@@ -37,7 +37,7 @@ def _trace(module):
 
 
 if "RANK" in os.environ and "FRONT_END_CPU" in os.environ:
-    from _zeroelastic_hook import when_imported
+    from zeroelastic.activation import when_imported
 
     when_imported("transformers.training_args", _begin)
     if "FRONT_END_TRACE" in os.environ:

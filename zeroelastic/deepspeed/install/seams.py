@@ -19,7 +19,7 @@ from types import ModuleType
 
 from packaging.version import InvalidVersion, Version
 
-from _zeroelastic_hook import forget, when_imported
+from zeroelastic.activation import forget, when_imported
 from zeroelastic.deepspeed.notices import hide_notices, show_notices
 from zeroelastic.deepspeed.patching import is_wrapped, unwrap_all, wrap
 from zeroelastic.errors import IncompatibleDeepSpeedError

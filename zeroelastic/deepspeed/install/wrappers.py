@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from _zeroelastic_hook import VARIABLE, is_active
 from zeroelastic._version import __version__
+from zeroelastic.activation import VARIABLE, is_active
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, saves_elastic
 from zeroelastic.deepspeed.engine_state import engine_of, lineage_of, link, state_of
 from zeroelastic.deepspeed.install.seams import wrap_frameworks
