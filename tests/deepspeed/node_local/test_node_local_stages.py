@@ -22,7 +22,6 @@ from training import LOSS_RTOL, Job, Outcome, build_engine, look, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.deepspeed.load.stock import _has_own_rigid_files
 from zeroelastic.deepspeed.save.shard_writer import ShardWriter
 from zeroelastic.testing import RankPool, compare_states
 
@@ -350,13 +349,6 @@ def test_state_that_only_deepspeed_reads_is_left_to_it(rank_pool: RankPool, tmp_
     saved = NodeRun(tmp_path, rank_pool, job, (0, 0, 1), save_quantised)  # type: ignore[arg-type]
     assert not list(tmp_path.rglob(RECORD_NAME))
     assert saved.call((0, 0, 1), load_quantised, job, saved.nodes.path)[0] == saved.outcome
-
-
-def test_deepspeed_alone_finds_its_files_on_a_node(run: NodeRun) -> None:
-    found = [
-        _has_own_rigid_files(run.tag(1), rank, world_size) for rank, world_size in ((2, 4), (3, 4), (2, 3), (0, 4))
-    ]
-    assert found == [True, True, False, False]
 
 
 def save_with_writers(job: Job, directory: str, writes: bool) -> list[str]:

@@ -1,6 +1,6 @@
 """One load from beginning to end: choose a tag, check it on all ranks, restore it, verify it, report it.
 
-What is not ours to load (stage 0, universal checkpoints, no tag at all, and what ``stock`` decides) is left to
+What is not ours to load (stage 0, universal checkpoints, no tag at all, and what ``choose_loader`` leaves) is
 DeepSpeed's own ``load_checkpoint``. A load begins again, on all ranks together, when its tag was saved again while it
 was read.
 """
@@ -54,16 +54,15 @@ from zeroelastic.deepspeed.load.report import (
     notes_of_modules,
 )
 from zeroelastic.deepspeed.load.restore import restore
-from zeroelastic.deepspeed.load.stock import read_covered, refuse_other_arrangement, refuse_state_of_zero, stock_loads
+from zeroelastic.deepspeed.load.stock import choose_loader, refuse_other_arrangement, refuse_state_of_zero
 from zeroelastic.deepspeed.load.tag_choice import choice_notes, choose_tag, nothing_to_load, warn_of_mark
 from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
-from zeroelastic.deepspeed.options import LoadRequest
+from zeroelastic.deepspeed.options import LoadRequest, Verify
 from zeroelastic.deepspeed.run_objects import loading_sampler
-from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, any_rank, is_raised_on_all_ranks
+from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import (
     CheckpointError,
-    RemoteRankError,
     SavedAgainError,
     UndescribedSlicesError,
     UnsupportedError,
@@ -238,12 +237,12 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
     all_or_raise(lambda: refuse_merged(engine.module, f"{tag_dir} cannot be loaded"))
     warn_of_mark(tag_dir)
     with allow_globals(request.options.allow_globals):
-        checked = _check(engine, request, tag_dir)
-    if isinstance(checked, ZeroElasticError):
-        if dist.get_rank() == 0:
-            logger.warning("loading through DeepSpeed alone: %s", checked)
-        return _load_by_deepspeed(call, request)
-    live, plan, request = checked
+        loader = choose_loader(engine, tag_dir, request)
+        if loader.live is None:
+            if dist.get_rank() == 0:
+                logger.warning("loading through DeepSpeed alone: %s", loader.reason)
+            return _load_by_deepspeed(call, request)
+        live, plan, request = _check(engine, loader.live, loader.level, request, tag_dir)
     warnings = choice_notes(request.directory, tag, newer)
     micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     batch = check_batch(
@@ -303,33 +302,18 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
 
 
 def _check(
-    engine: Engine, request: LoadRequest, tag_dir: FilePath
-) -> tuple[LiveOptimizer, LoadPlan, LoadRequest] | ZeroElasticError:
-    """The live state and what is going to be loaded into it, or why DeepSpeed alone loads this tag. Collective.
+    engine: Engine, live: LiveOptimizer, level: Verify, request: LoadRequest, tag_dir: FilePath
+) -> tuple[LiveOptimizer, LoadPlan, LoadRequest]:
+    """The live state and what is going to be loaded into it. Collective.
 
     The request is that of all ranks, which verify alike. Nothing of the engine is changed. Raises the same error on
-    every rank where neither can load it.
+    every rank.
     """
-    covered = read_covered(engine, tag_dir, request.options)
-    if isinstance(covered, ZeroElasticError):
-        refuse_other_arrangement(engine, tag_dir, request, str(covered))
-        return covered
-    live, level = covered
     if not live.trains:
         request = replace(request, load_optimizer_states=False)
     if level != request.options.verify:
         request = replace(request, options=request.options.model_copy(update={"verify": level}))
-    try:
-        live, plan = _checked_plan(engine, live, request, tag_dir)
-    except RemoteRankError:  # the rank that failed raises an error of another kind, and takes part in nothing more
-        raise
-    except ZeroElasticError as error:
-        if is_url(request.load_dir) or any_rank(_changes(tag_dir)):
-            raise
-        if stock_loads(error, engine, live, tag_dir, request):
-            return error
-        raise
-    return live, plan, request
+    return *_checked_plan(engine, live, request, tag_dir), request
 
 
 def _checked_plan(

@@ -216,7 +216,7 @@ def _open(
     if not request.weights_only:
         _check_optimizer(membership, head, live, tag_dir)
         if model.global_steps > 0:
-            _refuse_lost_state(head)
+            refuse_lost_state(head)
     plan = make_plan(layout, live.layout.only(set(membership.restored)), rank)
     check_plan(plan)
     newly_frozen = _planned(layout, live.frozen.only(set(membership.newly_frozen)), rank)
@@ -301,8 +301,11 @@ def _read_here(paths: Sequence[FilePath], visibility: FileVisibility) -> list[in
     return [rank for rank, path in enumerate(paths) if visibility.reader(path.name) == visibility.rank]
 
 
-def _refuse_lost_state(head: Shard) -> None:
-    """DeepSpeed's own files of a run with partial offload lack the state of the sub-groups that the GPU stepped."""
+def refuse_lost_state(head: Shard) -> None:
+    """Raise UnsupportedError for DeepSpeed's own file of a run with partial offload, which lacks state.
+
+    It is that of the sub-groups that the GPU stepped.
+    """
     ratio = entry(head.ds_config, "zero_optimization", "offload_optimizer", "ratio")
     without = sum(keys == (FP32,) for keys in head.tensor_keys)
     if head.format == "rigid" and ratio not in (None, 1.0) and without:
