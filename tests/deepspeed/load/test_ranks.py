@@ -1,4 +1,7 @@
-"""What a load and a commit ask of a shared file system and of the store does not grow with the number of ranks."""
+"""What a load and a commit ask of a shared file system and of the store does not grow with the number of ranks.
+
+The commit record does, which rank 0 reads and sends to the others: by some hundred bytes a rank that saved.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,10 @@ def test_what_a_rank_asks_for_is_the_same_at_any_number_of_ranks() -> None:
         assert many[part]["worst"]["listed"] == 0 and many[part]["all"]["listed"] <= 3
         assert many[part]["worst"]["headers"] == 2  # the two files of the rank itself
     assert few["commit"]["worst"]["received bytes"] == many["commit"]["worst"]["received bytes"] < 100
-    for what in ("received bytes", "header bytes"):
-        for whose in ("rank 0", "worst"):
-            assert many["load"][whose][what] == pytest.approx(few["load"][whose][what], rel=0.02)
+    assert many["load"]["worst"]["header bytes"] == pytest.approx(few["load"]["worst"]["header bytes"], rel=0.02)
+    for whose, what in (("rank 0", "received bytes"), ("worst", "received bytes"), ("rank 0", "header bytes")):
+        assert many["load"][whose][what] < few["load"][whose][what] + 400 * (40 - 8)
     for row in (few, many):
-        assert row["load"]["rank 0"]["header bytes"] < 1.5 * row["load"]["worst"]["header bytes"]
         # of either file of each rank a size and a digest
         assert row["commit"]["rank 0"]["received bytes"] < row["commit"]["world_size"] * 88 + 100
     page = markdown({part: [few[part], many[part]] for part in few})

@@ -114,10 +114,10 @@ def _why_only_deepspeed_reads(
     sharing, size = live.sharing, live.topology.data_size
     whole_names = {local: whole for local in sharing.maps if (whole := sharing.whole_name(local)) != local}
     try:
-        file = read_torch_file(model_path, foreign="inert")
-        if isinstance(file.root, dict) and not _names_params(file.root):
+        states = read_torch_file(model_path, foreign="inert")
+        if isinstance(states.root, dict) and not _names_params(states.root):
             return f"{tag_dir}: client state has replaced the names of the parameters in its files"
-        model = model_states_of(file, rank, world_size=size, tp=tp if tp.size > 1 else None)
+        model = model_states_of(states, rank, world_size=size, tp=tp if tp.size > 1 else None)
         shard = open_shard(
             optim_path,
             rank,
