@@ -10,7 +10,6 @@ the arithmetic of zeroelastic.core.layout. Padding is NaN or 255, so that whoeve
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import time
 from collections import OrderedDict
@@ -41,7 +40,6 @@ Truth = dict[str, dict[str, tuple[str, bytes]]]
 
 ADAM = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 SAVE_ID = "0123456789abcdef" * 2
-RUN = "0" * 32
 GROUPS = ((Param("w", (5, 4)), Param("v", (7,))), (Param("b", (3,)), Param("gain", (1,)), Param("scale", ())))
 FROZEN_PARAMS = (Param("embedding", (3, 3)), Param("mask", (1,)))
 
@@ -91,7 +89,6 @@ def write_checkpoint(
     record: bool = False,
     alias: bool = True,
     save_id: str = SAVE_ID,
-    run: str = RUN,
     global_steps: int = 3,
     options: Sequence[Mapping[str, object]] | None = None,
     loss_scaler: object = None,
@@ -206,7 +203,7 @@ def write_checkpoint(
     if record:
         scalar = ScalarValue("float32", float(global_steps)) if torch.is_tensor(step) else ScalarValue("pyint", step)
         contents = contents_of(truth, [*trained, *(frozen or ())], {"step": scalar})
-        write_record(tag_dir, files, contents, format, save_id, world_size, global_steps, frozenset(full), run)
+        write_record(tag_dir, files, contents, format, save_id, world_size, global_steps, frozenset(full))
     return truth
 
 
@@ -239,7 +236,6 @@ def write_record(
     world_size: int,
     global_steps: int,
     trainable: frozenset[str],
-    run: str,
 ) -> None:
     """Write the commit record of files that lie in ``tag_dir``."""
     record = CommitRecord(
@@ -250,7 +246,6 @@ def write_record(
         world_size=world_size,
         global_steps=global_steps,
         train_batch_size=2 * world_size,
-        run=run,
         trained_params=params_digest(c.param for c in contents if c.param.name in trainable),
         versions=Versions(zeroelastic="0", deepspeed="0.19.8", torch=torch.__version__),
         files={name: (tag_dir / name).stat().st_size for name in files},
@@ -260,23 +255,15 @@ def write_record(
     (tag_dir / RECORD_NAME).write_bytes(record_text(record))
 
 
-def save_id_of(name: str) -> str:
-    """The id of a save that ``write_history`` made."""
-    return hashlib.md5(name.encode()).hexdigest()
-
-
-def write_history(root: Path, commits: Sequence[tuple[str, int, str | None]]) -> None:
-    """Tags as a run commits them, 10 seconds apart: (name, step, the tag that it went on from)."""
+def write_history(root: Path, commits: Sequence[tuple[str, int]]) -> None:
+    """Tags as a run commits them, 10 seconds apart: (name, step)."""
     began = time.time() - 10 * len(commits)
-    for i, (name, step, parent) in enumerate(commits):
-        save_id, path = save_id_of(name), root / name / RECORD_NAME
+    for i, (name, step) in enumerate(commits):
+        save_id, path = hashlib.md5(name.encode()).hexdigest(), root / name / RECORD_NAME
         write_checkpoint(root / name, world_size=1, global_steps=step, record=True, save_id=save_id)
         record = record_of(root / name)
-        parent_id = None if parent is None else save_id_of(parent)
-        path.write_bytes(record_text(record.model_copy(update={"committed_at": began + 10 * i, "parent": parent_id})))
-        os.utime(path, (began + 10 * i,) * 2)
-        (root / "latest").write_text(name)
-        os.utime(root / "latest", (began + 10 * i + 1,) * 2)
+        path.write_bytes(record_text(record.model_copy(update={"committed_at": began + 10 * i})))
+    (root / "latest").write_text(commits[-1][0])
 
 
 def sealed(record: str) -> str:

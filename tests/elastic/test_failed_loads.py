@@ -24,10 +24,8 @@ from lifecycle.rank import use_node
 from training import Job, build_engine, look, train_step
 
 import zeroelastic
-from zeroelastic.checkpoint.marks import MARK_NAME
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.elastic import ElasticDistributedSampler, preemption, resume
-from zeroelastic.elastic.attempts import ATTEMPTS_NAME
 from zeroelastic.elastic.position import generators_of
 from zeroelastic.errors import CheckpointError, SaveError
 from zeroelastic.testing import RankPool, compare_states
@@ -227,14 +225,11 @@ def marks_of(name: str, stage: int) -> list[pytest.MarkDecorator]:
 
 
 def put_back(run: Run) -> None:
-    """What failed loads leave beside the checkpoints: marks, and the memory that they removed. The engine is whole."""
+    """The memory that failed loads removed. The engine is whole."""
     dist.barrier()
     if run.kept.exists():
         shutil.rmtree(run.node)
         shutil.copytree(run.kept, run.node)
-    if dist.get_rank() == 0:
-        for path in (*run.directory.rglob(MARK_NAME), *run.directory.glob(f"{ATTEMPTS_NAME}*")):
-            path.unlink()
     dist.barrier()
     run.engine.load_checkpoint(str(run.shared / "home"))
 

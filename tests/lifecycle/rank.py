@@ -198,7 +198,7 @@ class Rank:
         return path is not None, client_state
 
     def resume(self, *, directory: str, required: bool, strict: bool) -> dict[str, Any]:
-        from zeroelastic.deepspeed.engine_state import lineage_of
+        from zeroelastic.deepspeed.engine_state import last_save_of
         from zeroelastic.elastic import resume
 
         self.engine._config._param_dict["zeroelastic"]["verify"] = "full"
@@ -208,7 +208,7 @@ class Rank:
             "client_state": dict(resumed.client_state),
             "passed": tuple(resumed.passed_over),
             "tier": resumed.tier,
-            "unsaved": lineage_of(self.engine).unsaved_steps > 0,
+            "unsaved": last_save_of(self.engine).unsaved_steps > 0,
         }
 
     def chdir(self, *, to: str) -> None:

@@ -20,10 +20,11 @@ from commands import no_result, run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
+from saved_files import record_of
 from synthetic import edit, model_name, optim_name, write_checkpoint, write_history
 
 import zeroelastic
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.runs import run_store
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.runs.names import TRASH
@@ -125,10 +126,10 @@ def test_whatever_is_there_what_must_stay_stays(tmp_path_factory, data):
     named = data.draw(st.sampled_from([None, *old]))
     if named is not None:
         (run / "latest").write_text(named)
-        os.utime(run / "latest", (1, 1))  # before the last commit: it was not pointed there since
     keep, invalid = data.draw(st.integers(1, 4)), data.draw(st.booleans())
     options = ["--keep", keep, "--yes", *(["--invalid"] if invalid else [])]
     whole = sorted((step, name) for name, (step, state) in states.items() if "torn" not in state)[::-1]
+    counted = [(step, name) for step, name in whole if states[name][1] == "whole"] or whole
     before = tags(run)
     done = prune(run, *options)
     after = tags(run)
@@ -136,13 +137,14 @@ def test_whatever_is_there_what_must_stay_stays(tmp_path_factory, data):
         assert done.returncode == 3 and after == before
         return
     assert done.returncode == 0
-    newest = {name for _, name in whole[:keep]}
+    newest = {name for _, name in counted[:keep]}
     for name, (step, state) in states.items():
         must_stay = (
             name in newest
             or name == named
             or state == "young torn"
-            or (state == "torn" and (not invalid or step > whole[0][0]))
+            or (state == "stock" and (step, name) not in counted)
+            or (state == "torn" and (not invalid or step > counted[0][0]))
         )
         assert (name in after) == must_stay, (name, states, named, options)
     assert all(check_quickly(run / name) == () for _, name in whole if name in after)
@@ -166,27 +168,34 @@ def reasons(run: Path, *options: object) -> dict[str, str]:
 
 def test_what_latest_names_stays(run: Path) -> None:
     (run / "latest").write_text("s2")
-    os.utime(run / "latest", (1, 1))
     assert reasons(run, "--keep", 1, "--yes") == {"s5": "the newest that verifies", "s2": "latest names it"}
     assert tags(run) == {"s2", "s5", "logs"}
 
 
-def test_what_was_committed_after_the_tag_that_latest_was_pointed_at_stays(run: Path) -> None:
-    (run / "latest").write_text("s3")
-    since = "committed after s3, which latest was pointed at since"
-    assert reasons(run, "--keep", 1, "--yes") == {"s5": since, "s4": since, "s3": "the newest that verifies"}
+def test_times_in_records_decide_which_are_the_newest(tmp_path: Path) -> None:
+    write_history(tmp_path, [("s1", 1), ("s2", 2), ("s3", 3), ("s4", 4), ("s2b", 2), ("s3b", 3)])
+    assert document(tmp_path, "--keep", 3, "--yes")["removed"] == ["s1", "s2", "s3"]
+    assert tags(tmp_path) == {"s4", "s2b", "s3b"}
+
+
+def test_tags_of_other_parameters_are_counted_apart(run: Path) -> None:
+    """The other engine of a GAN: neither counts for this one, and the newest of each stay."""
+    for tag in ("s1", "s2", "s3"):
+        record = record_of(run / tag).model_copy(update={"trained_params": "b" * 32})
+        (run / tag / RECORD_NAME).write_bytes(record_text(record))
+        age(run / tag, 2 * HOUR)
+    assert {tag.tag.name for tag in plan_prune(run, keep=1, of="s5").removals} == {"s4"}
+    assert reasons(run, "--keep", 1, "--dry-run") == {
+        "s5": "the newest that verifies", "s3": "the newest that verifies"
+    }  # fmt: skip
+    assert document(run, "--keep", 1, "--yes")["removed"] == ["s1", "s2", "s4"] and tags(run) == {"s3", "s5", "logs"}
+
+
+def test_what_deepspeed_alone_has_saved_stays_beside_what_has_a_record(run: Path) -> None:
+    (run / "s4" / RECORD_NAME).unlink()
+    age(run / "s4", 2 * HOUR)
+    assert reasons(run, "--keep", 2, "--yes")["s4"] == "has no commit record, unlike others"
     assert tags(run) == {"s3", "s4", "s5", "logs"}
-
-
-def test_a_branch_that_was_rolled_back_goes_before_the_live_one(tmp_path: Path) -> None:
-    commits = [("s1", 1, None), ("s2", 2, "s1"), ("s3", 3, "s2"), ("s4", 4, "s3"), ("s2b", 2, "s1"), ("s3b", 3, "s2b")]
-    write_history(tmp_path, commits)
-    planned = {
-        tag["tag"]: (tag["action"], tag["reason"]) for tag in document(tmp_path, "--keep", 3, "--dry-run")["tags"]
-    }
-    assert [name for name, (action, _) in planned.items() if action == "kept"] == ["s3b", "s2b", "s1"]
-    assert all("of a branch that was rolled back" in planned[name][1] for name in ("s2", "s3", "s4"))
-    assert document(tmp_path, "--keep", 4, "--yes")["removed"] == ["s2", "s3"]
 
 
 def test_a_latest_that_cannot_be_read_keeps_everything(run: Path) -> None:
@@ -219,7 +228,7 @@ def test_none_that_verifies_removes_none(run: Path) -> None:
 
 
 def test_what_may_be_being_written_stays(run: Path) -> None:
-    for tag in ("s1", "s2", "s3"):
+    for tag in ("s1", "s2", "s3", "s4", "s5"):
         (run / tag / RECORD_NAME).unlink()
         age(run / tag, 2 * HOUR)
     (run / "s1" / model_name(1)).touch()
@@ -277,7 +286,8 @@ def test_what_a_command_was_making_when_it_was_killed_is_no_tag_and_goes(tmp_pat
 
 
 def test_a_clock_that_is_ahead_makes_nothing_old(run: Path) -> None:
-    (run / "s1" / RECORD_NAME).unlink()
+    for tag in run.glob("s?"):
+        (tag / RECORD_NAME).unlink()
     age(run / "s1", -10 * HOUR)
     assert "may be being written" in reasons(run, "--keep", 1, "--yes")["s1"]
 

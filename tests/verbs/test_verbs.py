@@ -164,7 +164,6 @@ def test_what_is_wrong_with_a_checkpoint_is_reported_and_not_raised(run: Path) -
         (lambda: zeroelastic.prune("ckpt", keep=1, min_age="soon"), "'soon' is not a time"),
         (lambda: zeroelastic.convert("ckpt", "new"), "Give one of --to fsdp2"),
         (lambda: zeroelastic.latest("ckpt", fix=True, set_to="x"), "--fix and --set"),
-        (lambda: zeroelastic.verify("ckpt", quick=True, lift_quarantine=True), "--lift-quarantine"),
         (lambda: zeroelastic.inspect("nothing"), "no such directory"),
         (lambda: zeroelastic.convert("ckpt", "new", to="onnx"), "--to: there is no 'onnx'. Give one of fsdp2"),
         (lambda: zeroelastic.convert("ckpt", "new", from_="dcp", world_size=2), "--from: there is no 'dcp'"),

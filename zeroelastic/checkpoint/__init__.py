@@ -14,7 +14,7 @@
     streams           what of a save is digested by itself, copies included
     extents           where the bytes of a plan are in files
     param_changes     parameters that one side has and the other has not
-    marks             the marks of a tag that proved damaged, and of one in a store that is not finished
+    marks             the mark of a tag in a store whose upload is not finished
     one_save          everything that is read belongs to one save
     rng_files         the random generators of front ends
 

@@ -50,11 +50,9 @@ class CommitRecord(Schema):
     ``directories`` are the digests of the files' zip directories (``torch_file.header.directory_digest``), which hold
     the name, place, size and CRC-32 of everything in a file; files that are no zip archives have none. Of
     ``mp_rank_XX_model_states.pt`` on node-local disks, a node's record states the node's own.
-    ``committed_at`` is in seconds since 1970, and later than that of ``parent``, the save that the run was loaded from
-    or had committed before. ``run`` is the same in every save of a run and of what is resumed from it; its first 16
-    digits are the time at which the run began, in microseconds since 1970.
-    ``trained_params`` is the digest of the trained parameters' names and shapes (``params_digest``), of tensor parallel
-    rank 0. Both distinguish the checkpoints of two engines in one directory (``runs.order``).
+    ``committed_at`` is in seconds since 1970, and later than that of the save that the run was loaded from or had
+    committed before. ``trained_params`` is the digest of the trained parameters' names and shapes (``params_digest``),
+    of tensor parallel rank 0: it tells whose the checkpoints in one directory are (``runs.order``).
     """
 
     format_version: Annotated[int, Field(ge=RECORD_VERSION, le=RECORD_VERSION)]
@@ -67,8 +65,6 @@ class CommitRecord(Schema):
     global_steps: int
     train_batch_size: int
     committed_at: Annotated[float, Field(gt=0, lt=1 << 40)] | None = None
-    parent: _Id | None = None
-    run: _Id | None = None
     trained_params: _Id | None = None
     versions: Versions
     files: dict[_FileName, Annotated[int, Field(ge=0, lt=1 << 62)]]
@@ -138,7 +134,7 @@ def _first_problem(error: ValidationError) -> str:
 def record_text(record: CommitRecord) -> bytes:
     """The bytes of ``zeroelastic.json``: one parameter and one file a line, so that records can be compared by eye.
 
-    Tensor parallelism, lost micro batches, time, parent and run are not mentioned where there are none.
+    Tensor parallelism, lost micro batches and time are not mentioned where there are none.
     """
     data = record.model_dump(mode="json", exclude={"params"}, exclude_defaults=True)
     lines = _lines({**data, "params": record.params.document()})

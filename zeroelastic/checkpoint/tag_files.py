@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.marks import MARK_NAME
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, shown
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, list_directory
@@ -194,7 +193,7 @@ def list_tag(directory: FilePath) -> TagListing:
     optim, models, whole = found.values()
     expert_files = [name for name in others if EXPERT_FILE.match(name)]
     temporaries = [name for name in others if is_temporary(name)]
-    known = {*expert_files, *temporaries, RECORD_NAME, MARK_NAME}
+    known = {*expert_files, *temporaries, RECORD_NAME}
     kind: Kind = "zero-1-2" if whole and not models else "zero-3"
     if not optim and _holds_whole_params(directory, inside):
         kind = "universal"

@@ -27,9 +27,6 @@ def _show_tags(report: ListReport) -> None:
         ("tag", "step", "ranks", "stage", "size", "saved", "status"),
         *map(_row, report.tags),
     ]
-    if any(tag.run not in (None, 1) for tag in report.tags):
-        runs = ["run", *("" if tag.run is None else str(tag.run) for tag in report.tags)]
-        rows = [(*row, cell) for row, cell in zip(rows, runs, strict=True)]
     texts = {"tag", "saved", "status"}
     print_columns(rows, right=frozenset(i for i, name in enumerate(rows[0]) if name not in texts), indent="")
 
@@ -69,18 +66,15 @@ def _latest_code(report: LatestReport) -> int:
 
 
 def _show_newest(found: Latest, path: bool) -> None:
-    from zeroelastic.runs.order import about_left, about_pointed
-
     for verdict in found.passed:
         more = len(verdict.problems) - _SHOWN
         what = " ".join(verdict.problems[:_SHOWN]) + (f" And {more} more problems." if more > 0 else "")
         log_line(f"passed over {verdict.tag.name}: {what}")
-    if found.newer and not found.written:
-        log_line(f"{about_pointed(found.run.tags[found.at].name, [tag.name for tag in found.newer])}.")
-    left = about_left(found.left)
-    if left is not None:
-        log_line(f"{left}.")
-    if found.tag is None:
+    if found.tag is not None and found.newer:
+        log_line(f"Committed after {found.tag.name}, and not taken: {', '.join(tag.name for tag in found.newer)}.")
+    if found.tag is None and not found.passed:
+        log_line("latest names no checkpoint, and none has a commit record; --set names one.")
+    elif found.tag is None:
         log_line("No checkpoint verifies.")
     else:
         typer.echo(str(found.tag.path) if path else found.tag.name)
@@ -92,8 +86,7 @@ def _show_latest(found: Latest, dry_run: bool) -> None:
         return
     said = found.problem or (f"latest names {found.named}." if found.named else "There is no file latest.")
     if found.written:
-        newer = f" Newer, and not taken: {', '.join(tag.name for tag in found.newer)}." if found.newer else ""
-        log_line(f"{said} It {'would now name' if dry_run else 'now names'} {found.tag.name}.{newer}")
+        log_line(f"{said} It {'would now name' if dry_run else 'now names'} {found.tag.name}.")
     elif unread := [verdict.tag.name for verdict in found.passed if verdict.may_be_newest]:
         log_line(f"{said} --fix changes it when {unread[0]} can be read, which may be whole; --set names a tag now.")
     else:
@@ -124,9 +117,9 @@ def latest(
 ) -> None:
     """Print the newest checkpoint that verifies; newer ones are passed over, and stderr says why.
 
-    Newest is what was committed last; but where the file latest was pointed at an older tag since, as --set does, that
-    is where the run goes on. Verifying reads every byte, unless --quick; --set looks at sizes, records and headers.
-    Exit code 0: there is one; 2: wrong usage; 3: none verifies.
+    Newest is the tag that the file latest names, or the one that was committed last where that does not verify.
+    Verifying reads every byte, unless --quick; --set looks at sizes, records and headers. Exit code 0: there is one; 2:
+    wrong usage; 3: none verifies.
 
     \b
     Examples:

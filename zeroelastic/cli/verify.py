@@ -49,15 +49,6 @@ def _show_verified(report: VerifyReport) -> None:
         matches = "the saved one" if report.content_root == report.recorded_root else "not the saved one"
         print_styled("        content root ", report.content_root[:12], f", {matches}" if compared else "")
     _show_rate(report)
-    if report.quarantine is not None:
-        done = (
-            "; the mark is gone now"
-            if report.lifted
-            else " (--lift-quarantine removes the mark)"
-            if report.valid
-            else ""
-        )
-        print_styled("  ", ("note", "yellow"), "  ", report.quarantine.sentence, done)
     if report.valid and report.unsupported:
         sound = "Sound by its checksums" if report.mode == "full" else "Nothing is wrong with names and sizes"
         print_styled((sound, "green"), "; not supported: only a training job resumes it, as said above.")
@@ -83,7 +74,7 @@ def _show_rate(report: VerifyReport | VerifyAllReport) -> None:
 
 def _show_all(report: VerifyAllReport) -> None:
     for tag in report.tags:
-        if tag.valid and not tag.unsupported and tag.quarantine is None:
+        if tag.valid and not tag.unsupported:
             root = "" if tag.content_root is None else f", content root {tag.content_root[:12]}"
             print_styled("  ", ("ok  ", "green"), "  ", f"{tag.path}: {counted(tag.num_files, 'file')}{root}")
         elif tag.valid or tag.problems:
@@ -225,9 +216,6 @@ def verify(
     quick: Annotated[
         bool, typer.Option("--quick", help="Look at names, sizes and the commit record only; open no payload.")
     ] = False,
-    lift_quarantine: Annotated[
-        bool, typer.Option("--lift-quarantine", help="Take the mark of damage away, if the checkpoint is valid.")
-    ] = False,
     distributed: DistributedOption = False,
     html: HtmlOption = None,
     force: ForceOption = False,
@@ -239,8 +227,6 @@ def verify(
     Reads every byte of every rank's files once: headers, checksums of all records, digests of all tensors against the
     commit record. What is damaged is named by file, parameter, state key and byte. With --distributed, the
     processes of one torchrun or srun share the reading.
-    A checkpoint that was found damaged on a load may have a mark, by which it is passed over; --lift-quarantine removes
-    it from one that turns out valid.
     With --all, every checkpoint of the run is checked.
     Exit code 0: valid, or sound and not supported; 1: it could not be checked; 2: wrong usage; 3: invalid.
 
@@ -250,7 +236,6 @@ def verify(
         zeroelastic verify ckpt --tag global_step2 --json
         zeroelastic verify ckpt/global_step4 --quick
         zeroelastic verify ckpt --all
-        zeroelastic verify ckpt --tag global_step4 --lift-quarantine
     """
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.options import Options, parse_options
-from zeroelastic.distributed.collective import broadcast
 from zeroelastic.distributed.partners import agree_on
 from zeroelastic.errors import UnsupportedError, some
 from zeroelastic.report import ResumeReport
@@ -192,7 +191,7 @@ def decides_boundaries(engine: Engine) -> bool:
 def agree_on_options(engine: Engine) -> None:
     """Raise the same ConfigError on every rank where the options differ between ranks; once per engine. Collective.
 
-    The ranks take rank 0's name of the run, too. ``verify`` may differ: the least of it holds.
+    ``verify`` may differ: the least of it holds.
     """
 
     def facts() -> dict[str, object]:
@@ -203,5 +202,4 @@ def agree_on_options(engine: Engine) -> None:
     state = state_of(engine)
     if not state.options_agreed:
         agree_on(facts)
-        state.lineage.run = broadcast(state.lineage.run)
         state.options_agreed = True

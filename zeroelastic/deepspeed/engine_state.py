@@ -6,13 +6,11 @@ The engine's optimizer has a reference to the engine, under an attribute of the 
 from __future__ import annotations
 
 import logging
-import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.errors import CheckpointError, SaveError, ZeroElasticError, advice, finding
@@ -26,58 +24,35 @@ _ATTRIBUTE = "_zeroelastic"
 _TICK = 1e-6
 
 
-def _new_run() -> str:
-    return f"{time.time_ns() // 1000:016x}{secrets.token_hex(8)}"
-
-
 @dataclass(slots=True)
-class Lineage:
-    """The save from which an engine continues: the one that it loaded or committed last.
+class LastSave:
+    """The save that an engine follows: the one that it loaded or committed last.
 
     ``save_id`` is None at a fresh start, and after a load of a checkpoint without a record. ``committed_at`` is the
     time of that commit, by its record. ``begun`` is the save that was begun last: it may be committed later, or never.
-    ``saves`` are all that this engine has committed.
-    ``run`` is the run that it belongs to (``CommitRecord.run``): a new one, rank 0's, until a checkpoint is loaded.
     ``unsaved_steps`` and ``unsaved_seconds`` are what was trained since the last save to a directory when the training
-    loop (``preemption``) of now began. The engine was ``made_at`` a time in seconds since 1970, later than the commit
-    of what it has loaded. ``on_load`` are called with the client state at the end of each load that sets the engine's
-    counters, on every rank.
+    loop (``preemption``) of now began.
     """
 
     save_id: str | None = None
     committed_at: float = 0.0
     begun: str | None = None
-    run: str = field(default_factory=_new_run)
-    saves: set[str] = field(default_factory=set)
     unsaved_steps: int = 0
     unsaved_seconds: float = 0.0
-    made_at: float = field(default_factory=time.time)
-    on_load: list[Callable[[Mapping[str, Any]], None]] = field(default_factory=list)
 
     def next_time(self, now: float) -> float:
         """The time of the next commit: later than the last one, even if the clock of this machine is behind."""
-        return round(max(now, self.made_at + _TICK, self.committed_at + _TICK), 6)
+        return round(max(now, self.committed_at + _TICK), 6)
 
     def commit(self, save_id: str, committed_at: float) -> None:
         """Record that a save of the engine was committed."""
         self.save_id, self.committed_at = save_id, committed_at
-        self.saves.add(save_id)
-        _saves.add(save_id)
 
-    def load(self, record: CommitRecord | None, client_state: Mapping[str, Any]) -> None:
-        """Record that a checkpoint was loaded, with its counters. Collective, if one of ``on_load`` is."""
+    def load(self, record: CommitRecord | None) -> None:
+        """Record that a checkpoint was loaded, with its counters."""
         self.save_id, self.begun = None if record is None else record.save_id, None
+        self.committed_at = 0.0 if record is None else record.committed_at or 0.0
         self.unsaved_steps, self.unsaved_seconds = 0, 0.0
-        self.follow(0.0 if record is None else record.committed_at or 0.0)
-        if record is not None and record.run is not None:
-            self.run = record.run
-        for call in self.on_load:
-            call(client_state)
-
-    def follow(self, committed_at: float) -> None:
-        """Record that the state is that of a save, or of another engine after it: what follows is later."""
-        self.committed_at = max(self.committed_at, committed_at)
-        self.made_at = max(self.made_at, committed_at + _TICK)
 
 
 @dataclass(eq=False)
@@ -87,7 +62,9 @@ class EngineState:
     Fields that hold for the time of one call are set with ``patching.patched``.
     """
 
-    lineage: Lineage = field(default_factory=Lineage)
+    last_save: LastSave = field(default_factory=LastSave)
+    on_load: list[Callable[[Mapping[str, Any]], None]] = field(default_factory=list)
+    """Called with the client state at the end of each load that sets the engine's counters, on every rank."""
     damage: str | None = None
     """A sentence, of an engine whose state is neither the old nor the new one, because a load failed (``changing``)."""
     loads_in_progress: int = 0
@@ -116,28 +93,10 @@ class EngineState:
     """Whether it was logged that saves are DeepSpeed's own in spite of ``elastic_checkpoint`` (``save.save``)."""
 
 
-_states = WeakSet[EngineState]()
-"""Those of the engines of this process that are still there."""
-
-_saves = set[str]()
-"""All that engines of this process have committed."""
-
-
 def state_of(engine: Any) -> EngineState:
     """The state of an engine, made at the first call."""
     found: EngineState = vars(engine).setdefault(_ATTRIBUTE, EngineState())
-    _states.add(found)
     return found
-
-
-def is_of_another_engine(engine: Any, save_id: object) -> bool:
-    """Whether another engine of this process has committed a save."""
-    return any(save_id in state.lineage.saves for state in _states if state is not state_of(engine))
-
-
-def is_of_this_process(save_id: str) -> bool:
-    """Whether an engine of this process has committed a save."""
-    return save_id in _saves
 
 
 def link(optimizer: Any, engine: Any) -> None:
@@ -151,9 +110,17 @@ def engine_of(optimizer: Any) -> Any:
     return None if found is None else found()
 
 
-def lineage_of(engine: Any) -> Lineage:
-    """The lineage of an engine."""
-    return state_of(engine).lineage
+def last_save_of(engine: Any) -> LastSave:
+    """The save that an engine follows."""
+    return state_of(engine).last_save
+
+
+def note_load(engine: Any, record: CommitRecord | None, client_state: Mapping[str, Any]) -> None:
+    """Record that a checkpoint was loaded, with its counters. Collective, if one of ``on_load`` is."""
+    state = state_of(engine)
+    state.last_save.load(record)
+    for call in state.on_load:
+        call(client_state)
 
 
 @contextmanager

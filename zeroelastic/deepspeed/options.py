@@ -69,8 +69,8 @@ class Options(BaseModel):
     )
     fallback: bool = Field(
         default=False,
-        description="`true`: a load without a tag goes back to the newest tag that verifies, and marks damaged ones, "
-        "[see here](loading.md#falling-back)",
+        description="`true`: a load without a tag passes over a damaged newest tag, with a warning, for the newest "
+        "older one that loads, [see here](loading.md#falling-back)",
     )
     required: bool = Field(
         default=False,

@@ -1,7 +1,7 @@
 """Elastic torchrun jobs: a ZeRO-3 run that continues unchanged while its number of ranks changes.
 
     sampler     batch plans and samplers that fit every world size; ``loader`` does the same for torchdata
-    resume      loads the newest checkpoint that loads; ``attempts`` counts loads that killed the job
+    resume      loads the newest checkpoint that loads
     preemption  saves and stops all ranks together
     leaving     the signals that ask a process to leave, and the timeout for one that was lost
     memory/     checkpoints in the memory of the nodes

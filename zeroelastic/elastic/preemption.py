@@ -282,11 +282,10 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("preemption() sets signal handlers, which only the main thread can do. Enter it there.")
         from zeroelastic.deepspeed.engine import options_of
-        from zeroelastic.deepspeed.engine_state import lineage_of
+        from zeroelastic.deepspeed.engine_state import last_save_of, state_of
 
-        lineage, is_first = lineage_of(self._engine), False
+        last_save, is_first = last_save_of(self._engine), False
         if hasattr(self._engine, "_config") and options_of(self._engine).memory is not None:
-            from zeroelastic.deepspeed.engine_state import state_of
             from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
 
             is_first = state_of(self._engine).memory is None
@@ -294,21 +293,21 @@ class Preemption:
         self._group = dist.new_group(backend="gloo") if dist.get_backend() != "gloo" else None
         self._notice.begin()
         self._last_step, self._last_time = (
-            self._seen_step - lineage.unsaved_steps,
-            time.monotonic() - lineage.unsaved_seconds,
+            self._seen_step - last_save.unsaved_steps,
+            time.monotonic() - last_save.unsaved_seconds,
         )
-        lineage.on_load.append(self._loaded)
-        if self._memory is not None and is_first and lineage.unsaved_steps > 0:
+        state_of(self._engine).on_load.append(self._loaded)
+        if self._memory is not None and is_first and last_save.unsaved_steps > 0:
             self._capture(self._memory)  # copies were lost
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from zeroelastic.deepspeed.engine_state import lineage_of
+        from zeroelastic.deepspeed.engine_state import state_of
 
-        lineage = lineage_of(self._engine)
-        lineage.on_load.remove(self._loaded)
+        state = state_of(self._engine)
+        state.on_load.remove(self._loaded)
         ended = False
         try:
             if self._memory is not None:
@@ -317,8 +316,8 @@ class Preemption:
                 self._finish("the end of the training loop")
                 ended = self.stopped
         finally:
-            lineage.unsaved_steps = int(self._engine.global_steps) - self._last_step
-            lineage.unsaved_seconds = time.monotonic() - self._last_time
+            state.last_save.unsaved_steps = int(self._engine.global_steps) - self._last_step
+            state.last_save.unsaved_seconds = time.monotonic() - self._last_time
             self._notice.end(ignoring=ended)
             group, self._group = self._group, None
             end_group(group)

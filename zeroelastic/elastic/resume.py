@@ -1,10 +1,9 @@
 """Resume a job from the newest checkpoint that loads, at its present world size, or begin where there is none.
 
-Where several engines save to the directory, only the tags of this one's parameters count (``tags.runs``). The newest
-tag is the one that was committed last, unless ``latest`` was set to an older tag since, which rolls a run
-back. The ranks agree on the tag before any of them opens it. A damaged tag is passed over, with a warning, for the one
-before it, in memory or on the disk; a tag during whose loads the job died twice is tried after all others. A problem of
-the run rather than of the tag (another model, another global batch) is raised.
+The newest is the tag that ``latest`` names, or the newest committed one of the engine's parameters (``runs.order``).
+The ranks agree on the tag before any of them opens it. A damaged tag is passed over, with a warning, for the one
+before it, in memory or on the disk. A problem of the run rather than of the tag (another model, another global batch)
+is raised.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,16 +19,13 @@ from typing import Any
 import torch.distributed as dist
 
 from zeroelastic import observers
-from zeroelastic.distributed.collective import all_or_raise, any_rank, broadcast
-from zeroelastic.elastic.attempts import Attempts
+from zeroelastic.distributed.collective import all_or_raise, any_rank
 from zeroelastic.elastic.position import KEY, Position, different_positions, unpack_position
 from zeroelastic.errors import CheckpointError, brief, some, with_remedy
 from zeroelastic.io.paths import FilePath, absolute, as_path
-from zeroelastic.io.storage import modified_at
 from zeroelastic.observers import Tier
 from zeroelastic.report import ResumeReport
-from zeroelastic.runs.names import LATEST, named_latest
-from zeroelastic.runs.order import Tag, about_left, about_pointed, about_unpointed, left_behind
+from zeroelastic.runs.order import Tag
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +63,12 @@ def resume(
     With ``"memory"`` in the options, that is one in the memory of the nodes where it is newer than those on the disk
     that can be loaded.
 
-    A damaged tag whose save was complete is marked (``checkpoint.marks``), and the next ``resume`` skips it;
-    nothing is deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the data. With
-    an empty or missing directory nothing is loaded and ``Resumed.tag`` is None; if a checkpoint is ``required``, here
-    or in the "zeroelastic" block, MissingFileError is raised instead. Where a directory holds parts of checkpoints that
-    cannot be resumed, the run begins only with ``fresh``. Raises CheckpointError when there are checkpoints and none
-    can be loaded, and the errors of ``engine.load_checkpoint`` for a run that does not fit. An error says so where a
-    load has changed the engine before it failed; no run begins from such an engine::
+    Nothing is written or deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the
+    data. With an empty or missing directory nothing is loaded and ``Resumed.tag`` is None; if a checkpoint is
+    ``required``, here or in the "zeroelastic" block, MissingFileError is raised instead. Where a directory holds parts
+    of checkpoints that cannot be resumed, the run begins only with ``fresh``. Raises CheckpointError when there are
+    checkpoints and none can be loaded, and the errors of ``engine.load_checkpoint`` for a run that does not fit. An
+    error says so where a load has changed the engine before it failed; no run begins from such an engine::
 
         sampler = ElasticDistributedSampler(dataset, global_batch=512)
         start = resume(engine, "ckpt", data=sampler)
@@ -84,13 +79,13 @@ def resume(
     from zeroelastic.deepspeed.engine_state import changing, state_of
     from zeroelastic.deepspeed.install.seams import install
     from zeroelastic.deepspeed.install.wrappers import loading_strictly
-    from zeroelastic.deepspeed.load.fallback import none_loads, walk_back
+    from zeroelastic.deepspeed.load.fallback import add_notes, load_first, none_loads
     from zeroelastic.deepspeed.load.tag_choice import nothing_to_load
-    from zeroelastic.deepspeed.node_local.node_tags import tags_of_this_run
+    from zeroelastic.deepspeed.node_local.node_tags import find_tags_to_try
     from zeroelastic.deepspeed.save.pending import finish_pending
     from zeroelastic.distributed.partners import require_partners
     from zeroelastic.elastic.memory.resume import memory_tier
-    from zeroelastic.runs.candidates import going_on_from, refuse_fresh_start
+    from zeroelastic.runs.candidates import refuse_fresh_start
 
     install()
     require_partners()
@@ -110,44 +105,37 @@ def resume(
         nonlocal lost
         if memory is None:
             return None
-        newer = memory.newer_than(saved, tags, set_back_at=set_back_at)
+        newer = memory.newer_than(saved, tags)
         resumed, problems = memory.load_newest(engine, newer, finish, strict=strict)
         lost += problems
         return None if resumed is None else replace(resumed, tier="memory")
 
-    def load(load_dir: str, name: str, passed: tuple[str, ...]) -> tuple[FilePath | None, Resumed]:
-        tag_dir = as_path(load_dir) / name
-        saved = next((tag for tag in tags if tag.tag_dir == tag_dir), None)
-        last = saved is not None and attempts.postpone(saved) is not None
-        if (resumed := load_memory(None if last else saved)) is not None:
-            return None, replace(resumed, passed_over=passed)
-        with attempts.of(tag_dir, lambda: next(tag for tag in tags if tag.tag_dir == tag_dir)):
-            with loading_strictly(engine, strict):
-                path, client_state = engine.load_checkpoint(load_dir, tag=name)
-            if path is None:
-                raise CheckpointError(f"{load_dir}: DeepSpeed did not load {name}.")
-            return tag_dir, finish(name, dict(client_state or {}), passed)
+    def load(tag: Tag, passed: tuple[str, ...]) -> Resumed:
+        if (resumed := load_memory(tag)) is not None:
+            return replace(resumed, passed_over=passed)
+        load_dir, name = tag.asked_for
+        with loading_strictly(engine, strict):
+            path, client_state = engine.load_checkpoint(str(load_dir), tag=name)
+        if path is None:
+            raise CheckpointError(f"{load_dir}: DeepSpeed did not load {name}.")
+        tier: Tier = "node-local" if engine.use_node_local_storage() else "directory"
+        return replace(finish(name, dict(client_state or {}), passed), tier=tier)
 
     with changing(engine):
         finish_pending(engine, before="resume()")
-        tags = tags_of_this_run(engine, root)
-        at = all_or_raise(lambda: going_on_from(root, tags) if dist.get_rank() == 0 else 0)
-        set_back_at = all_or_raise(lambda: modified_at(root / LATEST) if at else None)
+        tags, notes = find_tags_to_try(engine, root)
         memory = memory_tier(engine, root)
         finish = _Finish(engine, root, data, strict)
-        if (newest := load_memory(tags[at] if tags else None)) is not None:
+        if (newest := load_memory(tags[0] if tags else None)) is not None:
             return started(replace(newest, passed_over=lost))
-        attempts = all_or_raise(partial(Attempts, root))
-        found, passed = walk_back(root, tags[at:], load, engine=engine, postpone=attempts.postpone)
-        if found is None and (left := load_memory(None)) is not None:
-            found = None, replace(left, passed_over=passed)
-        if found is not None:
-            tag_dir, resumed = found
+        resumed, passed = load_first(tags, load, engine=engine)
+        if resumed is None and (left := load_memory(None)) is not None:
+            resumed = replace(left, passed_over=passed)
+        if resumed is not None:
             resumed = replace(resumed, passed_over=(*lost, *resumed.passed_over))
-            if tag_dir is None:
+            if resumed.tier == "memory":
                 return started(resumed)
-            tier: Tier = "node-local" if engine.use_node_local_storage() else "directory"
-            return started(_with_branches(engine, root, tag_dir, replace(resumed, tier=tier), tags, at))
+            return started(replace(resumed, notes=(*notes, *resumed.notes), report=add_notes(engine, root, notes)))
         if passed or (lost and any_rank(state_of(engine).damage is not None)):
             raise none_loads(root, (*lost, *passed))
         must = required or options_of(engine).required
@@ -193,29 +181,3 @@ class _Finish:
                 "Its client state is from two saves, or the position depends on the rank."
             )
         return notes
-
-
-def _with_branches(
-    engine: Any, root: FilePath, tag_dir: FilePath, resumed: Resumed, tags: Sequence[Tag], at: int
-) -> Resumed:
-    """Add notes about newer tags, or one that ``latest`` names, that were not used, and about branches. Collective."""
-
-    def notes() -> list[str]:
-        chosen = next(tag for tag in tags if tag.tag_dir == tag_dir)
-        latest, problem = named_latest(root)
-        pointed = about_pointed(tags[at].name, [tag.name for tag in tags[:at]]) if at else None
-        if latest is not None and any(tag.name == latest for tag in tags[tags.index(chosen) + 1 :]):
-            pointed = about_unpointed(chosen.name, latest)
-        if problem is not None:
-            pointed = f"NOT WHAT LATEST NAMES: {problem.rstrip('.')}"
-        return [note for note in (pointed, about_left(left_behind(tags, chosen))) if note is not None]
-
-    added = broadcast(all_or_raise(lambda: notes() if dist.get_rank() == 0 else []))
-    if not added:
-        return resumed
-    if dist.get_rank() == 0:
-        logger.warning("%s: %s", tag_dir, ". ".join(added))
-    report = resumed.report
-    if report is not None:
-        report = engine.zeroelastic_report = replace(report, notes=(*added, *report.notes))
-    return replace(resumed, notes=(*added, *resumed.notes), report=report)

@@ -80,13 +80,10 @@ def errors_of_the_system(directory: Path) -> Iterator[None]:
         raise OSError(code, os.strerror(code)) from error
 
 
-def write_atomically(
-    path: Path, data: bytes, *, modified_at: float | None = None, sync: bool = True, replace: bool = True
-) -> None:
+def write_atomically(path: Path, data: bytes, *, sync: bool = True, replace: bool = True) -> None:
     """Put a small file in place so that readers see the old content or the new, with ``sync`` also after a power cut.
 
-    ``modified_at`` is its modification time in place of now. Raises OSError naming the file, and without ``replace``
-    FileExistsError where there is one.
+    Raises OSError naming the file, and without ``replace`` FileExistsError where there is one.
     """
     temporary = path.with_name(f".{shortened(path.name)}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     with name_in_errors(path):
@@ -94,8 +91,6 @@ def write_atomically(
             with open(temporary, "wb") as file:
                 file.write(data)
                 file.flush()
-                if modified_at is not None:
-                    os.utime(file.fileno(), (modified_at, modified_at))
                 if sync:
                     os.fsync(file.fileno())
             if replace:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from datetime import datetime
 from typing import Any
 
 from zeroelastic.errors import UnreadableError
 from zeroelastic.io.paths import RemotePath, reason
 from zeroelastic.io.remote import call, with_retries
 
-_MODIFIED = ("LastModified", "last_modified", "mtime", "updated", "created")
 _AT_ONCE = 1000
 
 
@@ -79,25 +77,6 @@ def sizes_below(directory: RemotePath) -> dict[str, int]:
     }
 
 
-def remote_modified_at(path: RemotePath) -> float:
-    """When an object was written, in seconds since 1970; 0 where there is none, or the store does not say.
-
-    Raises UnreadableError.
-    """
-
-    def ask() -> dict[str, Any]:
-        forget_listing(path)
-        found: dict[str, Any] = call(path.system, "info", path.path)
-        return found
-
-    try:
-        return _modified(with_retries(ask, path))
-    except FileNotFoundError:
-        return 0.0
-    except Exception as error:  # file systems raise errors of many kinds
-        raise UnreadableError(f"{path}: cannot be looked at: {reason(error)}.") from None
-
-
 def forget_listing(path: RemotePath) -> None:
     """Let the next listing of a path's directory ask the store."""
     path.system.invalidate_cache(path.path)
@@ -123,15 +102,3 @@ def _kind(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError):
         return "there is no such bucket: "
     return ""
-
-
-def _modified(entry: dict[str, Any]) -> float:
-    value = next((entry[key] for key in _MODIFIED if entry.get(key) is not None), None)
-    if isinstance(value, str):
-        try:
-            value = datetime.fromisoformat(value.replace("Z", "+00:00"))
-        except ValueError:
-            return 0.0
-    if isinstance(value, datetime):
-        return value.timestamp()
-    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeroelastic.errors import CheckpointError, UnreadableError, ZeroElasticError
-from zeroelastic.io.atomic import write_atomically
-from zeroelastic.io.objects import put_object, remote_modified_at
 from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath, missing_directory, missing_file, reason
 from zeroelastic.io.remote import read_ranges, remote_entries, remote_range, remote_size
 
@@ -228,27 +226,6 @@ def read_whole(path: FilePath, *, limit: int) -> bytes:
     if len(data) > limit:
         raise CheckpointError(f"{path}: has more than {limit} bytes, which such a file never has.")
     return data
-
-
-def modified_at(path: FilePath) -> float:
-    """When a file was written, in seconds since 1970; 0 where there is none, or the store does not say.
-
-    Raises UnreadableError for a URL where that cannot be known now.
-    """
-    if isinstance(path, RemotePath):
-        return remote_modified_at(path)
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0
-
-
-def write_small(path: FilePath, data: bytes) -> None:
-    """Put a small file in place, so that readers see the old content or the new. Raises OSError naming it."""
-    if isinstance(path, RemotePath):
-        put_object(path, data)
-    else:
-        write_atomically(path, data)
 
 
 def _read(path: FilePath, offset: int, nbytes: int, failure: str) -> bytes:

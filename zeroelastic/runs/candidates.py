@@ -1,20 +1,20 @@
 """The checkpoints of a run, newest first: the step each was saved at, and the newest one that is whole.
 
-The order is that of the commits (``order``); names are used only for damaged tags that have nothing else.
+The order is that of ``order``; names are used only for damaged tags that have nothing else.
 Listing opens one file of each tag; tags are checked one at a time, until a whole one is found.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.checkpoint.marks import read_mark
 from zeroelastic.checkpoint.model_states import trained_tables
 from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -33,7 +33,8 @@ from zeroelastic.errors import (
     some,
 )
 from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.io.storage import file_sizes, folders, list_directory, modified_at
+from zeroelastic.io.storage import file_sizes, folders, list_directory
+from zeroelastic.runs import order
 from zeroelastic.runs.names import (
     CHECKPOINT_FOLDER,
     HERE,
@@ -48,7 +49,7 @@ from zeroelastic.runs.names import (
     normal,
     not_a_directory,
 )
-from zeroelastic.runs.order import Tag, newest_first, pointed_at, without_other_runs
+from zeroelastic.runs.order import Tag, newest_first
 from zeroelastic.runs.tag_directory import MAX_LOOKS, open_tag
 from zeroelastic.torch_file.header import read_torch_file
 
@@ -69,14 +70,12 @@ class PassedOver:
     """A tag that is not whole, and why; ``undecided``: it may be whole, and cannot be checked now.
 
     ``may_be_newest``: it is undecided and of a kind that a run can resume, so no older tag may take its place.
-    ``quarantined``: it is marked as damaged, and was not checked again.
     """
 
     tag: Tag
     problems: tuple[str, ...]
     undecided: bool = False
     may_be_newest: bool = False
-    quarantined: bool = False
 
 
 Check = Callable[[FilePath], tuple[str, ...]]
@@ -107,8 +106,7 @@ def list_run(root: FilePath) -> Run:
         if holds_checkpoint(root):
             raise UsageError(f"{root}: is a tag itself; give the directory above.")
         raise UsageError(f"{root}: holds no ZeRO checkpoint. Give the directory above the tags.")
-    latest = None if in_folders else named_latest(root)[0]
-    return Run(root, newest_first(tags, latest), in_folders)
+    return Run(root, newest_first(tags), in_folders)
 
 
 def refuse_fresh_start(root: FilePath) -> None:
@@ -120,9 +118,10 @@ def refuse_fresh_start(root: FilePath) -> None:
         return
     if signs:
         raise CheckpointError(
-            f"{root}: no checkpoint in it can be resumed, but {signs[0]}. A run that begins anew beside it would look "
-            "like one that goes on. Give the directory of that checkpoint, or another one for the new run; or begin "
-            "anew here all the same: resume(..., fresh=True).",
+            f"{root}: {LATEST} names no checkpoint, and none that is committed trains the parameters of this engine, "
+            f"but {signs[0]}. A run that begins anew beside it would look like one that goes on. Load a checkpoint by "
+            "its tag, give another directory for the new run, or begin anew here all the same: "
+            "resume(..., fresh=True).",
             remedy="",
         )
 
@@ -139,19 +138,11 @@ def _sign_of_checkpoint(directory: FilePath) -> str | None:
     return f"there is {directory / signs[0]}" if signs else None
 
 
-def find_newest(
-    tags: Iterable[Tag], check: Check, verdicts: dict[Tag, PassedOver | None] | None = None
-) -> tuple[Tag | None, tuple[PassedOver, ...]]:
-    """The first whole tag, and the tags before it, which are not whole. Later tags are not checked.
-
-    ``verdicts`` are those of earlier calls; tags in it are not checked again, and new verdicts are added to it.
-    """
-    verdicts = {} if verdicts is None else verdicts
+def find_newest(tags: Iterable[Tag], check: Check) -> tuple[Tag | None, tuple[PassedOver, ...]]:
+    """The first whole tag, and the tags before it, which are not whole. Later tags are not checked."""
     passed: list[PassedOver] = []
     for tag in tags:
-        if tag not in verdicts:
-            verdicts[tag] = check_tag(tag, check)
-        verdict = verdicts[tag]
+        verdict = check_tag(tag, check)
         if verdict is None:
             return tag, tuple(passed)
         passed.append(verdict)
@@ -159,7 +150,7 @@ def find_newest(
 
 
 def check_tag(tag: Tag, check: Check) -> PassedOver | None:
-    """None for a whole tag, else its problems. For a quarantined tag only the mark is read.
+    """None for a whole tag, else its problems.
 
     A tag that is saved again during the check is checked again, at most MAX_LOOKS times; then it is undecided.
     """
@@ -175,9 +166,6 @@ def check_tag(tag: Tag, check: Check) -> PassedOver | None:
 
 def _check(tag: Tag, tag_dir: FilePath, check: Check) -> PassedOver | None:
     try:
-        mark = read_mark(tag_dir)
-        if mark is not None:
-            return PassedOver(tag, (mark.sentence,), quarantined=True)
         problems = check(tag_dir)
     except (UnsupportedError, UnreadableError, NewerFormatError) as error:
         may_be_newest = not isinstance(error, UnsupportedError)
@@ -199,17 +187,15 @@ def is_damage(error: CheckpointError | UnreadableError) -> bool:
 
 
 def committed_after(root: FilePath, name: str) -> tuple[str, ...]:
-    """The tags of a directory that were committed after the tag ``name``, which ``latest`` names, newest first.
+    """The tags of a directory with the same parameters that were committed after the tag ``name``, newest first.
 
-    Those of runs of other parameters are left out.
-    Reads the first lines of each record; a tag without a record, or in quarantine, does not count.
+    Reads the first lines of each record.
     """
 
     def recorded(name: str) -> Tag | None:
         try:
             tag_dir = directory_of(root, name)
-            opened = open_tag(tag_dir)
-            return None if read_mark(opened) is not None else _from_record(tag_dir, name, opened)
+            return _from_record(tag_dir, name, open_tag(tag_dir))
         except (CheckpointError, UnreadableError):
             return None
 
@@ -219,20 +205,9 @@ def committed_after(root: FilePath, name: str) -> tuple[str, ...]:
     except (CheckpointError, UnreadableError):
         return ()
     with ThreadPoolExecutor(_THREADS) as pool:
-        tags = newest_first(filter(None, pool.map(recorded, names)), name)
-    params = next((tag.trained_params for tag in tags if tag.name == name), None)
-    order = [tag.name for tag in without_other_runs(tags, params)]
-    return tuple(order[: order.index(name)]) if name in order else ()
-
-
-def going_on_from(root: FilePath, tags: Sequence[Tag]) -> int:
-    """The index of the tag, newest first, at which a run resumes: 0, or that of the tag ``latest`` was set back to."""
-    latest, _ = named_latest(root)
-    at = next((i for i, tag in enumerate(tags) if tag.name == latest), 0)
-    if at == 0:  # times are asked for only where they decide
-        return 0
-    newer = [replace(tag, modified_at=tag.modified_at or modified_at(tag.tag_dir / RECORD_NAME)) for tag in tags[:at]]
-    return pointed_at([*newer, *tags[at:]], latest, modified_at(root / LATEST))
+        tags = list(filter(None, pool.map(recorded, names)))
+    chosen = next((tag for tag in tags if tag.name == name), None)
+    return () if chosen is None else tuple(tag.name for tag in order.committed_after(tags, chosen))
 
 
 def _brief(problem: str, tag: Tag) -> str:
@@ -290,7 +265,7 @@ def _look_at(path: FilePath, opened: FilePath, name: str) -> Tag | None:
         return None
     named = _step_of(name)
     changed = _modified(path)
-    return Tag(name, path, path, named, None if named is None else "name", changed, changed)
+    return Tag(name, path, path, named, None if named is None else "name", changed)
 
 
 def _tag_in_folder(root: FilePath, name: str) -> Tag | None:
@@ -302,7 +277,7 @@ def _tag_in_folder(root: FilePath, name: str) -> Tag | None:
         return None
     except UnreadableError:  # ``check_tag`` reports the reason, and that it is undecided
         changed = _modified(folder)
-        return Tag(name, folder, folder, _step_of(name), "name", changed, changed)
+        return Tag(name, folder, folder, _step_of(name), "name", changed)
     if not inside:
         return None
     latest, problem = named_latest(folder)
@@ -328,19 +303,15 @@ def _from_record(tag_dir: FilePath, name: str, opened: FilePath) -> Tag:
     record = read_record(opened)
     if record is None:
         raise MissingFileError(f"{path}: no such file.")
-    changed = _modified(path)
     return Tag(
         name,
         tag_dir,
         tag_dir,
         record.global_steps,
         "record",
-        record.committed_at or changed,
-        changed,
-        record.committed_at is not None,
+        _modified(path),
+        record.committed_at,
         record.save_id,
-        record.parent,
-        record.run,
         record.trained_params,
     )
 
@@ -360,7 +331,7 @@ def _from_header(tag_dir: FilePath, name: str, opened: FilePath) -> Tag:
     except CheckpointError:
         params = None
     found = step if type(step) is int else 0
-    return Tag(name, tag_dir, tag_dir, found, "header", changed, changed, trained_params=params)
+    return Tag(name, tag_dir, tag_dir, found, "header", changed, trained_params=params)
 
 
 def _step_of(name: str) -> int | None:
@@ -370,4 +341,9 @@ def _step_of(name: str) -> int | None:
 
 
 def _modified(path: FilePath) -> float:
-    return 0.0 if isinstance(path, RemotePath) else modified_at(path)
+    if isinstance(path, RemotePath):
+        return 0.0
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from zeroelastic.errors import CheckpointError, UsageError
 from zeroelastic.io.storage import read_whole
-from zeroelastic.runs.candidates import Check, Run, check_quickly, check_tag, going_on_from, list_run
+from zeroelastic.runs.candidates import Check, Run, check_quickly, check_tag, list_run
 from zeroelastic.runs.names import HERE, named_latest
-from zeroelastic.runs.order import Tag, left_behind, runs_of
+from zeroelastic.runs.order import Tag, by_params
 from zeroelastic.runs.run_store import CHANGED, MIN_AGE_S, Leftover, Links, RunStore, Tree
 
-OTHER_RUN = "of another run"
-"""The reason to keep a tag where only one run is looked at."""
+OTHER_PARAMS = "its trained parameters are others"
+"""The reason to keep a tag where only those with the same trained parameters are looked at."""
 
 _TRAINER_STATE = "trainer_state.json"
 _MAX_STATE_BYTES = 1 << 28
@@ -67,12 +67,13 @@ def plan_prune(
     check: Check = check_quickly,
     of: str | None = None,
 ) -> PrunePlan:
-    """Decide what to remove so that the ``keep`` newest whole tags of each run (``runs_of``) stay, and why.
+    """Decide what to remove so that the ``keep`` newest whole tags with the same trained parameters stay, and why.
 
-    docs/reference/cli/prune.md has the other reasons for which a tag stays. ``invalid`` removes damaged tags too, where
-    they are older than the newest whole one of their run. A tag without a commit record in which nothing changed for
-    ``min_age_s`` is taken not to be in the middle of a save. With ``of``, a tag, only its run is looked at. Raises
-    UsageError for a directory without checkpoints, and ``keep`` below 1.
+    Tags of other parameters are counted apart. docs/reference/cli/prune.md has the other reasons for which a tag stays.
+    ``invalid`` removes damaged tags too, where they are older than the newest whole one. A tag without a commit record
+    in which nothing changed for ``min_age_s`` is taken not to be in the middle of a save. With ``of``, a tag, only
+    those with its parameters are looked at. Raises UsageError for a directory without checkpoints, and ``keep`` below
+    1.
     """
     if keep < 1:
         raise UsageError(f"--keep {keep}: at least 1 checkpoint is kept. Give 1 or more.")
@@ -84,13 +85,12 @@ def plan_prune(
         if interrupted or unfinished:  # a removal or a save that was killed has left nothing else
             return PrunePlan(store.root, (), interrupted, unfinished)
         raise
-    runs, links = runs_of(run.tags), store.links(run.tags)
+    links = store.links(run.tags)
     decisions: dict[str, Decision] = {}
     for tag in run.tags:
-        assigned = any(tag in tags for tags in runs)
-        reason = OTHER_RUN if assigned else "cannot be assigned to one of the runs that save here"
+        reason = "its trained parameters are not known" if tag.trained_params is None else OTHER_PARAMS
         decisions[tag.name] = Decision(tag, False, reason, valid=False)
-    for tags in runs:
+    for tags in by_params(run.tags):
         if of is None or any(tag.name == of for tag in tags):
             one = replace(run, tags=tags)
             for decision in _decide(store, one, links, keep=keep, invalid=invalid, min_age_s=min_age_s, check=check):
@@ -109,17 +109,13 @@ def _decide(
     min_age_s: float,
     check: Check,
 ) -> Iterator[Decision]:
-    """What becomes of each tag of one run."""
+    """What becomes of each of the tags with the same parameters."""
     latest, problem = named_latest(run.root)
     links, linked = found
     verdicts = [check_tag(tag, check) for tag in run.tags]
     whole = [tag for tag, verdict in zip(run.tags, verdicts, strict=True) if verdict is None]
-    at = 0 if run.in_folders else going_on_from(run.root, run.tags)
-    newer = {tag.name for tag in run.tags[:at]}
-    head = next((tag for tag in whole if tag.name not in newer), None)
-    left = {tag.name for tag in left_behind(run.tags, head)} if head is not None else set()
-    counted = [tag for tag in whole if tag.name not in links and tag.name not in newer]
-    newest = {tag.name for tag in sorted(counted, key=lambda tag: tag.name in left)[:keep]}
+    counted = [tag for tag in whole if tag.is_finished] or whole
+    newest = {tag.name for tag in [tag for tag in counted if tag.name not in links][:keep]}
     best = _best_of_trainer(whole[0]) if whole and run.in_folders else None
     for tag, verdict in zip(run.tags, verdicts, strict=True):
         tree = None
@@ -131,10 +127,10 @@ def _decide(
             reason = f"no tag verifies, so that none is removed: {'; '.join(verdict.problems) if verdict else ''}"
         elif tag.name == latest:
             reason = "latest names it"
-        elif tag.name in newer:
-            reason = f"committed after {latest}, which latest was pointed at since"
         elif problem is not None:
             reason = f"latest cannot be read: {problem}"
+        elif verdict is None and tag not in counted:
+            reason = "has no commit record, unlike others"
         elif tag.name in links:
             reason = "is a symbolic link"
         elif tag.name in linked:
@@ -145,11 +141,9 @@ def _decide(
             reason = f"{_TRAINER_STATE} of {whole[0].name} names it as the best model"
         elif verdict is not None and verdict.undecided:
             reason = f"cannot be judged: {verdict.problems[0]}"
-        elif verdict is not None and (tag.step is None or tag.age_key > whole[0].age_key):
+        elif verdict is not None and _may_be_newer(tag, counted[0]):
             older = "its step cannot be known" if tag.step is None else "not older than the newest that does"
             reason = f"does not verify, but {older}: {verdict.problems[0]}"
-        elif verdict is not None and verdict.quarantined and not invalid:
-            reason = f"quarantined, so that it does not count (--invalid removes it): {verdict.problems[0]}"
         elif verdict is not None and not invalid:
             reason = f"does not verify (--invalid removes it): {verdict.problems[0]}"
         else:
@@ -162,9 +156,13 @@ def _decide(
             yield Decision(tag, False, reason, valid, undecided=verdict is not None and verdict.undecided)
         else:
             why = f"older than the newest {keep} that verify" if keep > 1 else "older than the newest that verifies"
-            why = f"of a branch that was rolled back; {why}" if tag.name in left else why
             why = why if verdict is None else f"does not verify: {verdict.problems[0]}"
             yield Decision(tag, True, why, valid, tree)
+
+
+def _may_be_newer(tag: Tag, newest: Tag) -> bool:
+    """Whether a damaged tag may have been saved later than the newest whole one; a record that is torn has no time."""
+    return tag.step is None or tag.age_key > newest.age_key or tag.step > (newest.step or 0)
 
 
 def _why_in_use(tree: Tree, min_age_s: float, *, committed: bool) -> str:

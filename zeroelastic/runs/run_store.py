@@ -32,7 +32,7 @@ MIN_AGE_S = 3600.0
 CHANGED = "it changed while this ran"
 """The reason to keep a tag, or the files of a dead save, that a save or another removal is changing."""
 
-_TEMPORARY = re.compile(r"\.(latest|\.zeroelastic-attempts\.json)\.\d+(\.[0-9a-f]+)?\.tmp")
+_TEMPORARY = re.compile(r"\.latest\.\d+(\.[0-9a-f]+)?\.tmp")
 _MIN_AGE_UNASKED_S = 24 * 3600.0
 
 Links = dict[str, str]
@@ -73,21 +73,9 @@ class RunStore:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def written_at(self) -> float:
-        """When ``latest`` was written, in seconds since 1970; 0 where there is none."""
-        try:
-            return os.stat(self.root / LATEST).st_mtime
-        except OSError:
-            return 0.0
-
-    def write_latest(self, name: str, modified_at: float) -> None:
-        """Let ``latest`` name a tag, as if written at ``modified_at``. Raises OSError."""
-        write_atomically(self.root / LATEST, name.encode(), modified_at=modified_at)
-
-    def roll_back(self, name: str, tags: Sequence[Tag]) -> None:
-        """Let ``latest`` name a tag, and look later than all of the run's tags. Raises OSError."""
-        last, now = max(tag.modified_at for tag in tags), time.time()
-        self.write_latest(name, now if now > last else last + 1)
+    def point(self, name: str) -> None:
+        """Let ``latest`` name a tag. Raises OSError."""
+        write_atomically(self.root / LATEST, name.encode())
 
     def links(self, tags: Sequence[Tag]) -> tuple[Links, Links]:
         """The symbolic links in the folders of the tags, and for the paths that they lead to or into, the link."""

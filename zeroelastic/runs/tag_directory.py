@@ -22,7 +22,6 @@ from typing import TypeVar
 from urllib.parse import quote, unquote
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.checkpoint.marks import MARK_NAME
 from zeroelastic.checkpoint.one_save import pin, was_saved_again
 from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.distributed.process_identity import Life, identity, life_of
@@ -143,9 +142,9 @@ def carry_over(tag_dir: Path, staging_dir: Path) -> None:
         target = staging_dir / entry.name
         if (
             is_rank_file(entry.name)
-            or entry.name in (RECORD_NAME, MARK_NAME)
+            or entry.name == RECORD_NAME
             or is_note(entry.name)
-            or entry.name.startswith((f".{RECORD_NAME}.", f".{MARK_NAME}."))  # left by a write
+            or entry.name.startswith(f".{RECORD_NAME}.")  # left by a write
             or os.path.lexists(target)
         ):
             continue

@@ -40,7 +40,6 @@ TIED, EMBEDDING, FROZEN_NAME, BUFFER = (
 )
 
 _DEEPSPEED = "0.19.8"
-_RUN = "0" * 32
 _VOCABULARY = 250
 _OPTIONS = ({"lr": 3e-4, "weight_decay": 0.1}, {"lr": 3e-4, "weight_decay": 0.0})
 
@@ -152,7 +151,6 @@ def _write_tag(
         world_size=world_size,
         global_steps=step,
         train_batch_size=24,
-        run=_RUN,
         trained_params=params_digest(layout.params),
         versions=Versions(zeroelastic=__version__, deepspeed=_DEEPSPEED, torch=str(torch.__version__)),
         files=files,

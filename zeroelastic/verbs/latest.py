@@ -38,8 +38,8 @@ class LatestFile(Part):
 class LatestReport(Report):
     """The newest checkpoint that verifies; ``verified`` is how tags were checked.
 
-    ``newer`` are tags after the one that ``latest`` was pointed at, ``left`` those of another run. The attribute
-    ``tag`` is the checkpoint (``name``, ``path``, ``tag_dir``, ``step``), or None; the document has its name.
+    ``newer`` are tags that were committed after the one that ``latest`` names. The attribute ``tag`` is the checkpoint
+    (``name``, ``path``, ``tag_dir``, ``step``), or None; the document has its name.
     """
 
     directory: str
@@ -52,7 +52,6 @@ class LatestReport(Report):
     num_tags: int
     passed_over: tuple[PassedOver, ...]
     newer: tuple[str, ...]
-    left: tuple[str, ...]
     latest: LatestFile
     dry_run: bool = Field(default=False, exclude=True)
     _found: Latest = PrivateAttr()
@@ -80,9 +79,9 @@ def latest(
 ) -> LatestReport:
     """Find the newest checkpoint of a run that verifies.
 
-    The newest is the one that was committed last; where the file ``latest`` was pointed at an older tag since, the run
-    continues from there. Every byte is read, with ``quick`` only sizes and the commit record, or headers. ``fix`` lets
-    ``latest`` name the tag that was found, ``set_to`` another tag; with ``dry_run`` nothing is written.
+    That is the tag which the file ``latest`` names, or the newest committed one where that does not verify. Every byte
+    is read, with ``quick`` only sizes and the commit record, or headers. ``fix`` lets ``latest`` name the tag that was
+    found, ``set_to`` another tag; with ``dry_run`` nothing is written.
 
     Raises UsageError where there are no checkpoints, CheckpointError, UnreadableError.
 
@@ -122,7 +121,6 @@ def _report(found: Latest, verified: Literal["quick", "full"], dry_run: bool) ->
         num_tags=len(found.run.tags),
         passed_over=tuple(PassedOver(tag=v.tag.name, step=v.tag.step, problems=tuple(v.problems)) for v in passed),
         newer=tuple(newer.name for newer in found.newer),
-        left=tuple(left.name for left in found.left),
         latest=LatestFile(
             names=found.named,
             is_newest=tag is not None and found.named == tag.name,

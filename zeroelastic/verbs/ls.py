@@ -8,27 +8,26 @@ from typing import Literal
 
 from zeroelastic.checkpoint.checker import is_stage_0
 from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.checkpoint.marks import read_mark
 from zeroelastic.checkpoint.tag_files import TagListing, list_tag
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
 from zeroelastic.io.paths import local_directory
 from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.names import named_latest
-from zeroelastic.runs.order import Tag, runs_of
+from zeroelastic.runs.order import Tag
 from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.verbs.options import IN_A_STORE
 from zeroelastic.verbs.report import Part, Report
 
-Status = Literal["committed", "no record", "incomplete", "quarantined", "universal", "unreadable"]
+Status = Literal["committed", "no record", "incomplete", "universal", "unreadable"]
 """``no record``: all files are there, and nothing to verify them with, as DeepSpeed saves. ``incomplete``: files are
-missing. ``quarantined``: a load found it damaged."""
+missing."""
 
 
 class TagInfo(Part):
     """A checkpoint of the run; a field is None where it is not known. ``saved_at`` is in seconds since 1970.
 
-    ``path`` is its tag directory, ``folder`` the ``checkpoint-N`` around it, or the same. ``run`` numbers the runs that
-    save to the directory, from 1, in the order of their newest checkpoints. ``bytes`` are those of its files.
+    ``path`` is its tag directory, ``folder`` the ``checkpoint-N`` around it, or the same. ``bytes`` are those of its
+    files.
     """
 
     tag: str
@@ -42,7 +41,6 @@ class TagInfo(Part):
     status: Status
     why: str | None
     latest: bool
-    run: int | None
 
 
 class ListReport(Report):
@@ -72,8 +70,7 @@ def ls(directory: str | os.PathLike[str]) -> ListReport:
     root = Path(os.path.abspath(local_directory(directory, IN_A_STORE)))
     run = list_run(root)
     latest = None if run.in_folders else named_latest(root)[0]
-    numbers = {tag.name: number for number, tags in enumerate(runs_of(run.tags), 1) for tag in tags}
-    tags = tuple(_describe(tag, latest, numbers.get(tag.name)) for tag in run.tags)
+    tags = tuple(_describe(tag, latest) for tag in run.tags)
     return ListReport(
         ok=True,
         directory=str(root),
@@ -83,7 +80,7 @@ def ls(directory: str | os.PathLike[str]) -> ListReport:
     )
 
 
-def _describe(tag: Tag, latest: str | None, run: int | None) -> TagInfo:
+def _describe(tag: Tag, latest: str | None) -> TagInfo:
     status: Status
     world_size, stage, nbytes, why = None, None, 0, tag.unfinished
     try:
@@ -92,10 +89,7 @@ def _describe(tag: Tag, latest: str | None, run: int | None) -> TagInfo:
         record = read_record(listing.directory)
         world_size = listing.num_ranks if record is None else record.world_size
         stage = _stage(listing)
-        mark = read_mark(tag.tag_dir)
-        if mark is not None:
-            status, why = "quarantined", mark.sentence
-        elif listing.kind == "universal":
+        if listing.kind == "universal":
             status, stage = "universal", None
         elif tag.unfinished is not None or (listing.missing(world_size)[0] and not is_stage_0(listing)):
             status = "incomplete"
@@ -115,7 +109,6 @@ def _describe(tag: Tag, latest: str | None, run: int | None) -> TagInfo:
         status=status,
         why=why,
         latest=tag.name == latest,
-        run=run,
     )
 
 

@@ -17,7 +17,6 @@ from training import Job, build_engine, look, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.marks import MARK_NAME, read_mark, write_mark
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.errors import ZeroElasticError
@@ -76,17 +75,9 @@ def load(
     *,
     latest: Sequence[bytes | None] = (None,),
     resume: bool = False,
-    read_only: bool = False,
     **how: Any,
 ) -> list[Loaded]:
     """Load with one engine, once for each content of ``latest``, None for what is there; on ranks."""
-    if read_only:
-        import zeroelastic.deepspeed.load.fallback as fallback
-
-        def refuse(tag_dir: Path, why: str) -> None:
-            raise OSError(30, "Read-only file system", str(tag_dir / MARK_NAME))
-
-        fallback.write_mark = refuse  # type: ignore[assignment]
     engine = build_engine(job)
     opened = watch_opens()
     results: list[Loaded] = []
@@ -126,42 +117,47 @@ def damage_state(tag: Path, *, key: str = "exp_avg") -> str:
 
 
 @pytest.mark.support(
-    "Using it", '`"fallback": true`', "exact", "to the newest tag that verifies; damaged ones are marked, never deleted"
+    "Using it", '`"fallback": true`', "exact", "to the newest tag that loads; nothing is written or deleted"
 )
-def test_a_load_falls_back_marks_the_bad_tag_and_does_not_read_it_again(run: Run, rank_pool: RankPool) -> None:
+def test_a_load_falls_back_loudly_and_leaves_the_bad_tag_as_it_is(run: Run, rank_pool: RankPool) -> None:
     name = damage_state(run.directory / NEWEST)
     before = {path: path.read_bytes() for path in run.directory.rglob("*") if path.is_file()}
-    ranks = rank_pool.run(load, 2, str(run.directory), Job(options=FALLBACK).other(), latest=(None, None))
-    for results in ranks:
-        for loaded in results:
-            assert loaded.tag == MIDDLE and loaded.matches and compare_states(run.states[MIDDLE], loaded.state) == []
-        first, second = results
-        assert "FELL BACK to global_step2" in first.notes[0] and name in first.notes[0]
-        assert "up.weight: exp_avg" in first.notes[0] and "is quarantined since" in second.notes[0]
-        assert not [path for path in second.opened if NEWEST in path and path.endswith(".pt")], "it was read again"
-        assert [path for path in second.opened if MIDDLE in path and path.endswith(".pt")]
+    ranks = rank_pool.run(load, 2, str(run.directory), Job(options=FALLBACK).other())
+    for (loaded,) in ranks:
+        assert loaded.tag == MIDDLE and loaded.matches and compare_states(run.states[MIDDLE], loaded.state) == []
+        assert "FELL BACK to global_step2" in loaded.notes[0] and name in loaded.notes[0]
+        assert "up.weight: exp_avg" in loaded.notes[0]
     alike(ranks)
-    mark = read_mark(run.directory / NEWEST)
-    assert mark is not None and mark.files == (name,) and "up.weight: exp_avg" in mark.why
-    mark_path = run.directory / NEWEST / MARK_NAME
     after = {path: path.read_bytes() for path in run.directory.rglob("*") if path.is_file()}
-    assert after.pop(mark_path) and after == before, "something else was changed or deleted"
+    assert after == before, "something was changed, written or deleted"
+
+
+def test_without_the_option_a_damaged_newest_is_an_error(run: Run, rank_pool: RankPool) -> None:
+    name = damage_state(run.directory / NEWEST)
+    (failed,) = alike(rank_pool.run(load, 2, str(run.directory), Job().other()))
+    assert failed.error == "DigestMismatchError" and name in failed.text
 
 
 def test_what_is_found_without_reading_payload_falls_back_too_until_none_is_left(run: Run, rank_pool: RankPool) -> None:
     path = next((run.directory / NEWEST).glob("*rank_0_*model_states.pt"))
     path.write_bytes(path.read_bytes()[:-1])
-    flip(run.directory / MIDDLE / RECORD_NAME, 40, 8)
+    next((run.directory / MIDDLE).glob("*rank_1_*optim_states.pt")).unlink()
     job = Job(options=FALLBACK).other()
     (loaded,) = alike(rank_pool.run(load, 2, str(run.directory), job))
     assert loaded.tag == OLDEST and compare_states(run.states[OLDEST], loaded.state) == []
-    assert path.name in loaded.notes[0] and RECORD_NAME in loaded.notes[0]
+    assert path.name in loaded.notes[0] and "rank_1_mp_rank_00_optim_states.pt" in loaded.notes[0]
     damage_state(run.directory / OLDEST, key="fp32")
-    loaded, again = alike(rank_pool.run(load, 2, str(run.directory), job, latest=(None, None)))
-    for failed in (loaded, again):
-        assert failed.error == "CheckpointError" and "none of the checkpoints can be loaded" in failed.text
-        assert all(tag in failed.text for tag in (NEWEST, MIDDLE, OLDEST))
-    assert all(read_mark(run.directory / tag) for tag in (NEWEST, MIDDLE, OLDEST))
+    (failed,) = alike(rank_pool.run(load, 2, str(run.directory), job))
+    assert failed.error == "CheckpointError" and "none of the checkpoints can be loaded" in failed.text
+    assert all(tag in failed.text for tag in (NEWEST, MIDDLE, OLDEST))
+
+
+def test_a_torn_commit_record_is_no_commit(run: Run, rank_pool: RankPool) -> None:
+    """Such a tag is tried only where ``latest`` names it, and is never in the way of an older one."""
+    flip(run.directory / NEWEST / RECORD_NAME, 40, 8)
+    (run.directory / MIDDLE / RECORD_NAME).write_text("{")
+    (loaded,) = alike(rank_pool.run(load, 2, str(run.directory), Job(options=FALLBACK).other()))
+    assert loaded.tag == OLDEST and RECORD_NAME in loaded.notes[0] and MIDDLE not in loaded.notes[0]
 
 
 def test_resume_takes_the_same_walk(run: Run, rank_pool: RankPool) -> None:
@@ -169,33 +165,42 @@ def test_resume_takes_the_same_walk(run: Run, rank_pool: RankPool) -> None:
 
     assert zeroelastic.resume is resume
     damage_state(run.directory / NEWEST)
-    first, second = alike(rank_pool.run(load, 2, str(run.directory), Job().other(), latest=(None, None), resume=True))
-    assert first.tag == second.tag == MIDDLE and read_mark(run.directory / NEWEST) is not None
+    (found,) = alike(rank_pool.run(load, 2, str(run.directory), Job().other(), resume=True))
+    assert found.tag == MIDDLE
 
 
-def test_a_directory_that_cannot_be_written_is_no_obstacle(run: Run, rank_pool: RankPool) -> None:
-    damage_state(run.directory / NEWEST)
-    (loaded,) = alike(rank_pool.run(load, 2, str(run.directory), Job(options=FALLBACK).other(), read_only=True))
-    assert loaded.tag == MIDDLE and read_mark(run.directory / NEWEST) is None
-
-
-def test_what_is_wrong_with_the_run_is_raised_and_marks_nothing(run: Run, rank_pool: RankPool) -> None:
+def test_what_is_wrong_with_the_run_is_raised(run: Run, rank_pool: RankPool) -> None:
     (other,) = alike(rank_pool.run(load, 2, str(run.directory), Job(options=FALLBACK).other(extra="more")))
     assert other.error == "LayoutMismatchError"
     strict = Job(options={**FALLBACK, "strict_batch": True}).other(batch=60)
     assert alike(rank_pool.run(load, 2, str(run.directory), strict))[0].error == "StrictError"
-    assert not list(run.directory.rglob(MARK_NAME))
 
 
 def test_a_tag_that_is_named_is_loaded_or_an_error(run: Run, rank_pool: RankPool) -> None:
     name = damage_state(run.directory / NEWEST)
-    write_mark(run.directory / MIDDLE, "on a whim")
     job = Job(options=FALLBACK).other()
     (failed,) = alike(rank_pool.run(load, 2, str(run.directory), job, tag=NEWEST))
     assert failed.error == "DigestMismatchError" and name in failed.text
-    assert read_mark(run.directory / NEWEST) is None
     (loaded,) = alike(rank_pool.run(load, 2, str(run.directory), job, tag=MIDDLE))
     assert loaded.tag == MIDDLE and loaded.matches
+
+
+def load_without_latest(directory: str, jobs: Sequence[Job]) -> list[list[Loaded]]:
+    return [load(directory, job, resume=resume) for resume in (False, True) for job in jobs]
+
+
+def test_without_latest_the_newest_commit_of_the_same_parameters_is_taken(run: Run, rank_pool: RankPool) -> None:
+    """And an engine whose parameters no commit has is refused: it never begins from scratch without a word."""
+    (run.directory / "latest").unlink()
+    job = Job(options=FALLBACK).other()
+    own, other, resumed, refused = (
+        results[0]
+        for results in rank_pool.run(load_without_latest, 2, str(run.directory), [job, job.other(extra="more")])[0]
+    )
+    for loaded in (own, resumed):
+        assert loaded.tag == NEWEST and loaded.notes[0].startswith("NOT WHAT LATEST NAMES: ")
+    for failed in (other, refused):
+        assert failed.error == "CheckpointError" and "trains the parameters of this engine" in failed.text
 
 
 def test_what_latest_names_is_where_a_walk_begins(run: Run, rank_pool: RankPool) -> None:
@@ -225,21 +230,6 @@ def test_a_resume_says_that_latest_holds_a_path(run: Run, rank_pool: RankPool) -
     results = alike(rank_pool.run(load, 2, str(run.directory), Job().other(), latest=contents, resume=True))
     for result in results:
         assert result.tag == NEWEST and result.notes[0].startswith("NOT WHAT LATEST NAMES: ")
-
-
-def save_again(directory: str) -> None:
-    engine = build_engine(Job())
-    for step in range(3):
-        train_step(engine, step)
-    engine.save_checkpoint(directory)
-    assert dist.get_rank() or not (Path(directory) / NEWEST / MARK_NAME).exists()
-
-
-def test_a_save_into_a_marked_tag_takes_the_mark_away(run: Run, rank_pool: RankPool) -> None:
-    write_mark(run.directory / NEWEST, "damaged")
-    rank_pool.run(save_again, 2, str(run.directory))
-    (loaded,) = alike(rank_pool.run(load, 3, str(run.directory), Job(options=FALLBACK).other()))
-    assert loaded.tag == NEWEST
 
 
 def _buffer(tag: Path) -> tuple[Path, int]:

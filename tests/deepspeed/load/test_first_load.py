@@ -18,7 +18,7 @@ import torch.distributed as dist
 from saves import Saved, check_resumed, save_each
 from training import Job, Outcome, build_engine, resume, train_and_save, train_step
 
-from zeroelastic.deepspeed.engine_state import lineage_of
+from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live import live_optimizer
 from zeroelastic.errors import CheckpointError
 from zeroelastic.observers import subscribe
@@ -164,7 +164,7 @@ def seconds_of_a_slow_load(job: Job, directory: str) -> tuple[float, float]:
 
     engine = build_engine(job)
     gather, handler = load.gather_costs, logging.Handler()
-    lineage_of(engine).on_load.append(pause)
+    state_of(engine).on_load.append(pause)
     subscribe(pause)
     with (
         mock.patch.object(handler, "emit", pause),

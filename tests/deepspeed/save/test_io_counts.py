@@ -85,7 +85,7 @@ def needed_files(directory: Path, world_size: int, rank: int) -> set[str]:
     tag = next(directory.glob("global_step*"))
     record = record_of(tag)
     saved = record.world_size
-    names = {"latest", "zeroelastic.json", "zeroelastic-quarantine.json", tag.name}
+    names = {"latest", "zeroelastic.json", tag.name}
     names.add(f"zero_pp_rank_{rank if rank < saved else 0}_mp_rank_00_model_states.pt")
     for param in (content.param for content in record.contents()):
         numel, trained = param.numel, param.name in record.params.trained

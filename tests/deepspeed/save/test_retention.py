@@ -17,7 +17,8 @@ from training import Job, build_engine, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
-from zeroelastic.checkpoint.marks import write_mark
+from zeroelastic.checkpoint.param_table import params_digest
+from zeroelastic.deepspeed.live.kinds import trained_params
 from zeroelastic.deepspeed.save import after_save
 from zeroelastic.testing import RankPool
 
@@ -70,23 +71,31 @@ def test_the_newest_stay_and_the_log_names_the_others(rank_pool: RankPool, tmp_p
     assert zeroelastic.verify(tmp_path).valid
 
 
+def trained(job: Job) -> str:
+    return params_digest(trained_params(build_engine(job)) or ())
+
+
+def own_params(rank_pool: RankPool) -> str:
+    """The digest of the parameters that JOB trains."""
+    return str(rank_pool.run(trained, 1, JOB)[0])
+
+
 def test_what_prune_would_not_remove_and_what_is_not_ours_stays(rank_pool: RankPool, tmp_path: Path) -> None:
     golden = GOLDEN / "elastic2" / "global_step2"
     record = record_of(golden)
-    of_no_run = record_text(record.model_copy(update={"run": None, "trained_params": None, "committed_at": None}))
-    for name in ("linked", "damaged", "marked", "stock", "unfinished"):
+    undated = record_text(record.model_copy(update={"trained_params": own_params(rank_pool), "committed_at": None}))
+    for name in ("linked", "damaged", "old", "stock", "unfinished"):
         shutil.copytree(golden, tmp_path / name)
-        (tmp_path / name / RECORD_NAME).write_bytes(of_no_run)
+        (tmp_path / name / RECORD_NAME).write_bytes(undated)
         for path in (tmp_path / name, *(tmp_path / name).iterdir()):
             os.utime(path, (1e9, 1e9))
     (tmp_path / "link").symlink_to("linked")
     next((tmp_path / "damaged").glob("*rank_1_*optim_states.pt")).write_bytes(b"")
-    write_mark(tmp_path / "marked", "a test says so")
     (tmp_path / "stock" / "zeroelastic.json").unlink()  # as DeepSpeed alone saves it: it neither counts nor goes
     next((tmp_path / "unfinished").glob("*rank_0_*optim_states.pt")).unlink()
     (tmp_path / "notes").mkdir()
     rank_pool.run(save_often, 2, JOB, str(tmp_path), 3)
-    kept = {"damaged", "link", "linked", "marked", "notes", "stock", "unfinished"}
+    kept = {"damaged", "link", "linked", "notes", "stock", "unfinished"}
     assert set(tags(tmp_path)) == kept | {"global_step2", "global_step3"}
 
 
@@ -97,7 +106,7 @@ def test_every_so_many_steps_one_stays(rank_pool: RankPool, tmp_path: Path) -> N
 
 
 def test_the_tag_that_latest_names_stays(rank_pool: RankPool, tmp_path: Path) -> None:
-    """``latest`` was set back to step 1, and saves do not move it: neither it nor what was committed after it goes."""
+    """``latest`` was set back to step 1, and saves do not move it."""
     rank_pool.run(save_often, 2, JOB, str(tmp_path), 5, latest_at=2)
     assert "global_step1" in tags(tmp_path) and "global_step5" in tags(tmp_path)
 

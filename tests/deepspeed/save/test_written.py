@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from zeroelastic.deepspeed.engine_state import Lineage
+from zeroelastic.deepspeed.engine_state import LastSave
 from zeroelastic.deepspeed.save.commit import Written, _pack, _unpack, gather_written
 from zeroelastic.testing import RankPool
 
@@ -49,8 +49,8 @@ def gathered(to_all: bool) -> list[tuple[float, bool, list[Written]]]:
     names = (f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     unreadable = "only DeepSpeed reads it" if rank == 1 else None
     return [
-        gather_written(written(names, names), names, Lineage(), to_all=to_all),
-        gather_written(written(names, (), unreadable), names, Lineage(committed_at=4e9 + rank), to_all=to_all),
+        gather_written(written(names, names), names, LastSave(), to_all=to_all),
+        gather_written(written(names, (), unreadable), names, LastSave(committed_at=4e9 + rank), to_all=to_all),
     ]
 
 

@@ -23,7 +23,7 @@ import pytest
 import torch.distributed as dist
 from extended import with_swept
 from lifecycle.rank import use_node as use_memory_of
-from saved_files import logged, record_of
+from saved_files import logged
 from torch.distributed.distributed_c10d import _world
 from training import Job, build_engine, gathered, look, train_step
 
@@ -35,7 +35,6 @@ from zeroelastic.elastic.memory import resume as memory_resume
 from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
 from zeroelastic.elastic.memory.memory_file import MemoryFile
 from zeroelastic.elastic.memory.place import RunPlace
-from zeroelastic.elastic.memory.resume import memory_tier
 from zeroelastic.errors import ConfigError
 from zeroelastic.io.paths import as_path
 from zeroelastic.report import MemoryReport
@@ -462,7 +461,6 @@ def test_a_save_that_is_committed_late_is_not_newer_than_what_memory_has(
     for turn in turns:
         assert (turn.start.tier, turn.start.global_steps) == ("memory", step) and turn.start.passed_over == ()
         assert compare_states(state, turn.resumed) == []
-    assert record_of(directory / "global_step6").parent == record.save_id
 
 
 def test_the_disk_is_taken_where_it_is_newer(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
@@ -553,47 +551,6 @@ def test_what_is_kept_is_bounded_and_reported(rank_pool: RankPool, tmp_path: Pat
     part = kept["copies"].network_bytes  # what one rank sends: its files once
     assert kept["own"].network_bytes == 0 and 2 * part <= own < 2.3 * part
     assert kept["copies"].node_bytes == pytest.approx(2 * own, rel=0.05)
-
-
-def test_a_generation_that_the_job_died_loading_three_times_is_left_out(
-    rank_pool: RankPool, tmp_path: Path, shared: Path
-) -> None:
-    """Not where the number of ranks has changed since the last death: a node was lost or came during that load."""
-    directory = str(tmp_path / "ckpt")
-    first = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 3, save_steps=2)
-
-    def die_three_times(ranks: int) -> None:
-        for complete in shared.rglob("complete"):
-            (tag,) = os.listdir(complete)
-            (complete.parent / "attempt").write_text(f"{tag} 3 {ranks} {time.time()}")
-
-    die_three_times(3)
-    continued(first[0], rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 1], 1), 3)
-    die_three_times(2)
-    turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 1], 1)
-    continued(first[0], turns, 2, tier="directory")
-    assert "the job died 3 times while it was loaded" in turns[0].start.passed_over[0]
-
-
-def died_during_a_load(directory: str, shared: Path) -> int:
-    """How many deaths a start sees after one that died during a load of what memory has."""
-    use_node(shared, dist.get_rank())
-    engine = build_engine(JOB.other())
-    tier = memory_tier(engine, as_path(directory))
-    assert tier is not None
-    tier._attempt(tier.generations[0])
-    again = memory_tier(engine, as_path(directory))
-    assert again is not None
-    return again.generations[0].attempts
-
-
-def test_deaths_during_a_load_count_up_unless_the_number_of_ranks_changes(
-    rank_pool: RankPool, tmp_path: Path, shared: Path
-) -> None:
-    directory = str(tmp_path / "ckpt")
-    rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 1)
-    seen = [rank_pool.run(died_during_a_load, ranks, directory, shared) for ranks in (2, 2, 1, 2)]
-    assert seen == [[1, 1], [2, 2], [2], [2, 2]]
 
 
 def train_in_blocks(job: Job, directory: str, shared: Path) -> tuple[list[tuple[int, int, int]], int]:

@@ -273,11 +273,6 @@ def _pieces(rank: int, held: Layout, bases: Int64Array, end: int) -> list[Piece]
 def verify_view(found: VerifyReport) -> dict[str, object]:
     """Whether the checkpoint is valid, its files with damage at its place, what was checked."""
     tone, sentence = _verify_answer(found)
-    mark = found.quarantine
-    marked = (
-        [] if mark is None else [f"Marked as damaged at {mark.marked_at} by zeroelastic {mark.version}: {mark.why}"]
-    )
-    marked += ["The mark was removed, because the checkpoint is valid."] if found.lifted else []
     rows = [(Cell(one.sentence, "bad"), one.param, one.key, one.offset, one.bytes) for one in found.problems]
     columns = {"problem": "", "parameter": "name", "state key": "", "at byte": "right", "bytes": "right"}
     return {
@@ -286,7 +281,6 @@ def verify_view(found: VerifyReport) -> dict[str, object]:
         "sentence": sentence,
         "rate": found.bytes_read / found.read_seconds if found.read_seconds else 0.0,
         "remedy": _without_code(found.remedy),
-        "marked": marked,
         "problems": table(columns, rows),
         **_damage(found.files, found.problems, found.world_size),
     }

@@ -55,7 +55,7 @@ from zeroelastic.deepspeed.load.report import (
 )
 from zeroelastic.deepspeed.load.restore import restore
 from zeroelastic.deepspeed.load.stock import choose_loader, refuse_other_arrangement, refuse_state_of_zero
-from zeroelastic.deepspeed.load.tag_choice import choice_notes, choose_tag, nothing_to_load, warn_of_mark
+from zeroelastic.deepspeed.load.tag_choice import choose_tag, nothing_to_load
 from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
 from zeroelastic.deepspeed.options import LoadRequest, Verify
 from zeroelastic.deepspeed.run_objects import loading_sampler
@@ -72,6 +72,7 @@ from zeroelastic.io.paths import FilePath, PinnedPath, absolute, is_url
 from zeroelastic.io.remote import retrying
 from zeroelastic.report import ResumeReport
 from zeroelastic.runs.names import read_latest
+from zeroelastic.runs.order import about_newer
 from zeroelastic.runs.tag_directory import MAX_LOOKS, open_tag
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
@@ -235,7 +236,6 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
     tag_dir = open_tag(request.directory / tag)
     opened.append(tag_dir)
     all_or_raise(lambda: refuse_merged(engine.module, f"{tag_dir} cannot be loaded"))
-    warn_of_mark(tag_dir)
     with allow_globals(request.options.allow_globals):
         loader = choose_loader(engine, tag_dir, request)
         if loader.live is None:
@@ -243,7 +243,7 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
                 logger.warning("loading through DeepSpeed alone: %s", loader.reason)
             return _load_by_deepspeed(call, request)
         live, plan, request = _check(engine, loader.live, loader.level, request, tag_dir)
-    warnings = choice_notes(request.directory, tag, newer)
+    warnings = about_newer(request.directory, tag, newer)
     micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     batch = check_batch(
         plan.train_batch_size if live.trains else None,

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.marks import read_mark
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import refuse_damaged
 from zeroelastic.deepspeed.node_local.node_tags import agree_on_latest
 from zeroelastic.distributed.collective import all_gather_alike, all_gather_or_raise, all_or_raise, broadcast_or_raise
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable, shown, some
+from zeroelastic.errors import CheckpointError, MissingFileError, shown
 from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath
 from zeroelastic.runs.candidates import committed_after
 from zeroelastic.runs.locate import about_absent, about_absent_tag
@@ -22,17 +21,6 @@ from zeroelastic.runs.names import LATEST, directory_of, holds_something, read_l
 from zeroelastic.runs.tag_directory import open_tag, recover
 
 logger = logging.getLogger(__name__)
-
-
-def choice_notes(load_dir: FilePath, tag: str, newer: tuple[str, ...]) -> list[str]:
-    """Notes for the report about the choice of a tag: the same on every rank."""
-    if not newer:
-        return []
-    return [
-        f"NOT THE NEWEST: {load_dir / LATEST} names {printable(tag)}, and "
-        f"{some(map(printable, newer))} {'was' if len(newer) == 1 else 'were'} committed later. "
-        "Unless you pointed it there, the file is damaged, or a save ended before it was written"
-    ]
 
 
 class TagLookup(NamedTuple):
@@ -142,13 +130,3 @@ def nothing_to_load(engine: Engine, load_dir: FilePath, *, required: bool) -> No
             logger.warning('%s The run begins from scratch; "required": true makes that an error', text)
 
     all_or_raise(refuse)
-
-
-def warn_of_mark(tag_dir: FilePath) -> None:
-    """Warn on rank 0 when the tag to load carries a mark of damage; it is loaded all the same."""
-    if dist.get_rank() != 0:
-        return
-    with suppress(UnreadableError):  # a load reports it itself
-        mark = read_mark(tag_dir)
-        if mark is not None:
-            logger.warning("%s %s", tag_dir, mark.sentence)

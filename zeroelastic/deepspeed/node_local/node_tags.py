@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -24,7 +25,6 @@ from zeroelastic.deepspeed.live.kinds import trained_params
 from zeroelastic.deepspeed.node_local.visibility import gather_visibility
 from zeroelastic.distributed.collective import (
     all_gather,
-    all_gather_alike,
     all_gather_or_raise,
     all_or_raise,
     broadcast_or_raise,
@@ -37,12 +37,13 @@ from zeroelastic.errors import (
     UnsupportedError,
     UsageError,
     printable,
+    shown,
 )
 from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.io.storage import file_sizes, folders
+from zeroelastic.io.storage import folders
 from zeroelastic.runs.candidates import list_run
-from zeroelastic.runs.names import named_latest
-from zeroelastic.runs.order import Tag, left_out_of_run, newest_first, runs_at_once, without_other_runs
+from zeroelastic.runs.names import LATEST, named_latest
+from zeroelastic.runs.order import Tag, about_newer, committed_after, newest_first, tags_to_try
 from zeroelastic.runs.tag_directory import recover_all
 
 logger = logging.getLogger(__name__)
@@ -96,16 +97,6 @@ def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
     return chosen
 
 
-def seen_alike(directory: FilePath) -> bool:
-    """Whether all ranks see the same files, by name and size, in a directory. Collective."""
-    if isinstance(directory, RemotePath):
-        return True
-    found: object = None
-    with suppress(CheckpointError, UnreadableError):
-        found = sorted(file_sizes(directory).items())
-    return len(set(all_gather_alike(_digest(found)))) == 1
-
-
 def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -141,41 +132,40 @@ def tags_of_all_nodes(root: FilePath) -> list[Tag]:
     for tag in (tag for one in lists for tag in one):
         if tag.name not in best or _knowledge(tag) > _knowledge(best[tag.name]):
             best[tag.name] = tag
-    return list(newest_first(best.values(), named_latest(root)[0]))
+    return list(newest_first(best.values()))
 
 
-def tags_of_this_run(engine: Engine, root: FilePath) -> list[Tag]:
-    """``tags_of_all_nodes`` without those of other engines' runs that save there (``runs.order``). Collective.
+class TagsToTry(NamedTuple):
+    """The tags that a run may go on from, in the order in which they are tried, and notes on that choice."""
 
-    Warns where two runs are left that existed at the same time, and where what is left out may be of this run.
+    tags: tuple[Tag, ...]
+    notes: tuple[str, ...]
+
+
+def find_tags_to_try(engine: Engine, root: FilePath) -> TagsToTry:
+    """The tags of a directory that an engine may go on from (``runs.order``), the same on every rank. Collective.
+
+    Where nodes have disks of their own, ``latest`` is the newest tag that it names on any of them.
     """
     tags = tags_of_all_nodes(root)
+    named = all_gather(named_latest(root) if isinstance(root, Path) or dist.get_rank() == 0 else (None, None))
 
-    def own() -> list[Tag]:
-        params = trained_params(engine) if dist.get_rank() == 0 and len(tags) > 1 else None
-        if params is None:
-            return tags
-        found = without_other_runs(tags, params_digest(params))
-        twins = runs_at_once(found)
-        if twins is not None:
-            logger.warning(
-                "%s: two engines with the same parameters have saved here at the same time, %s and %s; the newest is "
-                "taken. If this engine continues the other, load by tag (engine.load_checkpoint(directory, tag=...)), "
-                "and give each engine a directory of its own.",
-                root,
-                *twins,
-            )
-        left = left_out_of_run(found, tags, named_latest(root)[0])
-        if left is not None:
-            logger.warning(
-                "%s: %s is not taken, whose record names the same run: it has other trained parameters, and the saves "
-                "that would link it to %s are not there. If the parameters of this run have changed, and it is to go "
-                "on from %s, load by tag (engine.load_checkpoint(directory, tag=...)).",
-                *(root, printable(left.name), printable(found[0].name), printable(left.name)),
-            )
-        return list(found)
+    def choose() -> TagsToTry:
+        names = {name for name, _ in named}
+        latest = next((tag for tag in tags if tag.name in names), None)
+        params = trained_params(engine)
+        digest = None if params is None else params_digest(params)
+        tried = tags_to_try(tags, None if latest is None else latest.name, digest)
+        notes: list[str] = []
+        if latest is not None:
+            notes = about_newer(root, latest.name, [tag.name for tag in committed_after(tags, latest)])
+        elif tried and tried[0].path == tried[0].tag_dir:  # folders of a framework have a ``latest`` each
+            name, problem = named[0]
+            why = problem or (f"names {shown(name)}, which is not there" if name else "is not there")
+            notes = [f"NOT WHAT LATEST NAMES: {root / LATEST}: {why.removeprefix(f'{root / LATEST}: ').rstrip('.')}"]
+        return TagsToTry(tried, tuple(notes))
 
-    return all_or_raise(own)
+    return broadcast_or_raise(choose)
 
 
 def _knowledge(tag: Tag) -> tuple[bool, int, int]:

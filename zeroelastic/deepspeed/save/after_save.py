@@ -1,8 +1,8 @@
 """What follows a commit: tags beyond the newest ``"keep"`` are removed, and observers are told.
 
-The rules of a removal are the rules of ``runs.prune``, and stricter, because nobody is asked: only tags of the run that
-saves (``runs.order``) with a commit record count, and only they are removed. A removal that fails warns; the save is
-committed by then.
+The rules of a removal are the rules of ``runs.prune``, and stricter, because nobody is asked: only tags with the
+trained parameters of the engine and a commit record count, and only they are removed. A removal that fails warns; the
+save is committed by then.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.errors import ZeroElasticError, printable, some
@@ -24,7 +24,7 @@ from zeroelastic.observers import Saved, Tier, publish
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.runs.names import CHECKPOINT_FOLDER
 from zeroelastic.runs.prune import (
-    OTHER_RUN,
+    OTHER_PARAMS,
     Decision,
     PrunePlan,
     plan_prune,
@@ -104,7 +104,7 @@ def remove_old_tags(root: Path, tag: str, options: Options, *, over_nodes: bool)
         return ()
     removed: list[str] = []
     try:
-        check = _check_own_files if over_nodes else _check
+        check = _check_own_files if over_nodes else check_quickly
         plan = plan_prune(root, keep=options.keep, check=check, of=tag)
         _warn_of_others(plan)
         for decision in plan.removals:
@@ -119,13 +119,13 @@ def remove_old_tags(root: Path, tag: str, options: Options, *, over_nodes: bool)
 
 
 def _warn_of_others(plan: PrunePlan) -> None:
-    """Warn once per directory that it has checkpoints of other runs, which nothing removes."""
-    others = [decision.tag.name for decision in plan.decisions if decision.reason == OTHER_RUN]
+    """Warn once per directory that it has checkpoints of other parameters, which nothing removes."""
+    others = [decision.tag.name for decision in plan.decisions if decision.reason == OTHER_PARAMS]
     if others and str(plan.root) not in _warned:
         _warned.add(str(plan.root))
         logger.warning(
-            '%s: "keep" counts and removes the checkpoints of this run alone; of other runs there are %s. Remove those '
-            "that are not needed by hand or with zeroelastic prune.",
+            '%s: "keep" counts and removes only checkpoints with the trained parameters of this engine; others are %s. '
+            "Remove those that are not needed by hand or with zeroelastic prune.",
             *(plan.root, some(map(printable, others))),
         )
 
@@ -154,19 +154,11 @@ def _limit_of_framework(root: Path, tag: str) -> str | None:
     return "save_total_limit of TrainingArguments" if CHECKPOINT_FOLDER.fullmatch(root.name) else None
 
 
-_NO_RECORD = ("has no commit record.",)
-
-
-def _check(tag_dir: FilePath) -> tuple[str, ...]:
-    """The problems of a tag; one without a commit record has one, so that it neither counts nor is removed."""
-    return check_quickly(tag_dir) if RECORD_NAME in file_sizes(tag_dir) else _NO_RECORD
-
-
 def _check_own_files(tag_dir: FilePath) -> tuple[str, ...]:
-    """``_check`` where the files of other ranks are on other nodes. Raises CheckpointError."""
+    """``check_quickly`` where the files of other ranks are on other nodes. Raises CheckpointError."""
     record = read_record(tag_dir)
     if record is None:
-        return _NO_RECORD
+        return ("has no commit record.",)
     return tuple(
         f"{name} has {size} bytes, {record.files[name]} by the commit record."
         for name, size in file_sizes(tag_dir).items()

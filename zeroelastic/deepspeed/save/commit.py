@@ -25,7 +25,6 @@ from zeroelastic.checkpoint.commit_record import (
     CheckpointFormat,
     CommitRecord,
     Versions,
-    read_record,
 )
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
@@ -37,11 +36,10 @@ from zeroelastic.checkpoint.topology import SliceMaps, numbered_expert
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.engine_state import Lineage, is_of_this_process
+from zeroelastic.deepspeed.engine_state import LastSave
 from zeroelastic.deepspeed.live.topology import Sharing
 from zeroelastic.distributed.collective import all_gather, gather, gather_bytes, maximum
-from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, printable
-from zeroelastic.runs.names import directory_of, named_latest
+from zeroelastic.errors import CheckpointError, SaveError
 from zeroelastic.torch_file.header import TorchFile, read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
@@ -53,48 +51,9 @@ _FILE, _DIRECTORY = (4, 8), (16, 32)
 _OPTIM_NAMES = ("zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt", "bf16_zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt")
 
 
-def new_save_id(made_at: float) -> str:
-    """An identity for one save, which every file of it has: 32 hexadecimal digits.
-
-    The first 16 are the time at which the engine that saves was made, in microseconds since 1970.
-    """
-    return f"{round(made_at * 1e6):016x}{secrets.token_hex(8)}"
-
-
-def refuse_out_of_date(
-    save_id: str, lineage: Lineage, run_dir: Path, tag_dir: Path, outcome: str, *, begins: bool = False
-) -> None:
-    """Raise SaveError where another job has gone on with this run since: this one was stopped for a while, or orphaned.
-
-    It is later if its engine was made later, by the ids of its saves: of what ``latest`` names, or of the tag that
-    would be replaced. Of two jobs that go on at once, the older one thus ends at its first save after the first one of
-    the other. ``outcome`` ends the message. Where the other job is the older one, a save that ``begins`` warns.
-    """
-    latest, _ = named_latest(run_dir)
-    own, now = int(save_id[:16], 16), time.time() * 1e6
-    for place in dict.fromkeys([tag_dir, tag_dir if latest is None else directory_of(run_dir, latest)]):
-        try:
-            record = read_record(place)
-        except (CheckpointError, UnreadableError):
-            continue
-        if record is None or record.run != lineage.run or is_of_this_process(record.save_id):
-            continue
-        made, at = int(record.save_id[:16], 16), 1e6 * (record.committed_at or 0.0)
-        if not made < at <= now:
-            continue
-        what = f"{printable(str(place))} (step {record.global_steps})"
-        if own < made:
-            raise SaveError(
-                f"{tag_dir}: another job has gone on with this run, and has saved {what}. It was started after this "
-                f"one, which is out of date and does not save here any more. {outcome} End this job; if both are "
-                "wanted, give each a directory of its own."
-            )
-        if begins and made < own < at:
-            logger.warning(
-                "%s was saved by a job that still runs, and was started before this one. Two jobs go on with one run "
-                "here: the other one's saves are refused after the next one of this job. End it.",
-                what,
-            )
+def new_save_id() -> str:
+    """An identity for one save, which every file of it has: 32 hexadecimal digits."""
+    return secrets.token_hex(16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +80,7 @@ class PendingCommit:
     allow_globals: tuple[str, ...]
     train_batch_size: int
     file_names: tuple[str, str]
-    lineage: Lineage
+    last_save: LastSave
     lost_micro_batches: int
     contents: tuple[ParamContent, ...] = ()
     trained: frozenset[str] = frozenset()
@@ -137,16 +96,16 @@ class Written(NamedTuple):
 
 
 def gather_written(
-    own: Written, names: tuple[str, str], lineage: Lineage, *, to_all: bool
+    own: Written, names: tuple[str, str], last_save: LastSave, *, to_all: bool
 ) -> tuple[float, bool, list[Written]]:
     """The time of the commit, whether only DeepSpeed reads the save, and what every rank has written. Collective.
 
-    The time is in seconds since 1970, later than the last commit of any rank's ``lineage``; rank 0's clock counts.
+    The time is in seconds since 1970, later than the ``last_save`` of any rank; rank 0's clock counts.
     What was written is by rank, on rank 0, or on all. ``names`` are the names of this rank's module states and
     optimizer file: 88 bytes come from each rank, unless one has files of other names or files that only DeepSpeed
     reads.
     """
-    not_before = lineage.next_time(time.time() if dist.get_rank() == 0 else 0.0)
+    not_before = last_save.next_time(time.time() if dist.get_rank() == 0 else 0.0)
     packed = _pack(own, names)
     facts = maximum([round(not_before * 1e6), int(own.unreadable is not None), int(packed is None)])
     microseconds, unreadable, unpacked = facts
@@ -198,8 +157,6 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
         train_batch_size=save.train_batch_size,
         lost_micro_batches=save.lost_micro_batches,
         committed_at=committed_at,
-        parent=save.lineage.save_id,
-        run=save.lineage.run,
         trained_params=params_digest(
             content.param for content in save.contents if content.tp_rank == 0 and content.param.name in save.trained
         ),

@@ -25,7 +25,6 @@ from zeroelastic.deepspeed.save.commit import (
     not_committed,
     read_back,
     record_of,
-    refuse_out_of_date,
 )
 from zeroelastic.deepspeed.save.shard_writer import Snapshot
 from zeroelastic.deepspeed.storage_rules import saves_nothing
@@ -129,12 +128,12 @@ class Directory:
             own = barrier.all_or_raise(lambda: self._read_back(save, barrier), "fsync")
             # to the ranks that write a record: rank 0, or leaders
             committed_at, unreadable, written = gather_written(
-                own, save.file_names, save.lineage, to_all=any(self.leaders)
+                own, save.file_names, save.last_save, to_all=any(self.leaders)
             )
             barrier.all_or_raise(lambda: self._record(save, barrier, written, committed_at), "record")
-            barrier.all_or_raise(lambda: self._publish(save, barrier), "publish")
+            barrier.all_or_raise(lambda: self._publish(barrier), "publish")
         if not unreadable:
-            save.lineage.commit(save.save_id, committed_at)
+            save.last_save.commit(save.save_id, committed_at)
         barrier.outcome_note = "The checkpoint is complete; load it by its tag."
         barrier.all_or_raise(lambda: self._point_latest(save) if self.is_leader else None, "latest")
         if dist.get_rank() != 0:
@@ -205,14 +204,12 @@ class Directory:
             if unreadable is None:
                 write_atomically(self.staging_dir / RECORD_NAME, record_text(record), sync=self._fsync)
 
-    def _publish(self, save: PendingCommit, barrier: SaveBarrier) -> None:
+    def _publish(self, barrier: SaveBarrier) -> None:
         """The one rename that makes the tag. This process may have been stopped since the save began.
 
         What the tag has replaced stays until all ranks have done this: nodes may have directories of their own.
         """
         if self.is_leader:
-            outcome = "The tag is what it was before; `latest` is unchanged."
-            refuse_out_of_date(save.save_id, save.lineage, self.run_dir, self.tag_dir, outcome)
             if barrier.is_given_up():
                 return  # the others have said that the tag is not committed
             with self.as_not_committed():
@@ -223,8 +220,6 @@ class Directory:
         if self._published is not None:
             self._published.finish()
         if self._save_latest:
-            outcome = "The checkpoint is complete; `latest` is unchanged."
-            refuse_out_of_date(save.save_id, save.lineage, self.run_dir, self.tag_dir, outcome)
             try:
                 write_atomically(self.run_dir / LATEST, save.tag.encode(), sync=self._fsync)
             except OSError as error:

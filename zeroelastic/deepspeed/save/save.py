@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.deepspeed.client_state import checked_client_state, saved_step
 from zeroelastic.deepspeed.engine import (
     Engine,
@@ -27,14 +28,14 @@ from zeroelastic.deepspeed.engine import (
     options_of,
     saves_elastic,
 )
-from zeroelastic.deepspeed.engine_state import is_of_another_engine, lineage_of, link, refuse_to_save, state_of
+from zeroelastic.deepspeed.engine_state import last_save_of, link, refuse_to_save, state_of
 from zeroelastic.deepspeed.live.digests import (
     copies_that_differ,
     gather_over_tp,
     live_streams,
     whole_contents,
 )
-from zeroelastic.deepspeed.live.kinds import covered_live, in_rigid_form, kind_of, listed_by_optimizer
+from zeroelastic.deepspeed.live.kinds import covered_live, in_rigid_form, kind_of, listed_by_optimizer, trained_params
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.notices import notice
@@ -44,10 +45,10 @@ from zeroelastic.deepspeed.save.after_save import AfterSave, remove_old_tags
 from zeroelastic.deepspeed.save.background import BackgroundSave, background_for
 from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
 from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
-from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, refuse_out_of_date, written_files
+from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, written_files
 from zeroelastic.deepspeed.save.directory import Directory
 from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
-from zeroelastic.deepspeed.save.pending import DecoupledSave, check_alive, finish_pending, unfinished
+from zeroelastic.deepspeed.save.pending import DecoupledSave, check_alive, finish_pending
 from zeroelastic.deepspeed.save.shard_writer import (
     HostMemory,
     OtherEngineWriter,
@@ -68,7 +69,6 @@ from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_ra
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import (
     CheckpointError,
-    SaveError,
     UnreadableError,
     UnsupportedError,
     UsageError,
@@ -177,7 +177,7 @@ class Save:
                     request, save_dir=str(destination.deepspeed_dir), save_latest=save_latest
                 ).call_deepspeed(original, engine)
             self.commit_info = proxy.commit_info
-            lineage_of(engine).begun = self.save_id
+            last_save_of(engine).begun = self.save_id
             self.pending = self._pending_commit(engine, proxy.names)
 
             def complete() -> None:
@@ -234,7 +234,7 @@ class Save:
             train_batch_size=engine.train_batch_size(),
             file_names=file_names,
             expert_files=tuple(name for name in names if name not in file_names),
-            lineage=lineage_of(engine),
+            last_save=last_save_of(engine),
             lost_micro_batches=_warn_of_lost_micro_batches(engine, request.tag_dir),
         )
 
@@ -265,7 +265,7 @@ def save_checkpoint(
     finish_pending(self, before=f"the save of {tag}")
     after = AfterSave(self, tag_dir, tag, began=began)
     barrier = SaveBarrier(tag_dir, timeout_s=options_of(self).save_timeout_s)
-    barrier.leave_note(new_save_id(lineage_of(self).made_at))
+    barrier.leave_note(new_save_id())
     barrier.wait("begin")
     with barrier.attribute_failures():
         request = SaveRequest(save_dir, tag, named, client_state, save_latest, exclude_frozen_parameters)
@@ -281,7 +281,7 @@ def _save(
     # DeepSpeed's own files of stages 1 and 2 have all that another size needs.
     kind = kind_of(engine.optimizer)
     elastic = saves_elastic(engine) and kind is not None and kind.per_param
-    prepared = _prepare(engine, request, elastic=elastic, save_id=save_id)
+    prepared = _prepare(engine, request, elastic=elastic)
     if isinstance(prepared, ZeroElasticError):
         asked = request.exclude_frozen_parameters  # which DeepSpeed's save would not heed
         refuses = elastic or (saves_elastic(engine) and (asked or isinstance(prepared, UsageError)))
@@ -347,7 +347,7 @@ def _save_by_deepspeed_alone(engine: Engine, original: Method, request: SaveRequ
 
 
 def _prepare(
-    engine: Engine, request: SaveRequest, *, elastic: bool, save_id: str
+    engine: Engine, request: SaveRequest, *, elastic: bool
 ) -> tuple[LiveOptimizer, dict[str, Any]] | ZeroElasticError:
     """The live state of this rank, read once for the whole save, and the client state to save. Collective.
 
@@ -363,9 +363,7 @@ def _prepare(
                 "was written; pass another tag."
             )
         if dist.get_rank() == 0:
-            _refuse_tag_of_another(engine, request.tag_dir)
-            place, outcome = (request.directory, request.tag_dir), "Nothing was written."
-            refuse_out_of_date(save_id, lineage_of(engine), *place, outcome, begins=True)
+            _warn_of_other_params(engine, request.tag_dir)
         refuse_to_save(engine, request.tag_dir)
         live = covered_live(engine, engine.optimizer)
         refuse_changed_module(engine, live, request.tag_dir, with_frozen=not request.exclude_frozen_parameters)
@@ -425,25 +423,17 @@ def _with_copies(engine: Engine, live: LiveOptimizer, tag_dir: Path) -> LiveOpti
     return all_or_raise(lambda: covered_live(engine, engine.optimizer, opaque=True))
 
 
-def _refuse_tag_of_another(engine: Engine, tag_dir: Path) -> None:
-    """Raise SaveError where another engine saves under the same tag: one that is at work as long as this one is.
-
-    A time that is still to come says nothing about when the tag was saved: the clock was set back since.
-    """
-    problem = "is being saved by another engine" if any(save.tag_dir == tag_dir for save in unfinished()) else None
-    lineage = lineage_of(engine)
+def _warn_of_other_params(engine: Engine, tag_dir: Path) -> None:
+    """Say that a save replaces a checkpoint with other trained parameters, which may be another engine's."""
     try:
         record = read_record(tag_dir)
     except (CheckpointError, UnreadableError):
-        record = None
-    if record is not None and record.save_id not in (*lineage.saves, lineage.save_id):
-        is_foreign = record.run not in (None, lineage.run) or is_of_another_engine(engine, record.save_id)
-        if is_foreign and lineage.made_at < (record.committed_at or 0.0) <= time.time():
-            problem = f"was saved by another engine at its step {record.global_steps}, since this one was made"
-    if problem is not None:
-        raise SaveError(
-            f"{tag_dir}: {problem}. Nothing was written. Two engines cannot save under one tag: give each tags, or a "
-            "directory, of its own."
+        return
+    if record is not None and record.trained_params not in (None, params_digest(trained_params(engine) or ())):
+        logger.warning(
+            "%s: this save replaces a checkpoint whose trained parameters are not those of the engine. If another "
+            "engine saves under this tag, give each engine a directory of its own.",
+            tag_dir,
         )
 
 

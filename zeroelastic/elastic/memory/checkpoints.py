@@ -31,7 +31,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.deepspeed.engine import Engine, options_of
-from zeroelastic.deepspeed.engine_state import lineage_of, refuse_to_save, state_of
+from zeroelastic.deepspeed.engine_state import last_save_of, refuse_to_save, state_of
 from zeroelastic.deepspeed.live.digests import live_streams, whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
@@ -231,7 +231,7 @@ class MemoryCheckpoints:
         if self.is_broken:
             return
         save_id = hashlib.sha256(f"{self._attempt} {self._number}".encode()).hexdigest()[:32]
-        slot, lineage = self._slots[self._next], lineage_of(self._engine)
+        slot, followed = self._slots[self._next], last_save_of(self._engine)
         slot.begin()
         copied: _Copied | Exception
         try:
@@ -240,7 +240,7 @@ class MemoryCheckpoints:
         except Exception as error:  # raised on all ranks by the thread, for which they wait
             copied = error
         step = int(self._engine.global_steps)
-        made = _Generation(step, save_id, slot, began, lineage.save_id, lineage.begun, copied)
+        made = _Generation(step, save_id, slot, began, followed.save_id, followed.begun, copied)
         made.stall_seconds = self._stall_seconds + time.monotonic() - began
         self._stall_seconds = 0.0
         self._thread = threading.Thread(target=self._complete, args=(made,), name="zeroelastic-memory", daemon=True)
@@ -284,7 +284,7 @@ class MemoryCheckpoints:
             allow_globals=tuple(options.allow_globals),
             train_batch_size=int(engine.train_batch_size()),
             file_names=self._written,
-            lineage=lineage_of(engine),
+            last_save=last_save_of(engine),
             lost_micro_batches=0,
             trained=frozenset(param.name for param in live.layout.params),
         )
@@ -380,8 +380,8 @@ class MemoryCheckpoints:
             raise different
         sizes = {name: len(data) for name, (data, _) in files.items()}
         directories = {name: directory for name, (_, directory) in files.items()}
-        own_files, lineage = Written(sizes, directories), lineage_of(self._engine)
-        committed_at, _, written = gather_written(own_files, copied.save.file_names, lineage, to_all=True)
+        own_files, followed = Written(sizes, directories), last_save_of(self._engine)
+        committed_at, _, written = gather_written(own_files, copied.save.file_names, followed, to_all=True)
         shared = _on_other_nodes(written)
         own = {name: data for name, (data, _) in files.items()}
         staging = self._staging(made)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.deepspeed.engine import options_of
-from zeroelastic.deepspeed.engine_state import lineage_of
+from zeroelastic.deepspeed.engine_state import last_save_of
 from zeroelastic.deepspeed.install.wrappers import loading_strictly
 from zeroelastic.deepspeed.live.kinds import kind_of, trained_params
 from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
@@ -34,9 +33,6 @@ from zeroelastic.runs.order import Tag
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_MAX_ATTEMPTS = 3
-"""How often the job may die while it loads one generation before that is left out."""
 
 _LATE_NODES_S = 5.0
 """How long a start waits for nodes that were late at the rendezvous before it goes back to the disk."""
@@ -53,7 +49,6 @@ class Generation:
     tag: str
     note: MemoryNote
     on_nodes: Mapping[int, Mapping[str, int]]
-    attempts: int
     continues: str | None = None
     unsaved_steps: int = 0
     unsaved_seconds: float = 0.0
@@ -73,15 +68,6 @@ class Generation:
             return f"what {rank_list(ranks)} saved is on no node that is left"
         return None
 
-    @cached_property
-    def problem(self) -> str | None:
-        """Why it cannot be loaded, or None."""
-        if self.lost is not None:
-            return self.lost
-        if self.attempts >= _MAX_ATTEMPTS:
-            return f"the job died {self.attempts} times while it was loaded"
-        return None
-
 
 class MemoryTier:
     """The generations of the run that saves to ``directory`` and trains ``trained_params``, on all nodes.
@@ -97,10 +83,10 @@ class MemoryTier:
         if nodes.index(nodes[rank]) == rank:  # the others of the node see the same
             read = ((tag, self._run.note(tag)) for tag in self._run.tags())
             found = [(tag, note, _hash(note)) for tag, note in read if note is not None]
-        on_nodes = all_gather([(tag, hashed, self._run.files(tag), self._attempts(tag)) for tag, _, hashed in found])
+        on_nodes = all_gather([(tag, hashed, self._run.files(tag)) for tag, _, hashed in found])
         senders: dict[tuple[str, str], int] = {}  # of equal notes the first rank that has one
         for first, rows in enumerate(on_nodes):
-            for tag, hashed, _, _ in rows:
+            for tag, hashed, _ in rows:
                 senders.setdefault((tag, hashed), first)
         sent = all_gather({tag: note for tag, note, hashed in found if senders[tag, hashed] == rank})
         self.generations = sorted(
@@ -108,8 +94,7 @@ class MemoryTier:
                 Generation(
                     tag,
                     note,
-                    {first: files for first, rows in enumerate(on_nodes) for name, _, files, _ in rows if name == tag},
-                    max(attempts for rows in on_nodes for name, _, _, attempts in rows if name == tag)[1],
+                    {first: files for first, rows in enumerate(on_nodes) for name, _, files in rows if name == tag},
                 )
                 for tag, note in {tag: note for notes in sent for tag, note in notes.items()}.items()
             ),
@@ -118,20 +103,18 @@ class MemoryTier:
         )
         self._tried, self._left = set[str](), set[str]()
 
-    def newer_than(self, saved: Tag | None, tags: Sequence[Tag], *, set_back_at: float | None) -> list[Generation]:
+    def newer_than(self, saved: Tag | None, tags: Sequence[Tag]) -> list[Generation]:
         """The generations that a run resumes from rather than from ``saved``, newest first. Collective.
 
         Those that were tried are left out. Rank 0's arguments count; ``saved`` is one of ``tags``, the checkpoints on
-        the disk, or None: there is none that is left. In a run whose ``latest`` was ``set_back_at`` a time, in seconds
-        since 1970, only generations count that were made later and continue from ``saved``.
+        the disk, or None: there is none that is left.
         """
 
         def choose() -> dict[str, tuple[str | None, int, float]]:
             placed = [_placed(one, saved, tags) for one in self.generations if one.tag not in self._tried]
-            newer = [one for one in placed if _is_newer(one, saved, set_back_at)]
+            newer = [one for one in placed if _is_newer(one, saved)]
             if saved is not None:
-                self._warn_of_others(saved, tags, after=max(saved.saved_at, set_back_at or 0.0))
-            if set_back_at is not None and saved is not None:
+                self._warn_of_others(saved, tags, after=saved.saved_at)
                 self._warn_of_left([one for one in placed if one not in newer], saved)
             return {one.tag: (one.continues, one.unsaved_steps, one.unsaved_seconds) for one in newer}
 
@@ -144,12 +127,12 @@ class MemoryTier:
         ]
 
     def _warn_of_left(self, generations: Sequence[Generation], saved: Tag) -> None:
-        """Warn once of each generation that a run which was rolled back does not take."""
+        """Warn once of each later generation that is not taken because it follows another save."""
         for one in generations:
             if one.tag not in self._left and one.note.committed_at > saved.saved_at:
                 self._left.add(one.tag)
                 logger.warning(
-                    "step %d in memory is let go of: latest was set to %s since, or it does not continue from there",
+                    "step %d in memory is let go of: it does not continue from %s, from which the run goes on",
                     *(one.note.step, printable(saved.name)),
                 )
 
@@ -183,17 +166,12 @@ class MemoryTier:
         for generation in generations:
             self._tried.add(generation.tag)
             name = f"step {generation.note.step} in memory"
-            if generation.problem is None:
+            problem = generation.lost
+            if problem is None:
                 try:
-                    self._attempt(generation)
-                    result = self._load(engine, generation, finish, strict=strict)
-                    self._forget_attempts()
-                    return result, tuple(passed)
+                    return self._load(engine, generation, finish, strict=strict), tuple(passed)
                 except (CheckpointError, UnreadableError, SaveError) as error:
-                    self._forget_attempts()
                     problem = finding(error)
-            else:
-                problem = generation.problem
             passed.append(f"{name}: {problem}")
             if dist.get_rank() == 0:
                 logger.warning("passed over %s: %s", name, problem)
@@ -214,34 +192,10 @@ class MemoryTier:
             path, client_state = engine.load_checkpoint(str(self._run.complete), tag=generation.tag)
         if path is None:
             raise CheckpointError(f"{tag_dir}: DeepSpeed did not load it.")
-        lineage = lineage_of(engine)
-        lineage.save_id = generation.continues
-        lineage.unsaved_steps, lineage.unsaved_seconds = generation.unsaved_steps, generation.unsaved_seconds
+        last_save = last_save_of(engine)
+        last_save.save_id = generation.continues
+        last_save.unsaved_steps, last_save.unsaved_seconds = generation.unsaved_steps, generation.unsaved_seconds
         return finish(generation.tag, dict(client_state or {}))
-
-    def _attempts_path(self) -> Path:
-        return self._run.path / "attempt"
-
-    def _attempts(self, tag: str) -> tuple[float, int]:
-        """When a load of a tag began last, as this node knows, and how often the job had died while it was loaded.
-
-        A death before a change of the number of ranks does not count: a node was lost or came during the load.
-        """
-        try:
-            named, number, ranks, began = self._attempts_path().read_text().split()
-            changed = int(ranks) != dist.get_world_size()
-            return (float(began), int(number) - changed) if named == tag else (0.0, 0)
-        except (OSError, ValueError):
-            return 0.0, 0
-
-    def _attempt(self, generation: Generation) -> None:
-        text = f"{generation.tag} {generation.attempts + 1} {dist.get_world_size()} {time.time()}"
-        with suppress(OSError):  # a node that has no directory yet
-            self._attempts_path().write_text(text)
-
-    def _forget_attempts(self) -> None:
-        with suppress(OSError):
-            self._attempts_path().unlink(missing_ok=True)
 
 
 def _wait_for_late_nodes() -> None:
@@ -271,28 +225,19 @@ def _placed(generation: Generation, saved: Tag | None, tags: Sequence[Tag]) -> G
     )
 
 
-def _is_newer(generation: Generation, saved: Tag | None, set_back_at: float | None) -> bool:
+def _is_newer(generation: Generation, saved: Tag | None) -> bool:
     """Whether a run resumes from a generation rather than from a checkpoint on the disk, or from none.
 
-    A generation that was made after that save is newer, even if the save was committed later: one in the background may
-    take long. Of one step, saved to both, the one in memory is taken: they have the same content. Where neither
-    continues the other, times decide.
+    It does where the generation follows that save. Of one step, saved to both, the one in memory is taken: they have
+    the same content.
     """
-    note = generation.note
-    if saved is None:
-        return set_back_at is None
-    if set_back_at is not None and note.committed_at < set_back_at:
-        return False
-    if saved.save_id is not None and generation.continues == saved.save_id:
+    if saved is None or (saved.save_id is not None and generation.continues == saved.save_id):
         return True
-    if set_back_at is not None:
-        return False
-    if note.step == saved.step and note.parent == saved.parent:
+    if generation.note.step == saved.step:
         with suppress(CheckpointError, UnreadableError):
             record = read_record(saved.tag_dir)
-            if record is not None and record.content_root == note.content_root:
-                return True
-    return note.committed_at > saved.saved_at
+            return record is not None and record.content_root == generation.note.content_root
+    return False
 
 
 def memory_tier(engine: Any, directory: FilePath) -> MemoryTier | None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from zeroelastic.checkpoint.checker import Headers, check_headers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
 from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.one_save import one_save, saved_again, was_saved_again
@@ -127,10 +126,7 @@ def inspect_source(source: Source, *, all_ranks: bool = False) -> InspectReport:
 def _report(source: Source, checked: TagHeaders) -> InspectReport:
     record, model, shard, root = checked.record, checked.first_model, checked.first_shard, checked.root
     listing = checked.listing
-    mark = read_mark(checked.tag_dir) if MARK_NAME in listing.sizes else None
     problems = _problems(checked)
-    if mark is not None:
-        problems.append(f"{checked.tag_dir}: {mark.sentence}")
     unsupported = checked.unsupported
     if listing.tp_size > 1 and checked.topology.tensor_size == 1:
         ranks = f"was saved with {listing.tp_size} tensor parallel ranks, of which the first is shown."
@@ -188,7 +184,6 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         else SavedLayout(
             split="param" if shard.stage == 3 else "group", sub_group_numel=shard.layout.sub_group_numel.tolist()
         ),
-        quarantine=mark,
         record=Record(
             state="present" if record is not None else "damaged" if damaged else "absent",
             content_root=None if record is None else record.content_root,

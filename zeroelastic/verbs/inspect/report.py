@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from zeroelastic.checkpoint.marks import Quarantine
 from zeroelastic.errors import counted
 from zeroelastic.verbs.report import Format, Framework, Part, Report
 
@@ -212,7 +211,6 @@ class InspectReport(Report):
     sub_group_size: int | None = None
     num_sub_groups: int | None = None
     layout: SavedLayout | None = None
-    quarantine: Quarantine | None = None
     record: Record = Record()
     totals: Totals = Totals()
     topology: InspectedTopology | None = None

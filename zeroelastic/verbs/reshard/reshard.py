@@ -392,8 +392,6 @@ def _record(
         global_steps=state.models[0].global_steps,
         train_batch_size=plan.saved.train_batch_size or 0,
         committed_at=None if at is None else round(at + 1e-6, 6),  # among the source's tags it comes next to it
-        parent=None if source is None else source.save_id,
-        run=None if source is None else source.run,
         trained_params=params_digest(params),
         versions=Versions(
             zeroelastic=__version__,

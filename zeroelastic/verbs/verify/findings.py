@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.marks import MARK_NAME, read_mark
 from zeroelastic.checkpoint.streams import Folded, fold
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
@@ -120,7 +119,6 @@ def _report(
         num_tensors=0 if scan is None else len(headers.tensors),
         num_records=0 if scan is None else scan.num_records,
         bytes_read=0 if scan is None else scan.nbytes,
-        quarantine=read_mark(headers.tag_dir) if MARK_NAME in headers.sizes else None,
     )
 
 

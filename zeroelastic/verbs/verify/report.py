@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from zeroelastic.checkpoint.marks import Quarantine
 from zeroelastic.checkpoint.tag_headers import Problem
 from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
 
@@ -22,12 +21,11 @@ class VerifyReport(Report):
     """The result of a verification. ``valid`` means no problems in what was checked; ``unchecked`` lists what was not.
 
     ``unsupported`` says what of the checkpoint is not read here and what resumes it: it is sound where it is ``valid``.
-    ``quarantine`` is the mark of damage in the tag, also where no damage was found this time. ``content_root`` is
-    computed from the files: None with ``quick``, or where not all of them could be read. ``recorded_root`` is that of
-    the commit record. ``remedy`` says what to do about the problems. ``files`` are those that ranks have written,
-    damaged or not. ``bytes_read`` bytes were read, the CRC-32 of ``num_records`` records and the digests of
-    ``num_tensors`` tensors were computed. ``lifted``: the mark of damage was removed. ``read_seconds`` is the part of
-    ``seconds`` in which the payload was read.
+    ``content_root`` is computed from the files: None with ``quick``, or where not all of them could be read.
+    ``recorded_root`` is that of the commit record. ``remedy`` says what to do about the problems. ``files`` are those
+    that ranks have written, damaged or not. ``bytes_read`` bytes were read, the CRC-32 of ``num_records`` records and
+    the digests of ``num_tensors`` tensors were computed. ``read_seconds`` is the part of ``seconds`` in which the
+    payload was read.
     """
 
     path: GivenPath
@@ -38,8 +36,6 @@ class VerifyReport(Report):
     recorded_root: str | None = None
     problems: tuple[Problem, ...]
     remedy: str | None = None
-    quarantine: Quarantine | None = None
-    lifted: bool = False
     checked: tuple[str, ...]
     unchecked: tuple[str, ...]
     unsupported: tuple[str, ...] = ()

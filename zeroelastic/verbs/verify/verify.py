@@ -16,14 +16,13 @@ from contextlib import nullcontext
 from functools import partial
 
 from zeroelastic.checkpoint.checker import check_headers
-from zeroelastic.checkpoint.marks import lift_mark
 from zeroelastic.checkpoint.one_save import may_mix_saves, one_save, pin, saved_again, was_saved_again
 from zeroelastic.checkpoint.tag_files import is_universal
 from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.distributed.processes import Processes
-from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, UsageError, with_remedy
+from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
-from zeroelastic.io.paths import FilePath, RemotePath, as_path
+from zeroelastic.io.paths import FilePath, as_path
 from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.locate import UNIVERSAL, find_source
 from zeroelastic.runs.names import holds_something
@@ -40,15 +39,14 @@ def verify(
     *,
     tag: str | None = None,
     quick: bool = False,
-    lift_quarantine: bool = False,
     processes: Processes | None = None,
     progress: Progress = no_progress,
 ) -> VerifyReport:
     """Check that a checkpoint is what its save left: complete, undamaged, of one save.
 
     Reads every byte of every rank's files once: headers, checksums of all records, digests of all tensors against the
-    commit record; with ``quick`` only names, sizes and the record. Damage is reported, not raised. ``lift_quarantine``
-    removes the mark of damage from a checkpoint that is valid. Several ``processes`` share the reading; collective.
+    commit record; with ``quick`` only names, sizes and the record. Damage is reported, not raised.
+    Several ``processes`` share the reading; collective.
 
     Raises UsageError where there is no checkpoint, UnsupportedError, UnreadableError, SavedAgainError.
 
@@ -60,16 +58,11 @@ def verify(
         for problem in report.problems:
             print(problem.sentence)
     """
-    if lift_quarantine and quick:
-        raise UsageError(
-            "--lift-quarantine: only a full verification shows that a checkpoint is valid; leave --quick out."
-        )
     processes = processes or Processes()
     return _verified(
         lambda: find_source(src, tag=tag).tag_dir,
         os.fspath(src),
         quick=quick,
-        lift_quarantine=lift_quarantine,
         processes=processes,
         progress=progress,
     )
@@ -138,7 +131,6 @@ def _verified(
     name: str,
     *,
     quick: bool,
-    lift_quarantine: bool = False,
     processes: Processes,
     progress: Progress,
 ) -> VerifyReport:
@@ -158,18 +150,8 @@ def _verified(
     with nullcontext() if quick else progress("verify", headers.nbytes // processes.size) as advance:
         report = verify_from_headers(headers, quick=quick, progress=advance, processes=processes)
     done = time.monotonic()
-    lifted = lift_quarantine and report.valid and processes.rank == 0 and _lift(headers.tag_dir)
     read_seconds = 0.0 if quick else done - opened
-    return report.model_copy(update={"lifted": lifted, "seconds": done - began, "read_seconds": read_seconds})
-
-
-def _lift(tag_dir: FilePath) -> bool:
-    if isinstance(tag_dir, RemotePath):
-        raise UsageError(
-            f"{tag_dir}: --lift-quarantine writes on this machine only. Run it where the directory is mounted, or "
-            "remove the mark with the tools of the store."
-        )
-    return lift_mark(tag_dir)
+    return report.model_copy(update={"seconds": done - began, "read_seconds": read_seconds})
 
 
 def verify_checkpoint(
