@@ -145,10 +145,6 @@ class Bench:
             wrong = list(differing(expected, seen.ids))
             self._require(not wrong, f"{path}: tags differ: {'; '.join(wrong)}")
             self._require(seen.latest == model.latest, f"{path}: latest is {seen.latest!r}, expected {model.latest!r}")
-            damaged = {on_disk(tag) for tag, saved in model.tags.items() if saved.damage}
-            self._require(
-                seen.marks <= damaged, f"{path}: quarantined although nothing is wrong: {seen.marks - damaged}"
-            )
             files = {file: found for file, found in seen.listing.items() if _is_of(file, model.tags)}
             changed = list(differing(self.listings.get(name, files), files))
             self._require(not changed, f"{path}: files changed that nothing wrote: {changed[:4]}")
@@ -221,7 +217,7 @@ class Bench:
         number = next(self._saves)
         return Saved(
             tag, live.state, live.step, live.world_size, {}, position=live.position, origin=live.origin,
-            number=number, committed=number, parent=live.continues,
+            number=number, committed=number,
         )  # fmt: skip
 
     def _refused(self, answers: Sequence[Answer], saved: Saved) -> bool:
@@ -232,20 +228,12 @@ class Bench:
     def _refuse(self, answers: Sequence[Answer]) -> bool:
         return all(answer.kind == "error" and REFUSALS & set(answer.names) for answer in answers)
 
-    def _of_another(self, live: Live, path: Path, tags: Collection[str]) -> bool:
-        """Whether another engine has saved one of these tags since this one was made."""
-        there = {on_disk(tag): saved for tag, saved in self.directory(path).tags.items()}
-        found = [there[on_disk(tag)] for tag in tags if on_disk(tag) in there]
-        others = [saved for saved in found if saved.number not in live.own and saved.number != live.continues]
-        return any(saved.origin.run != live.origin.run and saved.committed > live.made for saved in others)
-
     def _commit(self, path: str, saved: Saved, live: Live, *, others: int = 0, keep: bool = True) -> None:
         model = self.directory(path)
         # A tag that is saved again is another directory; the files of others stay.
         self.listings.pop(path, None)
         model.commit(replace(saved, committed=next(self._saves)))
         live.continues = saved.number
-        live.own.add(saved.number)
         if keep:
             self._after_keep(path, live)
         seen = disk.look(Path(path))
@@ -266,7 +254,7 @@ class Bench:
     def _after_keep(self, path: str, live: Live) -> None:
         """What the option "keep" has removed after a commit."""
         if live.options.get("keep"):
-            kept = self.directory(path).kept(live.options["keep"], only=live.origin)
+            kept = self.directory(path).kept(live.options["keep"], only=live.origin.net)
             self._removed(path, kept, f'"keep": {live.options["keep"]}')
 
     def _removed(self, path: str, kept: Collection[str], what: str) -> None:
@@ -406,7 +394,6 @@ class Bench:
                 f"{allowed[0].step}; {value['passed']}",
             )
         self._holds(job, fitting, [value["client_state"] for value in values], with_position=True)
-        model.deaths.pop(first["tag"], None)
 
     def _same_error(self, answers: Sequence[Answer]) -> None:
         kinds = {answer.kind for answer in answers}

@@ -26,23 +26,16 @@ def damaged_state_is_a_fresh_start() -> None:
     _set("deepspeed.load.tag_choice", "refuse_damaged", lambda engine: None)
 
 
-def all_tags_are_of_one_run() -> None:
+def all_tags_count_together() -> None:
     """Tags of all engines that save to a directory are counted together."""
-
-    def one(tags: Any) -> Any:
-        return (tuple(tags),)
-
-    for module in ("runs.order", "runs.prune"):
-        _set(module, "runs_of", one)
-    for module in ("runs.candidates", "runs.latest", "deepspeed.node_local.node_tags"):
-        _set(module, "without_other_runs", lambda tags, trained_params: tuple(tags))
+    _set("runs.prune", "by_params", lambda tags: (tuple(tags),))
 
 
 def the_last_commit_is_the_newest_state() -> None:
     """Of memory and disk a resume takes what was committed last."""
 
-    def by_time(generation: Any, saved: Any, *, rolled_back: bool) -> bool:
-        return bool(generation.note.committed_at > saved.saved_at) and not rolled_back
+    def by_time(generation: Any, saved: Any) -> bool:
+        return saved is None or bool(generation.note.committed_at > saved.saved_at)
 
     _set("elastic.memory.resume", "_is_newer", by_time)
 
@@ -56,7 +49,7 @@ DEFECTS: dict[str, Callable[[], None]] = {
     defect.__name__: defect
     for defect in (
         damaged_state_is_a_fresh_start,
-        all_tags_are_of_one_run,
+        all_tags_count_together,
         the_last_commit_is_the_newest_state,
         workers_get_signals,
     )

@@ -1,4 +1,4 @@
-"""What is on disk, read with nothing of the package: tags by their commit records, ``latest``, marks, left-overs."""
+"""What is on disk, read with nothing of the package: tags by their commit records, ``latest``, left-overs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-RECORD, MARK = "zeroelastic.json", "zeroelastic-quarantine.json"
+RECORD = "zeroelastic.json"
 _HIDDEN = re.compile(r"\.(.+\.[0-9a-f]{32}\.(tmp|old)|latest\..+\.tmp)", re.DOTALL)
 _TRASH = ".zeroelastic-pruned"
 
 
 @dataclass
 class Seen:
-    """One directory: save ids by tag, what ``latest`` holds, the marked tags, what crashes left, and a listing."""
+    """One directory: save ids by tag, what ``latest`` holds, what crashes left, and a listing."""
 
     ids: dict[str, str] = field(default_factory=dict)
     latest: str | None = None
-    marks: set[str] = field(default_factory=set)
     hidden: set[str] = field(default_factory=set)
     listing: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
@@ -41,10 +40,8 @@ def look(root: Path) -> Seen:
         tag = os.path.relpath(folder, root)
         if RECORD in files:
             seen.ids[tag] = json.loads(Path(folder, RECORD).read_bytes())["save_id"]
-        if MARK in files:
-            seen.marks.add(tag)
         for name in files:
-            if name not in (MARK, "latest") and not name.startswith("."):
+            if name != "latest" and not name.startswith("."):
                 path = os.path.join(folder, name)
                 found = os.stat(path)
                 seen.listing[os.path.relpath(path, root)] = (found.st_ino, found.st_size, found.st_mtime_ns)

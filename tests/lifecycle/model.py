@@ -37,8 +37,6 @@ class Saved:
     """Counts saves, on disk and in memory, in the order in which their state was copied."""
     committed: int = 0
     """The same count at the commit."""
-    parent: int = 0
-    """The save that it continues, by its number."""
 
     @property
     def loaded_step(self) -> int:
@@ -52,17 +50,11 @@ class Directory:
 
     tags: dict[str, Saved] = field(default_factory=dict)
     latest: str | None = None
-    pointed: bool = False
-    """Whether ``latest`` was pointed at an older tag since the last commit: that is where a job goes on."""
-    deaths: dict[str, int] = field(default_factory=dict)
-    """How many jobs were killed while they loaded a tag."""
 
     def commit(self, saved: Saved, *, latest: bool = True) -> None:
         """The newest save is the last of ``tags``, whatever its step; one of the same tag is gone."""
         self.tags.pop(saved.tag, None)
         self.tags[saved.tag] = saved
-        self.deaths.pop(saved.tag, None)
-        self.pointed = False
         if latest:
             self.latest = saved.tag
 
@@ -70,57 +62,45 @@ class Directory:
         """All saves, or those of one network."""
         return [saved for saved in reversed(self.tags.values()) if net in ("", saved.origin.net)]
 
-    def line(self, net: str) -> list[Saved]:
-        """What an engine of a network may go on from, newest first, damaged or not."""
-        line = self.newest_first(net)
-        if self.pointed:
-            line = line[next((i for i, saved in enumerate(line) if saved.tag == self.latest), 0) :]
-        return line
+    def tried(self, net: str) -> list[Saved]:
+        """What an engine of a network tries: the tag that ``latest`` names, then older ones of the network."""
+        order, named = self.newest_first(), self.tags.get(self.latest or "")
+        if named is None:
+            return self.newest_first(net)
+        return [named, *(saved for saved in order[order.index(named) + 1 :] if net in ("", saved.origin.net))]
 
     def healthy(self, net: str) -> list[Saved]:
-        """``line`` without what is damaged."""
-        return [saved for saved in self.line(net) if not saved.damage]
+        """``tried`` without what is damaged."""
+        return [saved for saved in self.tried(net) if not saved.damage]
 
     def continued(self) -> str:
-        """The network that ``latest`` is about: that of the tag that it names, or of the newest."""
+        """The network of the tag that ``latest`` names; any, where it names none."""
         named = self.tags.get(self.latest or "")
-        return (named or self.newest_first()[0]).origin.net
+        return "" if named is None else named.origin.net
 
     def resumable(self, net: str) -> list[Saved]:
-        """What ``resume`` may take: the newest healthy save; the one before it, too, once two loads died of it."""
-        allowed: list[Saved] = []
-        for saved in self.healthy(net):
-            allowed.append(saved)
-            if self.deaths.get(saved.tag, 0) < 2:
-                break
-        return allowed
+        """What ``resume`` takes; nothing where the first that is whole, by its headers, is another network's."""
+        for saved in self.tried(net):
+            if saved.origin.net != net and saved.damage in ("", "flip"):
+                return []
+            if saved.origin.net == net and not saved.damage:
+                return [saved]
+        return []
 
-    def kept(self, keep: int, only: Origin | None = None) -> set[str]:
-        """What ``prune`` must leave: the newest whole ones of each run, and what ``latest`` names.
+    def kept(self, keep: int, only: str = "") -> set[str]:
+        """What ``prune`` must leave: the newest whole ones of each network, and what ``latest`` names.
 
-        Those of a branch that was rolled back come last. With ``only``, it is the ``keep`` of that run's options, which
-        leaves all that is of others.
+        With ``only``, it is the ``keep`` of that network's options, which leaves all that is of others.
         """
         kept = {self.latest} & set(self.tags)
-        for origin in {saved.origin for saved in self.tags.values()}:
-            own = [saved for saved in self.newest_first() if saved.origin == origin]
+        for net in {saved.origin.net for saved in self.tags.values()}:
+            own = self.newest_first(net)
             whole = [saved for saved in own if saved.damage in ("", "flip")]
-            if whole:
-                line = self._line_of(whole[0])
-                whole.sort(key=lambda saved: saved.number not in line)
-            kept |= {saved.tag for saved in (whole[:keep] if only in (None, origin) else own)}
+            kept |= {saved.tag for saved in (whole[:keep] if only in ("", net) else own)}
         return kept  # type: ignore[return-value]
 
-    def _line_of(self, saved: Saved) -> set[int]:
-        """The numbers of a save and of those that it continues."""
-        by_number, line = {one.number: one for one in self.tags.values()}, {saved.number}
-        while saved.parent in by_number and saved.parent not in line:
-            saved = by_number[saved.parent]
-            line.add(saved.number)
-        return line
-
     def copy(self) -> Directory:
-        return Directory(dict(self.tags), self.latest, self.pointed)
+        return Directory(dict(self.tags), self.latest)
 
 
 @dataclass(frozen=True)
@@ -145,23 +125,21 @@ class Kept:
     nodes: tuple[int, ...]
     tolerance: int
     damaged: bool = False
-    deaths: int = 0
 
     def lost(self, nodes: Collection[int]) -> bool:
         """Whether too many of its nodes are not among these."""
         return len(set(self.nodes) - set(nodes)) > self.tolerance
 
     def newer(self, model: Directory) -> bool:
-        """Whether a resume takes it rather than the newest whole save on the disk, whenever that was committed."""
-        line = model.healthy(self.saved.origin.net)
-        if not line:
-            return True
-        head, numbers = line[0], {saved.number for saved in model.tags.values()}
-        if (self.begun if self.begun in numbers else self.parent) == head.number:
-            return True
-        return not (model.pointed and head != model.newest_first(head.origin.net)[0]) and (
-            self.saved.committed > head.committed
-        )
+        """Whether a resume takes it rather than a save on the disk: it follows that one, or one that is passed over."""
+        numbers, net = {saved.number for saved in model.tags.values()}, self.saved.origin.net
+        follows = self.begun if self.begun in numbers else self.parent
+        for saved in model.tried(net):
+            if saved.number == follows:
+                return True
+            if saved.damage in ("", "flip") and (saved.origin.net != net or not saved.damage):
+                return False  # another network's is refused, a whole one is taken
+        return True
 
 
 @dataclass
@@ -201,9 +179,8 @@ class Live:
     """An engine: what it holds (None after a load that failed), and where it is.
 
     ``continues`` is the save that it loaded or committed last, ``begun`` the one that it has begun since, by numbers.
-    ``made`` is the count of saves when the engine was made, ``own`` are those that it has committed. ``unprotected``:
-    it resumed from memory what no save on the disk has, and its next training loop, the first, begins with a checkpoint
-    in memory. ``looped``: it had a training loop.
+    ``unprotected``: it resumed from memory what no save on the disk has, and its next training loop, the first, begins
+    with a checkpoint in memory. ``looped``: it had a training loop.
     """
 
     world_size: int
@@ -212,7 +189,6 @@ class Live:
     cwd: str
     position: int = 0
     origin: Origin = Origin()
-    made: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
     nodes: tuple[int, ...] = ()
     elastic: bool = True
@@ -220,7 +196,6 @@ class Live:
     begun: int = 0
     pending: Pending | None = None
     frozen: bool = False
-    own: set[int] = field(default_factory=set)
     unprotected: bool = False
     looped: bool = False
 
@@ -245,7 +220,6 @@ def interrupted(before: Directory, saved: Saved, *, ids: Mapping[str, str], late
     only once that is committed.
     """
     after = before.copy()
-    after.deaths = dict(before.deaths)
     old = before.tags.get(saved.tag)
     found = ids.get(saved.tag)
     assert found is not None or old is None, f"the killed save took {saved.tag!r} away"

@@ -58,7 +58,7 @@ class World(Bench):
         )
         found = self._all_ok("build", answers)[0]
         self.live[job] = Live(
-            world_size, found["state"], found["step"], str(cwd), found["position"], origin, next(self._saves),
+            world_size, found["state"], found["step"], str(cwd), found["position"], origin,
             dict(options or {}), nodes, elastic,
         )  # fmt: skip
 
@@ -130,11 +130,9 @@ class World(Bench):
             # The fault belongs to the thread that outlives the command.
         answers = self._call(job, "save", **keywords, background=background)
         self._flushed(job, others=int(background), keep=False)  # the new save is on its way by now, or committed
-        of_another = self._of_another(live, path, [saved.tag])
-        if self._refused(answers, saved) or (of_another and self._refuse(answers)):
+        if self._refused(answers, saved):
             self._release(job)
             return
-        self._require(not of_another, f"{saved.tag!r} of another engine was replaced")
         self._all_ok("save", answers)
         live.pending, live.begun = Pending(str(path), saved), saved.number
         if not background:
@@ -184,7 +182,7 @@ class World(Bench):
             (kept,) = [one for one in memory.kept if (one.saved.state, one.saved.step, one.saved.position) == held][:1]
             numbers = {saved.number for saved in self.directory(path).tags.values()}
             live.loaded(kept.saved, kept.begun if kept.begun in numbers else kept.parent)
-            self.memory[job, str(path)] = Memory([replace(kept, deaths=0)])
+            self.memory[job, str(path)] = Memory([kept])
 
     def do_load_during_save(
         self, reader: str, writer: str, directory: str, tag: str, at: int, rank: int = 0, verify: str = "full",
@@ -243,10 +241,7 @@ class World(Bench):
         loads = [args[0] for what, *args in script if what == "load"]
         if live.state is None or any(tag not in model.tags or self._unlike(live, model.tags[tag]) for tag in loads):
             raise Skipped
-        begins = {live.step, *(model.tags[tag].loaded_step for tag in loads)}
-        saves = {f"global_step{step + more}" for step in begins for more in range(1 + steps.count("train"))}
-        saves |= {args[0] for what, *args in script if what in ("save", "slow") and args}
-        if self._of_another(live, path, saves) or (loads and live.options.get("keep")):
+        if loads and live.options.get("keep"):
             raise Skipped
         if (
             live.memory
@@ -362,29 +357,20 @@ class World(Bench):
         choice = self._going_on(job, path)[0][:1] if moment == "resume" else self._choice(model, tag)
         if loads and (not choice or choice[0].origin.net != live.origin.net):
             raise Skipped
-        if loads and memory is not None and memory.kept and memory.kept[0].deaths > 1:
-            raise Skipped
         keywords: dict[str, Any] = {"directory": self.given(directory)}
         if moment == "save":
             _, saved = self._saved(live, directory, tag, None)
-            if self._of_another(live, path, [saved.tag]):
-                raise Skipped
             keywords |= {"tag": tag, "client_state": None, "background": background}
         else:
             keywords |= {"required": False, "strict": False} if moment == "resume" else {"tag": tag, "verify": "full"}
         self._settle(job)  # the save before this one is no part of it
-        reached = False
         with self._held(job, moment, rank, at, thread=background and moment == "save", **keywords) as answers:
-            reached = True
             for victim in range(live.world_size) if everyone else [rank % live.world_size]:
                 self.jobs[job].signal(victim, number)
         hung = [answer for answer in answers if answer.kind == "hang"]
         self._require(not hung, f"a rank that lives waits for one that is gone: {hung[:1]}")
         if moment == "resume" and memory is not None and memory.kept:
-            memory.kept = [replace(one, deaths=one.deaths + 1) for one in memory.kept]
             memory.certain = memory.certain and choice[0].tag == IN_MEMORY
-        if loads and reached and how == "kill" and choice[0].tag != IN_MEMORY:
-            model.deaths[choice[0].tag] = model.deaths.get(choice[0].tag, 0) + 1
         said_ok = moment == "save" and not background and any(answer.kind == "ok" for answer in answers)
         self._end(job)
         if moment == "save":
@@ -460,7 +446,7 @@ class World(Bench):
         if model.tags[tag].damage and code:
             return  # refused
         self._require(code == 0, f"latest --set exits with {code}: {text[-600:]}")
-        model.latest, model.pointed = tag, model.newest_first(model.tags[tag].origin.net)[0].tag != tag
+        model.latest = tag
 
     def do_prune(self, directory: str, keep: int, job: str = "", tag: str | None = None, at: int = 0) -> None:
         """``zeroelastic prune``; with ``job``, that one saves a tag in the middle of it."""
@@ -490,8 +476,7 @@ class World(Bench):
         """``cp -r`` of a directory: the times of its files are new, and their order is any."""
         path = self.path(directory)
         target = self.root / to[1:]
-        pointed = self.directory(path).pointed  # only the times of files tell, which cp -r changes
-        if self._in_flight(path) or not self.directory(path).tags or target.exists() or pointed:
+        if self._in_flight(path) or not self.directory(path).tags or target.exists():
             raise Skipped
         shutil.copytree(path, target, copy_function=shutil.copyfile, symlinks=True)
         self.directories[str(target)] = self.directory(path).copy()

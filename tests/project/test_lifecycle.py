@@ -101,16 +101,20 @@ def test_a_killed_save_left_the_old_or_the_new() -> None:
         interrupted(before, saved("last", 2), ids={"last": "old"}, latest="last")
 
 
-def test_a_tag_that_two_loads_died_of_may_be_passed_over() -> None:
+def test_a_resume_takes_what_latest_names_or_an_older_one() -> None:
     directory = Directory()
-    directory.commit(saved("one"))
-    directory.commit(saved("two"))
-    directory.deaths["two"] = 1
+    for tag in ("one", "two", "three"):
+        directory.commit(saved(tag))
+    directory.latest = "two"
     assert [found.tag for found in directory.resumable("G")] == ["two"]
-    directory.deaths["two"] = 2
-    assert [found.tag for found in directory.resumable("G")] == ["two", "one"]
-    directory.commit(saved("two", 2))
-    assert [found.tag for found in directory.resumable("G")] == ["two"]
+    directory.tags["two"] = replace(directory.tags["two"], damage="flip")
+    assert [found.tag for found in directory.resumable("G")] == ["one"]
+    directory.latest = None
+    assert [found.tag for found in directory.resumable("G")] == ["three"]
+    directory.commit(replace(saved("other"), origin=Origin(2, "D")))
+    assert directory.resumable("G") == [] and [found.tag for found in directory.resumable("D")] == ["other"]
+    directory.tags["other"] = replace(directory.tags["other"], damage="remove")
+    assert [found.tag for found in directory.resumable("G")] == ["three"]
 
 
 def kept(number: int, parent: int = 0, begun: int = 0, nodes: tuple[int, ...] = (1, 2)) -> Kept:
@@ -122,7 +126,7 @@ def test_memory_is_newer_than_the_save_that_it_continues() -> None:
     directory = Directory()
     directory.commit(replace(saved("slow"), number=2, committed=9))
     assert kept(5, begun=2).newer(directory) and kept(5, parent=2).newer(directory)
-    assert not kept(5).newer(directory) and kept(10).newer(directory)
+    assert not kept(5).newer(directory) and not kept(10).newer(directory)
     assert kept(5).newer(Directory())
 
 
@@ -142,12 +146,12 @@ def test_what_a_resume_may_take_of_memory_and_disk() -> None:
     ]
 
 
-def test_prune_and_keep_leave_what_is_of_other_runs() -> None:
+def test_prune_and_keep_leave_what_is_of_other_networks() -> None:
     directory = Directory()
     for name, origin in (("G_1", Origin(1, "G")), ("D_1", Origin(2, "D")), ("G_2", Origin(1, "G"))):
         directory.commit(replace(saved(name), origin=origin))
-    assert directory.kept(1) == {"D_1", "G_2"} == directory.kept(1, only=Origin(1, "G"))
-    assert directory.kept(1, only=Origin(2, "D")) == {"G_1", "D_1", "G_2"}
+    assert directory.kept(1) == {"D_1", "G_2"} == directory.kept(1, only="G")
+    assert directory.kept(1, only="D") == {"G_1", "D_1", "G_2"}
     assert [one.tag for one in directory.newest_first("D")] == ["D_1"] and directory.continued() == "G"
 
 

@@ -110,9 +110,11 @@ def resume(
         lost += problems
         return None if resumed is None else replace(resumed, tier="memory")
 
+    def follows_in_memory(tag: Tag, passed: tuple[str, ...]) -> Resumed | None:
+        resumed = load_memory(tag)
+        return None if resumed is None else replace(resumed, passed_over=passed)
+
     def load(tag: Tag, passed: tuple[str, ...]) -> Resumed:
-        if (resumed := load_memory(tag)) is not None:
-            return replace(resumed, passed_over=passed)
         load_dir, name = tag.asked_for
         with loading_strictly(engine, strict):
             path, client_state = engine.load_checkpoint(str(load_dir), tag=name)
@@ -126,9 +128,7 @@ def resume(
         tags, notes = find_tags_to_try(engine, root)
         memory = memory_tier(engine, root)
         finish = _Finish(engine, root, data, strict)
-        if (newest := load_memory(tags[0] if tags else None)) is not None:
-            return started(replace(newest, passed_over=lost))
-        resumed, passed = load_first(tags, load, engine=engine)
+        resumed, passed = load_first(tags, load, engine=engine, instead=follows_in_memory)
         if resumed is None and (left := load_memory(None)) is not None:
             resumed = replace(left, passed_over=passed)
         if resumed is not None:

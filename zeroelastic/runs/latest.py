@@ -65,6 +65,9 @@ def fix_latest(root: Path, check: Check, *, dry_run: bool = False) -> Latest:
         if named_latest(root) != (found.named, found.problem):
             return fix_latest(root, check)
         RunStore(root).point(found.tag.name)
+        later = [tag for tag in list_run(root).tags if tag not in found.run.tags]
+        if later:  # a save was committed in between, and may have written latest just before
+            RunStore(root).point(later[0].name)
     return replace(found, written=True)
 
 

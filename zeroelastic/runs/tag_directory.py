@@ -118,8 +118,8 @@ def make_staging_dir(tag_dir: Path, save_id: str) -> Path:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(tag_dir))
     recover(tag_dir)
     for left in unfinished(tag_dir):
-        if is_of_another(left):
-            logger.warning("%s: another process is saving the same tag", left)
+        if life_of_owner(left) == "lives":
+            logger.warning("%s: another save of the same tag is on its way", left)
         else:
             logger.info("%s: removed, left by a save that did not finish", left)
             shutil.rmtree(left)
@@ -331,11 +331,6 @@ def is_note(name: str) -> bool:
 def life_of_owner(directory: Path) -> Life:
     """Whether the owner of a directory still runs; unknown where there is no note."""
     return life_of(_owner(directory))
-
-
-def is_of_another(directory: Path) -> bool:
-    """Whether another process that runs owns a directory, as far as is known."""
-    return life_of_owner(directory) == "lives" and _owner(directory) != identity(os.getpid())
 
 
 def _owner(directory: Path) -> str:

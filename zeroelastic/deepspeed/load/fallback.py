@@ -34,15 +34,22 @@ class UnusableError(CheckpointError):
 
 
 def load_first(
-    tags: Sequence[Tag], load: Callable[[Tag, tuple[str, ...]], T], *, engine: Engine
+    tags: Sequence[Tag],
+    load: Callable[[Tag, tuple[str, ...]], T],
+    *,
+    engine: Engine,
+    instead: Callable[[Tag, tuple[str, ...]], T | None] = lambda tag, passed: None,
 ) -> tuple[T | None, tuple[str, ...]]:
     """The result of the first load that succeeds, None where none does, and the tags before it with the reasons.
 
     ``tags`` are the same on every rank. ``load(tag, passed over so far)`` runs on every rank and raises the same there.
-    Errors of ``load`` other than CheckpointError and UnreadableError end the walk. Collective.
+    Errors of ``load`` other than CheckpointError and UnreadableError end the walk. ``instead`` is asked before a tag is
+    looked at, and may load something else in its place. Collective.
     """
     passed: list[str] = []
     for tag in tags:
+        if (found := instead(tag, tuple(passed))) is not None:
+            return found, tuple(passed)
         problem = broadcast_or_raise(partial(_problem, tag))
         if problem is not None:
             problem = problem_over_nodes(tag.tag_dir, problem, opaque_tensor_parallel(engine))
