@@ -138,8 +138,10 @@ def test_what_a_resume_may_take_of_memory_and_disk() -> None:
     assert Memory([kept(5)]).resumable(directory, "G", (3, 4)) == ([], False)
     directory.commit(replace(saved("two"), number=2, committed=2))
     disk = directory.tags["two"]
-    assert Memory([replace(kept(5), damaged=True)]).resumable(directory, "G", (1, 2)) == ([disk], False)
-    assert Memory([kept(5), kept(4)], certain=False).resumable(directory, "G", (1,))[0] == [
+    follows = kept(5, parent=2)
+    assert Memory([replace(follows, damaged=True)]).resumable(directory, "G", (1, 2)) == ([disk], False)
+    assert Memory([kept(5)]).resumable(directory, "G", (1, 2)) == ([disk], False)
+    assert Memory([follows, kept(4, begun=2)], certain=False).resumable(directory, "G", (1,))[0] == [
         kept(5).saved,
         kept(4).saved,
         disk,

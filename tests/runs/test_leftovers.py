@@ -22,7 +22,6 @@ from zeroelastic.distributed.process_identity import identity
 from zeroelastic.runs.run_store import RunStore, leftover_names, why_kept
 from zeroelastic.runs.tag_directory import (
     is_note,
-    is_of_another,
     is_unfinished,
     life_of_owner,
     make_staging_dir,
@@ -108,7 +107,7 @@ def test_the_note_of_an_owner_is_an_empty_file(tmp_path: Path) -> None:
     note_owner(tmp_path)
     (note,) = tmp_path.iterdir()
     assert is_note(note.name) and note.is_file() and note.stat().st_size == 0
-    assert life_of_owner(tmp_path) == "lives" and not is_of_another(tmp_path)
+    assert life_of_owner(tmp_path) == "lives"
 
 
 def test_a_second_job_that_saves_the_same_tag_leaves_the_first_alone(tmp_path: Path, start: Start) -> None:
@@ -117,8 +116,8 @@ def test_a_second_job_that_saves_the_same_tag_leaves_the_first_alone(tmp_path: P
     assert staging_dir.is_dir() and staging_dir_of(tmp_path / "tag", OLD).is_dir()
     process.kill()
     process.wait()
-    make_staging_dir(tmp_path / "tag", "2" * 32)
-    assert leftover_names(tmp_path) == (staging_dir_of(tmp_path / "tag", "2" * 32).name,)
+    third = make_staging_dir(tmp_path / "tag", "2" * 32)
+    assert set(leftover_names(tmp_path)) == {staging_dir.name, third.name}, "that of this process may be on its way"
 
 
 def test_where_its_process_cannot_be_asked_for_a_save_is_dead_after_a_day(tmp_path: Path) -> None:

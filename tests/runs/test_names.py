@@ -167,7 +167,7 @@ def test_nothing_begins_anew_beside_a_checkpoint(tmp_path: Path, files: tuple[st
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in it can be resumed, but there is"):
+    with pytest.raises(CheckpointError, match=r"latest names no checkpoint, and none .* of this engine, but there is"):
         refuse_fresh_start(tmp_path)
 
 

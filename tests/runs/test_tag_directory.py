@@ -48,6 +48,12 @@ def saved(tag_dir: Path, save_id: str, content: str) -> None:
     publish_tag(staging_dir, tag_dir).finish()
 
 
+@pytest.fixture(autouse=True)
+def dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are killed are played in this one, which lives: what it has left is of a dead one all the same."""
+    monkeypatch.setattr(tag_directory, "life_of_owner", lambda directory: "ended")
+
+
 @pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
 def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if not request.param:
