@@ -7,7 +7,6 @@ DeepSpeed wraps the optimizer there or not: its own classes for 16 bits keep flo
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,11 +82,3 @@ def state_at_stage_0(engine: Any) -> dict[str, Any]:
     return state | {
         f"engine/{name}": getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")
     }
-
-
-def scale_losses(engine: Any) -> None:
-    """Have ``engine.backward`` scale the loss in fp16, where DeepSpeed does not: its ``step`` divides by the scale."""
-    if not engine.fp16_enabled() or "self.optimizer.backward" in inspect.getsource(type(engine).backward):
-        return
-    backward = engine.backward
-    engine.backward = lambda loss: backward(loss * engine.optimizer.loss_scale)

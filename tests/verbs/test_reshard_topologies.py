@@ -130,8 +130,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "no map": ("plain", {"world_size": 2, "tp": 2}, UnsupportedError, r"does not say how 2 ranks cut.*--like"),
     "uneven cuts": ("qwen3", {"world_size": 3, "tp": 3}, UnsupportedError, r"cannot be by 3 ranks.*--like"),
     "native MoE at stage 3": ("moe", {"world_size": 2, "stage": 3}, UnsupportedError, r"does not start at stage 3"),
-    "experts at stage 0": ("moe", {"world_size": 2, "stage": 0}, UnsupportedError, r"files of their own at stage 0"),
-    "slices at stage 0": ("llama", {"world_size": 2, "stage": 0}, UnsupportedError, r"Give --tp 1"),
     "experts and tensor parallelism": ("autoep", {"world_size": 2, "tp": 2}, UnsupportedError, r"Leave --tp out"),
     "experts that do not divide": ("autoep", {"world_size": 3, "ep": 3}, UnsupportedError, r"\(4\)\. Give an --ep"),
     "ranks that do not divide": ("autoep", {"world_size": 3}, UsageError, r"no groups of 2 expert parallel ranks"),

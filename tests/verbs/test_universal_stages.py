@@ -66,7 +66,7 @@ def test_options_of_the_run_that_loads_go_with_from(tmp_path: Path) -> None:
     assert list(model["param_shapes"][1]) == ["gain", "tail.bias", "inner.bias"]
     for options, said in (
         ({"stage": 2, "format": "elastic"}, "there is no elastic format"),
-        ({"stage": 0}, "a Universal checkpoint does not become one of stage 0"),
+        ({"stage": 0}, "there is no ZeRO stage 0 to reshard to"),
         ({"parameter_alignment": True}, "makes no difference at ZeRO stage 3"),
     ):
         with pytest.raises(UsageError, match=said):

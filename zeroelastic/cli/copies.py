@@ -73,9 +73,9 @@ def reshard(
         int | None,
         typer.Option(
             metavar="S",
-            min=0,
+            min=1,
             max=3,
-            help="ZeRO stage of the result, 0 for none; default: the source's.",
+            help="ZeRO stage of the result; default: the source's.",
         ),
     ] = None,
     round_robin_gradients: Annotated[
@@ -115,7 +115,6 @@ def reshard(
         zeroelastic reshard ckpt ckpt-8 --world-size 8 --dry-run --json
         zeroelastic reshard ckpt ckpt-stage2 --world-size 4 --stage 2
         zeroelastic reshard ckpt dealt -n 4 --stage 2 --round-robin-gradients
-        zeroelastic reshard ckpt plain -n 2 --stage 0
     """
 
 

@@ -180,7 +180,7 @@ def refuse_state_of_zero(engine: Engine, tag_dir: Path, request: LoadRequest) ->
     advice = "" if "model" in kinds else ", or take the weights alone with load_optimizer_states=False"
     raise UnsupportedError(
         f"{tag_dir}: has the files of a run with ZeRO (*_optim_states.pt), and this run has stage 0, which loads "
-        f"none of them. Run `zeroelastic reshard {tag_dir} DST --stage 0` and load DST, set stage 1{advice}."
+        f"none of them. Set stage 1{advice}."
     )
 
 

@@ -109,11 +109,6 @@ def plan_from_universal(source: Source, options: ReshardOptions) -> ReshardPlan:
     """
     assert isinstance(source.tag_dir, Path)
     saved, lost = open_universal(source.tag_dir)
-    if options.stage == 0:
-        raise UsageError(
-            "a Universal checkpoint does not become one of stage 0. Make one of stage 1, 2 or 3, then reshard it with "
-            "--stage 0."
-        )
     return complete_plan(source, saved, options, lost)
 
 

@@ -2,14 +2,11 @@
 
 At stage 3 every rank has a file of the optimizer, rigid or elastic, and one of module states. At stages 1 and 2 data
 parallel rank 0 alone has module states, with the whole weights, or all that its tensor parallel rank has of them; the
-weights of each expert are in a file of their own. At stage 0 one file has everything whole; the optimizer's state is
-listed by the number of the parameter, and no file says which parameter a number is: in fp32 the optimizer is the user's
-own, which steps the weights of the module, in 16 bits DeepSpeed wraps it in a class with float32 copies of the weights.
+weights of each expert are in a file of their own.
 
 Source (DeepSpeed 0.19.8): ``DeepSpeedEngine._save_checkpoint`` and ``_save_zero_checkpoint``;
 ``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict``; ``state_dict`` of ``DeepSpeedZeroOptimizer`` with
-``elastic_checkpoint`` off, ``BF16_Optimizer``, ``FP16_UnfusedOptimizer`` and ``FP16_Optimizer``; and
-``torch.optim.Optimizer.state_dict``. docs/concepts/format.md.
+``elastic_checkpoint`` off, and ``BF16_Optimizer``; and ``torch.optim.Optimizer.state_dict``. docs/concepts/format.md.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from zeroelastic.checkpoint.optimizer_file import (
     FP32,
     FROZEN,
     SAME_ON_ALL_RANKS,
-    configured_dtype,
     elastic_table,
     scalar_bytes,
 )
@@ -111,8 +107,6 @@ def rank_files(source: ReshardSource, target: ReshardTarget, rank: int, *, save_
     if target.stage == 3:
         state = _sub_group_state(source, target, rank, flats, digests, save_id)
         graphs = [{**source.optim_root, "optimizer_state_dict": state}, _sharded_model(source, target, rank, frozen)]
-    elif target.stage == 0:
-        graphs = [_whole_root(source, target, flats, weights, frozen)]
     else:
         graphs = [{**source.optim_root, "optimizer_state_dict": _group_state(source, target, rank, flats)}]
         if target.has_model(rank):
@@ -182,20 +176,12 @@ def _scalars(target: ReshardTarget) -> list[Root]:
     return [{key: scalar_node(value) for key, value in scalars.items()} for scalars in target.scalars]
 
 
-def _optimizer_state(
-    source: ReshardSource,
-    target: ReshardTarget,
-    flats: Flats,
-    scalars: Sequence[Root],
-    *,
-    shapes: Sequence[Sequence[int]] | None = None,
-) -> Root:
-    """What ``torch.optim.Optimizer.state_dict`` has of the flat buffers; ``shapes`` are those of the parameters."""
+def _optimizer_state(source: ReshardSource, target: ReshardTarget, flats: Flats, scalars: Sequence[Root]) -> Root:
+    """What ``torch.optim.Optimizer.state_dict`` has of the flat buffers."""
     states: dict[int, Root] = {}
     for i, keys in enumerate(target.keys):
-        shape = None if shapes is None else shapes[i]
         own: Root = {**scalars[i]}
-        own |= {key: _flat(flats[i, key], shape) for key in keys if key != FP32}
+        own |= {key: _flat(flats[i, key]) for key in keys if key != FP32}
         if own:
             states[i] = own
     groups = [
@@ -258,7 +244,7 @@ def _group_state(source: ReshardSource, target: ReshardTarget, rank: int, flats:
 
     A ``BF16_Optimizer`` leaves it in both, has no loss scaler, and names no stage.
     """
-    layout, is_bf16_optimizer = target.layout, target.wrapper == "BF16_Optimizer"
+    layout, is_bf16_optimizer = target.layout, target.of_bf16_optimizer
     padded, (number, parts) = layout.sub_group_numel, _shares(layout, rank)
     lean = lean_numel(layout, rank)
     paddings = padded - lean
@@ -443,70 +429,3 @@ def _made_weights(target: ReshardTarget, weights: Mapping[str, Weight]) -> dict[
 
 def _whole_tensors(params: Sequence[Param], storages: Mapping[str, Storage]) -> dict[str, Node]:
     return {param.name: tensor(storages[param.name], 0, param.shape) for param in params if param.name in storages}
-
-
-def _whole_root(
-    source: ReshardSource,
-    target: ReshardTarget,
-    flats: Flats,
-    weights: Mapping[str, Weight],
-    frozen: Mapping[str, Storage],
-) -> Root:
-    """The only file of stage 0."""
-    params = target.layout.params
-    made = _made_weights(target, weights)
-    if target.wrapper == "none":  # the weights of the module are the master weights
-        made = {param.name: _flat(flats[i, FP32], param.shape) for i, param in enumerate(params)}
-    root = dict(source.model_root(0))
-    if source.slicing.has_slices:
-        root = described(target.slicing, root, 0, 0)
-    pieces = _whole_tensors(() if target.frozen is None else target.frozen.params, frozen)
-    root["module"] = whole_module(root, {**made, **pieces}, names_in_module(source, root).tied)
-    root["optimizer"] = _whole_state(source, target, flats)
-    for key in ("param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments"):
-        root[key] = None
-    root["dp_world_size"] = target.world_size
-    # Nothing else under zero_optimization applies, and gradients are accumulated in the dtype of the weights.
-    config: Root = {**pairs_of(root.get("ds_config")), "zero_optimization": {"stage": 0}}
-    if isinstance(dtypes := config.get("data_types"), dict):
-        config["data_types"] = {key: value for key, value in dtypes.items() if key != "grad_accum_dtype"}
-    root["ds_config"] = config
-    return root
-
-
-def _whole_state(source: ReshardSource, target: ReshardTarget, flats: Flats) -> Root:
-    """The optimizer's state at stage 0; state i is that of flat buffer i, in the shape of what the optimizer steps."""
-    shapes: list[tuple[int, ...]] = [param.shape for param in target.layout.params]
-    if target.wrapper == "FP16_Optimizer":
-        shapes = [(numel,) for numel in target.layout.sub_group_numel.tolist()]
-    own = _optimizer_state(source, target, flats, _scalars(target), shapes=shapes)
-    if target.wrapper == "none":
-        return own
-    state = {**_loss_scale(source, target), "optimizer_state_dict": own}
-    master = [_flat(flats[i, FP32], shape, requires_grad=True) for i, shape in enumerate(shapes)]
-    if target.wrapper == "FP16_Optimizer":
-        state["fp32_groups_flat"] = master
-        state["clip_grad"] = 0.0 if (found := _clip_grad(source)) is None else found  # DeepSpeed's default
-    else:
-        state["fp32_groups"] = [[master[i] for i in members] for members in target.members]
-    return state
-
-
-def _loss_scale(source: ReshardSource, target: ReshardTarget) -> Root:
-    """The fields of DeepSpeed's ``LossScaleConfig``; raises CheckpointError where an fp16 run has no loss scaler."""
-    steps = source.model_root(0).get("global_steps")
-    if configured_dtype(source.config) != "float16":
-        unscaled: Root = {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": steps}
-        return {} if target.wrapper == "FP16_Optimizer" else unscaled
-    scaler = source.scaler
-    if "cur_scale" not in scaler:
-        raise CheckpointError("the optimizer files of an fp16 run have no loss scaler. They are damaged.")
-    dynamic = "cur_iter" in scaler
-    found: Root = {
-        "dynamic_loss_scale": dynamic,
-        "cur_scale": scaler["cur_scale"],
-        "cur_iter": scaler.get("cur_iter", steps),
-    }
-    if dynamic:
-        found |= {key: scaler.get(key) for key in ("last_overflow_iter", "scale_factor", "scale_window")}
-    return found

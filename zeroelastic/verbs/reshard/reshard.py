@@ -36,7 +36,6 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST
 from zeroelastic.torch_file.header import directory_digest
-from zeroelastic.torch_file.zip_check import check_archive
 from zeroelastic.verbs.new_directory import check_free, new_directory, staged_bytes, sweep
 from zeroelastic.verbs.new_files import check_source_checksums
 from zeroelastic.verbs.options import Progress, choice_option, local_target, no_progress, whole_option
@@ -118,7 +117,7 @@ class ReshardPlan:
             target_stage=target.stage,
             state_bytes=self.nbytes,
             params=sum(len(part.params) for part in state.parts),
-            sub_groups=target.layout.num_sub_groups if target.stage != 0 else len(self.saved.groups),
+            sub_groups=target.layout.num_sub_groups,
             files=target.num_files,
             extras=tuple(sorted([*self.sidecar_files.copied, *self.sidecar_files.derived])),
             notes=self.notes,
@@ -151,7 +150,7 @@ def reshard(
     ``dst`` gets the same tag, ``latest``, and the files that frameworks keep beside the tag; it appears complete or not
     at all. A run that was killed is continued by the same call. What is read is compared with the commit record, where
     there is one; ``verify`` reads the result again before it appears. ``stage`` is the ZeRO stage of the result, by
-    default that of the source; one of stage 0, plain data parallel, DeepSpeed alone can read. ``format`` "rigid" is
+    default that of the source. ``format`` "rigid" is
     what stock DeepSpeed writes; "elastic", the default at stage 3, describes itself, and does not exist at the others.
     ``round_robin_gradients`` and ``parameter_alignment`` are those of the run that will load a result of stage 1 or 2,
     by default those of the saved configuration; ``sub_group_size`` is the same for stage 3. ``world_size`` counts all
@@ -236,9 +235,7 @@ def complete_plan(source: Source, saved: ReshardSource, options: ReshardOptions,
     except UnsupportedError as error:
         raise UnsupportedError(f"{source.tag_dir}: {error}") from None
     saved_world_size = saved.state.checkpoint.world_size
-    sidecar_files = plan_sidecar_files(
-        source, saved_world_size=saved_world_size, world_size=options.world_size, scripts=stage != 0
-    )
+    sidecar_files = plan_sidecar_files(source, saved_world_size=saved_world_size, world_size=options.world_size)
     all_notes = [*stage_notes(saved, target, options), *cut, *notes]
     if saved.state.head.grad_scaler is not None and target.format == "rigid":
         all_notes.append("not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place")
@@ -352,17 +349,13 @@ def _finish(
     _compare(plan, contents, root)
     source, tag_dir = plan.source, directory / plan.source.tag
     files = {name: size for rank in done for name, size in sorted(rank.files.items())}
-    if plan.target.stage != 0:  # whose files DeepSpeed alone reads
-        record = _record(plan, save_id, files, tag_dir, contents, root)
-        write_atomically(tag_dir / RECORD_NAME, record_text(record))
+    record = _record(plan, save_id, files, tag_dir, contents, root)
+    write_atomically(tag_dir / RECORD_NAME, record_text(record))
     notes = [*plan.notes, *write_sidecar_files(source, plan.sidecar_files, directory, identity=root)]
     if source.latest not in (None, source.tag):
         notes.append(f"the source's {LATEST} names {source.latest}; the target's names {source.tag}")
     write_atomically(directory / LATEST, source.tag.encode())
-    if plan.options.verify and plan.target.stage == 0:
-        for name, size in files.items():  # by checksums, which were computed of the bytes that were digested
-            check_archive(tag_dir / name, size)
-    elif plan.options.verify:
+    if plan.options.verify:
         _verify(tag_dir)
     return root, tuple(notes)
 

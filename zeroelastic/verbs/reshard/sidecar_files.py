@@ -40,10 +40,10 @@ class SidecarFiles:
     notes: tuple[str, ...]
 
 
-def plan_sidecar_files(source: Source, *, saved_world_size: int, world_size: int, scripts: bool = True) -> SidecarFiles:
+def plan_sidecar_files(source: Source, *, saved_world_size: int, world_size: int) -> SidecarFiles:
     """Decide for each file in the directory above the tag whether it is copied or derived.
 
-    ``scripts``: DeepSpeed's ``zero_to_fp32.py`` is copied, which reads files of ZeRO. Raises CheckpointError.
+    Raises CheckpointError.
     """
     copied: dict[str, str] = {}
     derived: dict[str, tuple[str, int]] = {}
@@ -55,7 +55,7 @@ def plan_sidecar_files(source: Source, *, saved_world_size: int, world_size: int
         match = _PER_RANK.fullmatch(name)
         if match is not None and carried:
             per_rank[int(match["rank"] or 0)] = name
-        elif name == LATEST or name.startswith(".") or (_SCRIPTS.fullmatch(name) and not scripts):
+        elif name == LATEST or name.startswith("."):
             continue
         elif carried or _SCRIPTS.fullmatch(name):
             copied[name] = name

@@ -329,7 +329,7 @@ def _repeats(listed: object) -> int:
     return max(1, len(listed) // len(set(map(str, listed)))) if isinstance(listed, list) and listed else 1
 
 
-# The whole weights of a module, which the model states file of stages 0 to 2 has and no file of stage 3. A source of
+# The whole weights of a module, which the model states file of stages 1 and 2 has and no file of stage 3. A source of
 # stage 1 or 2 has them as well: they are copied. From one of stage 3 they are made: trained weights by rounding the
 # master weights to the dtype of the run, as DeepSpeed does after every step, frozen ones from their parts.
 
@@ -379,7 +379,7 @@ def check_entries(source: ReshardSource, names: Iterable[str]) -> None:
     missing = sorted(name for name in names if name not in found and shared.get(name, name) not in found)
     if missing:
         raise UnsupportedError(
-            f"the module's state has no entry for {some(missing)}, whose weights stages 0 to 2 keep there. "
+            f"the module's state has no entry for {some(missing)}, whose weights stages 1 and 2 keep there. "
             "Reshard to stage 3, with --stage 3."
         )
 

@@ -3,40 +3,32 @@
 At stage 3 the layout follows from the optimizer groups and ``sub_group_size``, as ``_create_fp16_sub_groups`` makes it;
 at stages 1 and 2 from the groups, ``round_robin_gradients`` and ``parameter_alignment``, as
 ``DeepSpeedZeroOptimizer.__init__`` does, or as ``BF16_Optimizer`` without these two (DeepSpeed 0.19.8).
-docs/concepts/format.md describes all three. At stage 0 nothing is cut: one file has every tensor whole.
+docs/concepts/format.md describes all three.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.model_states import client_state_keys
-from zeroelastic.checkpoint.optimizer_file import FP32, configured_dtype, steps_with_bf16_optimizer, zero_option
+from zeroelastic.checkpoint.optimizer_file import steps_with_bf16_optimizer, zero_option
 from zeroelastic.checkpoint.tag_files import expert_file_name, model_file_name
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups
+from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import UnsupportedError, UsageError, rank_list
-from zeroelastic.torch_file.graph import entry
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.reshard.slicing import ExpertLayer, Slicing
-from zeroelastic.verbs.reshard.source import ReshardSource, check_entries, check_module, made_weights, weight_dtypes
+from zeroelastic.verbs.reshard.source import ReshardSource, check_module, made_weights, weight_dtypes
 
 LEAST_MEMORY = 64 << 20
 """The smallest ``max_memory``: buffers of a few threads and the tables of one rank."""
 
 _TO_STAGE_3 = "Reshard to stage 3, with --stage 3."
 _ZERO_OPTIONS = ("round_robin_gradients", "parameter_alignment")
-_NAMES_OF_DTYPE = {
-    "float32": ("fp32", "float32", "float", "torch.float32"),
-    "float16": ("fp16", "float16", "half", "torch.float16"),
-    "bfloat16": ("bf16", "bfloat16", "torch.bfloat16"),
-}
-"""What DeepSpeed's configuration calls each dtype: ``DtypeEnum`` of deepspeed.runtime.config_utils."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +62,8 @@ class ReshardOptions:
                 raise UsageError(f"{size} {name} parallel ranks make no sense; give 1 or more.")
         if self.sub_group_size is not None and self.sub_group_size < 1:
             raise UsageError(f"a sub_group_size of {self.sub_group_size} makes no sense; give 1 or more.")
-        if self.stage not in (None, 0, 1, 2, 3):
-            raise UsageError(f"there is no ZeRO stage {self.stage} to reshard to; give 0, 1, 2 or 3.")
+        if self.stage not in (None, 1, 2, 3):
+            raise UsageError(f"there is no ZeRO stage {self.stage} to reshard to; give 1, 2 or 3.")
         if self.max_memory < LEAST_MEMORY:
             raise UsageError(
                 f"--max-memory: at least {LEAST_MEMORY >> 20} MiB are needed, got {format_size(self.max_memory)}."
@@ -84,25 +76,18 @@ class ReshardOptions:
 
     def check(self, stage: int) -> None:
         """Raise UsageError for an option that the ZeRO stage of the result does not have."""
-        if stage in (0, 3) and self.zero_options:
+        if stage == 3 and self.zero_options:
             raise UsageError(
                 f"{' and '.join(self.zero_options)} makes no difference at ZeRO stage {stage}. Leave it out, or give "
                 "--stage 1 or 2."
             )
         if stage != 3 and self.format == "elastic":
-            own = ": DeepSpeed's own, with elastic_checkpoint, has no hyper-parameters" if stage != 0 else ""
             raise UsageError(
-                f"there is no elastic format of ZeRO stage {stage}{own}. Leave --format out, or give rigid."
+                f"there is no elastic format of ZeRO stage {stage}: DeepSpeed's own, with elastic_checkpoint, has no "
+                "hyper-parameters. Leave --format out, or give rigid."
             )
         if stage != 3 and self.sub_group_size is not None:
             raise UsageError(f"there are no sub-groups at ZeRO stage {stage}. Leave --sub-group-size out.")
-
-
-Optimizer = Literal["ZeRO", "BF16_Optimizer", "FP16_UnfusedOptimizer", "FP16_Optimizer", "none"]
-"""DeepSpeed's class around the optimizer, "none" at stage 0 in fp32: it steps the weights of the module itself.
-
-A ``BF16_Optimizer``, of stage 1, deals and aligns nothing; the two ``FP16`` are of stage 0.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +100,8 @@ class ReshardTarget:
     are made from master weights. At stages 1 and 2 ``gaps[i]`` are the elements that are left free behind each
     parameter of group i, in buffer order.
 
-    ``slicing`` says which ranks will load it. At stage 0 they all load one file, so the layouts are of one rank; a flat
-    buffer is a parameter, or an optimizer group where the ``wrapper`` is ``FP16_Optimizer``.
+    ``slicing`` says which ranks will load it. ``of_bf16_optimizer``: DeepSpeed's class is its ``BF16_Optimizer``, of
+    stage 1, which deals and aligns nothing.
     """
 
     stage: int
@@ -129,7 +114,7 @@ class ReshardTarget:
     members: tuple[tuple[int, ...], ...]
     gaps: tuple[tuple[int, ...], ...] = ()
     weights: Mapping[str, str] = field(default_factory=dict)
-    wrapper: Optimizer = "ZeRO"
+    of_bf16_optimizer: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -144,8 +129,6 @@ class ReshardTarget:
     @property
     def num_files(self) -> int:
         """The files of all ranks."""
-        if self.stage == 0:
-            return 1
         if self.stage == 3:
             return 2 * self.world_size
         experts = sum(layer.num_experts for layer in self.slicing.layers)
@@ -195,8 +178,6 @@ def file_names(source: ReshardSource, target: ReshardTarget, rank: int) -> tuple
     data_rank, tensor_rank = target.topology.place(rank)
     optim = f"{prefix}zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_optim_states.pt"
     model = model_file_name(data_rank, tensor_rank, whole=target.stage != 3)
-    if target.stage == 0:
-        return (model,)
     experts = (expert_file_name(layer.number, expert) for layer, expert in target.experts(rank))
     return (optim, *((model,) if target.has_model(rank) else ()), *experts)
 
@@ -211,7 +192,7 @@ def reshard_target(source: ReshardSource, options: ReshardOptions, stage: int, s
         return _sub_group_target(source, options, slicing)
     _check_optimizer(source, stage, slicing)
     groups = source.grouped(param for param in source.trained.params if param.numel > 0)
-    return _whole_target(source, groups, slicing) if stage == 0 else _group_target(source, groups, slicing, stage)
+    return _group_target(source, groups, slicing, stage)
 
 
 def _sub_group_target(source: ReshardSource, options: ReshardOptions, slicing: Slicing) -> ReshardTarget:
@@ -241,30 +222,13 @@ def _group_target(source: ReshardSource, groups: list[list[Param]], slicing: Sli
     if zero_option(source.config, "parameter_alignment"):
         # DeepSpeed takes the dtype of the parameter that the optimizer lists first.
         itemsizes = [DTYPE_BYTES[dtypes[members[0].name]] for members in groups]
-    wrapper: Optimizer = "ZeRO"
-    if stage == 1 and steps_with_bf16_optimizer(source.config):
-        wrapper, round_robin, itemsizes = "BF16_Optimizer", False, None
+    of_bf16_optimizer = stage == 1 and steps_with_bf16_optimizer(source.config)
+    if of_bf16_optimizer:
+        round_robin, itemsizes = False, None
     layout, gaps = slicing.group_layout(groups, round_robin=round_robin, itemsizes=itemsizes)
     target = _target(source, stage, slicing, layout, "an optimizer group")
     weights = made_weights(source, slicing)
-    return replace(target, gaps=tuple(map(tuple, gaps)), weights=weights, wrapper=wrapper)
-
-
-def _whole_target(source: ReshardSource, groups: list[list[Param]], slicing: Slicing) -> ReshardTarget:
-    wrapper = _optimizer_wrapper(source)
-    for number, members in enumerate(groups):
-        if not members and wrapper != "FP16_UnfusedOptimizer":
-            raise UnsupportedError(
-                f"optimizer group {number} has no trained parameters: such a group has frozen ones at stage 0, which "
-                f"the checkpoint does not name. {_TO_STAGE_3}"
-            )
-    trained = [param for members in groups for param in members]
-    buffers = groups if wrapper == "FP16_Optimizer" else [[param] for param in trained]
-    target = _target(source, 0, slicing, layout_from_sub_groups(buffers, 1), "an optimizer group")
-    _check_state_dtypes(source, wrapper)
-    frozen = () if source.frozen is None else source.frozen.params
-    check_entries(source, [param.name for param in (*frozen, *(trained if wrapper == "none" else ()))])
-    return replace(target, weights={} if wrapper == "none" else made_weights(source, slicing), wrapper=wrapper)
+    return replace(target, gaps=tuple(map(tuple, gaps)), weights=weights, of_bf16_optimizer=of_bf16_optimizer)
 
 
 def _target(
@@ -312,62 +276,16 @@ def _canonical(scalars: Mapping[str, ScalarValue]) -> dict[str, str]:
     return {key: value.canonical() for key, value in scalars.items()}
 
 
-def _optimizer_wrapper(source: ReshardSource) -> Optimizer:
-    """DeepSpeed's class around the saved optimizer at stage 0, which its hyper-parameters show.
-
-    ``FusedAdam`` alone, DeepSpeed's or apex's, is stepped on flat buffers. Source:
-    ``DeepSpeedEngine._do_optimizer_sanity_check`` and ``_configure_fp16_optimizer`` (DeepSpeed 0.19.8).
-    """
-    if configured_dtype(source.config) == "float32":
-        return "none"
-    others = {"amsgrad", "max_coeff"}  # of DeepSpeedCPUAdam and FusedLamb, which correct their bias too
-    fused = all("bias_correction" in group.options and not others & group.options.keys() for group in source.groups)
-    return "FP16_Optimizer" if fused else "FP16_UnfusedOptimizer"
-
-
-def _check_state_dtypes(source: ReshardSource, wrapper: Optimizer) -> None:
-    """Raise UnsupportedError for dtypes that a load at stage 0 would convert.
-
-    ``torch.optim.Optimizer.load_state_dict`` converts all state but ``step`` to the dtype of the parameter that is
-    stepped: the weight of the module, or a float32 copy of it.
-    """
-    part = source.trained
-    weights = weight_dtypes(source)
-    for param, saved, scalars in zip(part.params, part.dtypes, part.scalars, strict=True):
-        stepped = weights[param.name] if wrapper == "none" else "float32"
-        kinds = {key: scalar.kind for key, scalar in scalars.items() if key != "step" and scalar.kind in DTYPE_BYTES}
-        for key, dtype in {**saved, **kinds}.items():
-            if dtype != stepped:
-                name = "master weights" if key == FP32 else key
-                raise UnsupportedError(
-                    f"{param.name}: its {name} are {dtype}; DeepSpeed at stage 0 has {stepped} alone. {_TO_STAGE_3}"
-                )
-
-
 def _check_optimizer(source: ReshardSource, stage: int, slicing: Slicing) -> None:
     """Raise UnsupportedError for an optimizer whose state DeepSpeed keeps in another form at the stage."""
-    if stage == 0 and slicing.has_experts:
-        raise UnsupportedError(
-            "has experts, whose optimizer state DeepSpeed saves in files of their own at stage 0: such checkpoints are "
-            "not written. Give another --stage."
-        )
-    if stage == 0 and slicing.topology.tensor_size > 1:
-        raise UnsupportedError(
-            f"is to be for {slicing.topology.tensor_size} tensor parallel ranks, whose files at stage 0 do not say "
-            "which slices they have: such checkpoints are not written. Give --tp 1, or another --stage."
-        )
     if not slicing.has_experts and any(group.options.get("moe") for group in source.groups):
         raise UnsupportedError(
             "has an optimizer group of experts (MoE), and nothing says which experts its parameters are: such "
             f"checkpoints are not written. {_TO_STAGE_3}"
         )
     adagrad = any("sum" in keys for keys in source.trained.dtypes)
-    if stage == 0 and adagrad and configured_dtype(source.config) != "float32":
-        raise UnsupportedError(
-            f"was saved with Adagrad in 16 bits, with which DeepSpeed does not start at stage 0. {_TO_STAGE_3}"
-        )
     # torch.optim.Adagrad is made anew over all flat buffers, as one group, by initialize_optimizer_states.
-    if stage != 0 and (adagrad or any(group.repeats > 1 for group in source.groups)):
+    if adagrad or any(group.repeats > 1 for group in source.groups):
         raise UnsupportedError(
             f"was saved with Adagrad, whose optimizer groups DeepSpeed joins at stage {stage}: such checkpoints are "
             f"not written. {_TO_STAGE_3}"
@@ -389,7 +307,7 @@ def stage_notes(saved: ReshardSource, target: ReshardTarget, options: ReshardOpt
         given = " and ".join(options.zero_options)
         origin = f"{given} as given" if given else "as in the saved configuration"
         notes.append(f"for a run with round_robin_gradients {order[0]} and parameter_alignment {order[1]}, {origin}")
-    return notes + _notes_on_ranks(saved, target) + (_stage_0_notes(saved, target) if target.stage == 0 else [])
+    return notes + _notes_on_ranks(saved, target)
 
 
 def _notes_on_ranks(saved: ReshardSource, target: ReshardTarget) -> list[str]:
@@ -403,28 +321,3 @@ def _notes_on_ranks(saved: ReshardSource, target: ReshardTarget) -> list[str]:
     there = {"buffers": root.get("buffer_names"), "client state": users}
     what = " and ".join(name for name, found in there.items() if found)
     return [f"not carried: {what} of saved {rank_list(left)}"] if what else []
-
-
-def _stage_0_notes(saved: ReshardSource, target: ReshardTarget) -> list[str]:
-    """Sentences on the run that can load the file of stage 0, and on what has no place in it."""
-    if target.wrapper == "none":
-        notes = ["the optimizer's state is as torch has it: at stage 0 in fp32 DeepSpeed does not wrap the optimizer"]
-        if target.frozen is not None:
-            notes.append("for a run whose optimizer is given the trained parameters alone, not the frozen ones")
-    else:
-        notes = [f"the optimizer's state is that of {target.wrapper}, in which DeepSpeed wraps the saved optimizer"]
-    dtype = configured_dtype(saved.config)
-    gradients = entry(saved.config, "data_types", "grad_accum_dtype")
-    if gradients is not None and gradients not in _NAMES_OF_DTYPE[dtype]:
-        notes.append(
-            f"for a run without grad_accum_dtype {gradients}: DeepSpeed at stage 0 accumulates gradients in {dtype}"
-        )
-    if dtype == "float16":
-        if saved.scaler.get("delayed_shift") not in (None, 1):
-            notes.append("not carried: the hysteresis of the loss scaler, which DeepSpeed does not have at stage 0")
-        notes.append(
-            "for a run that passes loss * engine.optimizer.loss_scale to engine.backward: DeepSpeed 0.19.8 at stage 0 "
-            "does not scale the loss in fp16, but divides the gradients by the scale"
-        )
-    notes.append("without a commit record: DeepSpeed alone reads files of stage 0, zeroelastic does not")
-    return notes
