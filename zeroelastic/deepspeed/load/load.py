@@ -32,7 +32,6 @@ from zeroelastic.deepspeed.engine import (
 from zeroelastic.deepspeed.engine_state import begin_change, changing, refuse_damaged, state_of
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.load.configured import Configured, configured_values, overridden_notes
 from zeroelastic.deepspeed.load.fallback import load_newest
 from zeroelastic.deepspeed.load.module_states import (
     ModuleKeys,
@@ -52,6 +51,8 @@ from zeroelastic.deepspeed.load.report import (
     log_report,
     micro_batch_notes,
     notes_of_modules,
+    optimizer_options,
+    replaced_options_notes,
 )
 from zeroelastic.deepspeed.load.restore import restore
 from zeroelastic.deepspeed.load.stock import choose_loader, refuse_other_arrangement, refuse_state_of_zero
@@ -98,7 +99,7 @@ class Call:
     def __init__(self, engine: Engine, original: Callable[..., Loaded], loaded: OnLoad, began: float) -> None:
         self.engine, self.original, self.loaded, self.began = engine, original, loaded, began
         self.pending_micro_batches = 0
-        self.configured: Configured | None = None
+        self.configured: list[dict[str, str]] | None = None
         self.log: Callable[[ResumeReport], None] | None = None
 
     def timed_report(self) -> ResumeReport:
@@ -263,7 +264,8 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
         warnings += hyper_parameter_notes(plan) + common_state_notes(live, plan)
         warnings += micro_batch_notes(plan, call.pending_micro_batches)
     keys = ModuleKeys()
-    call.configured = call.configured or configured_values(engine, live)
+    if call.configured is None and not engine.global_steps:
+        call.configured = optimizer_options(engine, live)
     with allow_globals(request.options.allow_globals):
         load_module = partial(_load_module, engine, live, request, tag, plan, keys)
         restored = restore(engine, live, plan, request, load_module)
@@ -272,8 +274,8 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
         failed, costs = gather_costs(plan, restored, verified)
         if failed:
             raise_mismatch(live, verified, plan)
-    replaced, may_be = overridden_notes(call.configured, engine, live, plan)
-    warnings += replaced
+    if call.configured is not None and not request.weights_only:
+        warnings += replaced_options_notes(call.configured, optimizer_options(engine, live))
     report = load_report(
         engine,
         live,
@@ -283,7 +285,7 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
         verified,
         costs,
         warnings=warnings,
-        module_notes=[*module_notes, *may_be],
+        module_notes=module_notes,
         keys=keys,
         batch_changed=batch_changed,
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.model_states import client_state_keys
@@ -169,6 +171,44 @@ def hyper_parameter_notes(load_plan: LoadPlan) -> list[str]:
         "HYPER-PARAMETERS NOT SAVED: lr, betas, weight_decay and the others are this run's own. DeepSpeed writes "
         "none at stages 1 and 2 with elastic_checkpoint"
     ]
+
+
+def optimizer_options(engine: Engine, live: LiveOptimizer) -> list[dict[str, str]]:
+    """The hyper-parameters of each optimizer group as text, without what a scheduler sets while it trains."""
+    names = {"initial_lr", *live.base.defaults}
+    if engine.lr_scheduler is not None:
+        names -= {"lr", "betas", "momentum"}
+    return [
+        {name: _in_digits(group[name]) for name in sorted(names & group.keys())} for group in live.base.param_groups
+    ]
+
+
+def replaced_options_notes(before: Sequence[Mapping[str, str]], now: Sequence[Mapping[str, str]]) -> list[str]:
+    """A note that lists the hyper-parameters which a load has set to other values than the run was configured with."""
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for g, (was, is_now) in enumerate(zip(before, now, strict=True)):
+        for name in was.keys() & is_now.keys():
+            if was[name] != is_now[name]:
+                found.setdefault((name, was[name], is_now[name]), []).append(g)
+    phrases = [
+        f"{name} of optimizer {rank_list(groups).replace('rank', 'group', 1)}: {was} configured, {value} now"
+        for (name, was, value), groups in sorted(found.items())
+    ]
+    if not phrases:
+        return []
+    return [
+        f"CONFIGURED VALUES NOT USED, the checkpoint has others: {some(phrases, separator='; ')}. To train with the "
+        "configured ones, set them in engine.optimizer.param_groups after load_checkpoint"
+    ]
+
+
+def _in_digits(value: object) -> str:
+    """A value as text, without the noise of a float32."""
+    if isinstance(value, torch.Tensor):
+        return _in_digits(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_in_digits, value))})"
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
 def common_state_notes(live: LiveOptimizer, load_plan: LoadPlan) -> list[str]:
