@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from executor_cases import segment
 from fake_gpu import open_fake_gpu, to_fake_gpu
 
 from zeroelastic.checkpoint.extents import Destination, TensorExtents, extent_windows
-from zeroelastic.checkpoint.read_ranges import ReadFiles
 from zeroelastic.core.digest import Stream, digest_range, stream_seed
 from zeroelastic.core.layout import Param, layout_from_sub_groups
 from zeroelastic.core.plan import make_plan
@@ -275,19 +273,6 @@ def test_what_other_ranks_send_goes_to_its_place_on_the_gpu(
     assert rows_of(by_cuda, "copy") == [rows.num_rows // 2], (
         "on the GPU all that is not cast, in one call; from host memory none"
     )
-
-
-def test_what_is_read_for_a_gpu_has_the_checksums_of_the_file(fake_gpu: Engine, tmp_path: Path) -> None:
-    """Also what is cast on the way, by way of staging."""
-    saved = Checkpoint(tmp_path)
-    for dtype in (torch.float32, torch.bfloat16):
-        target = Target("fp32", 0, on_fake_gpu(fake_gpu, len(saved.want), dtype), "float32")
-        fill(saved.plan, saved.extents, [target], read=(read := ReadFiles()))
-        for path, ranges in read.items():
-            content = Path(path).read_bytes()
-            for offset, nbytes, crc32 in zip(*(column.tolist() for column in ranges), strict=True):
-                assert crc32 == zlib.crc32(content[offset : offset + nbytes])
-        assert sum(int(ranges.nbytes.sum()) for ranges in read.values()) == 4 * len(saved.want)
 
 
 # --- saves and digests ----------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_windows, stream_seeds
-from zeroelastic.checkpoint.read_ranges import ReadFiles
 from zeroelastic.core.copies import places_in_slices, strips_of_runs
 from zeroelastic.core.digest import Stream, UInt64Array, combine, stream_of, streams_of
 from zeroelastic.core.layout import Int64Array
@@ -29,7 +28,7 @@ from zeroelastic.executors.dispatch import (
     host_executor,
     read_segments,
 )
-from zeroelastic.executors.tables import UInt32Array, cast_between
+from zeroelastic.executors.tables import cast_between
 from zeroelastic.io.paths import FilePath
 
 STAGING_BYTES = 16 << 20
@@ -98,20 +97,18 @@ def fill(
     executor: Executor = "auto",
     remote_files: Collection[str] = (),
     digest: bool = False,
-    read: ReadFiles | None = None,
 ) -> Filled:
     """Fill every target as ``plan`` says, from ``extents[source rank][key]``; rows of ``remote_files`` stay unread.
 
     Tensors with the file's dtype are filled in place, those on a GPU by the cuda engine, if it is built; the others
     through ``STAGING_BYTES`` of staging, cast like ``Tensor.copy_``. ``executor`` "numpy" and "native" name the engine
     that reads into host memory, and staging for a GPU; "torch" staging for a GPU, and "cuda" the engine for it, or an
-    error. ``digest`` asks for ``read_digests``, computed in the pass that reads; ``read`` gets what was read with its
-    CRC-32, made in that pass. Padding of the targets is not touched.
+    error. ``digest`` asks for ``read_digests``, computed in the pass that reads. Padding of the targets is not touched.
     Raises CheckpointError as the executors do, ConfigError when the engine that is named is not built.
     """
     choose_executor(executor)
     asked = [Destination(target.key, target.sub_group, target.dtype) for target in targets]
-    filled = Filled(plan, targets, executor, digest=digest, read=read)
+    filled = Filled(plan, targets, executor, digest=digest)
     for rows in extent_windows(plan, extents, asked):
         filled.bytes_owned += int(rows.nbytes.sum())
         if remote_files:
@@ -131,10 +128,8 @@ class Filled:
     many elements the 16-bit weights have been made.
     """
 
-    def __init__(
-        self, plan: Plan, targets: Sequence[Target], executor: Executor, *, digest: bool, read: ReadFiles | None = None
-    ) -> None:
-        self.plan, self.targets, self._executor, self._digest, self._read = plan, targets, executor, digest, read
+    def __init__(self, plan: Plan, targets: Sequence[Target], executor: Executor, *, digest: bool) -> None:
+        self.plan, self.targets, self._executor, self._digest = plan, targets, executor, digest
         self._host = host_executor(executor)
         self._fill_paths = [fill_path_of(target, executor) for target in targets]
         self._cast = np.array([target.cast for target in targets], dtype=bool)
@@ -182,7 +177,6 @@ class Filled:
         targets = [self.targets[t] for t in members]
         mine = rows.where(buffer[rows.target] >= 0)
         streams = RowStreams.of(self.plan, mine, self.targets) if self._digest else None
-        crc32 = self._checksums(mine)
         result = read_segments(
             CopyTable(
                 mine.file,
@@ -194,24 +188,21 @@ class Filled:
             mine.paths,
             [target.tensor for target in targets],
             digest=None if streams is None else streams.table,
-            crc32=crc32,
             copies=_rounded_copies(targets),
             executor=executor,
         )
-        self._note(mine, result, streams, crc32, is_cast=False)
+        self._note(result, streams, is_cast=False)
 
     def _fill_staged(self, rows: ExtentTable, offsets: Int64Array, *, is_cast: bool) -> None:
         """Fill targets by way of a staging buffer, each row at its offset there."""
         nbytes = rows.nbytes
         staging = torch.empty(int(offsets[-1] + nbytes[-1]), dtype=torch.uint8)
         streams = RowStreams.of(self.plan, rows, self.targets) if self._digest or is_cast else None
-        crc32 = self._checksums(rows)
         result = read_segments(
             CopyTable(rows.file, rows.file_offset, np.zeros(len(nbytes), dtype=np.int64), offsets, nbytes),
             rows.paths,
             [staging.numpy()],
             digest=None if streams is None else streams.table,
-            crc32=crc32,
             executor=self._host,
         )
         for i, number in enumerate(rows.target.tolist()):
@@ -219,25 +210,11 @@ class Filled:
             values = staging[int(offsets[i]) : int(offsets[i] + nbytes[i])].view(getattr(torch, target.dtype))
             begin = int(rows.target_offset[i])
             target.tensor[begin : begin + len(values)].copy_(values)
-        self._note(rows, result, streams, crc32, is_cast=is_cast)
+        self._note(result, streams, is_cast=is_cast)
 
-    def _checksums(self, rows: ExtentTable) -> UInt32Array | None:
-        """Room for the checksum of each row, where they are asked for."""
-        return None if self._read is None else np.zeros(rows.num_rows, dtype=np.uint32)
-
-    def _note(
-        self,
-        rows: ExtentTable,
-        result: ReadResult,
-        streams: RowStreams | None,
-        crc32: UInt32Array | None,
-        *,
-        is_cast: bool,
-    ) -> None:
+    def _note(self, result: ReadResult, streams: RowStreams | None, *, is_cast: bool) -> None:
         self.bytes_read += result.bytes_read
         self.files.update(dict.fromkeys(result.files))
-        if self._read is not None and crc32 is not None:
-            self._read.add(rows.paths, rows.file, rows.file_offset, rows.nbytes, crc32)
         if streams is None or result.digests is None:
             return
         if is_cast:

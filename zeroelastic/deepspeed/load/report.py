@@ -38,7 +38,6 @@ def gather_costs(load_plan: LoadPlan, restored: Restored, verification: Verifica
         "bytes_read": bytes_read,
         "header_bytes": checkpoint.header_bytes
         + load_plan.checked_bytes
-        + verification.bytes_read
         + _module_bytes(load_plan)
         + module.bytes_read,
         "files_opened": len({*checkpoint.opened, *restored.files, *module.files, *payload.files}),

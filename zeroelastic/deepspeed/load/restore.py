@@ -11,7 +11,6 @@ import torch
 
 from zeroelastic.checkpoint.one_save import check_one_save
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
-from zeroelastic.checkpoint.read_ranges import ReadFiles
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, Target, fill
 from zeroelastic.deepspeed.live.digests import LiveStreams, known_digests, local_digests, own_parts
@@ -30,9 +29,8 @@ class Restored:
     """What a load put into the engine: what DeepSpeed's own part returned, and the cost.
 
     Digests are partial ones: ``cast_digests`` of what was cast or is rounded afterwards, ``changed_digests`` of what
-    the save has as trained and the run as frozen, or the other way. ``read_files`` is what this rank has read of files
-    without digests, with its CRC-32. ``module`` and ``payload`` are what it cost to have other ranks read files;
-    ``lost`` is what of the loss scale was not restored.
+    the save has as trained and the run as frozen, or the other way. ``module`` and ``payload`` are what it cost to have
+    other ranks read files; ``lost`` is what of the loss scale was not restored.
     """
 
     loaded: tuple[Any, Any]
@@ -42,7 +40,6 @@ class Restored:
     cast_digests: Digests
     changed_digests: Digests
     read_digests: ReadDigests
-    read_files: ReadFiles | None
     module: RelayCost
     payload: RelayCost
     notes: tuple[str, ...]
@@ -63,8 +60,6 @@ def restore(
     """
     executor = request.options.io_engine
     payload = RelayCost()
-    by_checksum = request.options.verifies_content and load_plan.checkpoint.record is None
-    read_files = ReadFiles() if by_checksum else None
     live.begin_load()
     with (
         live.filling(),
@@ -77,7 +72,7 @@ def restore(
         def load_and_fill() -> tuple[tuple[Any, Any], list[Filled]]:
             loaded = load_module(module_path)
             live.refresh()
-            return loaded, _fill(live, load_plan, request, read_files)
+            return loaded, _fill(live, load_plan, request)
 
         def complete(loaded: tuple[Any, Any], filled: Sequence[Filled]) -> Restored:
             check_one_save(load_plan.checkpoint.tag_dir)  # nothing is read after this
@@ -99,7 +94,6 @@ def restore(
                 cast_digests=cast,
                 changed_digests=changed,
                 read_digests=read,
-                read_files=read_files,
                 module=module,
                 payload=payload,
                 notes=(*(text for part in others for text in _casts(part.targets)), *notes),
@@ -116,14 +110,13 @@ def restore(
                 filled,
                 executor=executor,
                 digest=request.options.verify == "read",
-                read_files=read_files,
             )
             restored = all_or_raise(lambda: complete(loaded, filled))
     live.end_load()
     return restored
 
 
-def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest, read_files: ReadFiles | None) -> list[Filled]:
+def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> list[Filled]:
     """Fill master weights and optimizer tensors, then what is frozen on either side, in place."""
     targets: list[Target] = []
     on_disk = not isinstance(load_plan.checkpoint.tag_dir, RemotePath)
@@ -149,7 +142,6 @@ def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest, read_f
             executor=request.options.io_engine,
             remote_files=frozenset() if load_plan.reads_all_locally else load_plan.checkpoint.remote_files,
             digest=request.options.verify == "read",
-            read=read_files,
         )
         for part in parts
     ]

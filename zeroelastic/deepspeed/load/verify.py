@@ -1,24 +1,16 @@
-"""Verifies a load: digests of the live state, in its own layout, against the commit record; without one, what was read.
-
-The files of a save without a record have no digests: what all ranks have read is compared with the CRC-32 in the files.
-"""
+"""Verifies a load: digests of the live state, in its own layout, against the commit record."""
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from zeroelastic.checkpoint.extents import digest_in_file
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
-from zeroelastic.checkpoint.read_ranges import Comparison, ReadFiles, ReadRanges, compare_files
-from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import ParamContent, Stream, combine, content_root
 from zeroelastic.core.plan import held_plan
 from zeroelastic.deepspeed.engine import Engine
@@ -35,10 +27,8 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.deepspeed.load.restore import Restored
 from zeroelastic.deepspeed.options import LoadRequest
-from zeroelastic.distributed.collective import all_gather, all_or_raise
-from zeroelastic.distributed.exchange import all_to_all_bytes
-from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError, counted
-from zeroelastic.executors.dispatch import Executor, host_executor
+from zeroelastic.distributed.collective import all_gather
+from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, read_range
 from zeroelastic.torch_file.header import DTYPE_BYTES
@@ -59,7 +49,6 @@ class Verification:
     """The saved and the loaded content root, whether they match, and what is to be known about that.
 
     ``wrong`` is every (parameter, state key) that differs; ``matches`` is False also where the live state has more.
-    ``bytes_read`` bytes of files were read for it alone.
     """
 
     saved_root: str | None
@@ -67,7 +56,6 @@ class Verification:
     matches: bool | None
     note: str | None
     wrong: tuple[TensorKey, ...] = ()
-    bytes_read: int = 0
 
     @property
     def failed(self) -> bool:
@@ -85,28 +73,28 @@ def verify(
     what was read; so are master weights that the run then rounds to 16 bits (load_from_fp32_weights is off). Where it
     has ``failed`` on any rank, ``raise_mismatch`` has to be called on all.
 
-    Without a commit record, what was read is compared with the CRC-32 of the files. Raises as ``compare_checksums``.
+    Without a commit record there is nothing to compare with: the report names the verb that compares checksums.
     """
     checkpoint = load_plan.checkpoint
     if not request.options.verifies_content:
         saved_root = checkpoint.record.content_root if checkpoint.record is not None else None
         return Verification(saved_root, None, None, f'content not verified ("verify": "{request.options.verify}")')
-    unrecorded, bytes_read = "saved without a commit record", 0
-    if restored.read_files is not None:
-        clause, bytes_read = compare_checksums(load_plan, restored.read_files, request.options.io_engine)
-        unrecorded += f", so without digests; {clause}"
+    unrecorded = (
+        "saved without a commit record, so without digests: NOT CHECKED. "
+        f"`zeroelastic verify {checkpoint.tag_dir}` compares its files with their checksums"
+    )
     with_frozen, membership = checkpoint.frozen_layout is not None, load_plan.membership
     local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read_digests)
     try:
         contents = whole_contents(live, local, device=engine.device)
     except CopiesDifferError as error:
         if checkpoint.record is None:
-            return Verification(None, None, None, f"{unrecorded}; {error}", bytes_read=bytes_read)
+            return Verification(None, None, None, f"{unrecorded}; {error}")
         return Verification(checkpoint.record.content_root, None, False, None, error.tensors)  # damage: one was saved
     cast, changed = (_sums(live, sums, engine.device) for sums in (restored.cast_digests, restored.changed_digests))
     if checkpoint.record is None:
         root = _root(live, contents)
-        return Verification(None, root, None, unrecorded, bytes_read=bytes_read)
+        return Verification(None, root, None, unrecorded)
     from_16_bit = not engine.zero_load_from_fp32_weights()
     num_cast = sum(key != FP32 or not from_16_bit for _, key in cast)
     saved_root = checkpoint.record.content_root
@@ -148,57 +136,6 @@ def verify(
     if not same_params:
         return Verification(saved_root, root, None, f"digests of what was restored match the record; {_INCOMPARABLE}")
     return Verification(saved_root, root, True, None)
-
-
-def compare_checksums(load_plan: LoadPlan, read: ReadFiles, executor: Executor) -> tuple[str, int]:
-    """Compare the records that the ranks have read together; a clause on it, and the bytes read here. Collective.
-
-    One rank gets the ranges of a file from all and puts them together. Raises DigestMismatchError on every rank where a
-    record has another checksum, CheckpointError, UnreadableError.
-    """
-    checkpoint = load_plan.checkpoint
-    top = str(checkpoint.tag_dir)
-    by_owner: dict[int, dict[str, ReadRanges]] = {}
-    for path, ranges in read.items():
-        name = str(path).removeprefix(top).lstrip("/")
-        by_owner.setdefault(_owner(load_plan, name), {})[name] = ranges
-    arrived = all_to_all_bytes({owner: pickle.dumps(files) for owner, files in by_owner.items()})
-    parts: dict[str, list[ReadRanges]] = {}
-    for data in arrived.values():
-        for name, ranges in pickle.loads(data).items():
-            parts.setdefault(name, []).append(ranges)
-    files = {checkpoint.tag_dir / name: ReadRanges.joined(found) for name, found in sorted(parts.items())}
-    own = all_or_raise(lambda: compare_files(files, checkpoint.archives, host_executor(executor)))
-    total = Comparison()
-    for other in all_gather(own):
-        total = total.plus(other)
-    total.check()
-    of_fsdp2 = parse_rank_file(load_plan.head.path.name) is None  # which no verb verifies
-    advice = "" if of_fsdp2 else f"; `zeroelastic verify {top}` checks all of them"
-    return _clause(total, advice), own.bytes_read
-
-
-def _owner(load_plan: LoadPlan, name: str) -> int:
-    """The rank that puts the ranges of a file together: one that has read it, where ranks take parts in turn."""
-    visibility, file, ranks = load_plan.visibility, parse_rank_file(name), dist.get_world_size()
-    if visibility is not None:
-        return visibility.reader(name)
-    if file is None:
-        return zlib.crc32(name.encode()) % ranks
-    topology = load_plan.checkpoint.topology
-    saved = file.rank * topology.tensor_size + file.tp_rank
-    return saved * ranks // topology.world_size % ranks
-
-
-def _clause(total: Comparison, advice: str) -> str:
-    parts: list[str] = []
-    if total.num_compared:
-        parts.append(f"what was read has the CRC-32 that its files state ({counted(total.num_compared, 'record')})")
-    if total.num_partial:
-        parts.append(f"NOT CHECKED: {counted(total.num_partial, 'record')} read in part{advice}")
-    if total.num_unstated:
-        parts.append(f"NOT CHECKED: {counted(total.num_unstated, 'record')} of files that state no CRC-32")
-    return "; ".join(parts) or "nothing was read"
 
 
 def _as_read(

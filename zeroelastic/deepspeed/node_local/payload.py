@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from zeroelastic.checkpoint.extents import ExtentTable
-from zeroelastic.checkpoint.read_ranges import ReadFiles
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.deepspeed.fill import Filled, RowStreams
@@ -48,12 +47,11 @@ def fill_from_others(
     *,
     executor: Executor,
     digest: bool = False,
-    read_files: ReadFiles | None = None,
 ) -> RelayCost:
     """Fill the rows that ``fill`` left unread because this rank does not see their files. Collective.
 
     Raises the same error on every rank. Adds the digests of those rows that were cast, and with ``digest`` of the
-    others; ``read_files`` gets what this rank reads for others, with its CRC-32.
+    others.
     """
     names = visibility.names
     numbers = {name: number for number, name in enumerate(names)}
@@ -79,10 +77,7 @@ def fill_from_others(
         _, first, same = np.unique(np.stack((file, offset, nbytes), 1), axis=0, return_index=True, return_inverse=True)
         same = same.reshape(-1)
         table = CopyTable(file[first], offset[first], np.zeros_like(first), at[first], nbytes[first])
-        crc32 = None if read_files is None else np.zeros(len(first), dtype=np.uint32)
-        result = read_segments(table, paths, [buffer], crc32=crc32, executor=host_executor(executor))
-        if read_files is not None and crc32 is not None:
-            read_files.add(paths, table.src, table.src_offset, table.nbytes, crc32)
+        result = read_segments(table, paths, [buffer], executor=host_executor(executor))
         for i in np.flatnonzero(first[same] != np.arange(len(same))).tolist():
             source, count = int(at[first[same[i]]]), int(nbytes[i])
             buffer[int(at[i]) : int(at[i]) + count] = buffer[source : source + count]
