@@ -18,8 +18,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroelastic.executors import native_executor
-
 _IN_OPEN, _IN_Q_OVERFLOW, _IN_ISDIR = 0x20, 0x4000, 0x40000000
 _EVENT = struct.Struct("iIII")
 _READ_BYTES = 8 << 20
@@ -104,7 +102,6 @@ class Meter:
         self._opened.take()
         self._children = _largest_child()
         Path("/proc/self/clear_refs").write_text("5")
-        self._mapped = native_executor.mapped_bytes()
         self._io = _io()
         self._busy = _busy_cpu_seconds()
         self._cpu = sum(os.times()[:4])
@@ -122,7 +119,7 @@ class Meter:
             seconds=seconds,
             cpu_seconds=cpu,
             read_bytes=io["rchar"],
-            mapped_bytes=_mapped_resident(self._directory) + native_executor.mapped_bytes() - self._mapped,
+            mapped_bytes=_mapped_resident(self._directory),
             disk_bytes=io["read_bytes"],
             written_bytes=io["wchar"],
             extra_rss=max(status_bytes("VmHWM"), children) - self._resident,

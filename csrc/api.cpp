@@ -2,16 +2,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <functional>
 #include <new>
 
 #include "cpu.h"
 #include "crc32.h"
 #include "digest.h"
-#include "mapped.h"
 #include "operations.h"
-#include "pickle.h"
 #include "table.h"
 
 namespace {
@@ -65,10 +62,6 @@ int32_t ze_best_isa(void) {
 int32_t ze_limit_isa(int32_t isa) {
     return zeroelastic::limit_isa(
         static_cast<ze_isa_level>(std::clamp<int32_t>(isa, ZE_ISA_PLAIN, ZE_ISA_AVX512)));
-}
-
-int64_t ze_mapped_bytes(void) {
-    return zeroelastic::Mapped::bytes_seen();
 }
 
 int32_t ze_read_segments(const ze_table* table, const ze_files* src, const ze_buffers* dst,
@@ -147,20 +140,6 @@ uint32_t ze_crc32_join(const uint32_t* crc32, const int64_t* nbytes, int64_t cou
     uint32_t joined = 0;
     for (int64_t i = 0; i < count; ++i) joined = zeroelastic::crc32_join(joined, crc32[i], nbytes[i]);
     return joined;
-}
-
-int32_t ze_pack_pickle(const uint8_t* data, int64_t nbytes, int64_t long_list, ze_packed* out,
-                       ze_error* error) {
-    return guarded(error, [&] {
-        const bool packed = zeroelastic::pack_pickle(data, nbytes, long_list, out);
-        return error->code = packed ? ZE_OK : ZE_BAD_TABLE;
-    });
-}
-
-void ze_free_packed(ze_packed* packed) {
-    std::free(packed->values);
-    std::free(packed->bounds);
-    packed->values = packed->bounds = nullptr;
 }
 
 }  // extern "C"

@@ -7,18 +7,16 @@
 #include <mutex>
 
 #include "checksums.h"
-#include "mapped.h"
 #include "table.h"
 #include "zeroelastic.h"
 
 namespace zeroelastic {
 
-// What is copied: from `buffers`, or, where it is not null, from the mapped file of which all rows at hand
-// come. `copies` and `copies_cast` as in ze_options. Rows follow each other as in the table if `in_order`.
+// What is copied from `buffers`. `copies` and `copies_cast` as in ze_options. Rows follow each other as in
+// the table if `in_order`.
 struct Copy {
     const ze_table& table;
     const ze_buffers* buffers;
-    const Mapped* mapped;
     const ze_buffers& dst;
     const ze_digest* digest;
     int32_t cast;
@@ -29,7 +27,6 @@ struct Copy {
 
     const char* source(int64_t row) const {
         const int64_t offset = table.src_offset[row];
-        if (mapped != nullptr) return mapped->at(offset);
         return static_cast<const char*>(buffers->data[table.src[row]]) + offset;
     }
 

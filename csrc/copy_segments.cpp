@@ -26,7 +26,7 @@ int32_t copy_segments(const ze_table& table, const ze_buffers& src, const ze_buf
     const std::vector<Unit> units =
         make_units(table, order, nullptr, choose_unit_bytes(total, options.threads, kUnitBytes));
     std::mutex totals;
-    const Copy copy{table, &src, nullptr, dst, digest, options.cast, nullptr, ZE_CAST_NONE, true, &totals};
+    const Copy copy{table, &src, dst, digest, options.cast, nullptr, ZE_CAST_NONE, true, &totals};
     Progress nobody{ze_options{}};
     Checksums checksums(table, ZE_CAST_NONE, crc32, units.size());
     const int32_t code =

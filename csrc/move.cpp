@@ -13,7 +13,6 @@
 
 #include "cast.h"
 #include "checksums.h"
-#include "mapped.h"
 #include "operations.h"
 #include "table.h"
 
@@ -65,7 +64,6 @@ struct Move {
     OpenFiles* destinations;  // null: what is read goes nowhere
     Progress* progress;
     std::atomic<bool> in_kernel;
-    LargePages pages;
 
     // Bytes of a run, and the room for it and what a piece of it becomes.
     int64_t call_bytes() const {
@@ -82,13 +80,12 @@ struct Move {
 // What one thread does with one unit.
 class UnitMove {
   public:
-    UnitMove(Move* move, const Unit& unit, const Span& span, int from, Checksums::OfUnit* sums, char* staging)
+    UnitMove(Move* move, const Unit& unit, int from, Checksums::OfUnit* sums, char* staging)
         : move_(*move),
           unit_(unit),
           from_(from),
           sums_(*sums),
           pieces_(move->table, move->order, unit),
-          mapped_(from, span.begin, span.end, &move->pages),
           staging_(staging) {}
 
     bool run(ze_error* error) {
@@ -101,7 +98,7 @@ class UnitMove {
             }
             if (!move_run(error)) return false;
         }
-        return !mapped_ || mapped_.intact(unit_.file, error);
+        return true;
     }
 
   private:
@@ -125,12 +122,7 @@ class UnitMove {
         const int64_t nbytes = next_run(move_.table, &pieces_, move_.call_bytes(), &run_);
         const int64_t offset = move_.table.src_offset[run_.front().row] + run_.front().within;
         const char* data = staging_;
-        if (mapped_) {
-            data = mapped_.at(offset);
-            Mapped::saw(nbytes);
-        } else if (!read_fully(from_, staging_, nbytes, offset, unit_.file, error)) {
-            return false;
-        }
+        if (!read_fully(from_, staging_, nbytes, offset, unit_.file, error)) return false;
         for (const Piece& piece : run_) {
             if (!put(piece, data, error)) return false;
             data += piece.nbytes;
@@ -171,7 +163,6 @@ class UnitMove {
     Pieces pieces_;
     int64_t put_ = 0;
     std::vector<Piece> run_;
-    const Mapped mapped_;
     char* const staging_;
 };
 
@@ -207,8 +198,8 @@ int32_t move_or_scan(const ze_table& table, const ze_files& src, const ze_files*
     Checksums checksums(table, cast, crc32, units.size());
     const bool unseen = digest == nullptr && crc32 == nullptr && cast == ZE_CAST_NONE && dst != nullptr;
     Progress progress(options);
-    Move move{table,     order,    digest, cast, options.sync != 0, dst == nullptr ? nullptr : &*destinations,
-              &progress, {unseen}, {}};
+    Move move{table,     order,   digest, cast, options.sync != 0, dst == nullptr ? nullptr : &*destinations,
+              &progress, {unseen}};
     std::vector<std::unique_ptr<char[]>> staging(static_cast<size_t>(options.threads));
     const auto work = [&](int thread, size_t index, ze_error* reason) {
         const Unit& unit = units[index];
@@ -217,8 +208,7 @@ int32_t move_or_scan(const ze_table& table, const ze_files& src, const ze_files*
         std::unique_ptr<char[]>& own = staging[static_cast<size_t>(thread)];
         if (own == nullptr) own.reset(new char[move.staging_bytes()]);
         Checksums::OfUnit sums(&checksums, index);
-        const Span span = span_of(table, order, unit);
-        return UnitMove(&move, unit, span, from, &sums, own.get()).run(reason) &&
+        return UnitMove(&move, unit, from, &sums, own.get()).run(reason) &&
                sources.release(unit.file, false, reason);
     };
     const int32_t code = run_units(units.size(), options.threads, &progress, error, work);

@@ -67,7 +67,6 @@ class Pool {
         sigset_t all;
         sigset_t before;
         sigfillset(&all);
-        sigdelset(&all, SIGBUS);  // which is of the thread that looks at what is not there: see mapped.h
         while (size_ < wanted) {
             // Signals are the business of the threads that the host program knows. On Linux this mask is the
             // calling thread's.

@@ -1,5 +1,4 @@
-// files -> memory: what the page cache holds is copied from where it lies, the rest comes by vectored reads
-// of whole file runs, scattered straight into their destinations.
+// files -> memory, by vectored reads of whole file runs, scattered straight into their destinations.
 
 #include <fcntl.h>
 #include <sys/uio.h>
@@ -11,8 +10,6 @@
 #include "cast.h"
 #include "checksums.h"
 #include "copy_rows.h"
-#include "cpu.h"
-#include "mapped.h"
 #include "operations.h"
 #include "table.h"
 
@@ -25,11 +22,9 @@ constexpr int64_t kCachedCallBytes = int64_t{128} << 10;
 constexpr int64_t kCallBytes = int64_t{4} << 20;
 
 struct Read {
-    const Copy& copy;  // of a unit that is mapped, but for the mapping
+    const Copy& copy;
     const std::vector<int64_t>& order;
     Progress* progress;
-    int64_t total;
-    LargePages* pages;
 };
 
 // Whether every row that is to be kept converted, too, is of whole elements and has room there.
@@ -56,31 +51,9 @@ bool check_copies(const ze_table& table, const ze_buffers& dst, const ze_options
     return true;
 }
 
-// Copies the unit in one pass over it, if all of it is in the page cache: then it is `copied`.
-bool copy_mapped(const Read& read, const Unit& unit, int fd, Checksums::OfUnit* checksums,
-                 int64_t* bytes_read, bool* copied, ze_error* error) {
-    *copied = false;
-    if (current_isa() < ZE_ISA_AVX2) return true;  // without stores past the caches, preadv() is faster
-    const Span span = span_of(read.copy.table, read.order, unit);
-    const Mapped mapped(fd, span.begin, span.end, read.pages);
-    if (!mapped) return true;
-    Copy copy = read.copy;
-    copy.mapped = &mapped;
-    Pieces pieces(copy.table, read.order, unit);
-    copy_rows(copy, &pieces, read.total, checksums);
-    if (!mapped.intact(unit.file, error)) return false;
-    *bytes_read += unit.nbytes;
-    Mapped::saw(unit.nbytes);
-    *copied = true;
-    return read.progress->add(unit.nbytes, error);
-}
-
 bool read_unit(const Read& read, const Unit& unit, int fd, Checksums::OfUnit* checksums, int64_t* bytes_read,
                ze_error* error) {
     const Copy& copy = read.copy;
-    bool copied;
-    if (!copy_mapped(read, unit, fd, checksums, bytes_read, &copied, error)) return false;
-    if (copied) return true;
     Pieces pieces(copy.table, read.order, unit);
     std::vector<Piece> run;
     std::vector<iovec> vectors;
@@ -153,11 +126,9 @@ int32_t read_open_segments(const ze_table& table, OpenFiles* files, int64_t num_
         make_units(table, order, table.src, choose_unit_bytes(total, options.threads, kUnitBytes));
     for (const Unit& unit : units) files->expect(unit.file);
     std::mutex totals;
-    const Copy copy{table,         nullptr,      nullptr,        dst,
-                    digest,        options.cast, options.copies, options.copies_cast,
+    const Copy copy{table,         nullptr, dst, digest, options.cast, options.copies, options.copies_cast,
                     order.empty(), &totals};
-    LargePages pages;
-    const Read read{copy, order, progress, total, &pages};
+    const Read read{copy, order, progress};
     Checksums checksums(table, ZE_CAST_NONE, crc32, units.size());
     const int32_t code =
         run_units(units.size(), options.threads, progress, error, [&](int, size_t index, ze_error* reason) {

@@ -16,7 +16,7 @@
 #define ZE_API __attribute__((visibility("default")))
 
 // Raised with every change of this file, so that a library and its caller of different ages notice.
-#define ZE_ABI_VERSION 14
+#define ZE_ABI_VERSION 15
 
 #ifdef __cplusplus
 extern "C" {
@@ -57,7 +57,6 @@ typedef struct ze_buffers ze_buffers;
 typedef struct ze_digest ze_digest;
 typedef struct ze_progress ze_progress;
 typedef struct ze_options ze_options;
-typedef struct ze_packed ze_packed;
 
 struct ze_error {
     int32_t code;
@@ -121,30 +120,6 @@ struct ze_options {
     const ze_buffers* copies;
 };
 
-// A pickle whose long lists and dictionaries are columns. `pickle` is the caller's and has room for the whole
-// pickle. Column i has the values up to bounds[2 * i + 1], and bounds[2 * i] is its kind:
-//   0  A list of integers became the persistent id of its column, an integer from 0.
-//   1  A list of one-dimensional tensors that are parts of one storage became a call of that with the first
-//      tensor; its column is each one's offset in elements and its number of elements.
-//   2  An OrderedDict of tensors became a call of that with an empty one, and with the list of its names,
-//   behind
-//      which stands the value where it is of a new form. Its column is, of each value, the number of its
-//      form, the number that is its storage's key, the storage's elements, and its offset there, in elements;
-//      the key is -1 for an object that is no tensor.
-//   3  An OrderedDict of which the first value is no tensor, and no other is, became the same; its column is
-//   the
-//      form of each value.
-//   4  The state of such a dictionary became a call of that with an empty OrderedDict and its forms, whose
-//      result is dropped. Its column is empty.
-struct ze_packed {
-    uint8_t* pickle;
-    int64_t num_bytes;
-    int64_t* values;  // with bounds, released by ze_free_packed
-    int64_t num_values;
-    int64_t* bounds;
-    int64_t num_bounds;
-};
-
 ZE_API int32_t ze_abi_version(void);
 
 // The compiler and the instruction sets that were compiled in, one line.
@@ -158,12 +133,7 @@ ZE_API int32_t ze_best_isa(void);
 // use.
 ZE_API int32_t ze_limit_isa(int32_t isa);
 
-// Bytes that this process has looked at in the page cache instead of having them copied out by a call: for
-// measurements, in which nothing else sees them.
-ZE_API int64_t ze_mapped_bytes(void);
-
-// files -> memory. What the page cache holds in large pages is mapped for as long as it takes to look at it,
-// a few MiB at a time; the rest is read. `digest` may be null, and so may `crc32`: else it gets the checksum
+// files -> memory. `digest` may be null, and so may `crc32`: else it gets the checksum
 // of what was read of each row (see crc32.h), 0 for a row without bytes. `bytes_read` is what was read before
 // an error, too.
 ZE_API int32_t ze_read_segments(const ze_table* table, const ze_files* src, const ze_buffers* dst,
@@ -202,14 +172,6 @@ ZE_API uint64_t ze_digest_range(const void* data, int64_t count, int32_t itemsiz
 
 // The checksum of `count` runs that lie one behind the other, from theirs.
 ZE_API uint32_t ze_crc32_join(const uint32_t* crc32, const int64_t* nbytes, int64_t count);
-
-// A pickle of torch.save, checked as zeroelastic/torch_file/safe_unpickler.py checks it and written again:
-// without memo slots that nothing fetches, with one tuple for all equal tuples of integers and with columns
-// in place of lists and OrderedDicts of at least `long_list` items, if that is not 0. ZE_BAD_TABLE where it
-// did not pass, or is not of protocol 2: Python says what it is then.
-ZE_API int32_t ze_pack_pickle(const uint8_t* data, int64_t nbytes, int64_t long_list, ze_packed* out,
-                              ze_error* error);
-ZE_API void ze_free_packed(ze_packed* packed);
 
 #ifdef __cplusplus
 }

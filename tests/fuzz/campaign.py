@@ -1,6 +1,6 @@
 """Every fuzzer for some minutes each, and what came of it: ``make fuzz`` (FUZZ_SECONDS, FUZZ_TARGETS, FUZZ_SEED).
 
-The readers run under atheris, the C++ engine's tables and packed pickles under libFuzzer with the address and undefined
+The readers run under atheris, the C++ engine's tables under libFuzzer with the address and undefined
 behaviour sanitizers. Results go to ``--out`` as fuzz.json and fuzz.md; what was found is left beside the corpus in
 ``--work``.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 READERS = ("archive", "pickle", "record", "tags", "checkpoint", "universal", "dcp")
-ENGINE = {"table": "table", "packed": "pickle"}
+ENGINE = {"table": "table"}
 """The targets of the C++ engine, and the source of each in csrc/tests/fuzz."""
 MOST_MIB = 256
 
@@ -107,7 +107,7 @@ def write(out: Path, results: dict[str, dict[str, object]]) -> None:
     text = [
         "# Fuzzing",
         "",
-        "`make fuzz`: readers under atheris, the C++ engine (`table`, `packed`) under libFuzzer with ASan and UBSan;",
+        "`make fuzz`: readers under atheris, the C++ engine (`table`) under libFuzzer with ASan and UBSan;",
         f"{MOST_MIB} MiB is the limit of a whole process. A finding ends the run of its target.",
         "",
         "| target | inputs | seconds | edges | features | peak MiB | slowest input, s | findings |",

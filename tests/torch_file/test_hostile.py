@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import struct
 import sys
@@ -22,6 +23,8 @@ import pytest
 import torch
 from bounded import bounded
 from commands import ARGUMENTS
+from hypothesis import given
+from hypothesis import strategies as st
 from synthetic import edit, edit_optim, optim_name, sealed, write_checkpoint
 from training import Job, build_engine
 from typer.testing import CliRunner
@@ -33,7 +36,7 @@ from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, s
 from zeroelastic.io.storage import FOLLOW_LINKS
 from zeroelastic.testing import RankPool
 from zeroelastic.testing.sample import write_sample
-from zeroelastic.torch_file import header
+from zeroelastic.torch_file import safe_unpickler
 from zeroelastic.torch_file.graph import read_graph, write_graph
 from zeroelastic.torch_file.header import Stub, read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
@@ -47,15 +50,6 @@ def archive(path: Path, pickled: bytes) -> Path:
 
 
 # ---- pickles ----
-
-
-@pytest.fixture(params=[True, False], ids=["engine", "no engine"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the native engine checks pickles, small ones too, where it was built."""
-    monkeypatch.setattr(header, "LARGE_PICKLE", 0)
-    if not request.param:
-        monkeypatch.setattr(header, "pack_pickle", lambda data, *, long_list: None)
-    return bool(request.param)
 
 
 def text(value: str) -> bytes:
@@ -78,6 +72,17 @@ def doubled(pair: bytes = b"\x86") -> bytes:
 
 
 STORAGE = b"(" + text("storage") + named("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x08tQ"
+
+
+def tensor(slot: int, *, gets: bytes) -> bytes:
+    """The opcodes of a tensor as torch.save writes them, which fill seven slots of the memo from one on."""
+    put = [b"r" + struct.pack("<I", slot + i) for i in range(6)]
+    rebuild, storage, to = gets[:2], gets[2:-2], gets[-2:]
+    return (
+        rebuild + b"((" + storage + b"K\x08t" + put[0] + b"QK\0K\1\x85" + put[1] + b"K\1\x85" + put[2] + b"\x89"
+        + to + b")R" + put[3] + b"t" + put[4] + b"R" + put[5]
+    )  # fmt: skip
+
 
 BOMBS = {
     "a key whose hash takes for ever": b"}" + doubled() + b"Ns.",
@@ -105,6 +110,11 @@ BOMBS = {
     "a storage of 2^63": STORAGE.replace(b"K\x08", integer(1 << 63)) + b".",
     "2^62 bytes of text": b"\x8d" + struct.pack("<Q", 1 << 62) + b"abc.",
     "a key of a storage that is long": STORAGE.replace(text("0"), text("0" * 1_000_000)) + b".",
+    "tensors of one another": b"".join(named("a", "b") + b"q" + bytes([i]) for i in range(5)) + doubled()
+    + b"r\x40\0\0\0](" + b"".join(tensor(65 + 6 * i, gets=b"h\1h\2h\1j\x40\0\0\0h\3h\4") for i in range(9))
+    + b"e}(j\x46\0\0\0Nu.",
+    "a memo of 2**31 in a tensor": b"".join(named("a", "b") + b"q" + bytes([i]) for i in range(5)) +
+    tensor(2**31, gets=b"h\0h\2h\1" + text("0") + b"r\5\0\0\0h\3h\4") + b".",
     "no stack at all": b"0" * 1000 + b".",
     "marks without end": b"(" * 300_000,
     "a string of 2 GiB": b"X\xff\xff\xff\x7fabc.",
@@ -124,17 +134,17 @@ BOMBS = {
 
 @pytest.mark.support("Checkpoint engines and storage", "files made to exhaust memory or time", "refused")
 @pytest.mark.parametrize("name", BOMBS)
-def test_bombs_are_refused_before_they_are_built(tmp_path: Path, name: str, engine: bool) -> None:
+def test_bombs_are_refused_before_they_are_built(tmp_path: Path, name: str) -> None:
     path = archive(tmp_path / "bomb.pt", b"\x80\x02" + BOMBS[name])
     for foreign in ("refuse", "inert"):
         with bounded(), pytest.raises(CheckpointError, match=r"bomb\.pt: ") as caught:
-            read_torch_file(path, foreign=foreign, columns=foreign == "refuse")  # type: ignore[arg-type]
+            read_torch_file(path, foreign=foreign)  # type: ignore[arg-type]
         assert len(str(caught.value)) < 1000 + len(str(tmp_path))
     with bounded(), contextlib.suppress(CheckpointError):
         read_graph(path)
 
 
-def test_a_list_of_lists_without_end_takes_little(tmp_path: Path, engine: bool) -> None:
+def test_a_list_of_lists_without_end_takes_little(tmp_path: Path) -> None:
     path = archive(tmp_path / "nested.pt", b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".")
     with bounded(), contextlib.suppress(CheckpointError):
         read_torch_file(path, foreign="inert")
@@ -142,7 +152,7 @@ def test_a_list_of_lists_without_end_takes_little(tmp_path: Path, engine: bool) 
 
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_containers_that_hold_themselves_or_one_another_are_refused_where_they_are_walked(
-    tmp_path: Path, sharing: int, engine: bool
+    tmp_path: Path, sharing: int
 ) -> None:
     loop: list[object] = []
     loop.append(loop)
@@ -165,7 +175,7 @@ def test_containers_that_hold_themselves_or_one_another_are_refused_where_they_a
             read_torch_file(path, foreign="inert")  # users' own objects may
 
 
-def test_honest_files_are_far_from_the_limits(tmp_path: Path, engine: bool) -> None:
+def test_honest_files_are_far_from_the_limits(tmp_path: Path) -> None:
     """Ten thousand parameters, lists of empty lists, keys that are tuples, seeds of 128 bits, 64 dimensions."""
     step = torch.tensor(1.0)
     value = {
@@ -185,7 +195,7 @@ def test_honest_files_are_far_from_the_limits(tmp_path: Path, engine: bool) -> N
     assert write_graph(read_graph(tmp_path / "f.pt"))[0]
 
 
-def test_attributes_of_a_dictionary_stay_out(tmp_path: Path, engine: bool) -> None:
+def test_attributes_of_a_dictionary_stay_out(tmp_path: Path) -> None:
     """torch sets some on module states; a file must not replace what the readers call."""
     build = b"}" + text("get") + b"N" + b"s" + b"b"
     path = archive(tmp_path / "f.pt", b"\x80\x02" + named("collections", "OrderedDict") + b")R" + build + b".")
@@ -208,7 +218,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_are_refused_by_name_or_stay_inert(tmp_path: Path, name: str, engine: bool) -> None:
+def test_calls_are_refused_by_name_or_stay_inert(tmp_path: Path, name: str) -> None:
     protocol = b"\x04" if CALLS[name][:1] in b"\x8c" or b"C\x01" in CALLS[name] else b"\x02"
     path = archive(tmp_path / "f.pt", b"\x80" + protocol + CALLS[name])
     ran: list[str] = []
@@ -547,3 +557,40 @@ def test_a_job_refuses_hostile_files_on_every_rank(
     (root / "latest").write_text("../run/" + tag.name)
     error, _ = loaded(rank_pool, root, weights_only_load=weights_only_load)
     assert error.startswith("CheckpointError") and "latest" in error
+
+
+def weigh(data: bytes, *, one_by_one: bool, free: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safe_unpickler, "_FREE_HASHES", free)
+        if one_by_one:
+            patch.setattr(safe_unpickler, "_TENSOR", re.compile(b"(?!)"))
+        try:
+            safe_unpickler.check_opcodes(data)
+        except CheckpointError as error:
+            return str(error)
+    return "passes"
+
+
+@given(st.data())
+def test_the_opcodes_of_a_tensor_are_followed_at_once_as_one_by_one(data: st.DataObject) -> None:
+    """Also where slots are filled again, taken before they are filled, or hold keys whose hash takes for ever."""
+    near = [b"h" + bytes([slot]) for slot in range(8)]
+    gets = st.sampled_from([*near, *(b"j" + struct.pack("<I", slot) for slot in (5, 13, 19))])
+    heads = b"".join(named("a", f"b{i}") + b"q" + bytes([i]) for i in range(6)) + b"Nq\6" + b"h\6h\6\x86q\7"
+    pieces = data.draw(
+        st.lists(
+            st.one_of(
+                st.builds(
+                    lambda slot, names: tensor(slot, gets=b"".join(names)),
+                    st.sampled_from([8, 14, 20, 26]) | st.integers(0, 130),
+                    st.lists(st.sampled_from(near[:6]) | st.sampled_from(near), min_size=6, max_size=6),
+                ),
+                gets, st.just(b"\x86r\x0d\0\0\0"), st.just(b"}q\5"), st.just(b"Ns"), st.just(b"h\7h\7\x86q\7"),
+            ),
+            max_size=12,
+        )
+    )  # fmt: skip
+    pickled = b"\x80\x02" + heads + b"".join(pieces) + b"."
+    assert weigh(pickled, one_by_one=False, free=1 << 20) == weigh(pickled, one_by_one=True, free=1 << 20)
+    free = -safe_unpickler._HASHES_PER_BYTE * len(pickled) + 30
+    assert weigh(pickled, one_by_one=True, free=free) in ("passes", weigh(pickled, one_by_one=False, free=free))

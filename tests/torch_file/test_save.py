@@ -21,7 +21,7 @@ from torch_files import DTYPES, EXECUTORS, executor, sample, saved_by_torch
 
 from zeroelastic.core.digest import combine, digest_range
 from zeroelastic.errors import UnsupportedError
-from zeroelastic.executors import torch_executor
+from zeroelastic.executors import dispatch, staged
 from zeroelastic.executors.batches import join_crc32_reference
 from zeroelastic.executors.dispatch import Executor, describe_build, join_crc32
 from zeroelastic.io import atomic
@@ -65,8 +65,8 @@ WAYS = pytest.mark.parametrize("write", [write_torch_file, write_by_image])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Tensors in host memory are written as they are, others through a staging buffer, here a small one."""
     if request.param == "device":
-        monkeypatch.setattr(save, "host_executor", lambda executor: "torch")
-        monkeypatch.setattr(torch_executor, "STAGING_BYTES", 1 << 12)
+        monkeypatch.setattr(dispatch, "_kind", lambda buffer: "host" if isinstance(buffer, np.ndarray) else "other")
+        monkeypatch.setattr(staged, "STAGING_BYTES", 1 << 12)
     return request.param
 
 

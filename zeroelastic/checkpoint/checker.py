@@ -232,7 +232,7 @@ class _Checker(TagHeaders):
 
     def _read_model(self, rank: int, path: FilePath, data_size: int | None) -> ModelStates:
         """One model states header, and with the first one the maps of slices."""
-        file = read_torch_file(path, foreign="inert", columns=True)
+        file = read_torch_file(path, foreign="inert")
         if self.first_model is None:
             self.root = file.root if isinstance(file.root, dict) else {}
         model = model_states_of(file, rank, world_size=data_size)
@@ -512,7 +512,7 @@ def stage_0_root(listing: TagListing) -> dict[object, object] | None:
         return None
     for name in listing.models.values():
         with suppress(CheckpointError, UnsupportedError):
-            root = read_torch_file(listing.directory / name, foreign="inert", columns=True).root
+            root = read_torch_file(listing.directory / name, foreign="inert").root
             if isinstance(root, dict) and isinstance(root.get("optimizer"), dict):
                 return root
     return None

@@ -16,7 +16,6 @@ import numpy as np
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.optimizer_file import (
-    checked_column,
     checked_param,
     checked_params,
     checked_table,
@@ -33,7 +32,6 @@ from zeroelastic.checkpoint.tag_files import (
 from zeroelastic.core.layout import Int64Array, Layout, Param, partition_numel, unpacked_layout
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.columns import NamedColumn, with_lists
 from zeroelastic.torch_file.header import DTYPE_BYTES, Stub, TensorRef, TorchFile, read_torch_file, walk_refs
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -132,7 +130,7 @@ def open_model_states(
     With ``world_size`` given, the data parallel ranks, a file that says otherwise raises CheckpointError; with ``tp``,
     a file of another tensor parallel size UnsupportedError.
     """
-    return model_states_of(read_torch_file(path, foreign="inert", columns=True), rank, world_size=world_size, tp=tp)
+    return model_states_of(read_torch_file(path, foreign="inert"), rank, world_size=world_size, tp=tp)
 
 
 def model_states_of(
@@ -193,7 +191,7 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         others = _entries(others, but=frozen_shapes)
     expert_files = () if is_part else _expert_files(root, path)
     lists_frozen = isinstance(frozen_shapes, Mapping) and any(name not in module for name in frozen_shapes)
-    is_stage_1 = zero_option(with_lists(root.get("ds_config")), "stage") == 1
+    is_stage_1 = zero_option(root.get("ds_config"), "stage") == 1
     may_freeze_experts = bool(expert_files) and (lists_frozen or is_stage_1)
     others_of.append((module, module if is_part else others))
     params_alone = _used_by_params_alone(file, others_of)
@@ -209,7 +207,7 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         frozen_extents=extents,
         header_bytes=file.header_bytes,
         directory=file.directory,
-        values={key: with_lists(root[key]) for key in (*COUNTERS, *_STATES) if key in root},
+        values={key: root[key] for key in (*COUNTERS, *_STATES) if key in root},
         others={
             str(name): (value.dtype, value.shape) if isinstance(value, TensorRef) else None
             for name, value in others.items()
@@ -226,7 +224,7 @@ def _expert_files(root: Mapping[object, object], path: FilePath) -> tuple[str, .
     """The files with the weights of experts, which a file of the whole module counts by layer and does not have."""
     file = parse_rank_file(path.name)
     tp_rank = 0 if file is None else file.tp_rank
-    counts = with_lists(root.get("num_experts"))
+    counts = root.get("num_experts")
     if not isinstance(counts, list) or not all(type(count) is int for count in counts) or sum(counts) > _MAX_EXPERTS:
         return ()
     return tuple(
@@ -239,20 +237,11 @@ def trained_tables(root: Mapping[object, object], path: FilePath) -> tuple[tuple
     tables = root.get("param_shapes")
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
         raise CheckpointError(f"{path}: holds no param_shapes. It is not a ZeRO model states file.")
-    return tuple(
-        tuple(
-            checked_column(table, path)
-            if isinstance(table, NamedColumn)
-            else checked_table([*table], [*table.values()], path)
-        )
-        for table in tables
-    )
+    return tuple(tuple(checked_table([*table], [*table.values()], path)) for table in tables)
 
 
 def _entries(module: Mapping[object, object], *, but: Collection[object]) -> dict[object, object]:
     """The entries of other names than these."""
-    if isinstance(module, NamedColumn):
-        return module.only(np.flatnonzero(~module.is_in(but)))
     return {name: value for name, value in module.items() if name not in but}
 
 
@@ -270,25 +259,15 @@ def _ranges(
     """
     if others is module:
         return _NO_RANGES
-    if isinstance(module, NamedColumn):
-        is_contiguous, numel = module.facts.T[:2]
-        chosen = ~module.is_in(others) & ((numel > 0) & ((is_contiguous > 0) | (apart_from is None)))[module.form]
-        if apart_from is not None:
-            chosen &= ~np.isin(module.key, apart_from)
-        ranges = file.column_ranges(module, np.flatnonzero(chosen))
-    else:
-        refs = [
-            ref
-            for name, ref in module.items()
-            if name not in others and isinstance(ref, TensorRef) and (ref.is_contiguous or apart_from is None)
-        ]
-        if apart_from is not None:
-            is_apart = ~np.isin(_numbers(ref.storage.key for ref in refs), apart_from)
-            refs = [ref for ref, apart in zip(refs, is_apart, strict=True) if apart]
-        file.locate(ref.storage.key for ref in refs)
-        extents = [file.extent(ref) for ref in refs if ref.numel > 0]
-        ranges = np.array([(extent.offset, extent.nbytes) for extent in extents], dtype=np.int64).reshape(-1, 2)
-    return _distinct(ranges)
+    refs = [
+        ref
+        for name, ref in module.items()
+        if name not in others and isinstance(ref, TensorRef) and ref.numel and (ref.is_contiguous or apart_from is None)
+    ]
+    if apart_from is not None:
+        is_apart = ~np.isin(_numbers(ref.storage.key for ref in refs), apart_from)
+        refs = [ref for ref, apart in zip(refs, is_apart, strict=True) if apart]
+    return _distinct(file.ranges(refs))
 
 
 def _distinct(ranges: Int64Array) -> Int64Array:
@@ -316,11 +295,8 @@ def _used_by_params_alone(
         return _NO_RANGES
     used = [np.array([-1], dtype=np.int64)]  # keys that are no numbers are taken for shared ones
     for module, others in others_of:
-        if isinstance(module, NamedColumn):
-            used.append(module.key if others is module else module.key[module.is_in(others)])
-        else:
-            rest = [value for name, value in module.items() if name in others or not isinstance(value, TensorRef)]
-            used.append(_numbers(ref.storage.key for ref in walk_refs(rest)))
+        rest = [value for name, value in module.items() if name in others or not isinstance(value, TensorRef)]
+        used.append(_numbers(ref.storage.key for ref in walk_refs(rest)))
     refs = walk_refs(file.root, but=[module for module, _ in others_of])
     used.append(_numbers(ref.storage.key for ref in refs))
     shared = np.concatenate(used)

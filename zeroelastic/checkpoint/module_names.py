@@ -15,10 +15,6 @@ import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from zeroelastic.core.layout import Int64Array
-from zeroelastic.torch_file.columns import NamedColumn, with_lists
 from zeroelastic.torch_file.graph import Node, pairs_of, storage_of
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef
 
@@ -52,12 +48,11 @@ def module_names(
 ) -> ModuleNames:
     """The names of a model states file, whose lists are in ``root``.
 
-    ``names`` are all of the module's state; ``places`` those of its tensors, or at least of all that have no elements
-    and of all that are in one place with another one. ``is_whole`` tells the files of stages 0 to 2, which have the
-    weights, from those of stage 3, whose parameters have no elements there.
+    ``names`` are all of the module's state; ``places`` those of its tensors. ``is_whole`` tells the files of stages 0
+    to 2, which have the weights, from those of stage 3, whose parameters have no elements there.
     """
     listed, tables, buffers, frozen = (
-        with_lists(root.get(key)) for key in ("shared_params", "param_shapes", "buffer_names", "frozen_param_shapes")
+        root.get(key) for key in ("shared_params", "param_shapes", "buffer_names", "frozen_param_shapes")
     )
     tied = {str(alias): str(name) for alias, name in listed.items()} if isinstance(listed, Mapping) else {}
     frozen = frozen if isinstance(frozen, Mapping) else {}
@@ -83,25 +78,12 @@ def module_names(
 
 
 def places_of(entries: Mapping[object, object]) -> dict[str, Place]:
-    """Where the tensors of the module's state are; of columns, those that ``module_names`` needs."""
-    if isinstance(entries, NamedColumn):
-        entries = entries.only(_in_one_place(entries))
+    """Return where each tensor of the module's state is."""
     return {
         str(name): (ref.storage.key, ref.offset * DTYPE_BYTES[ref.dtype], ref.shape)
         for name, ref in entries.items()
         if isinstance(ref, TensorRef)
     }
-
-
-def _in_one_place(module: NamedColumn) -> Int64Array:
-    """The rows of tensors that begin where another one does, and of those without elements."""
-    _, numel, itemsize, _ = module.facts.T
-    rows = np.flatnonzero((itemsize > 0)[module.form])
-    key, begin = module.key[rows], module.offset[rows] * itemsize[module.form[rows]]
-    order = np.lexsort((begin, key))
-    again = (np.diff(key[order]) == 0) & (np.diff(begin[order]) == 0)
-    found = rows[order[np.append(again, False) | np.append(False, again)]] if len(rows) else rows
-    return np.union1d(found, np.flatnonzero(((itemsize > 0) & (numel == 0))[module.form]))
 
 
 def names_in_graph(root: Mapping[object, object], *, is_whole: bool) -> ModuleNames:
@@ -146,7 +128,7 @@ def second_routers(root: Mapping[object, object], module: Iterable[object]) -> d
     The layers have them for hooks of the model they replace; DeepSpeed's ``shared_params`` does not list them. Source:
     ``AutoEPMoELayer.__init__`` (deepspeed.module_inject.auto_ep_layer, 0.19.8).
     """
-    layers = with_lists(root.get("ds_autoep_layers"))
+    layers = root.get("ds_autoep_layers")
     layers = [layer for layer in layers if isinstance(layer, Mapping)] if isinstance(layers, list) else []
     paths = {layer.get("module_path") for layer in layers}
     names = {*module} if paths else set[object]()

@@ -253,7 +253,7 @@ class Checkpoint:
         rank = tensor_rank if self.whole_model else rank
         if rank not in self._models:
             path = self.model_files[rank]
-            file = read_torch_file(path, foreign="inert", through=through, columns=True)
+            file = read_torch_file(path, foreign="inert", through=through)
             tp = self.tp if self.tp.size > 1 else TensorParallel(tensor_rank, self.topology.tensor_size)
             model = model_states_of(file, rank, world_size=self.topology.data_size, tp=tp)
             self._check_directory(path, model.directory)
@@ -416,7 +416,7 @@ def _first_model_states(tag_dir: FilePath, files: StateFiles, near_rank: int, tp
     path = tag_dir / files.models[rank]
     named = parse_rank_file(path.name)
     assert named is not None
-    file = read_torch_file(path, foreign="inert", columns=True)
+    file = read_torch_file(path, foreign="inert")
     if _is_one_of_several(tp):
         return _First(model_states_of(file, rank, world_size=None, tp=tp), (named.rank, 0), None)
     model = model_states_of(file, rank, world_size=None)
@@ -484,7 +484,7 @@ def saved_sizes(tag_dir: FilePath) -> tuple[int, int]:
 
 def stated_sizes(path: FilePath) -> tuple[int, int]:
     """The data parallel and the tensor parallel size by a model states file. Raises CheckpointError."""
-    root = read_torch_file(path, foreign="inert", columns=True).root
+    root = read_torch_file(path, foreign="inert").root
     dp_size, tp_size = (root.get(f"{group}_world_size") if isinstance(root, dict) else None for group in ("dp", "mp"))
     if type(dp_size) is not int or type(tp_size) is not int:
         raise CheckpointError(f"{path}: states no world size. It is not a ZeRO model states file.")

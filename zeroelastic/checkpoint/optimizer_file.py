@@ -22,7 +22,6 @@ from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.columns import NamedColumn
 from zeroelastic.torch_file.graph import entry
 from zeroelastic.torch_file.header import DType, Extent, TensorRef, TorchFile
 
@@ -122,23 +121,8 @@ def checked_param(name: object, shape: object, path: FilePath) -> Param:
 
 def checked_table(names: Sequence[object], shapes: Sequence[object], path: FilePath) -> list[Param]:
     """The parameters of two columns of a file, of the same length. Raises CheckpointError when they are not ones."""
-    if {*map(type, names)} - {str}:
+    with paused_collector():
         return [checked_param(name, shape, path) for name, shape in zip(names, shapes, strict=True)]
-    # Each object once: in a file that was packed, shapes that are equal are one.
-    ids = [*map(id, shapes)]
-    name_of = dict(zip(reversed(ids), reversed(names), strict=True))  # the first that has it
-    shape_of = dict(zip(ids, shapes, strict=True))
-    clean = {key: checked_param(name_of[key], shape, path).shape for key, shape in shape_of.items()}
-    with paused_collector():
-        return [*map(Param, map(str, names), map(clean.__getitem__, ids))]
-
-
-def checked_column(column: NamedColumn, path: FilePath) -> list[Param]:
-    """The parameters of a column of shapes by name. Raises CheckpointError when they are not ones."""
-    first = np.unique(column.form, return_index=True)[1].tolist()
-    shapes = [checked_param(column.names[row], column.forms[form], path).shape for form, row in enumerate(first)]
-    with paused_collector():
-        return [*map(Param, column.names, map(shapes.__getitem__, column.form.tolist()))]
 
 
 def checked_params(params: Sequence[Param], path: FilePath) -> Sequence[Param]:

@@ -54,7 +54,6 @@ from zeroelastic.core.layout import (
 from zeroelastic.core.slices import RankSet
 from zeroelastic.errors import CheckpointError, NewerFormatError, UnsupportedError, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.columns import IntColumn, TensorColumn, with_lists
 from zeroelastic.torch_file.header import (
     DTYPE_BYTES,
     Blocks,
@@ -71,10 +70,6 @@ _State = Mapping[str, object]
 
 _Make = Callable[..., Shard]
 """``_build`` with what is the same in every format."""
-
-
-_WITH_COLUMNS = ("base_optimizer_state", "zeroelastic")
-"""The entries of an elastic file that have an item for each parameter."""
 
 
 class OptimizerFile(NamedTuple):
@@ -130,13 +125,9 @@ def open_shard(
 
 def read_optimizer_file(path: FilePath, *, world_size: int, through: Blocks | None = None) -> OptimizerFile:
     """Read the tree of an optimizer file of ``world_size`` data parallel ranks. Raises as ``open_shard``."""
-    file = read_torch_file(path, through=through, columns=True)
+    file = read_torch_file(path, through=through)
     root, file.root = file.root, None
     state = root.pop("optimizer_state_dict", None) if isinstance(root, dict) else None
-    if isinstance(state, dict) and "zeroelastic" in state:
-        state = {key: value if key in _WITH_COLUMNS else with_lists(value) for key, value in state.items()}
-    else:
-        state = with_lists(state)
     if not isinstance(root, dict) or not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds no optimizer_state_dict. It is not a ZeRO optimizer file.")
     # DeepSpeed's BF16_Optimizer, which steps ZeRO-1 with fp32 gradient accumulation, writes no stage.
@@ -144,7 +135,7 @@ def read_optimizer_file(path: FilePath, *, world_size: int, through: Blocks | No
     if stage not in (1, 2, 3):
         raise UnsupportedError(f"{path}: was saved with ZeRO stage {shown(stage)}; stages 1, 2 and 3 are read.")
     num_parts = _num_parts(path, state, int(stage), world_size)
-    return OptimizerFile(file, state, with_lists(root.get("ds_config")), int(stage), num_parts)
+    return OptimizerFile(file, state, root.get("ds_config"), int(stage), num_parts)
 
 
 def _num_parts(path: FilePath, state: _State, stage: int, world_size: int) -> tuple[int, ...] | None:
@@ -474,9 +465,9 @@ def _check_owned_ranges(file: TorchFile, sub_groups: Sequence[Mapping[str, objec
         members = layout.sub_group == i
         for key, owned in (("offsets", start[members]), ("numels", length[members])):
             values = columns.get(key)
-            if not isinstance(values, (list, IntColumn)) or len(values) != len(owned):
+            if not isinstance(values, list) or len(values) != len(owned):
                 raise damaged(file.path, f"sub-group {i} of its zeroelastic table has no {key} for each parameter")
-            if not (values == owned.tolist() if isinstance(values, list) else np.array_equal(values.values, owned)):
+            if values != owned.tolist():
                 raise damaged(file.path, f"records other owned ranges than rank {rank} of {layout.world_size} has")
 
 
@@ -494,7 +485,7 @@ def _table_groups(file: TorchFile, groups: object) -> tuple[ParamGroup, ...]:
 
 def _group(file: TorchFile, group: Mapping[object, object], number: int, params: tuple[str, ...] = ()) -> ParamGroup:
     """An optimizer group, without or with the names of its parameters. Raises as ``read_options``."""
-    options = {key: with_lists(value) for key, value in group.items() if key not in OF_THE_PARAMS}
+    options = {key: value for key, value in group.items() if key not in OF_THE_PARAMS}
     return ParamGroup(read_options(file, options, f"optimizer group {number}"), params, tensor_forms(options))
 
 
@@ -579,7 +570,7 @@ def _build(
             where = f"optimizer state {shown(key)} of sub-group {i}"
             if not isinstance(key, str) or key in (FP32, FROZEN):
                 raise UnsupportedError(f"{file.path}: {where} has a name that cannot be kept.")
-            if format == "elastic" and isinstance(value, (list, TensorColumn)):
+            if format == "elastic" and isinstance(value, list):
                 placed[key] = _lean(file, value, owned[members[i]], where, rank)
             elif isinstance(value, TensorRef) and value.shape == state_shapes[i] and format == "rigid":
                 placed[key] = _cut(file, value, layout, members[i])
@@ -627,28 +618,21 @@ def _cut(file: TorchFile, flat: TensorRef, layout: Layout, members: Int64Array) 
     return file.extent(flat).offset + layout.offset[members] * DTYPE_BYTES[flat.dtype], flat.dtype
 
 
-def _lean(
-    file: TorchFile, tensors: list[object] | TensorColumn, owned: Int64Array, where: str, rank: int
-) -> tuple[Int64Array, str]:
+def _lean(file: TorchFile, tensors: list[object], owned: Int64Array, where: str, rank: int) -> tuple[Int64Array, str]:
     """Where the tensors of a sub-group's parameters are, in bytes, and their dtype. ``owned`` are their elements."""
     if len(tensors) != len(owned):
         raise damaged(file.path, f"{where} has {len(tensors)} tensors; the sub-group has {len(owned)} parameters")
-    if isinstance(tensors, TensorColumn) and np.array_equal(tensors.numel, owned):
-        storage = file.storage_extent(tensors.storage)
-        return storage.offset + tensors.offset * DTYPE_BYTES[storage.dtype], storage.dtype
-    offsets = np.empty(len(owned), dtype=np.int64)
-    dtypes: set[str] = set()
-    refs = tensors.as_list() if isinstance(tensors, TensorColumn) else tensors
-    for i, (tensor, numel) in enumerate(zip(refs, owned.tolist(), strict=True)):
+    refs: list[TensorRef] = []
+    for i, (tensor, numel) in enumerate(zip(tensors, owned.tolist(), strict=True)):
         if not isinstance(tensor, TensorRef):
             raise damaged(file.path, f"{where} holds something that is not a tensor")
         if tensor.shape != (numel,):
             raise damaged(file.path, f"{where}: part {i} has shape {tensor.shape}; rank {rank} owns {numel} elements")
-        dtypes.add(tensor.dtype)
-        offsets[i] = file.extent(tensor).offset
+        refs.append(tensor)
+    dtypes = {tensor.dtype for tensor in refs}
     if len(dtypes) != 1:
         raise damaged(file.path, f"{where} mixes the dtypes {sorted(dtypes)}")
-    return offsets, dtypes.pop()
+    return file.ranges(refs)[:, 0], dtypes.pop()
 
 
 def _scaler(file: TorchFile, state: _State) -> ScalerState | None:

@@ -32,7 +32,6 @@ from zeroelastic.checkpoint.topology import (
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UndescribedSlicesError, UnsupportedError, brief, shown, some
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.columns import with_lists
 from zeroelastic.torch_file.header import TensorRef
 
 DATA_FIRST = "use_data_before_expert_parallelism"
@@ -65,8 +64,8 @@ def saved_maps(root: object, tensor_size: int, path: FilePath) -> SavedMaps:
     """
     if not isinstance(root, Mapping):
         return SavedMaps({}, 1, ())
-    experts, ep = expert_maps(with_lists(root.get("ds_autoep_layers")), path)
-    counts, buffers = (with_lists(root.get(key)) for key in ("num_experts", "buffer_names"))
+    experts, ep = expert_maps(root.get("ds_autoep_layers"), path)
+    counts, buffers = (root.get(key) for key in ("num_experts", "buffer_names"))
     num_experts = tuple(count for count in counts if type(count) is int) if isinstance(counts, list) else ()
     if tensor_size == 1:
         names = frozenset(map(str, buffers)) if isinstance(buffers, list) else frozenset[str]()
@@ -82,7 +81,7 @@ def saved_maps(root: object, tensor_size: int, path: FilePath) -> SavedMaps:
 
 def _maps_of_tensor_ranks(root: Mapping[object, object], tensor_size: int, path: FilePath) -> SliceMaps:
     """The maps of all parameters, trained and frozen, by affine maps or by patterns."""
-    info = with_lists(root.get("universal_checkpoint_info"))
+    info = root.get("universal_checkpoint_info")
     trained = [param for table in trained_tables(root, path) for param in table]
     try:
         maps = tensor_maps(info, tensor_size, path)
@@ -100,7 +99,7 @@ def _maps_of_tensor_ranks(root: Mapping[object, object], tensor_size: int, path:
 
 def _frozen_params(root: Mapping[object, object], trained: Collection[str], path: FilePath) -> list[Param]:
     """The frozen parameters that a model states file lists, or whose weights it has."""
-    listed, saved = (with_lists(root.get(key)) for key in ("frozen_param_shapes", "module"))
+    listed, saved = (root.get(key) for key in ("frozen_param_shapes", "module"))
     shapes = {**listed} if isinstance(listed, Mapping) else {}
     module: Mapping[object, object] = saved if isinstance(saved, Mapping) else {}
     names = module_names(root, module, places_of(module), is_whole=WHOLE_MODEL_FILE.match(path.name) is not None)

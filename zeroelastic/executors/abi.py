@@ -76,16 +76,6 @@ class Progress(ctypes.Structure):
     _fields_ = (("report", _CALLBACK), ("nbytes", _I64), ("keep_going", _I32), ("reserved", _I32))
 
 
-class Packed(ctypes.Structure):
-    """``ze_packed``."""
-
-    _fields_ = (
-        ("pickle", _PTR),
-        ("num_bytes", _I64),
-        *(field for name in ("values", "bounds") for field in ((name, ctypes.POINTER(_I64)), (f"num_{name}", _I64))),
-    )
-
-
 class CallOptions(ctypes.Structure):
     """``ze_options``."""
 

@@ -17,7 +17,7 @@ from zeroelastic.errors import ConfigError
 
 EngineLibrary = Literal["native", "cuda"]
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 """``ZE_ABI_VERSION`` of csrc/zeroelastic.h."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent

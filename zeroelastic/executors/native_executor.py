@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import weakref
 from typing import Literal
-
-import numpy as np
 
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.executors.abi import BAD_TABLE, Buffers, Call, Error, Files, Packed, checksums, exception_of
+from zeroelastic.executors.abi import Buffers, Call, Error, Files, checksums, exception_of
 from zeroelastic.executors.build_info import load_library
 from zeroelastic.executors.tables import Moved, Options, Sides, Table, UInt32Array, default_threads
 from zeroelastic.io.paths import local_paths
@@ -40,10 +37,6 @@ def _library() -> ctypes.CDLL:
     library.ze_digest_range.argtypes = [pointer, wide, number, ctypes.c_uint64, wide, number]
     library.ze_crc32_join.restype = ctypes.c_uint32
     library.ze_crc32_join.argtypes = [pointer, pointer, ctypes.c_int64]
-    library.ze_mapped_bytes.restype = wide
-    library.ze_pack_pickle.restype = number
-    library.ze_pack_pickle.argtypes = [pointer, wide, wide, pointer, pointer]
-    library.ze_free_packed.argtypes = [pointer]
     for name in ("ze_isa", "ze_best_isa", "ze_limit_isa"):
         getattr(library, name).restype = ctypes.c_int32
     return library
@@ -59,11 +52,6 @@ def limit_instruction_set(limit: InstructionSet) -> InstructionSet:
     return _INSTRUCTION_SETS[int(_library().ze_limit_isa(_INSTRUCTION_SETS.index(limit)))]
 
 
-def mapped_bytes() -> int:
-    """Bytes that this process has looked at in the page cache instead of reading them, for tests and measurements."""
-    return int(_library().ze_mapped_bytes())
-
-
 def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int, threads: int | None = None) -> int:
     """As ``zeroelastic.core.digest.digest_range``."""
     assert itemsize in (1, 2, 4, 8) and len(data) % itemsize == 0 and start >= 0 and data.flags.c_contiguous
@@ -73,29 +61,6 @@ def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int, threa
             data.ctypes.data, len(data) // itemsize, itemsize, seed & ((1 << 64) - 1), start, threads
         )
     )
-
-
-def pack_pickle(data: bytes, *, long_list: int) -> tuple[memoryview, list[tuple[int, Int64Array]]] | None:
-    """As ``zeroelastic.torch_file.columns.pack_pickle``: the pickle, and of each column its kind and values.
-
-    None for a pickle that the engine leaves to Python. Raises MemoryError.
-    """
-    room = np.empty(len(data), dtype=np.uint8)
-    packed, error = Packed(pickle=room.ctypes.data), Error()
-    library = _library()
-    code = library.ze_pack_pickle(data, len(data), long_list, ctypes.byref(packed), ctypes.byref(error))
-    # The memory of the values goes with the last array of them: they are too many to be copied.
-    memory = (ctypes.c_int64 * packed.num_values).from_address(ctypes.cast(packed.values, ctypes.c_void_p).value or 0)
-    weakref.finalize(memory, library.ze_free_packed, ctypes.byref(packed))
-    if code == BAD_TABLE:
-        return None
-    if code:
-        raise exception_of(error, "native")
-    values = np.ctypeslib.as_array(memory)
-    bounds = [packed.bounds[i] for i in range(packed.num_bounds)]
-    ends = [0, *bounds[1::2]]
-    found = [(kind, values[begin:end]) for kind, begin, end in zip(bounds[::2], ends, ends[1:], strict=False)]
-    return room[: packed.num_bytes].data, found
 
 
 def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:

@@ -321,7 +321,7 @@ def _from_header(tag_dir: FilePath, name: str, opened: FilePath) -> Tag:
     present = file_sizes(opened)
     own, whole = (model_file_name(0, 0, whole=whole) for whole in (False, True))
     path = opened / (whole if whole in present and own not in present else own)
-    states = read_torch_file(path, foreign="inert", columns=True).root
+    states = read_torch_file(path, foreign="inert").root
     if not isinstance(states, dict):
         raise UnsafePickleError(f"{path}: is not a DeepSpeed model states file.")
     step = states.get("global_steps")

@@ -27,7 +27,6 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, OldFormatError
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import BlockFile, LocalFile, read_range
-from zeroelastic.torch_file.columns import LARGE_PICKLE, LONG_LIST, NamedColumn, TensorColumn, pack_pickle
 from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef
 from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_opcodes, check_tree
 from zeroelastic.torch_file.zip_directory import (
@@ -44,6 +43,7 @@ from zeroelastic.torch_file.zip_directory import (
 __all__ = ["DTYPE_BYTES", "DType", "Extent", "StorageRef", "Stub", "TensorRef", "TorchFile", "read_torch_file"]
 
 _MAX_PICKLE_BYTES = 1 << 31
+_MAX_DIGITS = 19  # of a storage's key that int64 holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class TorchFile:
     directory: str
     folder: str
     _records: Directory = field(repr=False)
-    _offsets: dict[str, int] = field(default_factory=dict, repr=False)
+    _offsets: dict[tuple[str, int], int] = field(default_factory=dict, repr=False)  # by key and bytes
     _blocks: Blocks | None = field(default=None, repr=False)
     _stack: ExitStack | None = field(default=None, repr=False)
     _local: LocalFile | None = field(default=None, repr=False)
@@ -98,9 +98,7 @@ class TorchFile:
     def extent(self, ref: TensorRef) -> Extent:
         """The byte range of a contiguous tensor. Raises CheckpointError for one that is not, or a bad record."""
         if not ref.is_contiguous:
-            raise CheckpointError(
-                f"{self.path}: a tensor of shape {ref.shape} is not contiguous (strides {ref.stride})"
-            )
+            raise self._not_contiguous(ref)
         itemsize = DTYPE_BYTES[ref.dtype]
         offset = self._payload(ref.storage) + ref.offset * itemsize
         return Extent(self.path, offset, ref.numel * itemsize, ref.dtype)
@@ -117,7 +115,7 @@ class TorchFile:
         """Read where storages begin, by key or of all, in few round trips to a remote file; a local one is not read."""
         if self._blocks is None:
             return
-        wanted = {*(self._records.storages() if keys is None else keys)} - self._offsets.keys()
+        wanted = {*(self._records.storages() if keys is None else keys)} - {key for key, _ in self._offsets}
         found = ((entry.header, key, entry) for key in wanted if (entry := self._records.storage(key)) is not None)
         order = sorted(found)
         for at in range(0, len(order), self._blocks.capacity):
@@ -125,7 +123,8 @@ class TorchFile:
             self._blocks.prefetch((offset, LOCATED_BYTES) for offset, _, _ in some)
             for offset, key, entry in some:
                 with suppress(ZipError):  # which is raised where the storage is needed
-                    self._offsets[key] = payload_offset(self._blocks.read(offset, LOCATED_BYTES), entry, self.size)
+                    data = self._blocks.read(offset, LOCATED_BYTES)
+                    self._offsets[key, entry.nbytes] = payload_offset(data, entry, self.size)
         self.header_bytes = self._blocks.bytes_read
 
     @contextmanager
@@ -142,30 +141,43 @@ class TorchFile:
         """The byte range of a whole storage. Raises CheckpointError for a bad record."""
         return Extent(self.path, self._payload(storage), storage.numel * DTYPE_BYTES[storage.dtype], storage.dtype)
 
-    def column_ranges(self, column: NamedColumn, rows: Int64Array) -> Int64Array:
-        """(offset, nbytes) of contiguous tensors of a column, by their places there: shape ``(num_rows, 2)``.
+    def ranges(self, refs: Sequence[TensorRef]) -> Int64Array:
+        """Return the (offset, nbytes) of contiguous tensors: int64, shape ``(num_refs, 2)``. Raises as ``extent``.
 
-        Raises CheckpointError as ``extent``.
+        The records of many storages are found together, in few reads.
         """
-        form = column.form[rows]
-        contiguous, numel, itemsize, storage_itemsize = column.facts.T
-        if not contiguous[form].all():
-            self.extent(column.tensor(int(rows[contiguous[form] == 0][0])))
-        ranges = np.empty((len(rows), 2), dtype=np.int64)
-        offset, nbytes = ranges.T
-        offset[:] = -1
-        if self._blocks is None and len(rows):
-            wanted = column.numel[rows] * storage_itemsize[form]
-            offset[:] = self._records.payload_offsets(column.key[rows], wanted, self._read, self.size)
-        for row in np.flatnonzero(offset < 0).tolist():
-            offset[row] = self._payload(column.tensor(int(rows[row])).storage)
-        offset += column.offset[rows] * itemsize[form]
-        nbytes[:] = (numel * itemsize)[form]
+        storages = {ref.storage for ref in refs}
+        self._find_payloads(storages)
+        begins = {storage: self._payload(storage) for storage in storages}
+        ranges = np.empty((len(refs), 2), dtype=np.int64)
+        for row, ref in enumerate(refs):
+            if not ref.is_contiguous:
+                raise self._not_contiguous(ref)
+            itemsize = DTYPE_BYTES[ref.dtype]
+            ranges[row] = begins[ref.storage] + ref.offset * itemsize, ref.numel * itemsize
         return ranges
 
+    def _not_contiguous(self, ref: TensorRef) -> CheckpointError:
+        return CheckpointError(f"{self.path}: a tensor of shape {ref.shape} is not contiguous (strides {ref.stride})")
+
+    def _find_payloads(self, storages: Iterable[StorageRef]) -> None:
+        """Find where storages begin; one whose record is not as torch.save writes it is left to ``_payload``."""
+        if self._blocks is not None:
+            self.locate(storage.key for storage in storages)
+            return
+        numbered = [storage for storage in storages if storage.key.isdecimal() and len(storage.key) < _MAX_DIGITS]
+        number = np.array([int(storage.key) for storage in numbered], dtype=np.int64)
+        nbytes = np.array([storage.numel * DTYPE_BYTES[storage.dtype] for storage in numbered], dtype=np.int64)
+        found = self._records.payload_offsets(number, nbytes, self._read, self.size)
+        rows = zip(numbered, nbytes.tolist(), found.tolist(), strict=True)
+        self._offsets.update(((storage.key, want), offset) for storage, want, offset in rows if offset >= 0)
+
     def _payload(self, storage: StorageRef) -> int:
-        entry = self._records.storage(storage.key)
         want = storage.numel * DTYPE_BYTES[storage.dtype]
+        known = self._offsets.get((storage.key, want))
+        if known is not None:
+            return known
+        entry = self._records.storage(storage.key)
         if entry is None:
             raise CheckpointError(f"{self.path}: storage {storage.key} has no record. The file is damaged.")
         if entry.method or entry.nbytes != want or entry.stored_bytes != want:
@@ -173,11 +185,8 @@ class TorchFile:
                 f"{self.path}: record data/{storage.key} has {entry.nbytes} bytes; "
                 f"{storage.numel} elements of {storage.dtype} need {want}. The file is damaged."
             )
-        known = self._offsets.get(storage.key)
-        if known is not None:
-            return known
         data = self._read(entry.header, LOCATED_BYTES) if entry.header < self.size else b""
-        offset = self._offsets[storage.key] = _payload_offset(data, entry, self.path, self.size)
+        offset = self._offsets[storage.key, want] = _payload_offset(data, entry, self.path, self.size)
         return offset
 
     def _read(self, offset: int, nbytes: int) -> bytes:
@@ -206,14 +215,12 @@ def read_torch_file(
     *,
     foreign: ForeignGlobals = "refuse",
     through: Blocks | None = None,
-    columns: bool = False,
 ) -> TorchFile:
     """Parse the header of a torch.save file; payload is not read, except what shares a 16 KiB block of a remote file.
 
     ``foreign`` decides about globals outside the allow-list: "refuse" raises UnsafePickleError with the name, "inert"
     puts a ``Stub`` in its place (for files that have user objects, too). ``through`` reads the file in place of its
-    path. With ``columns``, lists of thousands of integers or tensors, and OrderedDicts of thousands of tensors or
-    shapes, may be columns (``torch_file.columns``).
+    path.
 
     Raises MissingFileError, CheckpointError (damaged, truncated), OldFormatError (before 1.6, without a zip archive),
     UnsafePickleError.
@@ -224,32 +231,12 @@ def read_torch_file(
         file.extent(file.root["optimizer_state_dict"]["fp32_flat_groups"][0])
     """
     data, file = read_pickle(path, through=through)
-    worth_it = len(data) >= LARGE_PICKLE  # and nothing else decides, so that a file is always read in the same way
-    for long_list in ((LONG_LIST, 0) if columns else (0,)) if worth_it else ():
-        packed = pack_pickle(data, long_list=long_list)
-        if packed is None:
-            break
-        del data  # it is large, and needed again only where it cannot be read
-        try:
-            file.root = _load(*packed, file.path, foreign)
-            return file
-        except MemoryError:
-            raise
-        except Exception:  # what is wrong with it is said of the pickle as it is in the file
-            del packed
-            data = read_pickle(path, through=through)[0]
-    with pickle_errors(file.path):
+    with pickle_errors(file.path), paused_collector():
         check_opcodes(data)
-        file.root = _load(data, (), file.path, foreign)
+        file.root = HeaderUnpickler(data, file.path, foreign).load()
+        if foreign == "refuse":  # user objects beside it may hold themselves
+            check_tree(file.root)
     return file
-
-
-def _load(data: bytes | memoryview, columns: Sequence[object], path: FilePath, foreign: ForeignGlobals) -> object:
-    with paused_collector():
-        root = HeaderUnpickler(data, path, foreign, columns).load()
-    if foreign == "refuse":  # user objects beside it may hold themselves
-        check_tree(root)
-    return root
 
 
 @contextmanager
@@ -353,7 +340,7 @@ def _not_zip(path: FilePath, start: bytes, size: int) -> CheckpointError:
     return CheckpointError(f"{path}: is not a torch.save file. The file is damaged.")
 
 
-_WALKED = (dict, list, tuple, set, frozenset, Stub, NamedColumn, TensorColumn)
+_WALKED = (dict, list, tuple, set, frozenset, Stub)
 
 
 def walk_refs(tree: object, *, but: Iterable[object] = ()) -> Iterator[TensorRef]:
@@ -380,10 +367,6 @@ def walk_refs(tree: object, *, but: Iterable[object] = ()) -> Iterator[TensorRef
 def _inside(container: object) -> Iterator[object]:
     if isinstance(container, Stub):
         return iter((container.args, container.items, container.attributes))
-    if isinstance(container, NamedColumn):
-        return map(container.value, np.flatnonzero(container.key >= 0).tolist())
-    if isinstance(container, TensorColumn):
-        return iter(container.as_list())
     if isinstance(container, dict):
         return chain.from_iterable(container.items())
     assert isinstance(container, Iterable)

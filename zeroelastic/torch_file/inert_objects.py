@@ -269,14 +269,14 @@ def _tensor_ref(storage: object, offset: object, size: object, stride: object, d
     if len(size) > _MAX_DIMENSIONS or len(stride) > _MAX_DIMENSIONS:
         raise UnsafePickleError(f"a tensor has {len(size)} dimensions")
     numbers = (offset, *size, *stride)
-    plain = len(size) == len(stride) and {*map(type, numbers)} == {int}
-    if not plain or min(numbers) < 0 or max(numbers) >= 1 << 62:
+    plain = len(size) == len(stride) and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+    if not plain:
         what = ", ".join(map(shown, (offset, size, stride)))
         raise UnsafePickleError(f"a tensor has offset, size and stride {what}")
     if dtype not in DTYPE_BYTES:
         raise UnsafePickleError(f"a tensor has the dtype {dtype}, which is not read")
     assert isinstance(offset, int)
-    ref = TensorRef(storage, dtype, offset, tuple(size), tuple(stride))
+    ref = TensorRef(storage, dtype, offset, size, stride)
     last = sum(map(operator.mul, size, stride)) - sum(stride) if math.prod(size) else -1
     if (offset + last + 1) * DTYPE_BYTES[dtype] > storage.numel * DTYPE_BYTES[storage.dtype]:
         raise CheckpointError(f"a tensor of shape {size} reaches behind its storage of {storage.numel} elements")

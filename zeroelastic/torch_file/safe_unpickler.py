@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, brief, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.columns import COLUMNS, IntColumn, NamedColumn, TensorColumn
 from zeroelastic.torch_file.inert_objects import (
     ALLOWED,
     Enumeration,
@@ -85,6 +87,30 @@ _EFFECTS = {
 
 _COUNT_BYTES, _PLAIN_BYTES = ([table.get(op, 0) for op in range(256)] for table in (_COUNTED, _PLAIN))
 
+# A tensor as torch.save writes it is 25 opcodes, and a header may have millions of them: one match follows all 25.
+_GET, _PUT, _INT = rb"(h.|j....)", rb"r(....)", rb"(?:K.|M..|J....)"
+_KEY = b"X(?:" + b"|".join(b"%c\0\0\0" % digits + b"." * digits for digits in range(1, 8)) + b")" + _PUT
+_STORAGE = b"\\(" + _GET + _GET + b"(?:" + _GET + b"|" + _KEY + b")" + _GET + _INT + b"t" + _PUT + b"Q"
+_SIZES = (
+    b"(?:\\)|(?:"
+    + b"|".join(_INT * n + bytes([0x84 + n]) for n in (1, 2, 3))
+    + rb"|\("
+    + _INT
+    + b"{4,8}t)"
+    + _PUT
+    + b")"
+)
+_TENSOR = re.compile(
+    _GET + rb"\(" + _STORAGE + _INT + _SIZES * 2 + b"[\x88\x89]" + _GET + rb"\)R" + _PUT + b"t" + _PUT + b"R" + _PUT,
+    re.DOTALL,
+)
+_GETS = (1, 2, 3, 4, 6, 10)
+_KEY_PUT = 5
+_PUTS = (_KEY_PUT, 7, 8, 9, 11, 12, 13)
+_TENSOR_WEIGHT = 32  # at least the weight of each object that these opcodes make, if all that they get weigh 1
+_TENSOR_WEIGHTS = [[_TENSOR_WEIGHT] * count for count in range(len(_PUTS) + 1)]
+_TENSOR_OBJECTS = 3
+
 
 def check_opcodes(data: bytes) -> None:
     """Refuse opcodes that Python 3 does not write at protocol 2 to 4, and pickles out of proportion to their bytes.
@@ -98,11 +124,58 @@ def check_opcodes(data: bytes) -> None:
         raise CheckpointError("the pickle takes an object that it has not made. The file is damaged.") from None
 
 
+class _Memo:
+    """The weight of the object in each slot; 0 for a slot that is not filled."""
+
+    __slots__ = ("_light", "_slots", "num_filled", "weights")
+
+    def __init__(self, nbytes: int) -> None:
+        """``nbytes`` is the size of the pickle, which fills at most one slot for every two bytes."""
+        self.weights: list[int] = []
+        self.num_filled = 0
+        self._light: set[tuple[bytes, ...]] = set()  # opcodes whose slots hold objects of weight 1
+        self._slots = np.arange(nbytes // 5 + 1, dtype="<u4").tobytes()  # the arguments of LONG_BINPUT, in order
+
+    def put(self, slot: int, weight: int) -> None:
+        """Fill a slot."""
+        weights = self.weights
+        if slot < len(weights):
+            self.num_filled += not weights[slot]
+            weights[slot] = weight
+            self._light.clear()
+        else:
+            self.num_filled += 1
+            weights += [0] * (slot - len(weights))
+            weights.append(weight)
+
+    def follow(self, tensor: re.Match[bytes]) -> bool:
+        """Fill the slots that the opcodes of a tensor fill.
+
+        Returns False, with none filled, for a tensor whose opcodes have to be followed one by one: one of them gets
+        something other than a name or a class, or does not fill the next slot.
+        """
+        weights, gets = self.weights, tensor.group(*_GETS)
+        if gets not in self._light:
+            slots = [int.from_bytes(get[1:], "little") for get in gets if get]
+            if any(slot >= len(weights) or weights[slot] != 1 for slot in slots):
+                return False
+            self._light.add(gets)
+        puts = b"".join(filter(None, tensor.group(*_PUTS)))
+        first = 4 * len(weights)
+        if puts != self._slots[first : first + len(puts)]:
+            return False
+        own = _TENSOR_WEIGHTS[len(puts) // 4]
+        self.num_filled += len(own)
+        weights += own if tensor.group(_KEY_PUT) is None else [1, *own[1:]]
+        return True
+
+
 def _check(data: bytes) -> None:
     """Follow a pickle; an object is represented by the number of values that its hash would visit."""
     stack: list[int] = []
     marks: list[int] = []
-    memo: dict[int, int] = {}
+    memo = _Memo(len(data))
+    weights = memo.weights
     end = len(data)
     at = hashed = objects = long_ints = 0
     push, pop = stack.append, stack.pop
@@ -116,11 +189,18 @@ def _check(data: bytes) -> None:
             at += _PLAIN_BYTES[op]
             push(1)
         elif op == 0x71:  # q: BINPUT
-            memo[data[at + 1]] = stack[-1]
+            memo.put(data[at + 1], stack[-1])
             at += 2
         elif op == 0x68 or op == 0x6A:  # h, j: BINGET, LONG_BINGET
+            tensor = _TENSOR.match(data, at)
+            if tensor is not None and memo.follow(tensor):
+                push(_TENSOR_WEIGHT)
+                objects += _TENSOR_OBJECTS
+                at = tensor.end()
+                continue
             width = 1 if op == 0x68 else 4
-            weight = memo.get(int.from_bytes(data[at + 1 : at + 1 + width], "little"), 0)
+            slot = int.from_bytes(data[at + 1 : at + 1 + width], "little")
+            weight = weights[slot] if slot < len(weights) else 0
             if not weight:
                 raise CheckpointError("the pickle takes a memo slot that it has not filled. The file is damaged.")
             push(weight)
@@ -132,10 +212,10 @@ def _check(data: bytes) -> None:
             slot = int.from_bytes(data[at + 1 : at + 5], "little")
             if slot > at:
                 raise CheckpointError("the pickle names a memo slot that it cannot have filled. The file is damaged.")
-            memo[slot] = stack[-1]
+            memo.put(slot, stack[-1])
             at += 5
         elif op == 0x94:  # MEMOIZE
-            memo[len(memo)] = stack[-1]
+            memo.put(memo.num_filled, stack[-1])
             at += 1
         elif op in _EFFECTS:
             taken, leaves, sums, hashes, made = _EFFECTS[op]
@@ -197,14 +277,11 @@ def _check(data: bytes) -> None:
 _MAX_GLOBALS = 4096
 _MAX_REPEATED = 64 << 10
 _READ_BYTES = 64 << 10
-_CONTAINERS = (dict, list, tuple, set, frozenset, *COLUMNS)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _FREE_VISITS = 1 << 20
 _VISITS_PER_ITEM = 64
 
-Container: TypeAlias = (
-    "dict[object, object] | list[object] | tuple[object, ...] | set[object] | frozenset[object] | "
-    "IntColumn | TensorColumn | NamedColumn"
-)
+Container: TypeAlias = "dict[object, object] | list[object] | tuple[object, ...] | set[object] | frozenset[object]"
 
 
 ForeignGlobals = Literal["refuse", "inert"]
@@ -251,15 +328,11 @@ def global_names(data: bytes | memoryview) -> Callable[[str, str], tuple[str, st
 class HeaderUnpickler(pickle.Unpickler):
     """The allow-listed unpickler: every global resolves to one of our own objects, or is refused or inert.
 
-    ``columns`` are the objects of persistent ids that are integers (``pack_pickle``).
     ``load`` raises UnsafePickleError, CheckpointError, and whatever a damaged pickle makes the standard one raise.
     """
 
-    def __init__(
-        self, data: bytes | memoryview, path: FilePath, foreign: ForeignGlobals, columns: Sequence[object] = ()
-    ) -> None:
+    def __init__(self, data: bytes, path: FilePath, foreign: ForeignGlobals) -> None:
         super().__init__(pickle_file(data), encoding="utf-8")
-        self._columns = columns
         self._path = path
         self._foreign = foreign
         self._stubs: dict[tuple[str, str], type[Stub]] = {}
@@ -315,8 +388,6 @@ class HeaderUnpickler(pickle.Unpickler):
         return data
 
     def persistent_load(self, pid: object) -> object:
-        if type(pid) is int and 0 <= pid < len(self._columns):
-            return self._columns[pid]
         kind, key, _location, numel = storage_id(pid)
         if isinstance(kind, type) and issubclass(kind, Stub):  # a type of storage that only "inert" lets pass
             return kind()
@@ -344,12 +415,9 @@ def check_tree(root: object) -> None:
         open_ids.add(id(container))
         size, levels = 1 + len(container), 1
         items: Collection[object]
-        if isinstance(container, COLUMNS):
-            items = ()
-            size += container.num_held if isinstance(container, NamedColumn) else 0
-        else:
-            items = container.values() if isinstance(container, dict) else container
-        if any(issubclass(kind, _CONTAINERS) for kind in {*map(type, items)}):
+        items = container.values() if isinstance(container, dict) else container
+        kinds = {*map(type, items)}
+        if any(issubclass(kind, _CONTAINERS) for kind in kinds):
             times = Counter(map(id, items))
             for item in {id(item): item for item in items}.values():
                 if isinstance(item, _CONTAINERS):

@@ -192,7 +192,7 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
     (data_rank, tp), size = sharing.place, sharing.topology.data_size
     names = {local: whole for local in sharing.maps if (whole := sharing.whole_name(local)) != local}
     with allow_globals(save.allow_globals):
-        model_file = read_torch_file(model_path, foreign="inert", columns=True)
+        model_file = read_torch_file(model_path, foreign="inert")
         model = model_states_of(model_file, data_rank, world_size=size, tp=tp if tp.size > 1 else None)
         shard = open_shard(
             optim_path,

@@ -31,7 +31,6 @@ from zeroelastic.io.storage import file_sizes
 from zeroelastic.runs.locate import UNIVERSAL, Source, find_source
 from zeroelastic.runs.names import holds_checkpoint
 from zeroelastic.runs.tag_directory import open_tag
-from zeroelastic.torch_file.columns import NamedColumn
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType, TensorRef
 from zeroelastic.verbs.inspect.report import (
     Buffer,
@@ -302,17 +301,8 @@ def _buffers(root: Mapping[object, object]) -> list[Buffer]:
 
 def _count_dtypes(module: object, *, but: Collection[object]) -> Counter[str]:
     """How many tensors of other names than these have each dtype."""
-    if isinstance(module, NamedColumn):
-        forms = Counter(module.form[~module.is_in(but)].tolist())
-        known = ((module.forms[number], count) for number, count in forms.items())
-    else:
-        entries = module.items() if isinstance(module, Mapping) else ()
-        known = ((ref, 1) for name, ref in entries if name not in but)
-    counts: Counter[str] = Counter()
-    for ref, count in known:
-        if isinstance(ref, TensorRef):
-            counts[ref.dtype] += count
-    return counts
+    entries = module.items() if isinstance(module, Mapping) else ()
+    return Counter(ref.dtype for name, ref in entries if name not in but and isinstance(ref, TensorRef))
 
 
 def _groups(checked: TagHeaders) -> list[Group]:

@@ -9,7 +9,6 @@ import numpy as np
 
 from zeroelastic.checkpoint.saved_state import SavedPart
 from zeroelastic.checkpoint.topology import Topology, expert_sizes, local_experts
-from zeroelastic.torch_file.columns import with_lists
 from zeroelastic.verbs.inspect.report import CutTensor, ExpertLayer, InspectedTopology
 
 _OWN_EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."
@@ -37,7 +36,7 @@ def inspected_topology(part: SavedPart, topology: Topology, root: Mapping[object
 
 def _expert_layers(part: SavedPart, root: Mapping[object, object]) -> list[ExpertLayer]:
     """The layers with experts: those of AutoEP, or DeepSpeed's own."""
-    tables = with_lists(root.get("ds_autoep_layers"))
+    tables = root.get("ds_autoep_layers")
     found: list[ExpertLayer] = []
     for table in tables if isinstance(tables, list) else ():
         name, count = (table.get(key) if isinstance(table, Mapping) else None for key in ("module_path", "num_experts"))

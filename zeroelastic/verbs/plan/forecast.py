@@ -34,7 +34,6 @@ from zeroelastic.core.plan import match_params, overlaps
 from zeroelastic.errors import UsageError
 from zeroelastic.io.paths import missing_file
 from zeroelastic.io.storage import file_sizes
-from zeroelastic.torch_file.columns import NamedColumn
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, read_torch_file
 
 MAX_WORLD_SIZE = 1 << 16
@@ -195,11 +194,8 @@ def read_head(checkpoint: Checkpoint) -> Head:
 
 
 def _weight_bytes(checkpoint: Checkpoint) -> dict[str, int]:
-    root = read_torch_file(checkpoint.model_files[0], foreign="inert", columns=True).root
+    root = read_torch_file(checkpoint.model_files[0], foreign="inert").root
     module = root.get("module") if isinstance(root, dict) else None
-    if isinstance(module, NamedColumn):
-        sizes = module.facts[:, 2][module.form].tolist()
-        return {name: size for name, size in zip(module.names, sizes, strict=True) if size}
     pairs = module.items() if isinstance(module, dict) else ()
     return {name: DTYPE_BYTES[ref.dtype] for name, ref in pairs if isinstance(ref, TensorRef)}
 
