@@ -1,7 +1,8 @@
 """The executors as tests see them: a name, and memory of the kind that it moves, put there and looked at.
 
-``cuda`` needs a GPU. ``fake-cuda`` is the same library, compiled for the host on the fake runtime in
-csrc/tests/cuda/fake: it shows on any machine with a compiler that what Python hands over arrives.
+``staged`` is a host engine for memory that it does not reach; tensors on the CPU stand for such memory. ``cuda`` needs
+a GPU. ``fake-cuda`` is the same library, compiled for the host on the fake runtime in csrc/tests/cuda/fake: it shows on
+any machine with a compiler that what Python hands over arrives.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from zeroelastic.executors import build_info, cuda_executor
+from zeroelastic.executors import build_info, cuda_executor, dispatch
 from zeroelastic.executors.build_info import describe_build
 from zeroelastic.executors.dispatch import OPERATIONS, Buffer, DeviceBuffer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-ENGINES = ("numpy", "torch", "native", pytest.param("cuda", marks=pytest.mark.gpu), "fake-cuda")
+ENGINES = ("numpy", "staged", "native", pytest.param("cuda", marks=pytest.mark.gpu), "fake-cuda")
 
 
 @dataclass
@@ -41,14 +43,14 @@ class Engine:
     @property
     def name(self) -> str:
         """What calls it: the executor's own name."""
-        return self.label.removeprefix("fake-")
+        return "numpy" if self.label == "staged" else self.label.removeprefix("fake-")
 
     @property
     def on_device(self) -> bool:
         return self.name == "cuda"
 
     def can(self, operation: str) -> bool:
-        return operation in OPERATIONS[self.name]
+        return operation in OPERATIONS["cuda" if self.label == "staged" else self.name]
 
     def put(self, data: np.ndarray, misaligned: int = 0) -> Buffer:
         """A copy of these bytes where the engine moves them, that many bytes behind an aligned address."""
@@ -66,7 +68,7 @@ class Engine:
             tensor = torch.from_numpy(room).cuda()[misaligned:]
             self.held.append(tensor)
             return tensor
-        return torch.from_numpy(view) if self.label == "torch" else view
+        return torch.from_numpy(view) if self.label == "staged" else view
 
     def get(self, buffer: Buffer) -> np.ndarray:
         """The bytes that are there now."""
@@ -86,6 +88,10 @@ def open_engine(label: str) -> Iterator[Engine]:
     """An engine, or a skipped test that says why there is none here."""
     if label in ("native", "cuda") and not describe_build(label).usable:  # type: ignore[arg-type]
         pytest.skip(f"the {label} engine is not built: {describe_build(label).reason}")  # type: ignore[arg-type]
+    if label == "staged":
+        with mock.patch.object(dispatch, "_kind", lambda buffer: "host" if isinstance(buffer, np.ndarray) else "other"):
+            yield Engine(label)
+        return
     if label != "fake-cuda":
         yield Engine(label)
         return

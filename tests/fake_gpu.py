@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from engines import Engine, open_engine
 
-from zeroelastic.executors import dispatch, torch_executor
+from zeroelastic.executors import dispatch, staged
 from zeroelastic.executors.dispatch import DeviceBuffer
 
 
@@ -31,7 +31,7 @@ class OnFakeGpu(torch.Tensor):
 def open_fake_gpu() -> Iterator[Engine]:
     """The CUDA engine on the fake runtime, which "auto" takes for tensors on the fake GPU meanwhile."""
     dispatch._fastest.cache_clear()
-    with mock.patch.object(torch_executor, "current_stream", lambda device: 0), open_engine("fake-cuda") as engine:
+    with mock.patch.object(staged, "current_stream", lambda device: 0), open_engine("fake-cuda") as engine:
         yield engine
         engine.free()
     dispatch._fastest.cache_clear()

@@ -145,7 +145,7 @@ class Options(BaseModel):
     io_engine: Executor = Field(
         default="auto",
         description='the engine that reads and writes payload: `"numpy"` or `"native"` for files and host memory, '
-        '`"cuda"` or `"torch"` for a GPU\'s memory. `"auto"` takes the fastest that is built, and logs which; '
+        '`"cuda"` for a GPU\'s memory. `"auto"` takes the fastest that is built, and logs which; '
         "`zeroelastic doctor` says why one is not built",
     )
     keep_gradient_scale: bool = Field(

@@ -5,7 +5,7 @@
     numpy_executor    the reference
     native_executor   the C++ engine, through ``abi``
     cuda_executor     segments in device memory
-    torch_executor    device memory without the CUDA engine
+    staged            device memory without the CUDA engine, through host memory
     remote_executor   files behind fsspec
     library_build     how the C++ and CUDA engines are compiled
     build_info        what was built, and why not

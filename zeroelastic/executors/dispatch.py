@@ -1,8 +1,9 @@
 """Run a table of byte runs between files and buffers, by one of several engines that agree bit for bit.
 
 ``numpy`` is the reference and needs nothing. ``native`` is the C++ engine for files and host memory, ``cuda`` the one
-for the memory of a GPU; ``torch`` copies between any devices without a build of ours. ``OPERATIONS`` lists
-what each engine can do. "auto" takes the fastest engine that is built for the memory it is given, and logs which.
+for the memory of a GPU. ``OPERATIONS`` lists what each engine can do. "auto" takes the fastest engine that is built for
+the memory it is given, and logs which. The memory of a device goes through host memory (``staged``) where a host engine
+moves it.
 Sources may be behind an object store (``RemotePath``): their rows are fetched by range, 64 MiB at a time.
 """
 
@@ -54,14 +55,12 @@ __all__ = [
     "read_segments", "scan_segments", "sum_segments", "write_segments",
 ]  # fmt: skip
 
-Executor = Literal["auto", "numpy", "torch", "native", "cuda"]
+Executor = Literal["auto", "numpy", "native", "cuda"]
 _ALL: tuple[Operation, ...] = ("read", "copy", "write", "move", "scan", "sum")
-_ON_DEVICE: tuple[Operation, ...] = ("read", "copy", "write", "sum")
 OPERATIONS: dict[str, tuple[Operation, ...]] = {
     "numpy": _ALL,
-    "torch": _ON_DEVICE,
     "native": _ALL,
-    "cuda": _ON_DEVICE,
+    "cuda": ("read", "copy", "write", "sum"),
 }
 """What each executor can do."""
 
@@ -109,7 +108,7 @@ def read_segments(
     name = _choose(executor, "read", buffers)
     assert copies is None or name in _HOST, "only host memory is converted beside"
     if name == "cuda" and any(isinstance(path, RemotePath) for path in paths):
-        name = "torch"  # through host memory
+        name = _fastest()  # through host memory
     digests, bytes_read = _run(name, table, options, Sides(paths, dst=buffers))
     files = tuple(paths[int(number)] for number in np.flatnonzero(np.bincount(table.src)))
     return ReadResult(bytes_read, files, digests)
@@ -128,12 +127,12 @@ def copy_segments(
     """Copy between buffers: flatten, unflatten, repartition. Returns the digests of the sources, when asked.
 
     Source and destination runs must not overlap each other in memory. The cuda engine wants both sides on one device,
-    and with a conversion elements that are aligned to their size; the torch executor takes sides on different devices.
+    and with a conversion elements that are aligned to their size; host engines take sides on different devices.
     Errors as of ``read_segments``.
     """
     options = Options(digest, cast=cast, threads=threads)
     name = _choose(executor, "copy", [*src, *dst])
-    return _run(name, table, options, Sides(src=src, dst=dst), torch_takes_over=executor != "cuda")[0]
+    return _run(name, table, options, Sides(src=src, dst=dst), may_stage=executor != "cuda")[0]
 
 
 def write_segments(
@@ -153,15 +152,13 @@ def write_segments(
 
     ``crc32``, shape ``(num_rows,)``, is filled with the checksum of what was written of each row, as ``zlib.crc32``.
     ``sync`` flushes each file to its device before it returns. What is on a GPU goes through pinned host memory, while
-    the copies of what comes next are under way ("cuda"), or by turns ("torch", and a host engine that is named). Raises
-    OSError naming the file, and the byte at which writing failed; ConfigError as ``read_segments``. ``progress`` as
-    there, in bytes of the sources.
+    the copies of what comes next are under way ("cuda"), or by turns (a host engine). Raises OSError naming the file,
+    and the byte at which writing failed; ConfigError as ``read_segments``. ``progress`` as there, in bytes of the
+    sources.
     """
     options = Options(digest, crc32, cast, sync, threads, progress)
-    staged_by = executor if executor in _HOST and not all(_kind(buffer) == "host" for buffer in src) else None
-    name = _choose("torch" if staged_by is not None else executor, "write", src)
-    sides = Sides(src=src, dst_paths=paths)
-    return _run(name, table, options, sides, staged_by=staged_by, torch_takes_over=executor != "cuda")[0]
+    name = _choose(executor, "write", src)
+    return _run(name, table, options, Sides(src=src, dst_paths=paths), may_stage=executor != "cuda")[0]
 
 
 def move_segments(
@@ -223,37 +220,25 @@ def sum_segments(
     """
     options = Options(digest, crc32, threads=threads)
     name = _choose(executor, "sum", src)
-    return _run(name, table, options, Sides(src=src), torch_takes_over=executor != "cuda")[0]
+    return _run(name, table, options, Sides(src=src), may_stage=executor != "cuda")[0]
 
 
-def _run(
-    name: str,
-    table: Table,
-    options: Options,
-    sides: Sides[Buffer],
-    *,
-    staged_by: str | None = None,
-    torch_takes_over: bool = False,
-) -> Moved:
-    """Run the engine that was chosen.
-
-    What CUDA refuses is done by torch, if ``torch_takes_over`` and torch knows all of the memory. torch reads and
-    writes files through the engine ``staged_by``, the fastest one if None.
-    """
-    if name in _HOST:
-        return _file_engine(name, sides)(table, options, sides=sides.having(_arrays))
+def _run(name: str, table: Table, options: Options, sides: Sides[Buffer], *, may_stage: bool = False) -> Moved:
+    """Run the engine that was chosen. What CUDA refuses goes through host memory, if it ``may_stage``."""
     if name == "cuda":
         try:
             return cuda_executor.run(table, options, sides=sides.having(_device_buffers), stream=_stream(sides.buffers))
         except UnsupportedError as error:
-            if not torch_takes_over or any(isinstance(buffer, DeviceBuffer) for buffer in sides.buffers):
+            if not may_stage or any(isinstance(buffer, DeviceBuffer) for buffer in sides.buffers):
                 raise
-            logger.warning("memory of the GPU is moved by torch instead, which is slower: %s", error)
-    from zeroelastic.executors import torch_executor
+            logger.warning("memory of the GPU goes through host memory instead, which is slower: %s", error)
+            name = _fastest()
+    host = _file_engine(name, sides)
+    if all(_kind(buffer) == "host" for buffer in sides.buffers):
+        return host(table, options, sides=sides.having(_arrays))
+    from zeroelastic.executors import staged
 
-    with_files = sides.src_paths is not None or sides.dst_paths is not None
-    host = _file_engine(staged_by or (_fastest() if with_files else "numpy"), sides)
-    return torch_executor.run(table, options, sides=sides.having(_tensors), host=host)
+    return staged.run(table, options, sides=sides.having(_tensors), host=host)
 
 
 def _file_engine(name: str, sides: Sides[Buffer]) -> HostEngine:
@@ -285,28 +270,22 @@ def choose_executor(executor: Executor, operation: Operation = "read", *, on_gpu
 
 def host_executor(executor: Executor) -> Executor:
     """The engine for files and host memory: "auto" where the one that is named is for a GPU."""
-    return "auto" if executor in ("torch", "cuda") else executor
+    return "auto" if executor == "cuda" else executor
 
 
 def _choose(executor: Executor, operation: Operation, buffers: Sequence[Buffer]) -> str:
     """As ``choose_executor``, by the memory that is moved, too."""
     kinds = {_kind(buffer) for buffer in buffers}
     if executor == "auto":
-        if kinds <= {"host"}:
-            return _fastest()
         if kinds == {"cuda"} and len({buffer.device for buffer in _device_buffers(buffers)}) == 1:
             chosen = choose_executor("auto", operation, on_gpu=True)
-            if chosen == "cuda" or not any(isinstance(buffer, DeviceBuffer) for buffer in buffers):
-                return chosen
-            load_library("cuda")
-        return "torch"
+            if chosen != "cuda" and any(isinstance(buffer, DeviceBuffer) for buffer in buffers):
+                load_library("cuda")  # raises: torch does not know this memory
+            return chosen
+        return _fastest()
     chosen = choose_executor(executor, operation)
-    fits = {"numpy": {"host"}, "native": {"host"}, "cuda": {"cuda"}}.get(chosen, kinds)
-    if not kinds <= fits:
-        able = "cuda or torch" if kinds == {"cuda"} else "torch"
-        raise ConfigError(
-            f"executor {chosen!r} does not move memory of: {', '.join(sorted(kinds - fits))}. Use {able}."
-        )
+    if chosen == "cuda" and not kinds <= {"cuda"}:
+        raise ConfigError(f"executor 'cuda' does not move memory of: {', '.join(sorted(kinds - {'cuda'}))}. Use auto.")
     return chosen
 
 
@@ -327,7 +306,7 @@ def _arrays(buffers: Sequence[Buffer]) -> list[ByteArray]:
 def _tensors(buffers: Sequence[Buffer]) -> list[ByteArray | torch.Tensor]:
     tensors = [buffer for buffer in buffers if not isinstance(buffer, DeviceBuffer)]
     if len(tensors) < len(buffers):
-        raise ConfigError("executor 'torch' moves tensors and arrays, not device addresses. Use cuda.")
+        raise ConfigError("a device address is moved by the executor 'cuda' alone. Use it, or pass a tensor.")
     return tensors
 
 
@@ -342,32 +321,34 @@ def _device_buffers(buffers: Sequence[Buffer]) -> list[DeviceBuffer]:
 
 
 def _bytes_of(buffer: Buffer) -> torch.Tensor:
-    from zeroelastic.executors import torch_executor
+    from zeroelastic.executors import staged
 
     assert not isinstance(buffer, (DeviceBuffer, np.ndarray)), "such memory is not for this engine"
-    return torch_executor.bytes_of(buffer)
+    return staged.bytes_of(buffer)
 
 
 def _stream(buffers: Sequence[Buffer]) -> int:
     for buffer in buffers:
         if not isinstance(buffer, (DeviceBuffer, np.ndarray)):
-            from zeroelastic.executors import torch_executor
+            from zeroelastic.executors import staged
 
-            return torch_executor.current_stream(buffer.device)
+            return staged.current_stream(buffer.device)
     return 0
 
 
 @functools.cache
 def _fastest(name: EngineLibrary = "native") -> str:
     """The engine of this name where it is built, else what takes its place; logged once."""
-    what, instead = ("payload", "numpy") if name == "native" else ("memory of the GPU", "torch")
+    what, instead = ("payload", "numpy") if name == "native" else ("memory of the GPU", "way of host memory")
     info = describe_build(name)
     if os.environ.get("RANK", "0") == "0":
         if info.usable:
             logger.info("%s is moved by the %s engine (%s)", what, name, info.compiler)
         else:
             logger.warning("%s is moved by %s, which is slower: %s. %s", what, instead, info.reason, info.remedy)
-    return name if info.usable else instead
+    if info.usable:
+        return name
+    return "numpy" if name == "native" else _fastest()
 
 
 def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int) -> int:

@@ -31,7 +31,7 @@ _PRELOADED = (
     *DEEPSPEED_MODULES,
     "zeroelastic.deepspeed.install.seams",
     "zeroelastic.deepspeed.install.wrappers",
-    "zeroelastic.executors.torch_executor",
+    "zeroelastic.executors.staged",
     "zeroelastic.testing.state",
 )
 # Variables with these prefixes are read when modules are imported, so a forked rank cannot change them any more.

@@ -121,7 +121,7 @@ def test_a_block_that_is_none_is_refused(block):
 
 @pytest.mark.parametrize(
     ("executor", "host"),
-    [("auto", "auto"), ("numpy", "numpy"), ("native", "native"), ("torch", "auto"), ("cuda", "auto")],
+    [("auto", "auto"), ("numpy", "numpy"), ("native", "native"), ("cuda", "auto")],
 )
 def test_an_executor_for_a_gpu_leaves_the_one_for_files_to_auto(executor: str, host: str) -> None:
     assert parse_options({"zeroelastic": {"io_engine": executor}}).host_io_engine == host
