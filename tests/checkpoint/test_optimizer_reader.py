@@ -23,22 +23,10 @@ from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Param, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.errors import CheckpointError, UnsupportedError, ZeroElasticError
-from zeroelastic.executors.build_info import describe_build
-from zeroelastic.torch_file import header
 
 SIZES = st.lists(st.lists(st.sampled_from([0, 1, 2, 3, 7, 40]), max_size=4), min_size=1, max_size=3).filter(
     lambda groups: any(numel for group in groups for numel in group)
 )
-
-
-@pytest.fixture(autouse=True, params=["lists", "columns"])
-def read_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test here twice: as small files are read, and with columns, as those of thousands of parameters are."""
-    if request.param == "columns":
-        if not describe_build("native").usable:
-            pytest.skip("the native engine, which makes columns, was not built")
-        monkeypatch.setattr(header, "LONG_LIST", 1)
-        monkeypatch.setattr(header, "LARGE_PICKLE", 0)
 
 
 def sub_groups_of(world_size: int, groups=GROUPS, sub_group_size=10):

@@ -116,7 +116,7 @@ def read_record(tag_dir: FilePath) -> CommitRecord | None:
 def _version(text: bytes) -> int:
     """The format version that the text of a record states; 0 where it states none."""
     try:
-        data = json.loads(text)
+        data = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError):
         return 0
     version = data.get("format_version") if isinstance(data, dict) else None
