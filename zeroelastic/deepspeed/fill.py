@@ -102,7 +102,8 @@ def fill(
 
     Tensors with the file's dtype are filled in place, those on a GPU by the cuda engine, if it is built; the others
     through ``STAGING_BYTES`` of staging, cast like ``Tensor.copy_``. ``executor`` "numpy" and "native" name the engine
-    that reads into host memory, from which a GPU is filled, and "cuda" the engine for a GPU, or an error. ``digest`` asks for ``read_digests``, computed in the pass that reads. Padding of the targets is not touched.
+    that reads into host memory, from which a GPU is filled, and "cuda" the engine for a GPU, or an error. ``digest``
+    asks for ``read_digests``, computed in the pass that reads. Padding of the targets is not touched.
     Raises CheckpointError as the executors do, ConfigError when the engine that is named is not built.
     """
     choose_executor(executor)
