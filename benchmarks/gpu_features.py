@@ -51,7 +51,7 @@ from gpu_engines import (
 from report import describe, table, without_paths, write_results
 
 from zeroelastic.testing.rank import prepare_deepspeed
-from zeroelastic.testing.state import compare_states, fingerprint_state
+from zeroelastic.testing.state import compare_states, fingerprint, gather_state
 
 STEPS = 2
 """Before a save, and after it."""
@@ -187,10 +187,10 @@ class Trial:
         engine = self._engine(kind, 1, installed)
         for step in range(STEPS):
             train_step(engine, step)
-        state = fingerprint_state(engine)
+        state = fingerprint(gather_state(engine))
         with cost() as spent:
             engine.save_checkpoint(str(self.directory / kind), TAG)
-        changed = compare_states(state, fingerprint_state(engine))
+        changed = compare_states(state, fingerprint(gather_state(engine)))
         pinned = _pinned(engine)
         losses = [train_step(engine, step) for step in range(STEPS, 2 * STEPS)]
         saved |= {"state": state, "losses": losses}
@@ -209,7 +209,7 @@ class Trial:
             path, _ = engine.load_checkpoint(str(self.directory / kind), TAG)
         if path is None:
             raise RuntimeError("load_checkpoint returned no path")
-        differences = compare_states(saved["state"], fingerprint_state(engine))
+        differences = compare_states(saved["state"], fingerprint(gather_state(engine)))
         report = getattr(engine, "zeroelastic_report", None)
         pinned = _pinned(engine)
         losses = [train_step(engine, step) for step in range(STEPS, 2 * STEPS)]

@@ -143,9 +143,9 @@ class Rank:
 
     def state(self) -> dict[str, Any]:
         """What is compared after every action: the whole training state as one hash, and where this process is."""
-        from zeroelastic.testing import fingerprint_state
+        from zeroelastic.testing import fingerprint, gather_state
 
-        found = fingerprint_state(self.engine)
+        found = fingerprint(gather_state(self.engine))
         del found["engine/global_steps"]  # compared on its own: client state may say another one
         text = repr(sorted(found.items()))
         return {

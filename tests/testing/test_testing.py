@@ -309,7 +309,6 @@ def test_the_first_traceback_is_shown_and_peers_are_not_blamed(rank_pool):
     message = str(info.value)
     assert message.startswith("rank 1 of 3 failed first: ValueError: trouble on 1")
     assert "just before it happened" in message
-    assert "rank 0: was still running" in message
     assert "Connection" not in message
 
 
@@ -327,7 +326,6 @@ def test_hung_ranks_are_named_with_their_stacks(rank_pool):
     for failure in info.value.failures:
         assert "in wait_for_rank_0" in failure.details
         assert "in leave_the_others_waiting" in failure.details
-    assert "rank 0: finished" in str(info.value)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

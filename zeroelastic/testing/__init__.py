@@ -13,7 +13,7 @@ from __future__ import annotations
 from zeroelastic.testing.pool import RankPool
 from zeroelastic.testing.resume import assert_resumes
 from zeroelastic.testing.run import RankError, RankTimeoutError, gpus_available, run_ranks
-from zeroelastic.testing.state import Fingerprint, compare_states, fingerprint, fingerprint_state, gather_state
+from zeroelastic.testing.state import Fingerprint, compare_states, fingerprint, gather_state
 from zeroelastic.testing.supervisor import RankFailure
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "assert_resumes",
     "compare_states",
     "fingerprint",
-    "fingerprint_state",
     "gather_state",
     "gpus_available",
     "run_ranks",

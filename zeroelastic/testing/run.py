@@ -190,7 +190,6 @@ def _message(outcome: Outcome) -> str:
         lines += [failure.details.rstrip()] if failure.details else []
         if failure.output:
             lines += [f"last output of rank {failure.rank}:", failure.output]
-    others = [f"rank {failure.rank}: {failure.headline}" for failure in later] if not outcome.timed_out else []
-    if others or outcome.others:
-        lines += ["", "the others:", *others, *outcome.others]
+    if later and not outcome.timed_out:
+        lines += ["", "the others:", *(f"rank {failure.rank}: {failure.headline}" for failure in later)]
     return "\n".join(lines)

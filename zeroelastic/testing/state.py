@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -58,19 +58,6 @@ def gather_state(engine: Any) -> State:
     RuntimeError naming a tensor without its parameter's full shape, and TypeError when the
     engine does not train with ZeRO stage 1, 2 or 3, or trains with Muon at stage 1 or 2.
     """
-    return dict(_entries(engine))
-
-
-def fingerprint_state(engine: Any) -> Fingerprints:
-    """The fingerprints of ``gather_state``, with one parameter in memory at a time. Collective.
-
-    Raises TypeError when the engine does not train with ZeRO stage 1, 2 or 3.
-    """
-    return _fingerprints(_entries(engine))
-
-
-def _entries(engine: Any) -> Iterator[tuple[str, Entry]]:
-    """The keys and values of ``gather_state``, one at a time. Collective: every rank must take all of them."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     optimizer = engine.optimizer
@@ -80,24 +67,22 @@ def _entries(engine: Any) -> Iterator[tuple[str, Entry]]:
             f"gather_state needs an engine that trains with ZeRO stage 1, 2 or 3; its optimizer is {type(optimizer)}."
         )
     names = {param: name for name, param in engine.module.named_parameters()}
-    for param, name in names.items():
-        yield f"weight/{name}", _gather_weight(param, name)
+    state: State = {f"weight/{name}": _gather_weight(param, name) for param, name in names.items()}
     if groups is None:
-        yield from _gather_optimizer(optimizer, names)
+        state |= _gather_optimizer(optimizer, names)
         members = _members(optimizer, names)
     else:
-        yield from _gather_groups(optimizer, groups, names)
+        state |= _gather_groups(optimizer, groups, names)
         members = {index: [names[param] for param in group.params] for index, group in enumerate(groups)}
-    yield from _gather_buffers(engine.module).items()
-    yield from _groups(optimizer, members).items()
+    state |= _gather_buffers(engine.module) | _groups(optimizer, members)
     if engine.lr_scheduler is not None:
-        yield from flatten("scheduler", engine.lr_scheduler.state_dict()).items()
-    yield from flatten("loss_scaler", _scaler_numbers(optimizer)).items()
+        state |= flatten("scheduler", engine.lr_scheduler.state_dict())
+    if (scaler := getattr(optimizer, "loss_scaler", None)) is not None:  # a BF16_Optimizer has none
+        state |= flatten("loss_scaler", vars(scaler))
     grad_scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
     if grad_scaler is not None:
-        yield from flatten("grad_scaler", grad_scaler.state_dict()).items()
-    for name in _ENGINE_COUNTERS:
-        yield f"engine/{name}", getattr(engine, name)
+        state |= flatten("grad_scaler", grad_scaler.state_dict())
+    return state | {f"engine/{name}": getattr(engine, name) for name in _ENGINE_COUNTERS}
 
 
 def flatten(prefix: str, value: Any) -> State:
@@ -121,13 +106,9 @@ def flatten(prefix: str, value: Any) -> State:
 
 def fingerprint(state: Mapping[str, Entry]) -> Fingerprints:
     """The state with fingerprints instead of tensors: small, and compares as the state does."""
-    return _fingerprints(state.items())
-
-
-def _fingerprints(entries: Iterable[tuple[str, Entry]]) -> Fingerprints:
     import torch
 
-    return {key: _digest(entry) if isinstance(entry, torch.Tensor) else entry for key, entry in entries}
+    return {key: _digest(entry) if isinstance(entry, torch.Tensor) else entry for key, entry in state.items()}
 
 
 def compare_states(expected: Mapping[str, Entry], found: Mapping[str, Entry]) -> list[str]:
@@ -298,12 +279,6 @@ def _checked(tensor: torch.Tensor, param: Any, key: str) -> torch.Tensor:
     if tensor.shape != shape or tensor.numel() != math.prod(shape):
         raise RuntimeError(f"{key}: gathered shape {tuple(tensor.shape)}, the parameter has {tuple(shape)}.")
     return tensor
-
-
-def _scaler_numbers(optimizer: Any) -> dict[str, Any]:
-    """The attributes of the loss scaler; a ``BF16_Optimizer`` has none."""
-    scaler = getattr(optimizer, "loss_scaler", None)
-    return {} if scaler is None else vars(scaler)
 
 
 def _gather_buffers(module: torch.nn.Module) -> State:

@@ -46,11 +46,10 @@ class RankFailure:
 class Outcome:
     """The outcome of a run: its failures in order of time, empty when every rank returned.
 
-    ``others`` has a line for each rank that did not fail. ``timed_out``: the failures are ranks that hung.
+    ``timed_out``: the failures are ranks that hung.
     """
 
     failures: tuple[RankFailure, ...]
-    others: tuple[str, ...]
     timed_out: bool
     world_size: int
 
@@ -167,12 +166,7 @@ def _judge(ranks: list[_Rank], timeout: float) -> Outcome:
     timed_out = not failures and any(rank.pending for rank in ranks)
     if timed_out:
         failures = _hung([rank for rank in ranks if rank.pending], timeout)
-    words = {"done": "finished"}
-    if not timed_out:
-        words |= {"running": "was still running", "starting": "was still starting"}
-    by_state = sorted((rank for rank in ranks if rank.state in words), key=lambda rank: rank.pending)
-    others = [f"rank {rank.job.rank}: {words[rank.state]}" for rank in by_state]
-    return Outcome(tuple(failures), tuple(others), timed_out, len(ranks))
+    return Outcome(tuple(failures), timed_out, len(ranks))
 
 
 def _death(rank: _Rank) -> RankFailure:
