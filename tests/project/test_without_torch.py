@@ -40,13 +40,6 @@ def test_a_verb_that_needs_torch_names_the_extra(no_torch: None, ckpt: Path, arg
     assert sorted(path.name for path in ckpt.parent.iterdir()) == ["ckpt", "train.py"], "nothing was written"
 
 
-def test_several_processes_need_torch_to_meet(no_torch: None, ckpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    done = run_command("verify", ckpt, "--distributed")
-    assert done.returncode == 1 and f"error: --distributed needs PyTorch, {HOW}" in done.stderr
-
-
 def test_a_tensor_of_the_library_becomes_an_array_but_no_torch_tensor(no_torch: None, ckpt: Path) -> None:
     with zeroelastic.open(ckpt) as opened:
         tensor = opened[next(iter(opened))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -24,7 +23,6 @@ from hypothesis import strategies as st
 from places import ROOT
 from synthetic import FROZEN_PARAMS, GROUPS, edit, edit_optim, gather, model_name, optim_name
 from synthetic import make_tag as make
-from warm_python import executable
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -513,30 +511,3 @@ def test_sigterm_in_the_middle_is_resumed_by_the_same_command(tmp_path: Path) ->
     assert gather(open_checkpoint(tmp_path / "b" / "global_step1")) == gather(
         open_checkpoint(tmp_path / "a" / "global_step1")
     )
-
-
-def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "zeroelastic"]
-    python = executable()
-    return subprocess.run(
-        [python, *launcher, *map(str, arguments), "--distributed"],
-        env=environment(OMP_NUM_THREADS="1", PYTHON_EXEC=python),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-
-
-@pytest.mark.extended
-def test_torchrun_splits_the_target_ranks_over_processes(tmp_path: Path) -> None:
-    write_sample(tmp_path / "a", world_size=4)
-    done = torchrun("reshard", tmp_path / "a", tmp_path / "b", "-n", 5, "--json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["content_root"] == report["recorded_root"] and report["target_world_size"] == 5
-    assert gather(open_checkpoint(tmp_path / "b" / "global_step4")) == gather(
-        open_checkpoint(tmp_path / "a" / "global_step4")
-    )
-    again = torchrun("reshard", tmp_path / "a", tmp_path / "b", "-n", 5, "--json")
-    assert again.returncode != 0 and "is there already" in again.stderr

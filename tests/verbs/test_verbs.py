@@ -22,11 +22,10 @@ from zeroelastic.cli.documents import DOCUMENTS, check
 from zeroelastic.errors import UsageError
 
 VERBS = ("convert", "diff", "export", "inspect", "latest", "ls", "plan", "prune", "reshard", "show", "verify")
-ONLY_THE_COMMAND = {"as_json", "show_all", "all_tags", "path", "html", "force", "yes", "distributed", "quiet"}
-"""How a result is shown, a question, ``--distributed``, which the functions take as ``processes``, and ``--all`` of
-``verify``, which is a function of its own."""
+ONLY_THE_COMMAND = {"as_json", "show_all", "all_tags", "path", "html", "force", "yes", "quiet"}
+"""How a result is shown, a question, and ``--all`` of ``verify``, which is a function of its own."""
 
-ONLY_THE_FUNCTION = {"processes", "progress"}
+ONLY_THE_FUNCTION = {"progress"}
 TIMES = {"seconds", "read_seconds", "seconds_separate"}
 
 

@@ -36,7 +36,7 @@ from zeroelastic.torch_file import zip_check
 from zeroelastic.torch_file.image import ImageBlocks
 from zeroelastic.torch_file.zip_check import ZipRecord, read_zip_records
 from zeroelastic.verbs.verify.findings import full_report
-from zeroelastic.verbs.verify.payload_scan import combine, file_rows, scan_ranks
+from zeroelastic.verbs.verify.payload_scan import file_rows, scan_ranks
 from zeroelastic.verbs.verify.report import VerifyReport
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
@@ -165,15 +165,6 @@ def test_progress_adds_up_to_every_byte_of_every_file(samples: Path) -> None:
     done: list[int] = []
     report = verify_checkpoint(path, progress=done.append)
     assert sum(done) == report.bytes_read == check_headers(path).nbytes and min(done) >= 0
-
-
-def test_ranks_may_be_scanned_apart_and_in_any_order(samples: Path) -> None:
-    path = samples / "elastic" / "global_step4"
-    scans = [scan_ranks(check_headers(path), [rank]) for rank in (2, 0, 1)]
-    headers = check_headers(path)
-    assert full_report(headers, combine(scans, headers)) == verify_checkpoint(path)
-    two = full_report(headers, combine(scans[:2], headers))
-    assert two.content_root is None and "parts are missing or unreadable" in " ".join(two.unchecked)
 
 
 def test_a_missing_file_does_not_read_as_damage_of_the_others(tag_dir: Path) -> None:
@@ -572,7 +563,7 @@ def test_all_damage_is_found_not_only_the_first(tag_dir: Path) -> None:
 def test_a_file_that_vanishes_in_between_is_a_finding(tag_dir: Path) -> None:
     headers = check_headers(tag_dir)
     optim(tag_dir, 1).unlink()
-    report = full_report(headers, scan_ranks(headers, headers.ranks))
+    report = full_report(headers, scan_ranks(headers))
     assert files_of(report) == {optim_name(1)} and "no such file" in only(report).sentence
     assert report.num_files == 2 * RANKS - 1 and report.content_root is None
 

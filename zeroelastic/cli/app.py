@@ -16,12 +16,12 @@ import signal
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -30,9 +30,6 @@ from typer.main import get_command
 from zeroelastic._version import __version__
 from zeroelastic.cli.terminal import print_report, print_written, printable, progress_of
 from zeroelastic.errors import CheckpointError, UsageError, ZeroElasticError, advice, without_pydantic
-
-if TYPE_CHECKING:
-    from zeroelastic.distributed.processes import Processes
 
 FAILED = 1
 """The verb failed, or cannot read its input now. ``diff``: the checkpoints differ."""
@@ -52,13 +49,12 @@ R = TypeVar("R")
 def verb(function: Callable[P, R]) -> Callable[P, R]:
     """The function as a command: its ZeroElasticErrors and OSErrors become a sentence and an exit code.
 
-    Under ``--json`` the sentence is also in a document on stdout; of several processes, in that of the first alone.
+    Under ``--json`` the sentence is also in a document on stdout.
     """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = not kwargs.get("distributed") or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-        with outcome(as_json=first and bool(kwargs.get("as_json"))):
+        with outcome(as_json=bool(kwargs.get("as_json"))):
             return function(*args, **kwargs)
 
     return run
@@ -86,15 +82,13 @@ def reports(
     """The body of a command: call the function of its name in ``module``, show its report, exit with its ``code``.
 
     ``show`` prints the report for people. The function and ``show`` get those arguments of the command that they have,
-    too. Under ``--distributed`` the first process reports for all. Options that the function of a ``variant`` does not
-    have are refused with it.
+    too. Options that the function of a ``variant`` does not have are refused with it.
     """
 
     def decorate(command: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(command)
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
             from zeroelastic.cli.pages import check_report, write_report
-            from zeroelastic.distributed.processes import Processes
 
             bound = signature(command).bind(*args, **kwargs)
             bound.apply_defaults()
@@ -104,27 +98,21 @@ def reports(
             html, force = given.get("html"), bool(given.get("force"))
             function = getattr(import_module(module), name)
             wanted, shown = (signature(each).parameters for each in (function, present))
-            without = given.keys() - {*wanted, *shown, "quiet", "as_json", "distributed"}
+            without = given.keys() - {*wanted, *shown, "quiet", "as_json"}
             if variant is not None and name == variant.function:
                 _refuse(variant, {option: given[option] for option in without}, command)
             assert without <= {"html", "force"} or name != command.__name__
             options = {option: value for option, value in given.items() if option in wanted}
-            processes = Processes()
-            with ExitStack() as stack:
-                if "distributed" in given:
-                    processes = stack.enter_context(processes_of(distributed=given["distributed"]))
-                    options["processes"] = processes
-                processes.all_or_raise(lambda: check_report(None if processes.rank else html, force=force))
-                if "progress" in wanted:
-                    options["progress"] = progress_of(quiet=given["quiet"], rank=processes.rank)
-                report = function(**options)
-            if processes.rank == 0:
-                write_report(html, name, report.to_json, force=force)
-                if given["as_json"]:
-                    print_report(report)
-                else:
-                    present(report, **{option: value for option, value in given.items() if option in shown})
-                    print_written(html)
+            check_report(html, force=force)
+            if "progress" in wanted:
+                options["progress"] = progress_of(quiet=given["quiet"])
+            report = function(**options)
+            write_report(html, name, report.to_json, force=force)
+            if given["as_json"]:
+                print_report(report)
+            else:
+                present(report, **{option: value for option, value in given.items() if option in shown})
+                print_written(html)
             if found := code(report):
                 raise typer.Exit(found)
 
@@ -279,11 +267,6 @@ QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progre
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 
-DistributedOption = Annotated[
-    bool, typer.Option("--distributed", help="Share the work among all processes that torchrun or srun has started.")
-]
-
-
 TpOption = Annotated[
     int | None,
     typer.Option("--tp", metavar="T", min=1, help="Tensor parallel size (AutoTP); default: the source's."),
@@ -299,18 +282,6 @@ LikeOption = Annotated[
         metavar="TAG", help="With --tp: a checkpoint of a run of that size, which says how it cuts the weights."
     ),
 ]
-
-
-@contextmanager
-def processes_of(*, distributed: bool) -> Iterator[Processes]:
-    """The processes of a verb. Without ``--distributed``, one that a launcher started works alone, with a note."""
-    from zeroelastic.distributed.processes import launched_processes, num_launched
-
-    count = num_launched()
-    if count > 1 and not distributed:
-        typer.echo(f"note: this process works alone; --distributed shares the work among {count} processes", err=True)
-    with launched_processes(distributed=distributed) as processes:
-        yield processes
 
 
 _GROUPS = {

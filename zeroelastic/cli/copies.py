@@ -9,7 +9,6 @@ import typer
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.app import (
-    DistributedOption,
     DstArgument,
     EpOption,
     JsonOption,
@@ -95,7 +94,6 @@ def reshard(
     ep: EpOption = None,
     like: LikeOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
-    distributed: DistributedOption = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -103,7 +101,7 @@ def reshard(
 
     DST gets the same tag, latest, and what frameworks keep beside it; it appears complete or not at all. A run
     that was killed goes on where it was when the same command is given again. What is read is compared with the
-    commit record, where there is one. With --distributed, the processes of one torchrun or srun share the work.
+    commit record, where there is one.
 
     M counts all ranks, of which every T are tensor parallel and every E expert parallel. From one T to another, weights
     that were cut evenly are cut so again; any other cut, and that of a source with T 1, is taken from --like.
@@ -161,7 +159,6 @@ def export(
     adapter: Annotated[str | None, typer.Option(metavar="NAME", help="The same for one of several adapters.")] = None,
     max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that may be used.")] = "1GiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
-    distributed: DistributedOption = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -170,7 +167,7 @@ def export(
     DST gets model.safetensors, or several files and their index, and the configuration and tokenizer of a Hugging Face
     checkpoint. It appears complete or not at all. Every byte is read once, by all cores, without torch; where the
     checkpoint has a commit record, what was read is compared with it. Exit code 0: done; 2: wrong usage, or DST exists;
-    3: the checkpoint is damaged. With --distributed, the processes of one torchrun or srun share the work.
+    3: the checkpoint is damaged.
 
     \b
     Examples:

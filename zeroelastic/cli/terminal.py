@@ -129,11 +129,11 @@ def print_report(report: Report) -> None:
     typer.echo(json.dumps(report.to_json(), indent=2))
 
 
-def progress_of(*, quiet: bool, rank: int = 0) -> Progress:
-    """How a verb shows its progress: not at all if ``quiet``, nor where another process shows that of all."""
+def progress_of(*, quiet: bool) -> Progress:
+    """How a verb shows its progress: not at all if ``quiet``."""
     from zeroelastic.verbs.options import no_progress
 
-    return no_progress if quiet or rank else progress_bar
+    return no_progress if quiet else progress_bar
 
 
 @contextmanager

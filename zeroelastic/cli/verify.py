@@ -12,7 +12,6 @@ from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.app import (
     FAILED,
     INVALID,
-    DistributedOption,
     ForceOption,
     HtmlOption,
     JsonOption,
@@ -216,7 +215,6 @@ def verify(
     quick: Annotated[
         bool, typer.Option("--quick", help="Look at names, sizes and the commit record only; open no payload.")
     ] = False,
-    distributed: DistributedOption = False,
     html: HtmlOption = None,
     force: ForceOption = False,
     quiet: QuietOption = False,
@@ -225,8 +223,7 @@ def verify(
     """Check that a checkpoint is what its save left: complete, undamaged, of one save.
 
     Reads every byte of every rank's files once: headers, checksums of all records, digests of all tensors against the
-    commit record. What is damaged is named by file, parameter, state key and byte. With --distributed, the
-    processes of one torchrun or srun share the reading.
+    commit record. What is damaged is named by file, parameter, state key and byte.
     With --all, every checkpoint of the run is checked.
     Exit code 0: valid, or sound and not supported; 1: it could not be checked; 2: wrong usage; 3: invalid.
 

@@ -4,7 +4,6 @@
     exchange          bytes between ranks, in rounds of bounded size
     peer_memory       the memory of other processes of this machine, copied by the kernel
     multicast         what one rank has read, to all that ask for it
-    processes         the processes of an offline verb, under torchrun or alone
     partners          the processes of a training job, and whether each still runs
     process_identity  whether a process that a file names is still the same process
 

@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeroelastic.checkpoint.tag_files import is_temporary
-from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UsageError
 from zeroelastic.io.atomic import (
     name_in_errors,
@@ -105,37 +104,26 @@ def sweep(parent: Path) -> None:
 
 
 @contextmanager
-def new_directory(
-    target: Path, processes: Processes | None = None, *, manifest: Mapping[str, object] | None = None
-) -> Iterator[tuple[Path, str]]:
-    """A directory to fill, which becomes ``target`` when the block ends well, and an identity of the run. Collective.
+def new_directory(target: Path, *, manifest: Mapping[str, object] | None = None) -> Iterator[tuple[Path, str]]:
+    """A directory to fill, which becomes ``target`` when the block ends well, and an identity of the run.
 
-    Everything in it is flushed to its device before it gets its name. Several processes fill one and the same
-    directory. A block that fails leaves nothing. With a ``manifest``, a process that is ended leaves what it has done
-    to the next run with an equal one, which has the same identity. Raises UsageError as ``check_free`` and when another
-    process is at it, OSError.
+    Everything in it is flushed to its device before it gets its name. A block that fails leaves nothing. With a
+    ``manifest``, a process that is ended leaves what it has done to the next run with an equal one, which has the same
+    identity. Raises UsageError as ``check_free`` and when another process is at it, OSError.
     """
-    processes = processes or Processes()
     target = Path(os.path.abspath(target))
     staging = staging_of(target)
     directory = staging / "root"
     held: list[int] = []
 
-    def begin() -> str:
+    try:
         check_free(target)
         held.append(_lock(staging))
         identity = _take(staging, {"run": secrets.token_hex(8)} if manifest is None else manifest)
         directory.mkdir(exist_ok=True)
-        return identity
-
-    def finish() -> None:
+        yield directory, identity
         flush_tree(directory)
         publish(staging, directory, target)
-
-    try:
-        identity = processes.run_on_rank0(begin)
-        yield directory, identity
-        processes.run_on_rank0(finish)
     except BaseException as error:
         if held and (manifest is None or isinstance(error, (Exception, KeyboardInterrupt))):
             shutil.rmtree(staging, ignore_errors=True)
@@ -174,10 +162,7 @@ def _lock(staging: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise UsageError(
-            f"{staging}: another process is writing this target. Wait for it, or end it. The processes of one "
-            "torchrun or srun share the work of reshard and export with --distributed."
-        ) from None
+        raise UsageError(f"{staging}: another process is writing this target. Wait for it, or end it.") from None
     except OSError as error:  # a file system without locks
         logger.warning("%s cannot be locked (%s): see to it that only one command writes it", staging, error.strerror)
     return lock

@@ -23,7 +23,6 @@ from zeroelastic.checkpoint.read_ranges import ArchivesOf, ReadFiles, compare_fi
 from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, DigestMismatchError
 from zeroelastic.executors.dispatch import (
     Cast,
@@ -284,11 +283,11 @@ class SourceCheck:
         compare_files(self.read, self._archives).check()
 
 
-def check_source_checksums(state: SavedState, processes: Processes) -> None:
-    """Compare the files of a checkpoint without a commit record with the CRC-32 that they state. Collective.
+def check_source_checksums(state: SavedState) -> None:
+    """Compare the files of a checkpoint without a commit record with the CRC-32 that they state.
 
-    They have no digests that could be compared in the pass that copies, so they are read once more; ``processes`` share
-    them. A file that states no checksums is named in a warning. Raises CheckpointError with the file and the record.
+    They have no digests that could be compared in the pass that copies, so they are read once more. A file that states
+    no checksums is named in a warning. Raises CheckpointError with the file and the record.
     """
     checkpoint = state.checkpoint
     if checkpoint.record is not None:
@@ -298,14 +297,11 @@ def check_source_checksums(state: SavedState, processes: Processes) -> None:
     for places in (places for part in state.parts for rank in part.extents for places in part.extents[rank].values()):
         files.update(dict.fromkeys(places.param_paths or (places.path,)))
 
-    def check() -> None:
-        for path in map([*files].__getitem__, processes.mine(len(files))):
-            for begin, records in checkpoint.archives(path):
-                check_records(path, records, np.arange(len(records)), at=begin)
-                if not records.directory.states_checksums:
-                    logger.warning("%s: states no CRC-32, so what is read of it is not checked", path)
-
-    processes.all_or_raise(check)
+    for path in files:
+        for begin, records in checkpoint.archives(path):
+            check_records(path, records, np.arange(len(records)), at=begin)
+            if not records.directory.states_checksums:
+                logger.warning("%s: states no CRC-32, so what is read of it is not checked", path)
 
 
 @dataclass(frozen=True, slots=True)

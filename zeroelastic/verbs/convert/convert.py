@@ -19,7 +19,6 @@ from zeroelastic.checkpoint.one_save import check_one_save, one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import SavedState, open_state
 from zeroelastic.dcp.saved import find_dcp
-from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.storage import file_size
@@ -27,7 +26,7 @@ from zeroelastic.runs.locate import find_source
 from zeroelastic.verbs.convert.from_fsdp2 import plan_from_fsdp2, read_config
 from zeroelastic.verbs.convert.from_universal import find_universal, plan_from_universal
 from zeroelastic.verbs.convert.to_fsdp2 import FsdpLayout, plan_fsdp2
-from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export
+from zeroelastic.verbs.convert.to_safetensors import ExportDtype, Tied, plan_export
 from zeroelastic.verbs.new_directory import check_free, new_directory, sweep
 from zeroelastic.verbs.new_files import MINIMUM_MEMORY, Reading, RecordedDigests, check_source_checksums
 from zeroelastic.verbs.options import Progress, choice_option, local_sources, local_target, no_progress, whole_option
@@ -200,7 +199,6 @@ def export(
     adapter: str | None = None,
     max_memory: int | str = "1GiB",
     dry_run: bool = False,
-    processes: Processes | None = None,
     progress: Progress = no_progress,
 ) -> ExportReport:
     """Write the weights of a checkpoint as safetensors files into the new directory ``dst``.
@@ -210,7 +208,7 @@ def export(
     tensors of the model; ``optimizer`` writes the optimizer's state too. ``adapters`` writes the trained weights alone;
     where they are those of PEFT, as adapter_model.safetensors with its names, which ``PeftModel.from_pretrained`` takes
     with the adapter_config.json that the Trainer leaves beside a tag; ``adapter`` names one of several. What is read is
-    compared with the commit record, where there is one. Several ``processes`` share the work; collective.
+    compared with the commit record, where there is one.
 
     Raises UsageError where ``dst`` exists or there is no checkpoint, CheckpointError, DigestMismatchError,
     UnsupportedError, OSError.
@@ -226,15 +224,14 @@ def export(
     choice_option(tied, "--tied", get_args(Tied))
     shard_nbytes = size_option(max_shard_size, "--max-shard-size", minimum=1)
     memory = size_option(max_memory, "--max-memory", minimum=MINIMUM_MEMORY)
-    processes = processes or Processes()
     began = time.monotonic()
-    source = processes.all_or_raise(lambda: find_source(src, tag=tag))
+    source = find_source(src, tag=tag)
 
-    def make_plan() -> ExportPlan:
-        check_free(target.absolute(), sources=local_sources(source))
-        state = open_state(open_checkpoint(source.tag_dir), resizable=False)
-        return plan_export(
-            state,
+    check_free(target.absolute(), sources=local_sources(source))
+    compared: int | None = None
+    with one_save(source.tag_dir):
+        plan = plan_export(
+            open_state(open_checkpoint(source.tag_dir), resizable=False),
             dtype=dtype,
             max_shard_size=shard_nbytes,
             optimizer=optimizer,
@@ -242,13 +239,9 @@ def export(
             adapters=adapters if adapter is None else adapter,
             model_dir=source.root,
         )
-
-    compared: int | None = None
-    with one_save(source.tag_dir):
-        plan = processes.all_or_raise(make_plan)
         if not dry_run:
-            with progress("exporting", plan.nbytes // processes.size) as advance:
-                compared = write_plan(plan, target, max_memory=memory, progress=advance, processes=processes)
+            with progress("exporting", plan.nbytes) as advance:
+                compared = write_plan(plan, target, max_memory=memory, progress=advance)
     files = [(file.name, file.nbytes, len(file.entries)) for file in plan.files]
     files += [(name, len(text), 0) for name, text in plan.texts.items()]
     files += [(name, file_size(path) or 0, 0) for name, path in plan.copied.items()]
@@ -349,21 +342,12 @@ class Plan(Protocol):
     def state(self) -> SavedState:
         """The checkpoint."""
 
-    def write(self, directory: Path, reading: Reading, processes: Processes) -> None:
-        """Fill the new directory. Collective."""
+    def write(self, directory: Path, reading: Reading) -> None:
+        """Fill the new directory."""
 
 
-def write_plan(
-    plan: Plan,
-    target: Path,
-    *,
-    max_memory: int = 1 << 30,
-    progress: ProgressFunction | None = None,
-    processes: Processes | None = None,
-) -> int:
+def write_plan(plan: Plan, target: Path, *, max_memory: int = 1 << 30, progress: ProgressFunction | None = None) -> int:
     """Write what was planned into the new directory ``target``; returns how many digests agreed with the commit record.
-
-    Several ``processes`` share the tensors of an export, on a file system that all of them see. Collective.
 
     Raises UsageError where the target exists, DigestMismatchError for state that is not what was saved, OSError; then
     nothing is left.
@@ -373,11 +357,10 @@ def write_plan(
         plan = plan_export(open_state(open_checkpoint("ckpt/global_step4")), dtype="bf16")
         write_plan(plan, Path("weights"))
     """
-    processes = processes or Processes()
     tag_dir, digests = plan.state.checkpoint.tag_dir, RecordedDigests(plan.state.checkpoint)
-    processes.run_on_rank0(lambda: sweep(target.absolute().parent))
-    with new_directory(target, processes) as (directory, _):
-        check_source_checksums(plan.state, processes)
-        plan.write(directory, Reading(plan.state, digests, max_memory, progress), processes)
-        processes.all_or_raise(lambda: check_one_save(tag_dir, alone=processes.size == 1))
-        return sum(processes.all_gather(digests.num_compared))
+    sweep(target.absolute().parent)
+    with new_directory(target) as (directory, _):
+        check_source_checksums(plan.state)
+        plan.write(directory, Reading(plan.state, digests, max_memory, progress))
+        check_one_save(tag_dir)
+        return digests.num_compared

@@ -26,7 +26,6 @@ from zeroelastic.checkpoint.saved_state import SavedState
 from zeroelastic.dcp.names import NATIVE
 from zeroelastic.dcp.notes import NativeNotes, kinds_of_scalars, with_kind
 from zeroelastic.dcp.saved import MODEL_FOLDER, OPTIMIZER_FOLDER, SCHEDULER_FILE
-from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import UnsupportedError, printable, some
 from zeroelastic.extras import require_torch
 from zeroelastic.io.paths import FilePath
@@ -96,8 +95,8 @@ class Fsdp2Plan:
         keys = {key for dtypes in self.state.parts[0].dtypes for key in dtypes}
         return optimizer_tensors(self.state, keys=frozenset(keys - {FP32}))
 
-    def write(self, directory: Path, reading: Reading, processes: Processes) -> None:
-        """Write the files, by one process. Raises MissingPackageError without torch."""
+    def write(self, directory: Path, reading: Reading) -> None:
+        """Write the files. Raises MissingPackageError without torch."""
         require_torch("convert --to fsdp2")
         reader = TensorReader(reading)
         buffers = [tensor.name for tensor in self.model.tensors if tensor.kind == "buffer"]

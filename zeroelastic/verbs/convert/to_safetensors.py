@@ -15,7 +15,6 @@ from typing import Literal
 
 from zeroelastic.checkpoint.optimizer_file import FP32, OptionValue
 from zeroelastic.checkpoint.saved_state import SavedState
-from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, counted, printable, some
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.atomic import start_writeback
@@ -105,27 +104,17 @@ class ExportPlan:
         """Bytes of tensors that are read."""
         return sum(entry.tensor.nbytes for file in self.files for entry in file.entries)
 
-    def write(self, directory: Path, reading: Reading, processes: Processes) -> None:
-        """Write the files; ``processes`` share the tensors, about as many bytes for each. Collective."""
-        processes.run_on_rank0(lambda: self._write_headers(directory))
-        loads = [0] * processes.size
-        copies: list[list[TensorCopy]] = [[] for _ in self.files]
-        for file, own in zip(self.files, copies, strict=True):
-            for slot, entry in enumerate(file.entries):
-                least = loads.index(min(loads))
-                loads[least] += entry.nbytes
-                if least == processes.rank and entry.nbytes:
-                    own.append(TensorCopy(entry.tensor, entry.dtype, slot))
-
-        def write_tensors() -> None:
-            for file, own in zip(self.files, copies, strict=True):
-                path = directory / file.name
-                slots = [(0, len(file.header) + entry.offset) for entry in file.entries]
-                flushing = replace(reading, progress=_flush_early(path, reading.progress))
-                copy_tensors(NewFiles([path], slots), own, flushing)
-                start_writeback(path)
-
-        processes.all_or_raise(write_tensors)
+    def write(self, directory: Path, reading: Reading) -> None:
+        """Write the files."""
+        self._write_headers(directory)
+        for file in self.files:
+            path = directory / file.name
+            slots = [(0, len(file.header) + entry.offset) for entry in file.entries]
+            copies = [TensorCopy(entry.tensor, entry.dtype, i) for i, entry in enumerate(file.entries) if entry.nbytes]
+            copy_tensors(
+                NewFiles([path], slots), copies, replace(reading, progress=_flush_early(path, reading.progress))
+            )
+            start_writeback(path)
 
     def _write_headers(self, directory: Path) -> None:
         """Everything but tensors, whose files get their headers and their size."""

@@ -23,7 +23,6 @@ from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array, Layout, Param, unpacked_layout, with_slices
 from zeroelastic.core.plan import make_plan
 from zeroelastic.core.slices import RankSet
-from zeroelastic.distributed.processes import Processes
 from zeroelastic.executors.dispatch import DigestRows
 from zeroelastic.executors.tables import ProgressFunction, cast_between
 from zeroelastic.io.atomic import write_atomically
@@ -70,14 +69,14 @@ class RankWriter:
         # What is in several ranks' files counts once in the digests of whole tensors: the rest has streams of its own.
         self._seeds = np.tile(stream_seeds(self.streams), 2)
 
-    def write_ranks(self, processes: Processes) -> list[WrittenRank]:
-        """This process's share of the target ranks."""
+    def write_ranks(self) -> list[WrittenRank]:
+        """Write the files of all target ranks."""
         self._tag_dir.mkdir(parents=True, exist_ok=True)
         self._notes.mkdir(exist_ok=True)
         done: list[WrittenRank] = []
         with ThreadPoolExecutor(1) as flusher:
             flushing: Future[WrittenRank] | None = None
-            for rank in processes.mine(self._target.layout.world_size):
+            for rank in range(self._target.layout.world_size):
                 found = self._resumed(rank)
                 if found is not None:
                     done.append(found)

@@ -28,7 +28,6 @@ from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.global_batch import misfit_notes
-from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, some, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.atomic import write_atomically
@@ -142,7 +141,6 @@ def reshard(
     ep: int | None = None,
     like: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
-    processes: Processes | None = None,
     progress: Progress = no_progress,
 ) -> ReshardReport:
     """Write a native DeepSpeed checkpoint for ``world_size`` ranks from one of any number of ranks, bit for bit.
@@ -156,7 +154,7 @@ def reshard(
     by default those of the saved configuration; ``sub_group_size`` is the same for stage 3. ``world_size`` counts all
     ranks; ``tp`` and ``ep`` are the tensor and expert parallel sizes of the result, by default those of the source.
     Where a checkpoint does not say how another number of tensor parallel ranks cuts its weights, ``like`` is one of a
-    run that does. Several ``processes`` share the work; collective.
+    run that does.
 
     Raises UsageError where ``dst`` exists or there is no checkpoint, CheckpointError, DigestMismatchError,
     UnsupportedError, OSError.
@@ -184,17 +182,14 @@ def reshard(
         ep=ep,
         like=None if like is None else os.fspath(like),
     )
-    processes = processes or Processes()
-    source = processes.all_or_raise(lambda: find_source(src, tag=tag))
+    source = find_source(src, tag=tag)
     with one_save(source.tag_dir):
-        plan = processes.all_or_raise(lambda: plan_reshard(source, options))
+        plan = plan_reshard(source, options)
         if dry_run:
-            processes.run_on_rank0(lambda: check_target(plan, target))
+            check_target(plan, target)
             return plan.report(target)
-        writers = plan.target.layout.world_size
-        share = plan.nbytes * len(processes.mine(writers)) // writers
-        with progress(f"resharding to {world_size}", share) as advance:
-            return run_reshard(plan, target, processes=processes, progress=advance)
+        with progress(f"resharding to {world_size}", plan.nbytes) as advance:
+            return run_reshard(plan, target, progress=advance)
 
 
 def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
@@ -242,10 +237,8 @@ def complete_plan(source: Source, saved: ReshardSource, options: ReshardOptions,
     return ReshardPlan(source, saved, target, sidecar_files, options, (*all_notes, *sidecar_files.notes))
 
 
-def run_reshard(
-    plan: ReshardPlan, dst: Path, *, processes: Processes | None = None, progress: ProgressFunction | None = None
-) -> ReshardReport:
-    """Carry out a plan: ``dst`` appears complete or not at all. Collective over ``processes``.
+def run_reshard(plan: ReshardPlan, dst: Path, *, progress: ProgressFunction | None = None) -> ReshardReport:
+    """Carry out a plan: ``dst`` appears complete or not at all.
 
     A run that is killed, also by SIGTERM, leaves a hidden directory beside ``dst`` from which the same command
     continues; a run that fails or is interrupted leaves nothing. Raises UsageError (``dst`` exists, or lies in the
@@ -257,12 +250,11 @@ def run_reshard(
         plan = plan_reshard(find_source("ckpt"), ReshardOptions(world_size=12))
         print(run_reshard(plan, Path("ckpt-12")).content_root)
     """
-    processes = processes or Processes()
     given, dst = dst, Path(os.path.abspath(dst))
-    processes.run_on_rank0(lambda: sweep(dst.parent))
-    processes.run_on_rank0(lambda: check_target(plan, dst))
-    with new_directory(dst, processes, manifest=_manifest(plan)) as (directory, save_id):
-        check_source_checksums(plan.saved.state, processes)
+    sweep(dst.parent)
+    check_target(plan, dst)
+    with new_directory(dst, manifest=_manifest(plan)) as (directory, save_id):
+        check_source_checksums(plan.saved.state)
         writer = RankWriter(
             plan.saved,
             plan.target,
@@ -271,18 +263,16 @@ def run_reshard(
             threads=_threads(plan.options.max_memory),
             progress=progress,
         )
-        done = processes.all_or_raise(lambda: writer.write_ranks(processes))
-        everything = [rank for part in processes.all_gather(done) for rank in part]
-        alone = processes.size == 1 and plan.source.framework == "deepspeed"
-        processes.all_or_raise(lambda: check_one_save(plan.source.tag_dir, alone=alone))
-        root, notes = processes.run_on_rank0(lambda: _finish(plan, directory, save_id, everything, writer.streams))
+        done = writer.write_ranks()
+        check_one_save(plan.source.tag_dir, alone=plan.source.framework == "deepspeed")
+        root, notes = _finish(plan, directory, save_id, done, writer.streams)
     record = plan.saved.state.checkpoint.record
     return plan.report(given).model_copy(
         update={
             "dry_run": False,
-            "bytes_moved": sum(rank.bytes_moved for rank in everything if not rank.resumed),
-            "file_bytes": sum(size for rank in everything for size in rank.files.values()),
-            "resumed_ranks": sum(rank.resumed for rank in everything),
+            "bytes_moved": sum(rank.bytes_moved for rank in done if not rank.resumed),
+            "file_bytes": sum(size for rank in done for size in rank.files.values()),
+            "resumed_ranks": sum(rank.resumed for rank in done),
             "recorded_root": None if record is None else record.content_root,
             "content_root": root,
             "verified": plan.options.verify,

@@ -6,7 +6,7 @@ several ranks, from one process or several.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, fields, replace
@@ -76,24 +76,14 @@ class RankScan:
     nbytes: int = 0
 
 
-def combine(scans: Iterable[RankScan], headers: TagHeaders) -> RankScan:
-    """Several scans of different ranks as one."""
+def scan_ranks(headers: TagHeaders, *, progress: ProgressFunction | None = None) -> RankScan:
+    """Read every byte of the files of all saved ranks. Damage is returned, not raised."""
+    progress = progress or (lambda nbytes: None)
     return reduce(
         lambda a, b: RankScan(*(getattr(a, field.name) + getattr(b, field.name) for field in fields(RankScan))),
-        scans,
+        (scan(progress) for scan in _scans(headers)),
         _nothing(headers),
     )
-
-
-def scan_ranks(
-    headers: TagHeaders,
-    ranks: Iterable[int],
-    *,
-    progress: ProgressFunction | None = None,
-) -> RankScan:
-    """Read every byte of the files of some saved ranks. Damage is returned, not raised."""
-    progress = progress or (lambda nbytes: None)
-    return combine((scan(progress) for scan in _scans(headers, ranks)), headers)
 
 
 class RankRows(NamedTuple):
@@ -132,9 +122,9 @@ def file_rows(headers: TagHeaders, rank: int, path: FilePath) -> RankRows:
 _Scan = Callable[[ProgressFunction], RankScan]
 
 
-def _scans(headers: TagHeaders, ranks: Iterable[int]) -> Iterator[_Scan]:
-    """What reads each file of some ranks, prepared while the caller reads the file before."""
-    prepared = [partial(_prepare, headers, rank, path) for rank in ranks for path in headers.files(rank)]
+def _scans(headers: TagHeaders) -> Iterator[_Scan]:
+    """What reads each file, prepared while the caller reads the file before."""
+    prepared = [partial(_prepare, headers, rank, path) for rank in headers.ranks for path in headers.files(rank)]
     with ThreadPoolExecutor(1) as worker:
         found: Future[_Scan] | None = None
         for prepare in prepared:

@@ -3,8 +3,7 @@
     report = verify_checkpoint(Path("ckpt/global_step100"))
     report.valid, report.problems
 
-The steps can run separately, so that several processes share the reading: ``check_headers``, ``scan_ranks`` for some
-saved ranks, ``combine``, ``full_report``.
+The steps: ``check_headers``, ``scan_ranks``, ``full_report``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from zeroelastic.checkpoint.checker import check_headers
 from zeroelastic.checkpoint.one_save import may_mix_saves, one_save, pin, saved_again, was_saved_again
 from zeroelastic.checkpoint.tag_files import is_universal
 from zeroelastic.checkpoint.tag_headers import TagHeaders
-from zeroelastic.distributed.processes import Processes
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.paths import FilePath, as_path
@@ -29,7 +27,7 @@ from zeroelastic.runs.names import holds_something
 from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.verbs.options import Progress, no_progress
 from zeroelastic.verbs.verify.findings import damaged, full_report, not_checked, quick_report
-from zeroelastic.verbs.verify.payload_scan import combine, scan_ranks
+from zeroelastic.verbs.verify.payload_scan import scan_ranks
 from zeroelastic.verbs.verify.report import VerifyAllReport, VerifyReport
 
 
@@ -39,14 +37,12 @@ def verify(
     *,
     tag: str | None = None,
     quick: bool = False,
-    processes: Processes | None = None,
     progress: Progress = no_progress,
 ) -> VerifyReport:
     """Check that a checkpoint is what its save left: complete, undamaged, of one save.
 
     Reads every byte of every rank's files once: headers, checksums of all records, digests of all tensors against the
     commit record; with ``quick`` only names, sizes and the record. Damage is reported, not raised.
-    Several ``processes`` share the reading; collective.
 
     Raises UsageError where there is no checkpoint, UnsupportedError, UnreadableError, SavedAgainError.
 
@@ -58,12 +54,10 @@ def verify(
         for problem in report.problems:
             print(problem.sentence)
     """
-    processes = processes or Processes()
     return _verified(
         lambda: find_source(src, tag=tag).tag_dir,
         os.fspath(src),
         quick=quick,
-        processes=processes,
         progress=progress,
     )
 
@@ -73,7 +67,6 @@ def verify_all(
     src: str | os.PathLike[str],
     *,
     quick: bool = False,
-    processes: Processes | None = None,
     progress: Progress = no_progress,
 ) -> VerifyAllReport:
     """Check every checkpoint of a run, newest first, each as ``verify`` does.
@@ -88,24 +81,20 @@ def verify_all(
         for report in zeroelastic.verify_all("ckpt").tags:
             print(report.path, report.valid)
     """
-    processes = processes or Processes()
     began = time.monotonic()
     root = as_path(src)
-    own = processes.all_or_raise(lambda: [str(tag.tag_dir) for tag in list_run(root).tags])
     reports: list[VerifyReport] = []
-    for name in processes.all_gather(own)[0]:
+    for name in [str(tag.tag_dir) for tag in list_run(root).tags]:
         try:
             found = _verified(
                 partial(_open_native, as_path(name)),
                 name,
                 quick=quick,
-                processes=processes,
                 progress=progress,
             )
         except (UnreadableError, UnsupportedError) as error:
             found = not_checked(name, error, quick=quick)
-        is_gone = processes.rank == 0 and not found.ok and not holds_something(as_path(name))
-        if not any(processes.all_gather(is_gone)):
+        if found.ok or holds_something(as_path(name)):
             reports.append(found)
     return VerifyAllReport(
         ok=all(report.ok for report in reports),
@@ -131,10 +120,9 @@ def _verified(
     name: str,
     *,
     quick: bool,
-    processes: Processes,
     progress: Progress,
 ) -> VerifyReport:
-    """The report on the tag that ``find`` finds; ``name`` is that of one that cannot be opened. Collective."""
+    """The report on the tag that ``find`` finds; ``name`` is that of one that cannot be opened."""
     began = time.monotonic()
 
     def open_headers() -> TagHeaders:
@@ -143,12 +131,12 @@ def _verified(
             return check_headers(tag_dir, headers="none" if quick else "all")
 
     try:
-        headers = processes.all_or_raise(open_headers)
+        headers = open_headers()
     except CheckpointError as error:  # a checkpoint whose headers cannot be read is a finding, too
         return damaged(name, error, quick=quick).model_copy(update={"seconds": time.monotonic() - began})
     opened = time.monotonic()
-    with nullcontext() if quick else progress("verify", headers.nbytes // processes.size) as advance:
-        report = verify_from_headers(headers, quick=quick, progress=advance, processes=processes)
+    with nullcontext() if quick else progress("verify", headers.nbytes) as advance:
+        report = verify_from_headers(headers, quick=quick, progress=advance)
     done = time.monotonic()
     read_seconds = 0.0 if quick else done - opened
     return report.model_copy(update={"seconds": done - began, "read_seconds": read_seconds})
@@ -181,22 +169,10 @@ def verify_from_headers(
     *,
     quick: bool = False,
     progress: ProgressFunction | None = None,
-    processes: Processes | None = None,
 ) -> VerifyReport:
-    """``verify_checkpoint`` for headers that are open already.
-
-    Several ``processes``, each with the same headers, share the reading by rank and get the same report. Collective.
-    """
-    processes = processes or Processes()
-    report = quick_report(headers) if quick else _read_all(headers, progress, processes)
+    """``verify_checkpoint`` for headers that are open already."""
+    report = quick_report(headers) if quick else full_report(headers, scan_ranks(headers, progress=progress))
     tag_dir = headers.tag_dir
-    again = may_mix_saves(tag_dir, alone=processes.size == 1) if report.valid else was_saved_again(tag_dir)
-    if any(processes.all_gather(again)):
+    if may_mix_saves(tag_dir) if report.valid else was_saved_again(tag_dir):
         raise saved_again(tag_dir)
     return report
-
-
-def _read_all(headers: TagHeaders, progress: ProgressFunction | None, processes: Processes) -> VerifyReport:
-    mine = [headers.ranks[number] for number in processes.mine(len(headers.ranks))]
-    own = processes.all_or_raise(lambda: scan_ranks(headers, mine, progress=progress))
-    return full_report(headers, combine(processes.all_gather(own), headers))
