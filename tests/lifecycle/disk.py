@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 RECORD = "zeroelastic.json"
-_HIDDEN = re.compile(r"\.(.+\.[0-9a-f]{32}\.(tmp|old)|latest\..+\.tmp)", re.DOTALL)
-_TRASH = ".zeroelastic-pruned"
+_HIDDEN = re.compile(r"\.(.+\.[0-9a-f]{32}\.(tmp|old|gone)|latest\..+\.tmp)", re.DOTALL)
 
 
 @dataclass
@@ -36,7 +35,7 @@ def look(root: Path) -> Seen:
         for name in [*folders, *files]:
             if _HIDDEN.fullmatch(name) and not _is_bare(Path(folder, name)):
                 seen.hidden.add(os.path.relpath(os.path.join(folder, name), root))
-        folders[:] = sorted(name for name in folders if not _HIDDEN.fullmatch(name) and name != _TRASH)
+        folders[:] = sorted(name for name in folders if not _HIDDEN.fullmatch(name))
         tag = os.path.relpath(folder, root)
         if RECORD in files:
             seen.ids[tag] = json.loads(Path(folder, RECORD).read_bytes())["save_id"]

@@ -135,7 +135,7 @@ def test_where_its_process_cannot_be_asked_for_a_save_is_dead_after_a_day(tmp_pa
         (staging_dir / "written now").touch()
         assert why_kept(staging_dir) is not None
         age(staging_dir, 1.1 * DAY)
-        RunStore(tmp_path).remove_dead_saves()
+        RunStore(tmp_path).sweep()
         assert os.listdir(tmp_path) == [], owner
 
 
@@ -143,7 +143,7 @@ def test_what_is_all_there_is_of_a_tag_stays(tmp_path: Path) -> None:
     aside = staging_dir_of(tmp_path / "tag", OLD).with_suffix(".old")
     aside.mkdir()
     age(aside, 10 * DAY)
-    RunStore(tmp_path).remove_dead_saves()
+    RunStore(tmp_path).sweep()
     assert aside.is_dir()
 
 

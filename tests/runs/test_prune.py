@@ -27,9 +27,8 @@ import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.runs import run_store
 from zeroelastic.runs.candidates import check_quickly
-from zeroelastic.runs.names import TRASH
 from zeroelastic.runs.prune import plan_prune, remove_tag
-from zeroelastic.runs.tag_directory import note_owner, remove_note
+from zeroelastic.runs.tag_directory import is_being_removed, is_unfinished, note_owner, remove_note
 from zeroelastic.verbs.new_directory import staging_of
 
 HOUR = 3600
@@ -232,11 +231,8 @@ def test_what_may_be_being_written_stays(run: Path) -> None:
         (run / tag / RECORD_NAME).unlink()
         age(run / tag, 2 * HOUR)
     (run / "s1" / model_name(1)).touch()
-    (run / "s2" / ".zeroelastic.json.7.tmp").write_text("")
-    age(run / "s2", 2 * HOUR)
     kept = reasons(run, "--keep", 1, "--yes")
-    assert "changed within the last 60 minutes" in kept["s1"] and "temporary files" in kept["s2"]
-    assert tags(run) == {"s1", "s2", "s5", "logs"}
+    assert "changed within the last 60 minutes" in kept["s1"] and tags(run) == {"s1", "s5", "logs"}
     age(run / "s1", 120)
     assert "within the last 3 minutes" in reasons(run, "--keep", 1, "--dry-run", "--min-age", "3m")["s1"]
     assert document(run, "--keep", 1, "--yes", "--min-age", "90s")["removed"] == ["s1"]
@@ -360,17 +356,14 @@ def killed(number: str, where: str, count: int, run: Path, *, keep: int = 1) -> 
 def test_a_kill_leaves_no_half_tag_and_the_next_one_finishes(run: Path, number: str, where: str, count: int) -> None:
     done = killed(number, where, count, run, keep=2)
     assert done.returncode == (-9 if number == "SIGKILL" else 143), done.stderr
-    left = {path.name for path in run.iterdir() if path.is_dir()} - {"logs", TRASH}
-    assert {"s4", "s5"} <= left
-    for tag in left:
+    left = tags(run) - {"logs"}
+    hidden = {name for name in left if name.startswith(".")}
+    assert {"s4", "s5"} <= left and all(is_unfinished(name) for name in hidden)
+    for tag in left - hidden:
         assert check_quickly(run / tag) == ()
-    trash = run / TRASH
-    held = sum(p.stat().st_size for p in trash.rglob("*") if p.is_file()) if trash.exists() else 0
     again = document(run, "--keep", 2, "--dry-run")
-    assert again["leftovers"] == (len(list(trash.iterdir())) if trash.exists() else 0)
-    assert held == 0 or again["leftovers"] > 0
-    assert document(run, "--keep", 2, "--yes")["ok"]
-    assert tags(run) == {"s4", "s5", "logs"} and not trash.exists()
+    assert {one["name"] for one in again["unfinished"] if one["action"] == "would be removed"} == hidden
+    assert document(run, "--keep", 2, "--yes")["ok"] and tags(run) == {"s4", "s5", "logs"}
 
 
 def test_a_tag_that_changes_after_it_was_looked_at_is_left_alone(run: Path) -> None:
@@ -431,7 +424,7 @@ def test_what_vanishes_beside_a_saving_job_is_no_failure(run: Path, monkeypatch:
     monkeypatch.setattr(run_store, "survey", survey)
     monkeypatch.setattr("zeroelastic.runs.run_store.os.rename", late)
     done = prune(run, "--keep", 1, "--yes")
-    assert done.returncode == 0 and made and tags(run) == {"s5", "logs"} and not (run / TRASH).exists(), done.stderr
+    assert done.returncode == 0 and made and tags(run) == {"s5", "logs"}, done.stderr
 
 
 def test_two_at_once_do_not_disturb_each_other(run: Path) -> None:
@@ -460,23 +453,14 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(run: Path, monkeypatch
     found = document(run, "--keep", 3, "--yes")
     assert not found["ok"] and [tag["action"] for tag in found["tags"]] == ["kept"] * 3 + ["removed", "failed"]
     assert "Permission denied" in found["tags"][-1]["reason"] and found["removed"] == ["s2"]
-    assert tags(run) == {"s3", "s4", "s5", "logs"}  # the second removal took along what the first left
-
-
-def test_a_file_in_the_place_of_the_hidden_folder_is_refused(run: Path, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    (victim / "precious").write_text("")
-    (run / TRASH).symlink_to(victim)
-    done = prune(run, "--keep", 1, "--yes")
-    assert done.returncode == 2 and "is not a folder" in done.stderr
-    assert (victim / "precious").exists() and len(tags(run)) == 7
+    (left,) = tags(run) - {"s3", "s4", "s5", "logs"}
+    assert is_being_removed(run / left), "the next prune, or save, takes it"
 
 
 def test_the_last_leftover_is_finished_without_any_tag(tmp_path: Path) -> None:
-    save(tmp_path / TRASH / "0123", 1)
-    (tmp_path / TRASH / "0123" / "link").symlink_to(ROOT)
-    assert "would finish an interrupted removal" in prune(tmp_path, "--keep", 1, "--dry-run").stdout
+    left = save(tmp_path / f".s1.{'0' * 32}.gone", 1)
+    (left / "link").symlink_to(ROOT)
+    assert "would be removed" in prune(tmp_path, "--keep", 1, "--dry-run").stdout
     assert prune(tmp_path, "--keep", 1, "--yes").returncode == 0 and list(tmp_path.iterdir()) == []
     assert (ROOT / "README.md").exists()
 
@@ -577,4 +561,4 @@ def test_misuse(run: Path, arguments: list[str], said: str) -> None:
 def test_ctrl_c_ends_it_with_130(run: Path) -> None:
     done = killed("SIGINT", "unlink", 3, run)
     assert done.returncode == 128 + signal.SIGINT
-    assert all(check_quickly(run / tag) == () for tag in tags(run) - {"logs", TRASH})
+    assert all(check_quickly(run / tag) == () for tag in tags(run) - {"logs"} if not is_unfinished(tag))

@@ -189,14 +189,10 @@ def prune(
 
 def _what(report: PruneReport) -> str:
     """What is about to be removed, as the question has it."""
-    from zeroelastic.runs.run_store import RunStore
-
-    plan, count, dead = report.plan, len(report.plan.removals), report.dead
+    count, dead = len(report.plan.removals), report.dead
     parts = [f"{count} {'checkpoint' if count == 1 else 'checkpoints'}"] if count else []
-    parts += ["what an interrupted removal left"] if plan.leftovers else []
     parts += [f"{len(dead)} {'save' if len(dead) == 1 else 'saves'} that did not finish"] if dead else []
-    nbytes = report.removable_bytes + RunStore(plan.root).interrupted_bytes()
-    return f"{' and '.join(parts)} ({format_size(nbytes)})"
+    return f"{' and '.join(parts)} ({format_size(report.removable_bytes)})"
 
 
 def _show_pruned(report: PruneReport) -> None:
@@ -211,7 +207,5 @@ def _show_pruned(report: PruneReport) -> None:
         log_line(
             "Sizes and records were checked, not contents; `zeroelastic latest DIR` reads every byte of the newest."
         )
-    if report.leftovers:
-        typer.echo(f"{'would finish' if report.dry_run else 'finished'} an interrupted removal")
     if not report.dry_run:
         typer.echo(f"{len(report.removed)} removed, {format_size(report.freed_bytes)} freed")

@@ -31,9 +31,6 @@ LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 """The same for Universal checkpoints."""
 
-TRASH = ".zeroelastic-pruned"
-"""The hidden folder that holds what ``prune`` is removing."""
-
 PARTIAL = ".zeroelastic-partial"
 """The end of the hidden name under which a verb makes a directory."""
 
@@ -95,7 +92,7 @@ def directory_of(root: FilePath, tag: str) -> FilePath:
 
 def is_ours(name: str) -> bool:
     """Whether a folder's name is one that zeroelastic uses for what is being made or removed."""
-    return is_unfinished(name) or is_partial(name) or name == TRASH
+    return is_unfinished(name) or is_partial(name)
 
 
 def is_partial(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from zeroelastic.io.storage import read_whole
 from zeroelastic.runs.candidates import Check, Run, check_quickly, check_tag, list_run
 from zeroelastic.runs.names import HERE, named_latest
 from zeroelastic.runs.order import Tag, by_params
-from zeroelastic.runs.run_store import CHANGED, MIN_AGE_S, Leftover, Links, RunStore, Tree
+from zeroelastic.runs.run_store import CHANGED, MIN_AGE_S, Leftover, RunStore, Tree, survey
 
 OTHER_PARAMS = "its trained parameters are others"
 """The reason to keep a tag where only those with the same trained parameters are looked at."""
@@ -40,12 +40,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What to remove from a directory; ``decisions`` are newest first. ``leftovers`` are those of a killed removal."""
+    """What to remove from a directory: ``decisions`` on its tags, newest first, and what killed saves have left."""
 
     root: Path
     decisions: tuple[Decision, ...]
-    leftovers: tuple[str, ...]
-    unfinished: tuple[Leftover, ...] = ()
+    unfinished: tuple[Leftover, ...]
 
     @property
     def removals(self) -> tuple[Decision, ...]:
@@ -78,12 +77,12 @@ def plan_prune(
     if keep < 1:
         raise UsageError(f"--keep {keep}: at least 1 checkpoint is kept. Give 1 or more.")
     store = RunStore(Path(os.path.realpath(root)))
-    interrupted, unfinished = store.interrupted, store.leftovers((), min_age_s)
     try:
         run = list_run(store.root)
     except UsageError:
-        if interrupted or unfinished:  # a removal or a save that was killed has left nothing else
-            return PrunePlan(store.root, (), interrupted, unfinished)
+        unfinished = store.leftovers((), min_age_s)
+        if unfinished:  # a removal or a save that was killed has left nothing else
+            return PrunePlan(store.root, (), unfinished)
         raise
     links = store.links(run.tags)
     decisions: dict[str, Decision] = {}
@@ -93,29 +92,20 @@ def plan_prune(
     for tags in by_params(run.tags):
         if of is None or any(tag.name == of for tag in tags):
             one = replace(run, tags=tags)
-            for decision in _decide(store, one, links, keep=keep, invalid=invalid, min_age_s=min_age_s, check=check):
+            for decision in _decide(one, links, keep=keep, invalid=invalid, min_age_s=min_age_s, check=check):
                 decisions[decision.tag.name] = decision
-    unfinished = unfinished or store.leftovers(run.tags, min_age_s)
-    return PrunePlan(store.root, tuple(decisions.values()), interrupted, unfinished)
+    return PrunePlan(store.root, tuple(decisions.values()), store.leftovers(run.tags, min_age_s))
 
 
 def _decide(
-    store: RunStore,
-    run: Run,
-    found: tuple[Links, Links],
-    *,
-    keep: int,
-    invalid: bool,
-    min_age_s: float,
-    check: Check,
+    run: Run, links: Mapping[str, str], *, keep: int, invalid: bool, min_age_s: float, check: Check
 ) -> Iterator[Decision]:
     """What becomes of each of the tags with the same parameters."""
     latest, problem = named_latest(run.root)
-    links, linked = found
     verdicts = [check_tag(tag, check) for tag in run.tags]
     whole = [tag for tag, verdict in zip(run.tags, verdicts, strict=True) if verdict is None]
     counted = [tag for tag in whole if tag.is_finished] or whole
-    newest = {tag.name for tag in [tag for tag in counted if tag.name not in links][:keep]}
+    newest = {tag.name for tag in [tag for tag in counted if not os.path.islink(str(tag.path))][:keep]}
     best = _best_of_trainer(whole[0]) if whole and run.in_folders else None
     for tag, verdict in zip(run.tags, verdicts, strict=True):
         tree = None
@@ -132,9 +122,7 @@ def _decide(
         elif verdict is None and tag not in counted:
             reason = "has no commit record, unlike others"
         elif tag.name in links:
-            reason = "is a symbolic link"
-        elif tag.name in linked:
-            reason = f"the symbolic link {linked[tag.name]} leads to it"
+            reason = links[tag.name]
         elif tag.name == HERE:
             reason = "it is the directory itself"
         elif tag.name == best:
@@ -148,8 +136,9 @@ def _decide(
             reason = f"does not verify (--invalid removes it): {verdict.problems[0]}"
         else:
             try:
-                tree = store.tree(tag)
-                reason = _why_in_use(tree, min_age_s, committed=valid and tree.is_committed)
+                tree = survey(Path(str(tag.path)))
+                if not (valid and tag.step_from == "record") and time.time() - tree.changed_at < min_age_s:
+                    reason = f"may be being written: it changed within the last {min_age_s / 60:.0f} minutes"
             except FileNotFoundError:
                 reason = CHANGED
         if reason:
@@ -165,19 +154,6 @@ def _may_be_newer(tag: Tag, newest: Tag) -> bool:
     return tag.step is None or tag.age_key > newest.age_key or tag.step > (newest.step or 0)
 
 
-def _why_in_use(tree: Tree, min_age_s: float, *, committed: bool) -> str:
-    """The reason why a tag may be in the middle of a save; empty where it is not."""
-    if not tree.one_device:
-        return "another file system is mounted in it"
-    if committed:
-        return ""
-    if tree.temporaries:
-        return f"may be being written: it holds temporary files ({tree.temporaries[0]}); remove them if no save runs"
-    if time.time() - tree.changed_at < min_age_s:
-        return f"may be being written: it changed within the last {min_age_s / 60:.0f} minutes"
-    return ""
-
-
 def remove_tag(plan: PrunePlan, decision: Decision) -> str | None:
     """Remove one tag. Returns the reason when it was kept after all, else None. Raises OSError.
 
@@ -187,7 +163,7 @@ def remove_tag(plan: PrunePlan, decision: Decision) -> str | None:
     latest, problem = named_latest(plan.root)
     if problem is not None or latest == decision.tag.name:
         return problem or "latest names it by now"
-    return RunStore(plan.root).remove(decision.tag, decision.tree)
+    return RunStore(plan.root).remove(Path(str(decision.tag.path)), decision.tree)
 
 
 def _best_of_trainer(newest: Tag) -> str | None:
@@ -198,8 +174,3 @@ def _best_of_trainer(newest: Tag) -> str | None:
         return None
     best = state.get("best_model_checkpoint") if isinstance(state, dict) else None
     return Path(best).name if isinstance(best, str) else None
-
-
-def removable(decisions: Iterable[Decision]) -> int:
-    """Bytes that the removal of these tags frees."""
-    return sum(decision.tree.nbytes for decision in decisions if decision.tree is not None)

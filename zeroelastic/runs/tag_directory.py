@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable
@@ -36,8 +37,8 @@ T = TypeVar("T")
 MAX_LOOKS = 5
 """How often a tag is read if each time it is saved again meanwhile."""
 
-_MADE, _ASIDE = "tmp", "old"
-_NAME = re.compile(r"\.(.+)\.([0-9a-f]{32})\.(tmp|old)", re.DOTALL)
+_MADE, _ASIDE, _REMOVED = "tmp", "old", "gone"
+_NAME = re.compile(r"\.(.+)\.([0-9a-f]{32})\.(tmp|old|gone)", re.DOTALL)
 _LONGEST = 200  # of 255 bytes that a name may have
 _BETWEEN_RENAMES_S = 0.5
 """How long a running save keeps a tag moved aside; after that, the save has died."""
@@ -50,6 +51,16 @@ _OWNER = ".zeroelastic-owner-"
 def staging_dir_of(tag_dir: Path, save_id: str) -> Path:
     """The hidden directory of one save of a tag."""
     return _beside(tag_dir, save_id, _MADE)
+
+
+def removal_dir_of(path: Path) -> Path:
+    """A hidden name for a tag, or for what a save has left, that is being removed."""
+    return _beside(path, secrets.token_hex(16), _REMOVED)
+
+
+def is_being_removed(path: Path) -> bool:
+    """Whether a hidden directory is what a removal is deleting, or was when it was killed."""
+    return is_unfinished(path.name) and path.suffix == f".{_REMOVED}"
 
 
 def _beside(tag_dir: Path, save_id: str, suffix: str) -> Path:
@@ -78,7 +89,7 @@ def _recorded_name(hidden: Path) -> str | None:
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether a name is that of the hidden directory of a save, running or dead."""
+    """Whether a name is that of the hidden directory of a save or a removal, running or dead."""
     return _NAME.fullmatch(name) is not None
 
 

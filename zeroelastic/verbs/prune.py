@@ -12,14 +12,8 @@ from pydantic import PrivateAttr
 
 from zeroelastic.errors import UnreadableError, with_remedy
 from zeroelastic.io.paths import absolute, local_directory
-from zeroelastic.runs.prune import (
-    Decision,
-    PrunePlan,
-    plan_prune,
-    removable,
-    remove_tag,
-)
-from zeroelastic.runs.run_store import Leftover, RunStore
+from zeroelastic.runs.prune import Decision, PrunePlan, plan_prune, remove_tag
+from zeroelastic.runs.run_store import Leftover, RunStore, removable
 from zeroelastic.verbs.options import IN_A_STORE, Progress, no_progress, seconds_option, whole_option
 from zeroelastic.verbs.report import Part, Report
 
@@ -64,7 +58,6 @@ class PruneReport(Report):
     unfinished: tuple[UnfinishedSave, ...]
     removed: tuple[str, ...]
     freed_bytes: int
-    leftovers: int
     _plan: PrunePlan = PrivateAttr()
 
     @property
@@ -75,7 +68,7 @@ class PruneReport(Report):
     @property
     def has_work(self) -> bool:
         """Whether the plan removes anything."""
-        return bool(self.plan.removals or self.plan.leftovers or self.dead)
+        return bool(self.plan.removals or self.dead)
 
     @property
     def dead(self) -> tuple[Leftover, ...]:
@@ -91,7 +84,7 @@ class PruneReport(Report):
     @property
     def removable_bytes(self) -> int:
         """Bytes that all removals of the plan free."""
-        return removable(self.plan.removals) + sum(found.tree.nbytes for found in self.dead)
+        return removable([*(tag.tree for tag in self.plan.removals), *(found.tree for found in self.dead)])
 
 
 @with_remedy()
@@ -132,14 +125,12 @@ def carry_out(report: PruneReport, *, progress: Progress = no_progress) -> Prune
     plan = report.plan
     outcomes: dict[str, Outcome] = {}
     store = RunStore(plan.root)
-    if plan.leftovers:
-        store.finish_removals()
     with progress("removing", report.removable_bytes) as advance:
         for decision in plan.removals:
             outcomes[decision.tag.name] = _outcome(partial(remove_tag, plan, decision))
-            advance(removable([decision]))
+            advance(removable([decision.tree]))
         for found in report.dead:
-            outcomes[found.name] = _outcome(partial(store.remove_leftover, found))
+            outcomes[found.name] = _outcome(partial(store.remove, plan.root / found.name, found.tree))
             advance(found.tree.nbytes)
     return _report(plan, report.keep, dry_run=False, outcomes=outcomes)
 
@@ -155,8 +146,8 @@ def _report(
         return {"action": action, "reason": outcome.why or item.reason}
 
     removed = tuple(name for name, outcome in outcomes.items() if not outcome.why)
-    freed = sum(d.tree.nbytes for d in plan.removals if d.tree is not None and d.tag.name in removed)
-    freed += sum(found.tree.nbytes for found in plan.unfinished if found.name in removed)
+    freed = removable(decision.tree for decision in plan.removals if decision.tag.name in removed)
+    freed += removable(found.tree for found in plan.unfinished if found.name in removed)
     failed = any(outcome.failed for outcome in outcomes.values())
     report = PruneReport(
         ok=not failed and (plan.has_valid or not plan.decisions),
@@ -182,7 +173,6 @@ def _report(
         ),
         removed=removed,
         freed_bytes=freed,
-        leftovers=len(plan.leftovers),
     )
     report._plan = plan
     return report

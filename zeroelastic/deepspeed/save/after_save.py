@@ -23,13 +23,7 @@ from zeroelastic.io.storage import file_sizes
 from zeroelastic.observers import Saved, Tier, publish
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.runs.names import CHECKPOINT_FOLDER
-from zeroelastic.runs.prune import (
-    OTHER_PARAMS,
-    Decision,
-    PrunePlan,
-    plan_prune,
-    remove_tag,
-)
+from zeroelastic.runs.prune import OTHER_PARAMS, Decision, PrunePlan, plan_prune, remove_tag
 
 logger = logging.getLogger(__name__)
 

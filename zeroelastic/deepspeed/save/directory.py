@@ -70,7 +70,7 @@ class Directory:
             with saves_nothing(self.place):
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 for directory in {self.run_dir, self.place.parent, run_of(self.run_dir)}:
-                    RunStore(directory).remove_dead_saves()
+                    RunStore(directory).sweep()
                 make_staging_dir(self.place, self._save_id)
                 with tempfile.TemporaryFile(dir=self.run_dir):
                     pass
