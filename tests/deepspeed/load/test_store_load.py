@@ -135,7 +135,7 @@ def test_resume_passes_over_a_damaged_tag(rank_pool: RankPool, saved: Saver, cal
         assert "global_step4" in resumed.passed_over[0]
 
 
-def test_a_tag_with_the_mark_of_a_save_is_no_checkpoint(
+def test_a_tag_with_the_mark_of_an_upload_is_no_checkpoint(
     rank_pool: RankPool, saved: Saver, calm: S3Server, tmp_path: Path
 ) -> None:
     checkpoint = saved(Job(), 2)
@@ -145,7 +145,7 @@ def test_a_tag_with_the_mark_of_a_save_is_no_checkpoint(
     (tmp_path / "global_step9" / "zeroelastic-unfinished.json").write_text("{}")
     url = calm.upload(tmp_path, "unfinished")
     for kind, text in rank_pool.run(attempt, 2, Job().other(), url, tag="global_step9"):
-        assert kind == "CheckpointError" and "its save, or its removal, is on its way or did not finish" in text
+        assert kind == "CheckpointError" and "its upload is on its way or did not finish" in text
     outcomes = rank_pool.run(resume_elastically, 2, Job().other(), url)
     assert {resumed.tag for resumed, _ in outcomes} == {"global_step3"}
 
