@@ -5,8 +5,8 @@
 Two jobs run side by side, one with a copy at ZeRO stage 3 and one with two at stage 2, each on three or four torchrun
 agents of this machine, which are its nodes. A kill takes one worker, or a node: the agent, its worker and, by
 its own reaper, its memory. Most kills are aimed at a phase of a checkpoint in memory on the rank that is killed: the
-copy, the exchange, the swap of generations. After each the job starts again by itself, and a lost node is replaced in
-most rounds. Then
+copy, the exchange, the swap of one checkpoint for the next. After each the job starts again by itself, and a lost node
+is replaced in most rounds. Then
 
 - the state that it resumed, as DeepSpeed's buffers have it, is that of one step of one moment, by a hash that the job
   wrote down before the checkpoint of that step: never another state, never a mix of two steps,
@@ -57,7 +57,8 @@ def work(directory: Path, kind: str) -> None:
     from training import Job, build_engine, train_step
 
     from zeroelastic.elastic import every, preemption, resume
-    from zeroelastic.elastic.memory import checkpoints
+    from zeroelastic.elastic.memory import save
+    from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
     from zeroelastic.testing import fingerprint, gather_state
 
     deepspeed.init_distributed()
@@ -70,10 +71,10 @@ def work(directory: Path, kind: str) -> None:
 
         return call
 
-    kept = checkpoints.MemoryCheckpoints
-    kept._copy = noted("copy", kept._copy)  # type: ignore[method-assign]
-    checkpoints.protect = noted("exchange", checkpoints.protect)  # type: ignore[assignment]
-    checkpoints.record_text = noted("swap", checkpoints.record_text)  # type: ignore[assignment]
+    MemoryCheckpoints._copy = noted("copy", MemoryCheckpoints._copy)  # type: ignore[method-assign]
+    save.protect = noted("exchange", save.protect)  # type: ignore[assignment]
+    node = save.MemoryDirectory
+    node._publish = noted("swap", node._publish)  # type: ignore[method-assign]
 
     def state() -> str:
         return hashlib.sha256(repr(sorted(fingerprint(gather_state(engine)).items())).encode()).hexdigest()

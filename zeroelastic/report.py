@@ -102,7 +102,7 @@ class MemoryReport:
     """What one checkpoint in memory cost; rank 0 makes it when the checkpoint is complete on all nodes, or has failed.
 
     ``stall_seconds`` is how long training waited for it, on rank 0; ``seconds`` the time from its begin to its end.
-    ``node_bytes`` is the shared memory that all generations and copies take on the fullest node,
+    ``node_bytes`` is the shared memory that all checkpoints and copies take on the fullest node,
     ``network_bytes`` what the rank that sends most has sent. ``error`` is None for a complete checkpoint.
     """
 

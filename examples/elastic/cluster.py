@@ -56,10 +56,12 @@ BACK: dict[str, Back] = {"network": "new agent", "network-return": "same agent"}
 
 @dataclass(frozen=True)
 class Way:
-    """Where a job keeps its state, and the options of train.py for that."""
+    """How a job is started and where it keeps its state: the words between torchrun's and those of the script."""
 
     name: str
+    launch: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
+    script: Path = HERE / "train.py"
 
 
 DISK = Way("disk")
@@ -130,7 +132,8 @@ class Cluster:
                 f"--local-addr={self.network.address(host)}",
             ),
             *(
-                str(HERE / "train.py"),
+                *self.way.launch,
+                str(self.way.script),
                 *self.arguments,
                 *self.way.options,
                 "--trace",

@@ -34,10 +34,10 @@ def all_tags_count_together() -> None:
 def the_last_commit_is_the_newest_state() -> None:
     """Of memory and disk a resume takes what was committed last."""
 
-    def by_time(generation: Any, saved: Any) -> bool:
-        return saved is None or bool(generation.note.committed_at > saved.saved_at)
+    def by_time(tag: Any, saved: Any, *others: Any) -> bool:
+        return saved is None or bool(tag.committed_at > saved.saved_at)
 
-    _set("elastic.memory.resume", "_is_newer", by_time)
+    _set("elastic.memory.resume", "MemoryTag.is_after", by_time)
 
 
 def workers_get_signals() -> None:

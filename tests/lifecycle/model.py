@@ -132,10 +132,9 @@ class Kept:
 
     def newer(self, model: Directory) -> bool:
         """Whether a resume takes it rather than a save on the disk: it follows that one, or one that is passed over."""
-        numbers, net = {saved.number for saved in model.tags.values()}, self.saved.origin.net
-        follows = self.begun if self.begun in numbers else self.parent
+        net = self.saved.origin.net
         for saved in model.tried(net):
-            if saved.number == follows:
+            if saved.number in (self.parent, self.begun):
                 return True
             if saved.damage in ("", "flip") and (saved.origin.net != net or not saved.damage):
                 return False  # another network's is refused, a whole one is taken
@@ -160,9 +159,6 @@ class Memory:
             if kept.lost(nodes):
                 continue
             if not kept.newer(model):
-                newest = [(saved.state, saved.position) for saved in disk[:1]]
-                if not kept.damaged and (kept.saved.state, kept.saved.position) in newest:
-                    allowed.append(kept.saved)  # the same state, whichever came later
                 continue
             if not kept.damaged:
                 allowed.append(kept.saved)

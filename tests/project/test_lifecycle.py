@@ -122,7 +122,7 @@ def kept(number: int, parent: int = 0, begun: int = 0, nodes: tuple[int, ...] = 
     return Kept(made, parent, begun, nodes, 1)
 
 
-def test_memory_is_newer_than_the_save_that_it_continues() -> None:
+def test_memory_is_newer_than_the_save_that_it_follows() -> None:
     directory = Directory()
     directory.commit(replace(saved("slow"), number=2, committed=9))
     assert kept(5, begun=2).newer(directory) and kept(5, parent=2).newer(directory)

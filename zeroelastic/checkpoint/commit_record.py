@@ -51,8 +51,10 @@ class CommitRecord(Schema):
     the name, place, size and CRC-32 of everything in a file; files that are no zip archives have none. Of
     ``mp_rank_XX_model_states.pt`` on node-local disks, a node's record states the node's own.
     ``committed_at`` is in seconds since 1970, and later than that of the save that the run was loaded from or had
-    committed before. ``trained_params`` is the digest of the trained parameters' names and shapes (``params_digest``),
-    of tensor parallel rank 0: it tells whose the checkpoints in one directory are (``runs.order``).
+    committed before. ``follows`` are the saves on the disk after which a checkpoint in memory was made: that which was
+    loaded or committed last, and that which was begun last. ``trained_params`` is the digest of the trained parameters'
+    names and shapes (``params_digest``), of tensor parallel rank 0: it tells whose the checkpoints in one directory are
+    (``runs.order``).
     """
 
     format_version: Annotated[int, Field(ge=RECORD_VERSION, le=RECORD_VERSION)]
@@ -65,6 +67,7 @@ class CommitRecord(Schema):
     global_steps: int
     train_batch_size: int
     committed_at: Annotated[float, Field(gt=0, lt=1 << 40)] | None = None
+    follows: tuple[_Id, ...] = ()
     trained_params: _Id | None = None
     versions: Versions
     files: dict[_FileName, Annotated[int, Field(ge=0, lt=1 << 62)]]
@@ -134,7 +137,7 @@ def _first_problem(error: ValidationError) -> str:
 def record_text(record: CommitRecord) -> bytes:
     """The bytes of ``zeroelastic.json``: one parameter and one file a line, so that records can be compared by eye.
 
-    Tensor parallelism, lost micro batches and time are not mentioned where there are none.
+    Tensor parallelism, lost micro batches, time and followed saves are not mentioned where there are none.
     """
     data = record.model_dump(mode="json", exclude={"params"}, exclude_defaults=True)
     lines = _lines({**data, "params": record.params.document()})

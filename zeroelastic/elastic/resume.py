@@ -60,8 +60,7 @@ def resume(
 ) -> Resumed:
     """Load the newest checkpoint of ``directory`` that can be loaded, with the position of ``data``. Collective.
 
-    With ``"memory"`` in the options, that is one in the memory of the nodes where it is newer than those on the disk
-    that can be loaded.
+    With ``"memory"`` in the options, that is one in the memory of the nodes where it follows the newest on the disk.
 
     Nothing is written or deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the
     data. With an empty or missing directory nothing is loaded and ``Resumed.tag`` is None; if a checkpoint is
@@ -94,19 +93,18 @@ def resume(
 
     def started(resumed: Resumed) -> Resumed:
         if memory is not None:
-            memory.keep_only(resumed.tag if resumed.tier == "memory" else None)
+            memory.keep_only(resumed.tag if resumed.tier == "memory" else None, int(engine.global_steps), tags)
         if dist.get_rank() == 0:
             step, seconds = int(engine.global_steps), time.monotonic() - began
             observers.publish(observers.Resumed(resumed.tag, resumed.tier, step, dist.get_world_size(), seconds))
         return resumed
 
     def load_memory(saved: Tag | None) -> Resumed | None:
-        """The newest generation that loads, of those that are newer than a tag and were not tried. Collective."""
+        """The newest tag in memory that follows a tag and loads. Collective."""
         nonlocal lost
         if memory is None:
             return None
-        newer = memory.newer_than(saved, tags)
-        resumed, problems = memory.load_newest(engine, newer, finish, strict=strict)
+        resumed, problems = memory.load_after(engine, saved, tags, newer, finish, strict=strict)
         lost += problems
         return None if resumed is None else replace(resumed, tier="memory")
 
@@ -125,7 +123,7 @@ def resume(
 
     with changing(engine):
         finish_pending(engine, before="resume()")
-        tags, notes = find_tags_to_try(engine, root)
+        tags, newer, notes = find_tags_to_try(engine, root)
         memory = memory_tier(engine, root)
         finish = _Finish(engine, root, data, strict)
         resumed, passed = load_first(tags, load, engine=engine, instead=follows_in_memory)

@@ -23,7 +23,7 @@ import pytest
 import torch.distributed as dist
 from extended import with_swept
 from lifecycle.rank import use_node as use_memory_of
-from saved_files import logged
+from saved_files import logged, record_of
 from torch.distributed.distributed_c10d import _world
 from training import Job, build_engine, gathered, look, train_step
 
@@ -34,7 +34,7 @@ from zeroelastic.elastic import ElasticDistributedSampler, every, preemption, re
 from zeroelastic.elastic.memory import resume as memory_resume
 from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
 from zeroelastic.elastic.memory.memory_file import MemoryFile
-from zeroelastic.elastic.memory.place import RunPlace
+from zeroelastic.elastic.memory.save import MemoryDirectory
 from zeroelastic.errors import ConfigError
 from zeroelastic.io.paths import as_path
 from zeroelastic.report import MemoryReport
@@ -219,7 +219,7 @@ def test_checkpoints_go_on_after_one_rank_has_lost_their_process_group(
 
 
 def checked_memory(memory: MemoryCheckpoints) -> None:
-    """At most two generations lie in a node's memory, and nothing of an earlier start of the job."""
+    """At most two checkpoints lie in a node's memory, and nothing of an earlier start of the job."""
     assert len(memory._run.tags()) <= 1
     assert os.listdir(memory._run.path / "writing") == [memory._attempt]
 
@@ -240,7 +240,7 @@ def dies_before_it_is_complete(memory: Any) -> None:
     def publish(*args: Any) -> None:
         raise OSError(5, "the node is gone")
 
-    type(memory._run).publish = publish
+    MemoryDirectory._publish = publish  # type: ignore[method-assign]
 
 
 def is_complete_on_one_node_only(memory: Any) -> None:
@@ -358,18 +358,15 @@ def test_of_two_nodes_that_are_lost_at_once_only_neighbours_cost_what_the_disk_h
     lose(shared / "before", 0, 2)
     turns = rank_pool.run(run, 3, JOB.other(), directory, shared / "before", [1, 3, 5], 1)
     continued(first[0], turns, 3, tier="directory")
-    assert turns[0].start.passed_over == ("step 5 in memory: what rank 0 saved is on no node that is left",)
+    (passed,) = turns[0].start.passed_over
+    assert passed.startswith("step 5 in memory: ") and "what 0 of the saved ranks wrote" in passed
 
 
 def test_a_start_waits_for_late_nodes_where_an_agent_can_start_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(memory_resume, "time", SimpleNamespace(sleep=slept.append))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    for variables, seconds in (
-        ({}, []),
-        ({"TORCHELASTIC_RUN_ID": "job"}, [5.0]),
-        ({"TORCHELASTIC_RUN_ID": "job", "ZEROELASTIC_IN_PLACE": "{}"}, []),
-    ):
+    for variables, seconds in (({}, []), ({"TORCHELASTIC_RUN_ID": "job"}, [5.0])):
         slept.clear()
         with pytest.MonkeyPatch.context() as environment:
             environment.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -454,9 +451,9 @@ def test_a_save_that_is_committed_late_is_not_newer_than_what_memory_has(
     (step, state), _ = rank_pool.run(saves_late, 2, JOB, str(directory), shared, late=late)
     record = read_record(directory / "global_step2")
     (complete,) = (shared / "node0").rglob("complete")
-    (note,) = [RunPlace(complete.parent).note(tag) for tag in os.listdir(complete)]
-    assert record is not None and record.committed_at is not None and note is not None
-    assert (record.committed_at > note.committed_at) == late and (note.parent is None) == late
+    (kept,) = [record_of(complete / tag) for tag in os.listdir(complete)]
+    assert record is not None and record.committed_at is not None and kept.committed_at is not None
+    assert (record.committed_at > kept.committed_at) == late and kept.follows == (record.save_id,)
     turns = rank_pool.run(run, 2, JOB.other(), str(directory), shared, [0, 1], 1, save_steps=1)
     for turn in turns:
         assert (turn.start.tier, turn.start.global_steps) == ("memory", step) and turn.start.passed_over == ()
@@ -478,10 +475,7 @@ def test_the_disk_is_taken_where_it_is_newer(rank_pool: RankPool, tmp_path: Path
 def test_a_run_that_was_rolled_back_does_not_return_to_memory(
     rank_pool: RankPool, tmp_path: Path, shared: Path, steps: int
 ) -> None:
-    """By ``latest``, and by a load in the training loop; from there on memory counts again.
-
-    What memory has of the step of the save that is left was made before it: it continues from the same save as the run.
-    """
+    """By ``latest``, and by a load in the training loop; from there on memory counts again."""
     directory = str(tmp_path / "ckpt")
     first = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], steps, save_steps=2)
     (tmp_path / "ckpt" / "latest").write_text("global_step2")
@@ -493,14 +487,15 @@ def test_a_run_that_was_rolled_back_does_not_return_to_memory(
     continued(first[0], fourth, 2, tier="directory")
 
 
-def test_of_one_step_in_memory_and_on_the_disk_memory_is_taken(
+def test_of_one_step_in_memory_and_on_the_disk_that_on_the_disk_is_taken(
     rank_pool: RankPool, tmp_path: Path, shared: Path
 ) -> None:
+    """Memory had it first, so it follows the save before."""
     directory = str(tmp_path / "ckpt")
     first = rank_pool.run(run, 2, JOB, directory, shared, [0, 1], 4, save_steps=2)
     assert (tmp_path / "ckpt" / "latest").read_text() == "global_step4"
     turns = rank_pool.run(run, 2, JOB.other(), directory, shared, [0, 1], 1)
-    continued(first[0], turns, 4)
+    continued(first[0], turns, 4, tier="directory")
 
 
 def test_steps_since_the_last_save_count_over_starts_and_loops(
@@ -635,7 +630,7 @@ def test_what_memory_has_from_before_a_parameter_was_unfrozen_is_named(
     first, other = rank_pool.run(said_in_a_run, 2, unfrozen, directory, shared, 2)
     assert first[0] == other[0] == 2 and other[1] == []
     (text,) = first[1]
-    assert text.startswith("step 3 in memory is not taken: the run trained other parameters") and "global_step2" in text
+    assert text.startswith("step 3 in memory is not taken: the run trained other parameters")
     again = rank_pool.run(said_in_a_run, 2, unfrozen, directory, shared, 1)
     assert again == [(4, [])] * 2  # a save has come after it
 
@@ -699,9 +694,10 @@ def test_stock_deepspeed_loads_the_next_save_after_every_way_to_resume(
     """From copies, and from the disk because two neighbours were lost."""
     job = replace(JOB, stage=stage)
     directory = str(tmp_path / "ckpt")
-    rank_pool.run(run, 4, job, directory, shared, [0, 1, 2, 3], 2, save_steps=2)
+    rank_pool.run(run, 4, job, directory, shared, [0, 1, 2, 3], 3, save_steps=2)
     lose(shared, *((0, 2) if path == "disk" else (2,)))
-    turns = rank_pool.run(run, 3, job, directory, shared, [5 if path == "disk" else 0, 1, 3], 2, save_steps=2)
+    nodes, steps = ([5, 1, 3], 2) if path == "disk" else ([0, 1, 3], 1)
+    turns = rank_pool.run(run, 3, job, directory, shared, nodes, steps, save_steps=2)
     assert turns[0].start.tier == ("directory" if path == "disk" else "memory")
     stock = replace(job, installed=False, elastic=False, perturb=0.5)
     for step, seen in rank_pool.run(stock_resume, 3, stock, directory):

@@ -136,9 +136,13 @@ def tags_of_all_nodes(root: FilePath) -> list[Tag]:
 
 
 class TagsToTry(NamedTuple):
-    """The tags that a run may go on from, in the order in which they are tried, and notes on that choice."""
+    """The tags that a run may go on from, in the order in which they are tried, and notes on that choice.
+
+    ``newer`` were committed after the one that ``latest`` names.
+    """
 
     tags: tuple[Tag, ...]
+    newer: tuple[Tag, ...]
     notes: tuple[str, ...]
 
 
@@ -156,14 +160,15 @@ def find_tags_to_try(engine: Engine, root: FilePath) -> TagsToTry:
         params = trained_params(engine)
         digest = None if params is None else params_digest(params)
         tried = tags_to_try(tags, None if latest is None else latest.name, digest)
+        newer = () if latest is None else committed_after(tags, latest)
         notes: list[str] = []
         if latest is not None:
-            notes = about_newer(root, latest.name, [tag.name for tag in committed_after(tags, latest)])
+            notes = about_newer(root, latest.name, [tag.name for tag in newer])
         elif tried and tried[0].path == tried[0].tag_dir:  # folders of a framework have a ``latest`` each
             name, problem = named[0]
             why = problem or (f"names {shown(name)}, which is not there" if name else "is not there")
             notes = [f"NOT WHAT LATEST NAMES: {root / LATEST}: {why.removeprefix(f'{root / LATEST}: ').rstrip('.')}"]
-        return TagsToTry(tried, tuple(notes))
+        return TagsToTry(tried, newer, tuple(notes))
 
     return broadcast_or_raise(choose)
 

@@ -34,15 +34,15 @@ class AfterSave:
     """One save from the call of ``save_checkpoint`` to its commit; on every rank.
 
     ``began`` is the monotonic time of the call. ``remove_old`` is called after the commit, and returns the tags that it
-    removed; the save sets it when it knows its options.
+    removed; the save sets it when it knows its options. ``tier`` is that of the directory, if none is given.
     """
 
-    def __init__(self, engine: Engine, tag_dir: Path, tag: str, *, began: float) -> None:
+    def __init__(self, engine: Engine, tag_dir: Path, tag: str, *, began: float, tier: Tier | None = None) -> None:
         self.remove_old: Callable[[], tuple[str, ...]] = tuple
         self.removed: tuple[str, ...] = ()
         self._tag_dir, self._tag, self._began = tag_dir, tag, began
         self._step, self._world_size, self._rank = int(engine.global_steps), dist.get_world_size(), dist.get_rank()
-        self._tier: Tier = "node-local" if engine.use_node_local_storage() else "directory"
+        self._tier: Tier = tier or ("node-local" if engine.use_node_local_storage() else "directory")
         self._stall: float | None = None
 
     @property

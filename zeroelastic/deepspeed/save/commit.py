@@ -64,8 +64,9 @@ class PendingCommit:
     experts that it has written. The two have to say its place, the step, and the parameters as they were when it saved:
     ``sub_groups`` are those of each flat buffer as the files name them, ``groups`` and ``layout`` name whole tensors;
     ``frozen`` are None where they are excluded.
-    ``allow_globals`` are the names in the run's options. ``contents`` are of the state at the moment of the save, over
-    all ranks; ``trained`` names the trained parameters among them.
+    ``allow_globals`` are the names in the run's options. ``follows`` are the saves on the disk that one in memory
+    follows. ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained
+    parameters among them.
     """
 
     tag: str
@@ -82,6 +83,7 @@ class PendingCommit:
     file_names: tuple[str, str]
     last_save: LastSave
     lost_micro_batches: int
+    follows: tuple[str, ...] = ()
     contents: tuple[ParamContent, ...] = ()
     trained: frozenset[str] = frozenset()
     expert_files: tuple[str, ...] = ()
@@ -157,6 +159,7 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
         train_batch_size=save.train_batch_size,
         lost_micro_batches=save.lost_micro_batches,
         committed_at=committed_at,
+        follows=save.follows,
         trained_params=params_digest(
             content.param for content in save.contents if content.tp_rank == 0 and content.param.name in save.trained
         ),

@@ -1,12 +1,12 @@
-"""Checkpoints in the memory of the nodes: taken every few steps, found again after a loss of nodes, at any size.
+"""Checkpoints in the memory of the nodes, so that a lost node costs one step at most and no disk is read.
 
-    place        the job's directory in shared memory, and the checkpoints that a node has there
-    reaper       the process that removes it
+    checkpoints  makes one every few steps, beside training
+    save         what the ordinary save does otherwise in memory: the directory of a node, and copies for others
     memory_file  files in shared memory whose pages are used again
-    copies       which node keeps what for which other, and how that is sent
-    checkpoints  ``MemoryCheckpoints``: the state is copied, completed and kept on other nodes, every few steps
-    resume       ``MemoryTier``: the newest generation that loads
+    copies       which rank keeps what of which, on another node
+    resume       ``MemoryTier``: the tags in memory that follow a save on the disk
+    place        the directory of a job in a node's shared memory; ``reaper`` removes it when the job ends
 
-A generation is a checkpoint as nodes with disks of their own would have it, so that ``deepspeed.load`` loads it as any
-other. Read ``place``, then ``checkpoints``.
+A checkpoint is a tag as nodes with disks of their own would have it, so that ``deepspeed.load`` loads it as any
+other. Read ``checkpoints``, then ``save``.
 """

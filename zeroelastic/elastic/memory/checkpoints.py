@@ -1,7 +1,7 @@
 """Checkpoints in the memory of the nodes: one of this job's, every few steps, complete on all nodes or not there.
 
 Training waits while its state is copied. A thread does the rest: digests, copies for other nodes, the commit record,
-and the rename that makes the generation. The generation before stays until the new one is complete on all nodes. A
+and the rename that makes the tag. The one before stays until the new one is complete on all nodes. A
 training step waits for that before it changes a weight, so that a loss of nodes costs one step at most.
 """
 
@@ -11,65 +11,46 @@ import atexit
 import hashlib
 import logging
 import os
-import shutil
 import threading
 import time
 import traceback
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from zeroelastic import observers
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.param_table import params_digest
-from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.deepspeed.engine import Engine, options_of
 from zeroelastic.deepspeed.engine_state import last_save_of, refuse_to_save, state_of
-from zeroelastic.deepspeed.live.digests import live_streams, whole_contents
 from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.load.load import is_of_all_ranks
-from zeroelastic.deepspeed.options import MemoryOptions, Options
+from zeroelastic.deepspeed.options import MemoryOptions
+from zeroelastic.deepspeed.save.after_save import AfterSave
 from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
-from zeroelastic.deepspeed.save.commit import PendingCommit, Written, gather_written, record_of, written_files
-from zeroelastic.deepspeed.save.shard_writer import HostMemory, Snapshot, write_local_files
-from zeroelastic.distributed.collective import (
-    all_gather,
-    all_gather_alike,
-    all_or_raise,
-    broadcast,
-    collectives_over,
-    end_group,
-    gather,
-)
-from zeroelastic.elastic.memory.copies import Placement, nodes_of, protect
+from zeroelastic.deepspeed.save.save import SaveRequest
+from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast, collectives_over, end_group, gather
+from zeroelastic.elastic.memory.copies import Placement, nodes_of
 from zeroelastic.elastic.memory.memory_file import Slot
-from zeroelastic.elastic.memory.place import NOTE_NAME, MemoryNote, Place, RunPlace, tag_of
+from zeroelastic.elastic.memory.place import Place, RunPlace, tag_of
 from zeroelastic.elastic.memory.reaper import start_reaper
+from zeroelastic.elastic.memory.save import GroupBarrier, MemoryDirectory, MemorySave
 from zeroelastic.errors import ConfigError, SaveError, UnsupportedError
 from zeroelastic.io.paths import FilePath
 from zeroelastic.report import MemoryReport
-from zeroelastic.torch_file.image import FileImage, ImageBlocks
-from zeroelastic.torch_file.save import write_skeleton
-from zeroelastic.torch_file.zip_directory import read_directory
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 RACK = "ZEROELASTIC_RACK"
 """An environment variable: the rack, power supply or zone of this node. Copies go to another one where there is one."""
 
 _MOST_LOST = 2
-"""A rank that has lost the process group makes it fail on the others with the next generation at the latest."""
+"""A rank that has lost the process group makes it fail on the others with the next checkpoint at the latest."""
 
 _EXIT_S = 5.0
 _threads = weakref.WeakSet[threading.Thread]()
@@ -85,94 +66,33 @@ def _await_threads() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-class _MemorySnapshot(Snapshot):
-    """Keeps what it gets in files of shared memory, which ``take`` gives by name and size, pinned or not.
-
-    The pickled part of each file is written by torch (``torch_file.save``); storages are copied straight to their
-    places in the file.
-    """
-
-    def __init__(
-        self,
-        original: Any,
-        live: LiveOptimizer,
-        options: Options,
-        take: Callable[[str, int, bool], torch.Tensor],
-    ) -> None:
-        super().__init__(original, live, live_streams(live, with_frozen=True), options, HostMemory())
-        self._take = take
-        self._files: list[tuple[FileImage, Path, str]] = []
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Copy one file: torch writes its pickled part to ``path``. Raises SaveError, UnsupportedError."""
-        name, skeleton_path = Path(path).name, Path(path)
-        try:
-            skeleton = write_skeleton(state_dict, skeleton_path)
-            memory = self._take(name, skeleton.nbytes, skeleton.on_gpu)
-            image = FileImage(skeleton, memory, digest_ranges=self._runs, last=[self.table])
-        except OSError as error:
-            skeleton_path.unlink(missing_ok=True)
-            raise SaveError(f"{error.filename or path}: {error.strerror}") from error
-        self._keep(image)
-        self._files.append((image, skeleton_path, name))
-
-    def complete_files(self) -> dict[str, tuple[torch.Tensor, str]]:
-        """Read what was not copied, digest and checksum all of it; by name, a file and the digest of its zip directory.
-
-        Raises SaveError.
-        """
-        done = {}
-        for image, skeleton_path, name in self._files:
-            try:
-                found = image.complete(before_last=self._fill_table, executor=self._options.host_io_engine)
-                self.learn_of_runs(found)
-                skeleton_path.unlink()
-            except OSError as error:
-                raise SaveError(f"{error.filename or name}: {error.strerror}") from error
-            blocks = ImageBlocks(image.data)
-            directory = read_directory(blocks.read, blocks.size).digest
-            done[name] = torch.from_numpy(image.data), directory
-        return done
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """The state of this rank, copied into shared memory between two steps, and what the commit record says of it."""
-
-    live: LiveOptimizer
-    facts: dict[str, str]
-    shard: _MemorySnapshot
-    save: PendingCommit
-
-
 @dataclass(slots=True)
-class _Generation:
-    """A generation in the making: what the thread needs of the moment in which the state was copied."""
+class _Making:
+    """A checkpoint in the making: its save, or the error with which this rank could not copy its state."""
 
     step: int
-    save_id: str
-    slot: Slot
-    began: float
-    parent: str | None
-    begun: str | None
-    copied: _Copied | Exception
+    node: MemoryDirectory
+    after: AfterSave
+    captured: MemorySave | Exception
     stall_seconds: float = 0.0
 
-    @property
-    def tag(self) -> str:
-        return tag_of(self.step, self.save_id)
+    def save(self) -> MemorySave:
+        """The save. Raises that error."""
+        if isinstance(self.captured, Exception):
+            raise self.captured
+        return self.captured
 
 
 class MemoryCheckpoints:
     """The memory checkpoints of one engine, whose run saves to ``directory``. Making one is collective.
 
-    ``capture`` after each step for which ``due`` is true, ``close`` at the end. Errors of a generation are logged and
-    end only that one. ``last`` is the report of the last generation that has ended, on rank 0. ``is_broken`` says that
+    ``capture`` after each step for which ``due`` is true, ``close`` at the end. Errors of a checkpoint are logged and
+    end only that one. ``last`` is the report of the last checkpoint that has ended, on rank 0. ``is_broken`` says that
     this rank has lost the process group: as soon as all ranks know of it, others are made ``after`` these.
     """
 
     def __init__(self, engine: Engine, directory: FilePath, *, after: MemoryCheckpoints | None = None) -> None:
-        """Those ``after`` leave out more generations each time, unless one was complete: each failure may take long.
+        """Those ``after`` leave out more checkpoints each time, unless one was complete: each failure may take long.
 
         Raises ConfigError without ``"memory"`` in the options, UnsupportedError for a run that is not covered.
         """
@@ -191,13 +111,13 @@ class MemoryCheckpoints:
         all_or_raise(lambda: self._require_no_twin(directory))
         self._attempt = broadcast(uuid.uuid4().hex)
         rank = dist.get_rank()
-        self._node = self.placement.nodes[self.placement.node_of[rank]]
-        self._leads_node = self._node[0] == rank
+        self._leaders = tuple(self.placement.nodes[node][0] for node in self.placement.node_of)
+        self._leads_node = self._leaders[rank] == rank
         own = self._run.writing(self._attempt) / f"rank{rank}"
         self._slots = [Slot(own / "0"), Slot(own / "1")]
         self._next = self._number = 0
         all_or_raise(self._make_directories)
-        self._written = written_files(engine, self._run.path, "tag")
+        self._saved = replace(last_save_of(engine))
         self._tied: Mapping[str, str] = broadcast(all_or_raise(engine._get_shared_params))
         timeout = timedelta(seconds=options.save_timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -221,7 +141,7 @@ class MemoryCheckpoints:
         return step % self.options.every == 0
 
     def capture(self, client_state: Mapping[str, Any]) -> None:
-        """Copy the state as it is now; a thread completes the generation. No collective; waits for the last one."""
+        """Copy the state as it is now; a thread completes the checkpoint. No collective; waits for the last one."""
         began = time.monotonic()
         self.wait()
         if self._left_out < self._pause:
@@ -230,68 +150,60 @@ class MemoryCheckpoints:
         self._number += 1
         if self.is_broken:
             return
+        step = int(self._engine.global_steps)
         save_id = hashlib.sha256(f"{self._attempt} {self._number}".encode()).hexdigest()[:32]
-        slot, followed = self._slots[self._next], last_save_of(self._engine)
-        slot.begin()
-        copied: _Copied | Exception
+        slot, tag = self._slots[self._next], tag_of(step, save_id)
+        node = MemoryDirectory(self._run, slot, tag, save_id, self._leaders)
+        after = AfterSave(self._engine, node.tag_dir, tag, began=began, tier="memory")
+        if node.is_leader:
+            after.remove_old = node.remove_others
+        captured: MemorySave | Exception
         try:
             refuse_to_save(self._engine, "memory")
-            copied = self._copy(slot, save_id, client_state)
+            captured = self._copy(node, after, save_id, client_state)
         except Exception as error:  # raised on all ranks by the thread, for which they wait
-            copied = error
-        step = int(self._engine.global_steps)
-        made = _Generation(step, save_id, slot, began, followed.save_id, followed.begun, copied)
-        made.stall_seconds = self._stall_seconds + time.monotonic() - began
-        self._stall_seconds = 0.0
+            captured = error
+        after.returns()
+        after.waited(self._stall_seconds)
+        stall_seconds, self._stall_seconds = self._stall_seconds + time.monotonic() - began, 0.0
+        made = _Making(step, node, after, captured, stall_seconds)
         self._thread = threading.Thread(target=self._complete, args=(made,), name="zeroelastic-memory", daemon=True)
         _threads.add(self._thread)
         self._thread.start()
 
-    def _copy(self, slot: Slot, save_id: str, client_state: Mapping[str, Any]) -> _Copied:
+    def _copy(
+        self, node: MemoryDirectory, after: AfterSave, save_id: str, client_state: Mapping[str, Any]
+    ) -> MemorySave:
         """Copy the state of this rank, which may change when this returns. Raises SaveError where memory is lacking."""
-        engine, options = self._engine, self._run_options
-        if not (slot.directory.is_dir() and self._run.complete.is_dir()):  # somebody has emptied the shared memory
+        engine = self._engine
+        if not (node.slot.directory.is_dir() and self._run.complete.is_dir()):  # somebody has emptied the shared memory
             _own_place()
             self._run.create()
-            slot.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            node.slot.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         live = covered_live(engine, engine.optimizer)
         refuse_changed_module(engine, live, "memory", with_frozen=True)
-        facts = replicated_facts(live)
-        shard = _MemorySnapshot(engine.checkpoint_engine, live, options, slot.take)
-        directory = slot.directory.parent / "layout" / "tag"  # a private one of this rank, for what torch writes
-        directory.mkdir(parents=True, exist_ok=True)
-        write_local_files(
-            engine,
+        save = MemorySave(
+            SaveRequest(str(self._run.complete), node.place.name, "memory", client_state, False, False),
+            node,
             live,
-            shard,
-            directory=directory,
-            save_id=save_id,
-            client_state=client_state,
-            writes_module=self._leads_node,
+            GroupBarrier(lambda: self.is_broken),
+            after,
+            save_id,
+            elastic=live.per_param,
+            memory=node.slot,
+            node=node,
+            placement=self.placement,
             tied=self._tied,
         )
-        shard.complete()
-        save = PendingCommit(
-            tag=tag_of(int(engine.global_steps), save_id),
-            save_id=save_id,
-            checkpoint_format="elastic" if live.per_param else "rigid",
-            sharing=live.sharing,
-            global_steps=int(engine.global_steps),
-            layout=live.layout,
-            sub_groups=live.local_params(live.layout),
-            groups=live.groups,
-            frozen=live.frozen.params,
-            allow_globals=tuple(options.allow_globals),
-            train_batch_size=int(engine.train_batch_size()),
-            file_names=self._written,
-            last_save=last_save_of(engine),
-            lost_micro_batches=0,
-            trained=frozenset(param.name for param in live.layout.params),
-        )
-        return _Copied(live, facts, shard, save)
+        node.begin()
+        try:
+            save.capture(engine, self._saved)
+        except OSError as error:
+            raise SaveError(f"{error.filename or node.staging_dir}: {error.strerror}") from error
+        return save
 
     def wait(self) -> None:
-        """Wait until the generation in the making is complete, or has failed."""
+        """Wait until the checkpoint in the making is complete, or has failed."""
         if self._thread is None:
             return
         began = time.monotonic()
@@ -303,13 +215,13 @@ class MemoryCheckpoints:
         self._stall_seconds += time.monotonic() - began
 
     def forget(self) -> None:
-        """Remove the generations: the run does not continue from them. Collective."""
+        """Remove the checkpoints: the run does not continue from them. Collective."""
         self.wait()
         all_or_raise(lambda: self._run.remove_tags() if self._leads_node else None)
         self.complete_step = None
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait for the generation in the making, unless training has failed. Generations stay until the job ends.
+        """Wait for the checkpoint in the making, unless training has failed. Checkpoints stay until the job ends.
 
         After a failure the other ranks may be gone, or wait for this one: it must end.
         """
@@ -346,7 +258,7 @@ class MemoryCheckpoints:
                 'Leave out "memory", or set ZEROELASTIC_MEMORY_DIR to a directory in memory that can be written.'
             ) from error
 
-    def _complete(self, made: _Generation) -> None:
+    def _complete(self, made: _Making) -> None:
         """What the thread does. Collective over the threads."""
         error: BaseException | None = None
         figures: list[tuple[int, int]] = []
@@ -363,99 +275,37 @@ class MemoryCheckpoints:
                 traceback.clear_frames(caught.__traceback__)
                 dist.destroy_process_group(self._group)
                 del self._group
-            if self._leads_node:
-                shutil.rmtree(self._staging(made), ignore_errors=True)
         if dist.is_initialized():
             self._log(made, error)
             if dist.get_rank() == 0:
                 self._report(made, error, figures)
 
-    def _finish(self, made: _Generation) -> list[tuple[int, int]]:
-        """Complete a generation on all nodes, or raise on all ranks; by rank, bytes of memory and bytes sent."""
-        copied, files = all_or_raise(lambda: _complete_files(made))
-        group = self._group
-        contents = tuple(whole_contents(copied.live, copied.shard.digests(), device=torch.device("cpu"), group=group))
-        different = difference(copied.facts, all_gather_alike(token_of(copied.facts)))
-        if different is not None:
-            raise different
-        sizes = {name: len(data) for name, (data, _) in files.items()}
-        directories = {name: directory for name, (_, directory) in files.items()}
-        own_files, followed = Written(sizes, directories), last_save_of(self._engine)
-        committed_at, _, written = gather_written(own_files, copied.save.file_names, followed, to_all=True)
-        shared = _on_other_nodes(written)
-        own = {name: data for name, (data, _) in files.items()}
-        staging = self._staging(made)
-
-        def prepare() -> Callable[[], int]:
-            staging.mkdir(mode=0o700, exist_ok=True)
-            return protect(shared, self.placement, own, made.slot.take, group)[1]
-
-        def stage() -> None:
-            made.slot.link(staging)
-            if self._leads_node:
-                record = record_of(replace(copied.save, contents=contents), written, committed_at)
-                (staging / RECORD_NAME).write_bytes(record_text(record))
-                note = MemoryNote(
-                    step=made.step,
-                    save_id=made.save_id,
-                    committed_at=committed_at,
-                    parent=made.parent,
-                    begun=made.begun,
-                    world_size=len(shared),
-                    content_root=record.content_root,
-                    files=tuple(shared),
-                )
-                (staging / NOTE_NAME).write_text(note.model_dump_json())
-
-        def publish() -> None:
-            if self.is_broken:  # the training loop waits no more, and may have changed what was being copied
-                raise SaveError("it was given up")
-            if self._leads_node:
-                self._run.publish(staging, made.tag)
-
-        sent = _write_on_all(prepare)()
-        _write_on_all(stage)
+    def _finish(self, made: _Making) -> list[tuple[int, int]]:
+        """Complete a checkpoint on all nodes, or raise on all ranks; by rank, bytes of memory and bytes sent."""
         try:
-            _write_on_all(publish)
-        except SaveError:  # other nodes may have it, and the next generation is written to the same files
-            all_or_raise(lambda: self._run.remove_tag(made.tag) if self._leads_node else None)
+            with made.node.discarded_on_failure():
+                save = all_or_raise(made.save)
+            save.commit(self._group)
+        except Exception as error:
+            if is_of_all_ranks(error):
+                all_or_raise(lambda: None)  # only then may its files be written to: it is on no node any more
             raise
-        figures = gather((sum(slot.nbytes for slot in self._slots), sent))
-        if self._leads_node:
-            self._run.remove_tags(but=[made.tag])
-        all_or_raise(lambda: None)  # only now may the files of the generation before be written to
-        return figures
+        return gather((sum(slot.nbytes for slot in self._slots), save.sent))
 
-    def _staging(self, made: _Generation) -> Path:
-        return self._run.writing(self._attempt) / made.tag
-
-    def _report(self, made: _Generation, error: BaseException | None, figures: list[tuple[int, int]]) -> None:
+    def _report(self, made: _Making, error: BaseException | None, figures: list[tuple[int, int]]) -> None:
         by_node = [sum(figures[rank][0] for rank in ranks) for ranks in self.placement.nodes] if figures else [0]
         self.last = MemoryReport(
             step=made.step,
             world_size=dist.get_world_size(),
             num_nodes=len(self.placement.nodes),
             stall_seconds=made.stall_seconds,
-            seconds=time.monotonic() - made.began,
+            seconds=made.after.seconds,
             node_bytes=max(by_node),
             network_bytes=max((sent for _, sent in figures), default=0),
             error=None if error is None else f"{type(error).__name__}: {error}",
         )
-        if error is None and dist.get_rank() == 0:
-            event = observers.Saved(
-                tag=made.tag,
-                path=str(self._run.path / made.tag),
-                step=made.step,
-                world_size=self.last.world_size,
-                bytes=sum(nbytes for nbytes, _ in figures),
-                seconds=self.last.seconds,
-                stall_seconds=made.stall_seconds,
-                background=True,
-                tier="memory",
-            )
-            observers.publish(event)
 
-    def _log(self, made: _Generation, error: BaseException | None) -> None:
+    def _log(self, made: _Making, error: BaseException | None) -> None:
         """Log an error once: one of all ranks on rank 0, that of a rank alone there."""
         if error is None or str(error) in self._logged or (dist.get_rank() > 0 and not self.is_broken):
             return
@@ -500,29 +350,3 @@ def _require_covered(engine: Engine) -> LiveOptimizer:
     if problem is not None:
         raise UnsupportedError(f'"memory" does not cover {problem}. Leave it out of the "zeroelastic" block.')
     return live
-
-
-def _on_other_nodes(written: Sequence[Written]) -> list[dict[str, int]]:
-    """The files of each rank that others keep: not that of the whole module, of which every node writes one."""
-    return [
-        {name: size for name, size in sorted(own.sizes.items()) if WHOLE_MODEL_FILE.match(name) is None}
-        for own in written
-    ]
-
-
-def _complete_files(made: _Generation) -> tuple[_Copied, dict[str, tuple[torch.Tensor, str]]]:
-    if isinstance(made.copied, Exception):
-        raise made.copied
-    return made.copied, made.copied.shard.complete_files()
-
-
-def _write_on_all(action: Callable[[], T]) -> T:
-    """The result of an action on this rank; an error of the system is a SaveError, on all ranks. Collective."""
-
-    def write() -> T:
-        try:
-            return action()
-        except OSError as error:
-            raise SaveError(f"{error.filename or 'shared memory'}: {error.strerror}") from error
-
-    return all_or_raise(write)

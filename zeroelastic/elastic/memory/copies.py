@@ -1,4 +1,4 @@
-"""Copies of a generation's files for other nodes: which rank keeps what of which, and what is sent between them.
+"""Copies of a checkpoint's files for other nodes: which rank keeps what of which, and what is sent between them.
 
 A node is the ranks that share one memory. The nodes form a ring, in which each keeps the copy of the one before;
 neighbours are in different racks as far as that is possible, so that a copy is never on the same node, and seldom in
@@ -90,8 +90,8 @@ class Placement:
         return {node: place for place, node in enumerate(self.order)}
 
 
-Take = Callable[[str, int], torch.Tensor]
-"""Gives the memory of a file by name and size."""
+Take = Callable[[int], torch.Tensor]
+"""Gives the memory of a file by its size."""
 
 
 def protect(
@@ -109,7 +109,7 @@ def protect(
     """
     rank = dist.get_rank()
     keepers, owners = placement.keepers(rank), placement.kept(rank)
-    kept = {name: take(name, nbytes) for owner in owners for name, nbytes in files[owner].items()}
+    kept = {name: take(nbytes) for owner in owners for name, nbytes in files[owner].items()}
 
     def run() -> int:
         transfers = [Transfer(rank, keeper, own[name]) for keeper in keepers for name in files[rank]]

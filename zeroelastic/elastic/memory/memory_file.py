@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from zeroelastic.byte_sizes import format_size
+from zeroelastic.deepspeed.save.shard_writer import HostMemory
 from zeroelastic.io.atomic import name_in_errors
 from zeroelastic.torch_file.image import Pages
 
@@ -90,36 +91,44 @@ class MemoryFile:
         self._capacity = capacity
 
 
-class Slot:
-    """The files of one generation that this rank fills: its own, and what it keeps for others."""
+class Slot(HostMemory):
+    """The memory of one checkpoint that this rank fills: its own files and what it keeps for others, in ``directory``.
+
+    The files are used again in the order in which they are taken.
+    """
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self.directory = directory
-        self._files: dict[str, MemoryFile] = {}
-        self._used: set[str] = set()
+        self._files: list[MemoryFile] = []
+        self._num_taken = self._num_linked = 0
 
     @property
     def nbytes(self) -> int:
         """The bytes of shared memory that they take."""
-        return sum(file.nbytes for file in self._files.values())
+        return sum(file.nbytes for file in self._files)
 
     def begin(self) -> None:
-        """Begin a generation: nothing refers to the last one in this slot any more."""
-        self._used = set()
+        """Begin a checkpoint: nothing refers to the last one in this slot any more."""
+        self._num_taken = self._num_linked = 0
 
-    def take(self, name: str, nbytes: int, pinned: bool = False) -> torch.Tensor:
-        """The memory of a file, as ``MemoryFile.take``."""
-        self._used.add(name)
-        if name not in self._files:
-            self._files[name] = MemoryFile(self.directory / name)
-        return self._files[name].take(nbytes, pinned=pinned)
+    def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+        """The memory of the next file, as ``MemoryFile.take``."""
+        if self._num_taken == len(self._files):
+            self._files.append(MemoryFile(self.directory / str(self._num_taken)))
+        self._num_taken += 1
+        return self._files[self._num_taken - 1].take(nbytes, pinned=pinned)
 
-    def link(self, directory: Path) -> None:
-        """Link the files of this generation into a directory, and free the memory of other files. Raises OSError."""
-        for name in set(self._files) - self._used:
-            self._files.pop(name).path.unlink(missing_ok=True)
-        for name in self._used:
-            os.link(self._files[name].path, directory / name)
+    def link(self, path: Path) -> None:
+        """Let the next of the files that were taken be at ``path``, too. Raises OSError."""
+        os.link(self._files[self._num_linked].path, path)
+        self._num_linked += 1
+
+    def trim(self) -> None:
+        """Free the memory of the files that were not taken."""
+        for file in self._files[self._num_taken :]:
+            file.path.unlink(missing_ok=True)
+        del self._files[self._num_taken :]
 
 
 def _num_pages(nbytes: int) -> int:

@@ -4,12 +4,12 @@ The launcher is the process that started the workers of this node: torchrun's ag
 
     /dev/shm/zeroelastic-<user>/<pid namespace>-<launcher's pid>-<its start>/
 
-        <run>/complete/<tag>/   a checkpoint as a node-local disk would have it: files of ranks, commit record, note
+        <run>/complete/<tag>/   a checkpoint as a node-local disk would have it: files of ranks, and the commit record
         <run>/writing/...       files that the ranks are filling; complete tags have hard links to them
 
 ``<run>`` stands for the directory in which the engine saves to disk and for the parameters that it trains, so that the
-engines of a job stay apart. A tag, a *generation*, is in ``complete`` by one rename, when all its files are on this
-node; it can be resumed from when that is so on all nodes.
+engines of a job stay apart. A tag is in ``complete`` by one rename, when all its files are on this node; it can be
+resumed from when that is so on all nodes.
 
 What a launcher that was killed has left, with its reaper, is removed by the next job of the same user. In another PID
 namespace, such as that of a container that was killed, the launcher cannot be seen. File locks are looked at there: the
@@ -33,21 +33,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
 from zeroelastic.distributed.process_identity import is_hidden, machine, start_of
 from zeroelastic.elastic.memory.reaper import LOCK_NAME
-from zeroelastic.errors import CheckpointError, SaveError, UnreadableError
+from zeroelastic.errors import CheckpointError, SaveError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import file_sizes
+from zeroelastic.runs.tag_directory import is_unfinished
 
 logger = logging.getLogger(__name__)
 
 MEMORY_DIR = "ZEROELASTIC_MEMORY_DIR"
 """An environment variable: a directory in memory (tmpfs, ramfs, hugetlbfs) in place of /dev/shm."""
-
-NOTE_NAME = "zeroelastic_memory.json"
-"""Beside the commit record: what a resume from memory has to know in addition."""
 
 _WORKERS_LOCK = "workers.lock"
 _locked: dict[Path, int] = {}
@@ -60,26 +55,6 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _OF_A_WORKER = ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 """Variables that a launcher sets for a worker, and a wrapper around the worker has too."""
-
-
-class MemoryNote(BaseModel):
-    """What one generation is; the same text on all nodes.
-
-    ``parent`` is the save on the disk, by its id, that the run continued from or committed last, and ``begun`` the one
-    that it had begun last: the state is newer than that, too, if it was committed later. ``files`` are the files
-    of each rank that are on other nodes too, with their sizes.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    step: int
-    save_id: str
-    committed_at: float
-    parent: str | None
-    begun: str | None = None
-    world_size: int
-    content_root: str
-    files: tuple[dict[str, int], ...]
 
 
 def launcher() -> int:
@@ -316,33 +291,10 @@ class RunPlace:
                 logger.warning("%s", error)
         return sorted(names, key=lambda name: int(name.split("-")[0].removeprefix("step")), reverse=True)
 
-    def files(self, tag: str) -> dict[str, int]:
-        """The files of a tag, by name, with their sizes; none where it has gone."""
-        try:
-            return dict(file_sizes(self.complete / tag))
-        except (UnreadableError, ValueError):
-            return {}
-
-    def note(self, tag: str) -> MemoryNote | None:
-        """The note of a tag; None where it is missing or damaged."""
-        try:
-            return MemoryNote.model_validate_json((self.complete / tag / NOTE_NAME).read_bytes())
-        except (OSError, ValidationError):
-            return None
-
-    def notes_of_others(self) -> Iterator[MemoryNote]:
-        """The notes that this node has of engines which train other parameters, or save elsewhere."""
+    def others(self) -> Iterator[RunPlace]:
+        """The places of other engines of the job: they train other parameters, or save elsewhere."""
         with suppress(OSError):
-            for name in os.listdir(self.path.parent):
-                other = RunPlace(self.path.parent / name)
-                if other != self:
-                    yield from filter(None, map(other.note, other.tags()))
-
-    def publish(self, staging: Path, tag: str) -> None:
-        """Make a directory the tag, whose files this user alone may read then. Raises OSError."""
-        for entry in os.scandir(staging):
-            os.chmod(entry.path, 0o600)
-        os.rename(staging, self.complete / tag)
+            yield from (RunPlace(self.path.parent / name) for name in os.listdir(self.path.parent))
 
     def remove_tags(self, *, but: Iterable[str] = ()) -> None:
         """Remove all other complete tags."""
@@ -359,16 +311,11 @@ class RunPlace:
     def remove_writing(self, *, but: str) -> None:
         """Remove what earlier starts of the job were filling; complete tags keep their links to it."""
         with suppress(OSError):
-            for name in os.listdir(self.path / _WRITING):
-                if name != but:
-                    shutil.rmtree(self.path / _WRITING / name, ignore_errors=True)
+            for directory, is_old in ((self.path / _WRITING, but.__ne__), (self.complete, is_unfinished)):
+                for name in filter(is_old, os.listdir(directory)):
+                    shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def tag_of(step: int, save_id: str) -> str:
-    """The name of a generation."""
+    """The name of a tag."""
     return f"step{step}-{save_id}"
-
-
-def lacking(note: MemoryNote, seen: Mapping[str, int]) -> list[int]:
-    """The saved ranks of whose files some are on no node."""
-    return [rank for rank, files in enumerate(note.files) if not files.items() <= seen.items()]

@@ -1,32 +1,29 @@
-"""Resume from the memory of the nodes, at any number of ranks: the newest generation that is complete and verifies.
+"""Resume from the memory of the nodes, at any number of ranks: a tag there is taken before the save that it follows.
 
-A checkpoint in memory has its files on several nodes, so it is loaded as from node-local disks: each byte is read once,
-by a rank that sees it, and sent to the rank that needs it.
+A tag in memory has its files on several nodes, so it is loaded as from node-local disks: each byte is read once, by a
+rank that sees it, and sent to the rank that needs it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.deepspeed.engine import options_of
 from zeroelastic.deepspeed.engine_state import last_save_of
 from zeroelastic.deepspeed.install.wrappers import loading_strictly
 from zeroelastic.deepspeed.live.kinds import kind_of, trained_params
-from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
-from zeroelastic.elastic.memory.place import MemoryNote, Place, RunPlace, lacking
-from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, finding, printable, rank_list
+from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast
+from zeroelastic.elastic.memory.place import Place, RunPlace
+from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, finding
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.order import Tag
 
@@ -38,168 +35,126 @@ _LATE_NODES_S = 5.0
 """How long a start waits for nodes that were late at the rendezvous before it goes back to the disk."""
 
 
-@dataclass(frozen=True)
-class Generation:
-    """A generation over all nodes; ``on_nodes`` are the files of each and their sizes, by the node's first rank.
+@dataclass(frozen=True, slots=True)
+class MemoryTag:
+    """A tag in the memory of any node, by its commit record; ``is_own`` says whether it is of this engine's run."""
 
-    ``continues`` is the save on the disk after which it was made, as far as the run has committed it.
-    ``unsaved_steps`` and ``unsaved_seconds`` are what was trained after the newest save that is left there.
-    """
+    name: str
+    step: int
+    committed_at: float
+    follows: tuple[str, ...]
+    is_own: bool
 
-    tag: str
-    note: MemoryNote
-    on_nodes: Mapping[int, Mapping[str, int]]
-    continues: str | None = None
-    unsaved_steps: int = 0
-    unsaved_seconds: float = 0.0
+    def is_after(self, saved: Tag | None, tags: Sequence[Tag], left: Sequence[Tag]) -> bool:
+        """Whether a run that would resume from ``saved``, one of the ``tags`` on the disk, resumes from this.
 
-    @cached_property
-    def seen(self) -> Mapping[str, int]:
-        """The files that are on any node."""
-        return {name: size for files in self.on_nodes.values() for name, size in files.items()}
-
-    @cached_property
-    def lost(self) -> str | None:
-        """What of it no node of this start has, or None."""
-        if RECORD_NAME not in self.seen:
-            return "its commit record is on no node that is left"
-        ranks = lacking(self.note, self.seen)
-        if ranks:
-            return f"what {rank_list(ranks)} saved is on no node that is left"
-        return None
+        With None as ``saved``, whether it follows none of them. The run has ``left`` others, which are newer than the
+        one that ``latest`` names: what was made before they were committed is left, too.
+        """
+        if any(tag.saved_at > self.committed_at for tag in left):
+            return False
+        if saved is None:
+            return not any(tag.save_id in self.follows for tag in (*tags, *left))
+        follows = saved.save_id in self.follows if saved.save_id is not None else not self.follows
+        return follows and self.step >= (saved.step or 0)
 
 
 class MemoryTier:
-    """The generations of the run that saves to ``directory`` and trains ``trained_params``, on all nodes.
+    """The tags in memory of the run that saves to ``directory`` and trains ``trained_params``, on all nodes.
 
     Making one is collective.
     """
 
     def __init__(self, directory: FilePath, trained_params: str) -> None:
-        place = Place.of_this_job()
-        self._run = RunPlace.of(place.path, directory, trained_params)
-        rank, nodes = dist.get_rank(), all_gather(f"{place.node} {place.path}")
-        found: list[tuple[str, MemoryNote, str]] = []
-        if nodes.index(nodes[rank]) == rank:  # the others of the node see the same
-            read = ((tag, self._run.note(tag)) for tag in self._run.tags())
-            found = [(tag, note, _hash(note)) for tag, note in read if note is not None]
-        on_nodes = all_gather([(tag, hashed, self._run.files(tag)) for tag, _, hashed in found])
-        senders: dict[tuple[str, str], int] = {}  # of equal notes the first rank that has one
-        for first, rows in enumerate(on_nodes):
-            for tag, hashed, _ in rows:
-                senders.setdefault((tag, hashed), first)
-        sent = all_gather({tag: note for tag, note, hashed in found if senders[tag, hashed] == rank})
-        self.generations = sorted(
-            (
-                Generation(
-                    tag,
-                    note,
-                    {first: files for first, rows in enumerate(on_nodes) for name, _, files in rows if name == tag},
-                )
-                for tag, note in {tag: note for notes in sent for tag, note in notes.items()}.items()
-            ),
-            key=lambda generation: generation.note.committed_at,
-            reverse=True,
-        )
-        self._tried, self._left = set[str](), set[str]()
+        self._run = RunPlace.of(Place.of_this_job().path, directory, trained_params)
+        found = {tag for tags in all_gather(self._seen()) for tag in tags}
+        self.tags = sorted(found, key=lambda tag: (tag.committed_at, tag.name), reverse=True)
+        self._tried = set[MemoryTag]()
 
-    def newer_than(self, saved: Tag | None, tags: Sequence[Tag]) -> list[Generation]:
-        """The generations that a run resumes from rather than from ``saved``, newest first. Collective.
+    def _seen(self) -> list[MemoryTag]:
+        """The tags on this node, of other engines too; a damaged record makes none."""
+        found: list[MemoryTag] = []
+        for run in {self._run, *self._run.others()}:
+            for name in run.tags():
+                try:
+                    record = read_record(run.complete / name)
+                except (CheckpointError, UnreadableError):
+                    continue
+                if record is not None:
+                    facts = record.global_steps, record.committed_at or 0.0, record.follows
+                    found.append(MemoryTag(name, *facts, is_own=run == self._run))
+        return found
 
-        Those that were tried are left out. Rank 0's arguments count; ``saved`` is one of ``tags``, the checkpoints on
-        the disk, or None: there is none that is left.
-        """
-
-        def choose() -> dict[str, tuple[str | None, int, float]]:
-            placed = [_placed(one, saved, tags) for one in self.generations if one.tag not in self._tried]
-            newer = [one for one in placed if _is_newer(one, saved)]
-            if saved is not None:
-                self._warn_of_others(saved, tags, after=saved.saved_at)
-                self._warn_of_left([one for one in placed if one not in newer], saved)
-            return {one.tag: (one.continues, one.unsaved_steps, one.unsaved_seconds) for one in newer}
-
-        newer = broadcast_or_raise(choose)
-        found = [one for one in self.generations if one.tag in newer]
-        places = (newer[one.tag] for one in found)
-        return [
-            replace(one, continues=continues, unsaved_steps=steps, unsaved_seconds=seconds)
-            for one, (continues, steps, seconds) in zip(found, places, strict=True)
-        ]
-
-    def _warn_of_left(self, generations: Sequence[Generation], saved: Tag) -> None:
-        """Warn once of each later generation that is not taken because it follows another save."""
-        for one in generations:
-            if one.tag not in self._left and one.note.committed_at > saved.saved_at:
-                self._left.add(one.tag)
-                logger.warning(
-                    "step %d in memory is let go of: it does not continue from %s, from which the run goes on",
-                    *(one.note.step, printable(saved.name)),
-                )
-
-    def _warn_of_others(self, saved: Tag, tags: Sequence[Tag], *, after: float) -> None:
-        """Warn once of what this node has of the run ``after`` a time, with other trained parameters than now."""
-        ids = {tag.save_id for tag in tags} - {None}
-        for note in self._run.notes_of_others():
-            is_of_run = not ids.isdisjoint((note.parent, note.begun))
-            if is_of_run and note.committed_at > after and note.save_id not in self._left:
-                self._left.add(note.save_id)
-                logger.warning(
-                    "step %d in memory is not taken: the run trained other parameters when it was made, and the newest "
-                    "save is %s. To go on from step %d, build the engine with those parameters, resume, and save.",
-                    *(note.step, printable(saved.name), note.step),
-                )
-
-    def load_newest(
+    def load_after(
         self,
         engine: Any,
-        generations: Sequence[Generation],
+        saved: Tag | None,
+        tags: Sequence[Tag],
+        left: Sequence[Tag],
         finish: Callable[[str, dict[str, Any]], T],
         *,
         strict: bool,
     ) -> tuple[T | None, tuple[str, ...]]:
-        """What ``finish(tag, client state)`` returns for the first that loads, and why others did not. Collective.
+        """``finish(tag, client state)`` of the newest tag after ``saved`` that loads, and why others did not.
 
-        An error of a generation passes it over, an error of the run is raised. The run continues the save on the disk
-        that the generation continued.
+        Collective; rank 0's arguments count, which are those of ``MemoryTag.is_after``. Tags that were tried before are
+        left out. An error of a tag passes it over, an error of the run is raised. The run continues ``saved``.
         """
+        after = [tag for tag in self.tags if tag.is_own and tag.is_after(saved, tags, left)]
         passed: list[str] = []
-        for generation in generations:
-            self._tried.add(generation.tag)
-            name = f"step {generation.note.step} in memory"
-            problem = generation.lost
-            if problem is None:
-                try:
-                    return self._load(engine, generation, finish, strict=strict), tuple(passed)
-                except (CheckpointError, UnreadableError, SaveError) as error:
-                    problem = finding(error)
-            passed.append(f"{name}: {problem}")
-            if dist.get_rank() == 0:
-                logger.warning("passed over %s: %s", name, problem)
-        if any(generation.lost for generation in generations):
+        for tag, followed in broadcast([(tag, _followed(tag, saved)) for tag in after if tag not in self._tried]):
+            self._tried.add(tag)
+            try:
+                client_state = self._load(engine, tag, strict=strict)
+                last = last_save_of(engine)
+                last.save_id, last.unsaved_steps, last.unsaved_seconds = followed
+                return finish(tag.name, client_state), tuple(passed)
+            except (CheckpointError, UnreadableError, SaveError) as error:
+                passed.append(f"step {tag.step} in memory: {finding(error)}")
+                if dist.get_rank() == 0:
+                    logger.warning("passed over %s", passed[-1])
+        if passed:
             _wait_for_late_nodes()
         return None, tuple(passed)
 
-    def keep_only(self, tag: str | None) -> None:
-        """Remove all other generations: the run does not continue from them. Collective."""
-        all_or_raise(lambda: self._run.remove_tags(but=[] if tag is None else [tag]))
+    def keep_only(self, name: str | None, step: int, tags: Sequence[Tag]) -> None:
+        """Remove all other tags: the run goes on from ``step``, of this tag or of one of ``tags``. Collective."""
+        all_or_raise(lambda: self._run.remove_tags(but=[] if name is None else [name]))
+        if dist.get_rank() != 0:
+            return
+        followed = {tag.save_id for tag in tags}
+        for tag in self.tags:
+            if tag.step <= step or tag in self._tried:
+                continue
+            if tag.is_own:
+                logger.warning(
+                    "step %d in memory is let go of: it does not follow the save from which the run goes on", tag.step
+                )
+            elif not followed.isdisjoint(tag.follows):
+                logger.warning(
+                    "step %d in memory is not taken: the run trained other parameters when it was made. To go on from "
+                    "there, build the engine with those parameters, resume, and save.",
+                    tag.step,
+                )
 
-    def _load(
-        self, engine: Any, generation: Generation, finish: Callable[[str, dict[str, Any]], T], *, strict: bool
-    ) -> T:
-        tag_dir = self._run.complete / generation.tag
-        all_or_raise(lambda: self._run.require_own(generation.tag))
+    def _load(self, engine: Any, tag: MemoryTag, *, strict: bool) -> dict[str, Any]:
+        all_or_raise(lambda: self._run.require_own(tag.name))
         with loading_strictly(engine, strict):
-            path, client_state = engine.load_checkpoint(str(self._run.complete), tag=generation.tag)
+            path, client_state = engine.load_checkpoint(str(self._run.complete), tag=tag.name)
         if path is None:
-            raise CheckpointError(f"{tag_dir}: DeepSpeed did not load it.")
-        last_save = last_save_of(engine)
-        last_save.save_id = generation.continues
-        last_save.unsaved_steps, last_save.unsaved_seconds = generation.unsaved_steps, generation.unsaved_seconds
-        return finish(generation.tag, dict(client_state or {}))
+            raise CheckpointError(f"{self._run.complete / tag.name}: DeepSpeed did not load it.")
+        return dict(client_state or {})
+
+
+def _followed(tag: MemoryTag, saved: Tag | None) -> tuple[str | None, int, float]:
+    """The save on the disk that a run continues which resumes from a tag, and the steps and seconds after it."""
+    if saved is None:
+        return next(iter(tag.follows), None), tag.step, 0.0
+    return saved.save_id, max(tag.step - (saved.step or 0), 0), max(tag.committed_at - saved.saved_at, 0.0)
 
 
 def _wait_for_late_nodes() -> None:
-    """Give the agent time to start this process again, with a node that lives and has what is lacking.
+    """Give the agent time to start this process again, with a node that lives and has what may be lacking.
 
     Where nodes that were late wait at the rendezvous, torchrun ends all workers and starts them with those. Without a
     torchrun that starts workers again, there is nothing to wait for.
@@ -209,35 +164,6 @@ def _wait_for_late_nodes() -> None:
     if dist.get_rank() == 0:
         logger.warning("waiting %.0f s for nodes that may be late: they may have what was lost", _LATE_NODES_S)
     time.sleep(_LATE_NODES_S)
-
-
-def _hash(note: MemoryNote) -> str:
-    return hashlib.sha256(note.model_dump_json().encode()).hexdigest()
-
-
-def _placed(generation: Generation, saved: Tag | None, tags: Sequence[Tag]) -> Generation:
-    """A generation with what it continues of the ``tags`` on the disk, where ``saved`` is the newest that is left."""
-    note = generation.note
-    continues = note.begun if note.begun in {tag.save_id for tag in tags} else note.parent
-    step, seconds = (0, 0.0) if saved is None else (saved.step or 0, note.committed_at - saved.saved_at)
-    return replace(
-        generation, continues=continues, unsaved_steps=max(note.step - step, 0), unsaved_seconds=max(seconds, 0.0)
-    )
-
-
-def _is_newer(generation: Generation, saved: Tag | None) -> bool:
-    """Whether a run resumes from a generation rather than from a checkpoint on the disk, or from none.
-
-    It does where the generation follows that save. Of one step, saved to both, the one in memory is taken: they have
-    the same content.
-    """
-    if saved is None or (saved.save_id is not None and generation.continues == saved.save_id):
-        return True
-    if generation.note.step == saved.step:
-        with suppress(CheckpointError, UnreadableError):
-            record = read_record(saved.tag_dir)
-            return record is not None and record.content_root == generation.note.content_root
-    return False
 
 
 def memory_tier(engine: Any, directory: FilePath) -> MemoryTier | None:

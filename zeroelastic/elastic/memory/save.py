@@ -1,0 +1,180 @@
+"""A save into the memory of the nodes: an ordinary save, of which each node has a directory, and copies for others.
+
+Its snapshot lies in files of shared memory, which become those of the tag by hard links. A tag of the run is the only
+one that is complete but for the moment in which the next one replaces it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
+from zeroelastic.deepspeed.engine import Engine, options_of
+from zeroelastic.deepspeed.engine_state import LastSave, last_save_of
+from zeroelastic.deepspeed.live.digests import live_streams
+from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
+from zeroelastic.deepspeed.save.barrier import SaveBarrier
+from zeroelastic.deepspeed.save.directory import Directory
+from zeroelastic.deepspeed.save.save import Save
+from zeroelastic.deepspeed.save.shard_writer import Snapshot, write_local_files
+from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise
+from zeroelastic.elastic.memory.copies import Placement, protect
+from zeroelastic.elastic.memory.memory_file import Slot
+from zeroelastic.elastic.memory.place import RunPlace
+from zeroelastic.errors import SaveError
+from zeroelastic.torch_file.image import FileImage
+
+T = TypeVar("T")
+
+
+class GroupBarrier(SaveBarrier):
+    """The barriers of a save whose ranks meet in collectives of a process group that no other save has.
+
+    A rank that is lost makes the collectives of the others fail. ``given_up`` says whether this rank has given the
+    save up.
+    """
+
+    def __init__(self, given_up: Callable[[], bool]) -> None:
+        self._given_up = given_up
+
+    def all_or_raise(self, action: Callable[[], T], stage: str) -> T:
+        def act() -> T:
+            try:
+                return action()
+            except OSError as error:
+                raise SaveError(f"{error.filename or 'shared memory'}: {error.strerror}") from error
+
+        return all_or_raise(act)
+
+    def leave_note(self, note: str) -> None:
+        """Nothing: the ranks of a node see one memory."""
+
+    def is_given_up(self) -> bool:
+        return self._given_up()
+
+    @contextmanager
+    def attribute_failures(self) -> Iterator[None]:
+        yield
+
+
+class MemoryDirectory(Directory):
+    """The directory of this node that has the tags of a run in memory, of which the files of ``slot`` become one.
+
+    ``leaders`` are the first ranks of the nodes, by rank. ``images`` are this rank's own files, when they are complete.
+    """
+
+    def __init__(self, run: RunPlace, slot: Slot, tag: str, save_id: str, leaders: tuple[int, ...]) -> None:
+        super().__init__(run.complete, tag, save_id, leaders, save_latest=False, fsync=False)
+        self.run, self.slot = run, slot
+        self.images: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Make the hidden directory; each rank of the node does."""
+        self.staging_dir.mkdir(mode=0o700, exist_ok=True)
+
+    def write_snapshot(self, snapshot: Snapshot) -> None:
+        """Complete the files in memory, and put them in the place of those with their pickled part."""
+
+        def put(image: FileImage) -> None:
+            path = Path(image.path)
+            path.unlink()
+            self.slot.link(path)
+            self.images[path.name] = torch.from_numpy(image.data)
+
+        snapshot.write(put)
+
+    def remove_others(self) -> tuple[str, ...]:
+        """Remove the other tags of the run."""
+        self.run.remove_tags(but=[self.place.name])
+        return ()
+
+    def _check_sizes(self, barrier: SaveBarrier) -> None:
+        """Nothing: the ranks of a node see one memory."""
+
+    def _publish(self, barrier: SaveBarrier) -> None:
+        if barrier.is_given_up():  # the training loop waits no more, and may have changed what was being copied
+            raise SaveError("it was given up")
+        if self.is_leader:
+            for entry in os.scandir(self.staging_dir):
+                os.chmod(entry.path, 0o600)
+        super()._publish(barrier)
+
+
+@dataclass(eq=False, kw_only=True)
+class MemorySave(Save):
+    """A save of which ``capture`` copies the state, in place of ``write``, without a collective.
+
+    ``node`` is its destination. ``tied`` is ``engine._get_shared_params()`` of rank 0. ``sent`` are the bytes that this
+    rank has sent to other nodes.
+    """
+
+    node: MemoryDirectory
+    placement: Placement
+    tied: Mapping[str, str]
+    sent: int = 0
+
+    def capture(self, engine: Engine, saved: LastSave) -> None:
+        """Copy the state of this rank, which may change when this returns. Raises SaveError where memory is lacking.
+
+        ``saved`` are the saves of these: the tag names those of the engine on the disk as the ones that it follows.
+        """
+        node, live, followed = self.node, self.live, last_save_of(engine)
+        self.facts = replicated_facts(live)
+        streams = live_streams(live, with_frozen=True)
+        self.shard = Snapshot(engine.checkpoint_engine, live, streams, options_of(engine), node.slot)
+        write_local_files(
+            engine,
+            live,
+            self.shard,
+            directory=node.staging_dir,
+            save_id=self.save_id,
+            client_state=self.request.client_state,
+            writes_module=node.is_leader,
+            tied=self.tied,
+        )
+        self.shard.complete()
+        follows = tuple(dict.fromkeys(found for found in (followed.save_id, followed.begun) if found is not None))
+        self.pending = replace(self._pending_commit(engine, ()), last_save=saved, follows=follows)
+
+    def add_contents(self, group: dist.ProcessGroup | None = None) -> None:
+        """Also compare what has to be the same on all ranks, and send copies of the files to other nodes."""
+        super().add_contents(group)
+        different = difference(self.facts, all_gather_alike(token_of(self.facts)))
+        if different is not None:
+            raise different
+        assert group is not None
+        self._copy(group)
+
+    def commit(self, group: dist.ProcessGroup | None = None) -> None:
+        super().commit(group)
+        self.barrier.all_or_raise(lambda: None, "end")  # only now may the files of the tag before be written to
+
+    def _copy(self, group: dist.ProcessGroup) -> None:
+        node = self.node
+        own = {name: data for name, data in sorted(node.images.items()) if WHOLE_MODEL_FILE.match(name) is None}
+
+        def files() -> dict[str, int]:
+            missing = [name for name in self.pending.file_names if not (name in own or WHOLE_MODEL_FILE.match(name))]
+            if missing:
+                raise SaveError(f"{missing[0]} was written by torch alone, whose files are not copied to other nodes.")
+            return {name: len(data) for name, data in own.items()}
+
+        sizes = all_gather(self.barrier.all_or_raise(files, "write"))
+        take = node.slot.take
+        kept, run = self.barrier.all_or_raise(lambda: protect(sizes, self.placement, own, take, group), "write")
+        self.sent = run()
+
+        def link() -> None:
+            for name in kept:
+                node.slot.link(node.staging_dir / name)
+            node.slot.trim()
+
+        self.barrier.all_or_raise(link, "write")
