@@ -296,13 +296,9 @@ damage: warm
 
 # Needs a quiet machine; raw results go to benchmarks/results.
 bench: $(STAMP)
-	$(PY) benchmarks/bench_plan.py --out benchmarks/results
-	$(PY) benchmarks/bench_topology.py --out benchmarks/results
 	$(PY) benchmarks/bench_kernel.py --out benchmarks/results
 	$(PY) benchmarks/bench_load.py --out benchmarks/results
 	$(PY) benchmarks/bench_save.py --out benchmarks/results
-	$(PY) benchmarks/bench_phases.py --out benchmarks/results
-	$(PY) benchmarks/bench_cli.py --out benchmarks/results
 	$(PY) benchmarks/figures.py
 
 # On a machine with a GPU and nvcc; raw results go to benchmarks/results.

@@ -7,19 +7,14 @@ workloads are those of bench_kernel.py. CUDA events around several runs in a row
 after a warm-up; sets of buffers rotate, so that no run finds its data in the L2 cache. Each method's time is set
 against the device-to-device copy of as many contiguous bytes in the same round, that of a digest alone against their
 sum. Before the timing, bits are compared with what numpy makes of the same table. GB are 1e9 bytes of source moved.
-cub::DeviceMemcpy::Batched is measured where nvcc is on the PATH.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import math
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -38,7 +33,7 @@ from zeroelastic.executors.build_info import describe_build
 FLAT, FLAT_16 = "flat device copy", "flat bf16.copy_"
 NATIVE, NATIVE_DIGEST, NATIVE_16 = "DevicePlan", "DevicePlan + digest", "DevicePlan to bf16"
 MEMORY, NATIVE_SUM = "flat sum()", "DevicePlan, digest alone"
-FOREACH, FOREACH_16, CUB = "_foreach_copy_", "_foreach_copy_ to bf16", "cub::DeviceMemcpy::Batched"
+FOREACH, FOREACH_16 = "_foreach_copy_", "_foreach_copy_ to bf16"
 CEILING = {NATIVE_16: FLAT_16, FOREACH_16: FLAT_16, NATIVE_SUM: MEMORY}
 TARGETS = {
     **{(NATIVE, key): goal for key, goal in (("a", 0.9), ("a'", 0.9), ("b", 0.7), ("c", 0.9))},
@@ -91,47 +86,6 @@ def moved(work: Workload) -> np.ndarray[Any, np.dtype[np.float32]]:
     return filled
 
 
-def build_cub(directory: Path) -> ctypes.CDLL | None:
-    """The library with CUB's batched copy, or None where it cannot be built."""
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        return None
-    library = directory / "libgpu_batched.so"
-    source = Path(__file__).resolve().parent / "gpu_batched.cu"
-    major, minor = torch.cuda.get_device_capability()
-    command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{major}{minor}", "-Xcompiler=-fPIC", "-shared"]
-    done = subprocess.run([*command, str(source), "-o", str(library)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"{CUB} is left out: nvcc failed:\n{done.stderr}", file=sys.stderr)
-        return None
-    cub = ctypes.CDLL(str(library))
-    cub.batched_copy.restype = ctypes.c_int
-    cub.batched_copy.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_uint, ctypes.c_void_p]
-    return cub
-
-
-def cub_copy(cub: ctypes.CDLL, work: Workload, buffers: Buffers, keep: list[object]) -> Run:
-    """A run of CUB's batched copy over the rows of the table."""
-    bases = np.array([tensor.data_ptr() for tensor in buffers.src], dtype=np.int64)
-    rows = work.table
-    src = torch.from_numpy(bases[rows.src] + rows.src_offset).cuda()
-    dst = torch.from_numpy(buffers.dst.data_ptr() + rows.dst_offset).cuda()
-    sizes = torch.from_numpy(np.ascontiguousarray(rows.nbytes)).cuda()
-    needed = ctypes.c_size_t()
-
-    def call(temporary: int | None) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        pointers = (src.data_ptr(), dst.data_ptr(), sizes.data_ptr())
-        code = cub.batched_copy(temporary, ctypes.byref(needed), *pointers, len(rows.nbytes), stream)
-        if code:
-            raise RuntimeError(f"{CUB} failed with CUDA error {code}")
-
-    call(None)
-    scratch = torch.empty(max(1, needed.value), dtype=torch.uint8, device="cuda")
-    keep += [src, dst, sizes, scratch]
-    return lambda: call(scratch.data_ptr())
-
-
 def check_digests(work: Workload, found: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
     """A sample of the digests of rows, whose seeds are their numbers."""
     rows = work.table
@@ -140,7 +94,7 @@ def check_digests(work: Workload, found: np.ndarray[Any, np.dtype[np.uint64]]) -
         assert int(found[i]) == digest_range(data, 4, seed=i, start=i * 7919), f"digest {i} differs"
 
 
-def methods(work: Workload, stack: ExitStack, cub: ctypes.CDLL | None, rotated: int) -> dict[str, list[Run]]:
+def methods(work: Workload, stack: ExitStack, rotated: int) -> dict[str, list[Run]]:
     """The methods to compare, each with one callable per set of buffers, or for one of them, that moves the workload.
 
     ``rotated`` are the source bytes of all sets together.
@@ -185,8 +139,6 @@ def methods(work: Workload, stack: ExitStack, cub: ctypes.CDLL | None, rotated: 
             FLAT_16: lambda dst=flat_half, src=flat_src: dst.copy_(src),
             NATIVE_16: on_stream(cast),
         }
-        if cub is not None:
-            here[CUB] = cub_copy(cub, work, buffers, keep)
         if number == 0:  # of one set: the views of 100,000 rows take longer to make than all that is measured
             columns = (rows.src, rows.src_offset // 4, rows.dst_offset // 4, rows.nbytes // 4)
             cut = list(zip(*(column.tolist() for column in columns), strict=True))
@@ -283,9 +235,9 @@ def page(title: str, document: Mapping[str, Any], text: Sequence[str], rows: Seq
     return "\n".join([*about, *table(head, cells, text_columns=2)]) + "\n"
 
 
-def measure(key: str, work: Workload, rounds: int, repeats: int, cub: ctypes.CDLL | None, rotated: int) -> list[Row]:
+def measure(key: str, work: Workload, rounds: int, repeats: int, rotated: int) -> list[Row]:
     with ExitStack() as stack:
-        compared = methods(work, stack, cub, rotated)
+        compared = methods(work, stack, rotated)
         seconds: dict[str, list[float]] = {name: [] for name in compared}
         for number in range(rounds + 2):  # two to warm up
             for name, sets in compared.items():
@@ -310,11 +262,9 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["a", "a'", "b", "b'", "c"])
     arguments = parser.parse_args()
     document, rows = gpu_document(), []
-    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as directory:
-        cub = build_cub(Path(directory))
-        for key, work in chosen_workloads(arguments):
-            rotated = 2 * work.nbytes if arguments.small else ROTATED_BYTES
-            rows += measure(key, work, arguments.rounds, arguments.repeats, cub, rotated)
+    for key, work in chosen_workloads(arguments):
+        rotated = 2 * work.nbytes if arguments.small else ROTATED_BYTES
+        rows += measure(key, work, arguments.rounds, arguments.repeats, rotated)
     document["rows"] = [asdict(row) for row in rows]
     write_results(arguments.out, "gpu", document, page("Moving segments on a GPU", document, [], rows, TARGETS))
 

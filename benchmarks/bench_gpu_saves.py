@@ -170,22 +170,12 @@ def flush(folder: Path) -> None:
 
 def measure_saves(part: Part) -> None:
     """Everything that needs our engine, the synchronous saves first."""
-    part.found["memory"], part.found["phases"] = {}, {}
+    part.found["memory"] = {}
 
     def ours(name: str, *, fsync: bool, number: int) -> None:
-        from bench_phases import REST, Stopwatch
-
         part.options(fsync=fsync)
         folder = part.fresh("ours")
-        watch = Stopwatch()
-
-        def save() -> None:
-            with watch.running():
-                part.sample(name, part.timed(watch.timed(REST, lambda: part.save(folder))))
-
-        cost = peak_since(save)
-        part.found["phases"].setdefault(name, []).append(dict(watch.seconds))
-        part.found["memory"][name] = cost
+        part.found["memory"][name] = peak_since(lambda: part.sample(name, part.timed(lambda: part.save(folder))))
         if number == 0:
             part.found["nbytes"] = sum(path.stat().st_size for path in folder.rglob("*.pt"))
 
@@ -345,12 +335,6 @@ def tables(document: Mapping[str, Any]) -> str:
             for name, values in seconds.items()
         ]
         lines += [*table(["seconds", "least", "median", "most", "GB/s", "memory, MiB"], rows), ""]
-    for name, rounds in saves.get("phases", {}).items():
-        phases = sorted({phase for one in rounds for phase in one})
-        middle = {phase: median(1e3 * one.get(phase, 0.0) for one in rounds) for phase in phases}
-        shown = sorted((phase for phase in phases if middle[phase] >= 0.5), key=lambda phase: -middle[phase])
-        lines += [f"{name}, by phase:", ""]
-        lines += [*table(["ms, median", "each without those within it"], [[p, f"{middle[p]:.1f}"] for p in shown]), ""]
     rows = []
     for name in (BACKGROUND, DECOUPLED, MEMORY):
         if name not in saves:

@@ -9,7 +9,7 @@ many ranks saved, in a directory that all of them see:
   last eight ranks;
 * the commit of a save by every rank: announced to the others, files read back, the record, the tag, ``latest``.
 
-Writes ranks.json and ranks.md. Counts, unlike times, do not depend on the machine.
+Writes ranks.json. Counts, unlike times, do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import functools
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,23 +44,6 @@ from zeroelastic.runs.tag_directory import make_staging_dir, open_tag
 from zeroelastic.testing import sample
 
 WORLD_SIZES = (8, 64, 512, 4096, 16_384)
-WHOSE = {"rank 1": "any rank but 0", "rank 0": "rank 0", "worst": "the most of any rank but 0", "all": "all ranks"}
-
-
-@dataclass(frozen=True)
-class Storage:
-    """Assumed costs of a file system: of one operation that a rank waits for, and how many it serves in a second."""
-
-    name: str
-    latency_s: float
-    operations_per_s: float
-
-
-STORAGES = (
-    Storage("parallel file system (0.5 ms, 50,000 operations a second)", 0.5e-3, 50_000),
-    Storage("NFS (1 ms, 10,000 operations a second)", 1e-3, 10_000),
-    Storage("object store (20 ms, 5,000 requests a second)", 20e-3, 5_000),
-)
 
 
 @contextmanager
@@ -209,59 +191,13 @@ def _row(world_size: int, ranks: SimulatedRanks) -> dict[str, Any]:
 FILE_OPERATIONS = ("listed", "looked at", "opened", "changed")
 
 
-def seconds(row: Mapping[str, Any], storage: Storage) -> float:
-    """What the operations on files cost at least: those of the busiest rank one by one, or all as they are served."""
-    busiest = max(sum(row[whose][what] for what in FILE_OPERATIONS) for whose in ("rank 0", "worst"))
-    everything = sum(row["all"][what] for what in FILE_OPERATIONS)
-    return max(busiest * storage.latency_s, everything / storage.operations_per_s)
-
-
-def markdown(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """The counts as a page."""
-    lines = [
-        "# What each rank asks for, at 8 to 16,384 ranks",
-        "",
-        "Real code on simulated ranks over real files, counted (`benchmarks/bench_ranks.py`), in a directory that all",
-        "ranks see. *looked at*: `stat`; *opened*: files and directories; *changed*: `fsync`, `rename`, `unlink`,",
-        "`mkdir`; *headers*: files of ranks whose header was parsed; *received*: bytes of collectives.",
-        "",
-    ]
-    titles = {
-        "load": 'A load up to the first tensor, by as many ranks as saved, `"verify": "quick"`',
-        "commit": "The commit of a save, from its first barrier to `latest`",
-    }
-    for part, rows in results.items():
-        shown = [what for what in (*COUNTED, "header bytes") if any(row["all"][what] for row in rows)]
-        lines += [f"## {titles[part]}", "", f"| ranks | of | {' | '.join(shown)} |", f"|--:|---|{'--:|' * len(shown)}"]
-        for row in rows:
-            for whose, name in WHOSE.items():
-                if whose != "worst":
-                    numbers = (f"{row[whose][what]:,}" for what in shown)
-                    lines.append(f"| {row['world_size']:,} | {name} | {' | '.join(numbers)} |")
-        lines += ["", "Seconds that the operations on files cost at least, at assumed speeds of storage:", ""]
-        lines += [f"| ranks | {' | '.join(storage.name for storage in STORAGES)} |", f"|--:|{'--:|' * len(STORAGES)}"]
-        for row in rows:
-            lines.append(
-                f"| {row['world_size']:,} | {' | '.join(f'{seconds(row, storage):.2f}' for storage in STORAGES)} |"
-            )
-        lines.append("")
-    lines += [
-        "The seconds are calculated: the larger one of the operations of the busiest rank, one after the other, and of",
-        "all operations at the rate that the storage serves. What grows with the number of ranks, on rank 0 alone, is",
-        "the listing and, at a commit, the 300 bytes or so that it gathers from each rank for the record: names, sizes",
-        "and digests of its files. In a load each rank reads from the record the rows of its share of the files.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = report.benchmark_arguments(__doc__)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=list(WORLD_SIZES))
     arguments = parser.parse_args()
     measured = [measure(world_size) for world_size in arguments.world_sizes]
     results = {part: [each[part] for each in measured] for part in measured[0]}
-    report.write_results(arguments.out, "ranks", {"machine": report.machine(), **results}, markdown(results))
+    report.write_result(arguments.out, "ranks", {"machine": report.machine(), **results})
 
 
 if __name__ == "__main__":

@@ -78,12 +78,6 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
                 ("d", "| c: 6 of 168 MB | 0.95"),
             )
         ),
-        "takes {plan_405b} ms for a rank of 405B parameters, 16,384 -> 12,288 (target: 50 ms), and {plan_million} s "
-        "for a million parameters",
-        "| reshard <= 1.1 of `cp -r`, both flushed | {reshard_cp}; rigid files {rigid_reshard_cp} |",
-        "| verify >= 0.8 of plain reading | cold {verify_cold}; warm {verify_warm} |",
-        "| export >= 5 times faster than `zero_to_fp32.py` | {export} |",
-        "| inspect, plan, `--help` < 1 s | {inspect_s} s, {plan_s} s, {help_s} s |",
     ),
 }
 
@@ -123,8 +117,6 @@ def figures() -> dict[str, str]:
             *_on_gpu(),
             *_saving(),
             *_segments(),
-            *_plans(),
-            *_commands(),
             *_elastic(),
         ]
     )
@@ -217,25 +209,6 @@ def _segments() -> Iterator[tuple[str, str]]:
             yield f"copy_{letter}{threads}", f"{copy['ratio'][1]:.2f}"
             yield f"digest_{letter}{threads}", limit(100 * (times(copy, digest) - 1), 0, 10)
             yield f"bf16_{letter}{threads}", goal(rows[key, threads, "native to bf16"]["ratio"][1], 2, 1)
-
-
-def _plans() -> Iterator[tuple[str, str]]:
-    rows = {row["case"]: row["plan_s"][1] for row in read_result("plan")["rows"]}
-    (largest,) = [seconds for case, seconds in rows.items() if "405B" in case]
-    yield "plan_405b", f"{1000 * largest:.1f}"
-    (million,) = [seconds for case, seconds in rows.items() if case.startswith("1,000,000")]
-    yield "plan_million", f"{million:.2f}"
-
-
-def _commands() -> Iterator[tuple[str, str]]:
-    result = read_result("cli")
-    ratios, seconds = result["ratios"], {name: median(raw) for name, raw in result["raw_seconds"].items()}
-    yield "reshard_cp", limit(ratios["reshard / cp -r"], 2, 1.1)
-    yield "rigid_reshard_cp", limit(ratios["rigid reshard / cp -r"], 2, 1.1)
-    yield "verify_cold", goal(ratios["plain reading / verify, headers open, cold"], 2, 0.8)
-    yield "verify_warm", goal(ratios["plain reading / verify, headers open"], 2, 0.8)
-    yield "export", goal(ratios["zero_to_fp32.py / export"], 1, 5)
-    yield from ((f"{name.strip('-')}_s", f"{seconds[name]:.2f}") for name in ("inspect", "plan", "--help"))
 
 
 def _elastic() -> Iterator[tuple[str, str]]:

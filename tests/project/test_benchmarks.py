@@ -1,4 +1,4 @@
-"""bench_kernel, bench_plan and those of a GPU at a small size: bits, tables are right; no times."""
+"""bench_kernel and those of a GPU at a small size: bits, tables are right; no times."""
 
 from __future__ import annotations
 
@@ -50,27 +50,6 @@ def test_every_method_moves_every_workload(tmp_path: Path) -> None:
     assert text.count("\n| ") >= len(rows)
     segments = {about["segments"] for about in document["workloads"].values()}
     assert min(segments) == 6 and max(segments) == 1000
-
-
-def test_plans_of_every_case_are_measured(tmp_path: Path) -> None:
-    document, text = results("bench_plan.py", "plan", tmp_path, "--samples", "3")
-    assert [row["num_segments"] > row["num_params"] for row in document["rows"]] == [True] * 3
-    assert all(row["plan_peak_bytes"] >= row["plan_bytes"] > 0 for row in document["rows"])
-    assert all(row["all_ranks_measured"] for row in document["rows"]) and "~0" not in text
-
-
-def test_plans_and_reading_of_slices_are_measured(tmp_path: Path) -> None:
-    arguments = ("--samples", "2", "--rounds", "2", "--directory", os.fspath(tmp_path))
-    document, text = results("bench_topology.py", "topology", tmp_path, *arguments)
-    assert len(document["plans"]) == 6 and len(document["reads"]) == 8
-    assert all(row["bytes_read"] == row["nbytes"] and row["num_runs"] > row["num_rows"] for row in document["reads"])
-    assert text.count("\n| tiny") == 0 and text.count("\n| Llama tiny") == 8
-
-
-def test_what_takes_too_long_is_marked_as_not_measured(tmp_path: Path) -> None:
-    document, text = results("bench_plan.py", "plan", tmp_path, "--samples", "1", "--whole-seconds", "0")
-    assert not any(row["all_ranks_measured"] for row in document["rows"])
-    assert text.count("| ~") == len(document["rows"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -188,21 +167,6 @@ def test_the_check_of_a_borrowed_gpu_goes_on_after_a_part_that_fails(
 
 
 @native
-def test_the_command_line_is_measured_beside_every_other_tool(tmp_path: Path) -> None:
-    done = run_benchmark(
-        "bench_cli.py", "--small", "--repeats", "1", "--out", os.fspath(tmp_path), "--directory", os.fspath(tmp_path)
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "cli.json").read_text())
-    assert {"cp -r, flushed", "reshard 4 -> 3, flushed", "verify", "export"} <= set(document["raw_seconds"])
-    assert all(len(values) == 1 and values[0] > 0 for values in document["raw_seconds"].values())
-    limit = (256 + 150) << 20
-    assert all(0 < peak < limit for peak in document["peak_rss"].values()) and len(document["peak_rss"]) >= 6
-    text = (tmp_path / "cli.md").read_text()
-    assert all(f"| {name} |" in text for name in [*document["raw_seconds"], *document["ratios"]])
-
-
-@native
 def test_saves_on_a_gpu_are_measured_beside_deepspeeds_own(tmp_path: Path) -> None:
     """Here with gloo and in host memory."""
     more = ("--cpu", "--small", "--rounds", "1", "--writer", "python")
@@ -211,26 +175,10 @@ def test_saves_on_a_gpu_are_measured_beside_deepspeeds_own(tmp_path: Path) -> No
     saves = json.loads((tmp_path / "gpu_saves.json").read_text())["parts"]["saves"]
     assert not saves["not_measured"], saves
     assert len(saves["seconds"]) == 7 and all(len(values) == 1 for values in saves["seconds"].values())
-    assert saves["nbytes"] > 12 * saves["numel"] and len(saves["phases"]) == 2
+    assert saves["nbytes"] > 12 * saves["numel"]
     ways = ("in the background", "by DeepSpeed's decoupled writer", "in memory")
     assert [len(saves[way]["rounds"]) for way in ways] == [2, 2, 4]
     assert [name.split(",")[0] for name in saves["writers"]] == ["FastCheckpointEngine", "DecoupledCheckpointEngine"]
     assert all(one["snapshot_bytes"] >= 12 * saves["numel"] for one in saves["in the background"]["rounds"])
     text = (tmp_path / "gpu_saves.md").read_text()
-    assert "| in memory |" in text and "payload: written" in text and "Not measured" not in text
-
-
-@pytest.mark.slow
-def test_bench_phases_accounts_for_the_whole_time(tmp_path: Path) -> None:
-    done = run_benchmark(
-        "bench_phases.py", "--small", "--repeats", "1", "--save-ranks", "2", "--load-ranks", "1", "--out", str(tmp_path)
-    )
-    assert done.returncode == 0, done.stderr
-    parts = json.loads((tmp_path / "phases.json").read_text())["parts"]
-    assert [len(ranks) for ranks in parts.values()] == [2, 1, 1, 1, 1]
-    for title, ranks in parts.items():
-        for (seconds,) in ranks:
-            wanted = {"payload: written"} if "save" in title else {"payload: read", "headers: read and checked"}
-            assert wanted < seconds.keys() and all(value >= 0 for value in seconds.values())
-    page = (tmp_path / "phases.md").read_text()
-    assert page.count("| **all** |") == 5 and "persistent parameters gathered" in page
+    assert "| in memory |" in text and "Not measured" not in text

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from bench_ranks import FILE_OPERATIONS, markdown, measure  # noqa: E402
+from bench_ranks import FILE_OPERATIONS, measure  # noqa: E402
 from simulated_ranks import SimulatedRanks  # noqa: E402
 
 
@@ -36,8 +36,6 @@ def test_what_a_rank_asks_for_is_the_same_at_any_number_of_ranks() -> None:
     for row in (few, many):
         # of either file of each rank a size and a digest
         assert row["commit"]["rank 0"]["received bytes"] < row["commit"]["world_size"] * 88 + 100
-    page = markdown({part: [few[part], many[part]] for part in few})
-    assert page.count("| 40 | any rank but 0 |") == 2
 
 
 def test_ranks_that_wait_for_each_other_are_an_error() -> None:
