@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -67,7 +68,8 @@ def launched(arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None 
     """``python -m zeroelastic.run`` with these arguments, in this process, which is to be one of a rank."""
     from zeroelastic.run import main
 
-    os.environ.update(env, ZEROELASTIC_LOG="info")
+    os.environ.update(env)
+    logging.getLogger("zeroelastic").setLevel(logging.DEBUG)
     os.chdir(cwd or Path.cwd())
     status, shown, said = 0, io.StringIO(), io.StringIO()
     with redirect_stdout(shown), redirect_stderr(said):

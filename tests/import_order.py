@@ -27,7 +27,7 @@ LEVELS = [
 ROOMS = {
     "verbs": ["report", "options", "new_directory", "model_tensors", "new_files", "inspect", "verify", "diff",
               "reshard", "plan", "convert"],
-    "deepspeed": ["patching", "notices", "options", "engine_state", "engine", "run_objects",
+    "deepspeed": ["patching", "options", "engine_state", "engine", "run_objects",
                   "client_state", "live", "storage_rules", "fill", "node_local", "load", "save", "install"],
     "elastic": ["memory"],
     "cli": ["terminal", "machine", "documents", "pages", "app"],

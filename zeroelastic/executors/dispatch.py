@@ -343,7 +343,7 @@ def _fastest(name: EngineLibrary = "native") -> str:
     info = describe_build(name)
     if os.environ.get("RANK", "0") == "0":
         if info.usable:
-            logger.info("%s is moved by the %s engine (%s)", what, name, info.compiler)
+            logger.debug("%s is moved by the %s engine (%s)", what, name, info.compiler)
         else:
             logger.warning("%s is moved by %s, which is slower: %s. %s", what, instead, info.reason, info.remedy)
     if info.usable:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.patching import wrap
 from zeroelastic.integrations.framework_load import read_on_rank_0
 from zeroelastic.integrations.trainer import TrainerRun, current_run
@@ -82,8 +81,8 @@ def _continue_order(sampler: Any, samples: int, run: TrainerRun) -> None:
     setattr(sampler, _PERMUTED, permuted)
     sampler.total_samples = permuted // world_size
     if permuted != own and sampler.rank == 0:
-        notice(
-            logger,
+        logger.info(
+            "%s",
             f"ms-swift permutes {permuted} of {samples} samples, as in the saved run; on {world_size} ranks it would "
             f"begin another order, of {own}",
         )

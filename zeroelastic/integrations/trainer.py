@@ -23,7 +23,6 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
 from zeroelastic.distributed.collective import broadcast
@@ -230,7 +229,7 @@ def _say_other_groups(trainer: Any, state: Any, strict: bool) -> None:
             note = f"group_by_length: each sample comes once in an epoch, in another order than on {saved}"
             trainer.model_wrapped.zeroelastic_report = replace(report, notes=(*report.notes, note))
             if trainer.is_world_process_zero():
-                notice(logger, note)
+                logger.info("%s", note)
         return
     if not is_resized and state.epoch < 1:
         return

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.global_batch import listed_world_sizes
-from zeroelastic.deepspeed.notices import notice
 from zeroelastic.elastic.sampler import BatchPlan, batch_plan
 from zeroelastic.errors import ConfigError, UnsupportedError, counted
 from zeroelastic.integrations.framework_load import read_on_rank_0
@@ -59,8 +58,8 @@ def keep_global_batch(trainer: Any, config: dict[str, Any], checkpoint: Path) ->
     args.gradient_accumulation_steps = plan.accumulation
     _set_config(trainer, config, plan)
     if trainer.is_world_process_zero():
-        notice(
-            logger,
+        logger.info(
+            "%s",
             f"keep_global_batch: per_device_train_batch_size {micro} -> {plan.micro_batch}, "
             f"gradient_accumulation_steps {accumulation} -> {plan.accumulation}, so that the global batch on "
             f"{counted(world_size, 'rank')} is that of {checkpoint.name}: {saved}, not {current}",

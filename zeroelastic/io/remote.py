@@ -114,7 +114,7 @@ def with_retries(request: Callable[[], T], what: object) -> T:
 def note_retry(what: object, error: object, attempt: int) -> None:
     """Log that a request is made again."""
     text = reason(error) if isinstance(error, BaseException) else str(error)
-    logger.info("%s: attempt %d failed and is repeated: %s", what, attempt + 1, text)
+    logger.debug("%s: attempt %d failed and is repeated: %s", what, attempt + 1, text)
 
 
 def is_transient(error: BaseException) -> bool:

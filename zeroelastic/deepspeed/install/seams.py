@@ -20,7 +20,6 @@ from types import ModuleType
 from packaging.version import InvalidVersion, Version
 
 from zeroelastic.activation import forget, when_imported
-from zeroelastic.deepspeed.notices import hide_notices, show_notices
 from zeroelastic.deepspeed.patching import is_wrapped, unwrap_all, wrap
 from zeroelastic.errors import IncompatibleDeepSpeedError
 from zeroelastic.extras import INSTALL_TRAIN
@@ -159,6 +158,31 @@ class CheckedSeam:
     problem: str
 
 
+_package = logging.getLogger("zeroelastic")
+_level_before: int | None = None
+_console = logging.StreamHandler()
+"""Shows on stderr what rank 0 logs of loads and saves, as long as the job has set up no logging."""
+_console.setFormatter(logging.Formatter("[zeroelastic] %(message)s"))
+_console.addFilter(lambda record: not logging.getLogger().handlers)
+
+
+def _show_on_stderr() -> None:
+    global _level_before
+    if _level_before is None:
+        _level_before = _package.level
+        _console.setStream(sys.stderr)
+        _package.addHandler(_console)
+        _package.setLevel(_level_before or logging.INFO)
+
+
+def _hide_from_stderr() -> None:
+    global _level_before
+    if _level_before is not None:
+        _package.removeHandler(_console)
+        _package.setLevel(_level_before)
+        _level_before = None
+
+
 def is_installed() -> bool:
     """Whether the wrappers are in place."""
     engine = sys.modules.get("deepspeed.runtime.engine")
@@ -169,7 +193,7 @@ def install() -> None:
     """Check every seam, then wrap; see ``zeroelastic.install``."""
     if not is_installed():
         classes = _check()
-        show_notices()
+        _show_on_stderr()
         from zeroelastic.deepspeed.install import wrappers
 
         for seam in SEAMS:
@@ -200,7 +224,7 @@ def uninstall() -> None:
         partners = sys.modules.get("zeroelastic.distributed.partners")
         if partners is not None:
             partners.withdraw()
-        hide_notices()
+        _hide_from_stderr()
 
 
 def wrap_frameworks() -> None:

@@ -26,7 +26,6 @@ from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names,
 from zeroelastic.deepspeed.live.optimizers import common_state
 from zeroelastic.deepspeed.load import from_state_dicts
 from zeroelastic.deepspeed.load.load import load
-from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import LoadRequest, warn_of_slow_verification
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.save.background import forget_background, refuse_background, wants_background
@@ -85,13 +84,13 @@ def _say_active() -> None:
     """Tell once that an environment variable has installed zeroelastic: nothing in the script says so."""
     if is_active():
         versions = f"zeroelastic {__version__}, DeepSpeed {metadata.version('deepspeed')}"
-        notice(logger, f"active by {VARIABLE}=1 on {counted(dist.get_world_size(), 'rank')}: {versions}")
+        logger.info("%s", f"active by {VARIABLE}=1 on {counted(dist.get_world_size(), 'rank')}: {versions}")
 
 
 def _say_left_to_deepspeed(what: str, *, elastic: bool) -> None:
     """Log why DeepSpeed saves and loads this run itself, and, with ``elastic``, that its saves have the rigid form."""
     without = '; saves are rigid in spite of "elastic_checkpoint"' if elastic else ""
-    notice(logger, f"saves and loads of this run are left to DeepSpeed, at this ZeRO stage: {what}{without}")
+    logger.info("%s", f"saves and loads of this run are left to DeepSpeed, at this ZeRO stage: {what}{without}")
 
 
 def state_dict(original: Method, self: Any) -> Any:

@@ -18,7 +18,6 @@ from zeroelastic.deepspeed.load.module_states import ModuleKeys
 from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.deepspeed.load.restore import Restored
 from zeroelastic.deepspeed.load.verify import Verification
-from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.deepspeed.run_objects import not_restored
 from zeroelastic.distributed.collective import all_gather_alike, maximum_and_total
@@ -107,14 +106,18 @@ def load_report(
 
 
 def log_report(logger: logging.Logger, report: ResumeReport, *, warn: bool) -> None:
-    """Log a report on rank 0: as a warning where something changed or ``warn`` asks for it, else as a notice."""
+    """Log a report on rank 0: as a warning where something changed or ``warn`` asks for it.
+
+    Else its first line has level INFO, and the rest DEBUG.
+    """
     if dist.get_rank() != 0:
         return
     if report.changed or warn:
         logger.warning("%s", report.text())
     else:
         line, _, details = report.text().partition("\n")
-        notice(logger, line, details=f"\n{details}")
+        logger.info("%s", line)
+        logger.debug("%s", details)
 
 
 def log_batch(logger: logging.Logger, engine: Engine, report: ResumeReport, saved: int | None) -> None:
@@ -125,8 +128,8 @@ def log_batch(logger: logging.Logger, engine: Engine, report: ResumeReport, save
     micro = engine.train_micro_batch_size_per_gpu()
     copies = counted(batch // (micro * accumulation), "rank")
     before = "as before" if saved is not None else "(the checkpoint does not record its own)"
-    notice(
-        logger,
+    logger.info(
+        "%s",
         f"resumed on {counted(report.world_size, 'rank')} from {report.saved_world_size}: global batch {batch} "
         f"{before} (micro batch {micro} x {copies} x {accumulation} accumulated)",
     )

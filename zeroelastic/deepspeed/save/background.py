@@ -20,7 +20,6 @@ import torch.distributed as dist
 from zeroelastic.deepspeed.engine import Engine, options_of
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.pending import Pending, unfinished
@@ -138,7 +137,7 @@ class BackgroundSave(Pending):
                 logger.info("%s: saved%s", self.tag_dir, self._after.note)
             if self._rank == 0:
                 seconds = self._after.seconds
-                notice(logger, f"{self.tag_dir}: saved in the background, {seconds:.2f} s after it began")
+                logger.info("%s", f"{self.tag_dir}: saved in the background, {seconds:.2f} s after it began")
         except ZeroElasticError as error:
             self._fail(error)
         except BaseException as error:

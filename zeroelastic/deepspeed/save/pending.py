@@ -24,7 +24,6 @@ from deepspeed.runtime.checkpoint_engine import decoupled_checkpoint_engine as d
 
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import state_of
-from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import require_partners
@@ -169,7 +168,7 @@ class DecoupledSave(Pending):
         save.after.waited(time.monotonic() - began)
         save.after.committed(nbytes)
         if self._rank == 0:
-            notice(logger, f"{self.tag_dir}: saved{save.after.note}")
+            logger.info("%s", f"{self.tag_dir}: saved{save.after.note}")
 
     def drop(self) -> None:
         """Log that it will never be committed."""

@@ -38,7 +38,6 @@ from zeroelastic.deepspeed.live.digests import (
 from zeroelastic.deepspeed.live.kinds import covered_live, in_rigid_form, kind_of, listed_by_optimizer, trained_params
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
-from zeroelastic.deepspeed.notices import notice
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.run_objects import saving_sampler
 from zeroelastic.deepspeed.save.after_save import AfterSave, remove_old_tags
@@ -316,7 +315,7 @@ def _save(
         save.commit()
         barrier.close()
         if dist.get_rank() == 0:
-            notice(logger, f"{request.tag_dir}: saved in {after.seconds:.2f} s{after.note}")
+            logger.info("%s", f"{request.tag_dir}: saved in {after.seconds:.2f} s{after.note}")
     return done
 
 
@@ -338,7 +337,7 @@ def _save_by_deepspeed_alone(engine: Engine, original: Method, request: SaveRequ
     if dist.get_rank() == 0 and warns:
         logger.warning('%s The files are rigid in spite of "elastic_checkpoint".', line)
     elif dist.get_rank() == 0:
-        notice(logger, line)
+        logger.info("%s", line)
     with in_rigid_form(engine.optimizer):
         done = request.call_deepspeed(original, engine)
     record = tag_dir / RECORD_NAME
