@@ -182,7 +182,7 @@ def test_tensors_on_a_gpu_are_filled_by_the_cuda_engine(
         other = on_fake_gpu(fake_gpu, numel + 2, torch.bfloat16)
         host = torch.full((numel + 2,), -1.0)
         targets = [Target("fp32", 0, tensor, "float32") for tensor in (same, other, host)]
-        with caplog.at_level(logging.INFO, logger="zeroelastic.executors"):
+        with caplog.at_level(logging.DEBUG, logger="zeroelastic.executors"):
             filled = fill(saved.plan, saved.extents, targets, executor=executor)  # type: ignore[arg-type]
         for tensor in (same, host):
             assert torch.equal(tensor.as_subclass(torch.Tensor)[:numel], saved.want)

@@ -582,7 +582,7 @@ def test_tensors_are_moved_by_their_bytes(tmp_path: Path) -> None:
 
 def test_auto_moves_device_memory_by_the_cuda_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dispatch._fastest.cache_clear()
-    with open_engine("fake-cuda") as engine, caplog.at_level(logging.INFO, logger="zeroelastic.executors"):
+    with open_engine("fake-cuda") as engine, caplog.at_level(logging.DEBUG, logger="zeroelastic.executors"):
         paths = write_files(tmp_path, (b"12345678",))
         for _ in range(2):
             buffer = engine.put(np.zeros(8, dtype=np.uint8))
@@ -636,7 +636,7 @@ def test_auto_takes_the_native_engine_and_says_so_once(caplog: pytest.LogCapture
     if not describe_build("native").usable:
         pytest.skip("the native engine is not built")
     dispatch._fastest.cache_clear()
-    with caplog.at_level(logging.INFO, logger="zeroelastic.executors"):
+    with caplog.at_level(logging.DEBUG, logger="zeroelastic.executors"):
         assert dispatch.choose_executor("auto") == "native"
         assert dispatch.choose_executor("auto") == "native"
     assert len(caplog.records) == 1 and "native engine" in caplog.text
