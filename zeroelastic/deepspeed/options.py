@@ -133,6 +133,11 @@ class Options(BaseModel):
         default=None,
         description="with `keep`: checkpoints whose step is a multiple of this stay as well",
     )
+    upload: str | None = Field(
+        default=None,
+        description="a URL such as `s3://bucket/run`: each checkpoint is uploaded there when it is committed, while "
+        "training goes on, [see here](../guides/object-stores.md#uploads)",
+    )
     store_retries: Annotated[int, Field(ge=0, le=100)] = Field(
         default=4,
         description="how often a request to an object store that failed for a passing reason (a broken connection, a "
@@ -189,6 +194,15 @@ class Options(BaseModel):
         for name in names:
             split_global(name)
         return names
+
+    @field_validator("upload")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        if url is not None and "://" not in url:
+            raise ValueError("it is no URL such as s3://bucket/run or file:///mnt/run")
+        if url is not None:
+            as_path(url)  # its package may not be installed
+        return url
 
     @field_validator("verify", mode="before")
     @classmethod

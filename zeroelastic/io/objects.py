@@ -7,11 +7,14 @@ both. No store has a rename.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from zeroelastic.errors import UnreadableError
+from zeroelastic.io.atomic import sync_path, write_atomically
 from zeroelastic.io.paths import RemotePath, reason
 from zeroelastic.io.remote import call, with_retries
 
@@ -20,7 +23,19 @@ _AT_ONCE = 1000
 
 def put_object(path: RemotePath, data: bytes) -> None:
     """Write a small object whole. Raises OSError naming it."""
+    if path.protocol == "file":  # fsspec writes it in place, where a reader or a crash finds a part of it
+        os.makedirs(os.path.dirname(path.path), exist_ok=True)
+        write_atomically(Path(path.path), data)
+        return
     _write(path, lambda: call(path.system, "pipe_file", path.path, data))
+    forget_listing(path)
+
+
+def put_file(source: Path, path: RemotePath) -> None:
+    """Write an object with the content of a file; it may take as long as it does. Raises OSError naming it."""
+    _write(path, lambda: path.system.put_file(os.fspath(source), path.path))
+    if path.protocol == "file":
+        sync_path(Path(path.path))
     forget_listing(path)
 
 

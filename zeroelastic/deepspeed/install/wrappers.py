@@ -71,7 +71,7 @@ def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) ->
     elif (what := why_left_to_deepspeed(made)) is not None:
         elastic = saves_elastic(self)  # on every rank: an option may be wrong
         if dist.get_rank() == 0:
-            _say_left_to_deepspeed(what, elastic=elastic)
+            _say_left_to_deepspeed(what, elastic=elastic, uploads=options_of(self).upload is not None)
     return made
 
 
@@ -87,10 +87,12 @@ def _say_active() -> None:
         logger.info("%s", f"active by {VARIABLE}=1 on {counted(dist.get_world_size(), 'rank')}: {versions}")
 
 
-def _say_left_to_deepspeed(what: str, *, elastic: bool) -> None:
-    """Log why DeepSpeed saves and loads this run itself, and, with ``elastic``, that its saves have the rigid form."""
+def _say_left_to_deepspeed(what: str, *, elastic: bool, uploads: bool) -> None:
+    """Log why DeepSpeed saves and loads this run itself, and which wishes about its saves have no effect."""
     without = '; saves are rigid in spite of "elastic_checkpoint"' if elastic else ""
     logger.info("%s", f"saves and loads of this run are left to DeepSpeed, at this ZeRO stage: {what}{without}")
+    if uploads:
+        logger.warning('"upload" has no effect: the saves of this run are left to DeepSpeed')
 
 
 def state_dict(original: Method, self: Any) -> Any:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.options import Options
+from zeroelastic.deepspeed.save.upload import uploads
 from zeroelastic.errors import ZeroElasticError, printable, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
@@ -34,11 +35,13 @@ class AfterSave:
     """One save from the call of ``save_checkpoint`` to its commit; on every rank.
 
     ``began`` is the monotonic time of the call. ``remove_old`` is called after the commit, and returns the tags that it
-    removed; the save sets it when it knows its options. ``tier`` is that of the directory, if none is given.
+    removed; then ``upload`` is called. The save sets both when it knows its options. ``tier`` is that of the directory,
+    if none is given.
     """
 
     def __init__(self, engine: Engine, tag_dir: Path, tag: str, *, began: float, tier: Tier | None = None) -> None:
         self.remove_old: Callable[[], tuple[str, ...]] = tuple
+        self.upload: Callable[[], object] = tuple
         self.removed: tuple[str, ...] = ()
         self._tag_dir, self._tag, self._began = tag_dir, tag, began
         self._step, self._world_size, self._rank = int(engine.global_steps), dist.get_world_size(), dist.get_rank()
@@ -76,6 +79,7 @@ class AfterSave:
                     tier=self._tier,
                 )
             )
+        self.upload()
 
     @property
     def note(self) -> str:
@@ -104,6 +108,7 @@ def remove_old_tags(root: Path, tag: str, options: Options, *, over_nodes: bool)
         for decision in plan.removals:
             step, every = decision.tag.step, options.keep_every
             stays = every is not None and (step is None or step % every == 0)
+            stays = stays or uploads.has(Path(str(decision.tag.tag_dir)))
             if not stays and _remove(plan, decision):
                 removed.append(decision.tag.name)
     except Exception as error:

@@ -51,7 +51,8 @@ class Directory:
     DeepSpeed saves to ``deepspeed_dir``; what it writes for the tag goes into ``staging_dir``. ``run_dir`` has the tags
     of the run, and ``place`` is the tag directory: symbolic links on the way to them are followed once, when the save
     begins, because they may lead somewhere else when the tag is published. Ranks that see the same directory have the
-    same one of ``leaders``, by rank: the first of them, which acts for all of them.
+    same one of ``leaders``, by rank: the first of them, which acts for all of them. ``elsewhere`` are files of which
+    rank 0's record, once it is written, states those in other directories.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class Directory:
         self.tag_dir, self.deepspeed_dir, self.leaders = directory / tag, directory, leaders
         self.run_dir, self.place = Path(os.path.realpath(directory)), Path(os.path.realpath(directory / tag))
         self.staging_dir = staging_dir_of(self.place, save_id)
-        self.is_leader = leaders[dist.get_rank()] == dist.get_rank()
-        self._save_id, self._save_latest, self._fsync = save_id, save_latest, fsync
+        self.rank = dist.get_rank()
+        self.is_leader = leaders[self.rank] == self.rank
+        self.tag, self.save_id, self.save_latest, self._fsync = tag, save_id, save_latest, fsync
+        self.elsewhere: frozenset[str] = frozenset()
         self._published: PublishedTag | None = None
 
     def begin(self) -> None:
@@ -71,7 +74,7 @@ class Directory:
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 for directory in {self.run_dir, self.place.parent, run_of(self.run_dir)}:
                     RunStore(directory).sweep()
-                make_staging_dir(self.place, self._save_id)
+                make_staging_dir(self.place, self.save_id)
                 with tempfile.TemporaryFile(dir=self.run_dir):
                     pass
         except SaveError:
@@ -136,7 +139,7 @@ class Directory:
             save.last_save.commit(save.save_id, committed_at)
         barrier.outcome_note = "The checkpoint is complete; load it by its tag."
         barrier.all_or_raise(lambda: self._point_latest(save) if self.is_leader else None, "latest")
-        if dist.get_rank() != 0:
+        if self.rank != 0:
             return 0
         # Ranks that see one directory may name the same file: that of the whole module, at stages 1 and 2.
         by_leader = zip(self.leaders, written, strict=True)
@@ -173,8 +176,8 @@ class Directory:
 
         The other is half of their directory's ranks away, and so on another node wherever there are two or more.
         """
-        mates = [rank for rank, leader in enumerate(self.leaders) if leader == self.leaders[dist.get_rank()]]
-        other = mates[(mates.index(dist.get_rank()) + len(mates) // 2) % len(mates)]
+        mates = [rank for rank, leader in enumerate(self.leaders) if leader == self.leaders[self.rank]]
+        other = mates[(mates.index(self.rank) + len(mates) // 2) % len(mates)]
         sizes = json.loads(barrier.note_of(other))
         self._require_seen({other: [name for name, n in sizes.items() if file_size(self.staging_dir / name) != n]})
 
@@ -184,7 +187,7 @@ class Directory:
         if ranks:
             raise not_committed(
                 self.tag_dir,
-                f"rank {dist.get_rank()} does not see what rank{'s' if len(ranks) > 1 else ''} "
+                f"rank {self.rank} does not see what rank{'s' if len(ranks) > 1 else ''} "
                 f"{', '.join(map(str, ranks))} wrote "
                 f"({', '.join(unseen[ranks[0]])}): the directory is not the same on all nodes (which "
                 '"use_node_local_storage": true allows), or another save is using it',
@@ -193,12 +196,14 @@ class Directory:
     def _write_record(self, save: PendingCommit, written: Sequence[Written], committed_at: float) -> None:
         """Write the record of the whole save to each directory with a part of it, unless only DeepSpeed reads it."""
         found = file_names(self.staging_dir)
-        here = [each.sizes if self.leaders[rank] == dist.get_rank() else {} for rank, each in enumerate(written)]
+        here = [each.sizes if self.leaders[rank] == self.rank else {} for rank, each in enumerate(written)]
         self._require_seen({rank: [name for name in sizes if name not in found] for rank, sizes in enumerate(here)})
         unreadable = next((each.unreadable for each in written if each.unreadable is not None), None)
-        if unreadable is not None and dist.get_rank() == 0:
+        if unreadable is not None and self.rank == 0:
             logger.warning("%s: saved without a commit record, only DeepSpeed loads it: %s", self.tag_dir, unreadable)
         record = record_of(save, written, committed_at)
+        owners = {name: rank for rank in (*range(len(written)), 0) for name in written[rank].sizes}
+        self.elsewhere = frozenset(name for name, rank in owners.items() if self.leaders[rank] != self.rank)
         with self.as_not_committed():
             carry_over(self.place, self.staging_dir)
             if unreadable is None:
@@ -219,7 +224,7 @@ class Directory:
         """Remove what the tag has replaced, and let ``latest`` name it, if the save is asked to. Raises SaveError."""
         if self._published is not None:
             self._published.finish()
-        if self._save_latest:
+        if self.save_latest:
             try:
                 write_atomically(self.run_dir / LATEST, save.tag.encode(), sync=self._fsync)
             except OSError as error:

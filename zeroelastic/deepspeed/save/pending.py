@@ -85,7 +85,8 @@ def unfinished() -> list[Pending]:
 
 
 @atexit.register
-def _at_exit() -> None:
+def finish_at_exit() -> None:
+    """Call ``at_exit`` of what is unfinished."""
     for save in unfinished():
         save.at_exit()
 

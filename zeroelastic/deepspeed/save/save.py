@@ -56,6 +56,7 @@ from zeroelastic.deepspeed.save.shard_writer import (
     elastic_state,
     writes_with_torch,
 )
+from zeroelastic.deepspeed.save.upload import uploads
 from zeroelastic.deepspeed.storage_rules import (
     directory_leaders,
     one_module_writer,
@@ -297,6 +298,7 @@ def _save(
     background = background_for(engine, live)
     destination = _destination(engine, request, save_id)
     if destination.is_leader:
+        after.upload = partial(uploads.add, destination, options)
         over_nodes = any(destination.leaders)
         after.remove_old = partial(remove_old_tags, destination.run_dir, request.tag, options, over_nodes=over_nodes)
     memory = None if background is None else background.memory
@@ -331,7 +333,8 @@ def _destination(engine: Engine, request: SaveRequest, save_id: str) -> Director
 def _save_by_deepspeed_alone(engine: Engine, original: Method, request: SaveRequest, why: ZeroElasticError) -> Any:
     """DeepSpeed's own save, without a commit record. Collective."""
     tag_dir = request.tag_dir
-    state, line = state_of(engine), f"{tag_dir}: saved by DeepSpeed alone; no commit record is written: {why}"
+    without = "no commit record is written" + (", and nothing is uploaded" if options_of(engine).upload else "")
+    state, line = state_of(engine), f"{tag_dir}: saved by DeepSpeed alone; {without}: {why}"
     warns = saves_elastic(engine) and not state.warned_of_rigid_saves
     state.warned_of_rigid_saves = True
     if dist.get_rank() == 0 and warns:

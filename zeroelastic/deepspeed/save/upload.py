@@ -1,0 +1,210 @@
+"""Uploads of committed tags, by a thread behind training: the files of a tag, its commit record, then ``latest``.
+
+An object store has no rename. In this order a store never has a tag with a record and without its files, or with those
+of another save, wherever an upload ends:
+
+1. rank 0's node puts a mark, removes the record of an earlier save of the tag and then the rest of it, and puts the
+   save's id into the mark;
+2. each node puts its files, and then an object that says so;
+3. when all of them are there, rank 0's node puts the record; the marks go, and ``latest`` follows.
+
+There is no collective: nodes meet in the store. What failed is tried again after the next commit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures.thread  # noqa: F401  registers its handler for the end, before this module does
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.marks import UNFINISHED_NAME
+from zeroelastic.deepspeed.options import Options
+from zeroelastic.deepspeed.save.directory import Directory
+from zeroelastic.deepspeed.save.pending import finish_at_exit
+from zeroelastic.errors import CheckpointError, MissingFileError, SaveError
+from zeroelastic.io.objects import put_file, put_object, remove_objects, sizes_below
+from zeroelastic.io.paths import RemotePath, as_path, missing_directory, pin_directory, reason, relative_name
+from zeroelastic.io.remote import retrying
+from zeroelastic.io.storage import read_whole
+from zeroelastic.observers import Uploaded, publish
+from zeroelastic.runs.names import LATEST, run_of
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 1 << 20
+_PAUSE_S = 1.0
+
+
+@dataclass(eq=False)
+class Upload:
+    """What the leader of this node's directory uploads of the tag that was committed there."""
+
+    saved: Directory
+    options: Options
+    number: int = field(default_factory=itertools.count().__next__)
+    began: float = field(default_factory=time.monotonic)
+    sent: set[str] = field(default_factory=set)
+
+    @property
+    def run(self) -> RemotePath:
+        """The directory of the run in the store, or in it the folder that a framework has for this checkpoint."""
+        path = as_path(str(self.options.upload))
+        root = path if isinstance(path, RemotePath) else RemotePath("file", str(path), (("auto_mkdir", True),))
+        folder = relative_name(self.saved.run_dir, run_of(self.saved.run_dir))
+        return root if folder == "." else root / folder
+
+    @property
+    def target(self) -> RemotePath:
+        """The tag directory in the store."""
+        return self.run / self.saved.tag
+
+    def send(self) -> int:
+        """Upload what is not up yet, as far as it is this node's task; returns the bytes of the tag's files.
+
+        Raises MissingFileError where the tag is gone, replaced or has no record; OSError, ZeroElasticError.
+        """
+        saved, target, opened = self.saved, self.target, pin_directory(self.saved.place)
+        record = read_record(opened)
+        if record is None or record.save_id != saved.save_id:
+            raise missing_directory(saved.place)
+        done = f"{UNFINISHED_NAME}.{saved.save_id}"  # and the rank of a node's leader: the node has uploaded its files
+        if saved.rank == 0:
+            self._make_room()
+        else:
+            self._wait(lambda: self._is_begun() or self._is_committed(), "rank 0's node has not begun to upload it")
+        if not self._is_committed():
+            for name in sorted(record.files.keys() - saved.elsewhere - self.sent):
+                put_file(opened / name, target / name)
+                self.sent.add(name)
+            if saved.rank != 0:
+                put_object(target / f"{done}.{saved.rank}", b"")
+            else:
+                files = record.files | {f"{done}.{rank}": 0 for rank in {*saved.leaders} - {0}}
+                self._wait(lambda: files.items() <= sizes_below(target).items(), "other nodes have not uploaded theirs")
+                if not self._is_begun():
+                    raise SaveError("another job has begun to upload the same tag")
+                put_object(target / RECORD_NAME, (opened / RECORD_NAME).read_bytes())
+        if saved.rank == 0:
+            remove_objects(target / name for name in sizes_below(target) if name.startswith(UNFINISHED_NAME))
+        return sum(record.files.values())
+
+    def _make_room(self) -> None:
+        """Mark the tag as one of this save, after all that there is of another one was removed."""
+        if self._is_begun() or self._is_committed():
+            return
+        mark = self.target / UNFINISHED_NAME
+        there = [self.target / name for name in sizes_below(self.target)]
+        if there:
+            self.sent.clear()
+            put_object(mark, b"")
+            remove_objects([self.target / RECORD_NAME])
+            remove_objects(path for path in there if path != mark)
+        put_object(mark, self.saved.save_id.encode())
+
+    def _is_begun(self) -> bool:
+        with suppress(MissingFileError):
+            return read_whole(self.target / UNFINISHED_NAME, limit=_MAX_BYTES) == self.saved.save_id.encode()
+        return False
+
+    def _is_committed(self) -> bool:
+        with suppress(CheckpointError):  # a record that is damaged is none
+            record = read_record(self.target)
+            return record is not None and record.save_id == self.saved.save_id
+        return False
+
+    def _wait(self, ready: Callable[[], bool], why: str) -> None:
+        end = time.monotonic() + self.options.save_timeout_s
+        while not ready():
+            if time.monotonic() > end:
+                raise SaveError(f"{why} within {self.options.save_timeout_s:g} s")
+            time.sleep(_PAUSE_S)
+
+
+class Uploads:
+    """The uploads of this process, oldest first: those that wait, after the one that is under way, and that failed."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Have none, as a process that was forked: they are its parent's."""
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._waiting: list[Upload] = []
+        self._failed: list[Upload] = []
+        self._latest: dict[RemotePath, int] = {}
+
+    def add(self, saved: Directory, options: Options) -> None:
+        """Have a tag that was just committed uploaded, if the options say where to. Called on leaders."""
+        if options.upload is None:
+            return
+        with self._changed:
+            others = [one for one in (*self._failed, *self._waiting[1:]) if one.saved.place != saved.place]
+            self._waiting, self._failed = [*self._waiting[:1], *others, Upload(saved, options)], []
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="zeroelastic-upload", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def has(self, tag_dir: Path) -> bool:
+        """Whether a tag is being uploaded, or waits for the one before it."""
+        return any(one.saved.place == tag_dir for one in self._waiting)
+
+    def wait(self, timeout_s: float | None = None) -> list[Upload]:
+        """Wait until nothing is under way, and return what is not uploaded."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting, timeout_s)
+            return [*self._failed, *self._waiting]
+
+    def at_exit(self) -> None:
+        """Wait for the last upload, ``save_timeout_s`` at most, and say what is not uploaded."""
+        finish_at_exit()  # the tag of a save in the background is uploaded, too
+        for one in self.wait(max((one.options.save_timeout_s for one in self._waiting), default=0.0)):
+            logger.error("%s: NOT UPLOADED to %s. Copy it, %s last.", one.saved.place, one.target, RECORD_NAME)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._waiting))
+                upload = self._waiting[0]
+            done = self._try(upload)
+            with self._changed:
+                self._waiting.remove(upload)
+                self._failed += [] if done else [upload]
+                self._changed.notify_all()
+
+    def _try(self, upload: Upload) -> bool:
+        """Whether a tag is uploaded, or is not to be uploaded any more."""
+        saved, run = upload.saved, upload.run
+        try:
+            with retrying(upload.options.retries):
+                nbytes = upload.send()
+                if saved.rank == 0 and saved.save_latest and upload.number > self._latest.get(run, -1):
+                    put_object(run / LATEST, saved.tag.encode())
+                    self._latest[run] = upload.number
+        except MissingFileError:
+            logger.warning("%s: not uploaded: it is gone, was saved again, or has no commit record", saved.place)
+            return True
+        except Exception as error:  # file systems raise errors of many kinds
+            line = "%s: NOT UPLOADED to %s: %s. It is tried again after the next commit"
+            logger.error(line, saved.place, upload.target, reason(error))
+            return False
+        if saved.rank == 0:
+            seconds = time.monotonic() - upload.began
+            publish(Uploaded(saved.tag, str(saved.place), str(upload.target), nbytes, seconds))
+        return True
+
+
+uploads = Uploads()
+os.register_at_fork(after_in_child=uploads.forget)
+# This is called before executors end, without which the name of a host is not looked up; ``atexit`` is called later.
+getattr(threading, "_register_atexit", atexit.register)(uploads.at_exit)
