@@ -176,7 +176,7 @@ def is_installed() -> bool:
 def wait_for_save(engine: Any) -> None:
     """Return when the engine's save in the background is committed; at once where there is none. Collective.
 
-    What a decoupled checkpoint engine has not committed is committed too. Raises SaveError on every rank when the save
+    Raises SaveError on every rank when the save
     failed: its tag is not committed then, and ``latest`` is as it was::
 
         engine.save_checkpoint("ckpt")   # with "async_save": true

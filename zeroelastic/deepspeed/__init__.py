@@ -3,7 +3,7 @@
     install/     which methods are wrapped, checked and put back
     live/        the running optimizer as a layout
     load/        load_checkpoint: choose a tag, check it, fill the engine, verify, report
-    save/        save_checkpoint: waited for, in the background, decoupled
+    save/        save_checkpoint: waited for, in the background
     node_local/  checkpoints on disks that not all ranks see
     options      the ``"zeroelastic"`` block of the configuration
 

@@ -25,7 +25,7 @@ NOT_SEEN = (
 )
 
 
-def refuse_unwritable(engine: Engine, live: LiveOptimizer) -> None:
+def refuse_unwritable(engine: Engine) -> None:
     """Raise UnsupportedError for a ``checkpoint`` block of the configuration whose files could not be loaded again."""
     config: Mapping[str, Any] = engine._config.checkpoint_config
     writer: Mapping[str, Any] | None = config.get("writer")
@@ -43,10 +43,10 @@ def refuse_unwritable(engine: Engine, live: LiveOptimizer) -> None:
             'the checkpoint writer "fast" needs DeepSpeed\'s op "utils", which it does not have for this accelerator. '
             'Use "type": "python"'
         )
-    elif writer is not None and writer["decoupled"] and live.on_nvme:
+    elif writer is not None and writer["decoupled"]:
         problem = (
-            "a decoupled checkpoint writer reads state in place while it writes, and with NVMe offload there is none. "
-            'Use "decoupled": false'
+            'a decoupled checkpoint writer writes after save_checkpoint has returned. Use "decoupled": false, with '
+            '"async_save": true in the "zeroelastic" block for saves in the background'
         )
     if problem is not None:
         raise UnsupportedError(

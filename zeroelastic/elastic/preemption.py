@@ -200,7 +200,7 @@ class Preemption:
             )
         else:
             self.save(background=False)
-            self._finish()  # a decoupled engine commits at the next step, and there is none
+            self._finish()
 
     def save(self, tag: str | None = None, *, background: bool | None = None) -> str:
         """Save now, with the position in the data and the random generators. Collective. Returns the tag.

@@ -43,7 +43,6 @@ def install_twice_and_uninstall() -> list[str]:
     assert changed == {
         "__del__",
         "__init__",
-        "_commit_decoupled_checkpoint",
         "_configure_bf16_optimizer",
         "_configure_zero_optimizer",
         "_get_all_ckpt_names",

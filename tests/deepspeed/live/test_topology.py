@@ -22,12 +22,12 @@ from exact_jobs import BUCKETS
 from extended import with_swept
 from saved_files import flip, logged, record_of
 from saves import Saved, check_each, check_resumed
-from sliced_model import TP_BATCH, ByHand, HostQuantizer, SlicedModel, build_sliced, sliced_step, use_sliced
+from sliced_model import TP_BATCH, ByHand, HostQuantizer, SlicedModel, build_sliced, use_sliced
 from training import Job, Outcome, resume, train_and_save
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.tag_files import TensorParallel
-from zeroelastic.errors import CheckpointError, UnsupportedError, ZeroElasticError
+from zeroelastic.errors import UnsupportedError, ZeroElasticError
 from zeroelastic.testing import RankPool, compare_states
 
 SECTION = "Parallelism and communication"
@@ -507,31 +507,6 @@ def load_sliced_errors(job: Job, directories: list[str]) -> list[str]:
             engine.load_checkpoint(directory)
         errors.append(str(caught.value))
     return errors
-
-
-def load_in_memory(job: Job) -> tuple[list[str], str]:
-    """State dicts of two tensor parallel ranks (of one data parallel rank each), loaded into others of the same job."""
-    engine = build_sliced(job, 2)
-    sliced_step(engine, 0)
-    state, _ = training.look(engine)
-    dicts: list[Any] = [None, None]
-    torch.distributed.all_gather_object(dicts, engine.optimizer.state_dict())
-    sliced_step(engine, 1)
-    rank = engine.optimizer.model_parallel_rank
-    with pytest.raises(CheckpointError) as caught:
-        engine.optimizer.load_state_dict([dicts[1 - rank]])
-    engine.optimizer.load_state_dict([dicts[rank]])
-    found, _ = training.look(engine)
-    kept = ("master/", "state/", "scalar/")
-    return compare_states(*({k: v for k, v in s.items() if k.startswith(kept)} for s in (state, found))), str(
-        caught.value
-    )
-
-
-def test_state_dicts_in_memory_are_of_one_tensor_parallel_rank(rank_pool: RankPool, sliced_job: Job) -> None:
-    for rank, (differences, said) in enumerate(rank_pool.run(load_in_memory, 2, sliced_job)):
-        assert differences == []
-        assert f"state dicts of tensor parallel rank {1 - rank} of 2 were given to rank {rank} of 2" in said
 
 
 @pytest.mark.support(

@@ -21,7 +21,7 @@ from training import GLOBAL_BATCH, LOSS_RTOL, VOCABULARY, Job, ds_config, raised
 
 from zeroelastic.checkpoint.param_changes import GroupMatch
 from zeroelastic.deepspeed.load.module_states import rearranged
-from zeroelastic.testing import RankError, RankPool, gather_state
+from zeroelastic.testing import RankPool, gather_state
 
 
 def test_the_scheduler_follows_the_groups() -> None:
@@ -666,21 +666,6 @@ def test_damage_in_what_has_moved_is_found(
 def load_error(setup: Setup, directory: str) -> tuple[str, str]:
     engine = make_engine(setup)
     return raised(lambda: engine.load_checkpoint(directory))
-
-
-def test_state_dicts_in_memory_have_to_fit(rank_pool: RankPool) -> None:
-    """They hold no frozen parameters, so there is nothing to take an unfrozen one from: refused by name."""
-    with pytest.raises(RankError) as caught:
-        rank_pool.run(load_in_memory, 1)
-    assert "parameter adapter.weight [7, 16] of the model is not in the checkpoint" in str(caught.value)
-    assert '"on_mismatch" concerns checkpoints on disk' in str(caught.value)
-
-
-def load_in_memory() -> None:
-    engine = make_engine(BASE)
-    train_step(engine, 0)
-    states = [engine.optimizer.state_dict()]
-    make_engine(ALL.other()).optimizer.load_state_dict(states)
 
 
 def test_a_parameter_that_no_optimizer_has_is_frozen(rank_pool: RankPool, saved: Saver) -> None:

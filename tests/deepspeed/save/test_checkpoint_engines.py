@@ -6,23 +6,18 @@ DeepSpeed's Fast engine and the Decoupled one around it are run with its "python
 
 from __future__ import annotations
 
+import logging
 import os
-import pickle
-import signal
-from collections import OrderedDict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from checkpoint_writers import LateEngine, let_the_fast_writer_run, writer_job
-from saved_files import committed, contents, latest
+from saved_files import committed, contents, latest, logged
 from training import Job, attempt, build_engine, look, raised, resume, train_and_save, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool, compare_states
 
 ENGINES = "Checkpoint engines and storage"
@@ -69,176 +64,56 @@ def test_what_the_fast_engine_wrote_loads_at_any_size(rank_pool: RankPool, tmp_p
             assert outcome.report.root_matches is (True if elastic else None)
 
 
-def save_decoupled_in_many_ways(job: Job, directory: str) -> tuple[dict[str, Any], list[Any]]:
-    """Saves that are committed by each of the occasions; what was seen of the record and of ``latest`` each time."""
-    engine = build_engine(job)
+def save_decoupled(job: Job, directory: str) -> tuple[list[str], dict[str, Any], bool]:
+    """A save that DeepSpeed's writer has finished at the next step; what was logged, and whether there is a record."""
+    engine, said = build_engine(job), logged("deepspeed.save.save", logging.WARNING)
     train_step(engine, 0)
-    seen: list[Any] = []
-    states: dict[str, Any] = {}
-
-    def save(tag: str) -> None:
-        states[tag] = look(engine)[0]
-        engine.save_checkpoint(directory, tag=tag, client_state={"note": tag})
-        dist.barrier()
-        seen.append((tag, committed(directory, tag), latest(directory)))
-        dist.barrier()
-
-    save("stepped")
-    train_step(engine, 1)  # the forward pass changes the buffers before the optimizer steps
-    seen.append((committed(directory, "stepped"), latest(directory)))
-    save("saved_again")
-    save("saved_16bit")
-    seen.append((committed(directory, "saved_again"), latest(directory)))
-    engine.save_16bit_model(str(Path(directory) / "weights"))
-    seen.append((committed(directory, "saved_16bit"), latest(directory)))
-    train_step(engine, 2)
-    save("loaded")
-    before = look(engine)[0]
-    engine.load_checkpoint(directory, tag="stepped")
-    seen.append((committed(directory, "loaded"), latest(directory)))
-    assert look(engine)[0] != before
-    engine.load_checkpoint(directory, tag="loaded")
-    assert look(engine)[0] == before
-    save("destroyed")
+    state = look(engine)[0]
+    engine.save_checkpoint(directory, tag="one", client_state={"note": "one"})
+    train_step(engine, 1)
     engine.destroy()
     dist.barrier()
-    seen.append((committed(directory, "destroyed"), latest(directory)))
-    return states, seen
+    return said, state, committed(directory, "one")
 
 
 @pytest.mark.support(
-    ENGINES, "`checkpoint.writer.decoupled`", "exact", "committed at the next step, save, load or `destroy()`"
+    ENGINES, "`checkpoint.writer.decoupled`", "exact", "left to DeepSpeed: rigid, without a commit record"
 )
 @pytest.mark.core
-def test_a_decoupled_save_is_committed_when_it_is_durable_and_not_before(rank_pool: RankPool, tmp_path: Path) -> None:
-    job = writer_job("python", decoupled=True)
-    states, seen = rank_pool.run(save_decoupled_in_many_ways, 2, job, str(tmp_path))[0]
-    assert seen == [
-        ("stepped", False, None),
-        (True, "stepped"),
-        ("saved_again", False, "stepped"),
-        ("saved_16bit", False, "saved_again"),
-        (True, "saved_again"),
-        (True, "saved_16bit"),
-        ("loaded", False, "saved_16bit"),
-        (True, "loaded"),
-        ("destroyed", False, "loaded"),
-        (True, "destroyed"),
-    ]
-    for tag in ("stepped", "loaded"):
-        for outcome in rank_pool.run(resume, 3, Job().other(), str(tmp_path), after=0, tag=tag):
-            assert compare_states(states[tag], outcome.state) == []
-            assert outcome.report.root_matches and outcome.client_state["note"] == tag
+def test_a_decoupled_save_is_left_to_deepspeed_and_loads_as_any_other(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = writer_job("python", decoupled=True, elastic=False)
+    results = rank_pool.run(save_decoupled, 2, job, str(tmp_path))
+    state = results[0][1]
+    for rank, (said, _, has_record) in enumerate(results):
+        assert not has_record and latest(str(tmp_path)) == "one"
+        assert len(said) == (1 if rank == 0 else 0), said
+        assert all("left to DeepSpeed" in line and '"async_save": true' in line for line in said)
+    for outcome in rank_pool.run(resume, 3, Job().other(), str(tmp_path), after=0, tag="one"):
+        assert compare_states(state, outcome.state) == [] and outcome.client_state["note"] == "one"
+        assert (outcome.report.format, outcome.report.saved_root) == ("rigid", None)
 
 
-def lose_the_writer(job: Job, directory: str) -> tuple[list[tuple[str, str]], Any]:
+def save_elastic_with_a_late_engine(job: Job, directory: str) -> tuple[str, str]:
     engine = build_engine(job)
-    train_step(engine, 0)
-    engine.save_checkpoint(directory, tag="half")
-    if dist.get_rank() == 1:
-        os.kill(engine.checkpoint_engine.ckpt_process.pid, signal.SIGKILL)
-    errors = [raised(lambda: train_step(engine, 1))]
-    errors.append(raised(lambda: engine.save_checkpoint(directory, tag="more")))
-    train_step(engine, 1)  # the run itself may go on
-    engine.destroy()
-    dist.barrier()
-    return errors, (committed(directory, "half"), Path(directory, "more").exists(), latest(directory))
-
-
-def test_a_writer_process_that_died_is_an_error_on_every_rank(rank_pool: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "latest").write_text("older")
-    job = writer_job("python", decoupled=True)
-    results = rank_pool.run(lose_the_writer, 2, job, str(tmp_path), timeout=60)
-    assert results[0] == results[1]
-    errors, (half, more, named) = results[0]
-    assert [kind for kind, _ in errors] == ["SaveError", "SaveError"]
-    assert "half: the checkpoint process" in errors[0][1] and "of rank 1 ended (exit code -9)" in errors[0][1]
-    assert "of rank 1 has ended" in errors[1][1] and "nothing was written" in errors[1][1]
-    assert (half, more, named) == (False, False, "older")
-
-
-def save_with_a_late_engine(job: Job, directory: str) -> tuple[Any, Any]:
-    engine = build_engine(job)
-    train_step(engine, 0)
-    engine.checkpoint_engine = late = LateEngine()
-    state = look(engine)[0]
-    engine.save_checkpoint(directory, tag="late")
-    optimizer = late.given[1][0]["optimizer_state_dict"]
-    assert "optimizer_state_dict" not in optimizer  # no alias of what is there already
-    lean = [tensor for entry in optimizer["base_optimizer_state"] for tensor in entry["exp_avg"] if tensor.numel()]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in lean}) == len(lean) > 4
-    assert all(tensor.untyped_storage().nbytes() == tensor.numel() * 4 for tensor in lean)
-    dist.barrier()
-    before = (committed(directory, "late"), latest(directory))
-    train_step(engine, 1)
-    return state, (before, (committed(directory, "late"), latest(directory)))
-
-
-@pytest.mark.support(
-    ENGINES, "third-party engines (DataStates and others)", "exact", "shown with an engine that writes at its commit"
-)
-def test_an_engine_that_writes_at_its_commit_is_committed_by_the_next_step(rank_pool: RankPool, tmp_path: Path) -> None:
-    state, seen = rank_pool.run(save_with_a_late_engine, 2, Job(), str(tmp_path))[0]
-    assert seen == ((False, None), (True, "late"))
-    outcome = rank_pool.run(resume, 3, Job().other(), str(tmp_path), after=0)[0]
-    assert compare_states(state, outcome.state) == [] and outcome.report.root_matches
-
-
-def let_an_engine_go(job: Job, directory: str) -> tuple[list[str], bool, bool]:
-    """Drops an engine whose save is not committed, as the garbage collector would: alone, so without the others."""
-    from zeroelastic.deepspeed.save import pending
-
-    engine = build_engine(job)
-    train_step(engine, 0)
     engine.checkpoint_engine = LateEngine()
-    engine.save_checkpoint(directory, tag="left")
-    said: list[str] = []
-    pending.logger.error = lambda text, *values: said.append(text % values)
-    if dist.get_rank() == 0:
-        engine.__del__()
-    dist.barrier()
-    return said, committed(directory, "left"), (Path(directory) / "latest").exists()
+    return raised(lambda: engine.save_checkpoint(directory, tag="late"))
 
 
-def test_a_save_that_nobody_committed_is_named_when_its_engine_goes(rank_pool: RankPool, tmp_path: Path) -> None:
-    results = rank_pool.run(let_an_engine_go, 2, Job(), str(tmp_path), timeout=60)
-    assert [named for _, *named in results] == [[False, False]] * 2
-    (said,), nothing = (result[0] for result in results)
-    assert "left: was saved, but the run ended before it was committed" in said and "engine.destroy()" in said
-    assert nothing == []
-
-
-def test_what_is_handed_over_stays_as_it_is_and_travels_once() -> None:
-    """A live flat buffer goes as one storage, however many views; whatever else may change is copied."""
-    from zeroelastic.deepspeed.save.engine_proxy import CopyingSave
-
-    flat = torch.arange(600.0)
-    buffer = torch.ones(3)
-    module = OrderedDict(buffer=buffer, placeholder=torch.empty(0))
-    module._metadata = {"": {"version": 1}}
-    tree = {"lean": [flat[i * 3 : i * 3 + 3] for i in range(200)], "alias": flat, "module": module, "n": (1, "x")}
-    given: list[Any] = []
-    engine = SimpleNamespace(save=lambda state, path: given.append(state))
-    copying_save = CopyingSave(engine, [flat[:5]], shares_storage=True)
-    copying_save(tree, "path")
-    assert given[0]["lean"][7].data_ptr() == flat[21:].data_ptr()  # an engine in this process gets the live tensors
-    copying_save._pickled = True
-    copying_save(tree, "path")
-    buffer.zero_()
-    assert module["buffer"] is buffer  # DeepSpeed's own dict is as it was
-    data = pickle.dumps(given[1])
-    assert data.count(b"_rebuild_tensor_v2") == 1 and len(data) < 40_000
-    got = pickle.loads(data)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got["lean"], tree["lean"], strict=True))
-    assert {t.untyped_storage().data_ptr() for t in (*got["lean"], got["alias"])} == {got["alias"].data_ptr()}
-    assert torch.equal(got["module"]["buffer"], torch.ones(3)) and got["module"]._metadata == module._metadata
-    assert type(got["module"]) is OrderedDict and got["n"] == (1, "x")
+@pytest.mark.support(ENGINES, "elastic saves with a decoupled or third-party engine", "refused", 'use `"async_save"`')
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_elastic_save_by_an_engine_that_writes_later_is_refused(
+    rank_pool: RankPool, tmp_path: Path, stage: int
+) -> None:
+    for kind, text in rank_pool.run(save_elastic_with_a_late_engine, 2, Job(stage=stage), str(tmp_path)):
+        assert kind == "UnsupportedError" and "LateEngine is a decoupled checkpoint engine" in text
+    assert list(tmp_path.iterdir()) == []
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"writer": {"type": "mock"}}, '"mock" writes nothing'),
     ({"writer": {"type": "fast"}}, 'it does not have for this accelerator. Use "type": "python"'),
     ({"checkpoint_serialization": False}, "old format without a zip archive"),
+    ({"writer": {"type": "python", "decoupled": True}}, 'Use "decoupled": false, with "async_save": true'),
 ]
 
 
@@ -254,20 +129,6 @@ def test_writers_whose_files_could_not_be_loaded_are_refused_when_the_engine_is_
     assert first == second
     for (kind, text), (_, said) in zip(first, REFUSED, strict=True):
         assert kind == "UnsupportedError" and said in text
-
-
-@pytest.mark.support(ENGINES, "`checkpoint.writer.decoupled` with NVMe offload", "refused", "use `decoupled: false`")
-def test_a_decoupled_writer_with_nvme_offload_is_refused() -> None:
-    from zeroelastic.deepspeed.live.swap_files import on_nvme
-    from zeroelastic.deepspeed.storage_rules import refuse_unwritable
-
-    block = {"checkpoint_serialization": True, "writer": {"type": "PYTHON", "decoupled": True}}
-    engine = SimpleNamespace(_config=SimpleNamespace(checkpoint_config=block))
-    for optimizer in ({"swap_optimizer": True}, {"params_in_nvme_and_cpu": True}):
-        with pytest.raises(UnsupportedError, match="with NVMe offload"):
-            refuse_unwritable(engine, SimpleNamespace(on_nvme=on_nvme(SimpleNamespace(**optimizer))))
-    in_memory = SimpleNamespace(swap_optimizer=False, params_in_nvme_and_cpu=False)
-    refuse_unwritable(engine, SimpleNamespace(on_nvme=on_nvme(in_memory)))
 
 
 def save_old_format(job: Job, directory: str) -> Any:

@@ -3,8 +3,8 @@
 Wrapped at class level, because HF Trainer, accelerate, Lightning and Fabric all end in these methods and bypass
 anything else: ``DeepSpeedEngine._configure_zero_optimizer``, ``_configure_bf16_optimizer``, ``save_checkpoint``,
 ``load_checkpoint``, ``_get_all_ckpt_names``, and ``DeepSpeedZeroOptimizer_Stage3.state_dict``, ``load_state_dict``; and
-for saves that go on after they returned ``DeepSpeedEngine._commit_decoupled_checkpoint``, ``save_16bit_model``,
-``destroy`` and ``__del__``. Every wrapper passes anything that is not ours (``live.kinds``) to the original untouched.
+for saves that go on after they returned ``DeepSpeedEngine.save_16bit_model``, ``destroy`` and ``__del__``. Every
+wrapper passes anything that is not ours (``live.kinds``) to the original untouched.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ SEAMS = (
         "save_checkpoint save_dir tag client_state save_latest exclude_frozen_parameters",
         f"load_checkpoint {_LOAD}",
         "_get_all_ckpt_names checkpoints_path tag",
-        "_commit_decoupled_checkpoint",
         "save_16bit_model save_dir",
         "destroy",
         "__del__",
@@ -118,7 +117,6 @@ USED = (
         "synchronize_reads",
         "synchronize_writes",
     ),
-    *_seams(f"{_WRITERS}.decoupled_checkpoint_engine.DecoupledCheckpointEngine", "commit info"),
 )
 """Methods that are called but not wrapped; checked in the same way."""
 

@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
@@ -24,18 +24,17 @@ from zeroelastic.deepspeed.engine_state import engine_of, link, note_load, state
 from zeroelastic.deepspeed.install.seams import wrap_frameworks
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names, read_live, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.optimizers import common_state
-from zeroelastic.deepspeed.load import from_state_dicts
 from zeroelastic.deepspeed.load.load import load
 from zeroelastic.deepspeed.options import LoadRequest, warn_of_slow_verification
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.save.background import forget_background, refuse_background, wants_background
-from zeroelastic.deepspeed.save.pending import drop_pending, finish_pending, pending_of
+from zeroelastic.deepspeed.save.pending import drop_pending, finish_pending
 from zeroelastic.deepspeed.save.save import save_checkpoint as save_checkpoint
 from zeroelastic.deepspeed.save.shard_writer import elastic_state_dict
 from zeroelastic.deepspeed.storage_rules import refuse_unwritable
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import announce, require_partners
-from zeroelastic.errors import counted, with_remedy
+from zeroelastic.errors import UnsupportedError, counted, with_remedy
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,8 @@ def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) ->
         if wants_background(self):
             all_or_raise(lambda: refuse_background(self))
         if saves_elastic(self) and kind.per_param:
-            refuse_unwritable(self, all_or_raise(lambda: covered_live(self, made)))
+            all_or_raise(lambda: covered_live(self, made))
+            refuse_unwritable(self)
     elif (what := why_left_to_deepspeed(made)) is not None:
         elastic = saves_elastic(self)  # on every rank: an option may be wrong
         if dist.get_rank() == 0:
@@ -104,17 +104,15 @@ def state_dict(original: Method, self: Any) -> Any:
     return elastic_state_dict(live, save_id="", train_batch_size=engine.train_batch_size(), alias=False)
 
 
-@with_remedy()
 def load_state_dict(original: Method, self: Any, state_dict_list: Any, *args: Any, **kwargs: Any) -> Any:
-    """Elastic state dicts, one per saved rank, at any world size; stock ones go to the original."""
-    if not from_state_dicts.is_elastic(state_dict_list):
-        return original(self, state_dict_list, *args, **kwargs)
-    engine = engine_of(self)
-    names = param_names(engine) if engine is not None else self.param_names
-    flags = dict(zip(("load_optimizer_states", "load_from_fp32_weights"), args, strict=False)) | kwargs
-    return from_state_dicts.load_state_dicts(
-        engine, read_live(self, names), state_dict_list, optimizer_states=bool(flags.get("load_optimizer_states", True))
-    )
+    """DeepSpeed's own, which cannot read elastic state dicts: they are refused by name."""
+    states = [state for state in state_dict_list or () if isinstance(state, Mapping)]
+    if any("base_optimizer_state" in state and "optimizer_state_dict" not in state for state in states):
+        raise UnsupportedError(
+            "optimizer.load_state_dict() was given elastic state dicts, which are for the files of a checkpoint. Use "
+            "engine.save_checkpoint() and engine.load_checkpoint(), or state dicts with elastic_checkpoint off."
+        )
+    return original(self, state_dict_list, *args, **kwargs)
 
 
 def _get_all_ckpt_names(original: Method, self: Engine, checkpoints_path: Any, tag: Any) -> Any:
@@ -123,13 +121,8 @@ def _get_all_ckpt_names(original: Method, self: Engine, checkpoints_path: Any, t
     return original(self, checkpoints_path, tag) if paths is None else list(paths)
 
 
-def _commit_decoupled_checkpoint(original: Method, self: Engine) -> Any:
-    """What DeepSpeed does before an optimizer step; for a save of ours, its record and ``latest`` too."""
-    return finish_pending(self) if pending_of(self) is not None else original(self)
-
-
 def save_16bit_model(original: Method, self: Engine, *args: Any, **kwargs: Any) -> Any:
-    """DeepSpeed's own; a pending save is committed first, which it would make a decoupled engine forget."""
+    """DeepSpeed's own; a pending save is finished first."""
     finish_pending(self, before="save_16bit_model()")
     return original(self, *args, **kwargs)
 
@@ -158,6 +151,6 @@ def __del__(original: Method, self: Engine) -> None:
 def load_checkpoint(original: Method, self: Engine, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
     """A load at any world size; what is not ours (stage 0, universal checkpoints) goes to the original."""
     began = time.perf_counter()
-    finish_pending(self, before="load_checkpoint()")  # a decoupled engine may still be writing what a load fills
+    finish_pending(self, before="load_checkpoint()")  # it may be the one that is loaded
     request = LoadRequest(load_dir, *args, **kwargs)
     return load(self, request, partial(original, self), partial(note_load, self), began=began)

@@ -9,7 +9,6 @@
     module_states       the module states file: checked, and read by DeepSpeed's own load
     verify              digests of the live state against the commit record
     report              the report and its log line
-    from_state_dicts    the same from elastic state dicts in memory
 
 Read ``load`` first.
 """

@@ -1,11 +1,7 @@
 """Saves that go on after ``save_checkpoint`` has returned. An engine has at most one of them.
 
-A thread of ours (``background``) or a decoupled checkpoint engine (``DecoupledSave``) writes such a save. It is
-finished before any call that would change or end what is being written: the next save, a load, ``save_16bit_model`` and
-``destroy``.
-
-DeepSpeed's decoupled engine writes in a process of its own, and DeepSpeed waits for it at the next optimizer step
-(``DeepSpeedEngine._commit_decoupled_checkpoint``, 0.19.8). Our commit waits there too.
+A thread of ours (``background``) writes such a save. It is finished before any call that would change or end what is
+being written: the next save, a load, ``save_16bit_model`` and ``destroy``.
 """
 
 from __future__ import annotations
@@ -14,27 +10,17 @@ import atexit
 import logging
 import os
 import time
-import weakref
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine import decoupled_checkpoint_engine as ds_decoupled
 
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import state_of
-from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
-from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.deepspeed.save.barrier import store_request
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.errors import SaveError
-
-if TYPE_CHECKING:
-    from zeroelastic.deepspeed.save.save import Save
 
 logger = logging.getLogger(__name__)
-
-_TICK_S = 0.1
 
 _unfinished: set[Pending] = set()
 """The saves, of all engines of this process, for which ``at_exit`` is called when the interpreter ends."""
@@ -47,8 +33,7 @@ class Pending(ABC):
     """
 
     seconds: float | None = None
-    """Seconds from the call of ``save_checkpoint`` to the end of the save, once it is finished. None for a decoupled
-    save, which DeepSpeed finishes at the next step."""
+    """Seconds from the call of ``save_checkpoint`` to the end of the save, once it is finished."""
 
     def __init__(self, tag_dir: Path) -> None:
         self.tag_dir, self._process, self._rank = tag_dir, os.getpid(), dist.get_rank()
@@ -132,90 +117,3 @@ def _taken(engine: Engine) -> Pending | None:
     pending = pending_of(engine)
     state_of(engine).pending = None
     return pending
-
-
-class DecoupledSave(Pending):
-    """A save whose files the checkpoint engine writes later: it is committed when they are written, never before."""
-
-    def __init__(self, engine: Engine, save: Save) -> None:
-        super().__init__(save.request.tag_dir)
-        self._engine, self._save = weakref.ref(engine), save
-
-    def is_done(self) -> bool:
-        """Always: DeepSpeed's own step waits for the writer, so no wait of ours is worth a warning."""
-        return True
-
-    def finish(self) -> None:
-        """Wait until the engine's writer has written the save, then commit it. Collective.
-
-        Raises SaveError on every rank when a writer has ended: the tag stays uncommitted, ``latest`` as it was.
-        """
-        self.forget_at_exit()
-        engine, save = self._engine(), self._save
-        assert engine is not None
-        began = time.monotonic()
-        barrier = SaveBarrier(self.tag_dir, timeout_s=save.barrier.timeout_s)
-        with save.destination.discarded_on_failure(), barrier.attribute_failures():
-            try:
-                barrier.all_or_raise(lambda: _wait(engine, self.tag_dir), "write")
-            except BaseException:
-                # DeepSpeed would try to commit it before each step from now on, and leave ranks alone in its
-                # barriers.
-                engine.checkpoint_engine.commit_info = None
-                raise
-            all_or_raise(lambda: engine.checkpoint_engine.commit(save.commit_info))
-        nbytes = save.destination.commit(save.pending, barrier)
-        barrier.close()
-        save.after.waited(time.monotonic() - began)
-        save.after.committed(nbytes)
-        if self._rank == 0:
-            logger.info("%s", f"{self.tag_dir}: saved{save.after.note}")
-
-    def drop(self) -> None:
-        """Log that it will never be committed."""
-        self.forget_at_exit()
-        if self._rank == 0:
-            logger.error(
-                "%s: was saved, but the run ended before it was committed: `latest` does not name it, and it has no "
-                "commit record. Call engine.destroy() on every rank at the end of a run whose checkpoints are "
-                "decoupled.",
-                self.tag_dir,
-            )
-
-
-def check_alive(engine: Engine) -> None:
-    """Raise SaveError where the writer process has ended; DeepSpeed would leave the file out. Collective."""
-
-    def look() -> None:
-        process = getattr(engine.checkpoint_engine, "ckpt_process", None)
-        if process is not None and not process.is_alive():
-            raise SaveError(
-                f"the checkpoint process {process.pid} of rank {engine.global_rank} has ended (exit code "
-                f"{process.exitcode}); nothing was written. Its own output says why. Restart the run to save again."
-            )
-
-    all_or_raise(look)
-
-
-def _wait(engine: Engine, tag_dir: Path) -> None:
-    """Wait until DeepSpeed's writer process has emptied its queue; other engines wait in their ``commit``.
-
-    Without this, ``DecoupledCheckpointEngine.commit`` raises on the rank whose process has died while the others
-    wait in its barrier; and it gives up after five minutes, however much there is to write.
-    """
-    writer = engine.checkpoint_engine
-    process = getattr(writer, "ckpt_process", None)
-    if not isinstance(writer, ds_decoupled.DecoupledCheckpointEngine) or process is None:
-        return
-    if process.is_alive():
-        writer.save_queue.put((None, ds_decoupled.DecoupledEvent.COMMIT_EVENT))
-        while not writer.save_event.wait(timeout=_TICK_S):
-            if not process.is_alive():
-                break
-    if not writer.save_event.is_set():
-        raise SaveError(
-            f"{tag_dir}: the checkpoint process {process.pid} of rank {engine.global_rank} ended (exit "
-            f"code {process.exitcode}) before it had written its files. Its own output says why. The tag is not "
-            "committed, and `latest` is unchanged."
-        )
-    writer.save_event.clear()

@@ -1,11 +1,12 @@
 """A save: DeepSpeed's own, into a hidden directory, then the commit record, the tag and ``latest``.
 
 ``save_checkpoint`` checks what is to be saved, chooses the destination, and who commits the save, and when: this call,
-a thread (``background``), or the step that a decoupled checkpoint engine has written before (``pending``).
+or a thread (``background``).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
 from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, written_files
 from zeroelastic.deepspeed.save.directory import Directory
 from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
-from zeroelastic.deepspeed.save.pending import DecoupledSave, check_alive, finish_pending
+from zeroelastic.deepspeed.save.pending import finish_pending
 from zeroelastic.deepspeed.save.shard_writer import (
     HostMemory,
     OtherEngineWriter,
@@ -131,7 +132,6 @@ class Save:
     memory: HostMemory | None
     shard: ShardWriter = field(init=False)
     pending: PendingCommit = field(init=False)
-    commit_info: Any = field(init=False)
 
     def write(self, engine: Engine, original: Method) -> Any:
         """DeepSpeed's own save, by this save's writer; returns what it returns. Collective."""
@@ -158,8 +158,6 @@ class Save:
                 staging_dir=destination.staging_dir,
             )
             state = {"state_dict": elastic_state(engine, live, shard, self.save_id)} if self.elastic else {}
-            # DeepSpeed keeps the wish for `latest` of a decoupled engine until it commits.
-            save_latest = request.save_latest and checkpoint_engine.is_decoupled()
             with (
                 patched(
                     engine,
@@ -173,10 +171,9 @@ class Save:
                 one_module_writer(engine, live, destination.leaders),
                 live.saving(engine, elastic=self.elastic, written=partial(self.barrier.wait, "write")),
             ):
-                done = replace(
-                    request, save_dir=str(destination.deepspeed_dir), save_latest=save_latest
-                ).call_deepspeed(original, engine)
-            self.commit_info = proxy.commit_info
+                done = replace(request, save_dir=str(destination.deepspeed_dir), save_latest=False).call_deepspeed(
+                    original, engine
+                )
             last_save_of(engine).begun = self.save_id
             self.pending = self._pending_commit(engine, proxy.names)
 
@@ -250,7 +247,7 @@ def save_checkpoint(
 ) -> Any:
     """DeepSpeed's save, the commit record, the tag, ``latest``: in that order, each durable before the next."""
     directory = save_directory(save_dir) if save_dir else None
-    if kind_of(self.optimizer) is None or directory is None:
+    if kind_of(self.optimizer) is None or directory is None or _is_left_to_its_engine(self):
         _warn_of_damage(self, save_dir)
         with in_rigid_form(self.optimizer):
             save_dir = absolute(save_dir) if save_dir else save_dir
@@ -272,12 +269,39 @@ def save_checkpoint(
         return _save(self, original, request, barrier, after, save_id=barrier.note_of(0))
 
 
+def _is_left_to_its_engine(engine: Engine) -> bool:
+    """Return whether a decoupled checkpoint engine writes the save after it has returned, which is DeepSpeed's alone.
+
+    Raises UnsupportedError where the save is to be elastic.
+    """
+    writer = engine.checkpoint_engine
+    if not writer.is_decoupled():
+        return False
+    name = type(writer).__name__
+    if saves_elastic(engine):
+        raise UnsupportedError(
+            f"{name} is a decoupled checkpoint engine, which writes after save_checkpoint has returned: elastic "
+            'checkpoints do not go with it. Use "async_save": true in the "zeroelastic" block in its place, or save '
+            "with elastic_checkpoint off."
+        )
+    if dist.get_rank() == 0:
+        _say_decoupled(name)
+    return True
+
+
+@functools.cache
+def _say_decoupled(name: str) -> None:
+    logger.warning(
+        "saves of this run are left to DeepSpeed, rigid and without a commit record: %s writes them after "
+        'save_checkpoint has returned. "async_save": true in the "zeroelastic" block is our way',
+        name,
+    )
+
+
 def _save(
     engine: Engine, original: Method, request: SaveRequest, barrier: SaveBarrier, after: AfterSave, *, save_id: str
 ) -> Any:
     """The save itself, when all ranks have come to it. Collective."""
-    if engine.checkpoint_engine.is_decoupled():
-        engine._commit_decoupled_checkpoint()  # a save before this one that is not ours
     # DeepSpeed's own files of stages 1 and 2 have all that another size needs.
     kind = kind_of(engine.optimizer)
     elastic = saves_elastic(engine) and kind is not None and kind.per_param
@@ -292,9 +316,7 @@ def _save(
         return _save_by_deepspeed_alone(engine, original, request, prepared)
     live, client_state = prepared
     request = replace(request, client_state=client_state)
-    options, is_decoupled = options_of(engine), engine.checkpoint_engine.is_decoupled()
-    if is_decoupled:
-        check_alive(engine)
+    options = options_of(engine)
     background = background_for(engine, live)
     destination = _destination(engine, request, save_id)
     if destination.is_leader:
@@ -307,12 +329,6 @@ def _save(
     if background is not None:
         after.returns()
         state_of(engine).pending = BackgroundSave(save, background.group)
-    elif is_decoupled:
-        with destination.discarded_on_failure():
-            save.add_contents()
-        after.returns()
-        state_of(engine).pending = DecoupledSave(engine, save)
-        barrier.close()
     else:
         save.commit()
         barrier.close()
@@ -369,7 +385,7 @@ def _prepare(
         refuse_to_save(engine, request.tag_dir)
         live = covered_live(engine, engine.optimizer)
         refuse_changed_module(engine, live, request.tag_dir, with_frozen=not request.exclude_frozen_parameters)
-        refuse_unwritable(engine, live)
+        refuse_unwritable(engine)
         refuse_experts_on_nodes(engine, live)
         if request.exclude_frozen_parameters:
             refuse_to_exclude_experts(live)

@@ -29,7 +29,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import class_path
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.deepspeed.save.engine_proxy import CopyingSave, not_written
+from zeroelastic.deepspeed.save.engine_proxy import not_written
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.torch_file.image import FileImage, host_memory
 from zeroelastic.torch_file.save import DigestRange, write_skeleton, write_torch_file
@@ -202,12 +202,9 @@ class OtherEngineWriter(ShardWriter):
         sharing = getattr(original, "preserves_storage_sharing", None)
         self.shares_storage = bool(sharing()) if callable(sharing) else True
         self._save: Callable[[Any, str], None] = original.save
-        if original.is_decoupled():
-            constant = (piece.tensor for piece in streams.pieces)
-            self._save = CopyingSave(original, constant, shares_storage=self.shares_storage)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Have the engine write one file, now or later."""
+        """Have the engine write one file."""
         self._save(state_dict, path)
 
 
