@@ -30,6 +30,6 @@ ROOMS = {
     "deepspeed": ["patching", "options", "engine_state", "engine", "run_objects",
                   "client_state", "live", "storage_rules", "fill", "node_local", "load", "save", "install"],
     "elastic": ["memory"],
-    "cli": ["terminal", "machine", "documents", "pages", "app"],
+    "cli": ["terminal", "tables", "pages", "app", "doctor", "documents"],
 }  # fmt: skip
 """The rooms of a package that has some, in the same order; other modules of it stand above them."""

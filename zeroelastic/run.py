@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from zeroelastic import __version__
 from zeroelastic.activation import start
-from zeroelastic.errors import UnsupportedError, UsageError
 from zeroelastic.extras import require_torch
 
 require_torch("zeroelastic.run")
@@ -31,18 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         local_rank.append(given.pop(0))
     options = _parse(given)
     _warn_of_old_addresses()
-    _warn_of_build_locks()
     start(options.timeout)
-    if options.build_op:
-        from zeroelastic.deepspeed.install.op_builds import build_ops
-
-        try:
-            build_ops(options.build_op)
-        except (UsageError, UnsupportedError) as error:
-            sys.stderr.write(f"python -m zeroelastic.run: error: {error}\n")
-            sys.exit(2)
-        if options.script is None:
-            return
     sys.argv = [options.script, *local_rank, *options.args]
     if options.module:
         sys.path[0] = os.getcwd()
@@ -66,21 +54,11 @@ def _warn_of_old_addresses() -> None:
         )
 
 
-def _warn_of_build_locks() -> None:
-    """On the first rank of a node, before any builds an op of DeepSpeed: name the locks for which builds would wait."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        from zeroelastic.deepspeed.install.op_builds import find_locks
-
-        for lock in find_locks():
-            if lock.problem:
-                sys.stderr.write(f"zeroelastic.run: {lock.problem}\n")
-
-
 def _parse(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m zeroelastic.run",
         description="Run a training script with ZeRO checkpoints that resume at any world size.",
-        usage="%(prog)s [-h] [--version] [--timeout SECONDS] [--build-op NAME] (SCRIPT | -m MODULE) [ARGS ...]",
+        usage="%(prog)s [-h] [--version] [--timeout SECONDS] (SCRIPT | -m MODULE) [ARGS ...]",
     )
     parser.add_argument("--version", action="version", version=f"zeroelastic {__version__}")
     parser.add_argument(
@@ -91,21 +69,11 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
         help="how long ranks wait for a lost rank, in groups without a timeout of their own; 0 keeps torch's default "
         "(default: %(default)g)",
     )
-    parser.add_argument(
-        "--build-op",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="compile this DeepSpeed op first, such as cpu_adam, so that no rank waits for it later; may be repeated. "
-        "Without a script, nothing else is done",
-    )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module name")
-    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script, or the module with -m")
+    parser.add_argument("script", metavar="SCRIPT", help="the training script, or the module with -m")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script unchanged")
     options = parser.parse_args(given)
-    if options.script is None and (options.module or not options.build_op):
-        parser.error("a script is needed, or a module with -m")
-    if options.script is not None and not options.module and not os.path.isfile(options.script):
+    if not options.module and not os.path.isfile(options.script):
         parser.error(f"no such script: {options.script}")
     if not options.timeout >= 0:
         parser.error(f"--timeout is {options.timeout}; it has to be 0 or more")

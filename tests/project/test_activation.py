@@ -298,38 +298,3 @@ def test_another_timeout_is_an_error_before_anything_is_changed(monkeypatch, val
     monkeypatch.setenv("ZEROELASTIC_COLLECTIVE_TIMEOUT", value)
     with pytest.raises(ConfigError, match=f"^ZEROELASTIC_COLLECTIVE_TIMEOUT is {value!r}; it is a number of seconds"):
         activation.start(activation._timeout())
-
-
-# --- zeroelastic doctor -----------------------------------------------------------------------------------------------
-
-LOOK = (
-    "from zeroelastic.cli.machine import describe_activation as d; a = d(); "
-    "print(a.state, a.value, a.files, a.reason, sep='|')"
-)
-
-
-OUTER = [str(path) for path in Path(sysconfig.get_path("purelib")).glob("zeroelastic.pth")]
-"""The file of the environment whose packages ``real`` has, where zeroelastic is installed there; it is not read."""
-
-
-def test_doctor_says_whether_it_is_on_and_where_the_file_lies(real):
-    site = str(next((real.work.parent / "venv/lib").glob("python*/site-packages")) / "zeroelastic.pth")
-    files = sorted((site, *OUTER))
-    assert real.output(LOOK) == f"off|None|{files}|\n"
-    assert real.output(LOOK, ZEROELASTIC="0") == f"off|0|{files}|\n"
-    assert real.output(LOOK, ZEROELASTIC="1") == f"on|1|{files}|\n"
-    assert "broken|yes" in (said := real.output(LOOK, ZEROELASTIC="yes")) and "it can be 1 (on) or 0 (off)" in said
-
-
-def test_doctor_names_a_variable_that_nothing_reads(real, tmp_path):
-    site = next((real.work.parent / "venv/lib").glob("python*/site-packages"))
-    shutil.move(site / "zeroelastic.pth", tmp_path)
-    try:
-        said = real.output(LOOK, ZEROELASTIC="1")
-    finally:
-        shutil.move(tmp_path / "zeroelastic.pth", site)
-    assert said.startswith(f"broken|1|{OUTER}|ZEROELASTIC=1 has no effect")
-    if OUTER:
-        assert f"has not read {OUTER[0]}: leave out -S" in said
-    else:
-        assert ": no zeroelastic.pth in " in said and str(site) in said

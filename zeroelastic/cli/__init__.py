@@ -3,7 +3,8 @@
     app        the verbs, each imported when it is used; options, exit codes, signals; ``reports``: the body of a verb
     inspect    inspect, show        copies    reshard, export, convert
     verify     verify, diff         runs      ls, latest, prune
-    plan       plan                 doctor    doctor, which looks at this ``machine``
+    plan       plan                 doctor    doctor
+    tables     what the verbs show, as data
     terminal   text, tables and progress, files beside the output
     pages      the pages of ``--html``, by the Jinja2 ``templates``
     documents  the documents of ``--json`` and their schemas

@@ -1,218 +1,203 @@
-"""``zeroelastic doctor``: what is installed here, what works, what does not, and how to fix it."""
+"""``zeroelastic doctor``: what is installed here, what does not work, and what to do about it.
+
+Engines are loaded and DeepSpeed is imported in processes of their own: a crash there becomes a line of the report.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
+import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+import time
+from contextlib import suppress
+from importlib import import_module, metadata, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
+from pydantic import Field
 
 import zeroelastic
 from zeroelastic.cli.app import FAILED, JsonOption
-from zeroelastic.cli.terminal import print_report, print_styled
+from zeroelastic.cli.tables import Severity, Table, View, facts, print_view, row, sentences
+from zeroelastic.cli.terminal import print_report
+from zeroelastic.errors import ConfigError, signal_name
+from zeroelastic.executors.build_info import REMEDIES, EngineLibrary
+from zeroelastic.executors.library_build import NotBuilt, build_library, cuda_command, cuda_sources
+from zeroelastic.verbs.report import Part, Report
 
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
+_PACKAGE = Path(zeroelastic.__file__).resolve().parent
+_REMEDIES = dict[str, str](REMEDIES, deepspeed="To see the whole error: python -c 'import deepspeed'.")  # type: ignore[arg-type]
+_LIMIT_S = 300.0
+_QUIET_S = 1800.0  # without changes in its folder, and open in no process here, a lock counts as left behind
+_CHILD = "import sys; sys.path[:] = eval(sys.argv[1]); from zeroelastic.cli import doctor; doctor._answer(sys.argv[2])"
 
-    from zeroelastic.cli.machine import Doctor
 
-_DISTRIBUTION = "zeroelastic"
-_SHOWN = ("torch", "deepspeed", "numpy")
+class Component(Part):
+    """An engine or DeepSpeed: whether it works, and how it was built, or why it does not and what to do.
+
+    ``seams`` are the methods of DeepSpeed that are relied on, each with what is wrong, or "".
+    """
+
+    state: Literal["usable", "missing", "broken"]
+    about: str
+    seams: dict[str, str] = Field(default={})
+
+
+class Doctor(Report):
+    """What was found. Any of ``problems`` makes the exit code 1; each says what to do."""
+
+    problems: list[str]
+    versions: dict[str, str | None]
+    places: dict[str, str]
+    components: dict[str, Component]
+    ops: list[str]
+    stale_locks: list[str]
 
 
 def doctor(
     build_cuda: Annotated[
         bool, typer.Option("--build-cuda", help="First compile the CUDA engine, which needs nvcc on the PATH.")
     ] = False,
-    fix: Annotated[
-        bool, typer.Option("--fix", help="First remove the locks of DeepSpeed's op builds that killed processes left.")
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also name every method of DeepSpeed that is relied on.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what is installed here, what works, what does not, and what to do about it.
 
-    Looks at versions, the native and CUDA engines, DeepSpeed's methods, ZEROELASTIC, and locks that killed builds left.
+    Looks at versions, the native and CUDA engines, DeepSpeed's methods, its compiled ops and locks of killed builds.
     Exit code 0: usable; 1: something here does not work; 2: wrong usage.
 
     \b
     Examples:
         zeroelastic doctor
-        zeroelastic doctor --verbose
-        zeroelastic doctor --fix
         zeroelastic doctor --json
     """
     if build_cuda:
-        from zeroelastic.cli.machine import build_cuda_engine
-
         build_cuda_engine()
-    if fix:
-        from zeroelastic.deepspeed.install.op_builds import remove_left_locks
-
-        for lock in remove_left_locks():
-            typer.echo(f"removed {lock.path}, {lock.age_s:.0f} s old", err=True)
     report = diagnose()
-    if as_json:
-        print_report(report)
-    else:
-        _show(report, verbose)
+    print_report(report) if as_json else print_view(_view(report))
     if not report.ok:
         raise typer.Exit(FAILED)
 
 
+def _view(found: Doctor) -> View:
+    severities: dict[str, Severity] = {"usable": "good", "missing": "note", "broken": "bad"}
+    packages = [(name, version or "not installed") for name, version in found.versions.items()]
+    parts = [row(name, it.state, it.about, severity=severities[it.state]) for name, it in found.components.items()]
+    tables = (
+        facts("", [*packages, *found.places.items(), ("compiled ops", found.ops)]),
+        Table("Components", tuple(parts)),
+        sentences("To fix", found.problems, "bad"),
+    )
+    return View("zeroelastic", tables, "Usable." if found.ok else "Not usable as it is.", "good" if found.ok else "bad")
+
+
+def build_cuda_engine() -> None:
+    """Compile the CUDA engine into the package, in about a minute. Raises ConfigError with the library as it was."""
+    csrc = _PACKAGE / "csrc" if (_PACKAGE / "csrc").is_dir() else _PACKAGE.parent / "csrc"  # in a wheel, in a checkout
+    try:
+        command = cuda_command([path.relative_to(csrc.parent) for path in cuda_sources(csrc)])
+        build_library(command, _PACKAGE / "_cuda.so", directory=csrc.parent)
+    except (NotBuilt, OSError) as error:
+        raise ConfigError(
+            f"the CUDA engine was not built: {error}. It needs nvcc on the PATH (module load cuda) and a package that "
+            f"can be written to ({_PACKAGE}). Without it, torch moves what is in GPU memory."
+        ) from None
+
+
 def diagnose() -> Doctor:
-    """Check everything, with progress on stderr where that is a terminal."""
-    from rich.console import Console
-
-    from zeroelastic.cli import machine
-    from zeroelastic.deepspeed.install.op_builds import find_locks
-
-    def ask(function: Callable[..., object], *arguments: str) -> machine.Probe:
-        return stack.enter_context(machine.Probe(f"{function.__module__}:{function.__qualname__}", *arguments))
-
-    versions, problems = _versions()
-    log = Console(stderr=True)
-    with ExitStack() as stack:
-        status = log.status("importing DeepSpeed") if log.is_terminal else None
-        stack.enter_context(status or nullcontext())
-        asked_deepspeed = ask(machine.check_deepspeed)
-        asked_engines = {name: ask(machine.describe_engine, name) for name in machine.ENGINES}
-        asked_executor = ask(machine.choose_auto)
-        engines: dict[str, machine.Engine] = {
-            name: machine.engine_answer(probe, name) for name, probe in asked_engines.items()
-        }
-        try:
-            executor = asked_executor.answer(str, limit_s=machine.ENGINE_LIMIT_S)
-        except machine.ProbeFailed:
-            executor = None  # choosing loads the native engine, whose own probe reports what is wrong
-        deepspeed = machine.deepspeed_answer(asked_deepspeed)
-    activation, locks = machine.describe_activation(), find_locks()
-    for name, engine in engines.items():
-        if engine.state == "broken":
-            problems.append(f"the {name} engine: {engine.reason.rstrip('.')}. {engine.remedy}")
-    if deepspeed.state == "broken":
-        problems.append(f"DeepSpeed: {deepspeed.reason} {deepspeed.remedy}".rstrip())
-    if activation.state == "broken":
-        problems.append(activation.reason)
-    problems += [lock.problem for lock in locks if lock.state == "left"]
-    return machine.Doctor(
+    """Look at everything; the import of DeepSpeed takes seconds."""
+    components = {name: _ask(name) for name in _REMEDIES}
+    ops, stale_locks = compiled_ops()
+    problems = [f"{name}: {found.about}" for name, found in components.items() if found.state == "broken"]
+    left = "a build that was killed left this lock, and builds there wait forever. If nothing builds there, remove it:"
+    problems += [f"{lock}: {left} rm {shlex.quote(lock)}" for lock in stale_locks]
+    installed = {found.name: found.version for found in reversed([*metadata.distributions()])}
+    versions: dict[str, str | None] = {"zeroelastic": zeroelastic.__version__, "python": platform.python_version()}
+    return Doctor(
         ok=not problems,
         problems=problems,
-        versions=versions,
-        package=str(Path(zeroelastic.__file__).parent),
-        python=sys.executable,
-        platform=platform.platform(),
-        num_cores=len(os.sched_getaffinity(0)),
-        engines=engines,
-        executor=executor,
-        deepspeed=deepspeed,
-        activation=activation,
-        build_locks=[machine.BuildLock(path=lock.path, age_s=lock.age_s, state=lock.state) for lock in locks],
+        versions=versions | {name: installed.get(name) for name in ("torch", "deepspeed", "numpy")},
+        places={"package": str(_PACKAGE), "interpreter": sys.executable, "platform": platform.platform()},
+        components=components,
+        ops=ops,
+        stale_locks=stale_locks,
     )
 
 
-def _versions() -> tuple[dict[str, str | None], list[str]]:
-    """The versions to show, and a sentence for each requirement that is not met. Imports none of the packages."""
-    from importlib import metadata
-
-    from packaging.requirements import Requirement
-
-    from zeroelastic.cli.machine import installed_version
-
-    versions: dict[str, str | None] = {
-        "zeroelastic": zeroelastic.__version__,
-        "python": platform.python_version(),
-        **{name: installed_version(name) for name in _SHOWN},
-    }
+def _ask(name: str) -> Component:
+    """Look at a component in a new process, whose output other than its last line is noise of what it imports."""
+    path = [entry or os.getcwd() for entry in sys.path]
+    command = [sys.executable, "-c", _CHILD, repr(path), name]
+    env = {key: value for key, value in os.environ.items() if key != "ZEROELASTIC"}
     try:
-        declared = metadata.requires(_DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:  # run from a source tree
-        declared = ["numpy"]
-    unmet = []
-    for requirement in map(Requirement, declared):
-        found = installed_version(requirement.name)
-        needed = _applies(requirement, extra="")
-        # torch may be missing, but not too old; DeepSpeed has a check of its own.
-        checked = needed or (requirement.name == "torch" and found and _applies(requirement, extra="train"))
-        if not checked:
-            continue
-        wanted = f"{requirement.name}{requirement.specifier}"
-        if found is None:
-            unmet.append(f"{requirement.name} is not installed. Install it: pip install '{wanted}'.")
-        elif not requirement.specifier.contains(found, prereleases=True):
-            unmet.append(f"{requirement.name} {found} does not fit {wanted}. Upgrade it: pip install '{wanted}'.")
-    return versions, unmet
+        done = subprocess.run(command, env=env, capture_output=True, errors="replace", timeout=_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Component(state="broken", about=f"looking at it did not end within {_LIMIT_S:.0f} s")
+    if done.returncode == 0 and (answer := done.stdout.rpartition("\n")[2]).startswith("{"):
+        return Component.model_validate_json(answer)
+    how = f"was killed by {signal_name(-done.returncode)}" if done.returncode < 0 else f"exited with {done.returncode}"
+    last = next((line for line in reversed((done.stdout + done.stderr).splitlines()) if line.strip()), "nothing")
+    about = f"the process that loads it {how}; it said last: {last}. {_REMEDIES[name]}"
+    return Component(state="broken", about=about)
 
 
-def _applies(requirement: Requirement, *, extra: str) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+def _answer(name: str) -> None:
+    """Print what a component is as the last line, and exit without the clean-up of what was imported."""
+    found = check_deepspeed() if name == "deepspeed" else describe_engine("cuda" if name == "cuda" else "native")
+    sys.stdout.write(f"\n{found.model_dump_json()}")
+    sys.stdout.flush()
+    os._exit(0)
 
 
-_Mark = Literal["ok", "note", "FAIL", ""]
-_MARKS: dict[str, _Mark] = {"usable": "ok", "not built": "note", "not installed": "note", "broken": "FAIL"}
-_COLOUR: dict[_Mark, str] = {"ok": "green", "note": "yellow", "FAIL": "bold red", "": ""}
+def describe_engine(name: EngineLibrary) -> Component:
+    """Load the library of an engine and describe it."""
+    from zeroelastic.executors.dispatch import describe_build
+    from zeroelastic.executors.tables import default_threads
+
+    info = describe_build(name)
+    if info.usable:
+        return Component(state="usable", about=f"{info.compiler}; {default_threads()} threads")
+    about = f"{info.reason.rstrip('.')}. {info.remedy}" + (f" Log of the build: {info.log}" if info.log else "")
+    return Component(state="broken" if info.path.exists() else "missing", about=about)
 
 
-def _show(found: Doctor, verbose: bool) -> None:
-    """The diagnosis for people, on stdout."""
+def check_deepspeed() -> Component:
+    """Import DeepSpeed, compare the methods that are relied on, and install zeroelastic."""
+    if util.find_spec("deepspeed") is None:
+        return Component(state="missing", about="training needs it: pip install 'zeroelastic[train]'")
+    import_module("deepspeed")
+    from zeroelastic.deepspeed.install.seams import SEAMS, USED, check_seam
 
-    def line(mark: _Mark, label: str, text: str) -> None:
-        print_styled("  ", (f"{mark:<4}", _COLOUR[mark]), f"  {label:<11}  ", text)
+    seams = {seam.name: check_seam(seam).problem for seam in (*SEAMS, *USED)}
+    try:
+        zeroelastic.install()
+    except zeroelastic.IncompatibleDeepSpeedError as error:
+        return Component(state="broken", about=str(error), seams=seams)
+    return Component(state="usable", about="zeroelastic.install() works; its methods are as expected", seams=seams)
 
-    print_styled(("Versions", "bold"))
-    places = {"zeroelastic": found.package, "python": found.python}
-    for name, version in found.versions.items():
-        unmet = any(problem.startswith(f"{name} ") for problem in found.problems)
-        mark: _Mark = "FAIL" if unmet else "ok" if version else "note"
-        line(mark, name, f"{version or 'not installed'}  {places.get(name, '')}".rstrip())
-    line("", "platform", f"{found.platform}, {found.num_cores} cores")
 
-    print_styled(("\nEngines", "bold"))
-    for name, engine in found.engines.items():
-        if engine.state == "usable":
-            used = f"; uses {engine.instruction_set}, {engine.threads} threads" if engine.threads else ""
-            line("ok", name, f"built by {engine.compiler} for {engine.targets}{used}")
-            continue
-        line(_MARKS[engine.state], name, f"{engine.state}: {engine.reason}")
-        line("", "", engine.remedy)
-        if engine.log:
-            line("", "", f"The build's log: {engine.log}")
-    line("ok" if found.executor else "FAIL", "auto", f"takes {found.executor or 'nothing: see above'}")
+def compiled_ops() -> tuple[list[str], list[str]]:
+    """Return the ops that torch has compiled in its folder, and the locks there that no process will release."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache)
+    folders = sorted(path for path in (*root.glob("*"), *root.glob("*/*")) if path.is_dir())
+    torch = util.find_spec("torch")
+    source = Path((torch and torch.origin) or "").parent / "utils/cpp_extension.py"
+    waits = source.is_file() and "FileBaton" in source.read_text()  # torch from 2.14 on leaves the file unlocked
+    stale = [str(folder / "lock") for folder in folders if waits and _is_stale(folder / "lock")]
+    return [folder.name for folder in folders if (folder / f"{folder.name}.so").exists()], stale
 
-    print_styled(("\nDeepSpeed", "bold"))
-    uses = [seam.use for seam in found.deepspeed.seams]
-    methods = f"its methods are as expected ({uses.count('wrapped')} wrapped, {uses.count('called')} called)"
-    summary = {"usable": f"zeroelastic.install() works; {methods}", "not installed": "not installed: ", "broken": ""}
-    text = summary[found.deepspeed.state] + found.deepspeed.reason
-    line(_MARKS[found.deepspeed.state], found.deepspeed.version or "", text)
-    if found.deepspeed.remedy:
-        line("", "", found.deepspeed.remedy)
-    for seam in (seam for seam in found.deepspeed.seams if verbose or seam.problem):
-        line("FAIL" if seam.problem else "ok", seam.use, f"{seam.name} {seam.problem}".rstrip())
 
-    print_styled(("\nZEROELASTIC", "bold"))
-    activation = found.activation
-    where = ", ".join(activation.files) or "no zeroelastic.pth in this environment"
-    states = {"on": "jobs of this environment use zeroelastic", "off": "1 installs zeroelastic in every job"}
-    text = activation.reason or f"{states[activation.state]}; {where}"
-    line("FAIL" if activation.state == "broken" else "ok", activation.state, text)
-
-    if found.build_locks:
-        marks: dict[str, _Mark] = {"held": "ok", "left": "FAIL", "unknown": "note"}
-        print_styled(("\nBuild locks", "bold"))
-        for lock in found.build_locks:
-            line(marks[lock.state], lock.state, f"{lock.path}, {lock.age_s:.0f} s old")
-
-    if not found.problems:
-        print_styled(("\nUsable.", "green"))
-        return
-    print_styled((f"\n{len(found.problems)} to fix:", "bold red"))
-    for problem in found.problems:
-        print_styled(f"  - {problem}")
+def _is_stale(lock: Path) -> bool:
+    """Whether no process here has a lock open, and nothing was written beside it for half an hour."""
+    try:
+        written = max(path.stat().st_mtime for path in lock.parent.iterdir()) if lock.exists() else time.time()
+    except FileNotFoundError:  # removed meanwhile: something builds there
+        return False
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if link.samefile(lock):
+                return False
+    return time.time() - written > _QUIET_S

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from zeroelastic.cli.machine import Doctor
+from zeroelastic.cli.doctor import Doctor
 from zeroelastic.verbs.convert.convert import ConvertReport, ExportReport
 from zeroelastic.verbs.diff.diff import DiffReport
 from zeroelastic.verbs.inspect.report import InspectReport

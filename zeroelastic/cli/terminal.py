@@ -69,17 +69,18 @@ def print_styled(*parts: str | tuple[str, str]) -> None:
     typer.echo(line, color=_coloured())
 
 
-def print_wrapped(text: str, *, first: str, rest: str) -> None:
+def print_wrapped(text: str, *, first: str, rest: str, style: str = "") -> None:
     """Print text in lines of the terminal's width, never within a word; elsewhere in one line, which grep finds whole.
 
     ``first`` begins the first line and ``rest`` the others. A NO_BREAK is printed as a space, at which no line ends.
+    ``style`` is that of ``print_styled``.
     """
     width = shutil.get_terminal_size((_WIDE, 0)).columns
     lines = textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
     for line in lines or [first]:
-        print_styled(line.replace(NO_BREAK, " "))
+        print_styled((line.replace(NO_BREAK, " ").rstrip(), style))
 
 
 def _coloured() -> bool | None:
