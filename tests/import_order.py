@@ -25,11 +25,11 @@ LEVELS = [
 
 
 ROOMS = {
-    "verbs": ["report", "options", "new_directory", "model_tensors", "new_files", "inspect", "verify", "diff",
+    "verbs": ["report", "options", "new_directory", "model_tensors", "new_files", "elements", "verify", "diff",
               "reshard", "plan", "convert"],
     "deepspeed": ["patching", "options", "engine_state", "engine", "run_objects",
                   "client_state", "live", "storage_rules", "fill", "node_local", "load", "save", "install"],
     "elastic": ["memory"],
-    "cli": ["terminal", "tables", "pages", "app", "doctor", "documents"],
+    "cli": ["terminal", "figures", "tables", "page", "app", "doctor", "documents"],
 }  # fmt: skip
 """The rooms of a package that has some, in the same order; other modules of it stand above them."""

@@ -52,14 +52,13 @@ if TYPE_CHECKING:
     from zeroelastic.report import ResumeReport as ResumeReport
     from zeroelastic.verbs.convert.convert import convert as convert
     from zeroelastic.verbs.convert.convert import export as export
-    from zeroelastic.verbs.diff.diff import diff as diff
+    from zeroelastic.verbs.diff import diff as diff
     from zeroelastic.verbs.inspect.inspect import inspect as inspect
     from zeroelastic.verbs.latest import latest as latest
     from zeroelastic.verbs.ls import ls as ls
-    from zeroelastic.verbs.plan.plan import plan as plan
+    from zeroelastic.verbs.plan import plan as plan
     from zeroelastic.verbs.prune import prune as prune
     from zeroelastic.verbs.reshard.reshard import reshard as reshard
-    from zeroelastic.verbs.show import show as show
     from zeroelastic.verbs.verify.verify import verify as verify
     from zeroelastic.verbs.verify.verify import verify_all as verify_all
     from zeroelastic.verbs.view import open as open
@@ -102,7 +101,6 @@ __all__ = [
     "prune",
     "reshard",
     "resume",
-    "show",
     "subscribe",
     "uninstall",
     "verify",
@@ -115,17 +113,16 @@ _IMPORTED_WHEN_USED = {
     "ResumeReport": "zeroelastic.report",
     "resume": "zeroelastic.elastic.resume",
     "convert": "zeroelastic.verbs.convert.convert",
-    "diff": "zeroelastic.verbs.diff.diff",
+    "diff": "zeroelastic.verbs.diff",
     "export": "zeroelastic.verbs.convert.convert",
     "inspect": "zeroelastic.verbs.inspect.inspect",
     "jsonl": "zeroelastic.observers",
     "latest": "zeroelastic.verbs.latest",
     "ls": "zeroelastic.verbs.ls",
     "open": "zeroelastic.verbs.view",
-    "plan": "zeroelastic.verbs.plan.plan",
+    "plan": "zeroelastic.verbs.plan",
     "prune": "zeroelastic.verbs.prune",
     "reshard": "zeroelastic.verbs.reshard.reshard",
-    "show": "zeroelastic.verbs.show",
     "subscribe": "zeroelastic.observers",
     "verify": "zeroelastic.verbs.verify.verify",
     "verify_all": "zeroelastic.verbs.verify.verify",

@@ -488,7 +488,7 @@ def test_a_component_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("zeroelastic.cli.doctor._LIMIT_S", 5.0)
     found = _ask("deepspeed")
     assert found.state == "broken" and found.about == "looking at it did not end within 5 s"
-    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+    wait_for(lambda: has_ended((tmp_path / "pid").read_text()))
 
 
 def test_ctrl_c_while_deepspeed_is_imported_ends_that_too(tmp_path: Path) -> None:
@@ -499,7 +499,7 @@ def test_ctrl_c_while_deepspeed_is_imported_ends_that_too(tmp_path: Path) -> Non
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (130, "") and "Traceback" not in stderr
-    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+    wait_for(lambda: has_ended((tmp_path / "pid").read_text()))
 
 
 @contextmanager
@@ -521,6 +521,14 @@ def started(*, path: Path) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
+
+
+def has_ended(pid: str) -> bool:
+    """Whether a process is gone, or waits for nothing but its parent."""
+    try:
+        return Path("/proc", pid, "cmdline").read_bytes() == b""
+    except FileNotFoundError:
+        return True
 
 
 def wait_for(condition: object) -> None:

@@ -75,7 +75,7 @@ FUNCTIONS: dict[str, tuple[Call, str]] = {
     "open, a step": (lambda p: zeroelastic.open(p["ckpt"])["model.norm.weight"][::2], "a step of 2"),
     "open, a buffer": (lambda p: zeroelastic.open(p["ckpt"]).optimizer("model.rotary.inv_freq"), "inv_freq"),
     "inspect": (lambda p: zeroelastic.inspect(p["empty"]), "empty"),
-    "show": (lambda p: zeroelastic.show(p["ckpt"], "no*"), "no*"),
+    "inspect, a tensor": (lambda p: zeroelastic.inspect(p["ckpt"], tensor="no"), "no tensor no"),
     "verify": (lambda p: zeroelastic.verify("memory://x/y"), "memory://x/y"),
     "plan": (lambda p: zeroelastic.plan(p["ckpt"], world_size=0), "0"),
     "diff": (lambda p: zeroelastic.diff(p["ckpt"], p["ckpt"], params="no*"), "no*"),

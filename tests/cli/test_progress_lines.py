@@ -21,9 +21,8 @@ VERBS = {
     "reshard": ["ckpt", "out", "-n", "3"],
     "export": ["ckpt", "out"],
     "convert": ["ckpt", "out", "--to", "fsdp2"],
-    "diff": ["ckpt/global_step2", "ckpt/global_step2"],
+    "diff": ["ckpt/global_step2", "ckpt/global_step4"],
     "latest": ["ckpt"],
-    "show": ["ckpt", "*"],
     "prune": ["ckpt", "--keep", "1", "--yes"],
 }
 
@@ -40,14 +39,14 @@ def ckpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_log_gets_a_line_now_and_then(ckpt: Path, verb: str) -> None:
     done = run_command(verb, *VERBS[verb], cwd=ckpt)
-    assert done.returncode == 0 and LINE.search(done.stderr), done.stderr
+    assert done.returncode == (verb == "diff") and LINE.search(done.stderr), done.stderr
     assert not LINE.search(done.stdout)
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_quiet_verbs_say_nothing(ckpt: Path, verb: str) -> None:
     done = run_command(verb, *VERBS[verb], "--quiet", cwd=ckpt)
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == (verb == "diff") and done.stderr == ""
 
 
 def test_what_takes_a_moment_says_nothing(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from zeroelastic.torch_file.graph import read_graph, write_graph
 from zeroelastic.torch_file.header import directory_digest, read_torch_file, walk_refs
 from zeroelastic.torch_file.zip_check import read_zip_records
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal
-from zeroelastic.verbs.diff.diff import compare_checkpoints
+from zeroelastic.verbs.diff import diff
 from zeroelastic.verbs.inspect.inspect import inspect_source
 from zeroelastic.verbs.model_tensors import model_tensors
 
@@ -121,7 +121,7 @@ def checkpoint(data: bytes, folder: Path) -> Reads:
     others: Reads = (
         lambda: inspect_source(find_source(tag)),
         lambda: find_newest(list_run(tag.parent).tags, check_quickly),
-        lambda: compare_checkpoints(open_state(open_checkpoint(good)), open_state(open_checkpoint(tag))),
+        lambda: diff(good, tag),
     )
     return (state, *others[which // 32 % 6 : which // 32 % 6 + 1])
 

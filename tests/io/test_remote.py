@@ -703,7 +703,7 @@ def test_the_command_line_says_the_same_of_s3_as_of_a_disk(calm, checkpoints, tm
     local, url = (str(where) for where in checkpoints["elastic3"])
     for source in (local, url):
         name, *options = verb
-        extra = [local] if name == "diff" else ["--bandwidth", "1GiB/s"] if name == "plan" else []
+        extra = [local] if name == "diff" else []
         done = zeroelastic(name, source, *extra, *options, directory=tmp_path)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.replace(source, "SOURCE").replace(local, "SOURCE"))

@@ -200,7 +200,7 @@ def test_importing_zeroelastic_loads_no_native_library_of_ours_and_changes_nothi
     [
         "core.plan",
         "checkpoint.open",
-        "verbs.plan.forecast",
+        "verbs.plan",
         "executors.dispatch",
         "testing",
         "cli.app",

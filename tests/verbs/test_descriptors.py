@@ -76,7 +76,7 @@ def read_some(src: Path) -> None:
 
 VERBS: dict[str, Callable[[Path, Path], object]] = {
     "inspect": lambda src, _: zeroelastic.inspect(src),
-    "show": lambda src, _: zeroelastic.show(src, "*"),
+    "inspect, a tensor": lambda src, _: zeroelastic.inspect(src, tensor=next(iter(zeroelastic.open(src)))),
     "verify": lambda src, _: zeroelastic.verify(src),
     "verify_all": lambda src, _: zeroelastic.verify_all(src),
     "diff": lambda src, _: zeroelastic.diff(src, src),

@@ -31,7 +31,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "export": ("{out}",),
     "convert": ("{out}", "--to", "universal"),
     "diff": ("{first}", "--json"),
-    "plan": ("-n", "3", "--json", "--bandwidth", "1GB/s"),
+    "plan": ("-n", "3", "--json"),
     "latest": ("--json",),
 }
 
@@ -93,7 +93,7 @@ def outcome(verb: str, root: Path | str, out: Path, first: Path) -> tuple[int, o
     found: object = None
     if "--json" in given and done.stdout.startswith("{") and not no_result(done.stdout):
         document = json.loads(done.stdout)
-        keys = ("content_root", "ok", "problems", "tensors", "forecast", "step", "passed_over")
+        keys = ("content_root", "ok", "problems", "tensors", "ranks", "step", "passed_over")
         found = {key: document[key] for key in keys if key in document}
     elif out.is_dir():
         found = {path.name: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}

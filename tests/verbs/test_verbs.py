@@ -21,12 +21,12 @@ from zeroelastic.cli.app import app, verb_function
 from zeroelastic.cli.documents import DOCUMENTS, check
 from zeroelastic.errors import UsageError
 
-VERBS = ("convert", "diff", "export", "inspect", "latest", "ls", "plan", "prune", "reshard", "show", "verify")
-ONLY_THE_COMMAND = {"as_json", "show_all", "all_tags", "path", "html", "force", "yes", "quiet"}
+VERBS = ("convert", "diff", "export", "inspect", "latest", "ls", "plan", "prune", "reshard", "verify")
+ONLY_THE_COMMAND = {"as_json", "all_tags", "path", "html", "force", "yes", "quiet"}
 """How a result is shown, a question, and ``--all`` of ``verify``, which is a function of its own."""
 
 ONLY_THE_FUNCTION = {"progress"}
-TIMES = {"seconds", "read_seconds", "seconds_separate"}
+TIMES = {"seconds", "read_seconds"}
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -65,7 +65,7 @@ def is_object(kind: Any) -> bool:
     return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, BaseModel))
 
 
-@pytest.mark.parametrize("verb", ["diff", "inspect", "latest", "ls", "plan", "prune", "show", "verify"])
+@pytest.mark.parametrize("verb", ["diff", "inspect", "latest", "ls", "plan", "prune", "verify"])
 def test_every_key_of_the_report_is_documented_and_no_other(verb: str) -> None:
     """An object may be documented as a whole, and a name that varies as NAME, KEY or COLUMN."""
     table = {re.sub("NAME|COLUMN", "KEY", key) for key in documented_keys(verb)}
@@ -104,10 +104,13 @@ def run(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 CASES = {
-    "inspect": (("ckpt",), {"params": "norm", "all_ranks": True}, ["--params", "norm", "--all-ranks"]),
-    "show": (("ckpt", "*norm*"), {"kind": "exp_avg"}, ["--kind", "exp_avg"]),
+    "inspect": (
+        ("ckpt",),
+        {"params": "norm", "tensor": "model.norm.weight", "all_ranks": True},
+        ["--params", "norm", "--tensor", "model.norm.weight", "--all-ranks"],
+    ),
     "verify": (("ckpt",), {"tag": "global_step2"}, ["--tag", "global_step2"]),
-    "plan": (("ckpt",), {"world_size": 3, "bandwidth": "2GB"}, ["-n", 3, "--bandwidth", "2GB"]),
+    "plan": (("ckpt",), {"world_size": 3}, ["-n", 3]),
     "diff": (("ckpt/global_step2", "ckpt"), {"params": "*norm*"}, ["--params", "*norm*"]),
     "reshard": (("ckpt", "new"), {"world_size": 3}, ["-n", 3]),
     "export": (("ckpt", "new"), {"dtype": "bf16", "optimizer": True}, ["--dtype", "bf16", "--optimizer"]),
@@ -157,9 +160,7 @@ def test_what_is_wrong_with_a_checkpoint_is_reported_and_not_raised(run: Path) -
     [
         (lambda: zeroelastic.reshard("ckpt", "s3://bucket/x", world_size=2), "targets are written to this machine"),
         (lambda: zeroelastic.export("ckpt", "new", max_memory="1KiB"), "--max-memory: at least 16 MiB"),
-        (lambda: zeroelastic.diff("ckpt", "ckpt", max_memory="much"), "'much' is not a size"),
-        (lambda: zeroelastic.plan("ckpt", world_size=0), "a world size of 0"),
-        (lambda: zeroelastic.plan("ckpt", world_size=1, bandwidth=0), "more than 0 bytes per second"),
+        (lambda: zeroelastic.plan("ckpt", world_size=0), "a world size is a number from 1"),
         (lambda: zeroelastic.prune("ckpt", keep=1, min_age="soon"), "'soon' is not a time"),
         (lambda: zeroelastic.convert("ckpt", "new"), "Give one of --to fsdp2"),
         (lambda: zeroelastic.latest("ckpt", fix=True, set_to="x"), "--fix and --set"),

@@ -1,12 +1,12 @@
 """The command line: ``zeroelastic VERB ...``.
 
     app        the verbs, each imported when it is used; options, exit codes, signals; ``reports``: the body of a verb
-    inspect    inspect, show        copies    reshard, export, convert
+    inspect    inspect              copies    reshard, export, convert
     verify     verify, diff         runs      ls, latest, prune
     plan       plan                 doctor    doctor
-    tables     what the verbs show, as data
-    terminal   text, tables and progress, files beside the output
-    pages      the pages of ``--html``, by the Jinja2 ``templates``
+    tables     what a verb shows of its report, as data: the terminal prints it, and
+    page       writes it as the page of ``--html`` by Jinja2, with one of the two ``figures``
+    terminal   text, columns and progress, files beside the output
     documents  the documents of ``--json`` and their schemas
 
 A verb parses options, calls the function in ``zeroelastic.verbs`` that does the work, and shows the report.

@@ -28,6 +28,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from zeroelastic._version import __version__
+from zeroelastic.cli.tables import View, print_view
 from zeroelastic.cli.terminal import print_report, print_written, printable, progress_of
 from zeroelastic.errors import CheckpointError, UsageError, ZeroElasticError, advice, without_pydantic
 
@@ -69,26 +70,27 @@ class Variant(NamedTuple):
     option: str
     flag: str
     function: str
-    show: Callable[..., None]
+    show: Callable[..., View | None]
 
 
 def reports(
     module: str,
-    show: Callable[..., None],
+    show: Callable[..., View | None],
     *,
     code: Callable[[Any], int] = lambda report: 0 if report.ok else INVALID,
     variant: Variant | None = None,
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """The body of a command: call the function of its name in ``module``, show its report, exit with its ``code``.
 
-    ``show`` prints the report for people. The function and ``show`` get those arguments of the command that they have,
-    too. Options that the function of a ``variant`` does not have are refused with it.
+    ``show`` prints the report for people, or returns its view, which is printed, and is the page of --html. The
+    function and ``show`` get those arguments of the command that they have, too. Options that the function of a
+    ``variant`` does not have are refused with it.
     """
 
     def decorate(command: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(command)
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            from zeroelastic.cli.pages import check_report, write_report
+            from zeroelastic.cli.page import check_page, write_page
 
             bound = signature(command).bind(*args, **kwargs)
             bound.apply_defaults()
@@ -103,15 +105,19 @@ def reports(
                 _refuse(variant, {option: given[option] for option in without}, command)
             assert without <= {"html", "force"} or name != command.__name__
             options = {option: value for option, value in given.items() if option in wanted}
-            check_report(html, force=force)
+            check_page(html, force=force)
             if "progress" in wanted:
                 options["progress"] = progress_of(quiet=given["quiet"])
             report = function(**options)
-            write_report(html, name, report.to_json, force=force)
+            view = None
+            if html is not None or not given["as_json"]:
+                view = present(report, **{option: value for option, value in given.items() if option in shown})
+            if html is not None and view is not None:
+                write_page(html, name, view, force=force)
             if given["as_json"]:
                 print_report(report)
-            else:
-                present(report, **{option: value for option, value in given.items() if option in shown})
+            elif view is not None:
+                print_view(view)
                 print_written(html)
             if found := code(report):
                 raise typer.Exit(found)
@@ -287,7 +293,6 @@ LikeOption = Annotated[
 _GROUPS = {
     "Look at a checkpoint": {
         "inspect": "inspect",
-        "show": "inspect",
         "verify": "verify",
         "diff": "verify",
         "plan": "plan",

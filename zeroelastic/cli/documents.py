@@ -17,20 +17,18 @@ from pydantic import TypeAdapter
 
 from zeroelastic.cli.doctor import Doctor
 from zeroelastic.verbs.convert.convert import ConvertReport, ExportReport
-from zeroelastic.verbs.diff.diff import DiffReport
+from zeroelastic.verbs.diff import DiffReport
 from zeroelastic.verbs.inspect.report import InspectReport
 from zeroelastic.verbs.latest import LatestReport
 from zeroelastic.verbs.ls import ListReport
-from zeroelastic.verbs.plan.plan import PlanReport
+from zeroelastic.verbs.plan import PlanReport
 from zeroelastic.verbs.prune import PruneReport
 from zeroelastic.verbs.report import Failure, Report
 from zeroelastic.verbs.reshard.reshard import ReshardReport
-from zeroelastic.verbs.show import ShowReport
 from zeroelastic.verbs.verify.report import VerifyAllReport, VerifyReport
 
 DOCUMENTS: dict[str, type[Report]] = {
     "inspect": InspectReport,
-    "show": ShowReport,
     "verify": VerifyReport,
     "verify-all": VerifyAllReport,
     "diff": DiffReport,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from zeroelastic.cli.terminal import print_styled, print_wrapped, printable
+
+if TYPE_CHECKING:
+    from zeroelastic.cli.figures import Figure
 
 Severity = Literal["plain", "good", "note", "bad"]
 
@@ -25,7 +28,7 @@ class Table:
     """Rows under a title. ``columns`` are the titles of the columns, empty where these need none.
 
     The cells of the columns in ``right`` are aligned to the right. A terminal shows the first ``most`` rows, a page
-    more. ``total`` counts the rows that there are, where ``rows`` are the first of them.
+    more; ``more`` says how to see the others. ``total`` counts the rows that there are, where ``rows`` are the first.
     """
 
     title: str
@@ -34,6 +37,7 @@ class Table:
     right: frozenset[int] = frozenset()
     most: int = 24
     total: int = 0
+    more: str = "--json lists them all"
 
     def more_than(self, shown: int) -> int:
         """How many rows there are beyond the first ``shown``."""
@@ -42,12 +46,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a report says: the checkpoint in the ``title``, tables, and the answer."""
+    """What a report says: the checkpoint in the ``title``, tables, a figure for the page, and the answer."""
 
     title: str
     tables: Sequence[Table]
     sentence: str
     severity: Severity
+    figure: Figure | None = None
 
 
 def row(*values: object, severity: Severity = "plain") -> Row:
@@ -109,4 +114,4 @@ def print_table(table: Table) -> None:
         start = "  " + "".join(f"{cell}  " for cell in before)
         print_wrapped(last.rstrip(), first=start, rest=" " * len(start), style=_STYLES[line.severity])
     if (more := table.more_than(len(shown))) > 0:
-        print_styled(f"  ... and {more:,} more; --json lists them all")
+        print_styled(f"  ... and {more:,} more; {table.more}")

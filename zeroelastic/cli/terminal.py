@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from zeroelastic.verbs.options import Progress
     from zeroelastic.verbs.report import Report
 
-NO_BREAK = "\N{NO-BREAK SPACE}"
 _EXISTS = "{}: exists; nothing is overwritten without --force. Give another name."
 _WIDE = 1 << 20
 _USUAL_WIDTH = 80
@@ -72,15 +71,14 @@ def print_styled(*parts: str | tuple[str, str]) -> None:
 def print_wrapped(text: str, *, first: str, rest: str, style: str = "") -> None:
     """Print text in lines of the terminal's width, never within a word; elsewhere in one line, which grep finds whole.
 
-    ``first`` begins the first line and ``rest`` the others. A NO_BREAK is printed as a space, at which no line ends.
-    ``style`` is that of ``print_styled``.
+    ``first`` begins the first line and ``rest`` the others; ``style`` is that of ``print_styled``.
     """
     width = shutil.get_terminal_size((_WIDE, 0)).columns
     lines = textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
     for line in lines or [first]:
-        print_styled((line.replace(NO_BREAK, " ").rstrip(), style))
+        print_styled((line.rstrip(), style))
 
 
 def _coloured() -> bool | None:

@@ -1,7 +1,7 @@
 """The verbs of the command line as functions, and a checkpoint as a read-only mapping of tensors.
 
-    inspect, verify, diff, plan, reshard, convert (and export), a folder each
-    show, ls, latest, prune    a module each
+    inspect, verify, reshard, convert (and export), a folder each
+    plan, diff, ls, latest, prune    a module each
     view, tensor               ``zeroelastic.open``: a mapping from names to tensors, which are read when asked for
     report                     what all reports have in common: each is the document of ``--json``
     options                    options that several verbs have

@@ -47,6 +47,7 @@ from zeroelastic.verbs.inspect.report import (
     Totals,
     Versions,
 )
+from zeroelastic.verbs.inspect.tensor import inspect_tensor
 from zeroelastic.verbs.inspect.topology import inspected_topology
 
 _NAMED = 6
@@ -54,13 +55,20 @@ _NAMED = 6
 
 @with_remedy()
 def inspect(
-    src: str | os.PathLike[str], *, tag: str | None = None, params: str | None = None, all_ranks: bool = False
+    src: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    params: str | None = None,
+    tensor: str | None = None,
+    all_ranks: bool = False,
 ) -> InspectReport:
     """Say what a checkpoint is: who saved it, what it holds, and what is missing or wrong.
 
     Reads the commit record and the headers of one rank, or of ``all_ranks``; no weights. ``params`` chooses the
-    parameters of the report by a glob, or by a part of their names. A damaged checkpoint is described as far as
-    possible, with ``problems``. Raises UsageError where there is no checkpoint, UnsupportedError, UnreadableError.
+    parameters of the report by a glob, or by a part of their names. ``tensor`` names a parameter or buffer of which
+    every byte is read: where it lies, statistics and the first values. A damaged checkpoint is described as far as
+    possible, with ``problems``. Raises UsageError where there is no checkpoint, UnknownTensorError, UnsupportedError,
+    UnreadableError.
 
     Example::
 
@@ -69,7 +77,9 @@ def inspect(
         print(report.world_size, report.step, [param.name for param in report.params])
     """
     found = _look(os.fspath(src), tag, all_ranks)
-    return found if params is None else found.model_copy(update={"params": _matching(found.params, params)})
+    if params is not None:
+        found = found.model_copy(update={"params": _matching(found.params, params)})
+    return found if tensor is None else found.model_copy(update={"tensor": inspect_tensor(src, tensor, tag=tag)})
 
 
 def _look(src: str, tag: str | None, all_ranks: bool) -> InspectReport:

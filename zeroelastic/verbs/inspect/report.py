@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from zeroelastic.errors import counted
+from zeroelastic.verbs.inspect.tensor import InspectedTensor
 from zeroelastic.verbs.report import Format, Framework, Part, Report
 
 ParamKind = Literal["trained", "frozen", "tied"]
@@ -185,7 +186,7 @@ class InspectReport(Report):
 
     ``problems`` make it invalid, and ``remedy`` says what to do about them; ``unsupported`` says why zeroelastic cannot
     load it; ``notes`` are for information. It is ``ok`` where it is whole as far as was looked, and supported.
-    ``topology`` is there for a run with tensor or expert parallelism.
+    ``topology`` is there for a run with tensor or expert parallelism, ``tensor`` where one was asked for.
     """
 
     problems: list[str]
@@ -224,5 +225,6 @@ class InspectReport(Report):
     client_state: list[str] | None = None
     files: TagFiles = TagFiles()
     headers_read: int = 0
+    tensor: InspectedTensor | None = None
 
-    only_where_given: ClassVar[frozenset[str]] = frozenset({"topology"})
+    only_where_given: ClassVar[frozenset[str]] = frozenset({"topology", "tensor"})

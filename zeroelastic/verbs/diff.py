@@ -1,0 +1,464 @@
+"""``zeroelastic.diff``: how two checkpoints differ, whatever the number of ranks and the format of each.
+
+Tensors are compared by the digests of the commit records, and by their bytes where there are none. What differs is
+read: its largest difference, and how many elements differ.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from zeroelastic.checkpoint.module_names import module_names
+from zeroelastic.checkpoint.one_save import one_save
+from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, ParamGroup
+from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor, open_state
+from zeroelastic.core.digest import ByteArray
+from zeroelastic.errors import UsageError, brief, shown, with_remedy
+from zeroelastic.runs.locate import find_source
+from zeroelastic.torch_file.header import DTYPE_BYTES, DType, Stub, TensorRef, TorchFile, read_torch_file
+from zeroelastic.verbs.elements import bits_of, values_of
+from zeroelastic.verbs.model_tensors import (
+    ModelTensor,
+    Place,
+    read_buffer,
+    stored_tensor,
+)
+from zeroelastic.verbs.new_files import RecordedDigests, SourceCheck
+from zeroelastic.verbs.options import Advance, Progress, no_progress
+from zeroelastic.verbs.report import Number, Part, Report, Sides
+
+WEIGHTS = (FP32, FROZEN)
+"""The state keys of the weights of the model."""
+
+_BUFFER = "buffer"
+_WINDOW = 16 << 20
+_EXPERT_GROUP = re.compile(r"ep_size_\d+")
+"""The name of an optimizer group of experts (deepspeed.moe.utils, 0.19.8)."""
+_NO_LIMIT = 1 << 62
+_MAX_SHOWN = 120
+_OF_THE_SAVE = {
+    "buffer_names",
+    "dp_world_size",
+    "checkpoint_parallel_dimensions",
+    "ds_autoep_layers",
+    "ds_config",
+    "ds_version",
+    "frozen_param_fragments",
+    "frozen_param_shapes",
+    "global_steps",
+    "module",
+    "mp_world_size",
+    "optimizer",
+    "param_shapes",
+    "shared_params",
+    "universal_checkpoint_info",
+}
+"""Keys of a model states file that are compared elsewhere, or that say how it was saved."""
+
+_Name = tuple[str, str]  # the parameter or buffer, and the state key
+
+
+class Difference(Part):
+    """Something beside tensors that the sides have differently: what it is, and how each has it; None: not at all."""
+
+    what: str
+    a: str | None
+    b: str | None
+
+
+class ParamAndKey(Part):
+    """A tensor by its parameter and state key."""
+
+    param: str
+    key: str
+
+
+class ComparedTensor(Part):
+    """One tensor that both sides have and that differs. What follows ``shape`` is None where dtypes or shapes differ.
+
+    ``index`` is where the largest difference is, ``a`` and ``b`` what the sides have there (the values of both parts
+    of a complex number are apart, in one more dimension), and ``max_abs`` how far these are apart: infinite where one
+    is infinite or no number.
+    """
+
+    param: str
+    key: str
+    dtype: Sides[str]
+    shape: Sides[list[int]]
+    num_elements: int | None = None
+    num_different: int | None = None
+    max_abs: Number | None = None
+    index: list[int] | None = None
+    a: Number | None = None
+    b: Number | None = None
+
+
+class DiffReport(Report):
+    """All differences of two checkpoints.
+
+    ``tensors`` are those that both sides have and that differ; ``only_a`` and ``only_b`` are on one side alone.
+    ``state`` are differences of what a resumed run would feel: hyper-parameters, counters, scalars, loss scale, client
+    state. ``num_by_digest`` of the ``num_tensors`` that both sides have are equal by their recorded digests: their
+    files were not read.
+    """
+
+    weights_equal: bool
+    a: str
+    b: str
+    content_root: Sides[str | None]
+    num_tensors: int
+    num_equal: int
+    num_by_digest: int
+    bytes_read: int
+    tensors: tuple[ComparedTensor, ...]
+    only_a: tuple[ParamAndKey, ...]
+    only_b: tuple[ParamAndKey, ...]
+    state: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether a run that resumes from one side is the run that resumes from the other."""
+        return self.ok
+
+
+@with_remedy()
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    params: str | None = None,
+    progress: Progress = no_progress,
+) -> DiffReport:
+    """Compare two checkpoints: every tensor, hyper-parameters, counters, client state.
+
+    They may have been saved by different numbers of ranks and in different formats; neither makes them differ. Tensors
+    are compared by their recorded digests, and bit for bit where one side has none. ``params`` limits the comparison to
+    parameters whose names match a glob: then nothing but these is compared, their scalars included. Raises UsageError
+    where there is no checkpoint and no such parameter, CheckpointError for a checkpoint that is damaged,
+    UnsupportedError, UnreadableError.
+
+    Example::
+
+        import zeroelastic
+        report = zeroelastic.diff("ckpt/global_step2", "ckpt/global_step4", params="*.norm.weight")
+        for tensor in report.tensors:
+            print(tensor.param, tensor.key, tensor.max_abs, tensor.index, tensor.a, tensor.b)
+    """
+    sources = find_source(a), find_source(b)
+    with one_save(*(source.tag_dir for source in sources)):
+        left, right = (open_state(open_checkpoint(source.tag_dir), resizable=False) for source in sources)
+        sides = _Side(left, params), _Side(right, params)
+        if params is not None and not any(side.tensors for side in sides):
+            raise UsageError(
+                f"{params!r} fits no parameter of {left.checkpoint.tag_dir} or {right.checkpoint.tag_dir}. Give a glob "
+                "of their names, or a part of them; `zeroelastic inspect --params` lists them."
+            )
+        return _compare(sides, params, progress)
+
+
+class _Side:
+    """One of the checkpoints: its tensors, what its commit record says of them, and what is read of them."""
+
+    def __init__(self, state: SavedState, params: str | None) -> None:
+        self.state = state
+        self.tensors: dict[_Name, ModelTensor] = {}
+        for number, part in enumerate(state.parts):
+            for p, (param, dtypes) in enumerate(zip(part.params, part.dtypes, strict=True)):
+                if params is None or fnmatch.fnmatchcase(param.name, params):
+                    for key, dtype in dtypes.items():
+                        place = Place(number, p, key)
+                        self.tensors[param.name, key] = ModelTensor(param.name, param.shape, dtype, "state", place)
+        if params is None:
+            self.tensors |= {(tensor.name, _BUFFER): tensor for tensor in _buffers(state)}
+        record = state.checkpoint.record
+        self.digests = {} if record is None else record.params.digests
+        self.root = None if record is None else record.content_root
+        self.check = SourceCheck(RecordedDigests(state.checkpoint), state.checkpoint.archives)
+
+    def windows(self, tensor: ModelTensor) -> Iterator[ByteArray]:
+        """Yield the bytes of a tensor, at most 16 MiB at a time; they are compared with its digest in the end."""
+        place, size = tensor.source, DTYPE_BYTES[tensor.dtype]
+        if not isinstance(place, Place):
+            yield read_buffer(tensor, limit=_NO_LIMIT, read=self.check.read)
+            return
+        part = self.state.parts[place.part]
+        saved = SavedTensor(part.params[place.param], place.key, tensor.dtype)
+        step = _WINDOW // size
+        for start in range(0, tensor.numel, step):
+            rows = part.tensor_rows(place.param, place.key, start, min(start + step, tensor.numel))
+            data = np.empty(int(rows.nbytes.sum()), dtype=np.uint8)
+            self.check.fill(data, rows, rows.target_offset * rows.itemsize, [saved])
+            yield data
+
+
+def _compare(sides: tuple[_Side, _Side], params: str | None, progress: Progress) -> DiffReport:
+    left, right = sides
+    common = [name for name in left.tensors if name in right.tensors]
+    digests = [(left.digests.get(name), right.digests.get(name)) for name in common]
+    by_digest = {name for name, (a, b) in zip(common, digests, strict=True) if a is not None and a == b}
+    pairs = [(name, left.tensors[name], right.tensors[name]) for name in common if name not in by_digest]
+    nbytes = sum(a.nbytes + b.nbytes for _, a, b in pairs if _alike(a, b))
+    differing: list[ComparedTensor] = []
+    with progress("diff", nbytes) as advance:
+        for name, a, b in pairs:
+            differing += _differences(name, sides, (a, b), advance)
+    for side in sides:
+        side.check.end()
+    only = [
+        tuple(ParamAndKey(param=name[0], key=name[1]) for name in one.tensors if name not in other.tensors)
+        for one, other in ((left, right), (right, left))
+    ]
+    state = _scalar_differences(left.state, right.state, params)
+    if params is None:
+        values = [_state_values(side.state) for side in sides]
+        state += [
+            Difference(what=what, a=values[0].get(what), b=values[1].get(what))
+            for what in dict.fromkeys((*values[0], *values[1]))
+            if values[0].get(what) != values[1].get(what)
+        ]
+        files = [read_torch_file(side.state.models[0].path, foreign="inert") for side in sides]
+        state += _object_differences(files[0], files[1])
+    changed = {*(tensor.key for tensor in differing), *(one.key for one in (*only[0], *only[1]))}
+    return DiffReport(
+        ok=not (differing or only[0] or only[1] or state),
+        weights_equal=not changed & {*WEIGHTS},
+        a=str(left.state.checkpoint.tag_dir),
+        b=str(right.state.checkpoint.tag_dir),
+        content_root=Sides(a=left.root, b=right.root),
+        num_tensors=len(common),
+        num_equal=len(common) - len(differing),
+        num_by_digest=len(by_digest),
+        bytes_read=nbytes,
+        tensors=tuple(differing),
+        only_a=only[0],
+        only_b=only[1],
+        state=tuple(state),
+    )
+
+
+def _buffers(state: SavedState) -> list[ModelTensor]:
+    """Return the tensors of the module but parameters, which are empty there at stage 3, and whole at 1 and 2."""
+    file = read_torch_file(state.models[0].path, foreign="inert")
+    module = file.root.get("module") if isinstance(file.root, dict) else None
+    if not isinstance(module, dict):
+        return []
+    names = state.models[0].others if state.checkpoint.whole_model else module
+    tensors = {str(key): value for key, value in module.items() if key in names and isinstance(value, TensorRef)}
+    tensors = {name: ref for name, ref in tensors.items() if ref.numel}
+    file.locate(ref.storage.key for ref in tensors.values())
+    return [stored_tensor(name, ref, file) for name, ref in tensors.items()]
+
+
+def _alike(a: ModelTensor, b: ModelTensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+def _differences(
+    name: _Name, sides: tuple[_Side, _Side], tensors: tuple[ModelTensor, ModelTensor], advance: Advance
+) -> list[ComparedTensor]:
+    """Read a tensor of both sides, and return how it differs; nothing where it does not."""
+    a, b = tensors
+    dtype, shape = Sides(a=a.dtype, b=b.dtype), Sides(a=list(a.shape), b=list(b.shape))
+    found = ComparedTensor(param=name[0], key=name[1], dtype=dtype, shape=shape)
+    if not _alike(a, b):
+        return [found]
+    num_different, numel, largest = 0, 0, (-1.0, 0, 0.0, 0.0)
+    for left, right in zip(sides[0].windows(a), sides[1].windows(b), strict=True):
+        count, worst = compare_bytes(left, right, a.dtype)
+        num_different += count
+        if worst is not None and worst[0] > largest[0]:
+            largest = (worst[0], numel + worst[1], worst[2], worst[3])
+        numel += len(bits_of(left, a.dtype))
+        advance(2 * len(left))
+    if not num_different:
+        return []
+    index = np.unravel_index(largest[1], a.shape if numel == a.numel else (*a.shape, 2))  # 2: a complex number
+    return [
+        found.model_copy(
+            update={
+                "num_elements": numel,
+                "num_different": num_different,
+                "max_abs": largest[0],
+                "index": [int(i) for i in index],
+                "a": largest[2],
+                "b": largest[3],
+            }
+        )
+    ]
+
+
+def compare_bytes(left: ByteArray, right: ByteArray, dtype: str) -> tuple[int, tuple[float, int, float, float] | None]:
+    """Count the elements whose bits differ, and return the largest difference: by how much, where, and both values.
+
+    A number and what is infinite or no number are infinitely far apart; so are two of these.
+    """
+    a, b = bits_of(left, dtype), bits_of(right, dtype)
+    unequal = np.flatnonzero(a != b)
+    if not len(unequal):
+        return 0, None
+    with np.errstate(all="ignore"):
+        x, y = values_of(a[unequal], dtype), values_of(b[unequal], dtype)
+        apart = np.abs(x - y)
+    apart[~np.isfinite(apart)] = np.inf
+    worst = int(apart.argmax())
+    return len(unequal), (float(apart[worst]), int(unequal[worst]), float(x[worst]), float(y[worst]))
+
+
+def _scalar_differences(left: SavedState, right: SavedState, params: str | None) -> list[Difference]:
+    """Replicated values such as ``step``; what is the same difference for many parameters is said once."""
+    tables = [
+        {
+            (param.name, key): value.canonical()
+            for part in state.parts
+            for p, param in enumerate(part.params)
+            if params is None or fnmatch.fnmatchcase(param.name, params)
+            for key, value in part.scalars[p].items()
+        }
+        for state in (left, right)
+    ]
+    names = [{param.name for part in state.parts for param in part.params} for state in (left, right)]
+    kinds: Counter[tuple[str, str | None, str | None]] = Counter()
+    example: dict[tuple[str, str | None, str | None], str] = {}
+    for name, key in dict.fromkeys((*tables[0], *tables[1])):
+        values = tables[0].get((name, key)), tables[1].get((name, key))
+        if values[0] != values[1] and name in names[0] and name in names[1]:
+            kind = (key, *values)
+            kinds[kind] += 1
+            example.setdefault(kind, name)
+    return [
+        Difference(
+            what=f"{kind[0]} of {example[kind]}" + (f" and {count - 1} more parameters" if count > 1 else ""),
+            a=_shown_scalar(kind[1]),
+            b=_shown_scalar(kind[2]),
+        )
+        for kind, count in kinds.items()
+    ]
+
+
+def _shown_scalar(text: str | None) -> str | None:
+    """Return a scalar's canonical text for people: floats in decimals, the kind behind it."""
+    if text is None:
+        return None
+    kind, _, value = text.partition(":")
+    if "0x" in value:
+        value = repr(float.fromhex(value))
+    return value if kind.startswith("py") or kind == "none" else f"{value} ({kind})"
+
+
+def _state_values(state: SavedState) -> dict[str, str]:
+    """Return what a resumed run would feel of the optimizer and the counters, as text by what it is."""
+    values = {"step": repr(state.models[0].global_steps)}
+    for number, group in enumerate(_logical_groups(state)):
+        values |= {f"group {number}: {key}": repr(value) for key, value in group.options.items()}
+        values |= {f"group of {name}": str(number) for name in group.params}
+    if (scaler := state.head.scaler) is not None:
+        values["loss scaler"] = scaler.class_name.rpartition(".")[2]
+        values |= {"loss scaler: dynamic": repr(scaler.dynamic), "loss scaler: overflow": repr(scaler.overflow)}
+        values |= {f"loss scaler: {key}": _text(value) for key, value in scaler.attributes.items()}
+    return values
+
+
+def _logical_groups(state: SavedState) -> list[ParamGroup]:
+    """The optimizer groups; groups of experts without what follows from the expert parallel size.
+
+    That is their name, ``ep_size_4``, and where DeepSpeed cuts a group that is large on a rank.
+    """
+    groups: list[ParamGroup] = []
+    experts: dict[str, int] = {}
+    for group in state.groups:
+        name = group.options.get("name")
+        if isinstance(name, str) and _EXPERT_GROUP.match(name):
+            options = {key: value for key, value in group.options.items() if key != "name"}
+            number = experts.setdefault(repr(sorted(options.items())), len(groups))
+            members = groups.pop(number).params if number < len(groups) else ()
+            groups.insert(number, ParamGroup(options, (*members, *group.params)))
+        else:
+            groups.append(group)
+    return groups
+
+
+def _object_differences(left: TorchFile, right: TorchFile) -> list[Difference]:
+    """Compare the client state, the scheduler and what else is in two model states files, leaf by leaf.
+
+    The parts of each pair of objects are looked at once: an object may hold itself, or be in many places.
+    """
+    found: list[Difference] = []
+    seen: dict[tuple[int, int], tuple[object, object]] = {}  # with the objects, whose numbers nothing else gets then
+    ours, theirs = _objects(left), _objects(right)
+    work = [(key, ours.get(key, _ABSENT), theirs.get(key, _ABSENT)) for key in dict.fromkeys((*ours, *theirs))]
+    while work:
+        what, a, b = work.pop()
+        parts = _parts(a), _parts(b)
+        texts = _leaf(a, left), _leaf(b, right)
+        if texts[0] != texts[1]:
+            found.append(Difference(what=brief(what), a=texts[0], b=texts[1]))
+        elif any(parts) and (id(a), id(b)) not in seen:
+            seen[id(a), id(b)] = a, b
+            names = dict.fromkeys((*parts[0], *parts[1]))
+            work += [(what + name, parts[0].get(name, _ABSENT), parts[1].get(name, _ABSENT)) for name in names]
+    return sorted(found, key=lambda one: one.what)
+
+
+_ABSENT = object()
+
+
+def _objects(file: TorchFile) -> dict[str, object]:
+    """Return what a model states file has beside what is compared elsewhere."""
+    root = file.root
+    if not isinstance(root, dict):
+        return {}
+    module = root.get("module")
+    entries = module if isinstance(module, Mapping) else {}
+    extra = module_names(root, entries, {}, is_whole=True).extra_states
+    objects = {name: entries[name] for name in sorted(extra) if not isinstance(entries[name], TensorRef)}
+    return objects | {str(key): value for key, value in root.items() if key not in _OF_THE_SAVE}
+
+
+def _leaf(value: object, file: TorchFile) -> str | None:
+    """Return an object as text, of a container what it is; None where there is nothing."""
+    if value is _ABSENT:
+        return None
+    if isinstance(value, TensorRef):
+        raw = read_buffer(stored_tensor("", value, file), limit=_NO_LIMIT).tobytes()
+        text = raw.hex() if 2 * len(raw) <= _MAX_SHOWN else f"digest {hashlib.sha256(raw).hexdigest()[:12]}"
+        return f"{value.dtype}{list(value.shape)} {text}"
+    if isinstance(value, Stub):
+        return f"a {value.module}.{value.qualname}"
+    if isinstance(value, type) and issubclass(value, Stub):
+        return f"{value.module}.{value.qualname}"
+    if isinstance(value, (dict, list, tuple)) and value:
+        return "a mapping" if isinstance(value, dict) else "a sequence"
+    return value.name if isinstance(value, DType) else _text(value)
+
+
+def _parts(value: object) -> dict[str, object]:
+    """Return what an object holds, by what each part adds to its name; nothing for a leaf."""
+    if isinstance(value, dict):
+        return {f".{key if type(key) is str else shown(key)}": item for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {f"[{i}]": item for i, item in enumerate(value)}
+    if isinstance(value, Stub):
+        named = {f"..{name}": item for name, item in value.attributes.items()}
+        return named | {f".[{i}]": item for i, item in enumerate((*value.args, *value.items))}
+    return {}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, (set, frozenset)) and value:  # in no order of its own
+        return _shortened(f"{{{', '.join(sorted(map(repr, value)))}}}")
+    return _shortened(repr(value))
+
+
+def _shortened(text: str) -> str:
+    """One text per distinct value, too long to show or not."""
+    if len(text) <= _MAX_SHOWN:
+        return text
+    return f"{text[: _MAX_SHOWN // 2]}... ({hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:12]})"

@@ -1,1 +1,0 @@
-"""What differs between two checkpoints: ``diff`` compares values, and ``tensors`` (by ``element_stats``) tensors."""

@@ -1,1 +1,0 @@
-"""What a change of the world size would move and cost: ``forecast``."""
