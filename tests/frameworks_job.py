@@ -83,7 +83,7 @@ class AccelerateJob:
     stage: int = 3
     zero: dict[str, Any] = field(default_factory=dict)
     schedule: str = "lambda"
-    options: dict[str, Any] = field(default_factory=lambda: {"strict_batch": True})
+    options: dict[str, Any] = field(default_factory=lambda: {"strict": True})
     seed: int = 3
     shuffle: bool = True
     loader: str = "plain"
@@ -310,7 +310,7 @@ class LightningJob:
     accumulation: int = 1
     stage: int = 3
     zero: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=lambda: {"strict_batch": True})
+    options: dict[str, Any] = field(default_factory=lambda: {"strict": True})
     loader: str = "plain"
     samples: int = SAMPLES
     save_in: str = ""

@@ -210,7 +210,7 @@ class ConfigError(ZeroElasticError, ValueError):
 
 
 class StrictError(ZeroElasticError, ValueError):
-    """A resume that would change the run (such as its global batch) under ``"strict_batch": true``."""
+    """A resume that would change the run (such as its global batch) under ``"strict": true``."""
 
 
 class UsageError(ZeroElasticError, ValueError):

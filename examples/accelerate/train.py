@@ -97,7 +97,7 @@ def main() -> None:
         "steps_per_print": 1_000_000,
         "zero_optimization": zero,
         "bf16": {"enabled": args.mixed_precision == "bf16"},
-        "zeroelastic": {"strict_batch": True},
+        "zeroelastic": {"strict": True},
     }
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,

@@ -87,7 +87,7 @@ def main() -> None:
     config = {
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
-        "zeroelastic": {"strict_batch": True},
+        "zeroelastic": {"strict": True},
     }
     trainer = pl.Trainer(
         accelerator="cuda" if torch.cuda.is_available() else TrainerOnCPU(),

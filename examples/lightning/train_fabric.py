@@ -45,7 +45,7 @@ def main() -> None:
         "train_micro_batch_size_per_gpu": micro,  # Fabric says 1 otherwise, and the global batch seems to change
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
-        "zeroelastic": {"strict_batch": True},
+        "zeroelastic": {"strict": True},
     }
     fabric = Fabric(
         accelerator="cuda" if torch.cuda.is_available() else FabricOnCPU(),

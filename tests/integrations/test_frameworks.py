@@ -332,7 +332,7 @@ def test_generators_without_a_file_are_not_said_to_be_restored(rank_pool: RankPo
     assert "random number generators: the saved ones on 1 rank; 1 new, seeded" in notes
 
 
-CHANGED = ("refused", 'with `"strict_batch": true`; else a warning')
+CHANGED = ("refused", 'with `"strict": true`; else a warning')
 
 
 @pytest.mark.parametrize(
@@ -649,7 +649,7 @@ def test_an_elastic_loader_goes_on_at_another_size(
 
 
 @pytest.mark.support(
-    "Frameworks", "Lightning: epochs that end within a global batch", "refused", 'with `"strict_batch": true`'
+    "Frameworks", "Lightning: epochs that end within a global batch", "refused", 'with `"strict": true`'
 )
 def test_uneven_epochs_are_loud_and_an_error_when_strict(rank_pool: RankPool, tmp_path: Path) -> None:
     """60 samples are 2 and a half global batches."""

@@ -401,7 +401,7 @@ def test_a_changed_global_batch_is_loud_and_an_error_under_strict(pool, whole, t
     )
     text = pool.run(run_trainer, 3, job)[0].report.text()
     assert "GLOBAL BATCH CHANGED from 12 to 9; to keep it: train_micro_batch_size_per_gpu 4" in text
-    errors = pool.run(attempt, 3, job.at(config={"zeroelastic": {"strict_batch": True}}))
+    errors = pool.run(attempt, 3, job.at(config={"zeroelastic": {"strict": True}}))
     assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1
     assert "GLOBAL BATCH CHANGED from 12 to 9" in errors[0][1]
 
@@ -416,7 +416,7 @@ def test_epochs_that_were_cut_by_the_world_size_are_noticed(pool, tmp_path):
     report = pool.run(run_trainer, 4, again)[0].report
     assert "POSITION CHANGED: step 5 was saved at epoch 1." in report.text()
     assert "SCHEDULE CHANGED: the same 3 epochs end at step 9 and ended at step 12" in report.text()
-    errors = pool.run(attempt, 4, again.at(config={"zeroelastic": {"strict_batch": True}}))
+    errors = pool.run(attempt, 4, again.at(config={"zeroelastic": {"strict": True}}))
     assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1
 
 
@@ -424,7 +424,7 @@ def test_another_order_of_the_data_is_an_error_under_strict_and_loud_without(poo
     directory, _ = whole
     job = TrainerJob(str(tmp_path), resume=f"{directory}/checkpoint-2", stop_at=3, args={"data_seed": 5})
     assert "POSITION CHANGED: shuffle_seed 42 -> 5: other" in pool.run(run_trainer, 1, job)[0].report.text()
-    errors = pool.run(attempt, 2, job.at(config={"zeroelastic": {"strict_batch": True}}))
+    errors = pool.run(attempt, 2, job.at(config={"zeroelastic": {"strict": True}}))
     assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1
 
 
@@ -564,7 +564,7 @@ def test_groups_of_similar_length_are_others_on_another_number_of_ranks_which_is
             assert (seen.samples == {at: whole.samples[at] for at in range(step, 8)}) is not is_said
         if step < 6:
             assert {index for at in range(4, 8) for index in seen.samples[at]} == set(range(SAMPLES))
-    strict = {"zeroelastic": {"keep_global_batch": True, "strict_batch": True}}
+    strict = {"zeroelastic": {"keep_global_batch": True, "strict": True}}
     errors = pool.run(attempt, 3, job.at(resume=f"{tmp_path}/whole/checkpoint-2", config=strict))
     assert {kind for kind, _ in errors} == {"StrictError"} and len({text for _, text in errors}) == 1
 

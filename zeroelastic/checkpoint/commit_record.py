@@ -17,7 +17,7 @@ from pydantic import Field, StringConstraints, ValidationError
 
 from zeroelastic.checkpoint.param_table import ParamTable, Schema
 from zeroelastic.core.digest import ParamContent
-from zeroelastic.errors import CheckpointError, MissingFileError, NewerFormatError, without_pydantic
+from zeroelastic.errors import CheckpointError, MissingFileError, NewerFormatError, counted, without_pydantic
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_whole
 
@@ -54,7 +54,8 @@ class CommitRecord(Schema):
     committed before. ``follows`` are the saves on the disk after which a checkpoint in memory was made: that which was
     loaded or committed last, and that which was begun last. ``trained_params`` is the digest of the trained parameters'
     names and shapes (``params_digest``), of tensor parallel rank 0: it tells whose the checkpoints in one directory are
-    (``runs.order``).
+    (``runs.order``). ``excluded_by`` says what kept frozen weights out of the files, the option ``"frozen"`` or the
+    argument of ``save_checkpoint``.
     """
 
     format_version: Annotated[int, Field(ge=RECORD_VERSION, le=RECORD_VERSION)]
@@ -69,6 +70,7 @@ class CommitRecord(Schema):
     committed_at: Annotated[float, Field(gt=0, lt=1 << 40)] | None = None
     follows: tuple[_Id, ...] = ()
     trained_params: _Id | None = None
+    excluded_by: Literal["option", "argument"] | None = None
     versions: Versions
     files: dict[_FileName, Annotated[int, Field(ge=0, lt=1 << 62)]]
     directories: dict[_FileName, _Digest] = Field(default={})
@@ -78,6 +80,33 @@ class CommitRecord(Schema):
     def contents(self) -> list[ParamContent]:
         """What was saved of each parameter, by every tensor parallel rank."""
         return self.params.contents()
+
+    def excluded(self) -> list[ParamContent]:
+        """Return the frozen parameters whose digests are recorded and whose weights are in no file."""
+        if self.excluded_by is None:
+            return []
+        return [content for content in self.contents() if content.param.name not in self.params.trained]
+
+    @property
+    def excluded_how(self) -> str:
+        """How the save was asked to leave frozen weights out."""
+        return '"frozen": "exclude"' if self.excluded_by == "option" else "exclude_frozen_parameters=True"
+
+
+def excluded_note(record: CommitRecord | None) -> str | None:
+    """Return a sentence on frozen weights that are in no file; None where there are none, or no record."""
+    excluded = excluded_from(record)
+    if record is None or not excluded:
+        return None
+    return (
+        f"frozen weights are not in the checkpoint ({counted(len(excluded), 'parameter')}; {record.excluded_how}): a "
+        "load compares those of the run with the digests in the commit record, which nothing else can check"
+    )
+
+
+def excluded_from(record: CommitRecord | None) -> list[ParamContent]:
+    """Return ``record.excluded()``; nothing where there is no record, which alone has the digests."""
+    return [] if record is None else record.excluded()
 
 
 def read_record(tag_dir: FilePath) -> CommitRecord | None:
@@ -137,7 +166,7 @@ def _first_problem(error: ValidationError) -> str:
 def record_text(record: CommitRecord) -> bytes:
     """The bytes of ``zeroelastic.json``: one parameter and one file a line, so that records can be compared by eye.
 
-    Tensor parallelism, lost micro batches, time and followed saves are not mentioned where there are none.
+    Tensor parallelism, lost micro batches, time, followed saves and excluded weights are left out where there are none.
     """
     data = record.model_dump(mode="json", exclude={"params"}, exclude_defaults=True)
     lines = _lines({**data, "params": record.params.document()})

@@ -22,11 +22,13 @@ from zeroelastic.core.layout import Param
 class ParamSet:
     """The parameters of a save or of a run, by name in the order of their layouts.
 
-    ``frozen`` is None for a save from which frozen parameters were excluded.
+    ``frozen`` is None for a save from which frozen parameters were excluded and that does not name them; where it does,
+    ``has_frozen`` is False.
     """
 
     trained: tuple[Param, ...]
     frozen: tuple[Param, ...] | None
+    has_frozen: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +48,13 @@ class Membership:
     """What becomes of every parameter. Invariant: each live one is in exactly one of the lists, all but ``dropped``.
 
     ``restored``: trained then and now. ``frozen``: frozen then and now. ``unfrozen``: frozen then, trained now.
-    ``newly_frozen``: trained then, frozen now. ``added_trained`` and ``added_frozen``: not in the save.
-    ``excluded``: frozen now, and the save left frozen parameters out. ``dropped``: in the save, not in the model.
-    ``relisted``: without elements, and listed as trained by one side only, which changes nothing.
+    ``newly_frozen``: trained then, frozen now. ``added_trained`` and ``added_frozen``: not in the save. ``excluded``:
+    frozen now, and the save left frozen parameters out, so that the run keeps its own. ``dropped``: in the save, not in
+    the model. ``relisted``: without elements, and listed as trained by one side only, which changes nothing.
     ``problems`` are sentences about everything that differs: among them ``reshaped`` about shapes, which nothing mends,
-    ``frozen_problems`` about frozen parameters that the save lacks, which are part of the module's state alone, and
-    ``moved`` about those that only one side trains.
-    ``groups`` runs parallel to the live optimizer groups; ``dealt``: experts are in other groups than saved, which is
-    no problem.
+    ``frozen_problems`` about frozen parameters that the save lacks, which are part of the module's state alone, or that
+    the model lacks and no file has, and ``moved`` about those that only one side trains. ``groups`` runs parallel to
+    the live optimizer groups; ``dealt``: experts are in other groups than saved, which is no problem.
     """
 
     restored: tuple[str, ...]
@@ -107,14 +108,23 @@ def compare(
     reshaped = [
         f"{kind} {name} has shape {list(was[name][1].shape)} in the checkpoint and {list(param.shape)} in the model"
         for name, (kind, param) in now.items()
-        if name in was and was[name][1].shape != param.shape
+        if name in was
+        and was[name][1].shape != param.shape
+        and (saved.has_frozen or (was[name][0], kind) != (_FROZEN, _FROZEN))
     ]
     found: dict[str, list[str]] = {what: [] for what in _OUTCOMES}
     moved: list[str] = []
     missing: dict[str, list[str]] = {_TRAINED: [], _FROZEN: []}
     for name, (kind, param) in now.items():
         before = was[name][0] if name in was else None
-        if before == kind:
+        if before == _FROZEN and not saved.has_frozen and param.numel:
+            found["excluded" if kind == _FROZEN else "added_trained"].append(name)
+            if kind == _TRAINED:
+                missing[kind].append(
+                    f"parameter {name} {list(param.shape)} was frozen when the checkpoint was saved without frozen "
+                    "weights, and is trained in the model"
+                )
+        elif before == kind:
             found["restored" if kind == _TRAINED else "frozen"].append(name)
         elif before is not None and param.numel == 0:
             found["relisted"].append(name)
@@ -130,12 +140,13 @@ def compare(
             found["added_trained" if kind == _TRAINED else "added_frozen"].append(name)
             missing[kind].append(f"{kind} {name} {list(param.shape)} of the model is not in the checkpoint")
     found["dropped"] = [name for name in was if name not in now]
-    unknown = [
-        f"{was[name][0]} {name} {list(was[name][1].shape)} of the checkpoint is not in the model"
+    unknown = {
+        name: f"{was[name][0]} {name} {list(was[name][1].shape)} of the checkpoint is not in the model"
         for name in found["dropped"]
-    ]
+    }
+    in_no_file = [text for name, text in unknown.items() if was[name][0] == _FROZEN and not saved.has_frozen]
     group_problems = _compare_groups(saved_groups, live_groups)
-    problems = [*missing[_TRAINED], *missing[_FROZEN], *unknown, *moved, *reshaped]
+    problems = [*missing[_TRAINED], *missing[_FROZEN], *unknown.values(), *moved, *reshaped]
     fits = not problems and not group_problems
     dealt = bool(group_problems) and any(map(_is_of_experts, saved_groups))  # a rank has more experts, or fewer
     if dealt:
@@ -146,7 +157,7 @@ def compare(
         problems=tuple(problems),
         group_problems=tuple(group_problems),
         reshaped=tuple(reshaped),
-        frozen_problems=tuple(missing[_FROZEN]),
+        frozen_problems=(*missing[_FROZEN], *in_no_file),
         moved=tuple(moved),
         dealt=dealt,
     )

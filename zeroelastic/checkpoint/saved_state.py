@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zeroelastic.checkpoint.commit_record import excluded_from
 from zeroelastic.checkpoint.contradictions import MIXED, check_frozen, check_same_models, check_same_save
 from zeroelastic.checkpoint.expert_files import FrozenExperts
 from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table, extents_over_ranks
@@ -155,8 +156,8 @@ class SavedState:
         return sum(tensor.nbytes for part in self.parts for tensor in part.tensors())
 
     def contents(self, digests: Mapping[tuple[str, str], int]) -> list[ParamContent]:
-        """What was saved of each parameter, given the digest of each (parameter, state key)."""
-        return contents_of(self.parts, digests)
+        """What was saved of each parameter, given the digest of each (parameter, state key) that is in the files."""
+        return [*contents_of(self.parts, digests), *excluded_from(self.checkpoint.record)]
 
 
 def contents_of(parts: Iterable[SavedPart], digests: Mapping[tuple[str, str], int] | None = None) -> list[ParamContent]:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from zeroelastic.checkpoint.commit_record import CheckpointFormat, CommitRecord
+from zeroelastic.checkpoint.commit_record import CheckpointFormat, CommitRecord, excluded_from
 from zeroelastic.checkpoint.contradictions import other_directory
 from zeroelastic.checkpoint.extents import stream_seeds
 from zeroelastic.checkpoint.model_states import ModelStates
@@ -153,7 +153,8 @@ class TagHeaders:
     def contents(self, digests: UInt64Array) -> list[ParamContent]:
         """What was saved of each parameter, given the digest of each of ``tensors``."""
         names = [(tensor.param.name, tensor.key) for tensor in self.tensors]
-        return contents_of(self.parts, dict(zip(names, digests.tolist(), strict=True)))
+        found = contents_of(self.parts, dict(zip(names, digests.tolist(), strict=True)))
+        return [*found, *excluded_from(self.record)]
 
     def other_directories(self, blamed: Collection[str]) -> list[Problem]:
         """Files that are not ``blamed`` already and whose zip directory is not the one in the commit record."""

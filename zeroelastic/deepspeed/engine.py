@@ -126,7 +126,7 @@ class GroupOptimizer(Protocol):
 def options_of(engine: Engine) -> Options:
     """The engine's "zeroelastic" block; strict while a caller loads strictly. Raises ConfigError."""
     options = parse_options(engine._config._param_dict)
-    return options.model_copy(update={"strict_batch": True}) if state_of(engine).strict_batch else options
+    return options.model_copy(update={"strict": True}) if state_of(engine).strict else options
 
 
 def saves_elastic(engine: Engine) -> bool:

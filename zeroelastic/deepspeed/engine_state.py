@@ -71,8 +71,8 @@ class EngineState:
     """How many loads, each within the next, are in progress (``changing``)."""
     options_agreed: bool = False
     """Whether the options were found to be the same on every rank (``save.save``)."""
-    strict_batch: bool = False
-    """Whether a caller loads with ``strict_batch``, whatever the options say (``install.wrappers``)."""
+    strict: bool = False
+    """Whether a caller loads with ``strict``, whatever the options say (``install.wrappers``)."""
     module_paths: tuple[str, ...] | None = None
     """The model states file that DeepSpeed is to read, during a load (``load.module_states``)."""
     pending: object = None

@@ -77,8 +77,10 @@ class Options(BaseModel):
         description="`true`: a load that finds no checkpoint (a missing directory, a mistyped path) is an error that "
         "names what is there instead. By default the run begins from scratch, as with DeepSpeed, with a warning",
     )
-    strict_batch: bool = Field(
-        default=False, description="refuse a resume that changes the global batch, instead of only warning of it"
+    strict: bool = Field(
+        default=False,
+        description="refuse a resume that changes the global batch, or that goes on with another base model than the "
+        "save, instead of only warning of it",
     )
     keep_global_batch: bool = Field(
         default=False,
@@ -107,6 +109,12 @@ class Options(BaseModel):
         default=True,
         description="make files durable before the commit record names them; `false` leaves it, the record and "
         "`latest` to the system",
+    )
+    frozen: Literal["include", "exclude"] = Field(
+        default="include",
+        description='`"exclude"`: frozen weights are not written to checkpoints, their digests are. A load keeps the '
+        "run's own frozen weights, and refuses those of another base model, "
+        "[see here](../guides/smaller-checkpoints.md)",
     )
     async_save: bool = Field(
         default=False,
@@ -162,7 +170,7 @@ class Options(BaseModel):
     @property
     def refuses_other_batch(self) -> bool:
         """Whether a load that changes the global batch is an error."""
-        return self.strict_batch or self.keep_global_batch
+        return self.strict or self.keep_global_batch
 
     @property
     def verifies_content(self) -> bool:

@@ -71,8 +71,9 @@ def refuse_to_exclude_experts(live: LiveOptimizer) -> None:
     experts = [name for name in names if name in live.sharing.expert_sizes]
     if experts and not live.per_param:
         raise UnsupportedError(
-            f"exclude_frozen_parameters does not go with frozen experts, as {experts[0]}, at ZeRO stages 1 and 2: "
-            "DeepSpeed writes the files of experts all the same. Save without it."
+            'a save without frozen weights ("frozen": "exclude", exclude_frozen_parameters) does not go with frozen '
+            f"experts, as {experts[0]}, at ZeRO stages 1 and 2: DeepSpeed writes the files of experts all the same. "
+            "Save with them."
         )
 
 

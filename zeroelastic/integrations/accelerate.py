@@ -272,11 +272,11 @@ def _refuse(accelerator: Any, engine: Any, directory: Path, saved: _Saved) -> No
             "zeroelastic.integrations.accelerate.data_position."
         )
     phase = (saved.step or 0) % saved.accumulation
-    if phase and parse_options(engine._config._param_dict).strict_batch:
+    if phase and parse_options(engine._config._param_dict).strict:
         raise StrictError(
             f"{directory}: was saved after {phase} of {saved.accumulation} micro-steps of an optimizer step, and their "
             "gradients were not saved. Save at accelerator.sync_gradients. "
-            '("strict_batch": false in the "zeroelastic" block begins that step anew.)'
+            '("strict": false in the "zeroelastic" block begins that step anew.)'
         )
 
 

@@ -186,10 +186,9 @@ def _refuse(trainer: Any, engine: Any, path: Path, saved: _Saved) -> None:
             "or with zeroelastic.elastic.ElasticStatefulDataLoader."
         )
     problem = _uneven(saved)
-    if problem and parse_options(engine._config._param_dict).strict_batch:
+    if problem and parse_options(engine._config._param_dict).strict:
         raise StrictError(
-            f'{path}: {problem}. Save between optimizer steps. ("strict_batch": false in the "zeroelastic" block '
-            "allows it.)"
+            f'{path}: {problem}. Save between optimizer steps. ("strict": false in the "zeroelastic" block allows it.)'
         )
 
 

@@ -59,7 +59,7 @@ def _train(module: ModuleType, original: Callable[..., Any]) -> Callable[..., An
         run = TrainerRun(self, module.TrainerCallback, Path(checkpoint) if is_path else None)
         order: AbstractContextManager[None] = nullcontext()
         if config is not None and is_path and _groups_by_length(self.args):
-            strict = parse_options(config).strict_batch
+            strict = parse_options(config).strict
             run.add_callback("groups_by_length", lambda state: _say_other_groups(self, state, strict))
             order = patched(self, _get_train_sampler=partial(_order_of_rank_0, self._get_train_sampler))
         with _running(run), order:
@@ -242,7 +242,7 @@ def _say_other_groups(trainer: Any, state: Any, strict: bool) -> None:
         "Resume at the end of an epoch"
     )
     if strict:
-        raise StrictError(f'{report.path}: {problem}. Set "strict_batch": false to go on all the same.')
+        raise StrictError(f'{report.path}: {problem}. Set "strict": false to go on all the same.')
     trainer.model_wrapped.zeroelastic_report = replace(report, notes=(*report.notes, problem))
     if trainer.is_world_process_zero():
         logger.warning("%s: %s", report.path, problem)

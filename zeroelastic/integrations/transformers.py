@@ -66,7 +66,7 @@ def elastic(trainer: AnyTrainer) -> AnyTrainer:
       world size;
     * ranks without saved random number generators get new ones, seeded from the run's seed, the step and the rank;
     * a resume with another position in the data or another schedule logs a warning, and is an error under
-      ``"strict_batch": true`` in the ``"zeroelastic"`` block.
+      ``"strict": true`` in the ``"zeroelastic"`` block.
 
     Raises UnsupportedError for settings whose order of samples depends on the world size.
 
@@ -222,9 +222,9 @@ def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeRepo
     checkpoint = Path(report.path).parent
     exact, rederived, reset = _generators(checkpoint, report)
     notes = _drift(trainer, loader, checkpoint)
-    if notes and parse_options(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).strict_batch:
+    if notes and parse_options(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).strict:
         raise StrictError(
-            f'{checkpoint}: {"; ".join(notes.texts)}. Resume with the settings of the save. ("strict_batch": false '
+            f'{checkpoint}: {"; ".join(notes.texts)}. Resume with the settings of the save. ("strict": false '
             "allows it.)"
         )
     sampler = _sampler_of(loader)

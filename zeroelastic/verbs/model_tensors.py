@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from zeroelastic.checkpoint.commit_record import excluded_from
 from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.read_ranges import ReadFiles
@@ -109,7 +110,13 @@ def model_tensors(state: SavedState) -> ModelTensors:
         elif name in module:
             left_out.append(f"buffer {name}: it is of a kind that is not read ({shown(value)})")
     left_out += _expert_buffers(state, found)
-    if state.models[0].frozen is None:
+    record = state.checkpoint.record
+    left_out += [
+        f"frozen parameter {content.param.name}: its weights are not in the checkpoint "
+        f"({'' if record is None else record.excluded_how})"
+        for content in excluded_from(record)
+    ]
+    if state.models[0].frozen is None and not excluded_from(record):
         left_out.append(
             "frozen parameters, if the run has any: a save of ZeRO stage 1 does not say whether it left them out"
             if state.head.stage == 1

@@ -177,6 +177,12 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
     def unknown(self, name: str) -> UnknownTensorError:
         """The error for a name that no tensor has, with the names that are near."""
+        record = self._checkpoint.record
+        if record is not None and name in {content.param.name for content in record.excluded()}:
+            return UnknownTensorError(
+                f"{self.path}: the weights of frozen parameter {printable(name)} are not in the checkpoint, which was "
+                f"saved with {record.excluded_how}. Take them from the base model."
+            )
         parts = [known for known in self if name and name in known]
         near = (difflib.get_close_matches(name, self, _NEAR, cutoff=0.7) + parts)[:_NEAR]
         meant = f"Did you mean {' or '.join(map(printable, dict.fromkeys(near)))}?"

@@ -12,7 +12,7 @@ from zeroelastic.errors import ConfigError
 def test_the_defaults_are_the_safe_ones(config):
     options = parse_options(config)
     assert options == Options()
-    assert (options.verify, options.strict_batch, options.weights_only_load, options.fsync, options.io_engine) == (
+    assert (options.verify, options.strict, options.weights_only_load, options.fsync, options.io_engine) == (
         "read", False, False, True, "auto",
     )  # fmt: skip
     assert options.on_mismatch == "error" and options.verifies_content
@@ -38,7 +38,7 @@ def test_verify_is_a_flag_or_a_word(value, want):
 
 def test_every_option_is_taken():
     block = {
-        "verify": "quick", "strict_batch": True, "on_mismatch": "initialize", "weights_only_load": True, "fsync": False,
+        "verify": "quick", "strict": True, "on_mismatch": "initialize", "weights_only_load": True, "fsync": False,
         "save_timeout_s": 60.0, "io_engine": "numpy", "allow_globals": ["package.module.Class"], "fallback": True,
         "async_save": True, "keep_gradient_scale": False, "required": True, "keep": 3, "keep_every": 500,
         "keep_global_batch": True,
@@ -68,7 +68,7 @@ def test_a_global_that_is_no_name_of_a_class_is_refused():
 
 def test_an_unknown_option_names_the_known_ones():
     with pytest.raises(ConfigError, match=r"'verfy' \(did you mean 'verify'\?\), 'x'\. Known options: ") as caught:
-        parse_options({"zeroelastic": {"verfy": True, "x": 1, "strict_batch": True}})
+        parse_options({"zeroelastic": {"verfy": True, "x": 1, "strict": True}})
     assert all(name in str(caught.value) for name in Options.model_fields)
 
 
@@ -101,8 +101,8 @@ def test_the_blocks_of_deepspeed_are_not_taken_for_ours() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("verify", "fully"), ("verify", 1), ("verify", None), ("strict_batch", "yes"), ("strict_batch", 1),
-        ("strict_batch", None), ("weights_only_load", "true"), ("fsync", 0), ("io_engine", "warp"),
+        ("verify", "fully"), ("verify", 1), ("verify", None), ("strict", "yes"), ("strict", 1),
+        ("strict", None), ("weights_only_load", "true"), ("fsync", 0), ("io_engine", "warp"),
         ("io_engine", None), ("io_engine", ["numpy"]),
         ("on_mismatch", "zero"), ("on_mismatch", True), ("fallback", 1), ("fallback", "newest"),
     ],

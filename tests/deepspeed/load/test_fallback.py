@@ -172,7 +172,7 @@ def test_resume_takes_the_same_walk(run: Run, rank_pool: RankPool) -> None:
 def test_what_is_wrong_with_the_run_is_raised(run: Run, rank_pool: RankPool) -> None:
     (other,) = alike(rank_pool.run(load, 2, str(run.directory), Job(options=FALLBACK).other(extra="more")))
     assert other.error == "LayoutMismatchError"
-    strict = Job(options={**FALLBACK, "strict_batch": True}).other(batch=60)
+    strict = Job(options={**FALLBACK, "strict": True}).other(batch=60)
     assert alike(rank_pool.run(load, 2, str(run.directory), strict))[0].error == "StrictError"
 
 

@@ -221,7 +221,7 @@ def test_misspelt_option(rank_pool: RankPool) -> None:
     options: dict[str, Any] = {
         "verfiy": {"verfiy": True},
         "verify": {"verify": "sometimes"},
-        "strict_batch": {"strict_batch": 1},
+        "strict": {"strict": 1},
         "block": [],
     }
     errors = rank_pool.run(build_errors, 2, [Job(options=wrong) for wrong in options.values()], timeout=LIMIT_S)
@@ -229,7 +229,7 @@ def test_misspelt_option(rank_pool: RankPool) -> None:
     for named, (error, text) in zip(options, errors[0], strict=True):
         assert error == "ConfigError" and named in text
     known = errors[0][0][1]
-    assert ", ".join(sorted(Options.model_fields)) in known and "store_timeout_s, strict_batch, verify" in known
+    assert ", ".join(sorted(Options.model_fields)) in known and "store_timeout_s, strict, verify" in known
 
 
 def build_errors(jobs: list[Job]) -> list[tuple[str, str]]:
@@ -237,7 +237,7 @@ def build_errors(jobs: list[Job]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.support(
-    "Using it", 'another global batch under `"strict_batch": true`', "refused", "otherwise a loud line of the report"
+    "Using it", 'another global batch under `"strict": true`', "refused", "otherwise a loud line of the report"
 )
 @pytest.mark.core
 def test_changed_global_batch_is_loud_and_strict_refuses(rank_pool: RankPool, elastic_save: Path) -> None:
@@ -245,7 +245,7 @@ def test_changed_global_batch_is_loud_and_strict_refuses(rank_pool: RankPool, el
     reports = rank_pool.run(load_report, 3, job, str(elastic_save))
     note = next(note for note in reports[0].notes if "GLOBAL BATCH" in note)
     assert "from 120 to 60" in note and "train_micro_batch_size_per_gpu 40" in note
-    error, text = refused(rank_pool, Job().other(batch=60, options={"strict_batch": True}), elastic_save)
+    error, text = refused(rank_pool, Job().other(batch=60, options={"strict": True}), elastic_save)
     assert error == "StrictError" and "from 120 to 60" in text
 
 

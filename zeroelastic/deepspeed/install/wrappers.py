@@ -44,7 +44,7 @@ Method = Callable[..., Any]
 @contextmanager
 def loading_strictly(engine: Engine, strict: bool) -> Iterator[None]:
     """While it lasts, loads are strict if ``strict``, whatever the configuration says, and as it says otherwise."""
-    with patched(state_of(engine), strict_batch=strict):
+    with patched(state_of(engine), strict=strict):
         yield
 
 

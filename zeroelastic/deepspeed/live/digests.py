@@ -201,11 +201,27 @@ def live_streams(live: LiveOptimizer, *, weights_only: bool = False, with_frozen
     # of the parameters of all ranks, whose buffers of one number have the same scalars
     of = zip(live.whole.params, live.whole.sub_group.tolist(), strict=True)
     scalars = {param.name: states[i][1] for param, i in of}
-    if with_frozen:
-        for part in own_parts(live.frozen, live.rank):
-            name = live.frozen.params[part.param].name
-            pieces.append(part.piece(name, FROZEN, live.frozen_tensor(part.param).view(-1)))
-    return LiveStreams(tuple(pieces), scalars)
+    return LiveStreams((*pieces, *(_frozen_pieces(live) if with_frozen else ())), scalars)
+
+
+def _frozen_pieces(live: LiveOptimizer) -> list[LivePiece]:
+    """What this rank owns of the frozen parameters."""
+    return [
+        part.piece(live.frozen.params[part.param].name, FROZEN, live.frozen_tensor(part.param).view(-1))
+        for part in own_parts(live.frozen, live.rank)
+    ]
+
+
+def frozen_digests(live: LiveOptimizer, *, device: torch.device) -> dict[str, tuple[tuple[int, ...], str, int]]:
+    """The shape, dtype and digest of each frozen parameter over all ranks, by name: the same everywhere. Collective.
+
+    Raises CopiesDifferError as ``whole_contents``.
+    """
+    local = LiveStreams(tuple(_frozen_pieces(live)), {}).digest()
+    found = dict(zip(local.streams, zip(local.dtypes, local.partial, strict=True), strict=True))
+    totals = add_up(live, found, device=device)
+    shapes = {tensor.name: tensor.shape for tensor in live.whole_frozen.whole_tensors}
+    return {name: (shapes[name], *content) for (name, _), content in totals.items()}
 
 
 def local_digests(

@@ -32,6 +32,7 @@ from zeroelastic.deepspeed.engine import (
 from zeroelastic.deepspeed.engine_state import begin_change, changing, refuse_damaged, state_of
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.load.base_model import base_notes, other_frozen
 from zeroelastic.deepspeed.load.fallback import load_newest
 from zeroelastic.deepspeed.load.module_states import (
     ModuleKeys,
@@ -255,6 +256,7 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
     batch_changed = batch is not None and not request.load_module_only
     if batch is not None and batch_changed:
         warnings.append(batch)
+    warnings += base_notes(plan)
     if request.weights_only and request.custom_load_fn is not None:
         warnings.append(
             "custom_load_fn decides about buffers and other module state only: after it, each parameter gets the value "
@@ -341,18 +343,18 @@ def _checked_plan(
     if renamed:  # alike on all ranks
         live = covered_live(engine, engine.optimizer, renamed=renamed)
         plan = replace(check(live), renamed=renamed)
-    return live, plan
+    return live, replace(plan, other_frozen=other_frozen(live, plan, request))
 
 
 def _renamed(live: LiveOptimizer, plan: LoadPlan) -> dict[str, str]:
     """The saved name of each frozen weight that PEFT has given another one since."""
-    frozen, membership = plan.checkpoint.frozen_layout, plan.membership
-    if frozen is None or not (membership.dropped and membership.added_frozen) or live.sharing.has_slices:
+    frozen, membership = plan.saved_frozen, plan.membership
+    if not (membership.dropped and membership.added_frozen) or live.sharing.has_slices:
         return {}
     return renamed_base_weights(
-        saved_frozen={param.name: param.shape for param in frozen.params},
+        saved_frozen={param.name: param.shape for param in frozen},
         live_frozen={param.name: param.shape for param in live.whole_frozen.params},
-        saved=[*plan.layout.index(), *frozen.index()],
+        saved=[*plan.layout.index(), *(param.name for param in frozen)],
         live=[*live.whole.index(), *live.whole_frozen.index()],
     )
 

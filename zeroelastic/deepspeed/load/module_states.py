@@ -68,8 +68,9 @@ def model_states_reader(
         of_deepspeed = (ZeroStageEnum, ds_loss_scaler.LossScaler, ds_loss_scaler.DynamicLossScaler)
         safe = [*of_deepspeed, (_enum_member, "builtins.getattr"), *map(_imported, options.allow_globals)]
     kept = load_plan.checkpoint.whole_model or not live.per_param
-    own = dict(engine.module.named_parameters(remove_duplicate=False)) if kept else {}
-    reader = _ModelStatesReader(engine, load_plan, path, safe, own)
+    named = dict(engine.module.named_parameters(remove_duplicate=False))
+    excluded = {name: param for name, param in named.items() if load_plan.keeps_frozen and param not in live.trained}
+    reader = _ModelStatesReader(engine, load_plan, path, safe, named if kept else {}, excluded)
     with (
         patched(engine, checkpoint_engine=reader, has_moe_layers=False),
         patched(state_of(engine), module_paths=reader.paths),
@@ -88,7 +89,8 @@ def _experts(engine: Engine) -> dict[str, torch.Tensor]:
 class _ModelStatesReader:
     """Stands in for the checkpoint engine while the module states are loaded; everything else is the original's.
 
-    ``own`` are the parameters whose entries in the module's state are replaced by the run's own tensors. The file is
+    ``own`` are the parameters whose entries in the module's state are replaced by the run's own tensors, ``excluded``
+    those that the state lacks and the run keeps. The file is
     another tensor parallel rank's where the sizes differ; to DeepSpeed it is one of as many as the run has.
     """
 
@@ -99,10 +101,11 @@ class _ModelStatesReader:
         path: str,
         safe: list[Any] | None,
         own: Mapping[str, torch.nn.Parameter],
+        excluded: Mapping[str, torch.nn.Parameter],
     ) -> None:
         self._engine, self._original, self._scheduler = engine, engine.checkpoint_engine, engine.lr_scheduler
         self._load_plan, self._path, self._safe, self._own = load_plan, path, safe, own
-        self._experts, self._tp_size = _experts(engine), engine.mp_world_size
+        self._excluded, self._experts, self._tp_size = excluded, _experts(engine), engine.mp_world_size
         self.paths = (path,) * self._tp_size  # DeepSpeed wants one for each tensor parallel rank
         self._loaded: dict[str, Any] | None = None
 
@@ -137,8 +140,9 @@ class _ModelStatesReader:
         schedule, membership = state.get("lr_scheduler"), self._load_plan.membership
         if self._scheduler is not None and isinstance(schedule, Mapping) and not membership.same_groups:
             state["lr_scheduler"] = rearranged(schedule, self._scheduler.state_dict(), membership.groups)
-        if names:
-            state["module"].update({name: self._own[name].data for name in names})
+        if isinstance(module, dict):
+            own = {**{name: self._own[name] for name in names}, **self._excluded}
+            module.update({name: param.data for name, param in own.items()})
         if self._experts:
             state["module"].update(self._experts)
         state["mp_world_size"] = self._tp_size

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from zeroelastic.checkpoint.commit_record import CheckpointFormat
+from zeroelastic.checkpoint.commit_record import CheckpointFormat, excluded_from
 from zeroelastic.checkpoint.contradictions import (
     VALUE_FACTS,
     check_same_save,
@@ -59,12 +59,14 @@ class LoadPlan:
     """What one rank is going to load, all of it checked.
 
     ``model`` is the module states file this rank takes, and ``head`` the first optimizer file; ``layout`` is that of
-    the saved trained parameters over all ranks. ``plan`` moves trained parameters, ``frozen_plan`` frozen ones (None
-    when there are none to restore). ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to a
-    buffer of its own, which is its part of the master weights; ``newly_frozen_plan`` the other way. ``states[i]`` is
-    what target sub-group i gets. ``visibility`` says which rank sees which file; None where every rank sees all of
-    them. ``checked_bytes`` were read for checksums alone. ``renamed`` has the saved name of each frozen parameter that
-    has another one in the model: all else here goes by the saved ones.
+    the saved trained parameters over all ranks, ``saved_frozen`` are the frozen ones, whether files have them or not.
+    ``plan`` moves trained parameters, ``frozen_plan`` frozen ones (None when there are none to restore).
+    ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to a buffer of its own, which is its part
+    of the master weights; ``newly_frozen_plan`` the other way. ``states[i]`` is what target sub-group i gets.
+    ``visibility`` says which rank sees which file; None where every rank sees all of them. ``other_frozen`` are the
+    frozen parameters of another base model than the save's, which the run keeps. ``checked_bytes`` were read for
+    checksums alone. ``renamed`` has the saved name of each frozen parameter that has another one in the model: all else
+    here goes by the saved ones.
     """
 
     checkpoint: Checkpoint
@@ -75,6 +77,7 @@ class LoadPlan:
     layout: Layout
     plan: Plan
     membership: Membership
+    saved_frozen: tuple[Param, ...]
     frozen_plan: Plan | None
     unfrozen_plan: Plan | None
     newly_frozen_plan: Plan | None
@@ -82,8 +85,14 @@ class LoadPlan:
     states: tuple[TargetState, ...]
     train_batch_size: int | None
     visibility: FileVisibility | None = None
+    other_frozen: tuple[str, ...] = ()
     checked_bytes: int = 0
     renamed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def keeps_frozen(self) -> bool:
+        """Whether the run keeps its own frozen weights, because the save has their digests alone."""
+        return bool(excluded_from(self.checkpoint.record))
 
     @property
     def reads_all_locally(self) -> bool:
@@ -202,17 +211,20 @@ def _open(
     frozen_params = None if frozen is None else frozen.whole_tensors
     if frozen_params and checkpoint.whole_model:
         frozen_params = _without_buffers(frozen_params, live.module)
+    excluded = excluded_from(record)
+    if excluded:
+        frozen_params = tuple(content.param for content in excluded if content.tp_rank == live.tp.rank)
     membership = compare(
-        ParamSet(layout.whole_tensors, frozen_params),
+        ParamSet(layout.whole_tensors, frozen_params, has_frozen=not excluded),
         ParamSet(live.whole.whole_tensors, live.whole_frozen.whole_tensors),
         groups,
         live.groups,
     )
     wrapped = None
     if membership.dropped:
-        saved_names = [*layout.index(), *(() if frozen is None else frozen.index())]
+        saved_names = [*layout.index(), *(param.name for param in frozen_params or ())]
         wrapped = wrapper_advice(saved_names, [*live.whole.index(), *live.whole_frozen.index()])
-    _check_membership(membership, request, tag_dir, live, wrapped)
+    _check_membership(membership, request, checkpoint, live, wrapped)
     if not request.weights_only:
         _check_optimizer(membership, head, live, tag_dir)
         if model.global_steps > 0:
@@ -240,6 +252,7 @@ def _open(
         layout=layout,
         plan=plan,
         membership=membership,
+        saved_frozen=frozen_params or (),
         frozen_plan=frozen_plan,
         unfrozen_plan=unfrozen_plan,
         newly_frozen_plan=newly_frozen,
@@ -317,13 +330,15 @@ def refuse_lost_state(head: Shard) -> None:
 
 
 def _check_membership(
-    membership: Membership, request: LoadRequest, tag_dir: FilePath, live: LiveOptimizer, wrapped: str | None
+    membership: Membership, request: LoadRequest, checkpoint: Checkpoint, live: LiveOptimizer, wrapped: str | None
 ) -> None:
     """Raise LayoutMismatchError, listing everything that differs and is not allowed to.
 
     Whatever ``on_mismatch`` says, names that differ because one side was ``wrapped`` (``wrapper_advice``) are an error,
     and so is a load that would restore nothing that is trained.
     """
+    tag_dir, record = checkpoint.tag_dir, checkpoint.record
+    excluded_by = None if record is None else record.excluded_by
     problems = [*membership.reshaped]
     strict = request.options.on_mismatch == "error"
     if not strict and wrapped is None and not membership.restores(weights_only=request.weights_only):
@@ -333,11 +348,12 @@ def _check_membership(
             sorted(dict.fromkeys(membership.problems)),
         )
     if strict or wrapped is not None:
-        tolerated = {*(() if request.strict_module else membership.frozen_problems)}
+        compares_frozen = request.strict_module or excluded_by == "option"
+        tolerated = {*(() if compares_frozen else membership.frozen_problems)}
         tolerated |= set() if live.trains else {*membership.moved}
         problems += [problem for problem in membership.problems if problem not in tolerated]
         problems += membership.group_problems if not request.weights_only else ()
-    if strict and request.strict_module:
+    if strict and request.strict_module and not excluded_from(record):
         shapes = {param.name: list(param.shape) for param in live.whole_frozen.whole_tensors}
         # DeepSpeed leaves the entry of what requires a gradient in the save; without elements that is all of it.
         whole_name = live.sharing.whole_name

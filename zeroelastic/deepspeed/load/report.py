@@ -257,7 +257,7 @@ def check_batch(saved: int | None, current: int, world_size: int, *, strict: boo
     message = f"GLOBAL BATCH CHANGED from {saved} to {current}; to keep it: {how}"
     if strict:
         raise StrictError(
-            f'{message}. ("strict_batch": false in the "zeroelastic" block, without "keep_global_batch", allows it.)'
+            f'{message}. ("strict": false in the "zeroelastic" block, without "keep_global_batch", allows it.)'
         )
     return message
 
@@ -298,9 +298,13 @@ def _inventory(
             reset.append(f"{what} (the checkpoint has none)")
     if membership.frozen:
         exact.append(counted(len(membership.frozen), "frozen parameter"))
-    if membership.excluded:
-        named = ", ".join(membership.excluded)
-        reset.append(f"{counted(len(membership.excluded), 'frozen parameter')} (excluded from the save): {named}")
+    kept = [name for name in membership.excluded if name not in load_plan.other_frozen]
+    if kept and load_plan.keeps_frozen:
+        exact.append(f"{counted(len(kept), 'frozen parameter')} (the run's own, whose digests are those of the save)")
+    elif kept:
+        reset.append(f"{counted(len(kept), 'frozen parameter')} (excluded from the save): {', '.join(kept)}")
+    if others := load_plan.other_frozen:
+        reset.append(f"{counted(len(others), 'frozen parameter')} (not those of the save): {', '.join(others)}")
     topologies = load_plan.checkpoint.topology, live.topology
     saved, current = (topology.data_size for topology in topologies)
     kind = "data parallel " if any(topology.tensor_size > 1 for topology in topologies) else ""

@@ -37,7 +37,7 @@ from zeroelastic.torch_file.zip_check import check_archive
 _NAMED = 8
 _ROOT_DIGITS = 12
 _ANY_DTYPE = "uint8"
-_INCOMPARABLE = "content roots are not comparable, because the run does not train the parameters of the save"
+_INCOMPARABLE = "content roots are not comparable, because the run does not have the parameters of the save"
 
 
 TensorKey = tuple[str, str]
@@ -83,7 +83,10 @@ def verify(
         "saved without a commit record, so without digests: NOT CHECKED. "
         f"`zeroelastic verify {checkpoint.tag_dir}` compares its files with their checksums"
     )
-    with_frozen, membership = checkpoint.frozen_layout is not None, load_plan.membership
+    membership, is_other_base = load_plan.membership, bool(load_plan.other_frozen)
+    keeps_frozen = load_plan.keeps_frozen and not is_other_base
+    with_frozen = checkpoint.frozen_layout is not None or keeps_frozen
+    same_params = membership.same_params and not is_other_base
     local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read_digests)
     try:
         contents = whole_contents(live, local, device=engine.device)
@@ -99,41 +102,41 @@ def verify(
     num_cast = sum(key != FP32 or not from_16_bit for _, key in cast)
     saved_root = checkpoint.record.content_root
     recorded = {c.param.name: c for c in checkpoint.record.contents() if c.tp_rank == live.tp.rank}
-    common = frozenset((*membership.restored, *membership.frozen))
+    common = frozenset((*membership.restored, *membership.frozen, *(membership.excluded if keeps_frozen else ())))
     saved = [  # without what this load leaves alone; the report names what only one side has
         content
         for name, content in recorded.items()
-        if (membership.same_params or name in common) and (with_frozen or FROZEN not in content.tensors)
+        if (same_params or name in common) and (with_frozen or FROZEN not in content.tensors)
     ]
     wrong = [
         (name, key)
         for (name, key), digest in changed.items()
         if name not in recorded or recorded[name].tensors.get(key, ("", None))[1] != digest
     ]
-    if not membership.same_params:
+    if not same_params:
         wrong += [(name, "the parameter itself") for name in sorted(common - {c.param.name for c in saved})]
     wrong += differences(saved, _as_read(contents, cast, recorded), weights_only=request.weights_only)
     # each tensor parallel rank has parameters of its own; what decides about collectives is alike on all
-    facts = gather_over_tp(live, (bool(wrong), num_cast, membership.same_params))
+    facts = gather_over_tp(live, (bool(wrong), num_cast, same_params))
     if any(differs for differs, _, _ in facts):
         return Verification(saved_root, None, False, None, tuple(wrong))
-    same_params = all(same for _, _, same in facts)
+    all_same = all(same for _, _, same in facts)
     if any(number for _, number, _ in facts) or from_16_bit or request.weights_only:
         what = [f"{num_cast} tensors cast to this run's dtype (compared as read)"] if num_cast else []
         what += ["master weights rounded to 16 bits (load_from_fp32_weights is off)"] if from_16_bit else []
         what += ["weights only"] if request.weights_only else []
-        what += [_INCOMPARABLE] if not membership.same_params else []
+        what += [_INCOMPARABLE] if not all_same else []
         return Verification(saved_root, None, None, f"digests of what was loaded match the record; {', '.join(what)}")
     contents = with_saved_kinds(contents, saved)
     root = _root(live, contents)
-    if same_params:
+    if all_same:
         ours, theirs = root, saved_root
     else:
         ours = _root(live, [content for content in contents if content.param.name in common])
         theirs = _root(live, saved)
     if ours != theirs:  # the live state has something that the saved one has not
         return Verification(theirs, ours, False, None)
-    if not same_params:
+    if not all_same:
         return Verification(saved_root, root, None, f"digests of what was restored match the record; {_INCOMPARABLE}")
     return Verification(saved_root, root, True, None)
 

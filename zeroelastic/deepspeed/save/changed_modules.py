@@ -32,8 +32,7 @@ def refuse_changed_module(engine: Engine, live: LiveOptimizer, where: FilePath |
     script. Warns once of parameters that the optimizer has and the module has no more. No collective.
     """
     now: dict[Parameter, str] = {param: name for name, param in engine.module.named_parameters()}
-    known = engine.param_names
-    gone = {known[param]: param for param in live.trained if param in known and param not in now}
+    known, gone = engine.param_names, _gone(engine, live, now)
     replaced = sorted(gone.keys() & {name for param, name in now.items() if param not in known})
     if replaced:
         raise SaveError(
@@ -41,9 +40,8 @@ def refuse_changed_module(engine: Engine, live: LiveOptimizer, where: FilePath |
             "and would save the parameter of then, and not the one that the module computes with. Nothing was written. "
             "Build the whole model before deepspeed.initialize, or copy the values into the parameters that are there."
         )
-    if with_frozen:
-        _refuse_merged(live, where)
-        _refuse_unloaded(known, now, live, gone, where)
+    if with_frozen and (merged := merged_weights(engine, live)) is not None:
+        raise SaveError(f"{where}: {merged}")
     state = state_of(engine)
     if gone and not state.warned_of_gone_params and engine.global_rank == 0:
         logger.warning(
@@ -54,30 +52,41 @@ def refuse_changed_module(engine: Engine, live: LiveOptimizer, where: FilePath |
     state.warned_of_gone_params = state.warned_of_gone_params or bool(gone)
 
 
-def _refuse_merged(live: LiveOptimizer, where: FilePath | str) -> None:
-    """Raise SaveError where frozen base weights have adapters merged into them, by ``merge_adapter``."""
+def _gone(engine: Engine, live: LiveOptimizer, now: Mapping[Parameter, str]) -> dict[str, Parameter]:
+    """Return the trained parameters that the module no longer has, by their names at ``deepspeed.initialize``."""
+    known = engine.param_names
+    return {known[param]: param for param in live.trained if param in known and param not in now}
+
+
+def merged_weights(engine: Engine, live: LiveOptimizer) -> str | None:
+    """Return a sentence where trained adapters are merged into frozen base weights; None where none are."""
+    now: dict[Parameter, str] = {param: name for name, param in engine.module.named_parameters()}
+    return _merged(live) or _unloaded(engine.param_names, now, live, _gone(engine, live, now))
+
+
+def _merged(live: LiveOptimizer) -> str | None:
+    """Return a sentence where frozen base weights have adapters merged into them, by ``merge_adapter``."""
     merged = [
         name
         for name, base in merged_layers(live.module).items()
         if any(param not in live.trained for param in base.parameters())
     ]
-    if merged:
-        raise SaveError(
-            f"{where}: adapters are merged into the base weights of {some(merged)}. The save would have both, and a "
-            "model that loads it would apply the adapters twice. Nothing was written. Call unmerge_adapter() before "
-            "the save, and merge_adapter() after it; or leave out the frozen weights, with "
-            "exclude_frozen_parameters=True."
-        )
+    if not merged:
+        return None
+    return (
+        f"adapters are merged into the base weights of {some(merged)}. The save would have both, and a model that "
+        "loads it would apply the adapters twice. Nothing was written. Call unmerge_adapter() before the save, and "
+        "merge_adapter() after it; or leave out the frozen weights, with exclude_frozen_parameters=True."
+    )
 
 
-def _refuse_unloaded(
+def _unloaded(
     known: Mapping[Parameter, str],
-    now: dict[Parameter, str],
+    now: Mapping[Parameter, str],
     live: LiveOptimizer,
-    gone: dict[str, Parameter],
-    where: FilePath | str,
-) -> None:
-    """Raise SaveError where adapters were taken off their modules, as by ``merge_and_unload``, and are still trained.
+    gone: Mapping[str, Parameter],
+) -> str | None:
+    """Return a sentence where adapters were taken off their modules, as by ``merge_and_unload``, and are still trained.
 
     ``known`` has the names of ``deepspeed.initialize``, ``now`` those of the module. Only frozen base weights count: of
     trained ones the optimizer has values without what was merged.
@@ -88,13 +97,14 @@ def _refuse_unloaded(
         if param in known and param not in live.trained and _depth(known[param]) > _depth(name)
     }
     modules = sorted(module for module in bare if any(name.startswith(f"{module}.") for name in gone))
-    if modules:
-        raise SaveError(
-            f"{where}: the adapters of {some(modules)} are no longer in the module, as after merge_and_unload(), and "
-            "the optimizer still has them. The save would have them and base weights into which they are merged, and a "
-            "model that loads it would apply them twice. Nothing was written. Save before the adapters are merged, and "
-            "write the merged model with its own save_pretrained()."
-        )
+    if not modules:
+        return None
+    return (
+        f"the adapters of {some(modules)} are no longer in the module, as after merge_and_unload(), and the optimizer "
+        "still has them. The save would have them and base weights into which they are merged, and a model that loads "
+        "it would apply them twice. Nothing was written. Save before the adapters are merged, and write the merged "
+        "model with its own save_pretrained()."
+    )
 
 
 def _depth(name: str) -> int:

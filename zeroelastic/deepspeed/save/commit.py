@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import deepspeed
 import torch
@@ -63,7 +63,7 @@ class PendingCommit:
     ``file_names`` are the names of this rank's module states and optimizer file, ``expert_files`` those of files of
     experts that it has written. The two have to say its place, the step, and the parameters as they were when it saved:
     ``sub_groups`` are those of each flat buffer as the files name them, ``groups`` and ``layout`` name whole tensors;
-    ``frozen`` are None where they are excluded.
+    ``frozen`` are None where they are excluded, by the option or the argument, ``excluded_by``.
     ``allow_globals`` are the names in the run's options. ``follows`` are the saves on the disk that one in memory
     follows. ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained
     parameters among them.
@@ -86,6 +86,7 @@ class PendingCommit:
     follows: tuple[str, ...] = ()
     contents: tuple[ParamContent, ...] = ()
     trained: frozenset[str] = frozenset()
+    excluded_by: Literal["option", "argument"] | None = None
     expert_files: tuple[str, ...] = ()
 
 
@@ -168,6 +169,7 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
         directories={name: digest for each in own_last for name, digest in sorted(each.directories.items())},
         params=param_records(save.contents, save.trained),
         content_root=content_root(save.contents),
+        excluded_by=save.excluded_by,
     )
 
 

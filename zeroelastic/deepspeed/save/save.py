@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -44,7 +44,7 @@ from zeroelastic.deepspeed.run_objects import saving_sampler
 from zeroelastic.deepspeed.save.after_save import AfterSave, remove_old_tags
 from zeroelastic.deepspeed.save.background import BackgroundSave, background_for
 from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
-from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
+from zeroelastic.deepspeed.save.changed_modules import merged_weights, refuse_changed_module
 from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, written_files
 from zeroelastic.deepspeed.save.directory import Directory
 from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
@@ -97,7 +97,7 @@ class SaveRequest:
     named: str
     client_state: Any
     save_latest: bool
-    exclude_frozen_parameters: bool
+    excluded_by: Literal["option", "argument"] | None
 
     @property
     def directory(self) -> Path:
@@ -107,9 +107,14 @@ class SaveRequest:
     def tag_dir(self) -> Path:
         return self.directory / self.tag
 
+    @property
+    def excludes_frozen(self) -> bool:
+        """Whether frozen weights are left out of the files."""
+        return self.excluded_by is not None
+
     def call_deepspeed(self, original: Method, engine: Engine) -> Any:
         """The same call of DeepSpeed's own method."""
-        args = (self.save_dir, self.tag, self.client_state, self.save_latest, self.exclude_frozen_parameters)
+        args = (self.save_dir, self.tag, self.client_state, self.save_latest, self.excludes_frozen)
         return original(engine, *args)
 
 
@@ -141,7 +146,9 @@ class Save:
         def begin() -> ShardWriter:
             if destination.is_leader:
                 destination.begin()
-            streams = live_streams(live, with_frozen=not request.exclude_frozen_parameters)
+            # merged weights are not those of the base that a load compares
+            is_base = not request.excludes_frozen or merged_weights(engine, live) is None
+            streams = live_streams(live, with_frozen=is_base)
             if not writes_with_torch(checkpoint_engine):
                 return OtherEngineWriter(checkpoint_engine, live, streams, options)
             if self.memory is not None:
@@ -213,7 +220,7 @@ class Save:
         request, live, options = self.request, self.live, options_of(engine)
         file_names = written_files(engine, self.destination.deepspeed_dir, request.tag)
         frozen = None
-        if not request.exclude_frozen_parameters:
+        if not request.excludes_frozen:
             frozen = tuple(chain(*live.local_params(live.frozen)))
             if not live.per_param:  # the file of the module has no experts
                 frozen = tuple(param for param in frozen if param.name not in live.sharing.expert_sizes)
@@ -233,6 +240,7 @@ class Save:
             expert_files=tuple(name for name in names if name not in file_names),
             last_save=last_save_of(engine),
             lost_micro_batches=_warn_of_lost_micro_batches(engine, request.tag_dir),
+            excluded_by=request.excluded_by,
         )
 
 
@@ -248,6 +256,7 @@ def save_checkpoint(
     """DeepSpeed's save, the commit record, the tag, ``latest``: in that order, each durable before the next."""
     directory = save_directory(save_dir) if save_dir else None
     if kind_of(self.optimizer) is None or directory is None or _is_left_to_its_engine(self):
+        _warn_of_full_save(self, save_dir)
         _warn_of_damage(self, save_dir)
         with in_rigid_form(self.optimizer):
             save_dir = absolute(save_dir) if save_dir else save_dir
@@ -265,7 +274,9 @@ def save_checkpoint(
     barrier.leave_note(new_save_id())
     barrier.wait("begin")
     with barrier.attribute_failures():
-        request = SaveRequest(save_dir, tag, named, client_state, save_latest, exclude_frozen_parameters)
+        by_argument: Literal["argument"] | None = "argument" if exclude_frozen_parameters else None
+        excluded_by = "option" if options_of(self).frozen == "exclude" else by_argument
+        request = SaveRequest(save_dir, tag, named, client_state, save_latest, excluded_by)
         return _save(self, original, request, barrier, after, save_id=barrier.note_of(0))
 
 
@@ -307,7 +318,7 @@ def _save(
     elastic = saves_elastic(engine) and kind is not None and kind.per_param
     prepared = _prepare(engine, request, elastic=elastic)
     if isinstance(prepared, ZeroElasticError):
-        asked = request.exclude_frozen_parameters  # which DeepSpeed's save would not heed
+        asked = request.excludes_frozen  # which DeepSpeed's save would not heed
         refuses = elastic or (saves_elastic(engine) and (asked or isinstance(prepared, UsageError)))
         if refuses or not stock_saves(request.tag):
             raise prepared
@@ -384,10 +395,10 @@ def _prepare(
             _warn_of_other_params(engine, request.tag_dir)
         refuse_to_save(engine, request.tag_dir)
         live = covered_live(engine, engine.optimizer)
-        refuse_changed_module(engine, live, request.tag_dir, with_frozen=not request.exclude_frozen_parameters)
+        refuse_changed_module(engine, live, request.tag_dir, with_frozen=request.excluded_by != "argument")
         refuse_unwritable(engine)
         refuse_experts_on_nodes(engine, live)
-        if request.exclude_frozen_parameters:
+        if request.excludes_frozen:
             refuse_to_exclude_experts(live)
         facts = replicated_facts(live)
         with listed_by_optimizer(engine, live.trained):
@@ -453,6 +464,12 @@ def _warn_of_other_params(engine: Engine, tag_dir: Path) -> None:
             "engine saves under this tag, give each engine a directory of its own.",
             tag_dir,
         )
+
+
+def _warn_of_full_save(engine: Engine, place: object) -> None:
+    """Say that ``"frozen": "exclude"`` has no effect on a save that is DeepSpeed's own."""
+    if place and options_of(engine).frozen == "exclude" and dist.get_rank() == 0:
+        logger.warning('%s: "frozen": "exclude" has no effect on this save, which is DeepSpeed\'s own.', place)
 
 
 def _warn_of_damage(engine: Engine, place: object) -> None:

@@ -179,6 +179,8 @@ def plan_export(
         tied_to = {alias: name for alias, name in saved.tied.items() if name in names}
         chosen = tuple(tensor for tensor in saved.tensors if tensor.name in names)
         saved = replace(saved, tensors=chosen, tied=tied_to, left_out=())
+    else:
+        _refuse_excluded(state)
     unwritable = [t for t in saved.tensors if t.kind == "buffer" and t.dtype not in DTYPE_NAMES]
     left_out = (*saved.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in unwritable))
     saved = replace(saved, tensors=tuple(tensor for tensor in saved.tensors if tensor not in unwritable))
@@ -219,6 +221,18 @@ def plan_export(
         more, index = _lay_out("optimizer", [(t, t.dtype) for t in tensors], {}, max_shard_size)
         files, texts = files + more, {**texts, **index, "optimizer.json": _text(optimizer_document(state))}
     return ExportPlan(state, tuple(files), texts, copied, saved.tied, left_out, notes)
+
+
+def _refuse_excluded(state: SavedState) -> None:
+    """Raise UnsupportedError for the whole weights of a save that has no frozen ones."""
+    record = state.checkpoint.record
+    if record is not None and (excluded := record.excluded()):
+        raise UnsupportedError(
+            f"{state.checkpoint.tag_dir}: the weights of {counted(len(excluded), 'frozen parameter')} "
+            f"({some(content.param.name for content in excluded)}) are not in the checkpoint, which was saved with "
+            f"{record.excluded_how}. Export the trained weights alone with --adapters, and put them on the base model; "
+            'or resume with the base model, and save with "frozen": "include".'
+        )
 
 
 _NO_ADAPTER = (

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zeroelastic.checkpoint.checker import Headers, check_headers
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, excluded_note
 from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.one_save import one_save, saved_again, was_saved_again
@@ -286,7 +286,9 @@ def _notes(source: Source, checked: TagHeaders) -> list[str]:
         notes.append(f"the model states file was written by DeepSpeed {version}")
     if stale := listing.stale(checked.topology.data_size):
         notes.append(f"files of ranks that this save does not have are left over: {some(stale)}")
-    if checked.first_model is not None and checked.first_model.frozen is None:
+    if note := excluded_note(record):
+        notes.append(note)
+    elif checked.first_model is not None and checked.first_model.frozen is None:
         notes.append("frozen parameters, if there are any, were left out of this save (exclude_frozen_parameters)")
     return notes
 

@@ -383,6 +383,7 @@ def _record(
         ),
         files=files,
         directories={name: directory for name, directory in found.items() if directory is not None},
+        excluded_by=None if source is None else source.excluded_by,
         params=param_records(contents, frozenset(param.name for param in params)),
         content_root=root,
     )

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, excluded_note
 from zeroelastic.checkpoint.streams import Folded, fold
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
@@ -107,7 +107,7 @@ def _report(
         problems=tuple(replace(found, sentence=found.sentence.replace(f"{directory}/", "")) for found in problems),
         remedy=COPY_OR_GO_BACK if problems else None,
         checked=tuple(checked),
-        unchecked=(*unchecked, *headers.notes),
+        unchecked=(*unchecked, *([note] if (note := excluded_note(record)) else ()), *headers.notes),
         content_root=None if headers.unsupported else root,
         unsupported=tuple(
             sentence.replace(f"{directory}/", "").removeprefix(f"{directory}: ") for sentence in headers.unsupported

@@ -1,0 +1,58 @@
+"""The frozen weights of a run that loads a save without frozen weights, compared with the digests of that save."""
+
+from __future__ import annotations
+
+from zeroelastic.checkpoint.commit_record import CommitRecord, excluded_from
+from zeroelastic.checkpoint.optimizer_file import FROZEN
+from zeroelastic.deepspeed.live.digests import frozen_digests, gather_over_tp
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.load.preflight import LoadPlan
+from zeroelastic.deepspeed.options import LoadRequest
+from zeroelastic.distributed.collective import collective_device
+from zeroelastic.errors import LayoutMismatchError, StrictError, counted, some
+
+_LOAD_IT_FIRST = "Load the base model that the run was saved with before deepspeed.initialize"
+
+
+def other_frozen(live: LiveOptimizer, plan: LoadPlan, request: LoadRequest) -> tuple[str, ...]:
+    """Return the names of frozen parameters whose values are not those of the save, which has digests alone.
+
+    Collective, and the same on every rank. Raises LayoutMismatchError where the save was made with
+    ``"frozen": "exclude"``, or the module is loaded strictly; StrictError under ``"strict": true``.
+    """
+    record = plan.checkpoint.record
+    recorded = {
+        content.param.name: (content.param.shape, *content.tensors[FROZEN])
+        for content in excluded_from(record)
+        if content.tp_rank == live.tp.rank
+    }
+    if record is None or not plan.keeps_frozen:
+        return ()
+    found = frozen_digests(live, device=collective_device())
+    own = [name for name in plan.membership.excluded if found[name] != recorded[name]]
+    others = tuple(sorted({name for names in gather_over_tp(live, own) for name in names}))
+    if not others:
+        return ()
+    what = f"{plan.checkpoint.tag_dir}: {_sentence(others, record)}. {_LOAD_IT_FIRST}"
+    if record.excluded_by == "option" or (request.strict_module and request.options.on_mismatch == "error"):
+        raise LayoutMismatchError(
+            f'{what}; or save with "frozen": "include", which puts frozen weights into the checkpoint.', []
+        )
+    if request.options.strict:
+        raise StrictError(f'{what}. ("strict": false in the "zeroelastic" block allows it.)')
+    return others
+
+
+def base_notes(plan: LoadPlan) -> list[str]:
+    """Return a loud line where the run goes on with another base model than that of the save."""
+    record = plan.checkpoint.record
+    if record is None or not plan.other_frozen:
+        return []
+    return [f"OTHER BASE MODEL: {_sentence(plan.other_frozen, record)}, and stay the run's own. {_LOAD_IT_FIRST}"]
+
+
+def _sentence(names: tuple[str, ...], record: CommitRecord) -> str:
+    return (
+        f"{counted(len(names), 'frozen parameter')} of the run differ from those of the save by dtype, shape or digest "
+        f"({some(names)}); the checkpoint has only their digests ({record.excluded_how})"
+    )
