@@ -207,7 +207,10 @@ def test_new_ranks_get_generators_of_their_own(pool, whole, tmp_path):
 
 
 @pytest.mark.support(
-    "Frameworks", "Hugging Face Trainer with PEFT (LoRA)", "exact", "frozen weights are the base model's"
+    "Frameworks",
+    "Hugging Face Trainer with PEFT (LoRA)",
+    "exact",
+    "frozen weights are the base model's, compared by digest",
 )
 @pytest.mark.parametrize(("stage", "stage_after"), with_swept([(3, 3), (2, 2), (2, 3)], {(2, 2)}))
 def test_lora_goes_on_as_the_whole_one(pool, tmp_path, stage, stage_after):
@@ -224,7 +227,16 @@ def test_lora_goes_on_as_the_whole_one(pool, tmp_path, stage, stage_after):
             job.at(directory=str(tmp_path / str(world_size)), stage=stage_after, resume=True),
         ):
             check_goes_on(seen[0], outcome, 6)
-            assert "frozen parameters (excluded from the save)" in outcome.report.text()
+            assert "frozen parameters (the run's own, whose digests are those of the save)" in outcome.report.text()
+            assert outcome.report.root_matches
+    other = job.at(directory=str(tmp_path / "2"), stage=stage_after, resume=True, model_seed=8)
+    shutil.rmtree(tmp_path / "2")
+    shutil.copytree(tmp_path / "whole", tmp_path / "2")
+    for outcome in pool.run(run_trainer, 2, other):
+        assert any(note.startswith("OTHER BASE MODEL: ") for note in outcome.report.notes)
+    strict = other.at(directory=str(tmp_path / "whole"), config={"zeroelastic": {"strict": True}})
+    for kind, text in pool.run(attempt, 2, strict):
+        assert kind == "StrictError" and "frozen parameters of the run differ from those of the save" in text
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,13 @@ def other_frozen(live: LiveOptimizer, plan: LoadPlan, request: LoadRequest) -> t
     if not others:
         return ()
     what = f"{plan.checkpoint.tag_dir}: {_sentence(others, record)}. {_LOAD_IT_FIRST}"
+    advice = "load_module_strict=False keeps the run's own"
+    if record.excluded_by == "option":
+        advice = 'save with "frozen": "include" to have frozen weights in the checkpoint'
     if record.excluded_by == "option" or (request.strict_module and request.options.on_mismatch == "error"):
+        shapes = {tensor.name: list(tensor.shape) for tensor in live.whole_frozen.whole_tensors}
         raise LayoutMismatchError(
-            f'{what}; or save with "frozen": "include", which puts frozen weights into the checkpoint.', []
+            f"{what}; or {advice}:", [f"frozen parameter {name} {shapes.get(name, '')}" for name in others]
         )
     if request.options.strict:
         raise StrictError(f'{what}. ("strict": false in the "zeroelastic" block allows it.)')
