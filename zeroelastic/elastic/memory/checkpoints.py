@@ -183,7 +183,7 @@ class MemoryCheckpoints:
         live = covered_live(engine, engine.optimizer)
         refuse_changed_module(engine, live, "memory", with_frozen=True)
         save = MemorySave(
-            SaveRequest(str(self._run.complete), node.place.name, "memory", client_state, False, False),
+            SaveRequest(str(self._run.complete), node.place.name, "memory", client_state, False, None),
             node,
             live,
             GroupBarrier(lambda: self.is_broken),
