@@ -71,7 +71,7 @@ def test_a_name_is_refused_by_a_save_or_found_by_every_reader(
         assert is_found(root, tag)
     if saved:
         assert {found.name for found in list_run(root).tags} == set(saved) == set(list_tags(root))
-        with pytest.raises(CheckpointError, match="can be resumed"):
+        with pytest.raises(CheckpointError, match="trains the parameters of this engine"):
             refuse_fresh_start(root)
     shutil.rmtree(root)
 
