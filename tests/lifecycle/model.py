@@ -159,6 +159,9 @@ class Memory:
             if kept.lost(nodes):
                 continue
             if not kept.newer(model):
+                newest = [(saved.state, saved.position) for saved in disk[:1]]
+                if not kept.damaged and (kept.saved.state, kept.saved.position) in newest:
+                    allowed.append(kept.saved)  # the same state, whichever came later
                 continue
             if not kept.damaged:
                 allowed.append(kept.saved)

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from zeroelastic.deepspeed.engine import options_of
 from zeroelastic.deepspeed.engine_state import last_save_of
 from zeroelastic.deepspeed.install.wrappers import loading_strictly
 from zeroelastic.deepspeed.live.kinds import kind_of, trained_params
-from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast
+from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast_or_raise
 from zeroelastic.elastic.memory.place import Place, RunPlace
 from zeroelastic.errors import CheckpointError, SaveError, UnreadableError, finding
 from zeroelastic.io.paths import FilePath
@@ -43,6 +44,7 @@ class MemoryTag:
     step: int
     committed_at: float
     follows: tuple[str, ...]
+    content_root: str
     is_own: bool
 
     def is_after(self, saved: Tag | None, tags: Sequence[Tag], left: Sequence[Tag]) -> bool:
@@ -56,7 +58,15 @@ class MemoryTag:
         if saved is None:
             return not any(tag.save_id in self.follows for tag in (*tags, *left))
         follows = saved.save_id in self.follows if saved.save_id is not None else not self.follows
-        return follows and self.step >= (saved.step or 0)
+        return (follows and self.step >= (saved.step or 0)) or self._is_the_same(saved)
+
+    def _is_the_same(self, saved: Tag) -> bool:
+        """Whether a tag on the disk has this step, with the same content: it was saved to both."""
+        record = None
+        if self.step == saved.step:
+            with suppress(CheckpointError, UnreadableError):
+                record = read_record(saved.tag_dir)
+        return record is not None and record.content_root == self.content_root
 
 
 class MemoryTier:
@@ -81,7 +91,7 @@ class MemoryTier:
                 except (CheckpointError, UnreadableError):
                     continue
                 if record is not None:
-                    facts = record.global_steps, record.committed_at or 0.0, record.follows
+                    facts = record.global_steps, record.committed_at or 0.0, record.follows, record.content_root
                     found.append(MemoryTag(name, *facts, is_own=run == self._run))
         return found
 
@@ -100,9 +110,13 @@ class MemoryTier:
         Collective; rank 0's arguments count, which are those of ``MemoryTag.is_after``. Tags that were tried before are
         left out. An error of a tag passes it over, an error of the run is raised. The run continues ``saved``.
         """
-        after = [tag for tag in self.tags if tag.is_own and tag.is_after(saved, tags, left)]
+
+        def after() -> list[tuple[MemoryTag, tuple[str | None, int, float]]]:
+            own = (tag for tag in self.tags if tag.is_own and tag not in self._tried)
+            return [(tag, _followed(tag, saved)) for tag in own if tag.is_after(saved, tags, left)]
+
         passed: list[str] = []
-        for tag, followed in broadcast([(tag, _followed(tag, saved)) for tag in after if tag not in self._tried]):
+        for tag, followed in broadcast_or_raise(after):
             self._tried.add(tag)
             try:
                 client_state = self._load(engine, tag, strict=strict)

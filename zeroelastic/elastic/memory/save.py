@@ -22,15 +22,17 @@ from zeroelastic.deepspeed.engine_state import LastSave, last_save_of
 from zeroelastic.deepspeed.live.digests import live_streams
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
+from zeroelastic.deepspeed.save.commit import PendingCommit, Written
 from zeroelastic.deepspeed.save.directory import Directory
 from zeroelastic.deepspeed.save.save import Save
 from zeroelastic.deepspeed.save.shard_writer import Snapshot, write_local_files
-from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise
+from zeroelastic.distributed.collective import all_gather_alike, all_gather_or_raise, all_or_raise
 from zeroelastic.elastic.memory.copies import Placement, protect
 from zeroelastic.elastic.memory.memory_file import Slot
 from zeroelastic.elastic.memory.place import RunPlace
 from zeroelastic.errors import SaveError
-from zeroelastic.torch_file.image import FileImage
+from zeroelastic.torch_file.image import FileImage, ImageBlocks
+from zeroelastic.torch_file.zip_directory import read_directory
 
 T = TypeVar("T")
 
@@ -68,13 +70,15 @@ class GroupBarrier(SaveBarrier):
 class MemoryDirectory(Directory):
     """The directory of this node that has the tags of a run in memory, of which the files of ``slot`` become one.
 
-    ``leaders`` are the first ranks of the nodes, by rank. ``images`` are this rank's own files, when they are complete.
+    ``leaders`` are the first ranks of the nodes, by rank. ``images`` are this rank's own files, when they are complete,
+    and ``kept`` the names of those that it keeps for others.
     """
 
     def __init__(self, run: RunPlace, slot: Slot, tag: str, save_id: str, leaders: tuple[int, ...]) -> None:
         super().__init__(run.complete, tag, save_id, leaders, save_latest=False, fsync=False)
         self.run, self.slot = run, slot
         self.images: dict[str, torch.Tensor] = {}
+        self.kept: tuple[str, ...] = ()
 
     def begin(self) -> None:
         """Make the hidden directory; each rank of the node does."""
@@ -95,6 +99,16 @@ class MemoryDirectory(Directory):
         """Remove the other tags of the run."""
         self.run.remove_tags(but=[self.place.name])
         return ()
+
+    def _read_back(self, save: PendingCommit, barrier: SaveBarrier) -> Written:
+        """What this rank has in memory, of which nothing is read back; the copies for others are put beside it."""
+        for name in self.kept:
+            self.slot.link(self.staging_dir / name)
+        self.slot.trim()
+        found = {name: image.numpy() for name, image in self.images.items()}
+        blocks = {name: ImageBlocks(data) for name, data in found.items()}
+        directories = {name: read_directory(image.read, image.size).digest for name, image in blocks.items()}
+        return Written({name: len(data) for name, data in found.items()}, directories)
 
     def _check_sizes(self, barrier: SaveBarrier) -> None:
         """Nothing: the ranks of a node see one memory."""
@@ -167,14 +181,8 @@ class MemorySave(Save):
                 raise SaveError(f"{missing[0]} was written by torch alone, whose files are not copied to other nodes.")
             return {name: len(data) for name, data in own.items()}
 
-        sizes = all_gather(self.barrier.all_or_raise(files, "write"))
+        _, sizes = all_gather_or_raise(files)
         take = node.slot.take
         kept, run = self.barrier.all_or_raise(lambda: protect(sizes, self.placement, own, take, group), "write")
+        node.kept = tuple(kept)
         self.sent = run()
-
-        def link() -> None:
-            for name in kept:
-                node.slot.link(node.staging_dir / name)
-            node.slot.trim()
-
-        self.barrier.all_or_raise(link, "write")
