@@ -23,7 +23,6 @@ from zeroelastic.byte_sizes import format_size
 from zeroelastic.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress as RichProgress
 
     from zeroelastic.verbs.options import Progress
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 _EXISTS = "{}: exists; nothing is overwritten without --force. Give another name."
 _WIDE = 1 << 20
-_USUAL_WIDTH = 80
 _DELAY_S = 1.0
 LINE_S = 10.0
 """Seconds between two lines, where stderr is no terminal."""
@@ -104,17 +102,6 @@ def columns(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset(
         ).rstrip()
         for row in safe
     ]
-
-
-def whole_table_console(*, folds: bool = False) -> Console:
-    """A console in whose tables nothing is cut: their lines are as long as they must be, and the terminal breaks them.
-
-    With ``folds``, columns that may fold do so on a terminal of usual width; elsewhere names stay whole for grep.
-    """
-    from rich.console import Console
-
-    out = Console()
-    return out if folds and out.is_terminal and out.width >= _USUAL_WIDTH else Console(width=_WIDE)
 
 
 def print_written(report: Path | None) -> None:

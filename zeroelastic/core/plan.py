@@ -323,29 +323,6 @@ def _check_slice_plan(plan: Plan) -> None:
     assert np.array_equal(plan.src_sub_group, src.sub_group[plan.src_param]), "wrong source sub-group"
 
 
-def overlaps(
-    src: Layout, dst: Layout, params: Int64Array, order: Int64Array
-) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-    """What all target ranks together copy of some parameters of ``dst``, none of them without elements.
-
-    ``order`` is ``match_params(src, dst)``. Four parallel columns: position in ``params``, target rank, source rank,
-    elements. These are the rows of ``make_plan`` for every rank, in another order.
-    """
-    source_of = order[params]
-    numel, dst_part, dst_origin = dst.numel[params], dst.part[params], dst.origin[params]
-    src_part, src_origin = src.part[source_of], src.origin[source_of]
-    first = dst_origin // dst_part
-    which, target = numbered(first, (dst_origin + numel - 1) // dst_part - first + 1)
-    begin = np.maximum(target * dst_part[which] - dst_origin[which], 0)
-    end = np.minimum((target + 1) * dst_part[which] - dst_origin[which], numel[which])
-    first = (begin + src_origin[which]) // src_part[which]
-    row, source = numbered(first, (end - 1 + src_origin[which]) // src_part[which] - first + 1)
-    which = which[row]
-    start = source * src_part[which] - src_origin[which]
-    length = np.minimum(end[row], start + src_part[which]) - np.maximum(begin[row], start)
-    return which, target[row], source, length
-
-
 def coalesce(
     src: Int64Array, src_offset: Int64Array, dst: Int64Array, dst_offset: Int64Array, length: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array, Int64Array]:
