@@ -39,7 +39,7 @@ unexport PYTHONUNBUFFERED
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all sweep coverage same-as-stock deepspeed-faults test-gpu test-native native-tests compiled-tests \
-    crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale reliability support sizes lint format clean
+    crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale support sizes lint format clean
 
 help:
 	@echo "make demo      the demonstration; its results go to demo/"
@@ -64,8 +64,7 @@ help:
 	@echo "make bench-memory  what checkpoints in memory cost training, and loads from them; needs a quiet machine"
 	@echo "make lifecycle  thousands of actions on real engines, each compared with a model"
 	@echo "make fuzz      fuzzes every reader of files, FUZZ_SECONDS=600 each (FUZZ_TARGETS='pickle table' narrows)"
-	@echo "make bench-scale  many ranks, parameters and tags; needs a quiet machine"
-	@echo "make reliability  docs/reliability.md, from the raw results of the campaigns"
+	@echo "make bench-scale  headers and records of many parameters and ranks; needs a quiet machine"
 	@echo "make front-ends  TRL, LLaMA-Factory and others, unchanged, on 2 -> 3 -> 1 ranks"
 	@echo "make damage    a thousand flipped bits and other damage, each judged by a load"
 	@echo "make dist      a source distribution and a wheel for every Python and most Linux systems, in dist/"
@@ -282,10 +281,9 @@ fuzz: $(STAMP)
 	$(PY) tests/fuzz/campaign.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED) --targets '$(FUZZ_TARGETS)' \
 	    --out benchmarks/results
 
-# Many ranks, parameters and tags; raw results go to benchmarks/results.
+# Many parameters and ranks; the raw result goes to benchmarks/results.
 bench-scale: $(STAMP)
 	$(PY) benchmarks/bench_scale.py --out benchmarks/results
-	$(PY) benchmarks/bench_ranks.py --out benchmarks/results
 
 # Damages a checkpoint and loads it, again and again; the raw result goes to benchmarks/results.
 damage: warm
@@ -335,10 +333,6 @@ gpu-check:
 # The figures of the README and the pages, from the raw results; tests/project/test_pages.py compares.
 figures: $(STAMP)
 	$(PY) benchmarks/figures.py
-
-# What the campaigns found, as a page; tests/project/test_reliability.py compares.
-reliability: $(STAMP)
-	$(PY) benchmarks/reliability.py
 
 # What the tests show, as a table; tests/project/test_support.py compares.
 support: $(STAMP)

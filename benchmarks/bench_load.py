@@ -48,7 +48,7 @@ TITLES = {
 """The systems in the order of the tables."""
 
 OURS = ("tensors", "elastic-quick", "elastic-read", "elastic", "rigid-quick", "rigid-read", "rigid")
-COMPARED = ("ceiling", "stock", "mmap", "dcp", "universal")
+COMPARED = ("ceiling", "stock", "dcp", "universal")
 _TIMEOUT_S = 7200.0
 _MIB = 1 << 20
 

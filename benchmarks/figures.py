@@ -52,7 +52,6 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "Universal Checkpoint's convert + load: >= 50; 40 | {tensors_universal} | {read_universal} | "
         "{full_universal} |",
         "times faster than torch DCP: >= 10; 4 | {tensors_dcp} | {read_dcp} | {full_dcp} |",
-        "every rank mapping every file and merging: >= 5 | {tensors_mmap} | {read_mmap} | {full_mmap} |",
         "own load at the same size on 4 ranks: <= 0.6 | | {read_stock} | {full_stock} |",
         "| cold, the disk's sequential reading: >= 0.85 | {tensors_cold} | {read_cold} | {full_cold} |",
         "| read <= 1.01 of owned | {tensors_amplification} | {read_amplification} | {full_amplification} |",
@@ -132,7 +131,7 @@ def _loading() -> Iterator[tuple[str, str]]:
         {row["system"]: row for row in result["rows"] if (row["cache"], row["first"]) == kind}
         for kind in (("warm", True), ("warm", False), ("cold", False))
     )
-    for system in ("mmap", "universal-convert", "universal-load", "universal"):  # these load once in a process
+    for system in ("universal-convert", "universal-load", "universal"):  # these load once in a process
         warm.setdefault(system, first[system]) if system in first else None
     yield "params", f"{result['saved']['numel'] / 1e6:.0f}"
     yield "gb", f"{result['saved']['state_bytes'] / 1e9:.2f}"
@@ -149,7 +148,6 @@ def _loading() -> Iterator[tuple[str, str]]:
         yield f"{name}_pread", goal(times(warm[system], warm["ceiling"]), 2, 0.75 if whole else 0.85)
         yield f"{name}_universal", goal(times(warm[system], warm["universal"]), 0, 40 if whole else 50)
         yield f"{name}_dcp", goal(times(warm[system], warm["dcp"]), 1, 4 if whole else 10)
-        yield f"{name}_mmap", goal(times(warm[system], warm["mmap"]), 1, 5)
         yield f"{name}_cold", goal(times(cold[system], cold["ceiling"]), 2, 0.85)
         yield f"{name}_amplification", f"{warm[system]['amplification']:.3f}"
         yield f"{name}_rss", f"{_mib(warm[system]):.1f}"

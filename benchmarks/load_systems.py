@@ -368,39 +368,6 @@ def load_dcp(run: Run, path: Path) -> Load:
     return lambda: dcp.load(state, checkpoint_id=path)
 
 
-def load_every_file(run: Run, path: Path) -> Load:
-    """Every rank maps every rank's file with ``torch.load``, puts each parameter together and takes its own part.
-
-    So DeepSpeed's elastic checkpoints always did it.
-    """
-    targets, owned = run.tensors(), owned_params(run)
-    files = [path / TAG / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(run.job.save_ranks)]
-
-    def load() -> object:
-        states = [
-            torch.load(file, map_location="cpu", mmap=True, weights_only=False)["optimizer_state_dict"]
-            for file in files
-        ]
-        for key, target in targets.items():
-            for index, (_, _, offset, start, count) in enumerate(owned):
-                whole = torch.cat([_piece(state, key, index) for state in states])
-                target[offset : offset + count].copy_(whole[start : start + count])
-        return states
-
-    return load
-
-
-def _piece(state: dict[str, Any], key: str, index: int) -> torch.Tensor:
-    """One parameter's part in the elastic file of one rank, without padding."""
-    moments = state["base_optimizer_state"][0]
-    if key != "fp32":
-        piece: torch.Tensor = moments[key][index]
-        return piece
-    like = moments["exp_avg"][index]
-    at = int(like.storage_offset())  # the flat tensors of all keys have the same layout
-    return state["fp32_flat_groups"][0][at : at + len(like)]
-
-
 def read_plain(run: Run, path: Path) -> Load:
     """The ceiling: all optimizer files read by ``pread`` on rank 0, and nothing else.
 
@@ -445,7 +412,6 @@ RESHARDED = (
     System("rigid-quick", 'zeroelastic, rigid, verify "quick"', "rigid", load_engine("quick"), True),
     System("rigid-read", 'zeroelastic, rigid, verify "read"', "rigid", load_engine("read"), True),
     System("rigid", 'zeroelastic, rigid, verify "full"', "rigid", load_engine("full"), True),
-    System("mmap", "every rank maps every file, merges", "elastic", load_every_file, long=True, stages=(3,)),
     System("dcp", "torch DCP load with resharding", "dcp", load_dcp, stages=(3,)),
     System("universal-load", "Universal Checkpoint, load", "universal", load_universal, True, long=True, stages=(3,)),
 )
