@@ -1,7 +1,7 @@
 """The cost of a piece of work for one process, from the kernel's counters: seconds, bytes, files, memory.
 
-Bytes are ``rchar`` of /proc/self/io, whatever made the system call, plus what is resident of mapped files; memory is the
-growth of the resident set to its peak; files are counted by inotify, so that opens in C++ are seen as well.
+Bytes are ``rchar`` of /proc/self/io, whatever made the system call, plus what is resident of mapped files; memory is
+the growth of the resident set to its peak; files are counted by inotify, so that opens in C++ are seen as well.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
 """The version, kept in one place for the package and its metadata."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
