@@ -142,18 +142,6 @@ def test_what_loses_the_pin_says_so(replaced: Path, derive) -> None:
         os.fspath(found)
 
 
-def test_all_files_beside_a_link_to_itself_are_noted(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    for name in ("a", "b", "c"):
-        (tmp_path / name).write_bytes(b"x")
-    pinned = pin_directory(tmp_path)
-    assert isinstance(pinned, PinnedPath)
-    pinned.note_all()
-    for name in ("a", "b", "c"):
-        (tmp_path / name).write_bytes(b"other")
-    assert pinned.rewritten == ("a", "b", "c")
-
-
 def test_a_copy_for_another_process_is_a_plain_path(replaced: Path) -> None:
     for made in (pickle.loads(pickle.dumps(replaced / "file")), copy.deepcopy(replaced / "file")):
         assert type(made) is type(Path()) and made.read_text() == "new"

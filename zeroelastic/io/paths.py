@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
 from typing import Any, NamedTuple, TypeAlias
@@ -152,14 +151,6 @@ class PinnedPath(PosixPath):
     def note_open(self, found: os.stat_result) -> None:
         """Remember the state of the file opened by this path; the first time counts."""
         self._directory.opened.setdefault(self._below, file_state(found))
-
-    def note_all(self) -> None:
-        """Remember the state of all files in the directory, as if they were opened. Raises OSError."""
-        with os.scandir(self._directory.route) as entries:
-            for entry in entries:
-                with suppress(OSError):  # of a link to itself, or of a file that is gone by now
-                    if entry.is_file():
-                        self._directory.opened.setdefault(entry.name, file_state(entry.stat()))
 
     @property
     def was_replaced(self) -> bool:

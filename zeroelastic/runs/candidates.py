@@ -16,7 +16,7 @@ from itertools import chain
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.model_states import trained_tables
-from zeroelastic.checkpoint.one_save import was_saved_again
+from zeroelastic.checkpoint.one_save import saved_again, was_saved_again
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.checkpoint.saved_state import open_state
@@ -50,10 +50,12 @@ from zeroelastic.runs.names import (
     not_a_directory,
 )
 from zeroelastic.runs.order import Tag, newest_first
-from zeroelastic.runs.tag_directory import MAX_LOOKS, open_tag
+from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.torch_file.header import read_torch_file
 
 _THREADS = 16
+_MAX_LOOKS = 5
+"""How often a listing looks at a tag that is saved again or removed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +152,14 @@ def find_newest(tags: Iterable[Tag], check: Check) -> tuple[Tag | None, tuple[Pa
 
 
 def check_tag(tag: Tag, check: Check) -> PassedOver | None:
-    """None for a whole tag, else its problems.
-
-    A tag that is saved again during the check is checked again, at most MAX_LOOKS times; then it is undecided.
-    """
+    """None for a whole tag, else its problems. Raises SavedAgainError for one that is saved again during the check."""
     if tag.unfinished is not None:
         return PassedOver(tag, (tag.unfinished,))
-    for _ in range(MAX_LOOKS):
-        tag_dir = open_tag(tag.tag_dir)
-        verdict = _check(tag, tag_dir, check)
-        if verdict is None or not was_saved_again(tag_dir):
-            return verdict
-    return PassedOver(tag, ("was saved again each time that it was looked at.",), undecided=True, may_be_newest=True)
+    tag_dir = open_tag(tag.tag_dir)
+    verdict = _check(tag, tag_dir, check)
+    if verdict is not None and was_saved_again(tag_dir):
+        raise saved_again(tag_dir)
+    return verdict
 
 
 def _check(tag: Tag, tag_dir: FilePath, check: Check) -> PassedOver | None:
@@ -239,7 +237,7 @@ def check_quickly(tag_dir: FilePath) -> tuple[str, ...]:
 def _tag_at(root: FilePath, name: str) -> Tag | None:
     """The tag in a directory, None where there is none. A tag that is saved again meanwhile is read again."""
     path = directory_of(root, name)
-    for _ in range(MAX_LOOKS):
+    for _ in range(_MAX_LOOKS):
         opened = open_tag(path)
         found = _look_at(path, opened, name)
         if (found is not None and found.step_from == "record") or not was_saved_again(opened):

@@ -23,19 +23,16 @@ from typing import TypeVar
 from urllib.parse import quote, unquote
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.checkpoint.one_save import pin, was_saved_again
+from zeroelastic.checkpoint.one_save import one_save, pin
 from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.distributed.process_identity import Life, identity, life_of
-from zeroelastic.errors import CheckpointError, UnreadableError, ZeroElasticError
+from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.io.atomic import exchange, shortened, sync_directory
 from zeroelastic.io.paths import FilePath
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-MAX_LOOKS = 5
-"""How often a tag is read if each time it is saved again meanwhile."""
 
 _MADE, _ASIDE, _REMOVED = "tmp", "old", "gone"
 _NAME = re.compile(r"\.(.+)\.([0-9a-f]{32})\.(tmp|old|gone)", re.DOTALL)
@@ -239,15 +236,10 @@ def open_tag(tag_dir: FilePath) -> FilePath:
 
 
 def read_tag(tag_dir: FilePath, read: Callable[[FilePath], T]) -> T:
-    """The result of ``read`` for a pinned tag directory; repeated if it fails because the tag was saved again."""
-    for _ in range(MAX_LOOKS - 1):
-        opened = open_tag(tag_dir)
-        try:
-            return read(opened)
-        except ZeroElasticError:
-            if not was_saved_again(opened):
-                raise
-    return read(open_tag(tag_dir))
+    """The result of ``read`` for a pinned tag directory. Raises SavedAgainError where it was saved again meanwhile."""
+    opened = open_tag(tag_dir)
+    with one_save(opened):
+        return read(opened)
 
 
 def _wait_between_renames(tag_dir: Path) -> None:

@@ -18,7 +18,7 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import opaque_tensor_parallel
 from zeroelastic.deepspeed.node_local.node_tags import find_tags_to_try, problem_over_nodes
 from zeroelastic.distributed.collective import all_or_raise, broadcast, broadcast_or_raise
-from zeroelastic.errors import CheckpointError, UnreadableError, finding
+from zeroelastic.errors import CheckpointError, SavedAgainError, UnreadableError, finding
 from zeroelastic.io.paths import FilePath
 from zeroelastic.report import ResumeReport
 from zeroelastic.runs.candidates import check_quickly, check_tag, refuse_fresh_start
@@ -43,8 +43,9 @@ def load_first(
     """The result of the first load that succeeds, None where none does, and the tags before it with the reasons.
 
     ``tags`` are the same on every rank. ``load(tag, passed over so far)`` runs on every rank and raises the same there.
-    Errors of ``load`` other than CheckpointError and UnreadableError end the walk. ``instead`` is asked before a tag is
-    looked at, and may load something else in its place. Collective.
+    Errors of ``load`` other than CheckpointError and UnreadableError end the walk, and so does a SavedAgainError: the
+    tag before the one that is being saved is not the newest. ``instead`` is asked before a tag is looked at, and may
+    load something else in its place. Collective.
     """
     passed: list[str] = []
     for tag in tags:
@@ -56,6 +57,8 @@ def load_first(
         if problem is None:
             try:
                 return load(tag, tuple(passed)), tuple(passed)
+            except SavedAgainError:
+                raise
             except (CheckpointError, UnreadableError) as error:
                 problem = finding(error)
         passed.append(broadcast(f"{tag.name}: {problem}"))

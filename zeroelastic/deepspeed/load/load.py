@@ -1,8 +1,7 @@
 """One load from beginning to end: choose a tag, check it on all ranks, restore it, verify it, report it.
 
 What is not ours to load (stage 0, universal checkpoints, no tag at all, and what ``choose_loader`` leaves) is
-DeepSpeed's own ``load_checkpoint``. A load begins again, on all ranks together, when its tag was saved again while it
-was read.
+DeepSpeed's own ``load_checkpoint``. A tag that was saved again while it was read is an error that says so.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,7 +59,7 @@ from zeroelastic.deepspeed.load.tag_choice import choose_tag, nothing_to_load
 from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
 from zeroelastic.deepspeed.options import LoadRequest, Verify
 from zeroelastic.deepspeed.run_objects import loading_sampler
-from zeroelastic.distributed.collective import all_gather_alike, all_or_raise, is_raised_on_all_ranks
+from zeroelastic.distributed.collective import all_or_raise, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import (
     CheckpointError,
@@ -70,17 +68,15 @@ from zeroelastic.errors import (
     UnsupportedError,
     ZeroElasticError,
 )
-from zeroelastic.io.paths import FilePath, PinnedPath, absolute, is_url
+from zeroelastic.io.paths import FilePath, absolute, is_url
 from zeroelastic.io.remote import retrying
 from zeroelastic.report import ResumeReport
 from zeroelastic.runs.names import read_latest
 from zeroelastic.runs.order import about_newer
-from zeroelastic.runs.tag_directory import MAX_LOOKS, open_tag
+from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
 logger = logging.getLogger(__name__)
-
-_PAUSE_S = 0.05
 
 Loaded = tuple[Any, Any]
 """What ``load_checkpoint`` returns: the path that was loaded, or None, and the client state."""
@@ -200,32 +196,20 @@ def _load_newest_or_named(call: Call, request: LoadRequest) -> Loaded:
 
 
 def _load_one_save(call: Call, request: LoadRequest) -> Loaded:
-    """Load a tag, again where it was saved again meanwhile. Collective.
+    """Load a tag. Collective.
 
-    Our errors, and agreed errors, are raised on all ranks at the same place. The next attempt fills again what the one
-    before has filled. Raises SavedAgainError when the tag changed under each of MAX_LOOKS attempts.
+    Raises SavedAgainError, alike on all ranks, where the load failed because the tag was saved again meanwhile.
     """
-    for number in range(1, MAX_LOOKS + 1):
-        opened: list[FilePath] = []
-        try:
-            return _load(call, request, opened)
-        except Exception as error:
-            if not is_of_all_ranks(error):
-                raise
-            changed = [str(path) for path in opened if _changes(path)]
-            names = sorted({name for found in all_gather_alike(changed) for name in found})
-            if not names and not isinstance(error, SavedAgainError):
-                raise
-            where = ", ".join(names) or str(opened[0])
-            if number == MAX_LOOKS:
-                raise SavedAgainError(
-                    f"{where}: was saved again, or written to, during each of {number} attempts to load it. Load a tag "
-                    f"that is not being saved, or save it less often. The last attempt ended with: {error}"
-                ) from error
-            if dist.get_rank() == 0:
-                logger.warning("%s: was saved again while it was loaded; the load begins again (%s)", where, error)
-        time.sleep(_PAUSE_S * number)
-    raise AssertionError("the last attempt returns or raises")
+    opened: list[FilePath] = []
+    try:
+        return _load(call, request, opened)
+    except Exception as error:
+        if not is_of_all_ranks(error) or not any_rank(any(map(was_saved_again, opened))):
+            raise
+        raise SavedAgainError(
+            f"{opened[0]}: was saved again, or written to, while it was loaded. Load it again when that save is "
+            f"complete, or a tag that is not being saved. The load ended with: {error}"
+        ) from error
 
 
 def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
@@ -388,14 +372,3 @@ def _load_module(
 def is_of_all_ranks(error: Exception) -> bool:
     """Whether every rank raises an error here; else the others are elsewhere."""
     return isinstance(error, ZeroElasticError) or is_raised_on_all_ranks(error)
-
-
-def _changes(opened: FilePath) -> bool:
-    """Whether a tag was saved again since it was opened, or is being written to now."""
-    if was_saved_again(opened):
-        return True
-    if isinstance(opened, PinnedPath):
-        with suppress(OSError):
-            opened.note_all()
-        time.sleep(_PAUSE_S)  # for files that DeepSpeed alone is writing in place
-    return was_saved_again(opened)
