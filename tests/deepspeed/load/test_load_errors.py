@@ -229,7 +229,7 @@ def test_misspelt_option(rank_pool: RankPool) -> None:
     for named, (error, text) in zip(options, errors[0], strict=True):
         assert error == "ConfigError" and named in text
     known = errors[0][0][1]
-    assert ", ".join(sorted(Options.model_fields)) in known and "store_timeout_s, strict, verify" in known
+    assert ", ".join(sorted(Options.model_fields)) in known and "store_timeout_s, strict, upload, verify" in known
 
 
 def build_errors(jobs: list[Job]) -> list[tuple[str, str]]:

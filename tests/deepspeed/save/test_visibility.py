@@ -28,7 +28,7 @@ def save_seen_otherwise(directory: str) -> list[tuple[int, str, str, str]]:
     train_step(engine, 0)
     engine.save_checkpoint(directory, tag="good")
     dist.barrier()
-    read_back: Callable[..., Any] = Directory.read_back
+    read_back: Callable[..., Any] = Directory._read_back
     found = []
     for victim in range(dist.get_world_size()):
         for change in ("shorter", "missing"):
@@ -44,7 +44,7 @@ def save_seen_otherwise(directory: str) -> list[tuple[int, str, str, str]]:
                     path.unlink()
                 return written
 
-            with mock.patch.object(Directory, "read_back", read_back_and_change):
+            with mock.patch.object(Directory, "_read_back", read_back_and_change):
                 found.append((victim, change, *raised(lambda: engine.save_checkpoint(directory, tag="bad"))))
     return found
 

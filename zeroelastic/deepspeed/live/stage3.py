@@ -343,7 +343,7 @@ class Evaluation(Stage3):
 
     def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False) -> None:
         self.optimizer = optimizer
-        no_optimizer: Any = SimpleNamespace(param_groups=[], state={})
+        no_optimizer: Any = SimpleNamespace(param_groups=[], state={}, defaults={})
         self.base = no_optimizer
         params = list(optimizer.module.parameters())
         world: Any = dist.group.WORLD
