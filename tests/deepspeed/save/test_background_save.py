@@ -45,7 +45,7 @@ def save_twice(job: Job, directory: str) -> tuple[dict[str, Any], list[str], dic
     engine = build_engine(job)
     for step in range(3):
         train_step(engine, step)
-    save.new_save_id = lambda made_at: "0123456789abcdef" * 2
+    save.new_save_id = lambda: "0123456789abcdef" * 2
     state, _ = look(engine)
     mine = {"note": ["as it was"], "rank": dist.get_rank()}
     with saving_in_background(engine, False):
