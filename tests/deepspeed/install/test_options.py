@@ -44,7 +44,7 @@ def test_every_option_is_taken():
         "keep_global_batch": True,
         "memory": {"every": 2, "copies": 1},
         "store_retries": 2, "store_timeout_s": 30.0,
-        "format": "rigid", "frozen": "exclude",
+        "format": "rigid", "frozen": "exclude", "upload": "s3://bucket/run",
     }  # fmt: skip
     assert parse_options({"zeroelastic": block}).model_dump() == block
 
