@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import training
 from training import Job
 
@@ -89,7 +90,10 @@ def test_weights_load_at_any_size(rank_pool: RankPool, tmp_path: Path, job: Job)
 
 
 def evaluate_one_of_two(job: Job, directory: str) -> list[tuple[str | None, bool]]:
-    """Two engines train and save in turn; engines without an optimizer resume. The tag of each, and if it has it."""
+    """Two engines train and save in turn; without ``latest``, engines without an optimizer resume.
+
+    The tag of each, and if it has it.
+    """
     import deepspeed
 
     jobs = {"G": job, "D": replace(job, extra="late")}
@@ -100,6 +104,9 @@ def evaluate_one_of_two(job: Job, directory: str) -> list[tuple[str | None, bool
             training.train_step(engine, step)
             engine.save_checkpoint(directory, tag=f"{name}_{step}")
             saved[name] = weights(engine)
+    if dist.get_rank() == 0:
+        (Path(directory) / "latest").unlink()
+    dist.barrier()
     found: list[tuple[str | None, bool]] = []
     for name, one in jobs.items():
         model = training.build_model(one.other())
