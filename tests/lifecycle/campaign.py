@@ -206,6 +206,7 @@ def write(out: Path | None, name: str, result: dict[str, Any]) -> None:
     text = without_paths(json.dumps(result, indent=1))
     print(text)
     if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
         (out / f"{name}.json").write_text(text + "\n")
 
 
