@@ -98,6 +98,7 @@ def write_result(directory: Path | None, name: str, document: object) -> None:
     text = json.dumps(document, indent=1)
     print(text)
     if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
         (directory / f"{name}.json").write_text(text + "\n")
 
 
