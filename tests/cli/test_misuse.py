@@ -118,7 +118,7 @@ def test_an_error_of_a_function_does_so_too(name: str, places: dict[str, Path]) 
 WORDS = {"UsageError", "ConfigError", "StrictError", "UnknownTensorError", "MissingPackageError"}
 BY_OTHERS = {
     "not_a_directory", "_unfinished", "_what_is_there", "_choose", "_EXISTS", "_working_sizes", "error", "info",
-    "there", "place", "message",
+    "there", "place", "message", "instead",
 }  # fmt: skip
 """Functions and variables that make the end of a message, of which the matrix above has a case each."""
 

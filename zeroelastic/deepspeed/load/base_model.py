@@ -43,7 +43,7 @@ def other_frozen(live: LiveOptimizer, plan: LoadPlan, request: LoadRequest) -> t
             f"{what}; or {advice}:", [f"frozen parameter {name} {shapes.get(name, '')}" for name in others]
         )
     if request.options.strict:
-        raise StrictError(f'{what}. ("strict": false in the "zeroelastic" block allows it.)')
+        raise StrictError(f'{what}. Or set "strict": false in the "zeroelastic" block to go on all the same.')
     return others
 
 
