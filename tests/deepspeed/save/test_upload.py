@@ -120,10 +120,11 @@ def test_what_is_uploaded_resumes_at_other_sizes(rank_pool: RankPool, store: str
 
 @support(SECTION, '`"upload"` from node-local disks', "exact", "each node its own files")
 @pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
-@pytest.mark.skipif(not can_mount(), reason=MOUNTS_NEED)
 def test_each_node_uploads_the_files_of_its_disk(
     rank_pool: RankPool, calm: S3Server, tmp_path: Path, stage: int
 ) -> None:
+    if not can_mount():
+        pytest.skip(MOUNTS_NEED)
     url, nodes = calm.url(f"nodes{stage}"), Nodes(tmp_path)
     job = Job(stage=stage, config={"checkpoint": {"use_node_local_storage": True}})
     with_upload = replace(job, options={**job.options, "upload": url})
