@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import importlib
 import multiprocessing
 import os
 import secrets
@@ -24,8 +23,9 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from zeroelastic.testing import pool
-from zeroelastic.testing.rank import RankJob, _die_with_parent, _init_process_group, _redirect_output
+from zeroelastic.testing.pool import PRELOADED as POOL_PRELOADED
+from zeroelastic.testing.preload import preload
+from zeroelastic.testing.rank import RankJob, _die_with_parent, _init_process_group, _redirect_output, prepare_deepspeed
 
 LIMIT_S = 60.0
 """No action may take longer on a rank."""
@@ -33,8 +33,11 @@ LIMIT_S = 60.0
 GRACE_S = 20.0
 """So long may a rank that lives take to notice that another one is gone."""
 
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+"""Makes a rank write the stacks of its threads. User code and launchers use SIGUSR1, SIGUSR2 and SIGTERM."""
+
 PRELOADED = (
-    *pool._PRELOADED,
+    *POOL_PRELOADED,
     "training",
     "lifecycle.rank",
     "typer.testing",
@@ -236,8 +239,6 @@ class Server:
 
 def _stacks(process: _Process) -> str:
     """The Python stacks of a process that has hung."""
-    from zeroelastic.testing.rank import STACKS_SIGNAL
-
     with suppress(ProcessLookupError):
         os.kill(process.pid, STACKS_SIGNAL)
     time.sleep(0.5)
@@ -247,16 +248,12 @@ def _stacks(process: _Process) -> str:
 
 def _serve(requests: Connection, defect: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in PRELOADED:
-        with suppress(ModuleNotFoundError):
-            importlib.import_module(name)
+    preload(PRELOADED)
     if defect:
         from lifecycle.defects import DEFECTS
 
         DEFECTS[defect]()
-    pool.prepare_deepspeed()
-    with suppress(Exception):
-        pool._remember_cpu_info()
+    prepare_deepspeed()
     gc.collect()
     gc.freeze()
     while True:
@@ -290,8 +287,6 @@ def _rank_main(spec: RankJob, parent: int, key: bytes, below: str) -> None:
         _redirect_output(spec.file("output"))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         stacks = open(spec.file("stacks"), "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
-        from zeroelastic.testing.rank import STACKS_SIGNAL
-
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
         faulthandler.enable(file=stacks)
         sys.path[:] = spec.sys_path

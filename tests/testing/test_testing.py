@@ -25,6 +25,7 @@ from zeroelastic.testing import (
     gpus_available,
     run_ranks,
 )
+from zeroelastic.testing.resume import _perturb
 from zeroelastic.testing.state import _split_state
 
 GLOBAL_BATCH = 12
@@ -209,13 +210,6 @@ def build_and_corrupt():
     return build()
 
 
-def build_without_perturbation():
-    import zeroelastic.testing.resume
-
-    zeroelastic.testing.resume._perturb = lambda model: None
-    return build()
-
-
 def train(num_steps):
     """Losses of the global batch, and the gathered state."""
     import deepspeed
@@ -278,9 +272,18 @@ def test_ranks_have_the_callers_environment_and_no_launchers(rank_pool, monkeypa
     assert rank_pool.run(os.getcwd, 1) == [str(tmp_path)]
 
 
-def test_a_variable_that_is_read_at_import_takes_effect_in_the_pool_too(rank_pool):
-    assert rank_pool.run(torch.get_num_threads, 1) == [1]
-    assert rank_pool.run(torch.get_num_threads, 1, env={"OMP_NUM_THREADS": "2"}) == [2]
+@pytest.mark.extended
+def test_a_variable_that_is_read_at_import_takes_effect_in_new_interpreters():
+    assert run_ranks(torch.get_num_threads, 1) == [1]
+    assert run_ranks(torch.get_num_threads, 1, env={"OMP_NUM_THREADS": "2"}) == [2]
+
+
+def test_the_pool_refuses_other_values_of_variables_that_are_read_at_import(rank_pool, monkeypatch):
+    with pytest.raises(ValueError, match=r"^OMP_NUM_THREADS changed since the pool started.* use run_ranks"):
+        rank_pool.run(os.getppid, 1, env={"OMP_NUM_THREADS": "2"})
+    monkeypatch.setenv("PYTHONHASHSEED", "3")
+    with pytest.raises(ValueError, match=r"^PYTHONHASHSEED changed"):
+        rank_pool.run(os.getppid, 1)
 
 
 def test_what_a_library_sets_when_it_is_imported_does_not_end_forking(rank_pool, monkeypatch):
@@ -294,17 +297,10 @@ def test_what_a_library_sets_when_it_is_imported_does_not_end_forking(rank_pool,
     assert list(rank_pool.run(environment_of_rank, 1, *names)[0].values()) == ["1", "/nowhere"]
 
 
-def test_a_change_of_the_environment_that_ends_forking_is_said(rank_pool, monkeypatch):
-    monkeypatch.setenv("PYTHONHASHSEED", "3")
-    with pytest.warns(RuntimeWarning, match="from scratch, which is slow: PYTHONHASHSEED changed"):
-        assert rank_pool.run(os.getppid, 1) == [os.getpid()]
-
-
 def test_the_first_traceback_is_shown_and_peers_are_not_blamed(rank_pool):
     with pytest.raises(RankError) as info:
         rank_pool.run(fail_on_rank, 3, 1)
-    assert info.value.rank == 1
-    assert "in fail_on_rank" in info.value.traceback
+    assert "in fail_on_rank" in info.value.failures[0].details
     assert [failure.rank for failure in info.value.failures] == [1]
     message = str(info.value)
     assert message.startswith("rank 1 of 3 failed first: ValueError: trouble on 1")
@@ -332,8 +328,8 @@ def test_hung_ranks_are_named_with_their_stacks(rank_pool):
 def test_a_killed_rank_is_named_with_its_signal(rank_pool, number):
     with pytest.raises(RankError, match=f"rank 1 of 3 failed first: was killed by {number.name}") as info:
         rank_pool.run(die_on_rank_1, 3, number)
-    assert info.value.rank == 1
-    assert ("in die_on_rank_1" in info.value.traceback) == (number == signal.SIGSEGV)
+    assert info.value.failures[0].rank == 1
+    assert ("in die_on_rank_1" in info.value.failures[0].details) == (number == signal.SIGSEGV)
 
 
 def test_a_rank_that_exits_early_is_named(rank_pool):
@@ -362,9 +358,9 @@ def is_alive(pid):
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_starts(rank_pool):
-    with pytest.raises(TypeError, match=r"the function .*lambda.* cannot be sent to another process"):
+    with pytest.raises(TypeError, match=r"lambda.* cannot be sent to another process: .*define functions"):
         rank_pool.run(lambda: None, 2)
-    with pytest.raises(TypeError, match=r"argument plus= .* cannot be sent"):
+    with pytest.raises(TypeError, match=r"total_of_ranks.* and its arguments cannot be sent.*lambda"):
         run_ranks(total_of_ranks, 2, 1, plus=lambda: None)
 
 
@@ -517,8 +513,8 @@ def test_comparing_names_every_difference_and_no_other():
 
 
 @pytest.mark.parametrize(("save", "load"), [(4, 3), (2, 4)])
-def test_training_resumes_at_another_world_size(rank_pool, tmp_path, save, load):
-    assert_resumes(build, CONFIG, save, load, batch=batch, tmp_dir=tmp_path, pool=rank_pool, device="cpu")
+def test_training_resumes_at_another_world_size(rank_pool, save, load):
+    assert_resumes(build, CONFIG, save, load, batch=batch, pool=rank_pool)
 
 
 def test_16_bit_training_resumes_with_accumulation(rank_pool):
@@ -533,7 +529,6 @@ def test_16_bit_training_resumes_with_accumulation(rank_pool):
         pool=rank_pool,
         rtol=0.05,
         atol=0.01,
-        device="cpu",
     )
 
 
@@ -544,12 +539,12 @@ def loss_in_16_bit(engine, data):
 
 def test_a_partitioned_model_resumes_from_a_checkpoint_that_was_not_saved_elastic(rank_pool):
     config = CONFIG | {"zero_optimization": {"stage": 3}}
-    assert_resumes(build_partitioned, config, 2, 3, batch=batch, pool=rank_pool, device="cpu")
+    assert_resumes(build_partitioned, config, 2, 3, batch=batch, pool=rank_pool)
 
 
 def test_a_corrupted_resume_is_noticed_in_every_detail(rank_pool):
     with pytest.raises(AssertionError) as info:
-        assert_resumes(build_and_corrupt, CONFIG, 2, 2, batch=batch, pool=rank_pool, device="cpu")
+        assert_resumes(build_and_corrupt, CONFIG, 2, 2, batch=batch, pool=rank_pool)
     message = str(info.value)
     assert "rank 0: state/tied/exp_avg: 1 of 35 elements differ" in message
     assert "rank 1: state/tied/exp_avg: has other elements" in message
@@ -560,11 +555,16 @@ def test_a_corrupted_resume_is_noticed_in_every_detail(rank_pool):
     assert "exp_avg_sq" not in message and "weight/" not in message.replace(".weight/", "")
 
 
-def test_a_resume_test_that_shows_nothing_says_so(rank_pool):
-    with pytest.raises(AssertionError, match=r"weight/frozen\.weight: the second model held the saved content"):
-        assert_resumes(build_without_perturbation, CONFIG, 2, 2, batch=batch, pool=rank_pool, device="cpu")
+def test_the_second_model_has_no_weight_or_buffer_of_the_first_before_it_loads():
+    model = build_model().double()
+    with torch.no_grad():
+        model.gain[0], model.first.bias[0] = -1.0, -7.5
+    model.register_buffer("mask", torch.tensor([True, False]))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    _perturb(model)
+    assert all((value != before[name]).all() for name, value in model.state_dict().items())
 
 
 def test_a_global_batch_that_one_size_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="global batch of 12 cannot be divided among 5 ranks"):
-        assert_resumes(build, CONFIG, 4, 5, batch=batch, device="cpu")
+        assert_resumes(build, CONFIG, 4, 5, batch=batch)

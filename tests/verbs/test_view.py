@@ -24,8 +24,8 @@ from zeroelastic.testing.sample import (
     FROZEN_NAME,
     STATES,
     TIED,
-    _values,
     sample_params,
+    sample_values,
     write_sample,
 )
 from zeroelastic.verbs.tensor import TensorHandle
@@ -35,7 +35,7 @@ VECTOR = "model.norm.weight"
 
 
 def saved(name: str, shape: tuple[int, ...], key: str = "fp32", dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return _values(Param(name, shape), key, 4, dtype).reshape(shape)
+    return sample_values(Param(name, shape), key, 4, dtype).reshape(shape)
 
 
 @pytest.mark.parametrize("format", ["elastic", "rigid"])

@@ -11,10 +11,10 @@ Importing this imports neither torch nor deepspeed. With ZEROELASTIC_TEST_VERBOS
 from __future__ import annotations
 
 from zeroelastic.testing.pool import RankPool
+from zeroelastic.testing.rank import RankFailure
 from zeroelastic.testing.resume import assert_resumes
 from zeroelastic.testing.run import RankError, RankTimeoutError, gpus_available, run_ranks
 from zeroelastic.testing.state import Fingerprint, compare_states, fingerprint, gather_state
-from zeroelastic.testing.supervisor import RankFailure
 
 __all__ = [
     "Fingerprint",

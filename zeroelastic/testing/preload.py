@@ -33,18 +33,9 @@ def preload(names: Iterable[str]) -> None:
     """Import modules, and get the CPU information once for all ranks.
 
     DeepSpeed gets that twice for each op that a rank loads, and each time starts a process that takes a second or more.
-    A quarter of the time of these imports is the garbage collector's, which finds little: it waits until they are done.
+    A quarter of the time of these imports is the garbage collector's, which finds little: it is off meanwhile.
     """
-    collecting = gc.isenabled()
     gc.disable()
-    try:
-        _preload(names)
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _preload(names: Iterable[str]) -> None:
     for name in names:
         # A module that cannot be imported fails again in the rank that needs it, and that traceback is reported.
         with suppress(Exception):
@@ -53,3 +44,4 @@ def _preload(names: Iterable[str]) -> None:
         cpuinfo = importlib.import_module("cpuinfo")
         known = cpuinfo.get_cpu_info()
         setattr(cpuinfo, "get_cpu_info", lambda: dict(known))  # noqa: B010 - mypy allows no assignment to a module
+    gc.enable()

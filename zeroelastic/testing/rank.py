@@ -1,7 +1,7 @@
 """The process of one rank, spawned or forked, from its first instruction to its end.
 
-A rank reports "started", then "done" or what it raised, and then waits to be released or ended. It never closes
-its sockets before that, so that a failing rank does not make its peers fail too: the first traceback is the cause.
+A rank reports how its function ended, and then waits until it may leave or is killed. It never closes its sockets
+before that, so that a failing rank does not make its peers fail too: the first traceback is the cause.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import importlib.util
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -21,18 +20,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
-
-RankStore = Literal["file", "tcp"]
-
-# A real-time signal, because user code and launchers use SIGUSR1, SIGUSR2 and SIGTERM.
-STACKS_SIGNAL: int = signal.SIGRTMIN + 7
 VERBOSE_VARIABLE = "ZEROELASTIC_TEST_VERBOSE"
 
+_OUTPUT_LINES = 20
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,8 +32,7 @@ class RankJob:
     """The description of one rank process.
 
     ``directory`` is private to the run and shared by its ranks. It holds the pickled call, the rendezvous file, and for
-    each rank its result, output and stacks. ``timeout`` is in seconds. ``store``: that of the process group,
-    a file, which no rank takes with it when it dies, or one of rank 0 on the loopback interface, as quick as a job's.
+    each rank its result, output and stacks. ``timeout`` is in seconds.
     """
 
     rank: int
@@ -53,54 +43,65 @@ class RankJob:
     environment: dict[str, str]
     sys_path: tuple[str, ...]
     working_directory: str
-    store: RankStore = "file"
 
     def file(self, kind: str) -> Path:
         """The path of this rank's file of one kind: result, output or stacks."""
         return Path(self.directory) / f"rank{self.rank}.{kind}"
 
+    def read(self, kind: str) -> str:
+        """The text of the file of one kind; empty if there is none."""
+        path = self.file(kind)
+        return path.read_text(errors="backslashreplace") if path.exists() else ""
+
+    def with_output(self, details: str) -> str:
+        """A traceback or stacks, and the last lines that the rank printed."""
+        output = self.read("output").splitlines()[-_OUTPUT_LINES:]
+        return "\n".join([details.rstrip(), *([f"last output of rank {self.rank}:"] if output else []), *output])
+
 
 @dataclass(frozen=True, slots=True)
-class Raised:
-    """An exception that ended a rank's function; ``moment_ns`` is its time by ``time.monotonic_ns``."""
+class RankFailure:
+    """The failure of one rank: one line, and the details: a traceback or stacks, and the last lines that it printed.
 
-    moment_ns: int
+    ``moment_ns`` is its time by ``time.monotonic_ns``. ``died``: the process ended, or was killed, by itself.
+    """
+
+    rank: int
     headline: str
-    traceback: str
+    details: str
+    moment_ns: int
+    died: bool = False
 
 
-def rank_main(job: RankJob, parent_pid: int, supervisor: Connection) -> None:
-    """Run the job's pickled call in an initialised process group; the entry point of a rank process."""
+def rank_main(job: RankJob, deadline: float, parent_pid: int, supervisor: Connection) -> None:
+    """Run the job's pickled call in an initialised process group; the entry point of a rank process.
+
+    It sends its failure, or None. At the ``deadline``, by ``time.monotonic``, it writes the stacks of all threads.
+    """
     # A new session: all processes that the rank starts can be found and ended with it.
     os.setsid()
     _die_with_parent(parent_pid)
     if os.environ.get(VERBOSE_VARIABLE) != "1":
         _redirect_output(job.file("output"))
     stacks = open(job.file("stacks"), "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
-    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks)
+    faulthandler.dump_traceback_later(max(deadline - time.monotonic(), 0.001), file=stacks)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    supervisor.send("started")
+    failure = None
     try:
         sys.path[:] = job.sys_path
         os.chdir(job.working_directory)
         _init_process_group(job)
         function, args, kwargs = pickle.loads((Path(job.directory) / "call").read_bytes())
-        result = function(*args, **kwargs)
-        _write_result(job, result)
+        _write_result(job, function(*args, **kwargs))
     except BaseException as error:
-        raised = Raised(
-            moment_ns=time.monotonic_ns(),
-            headline="".join(traceback.format_exception_only(type(error), error)).strip(),
-            traceback="".join(traceback.format_exception(type(error), error, _trim(error.__traceback__))),
-        )
-        supervisor.send(raised)
-        _wait_for_release(supervisor)
-        os._exit(1)
-    supervisor.send("done")
-    _wait_for_release(supervisor)
-    import torch
-
+        headline = "".join(traceback.format_exception_only(type(error), error)).strip()
+        frames = error.__traceback__ and error.__traceback__.tb_next  # without this function's own
+        details = "".join(traceback.format_exception(type(error), error, frames))
+        failure = RankFailure(job.rank, headline, job.with_output(details), time.monotonic_ns())
+    supervisor.send(failure)
+    supervisor.recv()
+    torch = importlib.import_module("torch")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -117,11 +118,10 @@ def _redirect_output(path: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
     for stream, number in (("stdout", 1), ("stderr", 2)):
+        os.dup2(descriptor, number)
         setattr(sys, stream, os.fdopen(number, "w", buffering=1, closefd=False, errors="backslashreplace"))
+    os.close(descriptor)
 
 
 def _init_process_group(job: RankJob) -> None:
@@ -136,30 +136,13 @@ def _init_process_group(job: RankJob) -> None:
         torch.cuda.set_device(device)
     torch.distributed.init_process_group(
         job.backend,
-        init_method=f"file://{job.directory}/rendezvous" if job.store == "file" else None,
-        store=_tcp_store(job) if job.store == "tcp" else None,
+        init_method=f"file://{job.directory}/rendezvous",
         rank=job.rank,
         world_size=job.world_size,
         # Longer than the run may take, so that a hang is reported with its stacks and not as a broken collective.
         timeout=timedelta(seconds=job.timeout + 60),
         device_id=device if job.backend == "nccl" else None,
     )
-
-
-def _tcp_store(job: RankJob) -> TCPStore:
-    from torch._C._distributed_c10d import TCPStore
-
-    path = Path(job.directory) / "port"
-    if job.rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port, descriptor = server.getsockname()[1], server.detach()
-        store = TCPStore("127.0.0.1", port, job.world_size, True, wait_for_workers=False, master_listen_fd=descriptor)
-        path.with_suffix(".tmp").write_text(str(port))
-        path.with_suffix(".tmp").rename(path)
-        return store
-    while not path.exists():
-        time.sleep(0.002)
-    return TCPStore("127.0.0.1", int(path.read_text()), job.world_size, False, wait_for_workers=False)
 
 
 def prepare_deepspeed() -> None:
@@ -173,21 +156,9 @@ def prepare_deepspeed() -> None:
     setattr(backend, "build_shm_op", lambda: None)  # noqa: B010 - mypy allows no assignment to a module
 
 
-def _write_result(job: RankJob, result: Any) -> None:
+def _write_result(job: RankJob, result: object) -> None:
     try:
         payload = pickle.dumps(result)
     except Exception as error:
         raise TypeError(f"the result, a {type(result).__qualname__}, cannot be pickled: {error}") from error
     job.file("result").write_bytes(payload)
-
-
-def _trim(frames: TracebackType | None) -> TracebackType | None:
-    """The traceback without this module's own first frame."""
-    return frames.tb_next if frames is not None and frames.tb_next is not None else frames
-
-
-def _wait_for_release(supervisor: Connection) -> None:
-    try:
-        supervisor.recv()
-    except EOFError:
-        os._exit(1)

@@ -7,10 +7,8 @@ modules that save and load checkpoints, because their results are judged by it.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -66,22 +64,20 @@ def gather_state(engine: Any) -> State:
         raise TypeError(
             f"gather_state needs an engine that trains with ZeRO stage 1, 2 or 3; its optimizer is {type(optimizer)}."
         )
-    names = {param: name for name, param in engine.module.named_parameters()}
+    module, names = engine.module, {param: name for name, param in engine.module.named_parameters()}
+    persistent = module.state_dict().keys()
     state: State = {f"weight/{name}": _gather_weight(param, name) for param, name in names.items()}
-    if groups is None:
-        state |= _gather_optimizer(optimizer, names)
-        members = _members(optimizer, names)
-    else:
-        state |= _gather_groups(optimizer, groups, names)
-        members = {index: [names[param] for param in group.params] for index, group in enumerate(groups)}
-    state |= _gather_buffers(engine.module) | _groups(optimizer, members)
+    state |= {
+        f"buffer/{key}": value.detach().cpu().clone() for key, value in module.named_buffers() if key in persistent
+    }
+    state |= _sub_groups(optimizer, names) if groups is None else _flat_groups(optimizer, groups, names)
+    state |= _param_groups(optimizer, groups, names)
     if engine.lr_scheduler is not None:
         state |= flatten("scheduler", engine.lr_scheduler.state_dict())
     if (scaler := getattr(optimizer, "loss_scaler", None)) is not None:  # a BF16_Optimizer has none
         state |= flatten("loss_scaler", vars(scaler))
-    grad_scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
-    if grad_scaler is not None:
-        state |= flatten("grad_scaler", grad_scaler.state_dict())
+    if (scaler := getattr(optimizer, "torch_autocast_gradscaler", None)) is not None:
+        state |= flatten("grad_scaler", scaler.state_dict())
     return state | {f"engine/{name}": getattr(engine, name) for name in _ENGINE_COUNTERS}
 
 
@@ -89,19 +85,16 @@ def flatten(prefix: str, value: Any) -> State:
     """The leaves of nested dicts and sequences by path; objects of other types are left out."""
     import torch
 
-    if isinstance(value, Mapping):
-        parts = [flatten(f"{prefix}/{key}", item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        parts = [flatten(f"{prefix}/{index}", item) for index, item in enumerate(value)]
-    elif isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor):
         return {prefix: value.detach().cpu().clone()}
-    elif isinstance(value, (np.number, np.bool_)):
+    if isinstance(value, (np.number, np.bool_)):
         return {prefix: value.item()}
-    elif value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, str)):
         return {prefix: value}
-    else:
-        return {}
-    return {key: entry for part in parts for key, entry in part.items()}
+    items = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
+    return {key: entry for name, item in items for key, entry in flatten(f"{prefix}/{name}", item).items()}
 
 
 def fingerprint(state: Mapping[str, Entry]) -> Fingerprints:
@@ -128,32 +121,65 @@ def _gather_weight(param: Any, name: str) -> torch.Tensor:
     """
     import deepspeed
 
+    weight: torch.Tensor
     if getattr(param, "ds_status", None) is None or param.ds_status.name == "AVAILABLE":
         weight = param.detach().cpu().clone()
     else:
         with deepspeed.zero.GatheredParameters([param]):
             weight = param.detach().cpu().clone()
-    return _checked(weight, param, f"weight/{name}")
+    shape = getattr(param, "ds_shape", param.shape)
+    if weight.shape != shape:  # two placeholders, which are empty, would compare as equal
+        raise RuntimeError(f"weight/{name}: gathered shape {tuple(weight.shape)}, the parameter has {tuple(shape)}.")
+    return weight
 
 
-def _gather_optimizer(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator[tuple[str, Entry]]:
-    """Master weights and optimizer state, sub-group by sub-group; tensors keep their own dtype."""
+def _sub_groups(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iterator[tuple[str, Entry]]:
+    """Master weights and optimizer state at stage 3, sub-group by sub-group; tensors keep their own dtype."""
     for index, group in enumerate(optimizer.fp16_groups):
         with _resident(optimizer, index):
-            master = optimizer.fp32_partitioned_groups_flat[index]
-            sharded, scalars = _split_state(_optimizer_state(optimizer, index), master)
+            tensors, numbers = _split_state(
+                _sub_group_state(optimizer, index), optimizer.fp32_partitioned_groups_flat[index]
+            )
             for param in group:
-                name = names[param]
                 sub_group, offset, length = optimizer.grad_position[optimizer.get_param_id(param)]
                 if sub_group != index:
-                    raise RuntimeError(f"{name} is in sub-group {index}, and its position says {sub_group}.")
-                for key, flat in {
-                    f"master/{name}": master,
-                    **{f"state/{name}/{k}": v for k, v in sharded.items()},
-                }.items():
-                    yield key, _gather_fragment(flat.narrow(0, offset, length), param, key)
-                for key, number in scalars.items():
-                    yield f"scalar/{name}/{key}", number
+                    raise RuntimeError(f"{names[param]} is in sub-group {index}, and its position says {sub_group}.")
+                whole = {
+                    key: _gather(flat.narrow(0, offset, length), getattr(param, "ds_process_group", None))
+                    for key, flat in tensors.items()
+                }
+                parts = {key: flat[: param.ds_numel].view(param.ds_shape) for key, flat in whole.items()}
+                yield from _entries(names[param], parts, numbers)
+
+
+def _flat_groups(
+    optimizer: Any, groups: list[GroupBuffers], names: Mapping[torch.nn.Parameter, str]
+) -> Iterator[tuple[str, Entry]]:
+    """Master weights and optimizer state at stages 1 and 2.
+
+    The place of a parameter in its group's flat buffer follows from the memory that its 16-bit weight is a view of, and
+    not from DeepSpeed's tables: under ``round_robin_gradients`` those that ``safe_get_full_fp32_param`` uses are of
+    another order than the buffer (DeepSpeed 0.19.8).
+    """
+    for group in groups:
+        tensors, numbers = _split_state(optimizer.optimizer.state.get(group.master, {}), group.master)
+        whole = {key: _gather(part, group.process_group) for key, part in tensors.items()}
+        for param in group.params:
+            begin = (param.data_ptr() - group.weights.data_ptr()) // group.weights.element_size()
+            if not 0 <= begin <= group.weights.numel() - param.numel():
+                raise RuntimeError(f"{names[param]} is no part of its group's flat buffer.")
+            parts = {key: flat[begin : begin + param.numel()].view(param.shape) for key, flat in whole.items()}
+            yield from _entries(names[param], parts, numbers)
+
+
+def _entries(
+    name: str, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Number]
+) -> Iterator[tuple[str, Entry]]:
+    """One parameter's entries of the state."""
+    for key, tensor in tensors.items():
+        yield f"state/{name}/{key}" if key else f"master/{name}", tensor.clone()
+    for key, number in numbers.items():
+        yield f"scalar/{name}/{key}", number
 
 
 @contextmanager
@@ -169,7 +195,7 @@ def _resident(optimizer: Any, sub_group: int) -> Iterator[None]:
         optimizer._release_swap_buffers(sub_group)
 
 
-def _optimizer_state(optimizer: Any, sub_group: int) -> dict[str, Any]:
+def _sub_group_state(optimizer: Any, sub_group: int) -> dict[str, Any]:
     """The state of one sub-group, from the optimizer that steps it."""
     master = optimizer.fp32_partitioned_groups_flat[sub_group]
     state: dict[str, Any] = {}
@@ -180,35 +206,27 @@ def _optimizer_state(optimizer: Any, sub_group: int) -> dict[str, Any]:
     return state if momentum is None else state | {"momentum_buffer": momentum}
 
 
-def _split_state(
-    state: Mapping[str, Any], master: torch.Tensor
-) -> tuple[dict[str, torch.Tensor], dict[str, bool | int | float | None]]:
-    """State that is partitioned as the master weights are, and numbers."""
+def _split_state(state: Mapping[str, Any], master: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Number]]:
+    """The master weights, under "", and state that is partitioned as they are; and numbers."""
     import torch
 
-    sharded: dict[str, torch.Tensor] = {}
-    scalars: dict[str, bool | int | float | None] = {}
+    sharded = {"": master}
+    numbers: dict[str, Number] = {}
     for key, value in state.items():
         if key.endswith(_DUPLICATES):
             continue
         if isinstance(value, torch.Tensor) and value.shape == master.shape:
             sharded[key] = value
         elif isinstance(value, (np.number, np.bool_)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-            scalars[key] = value.item()
+            numbers[key] = value.item()
         elif value is None or isinstance(value, (bool, int, float)):
-            scalars[key] = value
+            numbers[key] = value
         else:
             raise TypeError(
                 f"optimizer state {key!r} is neither partitioned as its parameters nor a number: {type(value)}. The "
                 "momentum of Muon at ZeRO stages 1 and 2 is such state, and is not gathered."
             )
-    return sharded, scalars
-
-
-def _gather_fragment(fragment: torch.Tensor, param: Any, key: str) -> torch.Tensor:
-    """A parameter's tensor from the fragments of all ranks."""
-    whole = _gather(fragment, getattr(param, "ds_process_group", None))[: param.ds_numel]
-    return _checked(whole.view(param.ds_shape).clone(), param, key)
+    return sharded, numbers
 
 
 def _gather(part: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -222,8 +240,7 @@ def _gather(part: torch.Tensor, group: Any = None) -> torch.Tensor:
     return torch.cat(parts).cpu().view(part.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupBuffers:
+class GroupBuffers(NamedTuple):
     """One optimizer group: the buffer of all its weights, this rank's part of its master weights, its parameters.
 
     ``process_group`` are the ranks that have the parts: of a group of experts, only some.
@@ -249,62 +266,18 @@ def group_buffers(optimizer: Any) -> list[GroupBuffers] | None:
     return [GroupBuffers(*group) for group in zip(*columns, optimizer.real_dp_process_group, strict=True)]
 
 
-def _gather_groups(
-    optimizer: Any, groups: list[GroupBuffers], names: Mapping[torch.nn.Parameter, str]
-) -> Iterator[tuple[str, Entry]]:
-    """Master weights and optimizer state at stages 1 and 2.
-
-    The place of a parameter in its group's flat buffer follows from the memory that its 16-bit weight is a view of, and
-    not from DeepSpeed's tables: under ``round_robin_gradients`` those that ``safe_get_full_fp32_param`` uses are of
-    another order than the buffer (DeepSpeed 0.19.8).
-    """
-    for group in groups:
-        sharded, scalars = _split_state(optimizer.optimizer.state.get(group.master, {}), group.master)
-        master = _gather(group.master, group.process_group)
-        state = {key: _gather(part, group.process_group) for key, part in sharded.items()}
-        for param in group.params:
-            name = names[param]
-            begin = (param.data_ptr() - group.weights.data_ptr()) // group.weights.element_size()
-            if not 0 <= begin <= group.weights.numel() - param.numel():
-                raise RuntimeError(f"{name} is no part of its group's flat buffer.")
-            for key, flat in {f"master/{name}": master, **{f"state/{name}/{k}": v for k, v in state.items()}}.items():
-                yield key, flat[begin : begin + param.numel()].view(param.shape).clone()
-            for key, number in scalars.items():
-                yield f"scalar/{name}/{key}", number
-
-
-def _checked(tensor: torch.Tensor, param: Any, key: str) -> torch.Tensor:
-    """The tensor, if it is whole: two placeholders, which are empty, would compare as equal."""
-    shape = getattr(param, "ds_shape", param.shape)
-    if tensor.shape != shape or tensor.numel() != math.prod(shape):
-        raise RuntimeError(f"{key}: gathered shape {tuple(tensor.shape)}, the parameter has {tuple(shape)}.")
-    return tensor
-
-
-def _gather_buffers(module: torch.nn.Module) -> State:
-    persistent = module.state_dict().keys()
-    return {
-        f"buffer/{name}": buffer.detach().cpu().clone() for name, buffer in module.named_buffers() if name in persistent
-    }
-
-
-def _members(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> dict[int, list[str]]:
-    """The trained parameters of each optimizer group of a stage 3 optimizer."""
-    members: dict[int, list[str]] = {}
-    for sub_group, params in enumerate(optimizer.fp16_groups):
-        members.setdefault(optimizer.sub_group_to_group_id[sub_group], []).extend(names[param] for param in params)
-    return members
-
-
-def _groups(optimizer: Any, members: Mapping[int, list[str]]) -> State:
+def _param_groups(optimizer: Any, buffers: list[GroupBuffers] | None, names: Mapping[torch.nn.Parameter, str]) -> State:
     """Hyper-parameters of the parameter groups, and which parameters each one holds."""
-    entries: State = {}
+    if buffers is None:
+        members = [(optimizer.sub_group_to_group_id[i], params) for i, params in enumerate(optimizer.fp16_groups)]
+    else:
+        members = [(index, group.params) for index, group in enumerate(buffers)]
+    state: State = {}
     for index, group in enumerate(optimizer.optimizer.param_groups):
-        for name, value in group.items():
-            if name not in ("params", "param_names"):
-                entries.update(flatten(f"group/{index}/{name}", value))
-        entries[f"group/{index}/params"] = " ".join(sorted(members.get(index, [])))
-    return entries
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        held = sorted(names[param] for of, params in members if of == index for param in params)
+        state |= flatten(f"group/{index}", options) | {f"group/{index}/params": " ".join(held)}
+    return state
 
 
 def _digest(tensor: torch.Tensor) -> Fingerprint:
@@ -322,27 +295,16 @@ def _difference(expected: Entry, found: Entry) -> str:
     """The difference between two entries as text; empty if there is none."""
     import torch
 
-    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
-        return _tensor_difference(expected, found)
-    if isinstance(expected, torch.Tensor) and isinstance(found, Fingerprint):
-        expected = _digest(expected)
-    if isinstance(expected, Fingerprint) and isinstance(found, Fingerprint):
-        if (expected.dtype, expected.shape) != (found.dtype, found.shape):
-            return f"is {found.dtype} {found.shape}, expected {expected.dtype} {expected.shape}"
-        return "" if expected == found else "has other elements"
-    same_nan = isinstance(expected, float) and isinstance(found, float) and expected != expected and found != found
-    return "" if same_nan or expected == found else f"is {found!r}, expected {expected!r}"
-
-
-def _tensor_difference(expected: torch.Tensor, found: torch.Tensor) -> str:
-    import torch
-
-    if expected.dtype != found.dtype or expected.shape != found.shape:
-        return f"is {found.dtype} {tuple(found.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
-    mine, theirs = _bytes(expected), _bytes(found)
-    if torch.equal(mine, theirs):
+    mine, theirs = (_digest(entry) if isinstance(entry, torch.Tensor) else entry for entry in (expected, found))
+    if mine == theirs or (mine != mine and theirs != theirs):  # NaN is equal to NaN
         return ""
-    wrong = (mine != theirs).view(-1, expected.element_size()).any(dim=1).nonzero().flatten()
+    if not isinstance(mine, Fingerprint) or not isinstance(theirs, Fingerprint):
+        return f"is {theirs!r}, expected {mine!r}"
+    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+        return f"is {theirs.dtype} {theirs.shape}, expected {mine.dtype} {mine.shape}"
+    if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
+        return "has other elements"
+    wrong = (_bytes(expected) != _bytes(found)).view(-1, expected.element_size()).any(dim=1).nonzero().flatten()
     first = int(wrong[0])
     return (
         f"{len(wrong)} of {expected.numel()} elements differ, the first at {first}: "

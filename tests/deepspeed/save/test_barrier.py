@@ -21,7 +21,7 @@ from training import Job, build_engine, train_step
 
 from zeroelastic.errors import AbsentRankError
 from zeroelastic.testing import RankError, RankPool
-from zeroelastic.testing.supervisor import GRACE_VARIABLE
+from zeroelastic.testing.run import GRACE_VARIABLE
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 SAVING = "Checkpoint engines and storage"
