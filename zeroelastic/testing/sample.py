@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.core.layout import Param, pack_sub_groups
+from zeroelastic.core.layout import Param
 from zeroelastic.extras import require_torch
 from zeroelastic.verbs.reshard.reshard import reshard
 
@@ -36,7 +36,6 @@ TIED, EMBEDDING, FROZEN_NAME, BUFFER = (
     "model.rotary.inv_freq",
 )
 
-_DEEPSPEED = "0.19.8"
 _VOCABULARY = 250
 _BATCH = 24
 _WEIGHT_DECAY = (0.1, 0.0)
@@ -85,7 +84,7 @@ def write_sample(
             whole, parts = Path(directory, "whole"), Path(directory, "parts")
             _write_one_rank(whole / tag, step, hidden, layers, format, sub_group_size)
             (whole / "latest").write_text(tag)
-            reshard(whole, parts, world_size=world_size, format=format)
+            reshard(whole, parts, world_size=world_size, format=format, sub_group_size=sub_group_size)
             if not record:
                 (parts / tag / RECORD_NAME).unlink()
             shutil.rmtree(root / tag, ignore_errors=True)
@@ -96,17 +95,11 @@ def write_sample(
 def _write_one_rank(tag_dir: Path, step: int, hidden: int, layers: int, format: str, sub_group_size: int) -> None:
     """Write what stock DeepSpeed saves at stage 3 on one rank."""
     groups = sample_params(hidden, layers)
-    sub_groups = pack_sub_groups(groups, world_size=1, sub_group_size=sub_group_size)
-    owners = [next(g for g, group in enumerate(groups) if members[0] in group) for members in sub_groups]
+    frozen = Param(FROZEN_NAME, (hidden,))
     flats = {
-        key: [torch.cat([sample_values(param, key, step) for param in members]) for members in sub_groups]
+        key: [torch.cat([sample_values(param, key, step) for param in group]) for group in groups]
         for key in ("fp32", *STATES)
     }
-    frozen = Param(FROZEN_NAME, (hidden,))
-    fragment = sample_values(frozen, "frozen", step, torch.bfloat16)
-    names = [param.name for members in sub_groups for param in members]
-    empty = torch.empty(0, dtype=torch.bfloat16)
-    inv_freq = 1.0 / 10000 ** (torch.arange(0, hidden, 2).float() / hidden)
     adam = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False}
     optimizer_state: dict[str, Any] = {
         "zero_stage": 3,
@@ -117,26 +110,23 @@ def _write_one_rank(tag_dir: Path, step: int, hidden: int, layers: int, format: 
         "fp32_flat_groups": [flat.requires_grad_() for flat in flats["fp32"]],
         "optimizer_state_dict": {
             "state": {
-                i: {"step": torch.tensor(float(step)), **{key: flats[key][i] for key in STATES}}
-                for i in range(len(sub_groups))
+                g: {"step": torch.tensor(float(step)), **{key: flats[key][g] for key in STATES}}
+                for g in range(len(groups))
             },
-            "param_groups": [
-                {**adam, "weight_decay": decay, "params": [i for i, owner in enumerate(owners) if owner == g]}
-                for g, decay in enumerate(_WEIGHT_DECAY)
-            ],
+            "param_groups": [{**adam, "weight_decay": decay, "params": [g]} for g, decay in enumerate(_WEIGHT_DECAY)],
         },
     }
+    partitioned = [*(param.name for group in groups for param in group), FROZEN_NAME, TIED]
+    module = OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in partitioned)
+    module[BUFFER] = 1.0 / 10000 ** (torch.arange(0, hidden, 2).float() / hidden)
     model_states: dict[str, Any] = {
-        "module": OrderedDict([*((name, empty) for name in (*names, FROZEN_NAME, TIED)), (BUFFER, inv_freq)]),
+        "module": module,
         "buffer_names": [BUFFER],
-        "optimizer": None,
-        "param_shapes": [OrderedDict((p.name, torch.Size(p.shape)) for p in members) for members in sub_groups],
+        "param_shapes": [OrderedDict((p.name, torch.Size(p.shape)) for p in group) for group in groups],
         "frozen_param_shapes": OrderedDict([(FROZEN_NAME, torch.Size(frozen.shape))]),
+        "frozen_param_fragments": OrderedDict([(FROZEN_NAME, sample_values(frozen, "frozen", step, torch.bfloat16))]),
         "shared_params": {TIED: EMBEDDING},
-        "frozen_param_fragments": OrderedDict([(FROZEN_NAME, fragment)]),
         "lr_scheduler": {"last_batch_iteration": step},
-        "data_sampler": None,
-        "random_ltd": None,
         "skipped_steps": 0,
         "global_steps": step,
         "global_samples": _BATCH * step,
@@ -145,18 +135,9 @@ def _write_one_rank(tag_dir: Path, step: int, hidden: int, layers: int, format: 
         "epoch": 0,
         "best_loss": 2.5,
     }
-    both = {
-        "ds_config": {
-            "train_batch_size": _BATCH,
-            "bf16": {"enabled": True},
-            "zero_optimization": {
-                "stage": 3,
-                "sub_group_size": sub_group_size,
-                "elastic_checkpoint": format == "elastic",
-            },
-        },
-        "ds_version": _DEEPSPEED,
-    }
+    zero = {"stage": 3, "sub_group_size": sub_group_size, "elastic_checkpoint": format == "elastic"}
+    config = {"train_batch_size": _BATCH, "bf16": {"enabled": True}, "zero_optimization": zero}
+    both = {"ds_config": config, "ds_version": "0.19.8"}
     tag_dir.mkdir(parents=True)
     torch.save(
         {"optimizer_state_dict": optimizer_state, **both}, tag_dir / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
