@@ -56,7 +56,7 @@ class RankJob:
     def with_output(self, details: str) -> str:
         """A traceback or stacks, and the last lines that the rank printed."""
         output = self.read("output").splitlines()[-_OUTPUT_LINES:]
-        return "\n".join([details.rstrip(), *([f"last output of rank {self.rank}:"] if output else []), *output])
+        return "\n".join([details.rstrip(), *([f"last output of rank {self.rank}:", *output] if output else [])])
 
 
 @dataclass(frozen=True, slots=True)

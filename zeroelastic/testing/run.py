@@ -294,7 +294,8 @@ def _judge(ranks: list[_Rank]) -> RankError | None:
     )
     if failures:
         first, *others = failures
-        lines = [f"rank {first.rank} of {len(ranks)} failed first: {first.headline}", "", first.details]
+        lines = [f"rank {first.rank} of {len(ranks)} failed first: {first.headline}"]
+        lines += ["", first.details] if first.details else []
         if others:
             lines += ["", "the others:", *(f"rank {failure.rank}: {failure.headline}" for failure in others)]
         return RankError("\n".join(lines), tuple(failures))

@@ -100,7 +100,7 @@ def _write_one_rank(tag_dir: Path, step: int, hidden: int, layers: int, format: 
         key: [torch.cat([sample_values(param, key, step) for param in group]) for group in groups]
         for key in ("fp32", *STATES)
     }
-    adam = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False}
+    adam = {"betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False}
     optimizer_state: dict[str, Any] = {
         "zero_stage": 3,
         "loss_scaler": None,
@@ -113,7 +113,9 @@ def _write_one_rank(tag_dir: Path, step: int, hidden: int, layers: int, format: 
                 g: {"step": torch.tensor(float(step)), **{key: flats[key][g] for key in STATES}}
                 for g in range(len(groups))
             },
-            "param_groups": [{**adam, "weight_decay": decay, "params": [g]} for g, decay in enumerate(_WEIGHT_DECAY)],
+            "param_groups": [
+                {"lr": 3e-4, "weight_decay": decay, **adam, "params": [g]} for g, decay in enumerate(_WEIGHT_DECAY)
+            ],
         },
     }
     partitioned = [*(param.name for group in groups for param in group), FROZEN_NAME, TIED]
