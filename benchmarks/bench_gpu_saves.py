@@ -205,8 +205,7 @@ def measure_saves(part: Part) -> None:
 def measure_background(part: Part) -> None:
     """How long a save in the background holds up training; the first one makes the memory for it."""
     import zeroelastic
-    from zeroelastic.deepspeed.save.background import background_of, saving_in_background
-    from zeroelastic.deepspeed.save.pending import pending_of
+    from zeroelastic.deepspeed.save.background import background_of, pending_of, saving_in_background
 
     plain = [part.timed(part.step) for _ in range(10)]
     rounds = []

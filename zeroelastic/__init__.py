@@ -180,7 +180,7 @@ def wait_for_save(engine: Any) -> None:
         train_on()
         zeroelastic.wait_for_save(engine)
     """
-    from zeroelastic.deepspeed.save.pending import finish_pending
+    from zeroelastic.deepspeed.save.background import finish_pending
 
     finish_pending(engine, before="wait_for_save()")
 

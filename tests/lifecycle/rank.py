@@ -187,7 +187,7 @@ class Rank:
         zeroelastic.wait_for_save(self.engine)
 
     def is_done(self) -> bool:
-        from zeroelastic.deepspeed.save.pending import pending_of
+        from zeroelastic.deepspeed.save.background import pending_of
 
         pending = pending_of(self.engine)
         return pending is None or pending.is_done()

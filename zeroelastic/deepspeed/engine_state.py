@@ -76,7 +76,7 @@ class EngineState:
     module_paths: tuple[str, ...] | None = None
     """The model states file that DeepSpeed is to read, during a load (``load.module_states``)."""
     pending: object = None
-    """The ``Pending`` save that is not finished yet (``save.save``)."""
+    """The ``BackgroundSave`` that is not finished yet (``save.background``)."""
     async_save: bool | None = None
     """Whether the next saves are asynchronous; None: as the options say (``save.background``)."""
     background: object = None

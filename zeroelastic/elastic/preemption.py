@@ -183,7 +183,7 @@ class Preemption:
 
     def _stop(self, step: int, left: float) -> None:
         """Finish the save that is being written, then save the last step, if it is not saved and there is time."""
-        from zeroelastic.deepspeed.save.pending import pending_of
+        from zeroelastic.deepspeed.save.background import pending_of
 
         if pending_of(self._engine) is not None:
             try:
@@ -207,8 +207,7 @@ class Preemption:
 
         ``background`` is that of ``every``. Waits for the previous save, and raises its error.
         """
-        from zeroelastic.deepspeed.save.background import saving_in_background
-        from zeroelastic.deepspeed.save.pending import pending_of
+        from zeroelastic.deepspeed.save.background import pending_of, saving_in_background
 
         engine = self._engine
         chosen = normal(tag) if tag is not None else f"global_step{engine.global_steps}"
@@ -256,7 +255,7 @@ class Preemption:
 
     def _finish(self, before: str = "") -> None:
         """Wait for the save that is still being written, and commit it. Raises its error on every rank."""
-        from zeroelastic.deepspeed.save.pending import finish_pending, pending_of
+        from zeroelastic.deepspeed.save.background import finish_pending, pending_of
 
         pending = pending_of(self._engine)
         try:

@@ -81,7 +81,7 @@ def resume(
     from zeroelastic.deepspeed.load.fallback import add_notes, load_first, none_loads
     from zeroelastic.deepspeed.load.tag_choice import nothing_to_load
     from zeroelastic.deepspeed.node_local.node_tags import find_tags_to_try
-    from zeroelastic.deepspeed.save.pending import finish_pending
+    from zeroelastic.deepspeed.save.background import finish_pending
     from zeroelastic.distributed.partners import require_partners
     from zeroelastic.elastic.memory.resume import memory_tier
     from zeroelastic.runs.candidates import refuse_fresh_start

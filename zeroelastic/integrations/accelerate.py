@@ -35,7 +35,7 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.rng_files import derived_seed
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
-from zeroelastic.deepspeed.save.pending import finish_pending, pending_of
+from zeroelastic.deepspeed.save.background import finish_pending, pending_of
 from zeroelastic.distributed.collective import all_gather, all_or_raise
 from zeroelastic.elastic.position import seed_generators
 from zeroelastic.errors import (

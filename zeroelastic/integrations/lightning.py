@@ -32,7 +32,7 @@ from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
-from zeroelastic.deepspeed.save.pending import finish_pending
+from zeroelastic.deepspeed.save.background import finish_pending
 from zeroelastic.elastic.sampler import is_position
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
 from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct

@@ -104,7 +104,7 @@ def _finalize_training(module: ModuleType, original: Callable[..., Any]) -> Call
         loads_or_removes = self.args.load_best_model_at_end or self.args.save_total_limit == 1
         if config is None or not loads_or_removes or self.state.best_model_checkpoint is None:
             return original(self, *args, **kwargs)
-        from zeroelastic.deepspeed.save.pending import finish_pending  # it imports deepspeed
+        from zeroelastic.deepspeed.save.background import finish_pending  # it imports deepspeed
 
         try:
             finish_pending(self.model_wrapped, before="the end of the training")
@@ -121,7 +121,7 @@ def _finalize_training(module: ModuleType, original: Callable[..., Any]) -> Call
 
 def _remove_older(trainer: Any, rotate: Callable[..., None]) -> None:
     """Remove the checkpoints above ``save_total_limit``, once the last one is complete. Collective."""
-    from zeroelastic.deepspeed.save.pending import finish_pending  # it imports deepspeed
+    from zeroelastic.deepspeed.save.background import finish_pending  # it imports deepspeed
 
     try:
         finish_pending(trainer.model_wrapped, before="save_total_limit")

@@ -27,8 +27,13 @@ from zeroelastic.deepspeed.live.optimizers import common_state
 from zeroelastic.deepspeed.load.load import load
 from zeroelastic.deepspeed.options import LoadRequest, warn_of_slow_verification
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.deepspeed.save.background import forget_background, refuse_background, wants_background
-from zeroelastic.deepspeed.save.pending import drop_pending, finish_pending
+from zeroelastic.deepspeed.save.background import (
+    drop_pending,
+    finish_pending,
+    forget_background,
+    refuse_background,
+    wants_background,
+)
 from zeroelastic.deepspeed.save.save import save_checkpoint as save_checkpoint
 from zeroelastic.deepspeed.save.shard_writer import elastic_state_dict
 from zeroelastic.deepspeed.storage_rules import refuse_unwritable

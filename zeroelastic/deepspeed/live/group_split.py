@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import get_hp_fragment_mapping
 
-from zeroelastic.core.layout import Layout, Param, group_split_of_run
+from zeroelastic.core.layout import Param
 from zeroelastic.deepspeed.engine import Engine, GroupOptimizer
 from zeroelastic.deepspeed.engine_state import engine_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, uncovered_groups
@@ -56,7 +56,6 @@ class GroupSplit(LiveOptimizer):
 
     optimizer: GroupOptimizer
     per_param = False
-    stages_in_files: tuple[int | None, ...] = (1, 2)
 
     @staticmethod
     def lists(optimizer: Any) -> _Lists:
@@ -136,17 +135,6 @@ class GroupSplit(LiveOptimizer):
     @staticmethod
     def uncovered(optimizer: Any, engine: Engine) -> list[str]:
         return []  # it is left to DeepSpeed
-
-    def layout_at(self, world_size: int) -> Layout:
-        optimizer: Any = self.optimizer  # a BF16_Optimizer and an older DeepSpeed lack what is looked for
-        aligned = getattr(optimizer, "parameter_alignment", False)
-        layout, _ = group_split_of_run(
-            self._params_of_groups(),
-            world_size,
-            round_robin=getattr(optimizer, "round_robin_gradients", False),
-            itemsizes=[buffer.element_size() for buffer in self.lists(optimizer).weights] if aligned else None,
-        )
-        return layout
 
     def flat(self, sub_group: int) -> torch.Tensor:
         return self.lists(self.optimizer).master[sub_group]
@@ -287,15 +275,9 @@ class GroupSplit(LiveOptimizer):
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
 
-    def numels_in_stock_files(self) -> list[int]:
-        padded = zip(self.layout.sub_group_numel.tolist(), self.lists(self.optimizer).padding, strict=True)
-        return [numel - padding for numel, padding in padded]
-
 
 class Bf16GroupSplit(GroupSplit):
     """A ``BF16_Optimizer`` at stage 1: no loss scaler, no offloading, nothing dealt, and whole parts in its files."""
-
-    stages_in_files = (None,)
 
     @staticmethod
     def lists(optimizer: Any) -> _Lists:

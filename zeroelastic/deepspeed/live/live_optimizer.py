@@ -61,8 +61,6 @@ class LiveOptimizer(ABC):
     """Whether there is an optimizer; else every parameter counts as frozen, and only weights are loaded."""
     on_nvme: bool = False
     """Whether the state of any sub-group, or parameters, may lie on NVMe and not in memory."""
-    stages_in_files: tuple[int | None, ...]
-    """What DeepSpeed's own files of this optimizer can have as ``zero_stage``."""
 
     def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False) -> None:
         """``names`` are those of all parameters, ``opaque`` as of ``sharing_of``.
@@ -133,15 +131,6 @@ class LiveOptimizer(ABC):
     @abstractmethod
     def frozen_tensor(self, param: int) -> torch.Tensor:
         """This rank's part of a frozen parameter, by its number in ``frozen.params``."""
-
-    @abstractmethod
-    def layout_at(self, world_size: int) -> Layout:
-        """The layout that DeepSpeed makes of the same optimizer groups on so many ranks."""
-
-    def _params_of_groups(self) -> list[list[Param]]:
-        """The parameters of each optimizer group, in flat order."""
-        params = {param.name: param for param in self.layout.params}
-        return [[params[name] for name in names] for names in self.groups]
 
     def group(self, sub_group: int) -> MutableMapping[str, Any]:
         """The optimizer group that a sub-group belongs to, live."""
@@ -361,10 +350,6 @@ class LiveOptimizer(ABC):
     def lost_in_stock_files(self) -> str | None:
         """What DeepSpeed's own files of this optimizer would lack, or None when they hold everything."""
         return None
-
-    def numels_in_stock_files(self) -> list[int]:
-        """How many elements of each sub-group DeepSpeed's own file of this rank has."""
-        return list(map(int, self.layout.sub_group_numel))
 
 
 def ask_for_large_pages(tensor: torch.Tensor) -> None:

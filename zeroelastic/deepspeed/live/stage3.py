@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
+from zeroelastic.core.layout import Param, pack_sub_groups
 from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, scalar_value, uncovered_groups
 from zeroelastic.deepspeed.live.swap_files import SwapFiles, is_param_on_nvme, on_nvme
@@ -46,7 +46,6 @@ class Stage3(LiveOptimizer):
     """A ``DeepSpeedZeroOptimizer_Stage3``, with offloading to the CPU and NVMe and with Muon."""
 
     optimizer: Stage3Optimizer
-    stages_in_files = (3,)
 
     def _module(self) -> torch.nn.Module:
         return self.optimizer.module
@@ -134,11 +133,6 @@ class Stage3(LiveOptimizer):
 
     def flat(self, sub_group: int) -> torch.Tensor:
         return self.optimizer.fp32_partitioned_groups_flat[sub_group]
-
-    def layout_at(self, world_size: int) -> Layout:
-        size: int | None = self.optimizer.sub_group_size
-        groups = pack_sub_groups(self._params_of_groups(), world_size=world_size, sub_group_size=size)
-        return layout_from_sub_groups(groups, world_size)
 
     def frozen_tensor(self, param: int) -> torch.Tensor:
         return self._swap.param(self._frozen[param])

@@ -3,13 +3,18 @@
 The thread does what a synchronous save does: it writes the files, makes them durable, and commits them together with
 the threads of the other ranks. Its collectives have a process group of their own, so that they do not come between
 the collectives of training. It uses one processor at a low priority.
+
+An engine has at most one such save. It is finished before any call that would change or end what is being written: the
+next save, a load, ``save_16bit_model`` and ``destroy``.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,10 +26,10 @@ from zeroelastic.deepspeed.engine import Engine, options_of
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.deepspeed.save.barrier import SaveBarrier
-from zeroelastic.deepspeed.save.pending import Pending, unfinished
+from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
 from zeroelastic.deepspeed.save.shard_writer import HostMemory, writes_with_torch
 from zeroelastic.distributed.collective import all_or_raise, collectives_over, end_group
+from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import SaveError, UnsupportedError, ZeroElasticError
 
 if TYPE_CHECKING:
@@ -33,6 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NICER = 19
+
+_unfinished: set[BackgroundSave] = set()
+"""The saves, of all engines of this process, that are waited for when the interpreter ends."""
 
 
 @contextmanager
@@ -110,29 +118,35 @@ def background_of(engine: Engine) -> Background:
 def forget_background(engine: Engine) -> None:
     """End the process group of an engine's saves, and free their memory. A save that was given up keeps the group."""
     found, state_of(engine).background = state_of(engine).background, None
-    if isinstance(found, Background) and not any(getattr(save, "_group", None) is found.group for save in unfinished()):
+    if isinstance(found, Background) and not any(save.group is found.group for save in unfinished()):
         end_group(found.group)
 
 
-class BackgroundSave(Pending):
+class BackgroundSave:
     """A save that a thread writes and commits, collectively over ``group``; the thread begins at once.
 
     It raises the same error on every rank. Where it cannot, because a rank has died or the group is gone, each rank has
     its own, and ``finish`` raises on all.
+
+    A process that is forked from a rank has copies of the rank's saves. They are not its own: the rank finishes them.
     """
 
+    seconds: float | None = None
+    """Seconds from the call of ``save_checkpoint`` to the end of the save, once it is finished."""
+
     def __init__(self, save: Save, group: dist.ProcessGroup) -> None:
-        super().__init__(save.request.tag_dir)
-        self._save, self._group, self._barrier, self._after = save, group, save.barrier, save.after
+        self.tag_dir, self.group, self._process, self._rank = save.request.tag_dir, group, os.getpid(), dist.get_rank()
+        self._save, self._barrier, self._after = save, save.barrier, save.after
         self._failure: ZeroElasticError | None = None
+        _unfinished.add(self)
         self._thread = threading.Thread(target=self._run, name="zeroelastic-save", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         _lower_priority()
         try:
-            with collectives_over(self._group):
-                self._save.commit(self._group)
+            with collectives_over(self.group):
+                self._save.commit(self.group)
             if self._after.note:
                 logger.info("%s: saved%s", self.tag_dir, self._after.note)
             if self._rank == 0:
@@ -156,12 +170,16 @@ class BackgroundSave(Pending):
         finally:
             self.seconds = self._after.seconds
             del self._save
-            self.forget_at_exit()
+            _unfinished.discard(self)
 
     def _fail(self, error: ZeroElasticError) -> None:
         self._failure = error
         if self._rank == 0:
             logger.error("the next save, load or destroy() will raise this: %s", error)
+
+    def created_by_this_process(self) -> bool:
+        """Whether this process began the save."""
+        return self._process == os.getpid()
 
     def is_done(self) -> bool:
         """Whether the thread has ended."""
@@ -185,9 +203,6 @@ class BackgroundSave(Pending):
         if self._failure is not None:
             raise self._failure
 
-    def drop(self) -> None:
-        """The thread goes on; the end of the interpreter waits for it."""
-
     def at_exit(self) -> None:
         """Wait for the thread; the threads of all ranks finish the save without the rest of their programs."""
         logger.warning("%s: the run ends when this save is finished; call engine.destroy() first", self.tag_dir)
@@ -196,13 +211,61 @@ class BackgroundSave(Pending):
             logger.error("%s", self._failure)
 
 
+def unfinished() -> list[BackgroundSave]:
+    """The saves that this process itself began and that are not finished."""
+    return [save for save in list(_unfinished) if save.created_by_this_process()]
+
+
+@atexit.register
+def finish_at_exit() -> None:
+    """Wait for what is unfinished when the interpreter ends."""
+    for save in unfinished():
+        save.at_exit()
+
+
 def finish_all() -> None:
     """Wait for all saves of this process, without the other ranks. Raises what the first that failed ended with."""
-    saves = [save for save in unfinished() if isinstance(save, BackgroundSave)]
+    saves = unfinished()
     for save in saves:
         save.wait()
     for save in saves:
         save.raise_failure()
+
+
+def pending_of(engine: Engine) -> BackgroundSave | None:
+    """The save of the engine that is not committed yet, as far as this rank knows, if this process began it."""
+    found = state_of(engine).pending
+    assert found is None or isinstance(found, BackgroundSave)
+    return found if found is not None and found.created_by_this_process() else None
+
+
+def finish_pending(engine: Engine, *, before: str = "") -> float | None:
+    """Finish the pending save, if there is one, and return its seconds on this rank, if known. Collective.
+
+    ``before`` names the call that has to wait. Rank 0 logs it with the seconds waited, as a warning, because training
+    stands still. Raises the error of the save on every rank; then its tag is not committed and ``latest`` is unchanged.
+    """
+    pending = drop_pending(engine)
+    if pending is None:
+        return None
+    outcome = "Unless `latest` names it, it is not committed."
+    store_request(require_partners, pending.tag_dir, outcome, patience_s=0.0)
+    waits, began = not pending.is_done(), time.monotonic()
+    try:
+        pending.finish()
+    finally:
+        if before and waits and dist.get_rank() == 0:
+            logger.warning(
+                "%s waited %.2f s for the save of %s to be finished", before, time.monotonic() - began, pending.tag_dir
+            )
+    return pending.seconds
+
+
+def drop_pending(engine: Engine) -> BackgroundSave | None:
+    """Forget the pending save of the engine and return it. Its thread goes on; the end of the process waits for it."""
+    pending = pending_of(engine)
+    state_of(engine).pending = None
+    return pending
 
 
 def _lower_priority() -> None:

@@ -42,13 +42,12 @@ from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, 
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.run_objects import saving_sampler
 from zeroelastic.deepspeed.save.after_save import AfterSave, remove_old_tags
-from zeroelastic.deepspeed.save.background import BackgroundSave, background_for
+from zeroelastic.deepspeed.save.background import BackgroundSave, background_for, finish_pending
 from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
 from zeroelastic.deepspeed.save.changed_modules import merged_weights, refuse_changed_module
 from zeroelastic.deepspeed.save.commit import PendingCommit, new_save_id, written_files
 from zeroelastic.deepspeed.save.directory import Directory
 from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
-from zeroelastic.deepspeed.save.pending import finish_pending
 from zeroelastic.deepspeed.save.shard_writer import (
     HostMemory,
     OtherEngineWriter,

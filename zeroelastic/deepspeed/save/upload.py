@@ -28,8 +28,8 @@ from pathlib import Path
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.marks import UNFINISHED_NAME
 from zeroelastic.deepspeed.options import Options
+from zeroelastic.deepspeed.save.background import finish_at_exit
 from zeroelastic.deepspeed.save.directory import Directory
-from zeroelastic.deepspeed.save.pending import finish_at_exit
 from zeroelastic.errors import CheckpointError, MissingFileError, SaveError
 from zeroelastic.io.objects import put_file, put_object, remove_objects, sizes_below
 from zeroelastic.io.paths import RemotePath, as_path, missing_directory, pin_directory, reason, relative_name
