@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,20 @@ _AGREED = "_zeroelastic_agreed"
 _NUMBER_BYTES, _HASH_BYTES = 8, 32
 """How many ranks have their own error in that of all."""
 
+_limit_s = math.inf
+
 _group: ContextVar[dist.ProcessGroup | None] = ContextVar("zeroelastic_group", default=None)
+
+
+def limit() -> float:
+    """How many seconds a rank waits for another one at most, whatever it waits with."""
+    return _limit_s
+
+
+def set_limit(seconds: float) -> None:
+    """Set what ``limit`` returns."""
+    global _limit_s
+    _limit_s = seconds
 
 
 @contextmanager

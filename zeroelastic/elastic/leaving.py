@@ -24,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zeroelastic.distributed.collective import set_limit
 from zeroelastic.errors import ConfigError, UnsupportedError
 
 EXIT_PREEMPTED = 75
@@ -122,12 +123,13 @@ def _exit_at_deadline() -> None:
 
 
 def set_collective_timeout(seconds: float = DEFAULT_S) -> None:
-    """Let collectives of every process group, existing or made later, fail after ``seconds``.
+    """Let collectives of every process group, existing or made later, fail after ``seconds``; saves wait no longer.
 
     Call it before ``deepspeed.initialize``, since a rank can also be lost while the engine is being built. The timeout
     of ``init_process_group`` holds for the default group only: the groups that DeepSpeed makes, among them the one that
     ZeRO uses, take torch's default of 10 minutes (NCCL) or 30 (gloo). This function changes that default, and that of
-    ``deepspeed.init_distributed``; later groups for which a script gives a timeout keep it. Choose more than the
+    ``deepspeed.init_distributed``; later groups for which a script gives a timeout keep it. A save waits for a
+    rank for ``seconds`` too, where ``save_timeout_s`` is longer. Choose more than the
     longest time for which one rank keeps the others waiting, as in a save. Raises ConfigError when ``seconds`` is not
     more than 0, UnsupportedError when this torch has no way to do it::
 
@@ -143,6 +145,7 @@ def set_collective_timeout(seconds: float = DEFAULT_S) -> None:
             "this torch has no way to change the timeout of a process group; give the timeout to init_process_group, "
             "which covers the default group."
         )
+    set_limit(seconds)
     vars(c10d)["default_pg_timeout"] = limit
     if getattr(c10d, "default_pg_nccl_timeout", None) is not None:
         vars(c10d)["default_pg_nccl_timeout"] = limit

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from training import Job, build_engine, train_step
 
+from zeroelastic.elastic import set_collective_timeout
 from zeroelastic.errors import AbsentRankError
 from zeroelastic.testing import RankError, RankPool
 from zeroelastic.testing.run import GRACE_VARIABLE
@@ -39,8 +40,8 @@ def raised(action: Callable[[], Any]) -> tuple[str, str, float]:
 
 def save_late(directory: str) -> list[tuple[str, str, float]]:
     """Rank 2 comes late to a save, then to the middle of another one, rank 0 to the end of one; then all are there."""
-    from zeroelastic.deepspeed.save import directory as on_disk
     from zeroelastic.deepspeed.save import shard_writer
+    from zeroelastic.deepspeed.save.barrier import SaveBarrier
 
     engine = build_engine(Job(options={"save_timeout_s": 2.0}))
     train_step(engine, 0)
@@ -51,9 +52,9 @@ def save_late(directory: str) -> list[tuple[str, str, float]]:
         if dist.get_rank() == rank:
             time.sleep(6.0)
 
-    def check_and_sleep(*args: Any, **kwargs: Any) -> None:
-        check(*args, **kwargs)
+    def sleep_and_check(barrier: SaveBarrier) -> bool:
         sleep(0)
+        return check(barrier)
 
     def slow_write(*args: Any, **kwargs: Any) -> Any:
         sleep()
@@ -66,9 +67,9 @@ def save_late(directory: str) -> list[tuple[str, str, float]]:
     outcomes.append(raised(lambda: engine.save_checkpoint(directory, tag="slow")))
     shard_writer.write_torch_file = write
     dist.barrier()
-    check, on_disk.refuse_out_of_date = on_disk.refuse_out_of_date, check_and_sleep
+    check, SaveBarrier.is_given_up = SaveBarrier.is_given_up, sleep_and_check  # type: ignore[method-assign]
     outcomes.append(raised(lambda: engine.save_checkpoint(directory, tag="stopped")))
-    on_disk.refuse_out_of_date = check
+    SaveBarrier.is_given_up = check  # type: ignore[method-assign]
     dist.barrier()
     left = sorted(name for name in os.listdir(directory) if not name.endswith(".py"))
     outcomes.append((",".join(left), (Path(directory) / "latest").read_text(), 0.0))
@@ -92,6 +93,21 @@ def test_a_rank_that_does_not_arrive_is_named_on_every_rank(rank_pool: RankPool,
     assert all(outcomes[0][2] < 5 for outcomes in results)
     assert issubclass(AbsentRankError, (OSError, TimeoutError))
     assert verify_checkpoint(tmp_path / "next").valid and (tmp_path / "latest").read_text() == "next"
+
+
+def save_late_in_a_limit(directory: str) -> tuple[str, str, float]:
+    engine = build_engine(Job())
+    dist.barrier()
+    set_collective_timeout(2.0)
+    time.sleep(4.0 * (dist.get_rank() == 1))
+    return raised(lambda: engine.save_checkpoint(directory, tag="late"))
+
+
+def test_a_save_waits_for_a_rank_no_longer_than_collectives_may_take(rank_pool: RankPool, tmp_path: Path) -> None:
+    results = rank_pool.run(save_late_in_a_limit, 2, str(tmp_path))
+    for kind, said, waited in results:
+        assert kind == "AbsentRankError" and waited < 10
+        assert "rank 1 did not arrive within 2 s (set_collective_timeout) while it was about to be saved" in said
 
 
 def test_a_store_whose_process_is_stopped_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from weakref import ref
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.distributed.collective import all_or_raise, limit
 from zeroelastic.distributed.partners import absent_ranks, announce, identities_on_this_machine, life_of_rank
 from zeroelastic.distributed.process_identity import life_of, machine
 from zeroelastic.errors import AbsentRankError, ZeroElasticError, rank_list
@@ -78,14 +78,16 @@ _known = _GroupSaves()
 class SaveBarrier:
     """The barriers of one save. Every rank makes one object at the same point and waits at the same barriers in order.
 
-    ``outcome_note`` ends each error message: it states what the failed save leaves.
+    ``outcome_note`` ends each error message: it states what the failed save leaves. ``timeout_s`` is no longer than
+    collectives may take.
     """
 
     def __init__(self, what: object, *, timeout_s: float) -> None:
-        self._what, self.timeout_s = what, timeout_s
+        self._what, self.timeout_s = what, min(timeout_s, limit())
+        self._limited_by = "set_collective_timeout" if self.timeout_s == limit() else '"save_timeout_s"'
         self.outcome_note = "The tag is not committed, and `latest` is unchanged."
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._meeting, self._note = 0, ""
+        self._meeting = 0
         self._keys: tuple[str, ...] = ()
         self._ended_before: tuple[str, ...] = ()
         if self._world_size == 1:
@@ -122,16 +124,6 @@ class SaveBarrier:
         names = (*names, _ACTION_FAILED) if verdict == _ACTION_FAILED and self._rank == 0 else names
         self._ended_before, self._keys = (), tuple(self._key(self._meeting, name) for name in names)
         return verdict == _EVERYBODY
-
-    def leave_note(self, note: str) -> None:
-        """From the next barrier on, let the other ranks read ``note``."""
-        self._note = note
-
-    def note_of(self, rank: int) -> str:
-        """The note of a rank as it was when it came to the last barrier."""
-        if self._world_size == 1:
-            return self._note
-        return str(self._store_request(lambda: self._store.get(self._key(self._meeting, rank)).decode()))
 
     def is_given_up(self) -> bool:
         """Whether the ranks at the next barrier have given this one up, which was stopped for a while before it."""
@@ -243,7 +235,7 @@ class SaveBarrier:
 
     def _arrive(self, meeting: int) -> int:
         """Record that this rank is at a meeting; returns how many ranks are."""
-        self._store.set(self._key(meeting, self._rank), self._note)
+        self._store.set(self._key(meeting, self._rank), "")
         return int(self._store.add(self._key(meeting, "count"), 1))
 
     def _outcome(self, meeting: int, judge: Callable[[float], str | None]) -> str:
@@ -272,7 +264,7 @@ class SaveBarrier:
         return str(self._store.get(key).decode())
 
     def _late(self, ranks: list[int]) -> str:
-        return f'{rank_list(ranks)} did not arrive within {self.timeout_s:g} s ("save_timeout_s")'
+        return f"{rank_list(ranks)} did not arrive within {self.timeout_s:g} s ({self._limited_by})"
 
     def _decide(self, key: str, verdict: str) -> str:
         """The value of a key that the first rank to decide has set."""

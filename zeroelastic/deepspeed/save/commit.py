@@ -38,7 +38,7 @@ from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import LastSave
 from zeroelastic.deepspeed.live.topology import Sharing
-from zeroelastic.distributed.collective import all_gather, gather, gather_bytes, maximum
+from zeroelastic.distributed.collective import all_gather, gather_bytes, maximum
 from zeroelastic.errors import CheckpointError, SaveError
 from zeroelastic.torch_file.header import TorchFile, read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
@@ -98,13 +98,11 @@ class Written(NamedTuple):
     unreadable: str | None = None
 
 
-def gather_written(
-    own: Written, names: tuple[str, str], last_save: LastSave, *, to_all: bool
-) -> tuple[float, bool, list[Written]]:
+def gather_written(own: Written, names: tuple[str, str], last_save: LastSave) -> tuple[float, bool, list[Written]]:
     """The time of the commit, whether only DeepSpeed reads the save, and what every rank has written. Collective.
 
     The time is in seconds since 1970, later than the ``last_save`` of any rank; rank 0's clock counts.
-    What was written is by rank, on rank 0, or on all. ``names`` are the names of this rank's module states and
+    What was written is by rank. ``names`` are the names of this rank's module states and
     optimizer file: 88 bytes come from each rank, unless one has files of other names or files that only DeepSpeed
     reads.
     """
@@ -113,9 +111,9 @@ def gather_written(
     facts = maximum([round(not_before * 1e6), int(own.unreadable is not None), int(packed is None)])
     microseconds, unreadable, unpacked = facts
     if unpacked or packed is None:
-        written = all_gather(own) if to_all else gather(own)
+        written = all_gather(own)
     else:
-        written = [_unpack(data) for data in gather_bytes(packed, to_all=to_all)]
+        written = [_unpack(data) for data in gather_bytes(packed, to_all=True)]
     return microseconds / 1e6, bool(unreadable), written
 
 

@@ -5,7 +5,6 @@ The tag appears by one rename of the hidden directory in which everything was wr
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -128,12 +127,9 @@ class Directory:
         missing, is not what it has to be, or a rank does not arrive: then the tag is what it was before the save.
         """
         with self.discarded_on_failure(), barrier.attribute_failures():
-            own = barrier.all_or_raise(lambda: self._read_back(save, barrier), "fsync")
-            # to the ranks that write a record: rank 0, or leaders
-            committed_at, unreadable, written = gather_written(
-                own, save.file_names, save.last_save, to_all=any(self.leaders)
-            )
-            barrier.all_or_raise(lambda: self._record(save, barrier, written, committed_at), "record")
+            own = barrier.all_or_raise(lambda: self._read_back(save), "fsync")
+            committed_at, unreadable, written = gather_written(own, save.file_names, save.last_save)
+            barrier.all_or_raise(lambda: self._record(save, written, committed_at), "record")
             barrier.all_or_raise(lambda: self._publish(barrier), "publish")
         if not unreadable:
             save.last_save.commit(save.save_id, committed_at)
@@ -145,8 +141,8 @@ class Directory:
         by_leader = zip(self.leaders, written, strict=True)
         return sum({(leader, name): size for leader, own in by_leader for name, size in own.sizes.items()}.values())
 
-    def _read_back(self, save: PendingCommit, barrier: SaveBarrier) -> Written:
-        """Make this rank's files durable, read them back as a load would, and leave their sizes to another rank."""
+    def _read_back(self, save: PendingCommit) -> Written:
+        """Make this rank's files durable, and read them back as a load would."""
         sizes: dict[str, int] = {}
         with self.as_not_committed():
             for name in (*save.file_names, *save.expert_files):
@@ -154,7 +150,6 @@ class Directory:
                 sizes[name] = path.stat().st_size
                 if self._fsync:
                     sync_path(path)
-            barrier.leave_note(json.dumps(sizes))
             try:
                 return Written(sizes, read_back(self.staging_dir, save))
             except (CheckpointError, UnsupportedError) as error:
@@ -163,23 +158,21 @@ class Directory:
                     return Written(sizes, {}, str(error))  # as stock DeepSpeed saves it
                 raise not_committed(self.tag_dir, f"no load would take it: {str(error).rstrip('.')}") from error
 
-    def _record(
-        self, save: PendingCommit, barrier: SaveBarrier, written: Sequence[Written], committed_at: float
-    ) -> None:
+    def _record(self, save: PendingCommit, written: Sequence[Written], committed_at: float) -> None:
         """Check what this rank sees of another's files, and write the record, on the leader."""
-        self._check_sizes(barrier)
+        self._check_sizes(written)
         if self.is_leader:
             self._write_record(save, written, committed_at)
 
-    def _check_sizes(self, barrier: SaveBarrier) -> None:
+    def _check_sizes(self, written: Sequence[Written]) -> None:
         """Raise SaveError if this rank does not see the files of another one as that one does.
 
         The other is half of their directory's ranks away, and so on another node wherever there are two or more.
         """
         mates = [rank for rank, leader in enumerate(self.leaders) if leader == self.leaders[self.rank]]
         other = mates[(mates.index(self.rank) + len(mates) // 2) % len(mates)]
-        sizes = json.loads(barrier.note_of(other))
-        self._require_seen({other: [name for name, n in sizes.items() if file_size(self.staging_dir / name) != n]})
+        sizes = written[other].sizes.items()
+        self._require_seen({other: [name for name, n in sizes if file_size(self.staging_dir / name) != n]})
 
     def _require_seen(self, unseen: Mapping[int, Sequence[str]]) -> None:
         """Raise SaveError if there are files, by the rank that wrote them, that this rank does not see as it does."""

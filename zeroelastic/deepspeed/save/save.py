@@ -65,7 +65,7 @@ from zeroelastic.deepspeed.storage_rules import (
     refuse_unwritable,
     saves_nothing,
 )
-from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise, collective_device
+from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise, broadcast, collective_device
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import (
     CheckpointError,
@@ -270,13 +270,12 @@ def save_checkpoint(
     finish_pending(self, before=f"the save of {tag}")
     after = AfterSave(self, tag_dir, tag, began=began)
     barrier = SaveBarrier(tag_dir, timeout_s=options_of(self).save_timeout_s)
-    barrier.leave_note(new_save_id())
     barrier.wait("begin")
     with barrier.attribute_failures():
         by_argument: Literal["argument"] | None = "argument" if exclude_frozen_parameters else None
         excluded_by = "option" if options_of(self).frozen == "exclude" else by_argument
         request = SaveRequest(save_dir, tag, named, client_state, save_latest, excluded_by)
-        return _save(self, original, request, barrier, after, save_id=barrier.note_of(0))
+        return _save(self, original, request, barrier, after, save_id=broadcast(new_save_id()))
 
 
 def _is_left_to_its_engine(engine: Engine) -> bool:

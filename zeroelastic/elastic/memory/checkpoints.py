@@ -34,7 +34,15 @@ from zeroelastic.deepspeed.options import MemoryOptions
 from zeroelastic.deepspeed.save.after_save import AfterSave
 from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
 from zeroelastic.deepspeed.save.save import SaveRequest
-from zeroelastic.distributed.collective import all_gather, all_or_raise, broadcast, collectives_over, end_group, gather
+from zeroelastic.distributed.collective import (
+    all_gather,
+    all_or_raise,
+    broadcast,
+    collectives_over,
+    end_group,
+    gather,
+    limit,
+)
 from zeroelastic.elastic.memory.copies import Placement, nodes_of
 from zeroelastic.elastic.memory.memory_file import Slot
 from zeroelastic.elastic.memory.place import Place, RunPlace, tag_of
@@ -119,9 +127,8 @@ class MemoryCheckpoints:
         all_or_raise(self._make_directories)
         self._saved = replace(last_save_of(engine))
         self._tied: Mapping[str, str] = broadcast(all_or_raise(engine._get_shared_params))
-        timeout = timedelta(seconds=options.save_timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._timeout_s = options.save_timeout_s
+        self._timeout_s = min(options.save_timeout_s, limit())
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         self._thread: threading.Thread | None = None
         self.is_broken = False
         self._logged: set[str] = set()

@@ -7,7 +7,7 @@ one that is complete but for the moment in which the next one replaces it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,9 +56,6 @@ class GroupBarrier(SaveBarrier):
 
         return all_or_raise(act)
 
-    def leave_note(self, note: str) -> None:
-        """Nothing: the ranks of a node see one memory."""
-
     def is_given_up(self) -> bool:
         return self._given_up()
 
@@ -100,7 +97,7 @@ class MemoryDirectory(Directory):
         self.run.remove_tags(but=[self.place.name])
         return ()
 
-    def _read_back(self, save: PendingCommit, barrier: SaveBarrier) -> Written:
+    def _read_back(self, save: PendingCommit) -> Written:
         """What this rank has in memory, of which nothing is read back; the copies for others are put beside it."""
         for name in self.kept:
             self.slot.link(self.staging_dir / name)
@@ -110,7 +107,7 @@ class MemoryDirectory(Directory):
         directories = {name: read_directory(image.read, image.size).digest for name, image in blocks.items()}
         return Written({name: len(data) for name, data in found.items()}, directories)
 
-    def _check_sizes(self, barrier: SaveBarrier) -> None:
+    def _check_sizes(self, written: Sequence[Written]) -> None:
         """Nothing: the ranks of a node see one memory."""
 
     def _publish(self, barrier: SaveBarrier) -> None:
