@@ -6,7 +6,6 @@ save that a load of the same run would refuse is not committed.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import struct
 import time
@@ -42,8 +41,6 @@ from zeroelastic.distributed.collective import all_gather, gather_bytes, maximum
 from zeroelastic.errors import CheckpointError, SaveError
 from zeroelastic.torch_file.header import TorchFile, read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
-
-logger = logging.getLogger(__name__)
 
 _PACKED = struct.Struct("<iHH" + 2 * "q32s")  # ranks and flags; of either file its size and its digest
 _BF16, _WHOLE = 1, 2
