@@ -27,7 +27,7 @@ TIMEOUT = "ZEROELASTIC_COLLECTIVE_TIMEOUT"
 """Seconds for which ranks wait for a lost rank: ``--timeout`` of ``zeroelastic.run``, but torch's default if unset."""
 
 FILE = "zeroelastic.pth"
-LINE = 'import os; os.environ.get("ZEROELASTIC") and __import__("zeroelastic.activation", fromlist=[""]).activate()\n'
+LINE = 'import os; os.environ.get("ZEROELASTIC", "").strip("0") and __import__("zeroelastic.activation").activation.activate()\n'
 """The content of ``FILE``, which a build puts beside the package, and which Python runs at its start (setup.py)."""
 
 _callbacks: dict[str, list[Callback]] = {}
@@ -85,14 +85,14 @@ def _start(deepspeed: ModuleType) -> None:
 
 def _timeout() -> float | None:
     """The timeout of collectives in seconds; None to leave torch's. Raises ConfigError."""
-    from zeroelastic.errors import ConfigError
-
     text = os.environ.get(TIMEOUT, "")
     try:
         seconds = float(text or "0")
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
+        from zeroelastic.errors import ConfigError  # what importing it costs, a process that is right does not pay
+
         raise ConfigError(f"{TIMEOUT} is {text!r}; it is a number of seconds, or 0 for torch's default. Change it.")
     return seconds or None
 
