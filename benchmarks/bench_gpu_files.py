@@ -36,12 +36,12 @@ from zeroelastic.executors.tables import default_threads
 
 HOST_READ, TO_DEVICE = "files -> pinned memory", "pinned memory -> GPU"
 HOST_WRITE, FROM_DEVICE = "pinned memory -> file, digest and CRC-32", "GPU -> pinned memory"
-READ, READ_DIGEST, READ_TORCH = "read_segments", "read_segments + digest", "read_segments by torch"
-WRITE, WRITE_TORCH = "write_segments + digest and CRC-32", "the same by torch"
+READ, READ_DIGEST, READ_STAGED = "read_segments", "read_segments + digest", "read_segments through host memory"
+WRITE, WRITE_STAGED = "write_segments + digest and CRC-32", "the same through host memory"
 MEMORY, SUM = "sum() of as many bytes on the GPU", "sum_segments: digests on the GPU"
 CEILINGS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((READ, READ_DIGEST, READ_TORCH), (HOST_READ, TO_DEVICE)),
-    **dict.fromkeys((WRITE, WRITE_TORCH), (HOST_WRITE, FROM_DEVICE)),
+    **dict.fromkeys((READ, READ_DIGEST, READ_STAGED), (HOST_READ, TO_DEVICE)),
+    **dict.fromkeys((WRITE, WRITE_STAGED), (HOST_WRITE, FROM_DEVICE)),
     SUM: (MEMORY,),
 }
 TARGETS = {READ: 0.9, SUM: 0.7}
@@ -92,22 +92,22 @@ def methods(work: Workload, folder: Path) -> dict[str, Run]:
         TO_DEVICE: to_device,
         READ: lambda: read_segments(reads, paths, [target], executor="cuda"),
         READ_DIGEST: lambda: read_segments(reads, paths, [target], digest=digest, executor="cuda"),
-        READ_TORCH: lambda: read_segments(reads, paths, [target], executor="torch"),
+        READ_STAGED: lambda: read_segments(reads, paths, [target], executor="native"),
         HOST_WRITE: lambda: write_segments(out, [on_host], [written], executor="native", **sums),
         FROM_DEVICE: from_device,
         WRITE: lambda: write_segments(out, [target], [written], executor="cuda", **sums),
-        WRITE_TORCH: lambda: write_segments(out, [target], [written], executor="torch", **sums),
+        WRITE_STAGED: lambda: write_segments(out, [target], [written], executor="native", **sums),
         MEMORY: lambda: flat.sum(),
         SUM: lambda: sum_segments(summed, [target], digest=digest, executor="cuda"),
     }
-    for name in (HOST_READ, READ, READ_DIGEST, READ_TORCH):
+    for name in (HOST_READ, READ, READ_DIGEST, READ_STAGED):
         result = on_host if name == HOST_READ else target
         result.zero_()
         compared[name]()
         torch.cuda.synchronize()
         assert np.array_equal(result.cpu().numpy().view(np.uint32), want.view(np.uint32)), f"{name}: bits differ"
     totals = []
-    for name in (HOST_WRITE, WRITE, WRITE_TORCH):
+    for name in (HOST_WRITE, WRITE, WRITE_STAGED):
         written.write_bytes(bytes(on_host.nbytes))
         totals.append(compared[name]())
         assert written.read_bytes() == want.tobytes(), f"{name}: bytes differ"
