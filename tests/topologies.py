@@ -321,12 +321,12 @@ def build(job: TopologyJob) -> Any:
     shorten_tensors_in_text()
     engine, *_ = deepspeed.initialize(model=model, config=ds_config(job), **options)
     engine.built = Built(
-        job, {name: tensor for old, whole in weights.items() for name, tensor in _as_run(job, old, whole)}
+        job, {name: tensor for old, whole in weights.items() for name, tensor in as_run(job, old, whole)}
     )
     return engine
 
 
-def _as_run(job: TopologyJob, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+def as_run(job: TopologyJob, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
     """The tensors that AutoEP makes of a router and of fused experts; others as they are."""
     base, _, last = name.rpartition(".mlp.")
     if job.model != "autoep" or not base:
