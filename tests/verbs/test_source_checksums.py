@@ -15,6 +15,7 @@ from saved_files import flip, logged
 from stock_programs import make_universal
 
 import zeroelastic
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.dcp.saved import open_dcp
 from zeroelastic.errors import CheckpointError, DigestMismatchError
 from zeroelastic.torch_file.zip_check import read_zip_records
@@ -136,12 +137,27 @@ def read_all(src: Path) -> dict[str, Any]:
 def test_damage_is_no_difference(tmp_path: Path, make: Callable[[Path], tuple[Path, int]]) -> None:
     path, offset = make(tmp_path / "src")
     shutil.copytree(tmp_path / "src", tmp_path / "other")
+    for record in (tmp_path / "other").rglob(RECORD_NAME):  # equal digests of both sides would do without the files
+        record.unlink()
     assert zeroelastic.diff(tmp_path / "src", tmp_path / "other").equal
     flip(path, offset)
     stated = f"{path}: record .*, has CRC-32 " if make is not recorded else "has digest .*; the commit record says"
     for sides in (("src", "other"), ("other", "src")):
         with pytest.raises(DigestMismatchError, match=stated):
             zeroelastic.diff(*(tmp_path / side for side in sides))
+
+
+def test_what_has_equal_digests_is_not_read_for_a_diff(tmp_path: Path) -> None:
+    """It compares what was saved; that the files still hold it is what verify says."""
+    path, offset = recorded(tmp_path / "src")
+    shutil.copytree(tmp_path / "src", tmp_path / "other")
+    sound = zeroelastic.diff(tmp_path / "src", tmp_path / "other")
+    assert sound.equal and sound.content_root.a is not None and sound.content_root.a == sound.content_root.b
+    flip(path, offset)
+    found = zeroelastic.diff(tmp_path / "src", tmp_path / "other")
+    assert found.equal and found.num_by_digest == sound.num_by_digest > 0 and found.bytes_read == sound.bytes_read
+    report = zeroelastic.verify(tmp_path / "src")
+    assert not report.valid and {problem.file for problem in report.problems} == {path.name}
 
 
 def test_damage_of_a_checkpoint_of_fsdp2_is_not_taken_for_another_save(tmp_path: Path) -> None:

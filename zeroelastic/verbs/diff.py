@@ -142,8 +142,8 @@ def diff(
     They may have been saved by different numbers of ranks and in different formats; neither makes them differ. Tensors
     are compared by their recorded digests, and bit for bit where one side has none. ``params`` limits the comparison to
     parameters whose names match a glob: then nothing but these is compared, their scalars included. Raises UsageError
-    where there is no checkpoint and no such parameter, CheckpointError for a checkpoint that is damaged,
-    UnsupportedError, UnreadableError.
+    where there is no checkpoint and no such parameter, CheckpointError where what is read is damaged (what has equal
+    digests is not read: ``verify`` reads everything), UnsupportedError, UnreadableError.
 
     Example::
 
