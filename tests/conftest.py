@@ -33,6 +33,11 @@ SLOW_TIMEOUT_S = 1800
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The readline of pytest's own process sets these for its children, the workers of pytest-xdist. What is printed into a
+# pipe has no width, unless a test gives it one.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
+
 # gloo's thread waits for events that it cannot handle while another thread of its process sends: it takes the processor
 # from that thread as soon as there is an event, and turns in a loop until that thread goes on. Where more processes run
 # than there are cores, that was a sixth of the CPU time of the tests. A thread of this class waits for its turn.
