@@ -36,6 +36,9 @@ ARGUMENTS = {
 """What each verb that reads a checkpoint needs beside it: ``dst`` is to be made, ``good`` another checkpoint."""
 
 
+_WIDE = {"COLUMNS": str(1 << 20)}
+
+
 @dataclass(frozen=True)
 class Done:
     """The part of subprocess.CompletedProcess that tests look at."""
@@ -48,12 +51,13 @@ class Done:
 def run_command(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Done:
     """``zeroelastic`` with these arguments, in the directory ``cwd``, with these changes of the environment.
 
-    A document of ``--json`` is held to its schema.
+    Lines are as long as they are where there is no terminal, unless ``env`` has COLUMNS: a test depends neither on the
+    terminal nor on the environment of whoever starts it. A document of ``--json`` is held to its schema.
     """
     before = Path.cwd()
     os.chdir(cwd or before)
     try:
-        result = CliRunner().invoke(app, [*map(str, arguments)], env=env, prog_name="zeroelastic")
+        result = CliRunner().invoke(app, [*map(str, arguments)], env={**_WIDE, **(env or {})}, prog_name="zeroelastic")
     finally:
         os.chdir(before)
     if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -69,11 +69,16 @@ def adapters_of(trained: Iterable[str], others: Collection[str] = ()) -> dict[st
         if match is not None and match["adapter"] in found and (in_file := _in_file(match)):
             found[match["adapter"]][name] = in_file
     for adapter, own in found.items():
-        modules = {match["module"] for name in own if (match := _OF_ADAPTER.match(name)) and _is_tuner(match)}
-        base = {f"{module}.base_layer.weight" for module in modules if module.rpartition(".")[2] in _EMBEDDINGS}
+        base = base_weights(own)
         own.update({name: name for name in others if name in base})
         _require_pairs(adapter, own.values())
     return {adapter: {**of_none, **own} for adapter, own in found.items()}
+
+
+def base_weights(names: Iterable[str]) -> set[str]:
+    """The base weights that PEFT saves with an adapter of these parameters: those of embeddings."""
+    modules = {match["module"] for name in names if (match := _OF_ADAPTER.match(name)) and _is_tuner(match)}
+    return {f"{module}.base_layer.weight" for module in modules if module.rpartition(".")[2] in _EMBEDDINGS}
 
 
 def _place(name: str) -> tuple[str, str] | None:

@@ -22,7 +22,7 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, folders, read_whole
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType
 from zeroelastic.torch_file.safetensors import DTYPE_NAMES, check_name, lay_out
-from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, folder_of
+from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, base_weights, folder_of
 from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, model_tensors, optimizer_tensors
 from zeroelastic.verbs.new_directory import reserve_file
 from zeroelastic.verbs.new_files import NewFiles, Reading, TensorCopy, convertible, copy_tensors
@@ -204,6 +204,7 @@ def plan_export(
     if of_peft:
         for adapter in [adapters] if isinstance(adapters, str) else of_peft:
             own, base = of_peft[adapter], f"{folder_of(adapter)}{WEIGHTS_NAME}"
+            left_out += tuple(_NO_BASE.format(printable(name)) for name in sorted(base_weights(own) - own.keys()))
             renamed = [(replace(one, name=own[one.name]), to) for one, to in wanted if one.name in own]
             more, index = _lay_out(base, renamed, {}, max_shard_size)
             files, texts = files + more, {**texts, **index}
@@ -237,6 +238,11 @@ def _refuse_excluded(state: SavedState) -> None:
 
 _NO_ADAPTER = (
     "no adapter of PEFT was recognised: the trained weights are in model.safetensors, under the names of the module"
+)
+
+_NO_BASE = (
+    "frozen parameter {}: the checkpoint was saved without it. PEFT saves it with the adapter, and where the file has "
+    "none takes that of the base model, which has to be the same"
 )
 
 _AUTOEP = "the experts of {} have DeepSpeed's names and shapes, as in {}.experts.w1: AutoEP replaced those of the model"
