@@ -14,6 +14,7 @@ from commands import no_result
 from counted import CountedFileSystem, counted, upload
 from opens import through_path
 from synthetic import write_checkpoint
+from torch.distributed.checkpoint import FileSystemReader
 from typer.testing import CliRunner
 
 from zeroelastic.cli.app import app
@@ -97,7 +98,12 @@ def outcome(verb: str, root: Path | str, out: Path, first: Path) -> tuple[int, o
         keys = ("content_root", "ok", "problems", "tensors", "ranks", "step", "passed_over")
         found = {key: document[key] for key in keys if key in document}
     elif out.is_dir():
-        found = {path.name: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+        files = {path.name: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+        if files.pop(".metadata", None) is not None:  # torch writes the directory and a random id into it
+            metadata = FileSystemReader(out).read_metadata()
+            found = files, metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data
+        else:
+            found = files
     return done.exit_code, found, done.output
 
 
