@@ -27,7 +27,10 @@ TIMEOUT = "ZEROELASTIC_COLLECTIVE_TIMEOUT"
 """Seconds for which ranks wait for a lost rank: ``--timeout`` of ``zeroelastic.run``, but torch's default if unset."""
 
 FILE = "zeroelastic.pth"
-LINE = 'import os; os.environ.get("ZEROELASTIC", "").strip("0") and __import__("zeroelastic.activation").activation.activate()\n'
+LINE = (
+    'import os; os.environ.get("ZEROELASTIC", "").strip("0") and '
+    '__import__("zeroelastic.activation").activation.activate()\n'
+)
 """The content of ``FILE``, which a build puts beside the package, and which Python runs at its start (setup.py)."""
 
 _callbacks: dict[str, list[Callback]] = {}
