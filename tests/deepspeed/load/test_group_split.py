@@ -262,17 +262,16 @@ def test_deepspeed_alone_loads_what_was_saved(rank_pool: RankPool, tmp_path: Pat
         assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])
 
 
-def clipping_after_loads(job: Job, directory: str) -> list[tuple[float, list[str]]]:
-    """The norm to which gradients are clipped after DeepSpeed's own load and ours, and what the report says of it."""
+def clipping_after_loads(job: Job, directory: str) -> list[float]:
+    """The norm to which gradients are clipped after DeepSpeed's own load and ours."""
     engine = build_engine(replace(job, config={**job.config, "gradient_clipping": 0.25}))
     engine.save_checkpoint(directory)
     found = []
     for installed in (False, True):
         engine = build_engine(replace(job, installed=installed))
         engine.load_checkpoint(directory)
-        report = getattr(engine, "zeroelastic_report", None)
-        notes = [] if report is None else [note for note in report.notes if "clipping" in note]
-        found.append((engine.optimizer.clip_grad, notes))
+        assert hasattr(engine, "zeroelastic_report") == installed
+        found.append(engine.optimizer.clip_grad)
     return found
 
 
@@ -282,11 +281,8 @@ def clipping_after_loads(job: Job, directory: str) -> list[tuple[float, list[str
 def test_gradients_are_clipped_as_in_the_save_as_after_a_load_of_deepspeed(
     rank_pool: RankPool, tmp_path: Path, run: Run
 ) -> None:
-    said = "CONFIGURED VALUES NOT USED, the checkpoint has others: gradient_clipping of the optimizer: 1 configured, "
-    said += "0.25 now. To train with the configured ones, set them after load_checkpoint, in engine.optimizer.clip_grad"
-    for found in rank_pool.run(clipping_after_loads, 2, run.job(Job(elastic=False)), str(tmp_path), timeout=LIMIT_S):
-        assert [clip_grad for clip_grad, _ in found] == [0.25, 0.25]
-        assert found[0][1] == [] and len(found[1][1]) == 1 and found[1][1][0].startswith(said)
+    found = rank_pool.run(clipping_after_loads, 2, run.job(Job(elastic=False)), str(tmp_path), timeout=LIMIT_S)
+    assert found == [[0.25, 0.25]] * 2
 
 
 def load_universal(job: Job, directory: str) -> dict[str, Any]:
