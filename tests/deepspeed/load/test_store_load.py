@@ -17,7 +17,7 @@ from io_counts import build, state_bytes
 from s3_server import BUCKET, Request, S3Server
 from saved_files import flip
 from saves import Saver, check_resumed, save_once
-from training import Job, attempt, build_engine, look, resume
+from training import Job, attempt, build_engine, look, raised, resume
 
 from zeroelastic.elastic.resume import resume as elastic_resume
 from zeroelastic.testing import RankPool
@@ -211,10 +211,18 @@ def test_a_store_that_fails_for_one_rank_is_one_error_on_all(rank_pool: RankPool
     assert kind == "UnreadableError" and "rank_3_mp_rank_00_optim_states.pt" in text
 
 
-def test_a_tag_that_is_replaced_while_it_is_loaded_is_loaded_again(
+def load_error(job: Job, url: str) -> tuple[str, str]:
+    engine = build_engine(job)
+    return raised(lambda: engine.load_checkpoint(url))
+
+
+def test_a_tag_that_is_replaced_while_it_is_loaded_is_one_error_on_all(
     rank_pool: RankPool, saved: Saver, calm: S3Server
 ) -> None:
-    """Every object is replaced by that of another save under the same name, in the middle of the load."""
+    """Every object is replaced by that of another save under the same name, in the middle of the load.
+
+    The next load takes what is there then.
+    """
     first, second = saved(Job(), 2), saved(Job(lr=3e-2), 2)
     url = calm.upload(Path(first.directory), "replaced")
     replaced, asked = threading.Lock(), itertools.count()
@@ -228,7 +236,11 @@ def test_a_tag_that_is_replaced_while_it_is_loaded_is_loaded_again(
                 )
 
     calm.fault = fault
-    outcomes = rank_pool.run(resume, 3, Job().other(), url)
+    failures = rank_pool.run(load_error, 3, Job().other(), url)
     assert replaced.locked()
+    assert len(set(failures)) == 1
+    kind, text = failures[0]
+    assert kind == "SavedAgainError" and text.startswith(f"{url}/{first.tag_dir.name}: was saved again")
+    outcomes = rank_pool.run(resume, 3, Job().other(), url)
     assert {outcome.report.loaded_root for outcome in outcomes} == {second.root} != {first.root}
     assert all(outcome.state == outcomes[0].state for outcome in outcomes)
