@@ -12,7 +12,7 @@ import torch
 import training
 from saved_files import flip, logged
 from test_group_split import DEALT, FP32_SUMS, LIMIT_S, Run, train_and_save
-from training import LOSS_RTOL, Job, Outcome, build_engine, train_step
+from training import LOSS_RTOL, Job, Outcome, build_engine, raised, train_step
 
 import zeroelastic
 from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
@@ -55,6 +55,12 @@ def load_odd(job: Job, directory: str, **flags: Any) -> Outcome:
     return Outcome(fingerprint(gather_state(engine)), {}, [train_step(engine, 1)], engine.zeroelastic_report)
 
 
+def refuse_odd(job: Job, directory: str) -> tuple[str, str]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        engine = odd_engine(job, monkeypatch)
+    return raised(lambda: engine.load_checkpoint(directory))
+
+
 PAIRS = {
     "2 to 2": (Run(2, 3, DEALT), Run(2, 2)),
     "2 to 3": (Run(2, 2), Run(3, 3)),
@@ -85,6 +91,10 @@ def test_frozen_parameters_that_were_excluded_stay_the_runs_own(rank_pool: RankP
     other = rank_pool.run(load_odd, 3, job.other(), directory, timeout=LIMIT_S, load_module_strict=False)[0]
     different = {line.partition(":")[0] for line in compare_states(saved.state, other.state)}
     assert different == {"weight/slanted", "weight/adapter.weight", "weight/adapter.bias"}
+    (said,) = [note for note in other.report.notes if "OTHER BASE MODEL" in note]
+    assert all(name in said for name in ("slanted", "adapter.weight", "adapter.bias")) and "never_used" not in said
+    for kind, text in rank_pool.run(refuse_odd, 3, job.other(), directory, timeout=LIMIT_S):
+        assert kind == "LayoutMismatchError" and "frozen parameter slanted [4, 3]" in text
 
 
 def load_flags(job: Job, directory: str, **flags: Any) -> Outcome:

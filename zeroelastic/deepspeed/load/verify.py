@@ -84,8 +84,7 @@ def verify(
         f"`zeroelastic verify {checkpoint.tag_dir}` compares its files with their checksums"
     )
     membership, is_other_base = load_plan.membership, bool(load_plan.other_frozen)
-    keeps_frozen = load_plan.keeps_frozen and not is_other_base
-    with_frozen = checkpoint.frozen_layout is not None or keeps_frozen
+    with_frozen = checkpoint.frozen_layout is not None or load_plan.keeps_frozen
     same_params = membership.same_params and not is_other_base
     local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read_digests)
     try:
@@ -102,7 +101,9 @@ def verify(
     num_cast = sum(key != FP32 or not from_16_bit for _, key in cast)
     saved_root = checkpoint.record.content_root
     recorded = {c.param.name: c for c in checkpoint.record.contents() if c.tp_rank == live.tp.rank}
-    common = frozenset((*membership.restored, *membership.frozen, *(membership.excluded if keeps_frozen else ())))
+    common = {*membership.restored, *membership.frozen}
+    if load_plan.keeps_frozen:
+        common |= {*membership.excluded} - {*load_plan.other_frozen}
     saved = [  # without what this load leaves alone; the report names what only one side has
         content
         for name, content in recorded.items()
