@@ -13,6 +13,8 @@ alone are read, by the allow-list. Source: ``_load_checkpoint``, ``load_module_s
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,13 +23,15 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
+from zeroelastic.checkpoint.contradictions import VALUE_FACTS, Values, shard_facts, shard_values, values_sentence
 from zeroelastic.checkpoint.model_states import model_states_of
 from zeroelastic.checkpoint.open import rank_files, saved_sizes
+from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
 from zeroelastic.checkpoint.saved_layout import DATA_FIRST
 from zeroelastic.checkpoint.tag_files import TensorParallel, other_tp_size, parse_rank_file
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.live.kinds import covered_live, kind_of
+from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.topology import tensor_parallel
 from zeroelastic.deepspeed.load.preflight import refuse_lost_state
@@ -53,11 +57,15 @@ _AUTO_EP = ("ds_autoep_layers", "autoep_layers")
 
 
 class Loader(NamedTuple):
-    """Who loads a tag: DeepSpeed alone because of ``reason``, or this package into ``live``, verified at ``level``."""
+    """Who loads a tag: DeepSpeed alone because of ``reason``, or this package into ``live``, verified at ``level``.
+
+    ``values`` are the optimizer's numbers in this rank's file, where DeepSpeed has them if those of other ranks differ.
+    """
 
     live: LiveOptimizer | None
     level: Verify
     reason: str | None = None
+    values: Values | None = None
 
 
 def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> Loader:
@@ -78,45 +86,78 @@ def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> Lo
                 raise UnsupportedError(f"{tag_dir}: {error}") from None
             return Loader(None, request.options.verify_level(on_gpu=False), str(error))
         level = request.options.verify_level(on_gpu=live.on_gpu)
-        return Loader(live, level, _why_only_deepspeed_reads(engine, live, tag_dir, request))
+        reason, values = _why_only_deepspeed_reads(engine, live, tag_dir, request)
+        return Loader(live, level, reason, values)
 
-    own, found = all_gather_of_or_raise(look, lambda loader: (loader.live is not None, loader.level, loader.reason))
-    level = min((level for _, level, _ in found), key=VERIFY_LEVELS.index)
-    uncovered = [reason for covered, _, reason in found if not covered]
-    reasons = uncovered or [reason for _, _, reason in found]
+    def part(loader: Loader) -> tuple[bool, Verify, str | None, tuple[int, int] | None, Values | None]:
+        place = None
+        if loader.live is not None:
+            rank, tp = loader.live.sharing.place
+            place = tp.rank, rank
+        return loader.live is not None, loader.level, loader.reason, place, loader.values
+
+    own, found = all_gather_of_or_raise(look, part)
+    level = min((level for _, level, *_ in found), key=VERIFY_LEVELS.index)
+    uncovered = [reason for covered, _, reason, *_ in found if not covered]
+    reasons = uncovered or [reason for _, _, reason, *_ in found]
+    if not any(reasons):
+        tables = [(place, values) for *_, place, values in found if place is not None and values is not None]
+        if len(tables) == len(found):
+            reasons = [_values_of_ranks(tag_dir, tables)]
     if None in reasons:
         return Loader(own.live, level)
     refuse_other_arrangement(engine, tag_dir, request, reasons[0] or "")
     return Loader(None, level, reasons[0])
 
 
+def _values_of_ranks(tag_dir: FilePath, tables: Sequence[tuple[tuple[int, int], Values]]) -> str | None:
+    """Why DeepSpeed has a tag whose ranks differ in numbers that the optimizer computes from a rank's own part.
+
+    ``tables`` are the numbers of each rank, by its tensor parallel and its data parallel rank.
+    """
+    for tp_rank in sorted({place[0] for place, _ in tables}):
+        sentence = values_sentence([(rank, values) for (tp, rank), values in tables if tp == tp_rank])
+        if sentence is not None:
+            return f"{tag_dir}: {sentence}"
+    return None
+
+
+def _values(shard: Shard) -> Values:
+    """The optimizer's numbers in a file, and a hash of all else that the files of one save have in common."""
+    common = [shard_facts(shard)[fact] for fact in sorted(shard_facts(shard).keys() - VALUE_FACTS)]
+    numbers = {what: (key, value) for what, (key, value) in shard_values(shard).items() if key != "params"}
+    return {**numbers, "the save": ("save", hashlib.sha256(repr(common).encode()).hexdigest())}
+
+
 def _why_only_deepspeed_reads(
     engine: Engine, live: LiveOptimizer, tag_dir: FilePath, request: LoadRequest
-) -> str | None:
+) -> tuple[str | None, Values | None]:
     """Why only DeepSpeed reads this rank's files, those of a rigid checkpoint of this size without a commit record.
 
     It reads the weights of stage 0, torch's old format, module states in which client state has replaced the names of
-    the parameters, and optimizer state that is not one value per element. None where this package loads the tag.
+    the parameters, optimizer state that is not one value per element, and what ``_names_that_differ`` says. None where
+    this package loads the tag, unless ranks differ in the numbers of the optimizer, which are the other result.
     """
     if not isinstance(tag_dir, Path) or not tag_dir.is_dir() or not live.trains:
-        return None
+        return None, None
     names = file_sizes(tag_dir)
     if RECORD_NAME in names:
-        return None
+        return None, None
     (rank, tp), sliced = live.sharing.place, live.layout.slices is not None
     kinds = [file.kind for name in names if (file := parse_rank_file(name)) is not None]
     if kinds == ["whole_model"]:
         takes = request.weights_only and not live.per_param and not sliced
-        return f"{tag_dir}: has the weights of a run at ZeRO stage 0" if takes else None
+        return f"{tag_dir}: has the weights of a run at ZeRO stage 0" if takes else None, None
     if not _is_of_this_size(engine, tag_dir):
-        return None
+        return None, None
     model_path, optim_path = (tag_dir / name for name in _own_names(engine, tag_dir))
     sharing, size = live.sharing, live.topology.data_size
     whole_names = {local: whole for local in sharing.maps if (whole := sharing.whole_name(local)) != local}
     try:
         states = read_torch_file(model_path, foreign="inert")
         if isinstance(states.root, dict) and not _names_params(states.root):
-            return f"{tag_dir}: client state has replaced the names of the parameters in its files"
+            return f"{tag_dir}: client state has replaced the names of the parameters in its files", None
+        differ = _names_that_differ(engine, live, states.root, request) if isinstance(states.root, dict) else None
         model = model_states_of(states, rank, world_size=size, tp=tp if tp.size > 1 else None)
         shard = open_shard(
             optim_path,
@@ -128,11 +169,40 @@ def _why_only_deepspeed_reads(
         )
         if not request.weights_only:
             refuse_lost_state(shard)
+        if differ is not None:
+            return f"{tag_dir}: {differ}", None
+        return None, None if request.weights_only else _values(shard)
     except (OldFormatError, UnsupportedError) as error:
-        return None if sliced and isinstance(error, OldFormatError) else str(error)  # which says no slices
+        return (None if sliced and isinstance(error, OldFormatError) else str(error)), None  # which says no slices
     except CheckpointError:  # the load says what is wrong
+        return None, None
+
+
+def _names_that_differ(engine: Engine, live: LiveOptimizer, model: Table, request: LoadRequest) -> str | None:
+    """In what a checkpoint names other parameters than the run, although DeepSpeed, which goes by position, loads it.
+
+    With ``load_module_strict=False`` the trained parameters may have other names, if their shapes are the run's in the
+    same order. At stage 3 DeepSpeed saves no parameter that requires a gradient and that no optimizer group has.
+    """
+    if request.options.on_mismatch != "error":
         return None
-    return None
+    saved = [_shapes([table]) for table in model["param_shapes"]]
+    current = [_shapes([table]) for table in engine._get_zero_param_shapes()]
+    if [list(table.values()) for table in saved] != [list(table.values()) for table in current]:
+        return None
+    names, theirs = ([name for table in tables for name in table] for tables in (current, saved))
+    if not request.strict_module:
+        other = next(((was, now) for was, now in zip(theirs, names, strict=True) if was != now), None)
+        return None if other is None else f"names the parameter {other[0]} that the run names {other[1]}"
+    if not live.per_param or names != theirs:
+        return None
+    frozen = {param.name: math.prod(param.shape) for param in live.frozen.params}
+    listed = _table(model.get("frozen_param_shapes"))
+    missing = [name for name, numel in frozen.items() if numel and name not in listed]
+    wanted = {name for param, name in param_names(engine).items() if param.requires_grad}
+    if not missing or not wanted.issuperset(missing):
+        return None
+    return f"lacks {some(missing)}, which no optimizer group has, and which keeps the value of the run"
 
 
 def _names_params(model: Table) -> bool:
