@@ -17,7 +17,7 @@ import pytest
 import torch
 from saved_files import flip
 from synthetic import sealed
-from training import Job, attempt, attempt_each, build_engine, raised, train_and_save
+from training import Job, attempt, attempt_each, build_engine, gathered, raised, train_and_save
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
@@ -303,6 +303,25 @@ def test_what_deepspeed_alone_saves_without_it_is_left_to_deepspeed(rank_pool: R
     assert rank_pool.run(use_orphan, 2, job, str(tmp_path)) == [("", "")] * 2
     errors = rank_pool.run(use_orphan, 3, job, str(tmp_path), timeout=LIMIT_S)
     assert len(set(errors)) == 1 and errors[0][0] == "LayoutMismatchError" and "down.bias" in errors[0][1]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_other_names_without_strict_are_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
+    """It goes by position, and the run gets the same with us and without us; with ``strict`` it is an error."""
+    job = Job(elastic=False, stage=stage, extra="renamed")
+    rank_pool.run(train_and_save, 2, replace(job, installed=False, extra="first"), str(tmp_path))
+    alone = rank_pool.run(load_as, 2, replace(job, installed=False, perturb=0.5), str(tmp_path), strict=False)
+    assert [error for error, _ in alone] == [("", "")] * 2
+    assert rank_pool.run(load_as, 2, replace(job, perturb=0.5), str(tmp_path), strict=False) == alone
+    for (kind, text), _ in rank_pool.run(load_as, 2, job, str(tmp_path), strict=True):
+        assert kind == "LayoutMismatchError" and "renamed" in text
+
+
+def load_as(job: Job, directory: str, *, strict: bool) -> tuple[tuple[str, str], dict[str, str]]:
+    """The error of a load, and the master weights and optimizer state after it."""
+    engine = build_engine(job)
+    error = raised(lambda: engine.load_checkpoint(directory, load_module_strict=strict))
+    return error, gathered(engine) if error == ("", "") else {}
 
 
 def use_orphan(job: Job, directory: str, save: bool = False) -> tuple[str, str]:
