@@ -148,6 +148,9 @@ def _why_only_deepspeed_reads(
     if kinds == ["whole_model"]:
         takes = request.weights_only and not live.per_param and not sliced
         return f"{tag_dir}: has the weights of a run at ZeRO stage 0" if takes else None, None
+    num_files = live.topology.data_size * tp.size
+    if not engine.use_node_local_storage() and kinds.count("optimizer") != num_files:
+        return None, None  # of another size by its names: no file is opened for it
     if not _is_of_this_size(engine, tag_dir):
         return None, None
     model_path, optim_path = (tag_dir / name for name in _own_names(engine, tag_dir))
