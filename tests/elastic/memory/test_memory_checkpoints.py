@@ -592,6 +592,8 @@ def train_two(jobs: tuple[Job, Job], directory: str, shared: Path, *, flip: int 
     if flip is not None and dist.get_rank() == 1:
         for path in places[flip].rglob("*rank_1_*optim_states.pt"):
             flip_a_bit(path)
+    if dist.get_rank() == 0:
+        (Path(directory) / "latest").unlink()  # it names a tag of the other engine, which is an error for this one
     dist.barrier()
     found: list[Any] = []
     for job, state in zip(jobs, saved, strict=True):
