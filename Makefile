@@ -107,8 +107,10 @@ $(STAMP): $(DEEPSPEED) pyproject.toml setup.py
 
 warm: $(STAMP) $(OPS:%=$(VENV)/.op-%)
 
-# An op that this machine cannot build is left out, as DeepSpeed itself leaves it out.
+# An op that this machine cannot build is left out, as DeepSpeed itself leaves it out. A compilation that was killed leaves
+# a lock on which the next would wait until its time is up.
 $(VENV)/.op-%: $(DEEPSPEED)
+	@find $(TORCH_EXTENSIONS_DIR) -name lock -mmin +20 -delete 2>/dev/null || true
 	@echo "Compiling DeepSpeed's $* (once)."
 	@PATH="$(CURDIR)/tests/compilers:$$PATH" timeout 1200 $(PY) -c 'import sys; \
 	    from deepspeed.accelerator import get_accelerator; \

@@ -262,8 +262,8 @@ def test_deepspeed_alone_loads_what_was_saved(rank_pool: RankPool, tmp_path: Pat
         assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])
 
 
-def clipping_after_loads(job: Job, directory: str) -> list[float]:
-    """The norm to which gradients are clipped after DeepSpeed's own load and ours."""
+def clipping_after_loads(job: Job, directory: str) -> tuple[list[float], list[str]]:
+    """The norm to which gradients are clipped after DeepSpeed's own load and ours, and what our report says of it."""
     engine = build_engine(replace(job, config={**job.config, "gradient_clipping": 0.25}))
     engine.save_checkpoint(directory)
     found = []
@@ -272,7 +272,7 @@ def clipping_after_loads(job: Job, directory: str) -> list[float]:
         engine.load_checkpoint(directory)
         assert hasattr(engine, "zeroelastic_report") == installed
         found.append(engine.optimizer.clip_grad)
-    return found
+    return found, [note for note in engine.zeroelastic_report.notes if "gradient_clipping" in note]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,8 @@ def test_gradients_are_clipped_as_in_the_save_as_after_a_load_of_deepspeed(
     rank_pool: RankPool, tmp_path: Path, run: Run
 ) -> None:
     found = rank_pool.run(clipping_after_loads, 2, run.job(Job(elastic=False)), str(tmp_path), timeout=LIMIT_S)
-    assert found == [[0.25, 0.25]] * 2
+    note = "gradient_clipping is 0.25, as in the checkpoint; this run's configuration says 1"
+    assert found == [([0.25, 0.25], [note])] * 2
 
 
 def load_universal(job: Job, directory: str) -> dict[str, Any]:

@@ -228,7 +228,7 @@ def restore_clipping(live: LiveOptimizer, saved: float | None) -> list[str]:
     if saved > 0 and not getattr(optimizer, "compute_grad_norm", True):
         return [f"gradient_clipping is {own:g}, the run's own, which computes no norm; the checkpoint has {saved:g}"]
     optimizer.clip_grad = saved
-    return []
+    return [f"gradient_clipping is {saved:g}, as in the checkpoint; this run's configuration says {own:g}"]
 
 
 def set_loss_scaler(live: LiveOptimizer, scaler: Any, *, dynamic: bool, overflow: bool) -> None:
