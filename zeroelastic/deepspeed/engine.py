@@ -9,7 +9,8 @@ Sources: ``deepspeed.runtime.engine.DeepSpeedEngine``, ``deepspeed.runtime.zero.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -121,6 +122,18 @@ class GroupOptimizer(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
     def _link_all_hp_params(self) -> None: ...
     def _lazy_init_hp_params_optimizer_state(self) -> None: ...
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Within this context, which is also a decorator, ``torch.inference_mode`` does not hold.
+
+    What a save or a load makes is changed later, by training or by a thread, and torch lets nobody change a tensor of
+    that mode outside of it. Gradients are recorded, or not, as before.
+    """
+    records_gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(records_gradients):
+        yield
 
 
 def options_of(engine: Engine) -> Options:

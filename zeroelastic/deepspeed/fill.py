@@ -196,7 +196,7 @@ class Filled:
     def _fill_staged(self, rows: ExtentTable, offsets: Int64Array, *, is_cast: bool) -> None:
         """Fill targets by way of a staging buffer, each row at its offset there."""
         nbytes = rows.nbytes
-        staging = torch.empty(int(offsets[-1] + nbytes[-1]), dtype=torch.uint8)
+        staging = torch.empty(int(offsets[-1] + nbytes[-1]), dtype=torch.uint8, device="cpu")
         streams = RowStreams.of(self.plan, rows, self.targets) if self._digest or is_cast else None
         result = read_segments(
             CopyTable(rows.file, rows.file_offset, np.zeros(len(nbytes), dtype=np.int64), offsets, nbytes),

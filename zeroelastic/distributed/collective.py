@@ -72,7 +72,7 @@ def all_gather(value: T) -> list[T]:
     dist.all_reduce(lengths, group=group)
     ends = lengths.cumsum(0).tolist()
     begins = [0, *ends[:-1]]
-    together = torch.zeros(ends[-1], dtype=torch.uint8)
+    together = torch.zeros(ends[-1], dtype=torch.uint8, device="cpu")
     together[begins[rank] : ends[rank]] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     together = together.to(lengths.device)
     dist.all_reduce(together, group=group)  # no two ranks have bytes at one place

@@ -36,8 +36,9 @@ def gather_from_peers(whole: torch.Tensor, group: dist.ProcessGroup) -> bool:
     here = int.from_bytes(hashlib.sha256(machine().encode()).digest()[:8], "little", signed=True)
     # Machines that were cloned have one name: there, a process of the same id may be another, which lacks the token.
     token = torch.frombuffer(bytearray(os.urandom(_TOKEN_BYTES)), dtype=torch.int64)
-    table = torch.zeros(size, 5, dtype=torch.int64)
-    table[rank] = torch.tensor([here, os.getpid(), int(token), token.data_ptr(), whole.data_ptr()])
+    table = torch.zeros(size, 5, dtype=torch.int64, device="cpu")
+    own = [here, os.getpid(), int(token), token.data_ptr(), whole.data_ptr()]
+    table[rank] = torch.tensor(own, device="cpu")
     dist.all_reduce(table, group=group)
     found = torch.zeros_like(token)
     done = bool((table[:, 0] == here).all())
@@ -50,7 +51,7 @@ def gather_from_peers(whole: torch.Tensor, group: dist.ProcessGroup) -> bool:
             and int(found) == expected
             and _copy(process, address + begin, whole.data_ptr() + begin, part_bytes)
         )
-    on_all = torch.tensor([int(done)])
+    on_all = torch.tensor([int(done)], device="cpu")
     dist.all_reduce(on_all, op=dist.ReduceOp.MIN, group=group)  # and no rank changes its part before others have it
     return bool(on_all)
 

@@ -175,7 +175,7 @@ def generators_of(device: torch.device) -> dict[str, Any]:
     legacy: Any = np.random.get_state(legacy=False)
     state = legacy["state"]
     found: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
         "torch": torch.get_rng_state(),
     }
     if legacy["bit_generator"] == "MT19937":

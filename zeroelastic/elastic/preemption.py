@@ -329,7 +329,7 @@ class Preemption:
         """
         is_broken = self._memory is not None and self._memory.is_broken
         flags = (float(self._notice.number), float(due), float(is_broken), self._notice.seconds)
-        state = torch.tensor(flags, dtype=torch.float64)
+        state = torch.tensor(flags, dtype=torch.float64, device="cpu")
         dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self._group)
         *seen, seconds = state.tolist()
         number, (due, is_broken) = int(seen[0]), map(bool, seen[1:])

@@ -303,13 +303,14 @@ class ElasticDistributedSampler(Sampler[int]):
         """Global batches of the epoch that is current when the first one is requested."""
         order = self._order()
         for number in range(first, self.num_batches):
-            places = torch.arange(number * self.global_batch, (number + 1) * self.global_batch)
+            places = torch.arange(number * self.global_batch, (number + 1) * self.global_batch, device="cpu")
             yield order[places % self.length]
 
     def _order(self) -> torch.Tensor:
         if self._drawn is None or self._drawn[0] != self.epoch:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(self.length, generator=generator) if self.shuffle else torch.arange(self.length)
+            in_order = torch.arange(self.length, device="cpu")
+            order = torch.randperm(self.length, generator=generator, device="cpu") if self.shuffle else in_order
             self._drawn = (self.epoch, order)
         return self._drawn[1]
 

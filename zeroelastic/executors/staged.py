@@ -80,9 +80,9 @@ def run(table: Table, options: Options, *, sides: Sides[ByteArray | torch.Tensor
     src_itemsize, dst_itemsize = cast_itemsizes(options.cast)
     room = min(STAGING_BYTES, int(table.nbytes.sum()) + 8 * max(1, len(table.nbytes)))
     pinned = any(buffer.is_cuda for buffer in in_bytes.buffers)
-    src = torch.empty(room if sides.src_paths is None else 0, dtype=torch.uint8, pin_memory=pinned)
+    src = torch.empty(room if sides.src_paths is None else 0, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     made = room // src_itemsize * dst_itemsize if in_bytes.dst is not None else 0
-    dst = torch.empty(made, dtype=torch.uint8, pin_memory=pinned)
+    dst = torch.empty(made, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     progress, num_read = Progress(options.progress), 0
     totals = PieceTotals(replace(options, progress=None))
     staged = Sides(

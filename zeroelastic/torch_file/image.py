@@ -178,7 +178,7 @@ class FileImage:
         if offset is None:
             return None
         at = (self._memory.storage_offset() + offset) // tensor.element_size() + tensor.storage_offset()
-        copy = torch.empty(0, dtype=tensor.dtype)
+        copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return copy.set_(self._memory.untyped_storage(), at, tensor.shape, tensor.stride())
 
     def complete(

@@ -90,7 +90,7 @@ class TensorHandle:
 
         dtype: torch.dtype = getattr(torch, self.dtype)
         if not self.numel:
-            return torch.empty(self.shape, dtype=dtype)
+            return torch.empty(self.shape, dtype=dtype, device="cpu")
         return torch.from_numpy(self._read(self._start, self.numel, True)).view(dtype).reshape(self.shape)
 
     def windows(self, nbytes: int = 16 << 20) -> Iterator[ByteArray]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zeroelastic._version import __version__
 from zeroelastic.activation import VARIABLE, is_active
-from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, saves_elastic
+from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, ordinary_tensors, saves_elastic
 from zeroelastic.deepspeed.engine_state import engine_of, link, note_load, state_of
 from zeroelastic.deepspeed.install.seams import wrap_frameworks
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names, read_live, why_left_to_deepspeed
@@ -153,6 +153,7 @@ def __del__(original: Method, self: Engine) -> None:
 
 
 @with_remedy()
+@ordinary_tensors()
 def load_checkpoint(original: Method, self: Engine, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
     """A load at any world size; what is not ours (stage 0, universal checkpoints) goes to the original."""
     began = time.perf_counter()

@@ -310,7 +310,11 @@ class LiveOptimizer(ABC):
         if not isinstance(dtype, torch.dtype):
             state[key] = value.value
             return
-        made, current, group = torch.tensor(value.value, dtype=dtype), state.get(key), self.group(sub_group)
+        made, current, group = (
+            torch.tensor(value.value, dtype=dtype, device="cpu"),
+            state.get(key),
+            self.group(sub_group),
+        )
         if isinstance(current, torch.Tensor) and current.dim() == 0 and current.dtype == dtype:
             current.copy_(made)
         else:  # torch keeps a step beside the parameter only for these two

@@ -265,7 +265,7 @@ def _as_kind(value: int | float, kind: str) -> ScalarValue:
     if kind != _TENSOR:
         return ScalarValue(kind, float(value))
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-    return ScalarValue(str(dtype).removeprefix("torch."), float(torch.tensor(value, dtype=dtype).item()))
+    return ScalarValue(str(dtype).removeprefix("torch."), float(torch.tensor(value, dtype=dtype, device="cpu").item()))
 
 
 def _kind_of(current: object) -> str | None:

@@ -152,7 +152,7 @@ def set_option(
     if isinstance(current, torch.Tensor) and isinstance(value, (int, float)):
         current.fill_(value)
     elif current is None and form is not None:
-        group[option] = torch.tensor(value, dtype=getattr(torch, form.dtype)).reshape(form.shape)
+        group[option] = torch.tensor(value, dtype=getattr(torch, form.dtype), device="cpu").reshape(form.shape)
     else:
         group[option] = _in_form_of(current, value)
 

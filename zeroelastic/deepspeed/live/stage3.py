@@ -24,7 +24,7 @@ from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Param, pack_sub_groups
 from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, scalar_value, uncovered_groups
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, uncovered_groups
 from zeroelastic.deepspeed.live.swap_files import SwapFiles, is_param_on_nvme, on_nvme
 from zeroelastic.deepspeed.live.topology import Sharing, expert_group, is_expert
 from zeroelastic.deepspeed.patching import patched
@@ -235,7 +235,7 @@ class Stage3(LiveOptimizer):
     def set_scalar(self, sub_group: int, key: str, value: ScalarValue) -> None:
         if key == "step" and value.kind == "pyint" and self._is_backup(sub_group):
             # torch's AdamW, which is the backup optimizer, counts in a tensor
-            value = scalar_value(torch.tensor(float(value.value or 0)), key)
+            value = ScalarValue("float32", float(value.value or 0))
         super().set_scalar(sub_group, key, value)
 
     def rounded(self, sub_group: int) -> torch.Tensor | None:

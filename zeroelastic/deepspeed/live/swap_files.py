@@ -64,7 +64,7 @@ class SwapFiles:
         info, numel, paths = self._info(sub_group), self._numel(sub_group), self._paths(sub_group)
         if key not in own or id(own[key]) not in paths:
             flat, swapper = self._optimizer.fp32_partitioned_groups_flat[sub_group], self._swapper
-            own[key] = torch.empty(0, dtype=swapper.dtype)
+            own[key] = torch.empty(0, dtype=swapper.dtype, device="cpu")
             own[key].ds_id = f"{key}-{flat.ds_id}"  # type: ignore[attr-defined]
             info.add_state_tensors([own[key]])
             paths = self._paths(sub_group)

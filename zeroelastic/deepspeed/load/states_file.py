@@ -95,5 +95,5 @@ class StatesFile(io.RawIOBase):
             at = bisect_right(begins, address) - 1
             first = address - begins[at] if at >= 0 else 0
             if at >= 0 and first + nbytes <= storages[begins[at]].nbytes():
-                data = torch.empty(0, dtype=torch.uint8).set_(storages[begins[at]]).numpy()
+                data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storages[begins[at]]).numpy()
                 self._read_all(data[first : first + nbytes], offset)

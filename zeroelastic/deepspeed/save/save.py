@@ -27,6 +27,7 @@ from zeroelastic.deepspeed.engine import (
     agree_on_options,
     decides_boundaries,
     options_of,
+    ordinary_tensors,
     saves_elastic,
 )
 from zeroelastic.deepspeed.engine_state import last_save_of, link, refuse_to_save, state_of
@@ -243,6 +244,7 @@ class Save:
         )
 
 
+@ordinary_tensors()
 def save_checkpoint(
     original: Method,
     self: Engine,

@@ -147,7 +147,7 @@ class ShardWriter:
     """Whether views of one storage are views of one storage in the file."""
 
     def __init__(self, original: Any, live: LiveOptimizer, streams: LiveStreams, options: Options) -> None:
-        self.table = torch.zeros(live.layout.num_params, dtype=torch.int64)
+        self.table = torch.zeros(live.layout.num_params, dtype=torch.int64, device="cpu")
         self._save_by_torch, self._live, self._streams, self._options = original.save, live, streams, options
         self._known: list[int | None] = [None] * len(streams.pieces)
         self._runs = _runs_of(streams)

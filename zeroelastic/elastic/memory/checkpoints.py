@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.param_table import params_digest
-from zeroelastic.deepspeed.engine import Engine, options_of
+from zeroelastic.deepspeed.engine import Engine, options_of, ordinary_tensors
 from zeroelastic.deepspeed.engine_state import last_save_of, refuse_to_save, state_of
 from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
@@ -147,6 +147,7 @@ class MemoryCheckpoints:
         """Whether the state of this step is to be kept."""
         return step % self.options.every == 0
 
+    @ordinary_tensors()
     def capture(self, client_state: Mapping[str, Any]) -> None:
         """Copy the state as it is now; a thread completes the checkpoint. No collective; waits for the last one."""
         began = time.monotonic()

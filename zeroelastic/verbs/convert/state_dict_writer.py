@@ -109,7 +109,7 @@ class TensorReader:
             return None
         dtype = getattr(torch, tensor.dtype)
         if not math.prod(shape):
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if isinstance(tensor.source, Buffer):
             data = read_buffer(tensor, limit=self._most)
             if self._progress is not None:
@@ -159,7 +159,7 @@ def scalar_value(value: ScalarValue) -> Any:
 
     if value.value is None or value.kind.startswith("py"):
         return value.value
-    return torch.tensor(value.value, dtype=getattr(torch, value.kind))
+    return torch.tensor(value.value, dtype=getattr(torch, value.kind), device="cpu")
 
 
 def _planner(reader: TensorReader) -> SavePlanner:
