@@ -262,10 +262,10 @@ def measure_memory(part: Part) -> None:
             cost = peak_since(capture)
             began = time.perf_counter()
             memory.wait()
-            if memory.last is None or memory.last.error is not None:
-                raise RuntimeError("no memory checkpoint" if memory.last is None else memory.last.error)
+            if memory.error is not None:
+                raise RuntimeError("no memory checkpoint") from memory.error
             complete = stall + time.perf_counter() - began
-            rounds.append({"stall": stall, "complete": complete, "node_bytes": memory.last.node_bytes, **cost})
+            rounds.append({"stall": stall, "complete": complete, **cost})
     finally:
         memory.close()
         part.options()

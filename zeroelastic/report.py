@@ -95,22 +95,3 @@ class ResumeReport:
             if items:
                 lines.append(f"  {title}: " + "; ".join(items))
         return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """What one checkpoint in memory cost; rank 0 makes it when the checkpoint is complete on all nodes, or has failed.
-
-    ``stall_seconds`` is how long training waited for it, on rank 0; ``seconds`` the time from its begin to its end.
-    ``node_bytes`` is the shared memory that all checkpoints and copies take on the fullest node,
-    ``network_bytes`` what the rank that sends most has sent. ``error`` is None for a complete checkpoint.
-    """
-
-    step: int
-    world_size: int
-    num_nodes: int
-    stall_seconds: float
-    seconds: float
-    node_bytes: int = 0
-    network_bytes: int = 0
-    error: str | None = None

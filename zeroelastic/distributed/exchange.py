@@ -340,8 +340,8 @@ class Transfer:
     data: torch.Tensor
 
 
-def run_transfers(transfers: Sequence[Transfer], group: dist.ProcessGroup) -> int:
-    """Run the transfers of this rank, by messages of ``ROUND_BYTES`` and no collective; returns the bytes that it sent.
+def run_transfers(transfers: Sequence[Transfer], group: dist.ProcessGroup) -> None:
+    """Run the transfers of this rank, by messages of ``ROUND_BYTES`` and no collective.
 
     Two ranks list what is between them in the same order. Of each transfer one message is on its way at a time.
     ``group`` has all ranks and a backend that sends host memory. Raises RuntimeError where a peer is gone.
@@ -353,18 +353,16 @@ def run_transfers(transfers: Sequence[Transfer], group: dist.ProcessGroup) -> in
         pair = transfer.src, transfer.dst
         tagged.append((tags[pair], transfer))
         tags[pair] += 1
-    sent = at = 0
+    at = 0
     while pending := [(tag, transfer) for tag, transfer in tagged if len(transfer.data) > at]:
         works = []
         for tag, transfer in pending:
             data = transfer.data[at : at + ROUND_BYTES]
             if transfer.src == rank:
                 works.append(dist.isend(data, transfer.dst, group=group, tag=tag))
-                sent += len(data)
             else:
                 works.append(dist.irecv(data, transfer.src, group=group, tag=tag))
         for work in works:
             assert work is not None
             work.wait()
         at += ROUND_BYTES
-    return sent

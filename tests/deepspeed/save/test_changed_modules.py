@@ -177,7 +177,7 @@ def take_while_merged(directory: str, memory: str) -> None:
             stop()
             stop._memory.wait()
             if torch.distributed.get_rank() == 0:
-                assert stop._memory.last is not None and error in str(stop._memory.last.error)
+                assert error in str(stop._memory.error)
         stop._memory.forget()
     engine.load_checkpoint(directory, tag="tag")
     assert torch.equal(outputs(engine), before)

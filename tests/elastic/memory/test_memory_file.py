@@ -21,7 +21,6 @@ def test_the_file_has_the_size_that_was_asked_for_and_its_bytes(tmp_path: Path) 
         data.fill_(7)
         assert len(data) == size == (tmp_path / "file").stat().st_size
         assert (tmp_path / "file").read_bytes() == b"\7" * size
-    assert 400_000 <= file.nbytes < 500_000
 
 
 def test_its_pages_are_used_again(tmp_path: Path) -> None:
@@ -68,7 +67,8 @@ def test_pages_are_large_where_a_whole_one_fits_and_where_it_grows(shared_memory
     if large_pages_of(data) == 0:
         pytest.skip("this system makes no pages of 2 MiB of shared memory")
     assert large_pages_of(data) == 8 << 20
-    assert file.nbytes < (9 << 20) + (1 << 20), "a large page takes no memory that a file does not need"
+    taken = 512 * (shared_memory / "file").stat().st_blocks
+    assert taken < (9 << 20) + (1 << 20), "a large page takes no memory that a file does not need"
     data = file.take(21 << 20)
     data.fill_(2)
     assert (shared_memory / "file").read_bytes() == b"\2" * (21 << 20)

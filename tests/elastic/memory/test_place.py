@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -181,7 +180,7 @@ time.sleep(60)
 
 
 def test_what_a_container_that_was_killed_has_left_is_removed(place: Place, tmp_path: Path) -> None:
-    """Not before: its processes cannot be seen from here, and their locks can."""
+    """Not before: its processes cannot be seen from here, and the lock of its reaper can."""
     unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if os.getuid() != 0 or subprocess.run([*unshare, "true"], check=False).returncode != 0:
         pytest.skip("needs the right to make PID namespaces")
@@ -203,38 +202,19 @@ def test_what_a_container_that_was_killed_has_left_is_removed(place: Place, tmp_
     assert os.listdir(place.path.parent) == [place.path.name]
 
 
-LOCKED = ("workers.lock", LOCK_NAME)
-
-
-@pytest.mark.parametrize("held", [*LOCKED, "none", "another boot", "no reaper"])
-def test_what_is_in_another_pid_namespace_stays_unless_its_locks_are_free(place: Place, held: str) -> None:
+@pytest.mark.parametrize("held", [LOCK_NAME, "none", "another boot", "no reaper"])
+def test_what_is_in_another_pid_namespace_stays_unless_its_lock_is_free(place: Place, held: str) -> None:
     place.create()
     namespace, _, _ = place.path.name.partition("-")
     other = place.path.parent / f"1{namespace}-7-12345"
     other.mkdir(0o700)
-    for name in LOCKED:
-        (other / name).write_text("")
     boot = "0000" if held == "another boot" else machine().partition("/")[0]
     (other / LOCK_NAME).write_text("" if held == "no reaper" else f"{boot}/pid:[1{namespace}]")
-    with open(other / (held if held in LOCKED else LOCK_NAME)) as lock:
-        if held in LOCKED:
+    with open(other / LOCK_NAME) as lock:
+        if held == LOCK_NAME:
             fcntl.flock(lock, fcntl.LOCK_SH)
         place.create()
     assert other.exists() == (held != "none")
-
-
-def test_a_directory_that_is_removed_while_it_is_made_is_made_again(place: Place, monkeypatch: Any) -> None:
-    flock, removed = fcntl.flock, []
-
-    def remove_once(fd: int, how: int) -> None:
-        flock(fd, how)
-        if not removed:
-            removed.append(fd)
-            shutil.rmtree(place.path)
-
-    monkeypatch.setattr(fcntl, "flock", remove_once)
-    place.create()
-    assert removed and (place.path / "workers.lock").exists()
 
 
 def test_a_reaper_holds_no_connection_of_the_worker(tmp_path: Path) -> None:

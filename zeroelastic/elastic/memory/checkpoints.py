@@ -40,7 +40,6 @@ from zeroelastic.distributed.collective import (
     broadcast,
     collectives_over,
     end_group,
-    gather,
     limit,
 )
 from zeroelastic.elastic.memory.copies import Placement, nodes_of
@@ -50,7 +49,6 @@ from zeroelastic.elastic.memory.reaper import start_reaper
 from zeroelastic.elastic.memory.save import GroupBarrier, MemoryDirectory, MemorySave
 from zeroelastic.errors import ConfigError, SaveError, UnsupportedError
 from zeroelastic.io.paths import FilePath
-from zeroelastic.report import MemoryReport
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +78,7 @@ class _Making:
 
     step: int
     node: MemoryDirectory
-    after: AfterSave
     captured: MemorySave | Exception
-    stall_seconds: float = 0.0
 
     def save(self) -> MemorySave:
         """The save. Raises that error."""
@@ -95,8 +91,9 @@ class MemoryCheckpoints:
     """The memory checkpoints of one engine, whose run saves to ``directory``. Making one is collective.
 
     ``capture`` after each step for which ``due`` is true, ``close`` at the end. Errors of a checkpoint are logged and
-    end only that one. ``last`` is the report of the last checkpoint that has ended, on rank 0. ``is_broken`` says that
-    this rank has lost the process group: as soon as all ranks know of it, others are made ``after`` these.
+    end only that one. ``complete_step`` is the step of the newest complete checkpoint, ``error`` what the last one has
+    failed with. ``is_broken`` says that this rank has lost the process group: as soon as all ranks know of it, others
+    are made ``after`` these.
     """
 
     def __init__(self, engine: Engine, directory: FilePath, *, after: MemoryCheckpoints | None = None) -> None:
@@ -108,9 +105,9 @@ class MemoryCheckpoints:
         if options.memory is None:
             raise ConfigError('"memory" is not in the "zeroelastic" block. Add {"memory": {"every": 1, "copies": 1}}.')
         self.options: MemoryOptions = options.memory
-        self.last: MemoryReport | None = None
         self.complete_step: int | None = None
-        self._engine, self._run_options = engine, options
+        self.error: BaseException | None = None
+        self._engine = engine
         live = all_or_raise(lambda: _require_covered(engine))
         place = all_or_raise(_own_place)
         rack = os.environ.get(RACK, "")
@@ -173,8 +170,8 @@ class MemoryCheckpoints:
             captured = error
         after.returns()
         after.waited(self._stall_seconds)
-        stall_seconds, self._stall_seconds = self._stall_seconds + time.monotonic() - began, 0.0
-        made = _Making(step, node, after, captured, stall_seconds)
+        self._stall_seconds = 0.0
+        made = _Making(step, node, captured)
         self._thread = threading.Thread(target=self._complete, args=(made,), name="zeroelastic-memory", daemon=True)
         _threads.add(self._thread)
         self._thread.start()
@@ -268,28 +265,25 @@ class MemoryCheckpoints:
 
     def _complete(self, made: _Making) -> None:
         """What the thread does. Collective over the threads."""
-        error: BaseException | None = None
-        figures: list[tuple[int, int]] = []
+        self.error = None
         try:
             with collectives_over(self._group):
-                figures = self._finish(made)
+                self._finish(made)
             self._next ^= 1
             self.complete_step = made.step
         except Exception as caught:
-            error = caught
+            self.error = caught
             self.is_broken |= not is_of_all_ranks(caught)
             if self.is_broken and dist.is_initialized():
                 # A rank that still waits for this one in a collective of the group fails too, when its connections end.
                 traceback.clear_frames(caught.__traceback__)
                 dist.destroy_process_group(self._group)
                 del self._group
-        if dist.is_initialized():
-            self._log(made, error)
-            if dist.get_rank() == 0:
-                self._report(made, error, figures)
+            if dist.is_initialized():
+                self._log(made.step, caught)
 
-    def _finish(self, made: _Making) -> list[tuple[int, int]]:
-        """Complete a checkpoint on all nodes, or raise on all ranks; by rank, bytes of memory and bytes sent."""
+    def _finish(self, made: _Making) -> None:
+        """Complete a checkpoint on all nodes, or raise on all ranks."""
         try:
             with made.node.discarded_on_failure():
                 save = all_or_raise(made.save)
@@ -298,27 +292,13 @@ class MemoryCheckpoints:
             if is_of_all_ranks(error):
                 all_or_raise(lambda: None)  # only then may its files be written to: it is on no node any more
             raise
-        return gather((sum(slot.nbytes for slot in self._slots), save.sent))
 
-    def _report(self, made: _Making, error: BaseException | None, figures: list[tuple[int, int]]) -> None:
-        by_node = [sum(figures[rank][0] for rank in ranks) for ranks in self.placement.nodes] if figures else [0]
-        self.last = MemoryReport(
-            step=made.step,
-            world_size=dist.get_world_size(),
-            num_nodes=len(self.placement.nodes),
-            stall_seconds=made.stall_seconds,
-            seconds=made.after.seconds,
-            node_bytes=max(by_node),
-            network_bytes=max((sent for _, sent in figures), default=0),
-            error=None if error is None else f"{type(error).__name__}: {error}",
-        )
-
-    def _log(self, made: _Making, error: BaseException | None) -> None:
+    def _log(self, step: int, error: BaseException) -> None:
         """Log an error once: one of all ranks on rank 0, that of a rank alone there."""
-        if error is None or str(error) in self._logged or (dist.get_rank() > 0 and not self.is_broken):
+        if str(error) in self._logged or (dist.get_rank() > 0 and not self.is_broken):
             return
         self._logged.add(str(error))
-        logger.warning("no memory checkpoint of step %d: %s. It is tried again.", made.step, str(error).rstrip("."))
+        logger.warning("no memory checkpoint of step %d: %s. It is tried again.", step, str(error).rstrip("."))
 
     def _describe(self) -> str:
         nodes, every = len(self.placement.nodes), self.options.every

@@ -100,20 +100,19 @@ def protect(
     own: Mapping[str, torch.Tensor],
     take: Take,
     group: dist.ProcessGroup,
-) -> tuple[dict[str, torch.Tensor], Callable[[], int]]:
+) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
     """The copies of others' files that this rank is going to keep, by name, in memory that ``take`` gives; and a call.
 
     ``files`` are the files of each rank that others keep, with their sizes; ``own`` has this rank's. The call runs the
-    transfers of this rank, as all ranks do (``run_transfers``), and returns the bytes that it sent. Raises OSError
-    where memory is lacking.
+    transfers of this rank, as all ranks do (``run_transfers``). Raises OSError where memory is lacking.
     """
     rank = dist.get_rank()
     keepers, owners = placement.keepers(rank), placement.kept(rank)
     kept = {name: take(nbytes) for owner in owners for name, nbytes in files[owner].items()}
 
-    def run() -> int:
+    def run() -> None:
         transfers = [Transfer(rank, keeper, own[name]) for keeper in keepers for name in files[rank]]
         transfers += [Transfer(owner, rank, kept[name]) for owner in owners for name in files[owner]]
-        return run_transfers(transfers, group)
+        run_transfers(transfers, group)
 
     return kept, run

@@ -42,11 +42,6 @@ class MemoryFile:
         self._mapped: os.stat_result | None = None
         self._capacity = self._size = 0
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of shared memory that the file takes."""
-        return self._capacity
-
     def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         """The file's bytes, shape ``(nbytes,)``, uint8, from the beginning of a page; the file has just this size.
 
@@ -102,11 +97,6 @@ class Slot(HostMemory):
         self.directory = directory
         self._files: list[MemoryFile] = []
         self._num_taken = self._num_linked = 0
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of shared memory that they take."""
-        return sum(file.nbytes for file in self._files)
 
     def begin(self) -> None:
         """Begin a checkpoint: nothing refers to the last one in this slot any more."""

@@ -12,9 +12,9 @@ engines of a job stay apart. A tag is in ``complete`` by one rename, when all it
 resumed from when that is so on all nodes.
 
 What a launcher that was killed has left, with its reaper, is removed by the next job of the same user. In another PID
-namespace, such as that of a container that was killed, the launcher cannot be seen. File locks are looked at there: the
-reaper holds one until the launcher ends, each worker a shared one until it ends itself, and the kernel releases them
-with the processes. A directory is removed if both are free and the reaper ran on this boot of the machine.
+namespace, such as that of a container that was killed, the launcher cannot be seen. The lock of the reaper is looked at
+there, which the kernel releases when the reaper ends. A directory is removed if the lock is free and the reaper ran on
+this boot of the machine.
 """
 
 from __future__ import annotations
@@ -43,10 +43,6 @@ logger = logging.getLogger(__name__)
 
 MEMORY_DIR = "ZEROELASTIC_MEMORY_DIR"
 """An environment variable: a directory in memory (tmpfs, ramfs, hugetlbfs) in place of /dev/shm."""
-
-_WORKERS_LOCK = "workers.lock"
-_locked: dict[Path, int] = {}
-"""The descriptors by which this process has locked the directories of its jobs; they stay open until it ends."""
 
 _TAG = re.compile(r"step(\d+)-([0-9a-f]{32})")
 _COMPLETE, _WRITING = "complete", "writing"
@@ -88,37 +84,18 @@ class Place:
         return Place(path, f"{machine()} {pid} {started}", (pid, started))
 
     def create(self) -> None:
-        """Make the directory, lock it, and remove directories whose launchers have ended. Raises SaveError."""
+        """Make the directory, and remove directories whose launchers have ended. Raises SaveError."""
         try:
-            while not self._create():
-                pass
+            for directory in (self.path.parent, self.path):
+                with suppress(FileExistsError):
+                    os.mkdir(directory, 0o700)
+            require_own(self.path, below=self.path.parents[1])
         except OSError as error:
             raise SaveError(
                 f"{error.filename or self.path}: {error.strerror}: memory checkpoints cannot be kept there. Set "
                 f"{MEMORY_DIR} to a directory in memory that this user may write to."
             ) from error
         self._remove_dead()
-
-    def _create(self) -> bool:
-        """Make the directory and lock it; False where another job has removed it in between."""
-        for directory in (self.path.parent, self.path):
-            with suppress(FileExistsError):
-                os.mkdir(directory, 0o700)
-        require_own(self.path, below=self.path.parents[1])
-        path = self.path / _WORKERS_LOCK
-        if self.path in _locked and _is_at(_locked[self.path], path):
-            return True
-        try:
-            lock = _open_lock(path, os.O_CREAT)
-        except FileNotFoundError:
-            return False
-        with suppress(OSError):  # a file system without locks: there is no reaper's either, so nobody removes it
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        if not _is_at(lock, path):
-            os.close(lock)
-            return False
-        _locked[self.path] = lock
-        return True
 
     def _remove_dead(self) -> None:
         with suppress(OSError):
@@ -137,34 +114,19 @@ class Place:
                         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _open_lock(path: Path, flags: int = 0) -> int:
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether an open file is still the one at a path."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
-    except OSError:
-        return False
-
-
 @contextmanager
 def _abandoned(directory: Path) -> Iterator[None]:
-    """Keep the locks of a job's directory in another PID namespace. Raises OSError unless its processes have ended."""
+    """Keep the lock of a job's directory in another PID namespace. Raises OSError unless its reaper has ended."""
     require_own(directory, below=directory.parents[1])
-    locks: list[int] = []
+    lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        for name in (_WORKERS_LOCK, LOCK_NAME):  # a worker that starts waits for the first, before it starts a reaper
-            locks.append(_open_lock(directory / name))
-            fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         boot = machine().partition("/")[0]
-        if os.pread(locks[-1], 200, 0).decode(errors="replace").partition("/")[0] != boot:
+        if os.pread(lock, 200, 0).decode(errors="replace").partition("/")[0] != boot:
             raise PermissionError(errno.EPERM, "was not made on this boot of the machine", os.fspath(directory))
         yield
     finally:
-        for lock in locks:
-            os.close(lock)
+        os.close(lock)
 
 
 def _has_ended(pid: int, started: str) -> bool:

@@ -123,14 +123,12 @@ class MemoryDirectory(Directory):
 class MemorySave(Save):
     """A save of which ``capture`` copies the state, in place of ``write``, without a collective.
 
-    ``node`` is its destination. ``tied`` is ``engine._get_shared_params()`` of rank 0. ``sent`` are the bytes that this
-    rank has sent to other nodes.
+    ``node`` is its destination. ``tied`` is ``engine._get_shared_params()`` of rank 0.
     """
 
     node: MemoryDirectory
     placement: Placement
     tied: Mapping[str, str]
-    sent: int = 0
 
     def capture(self, engine: Engine, saved: LastSave) -> None:
         """Copy the state of this rank, which may change when this returns. Raises SaveError where memory is lacking.
@@ -182,4 +180,4 @@ class MemorySave(Save):
         take = node.slot.take
         kept, run = self.barrier.all_or_raise(lambda: protect(sizes, self.placement, own, take, group), "write")
         node.kept = tuple(kept)
-        self.sent = run()
+        run()
