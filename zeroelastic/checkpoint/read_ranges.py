@@ -1,13 +1,12 @@
 """What was read of the files of a checkpoint, with its CRC-32, against the checksums that their archives state.
 
-For files without digests: those of stock DeepSpeed and of FSDP2. Every rank reads parts of a record. Their checksums,
-made in the pass that reads, are joined to that of the record, which torch.save writes and no reader of torch compares.
+For files without digests: those of stock DeepSpeed and of FSDP2. A record is read in parts, whose checksums, made in
+the pass that reads, are joined to that of the record, which torch.save writes and no reader of torch compares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, DigestMismatchError, some
 from zeroelastic.executors.batches import join_crc32_groups
-from zeroelastic.executors.dispatch import Executor, Ranges, scan_segments
+from zeroelastic.executors.dispatch import Ranges, scan_segments
 from zeroelastic.executors.tables import UInt32Array
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.zip_check import ZipRecords
@@ -37,7 +36,7 @@ class ReadRanges(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[ReadRanges]) -> ReadRanges:
-        """All of several, each once: ranks that have copies of a tensor read the same."""
+        """All of several, each once: a copy of a tensor may be read again."""
         offset, nbytes, crc32 = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.lexsort((crc32, -nbytes, offset))
         offset, nbytes, crc32 = offset[order], nbytes[order], crc32[order]
@@ -65,66 +64,43 @@ class ReadFiles(dict[FilePath, ReadRanges]):
             self[path] = ReadRanges.joined([self[path], found] if path in self else [found])
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Records whose content was compared with their checksums, and others of which a part was read.
+def check_files(files: Mapping[FilePath, ReadRanges], archives: ArchivesOf) -> None:
+    """Compare what was read of files with the checksums of their records; ``archives`` is ``Checkpoint.archives``.
 
-    ``num_ranges`` ranges are of one of them. ``num_partial``: too much of them was not read. ``num_unstated``: their
-    archives state no checksums. ``faults`` are sentences. ``bytes_read`` bytes were read for the comparison alone.
+    Raises DigestMismatchError, naming the first records that have another checksum, and what ``faults_of_file`` raises.
     """
-
-    num_ranges: int = 0
-    num_compared: int = 0
-    num_partial: int = 0
-    num_unstated: int = 0
-    faults: tuple[str, ...] = ()
-    bytes_read: int = 0
-
-    def check(self) -> None:
-        """Raise DigestMismatchError, naming the first records, where any has another checksum."""
-        if self.faults:
-            raise DigestMismatchError(some(self.faults, separator=" "))
-
-    def plus(self, other: Comparison) -> Comparison:
-        """Both together."""
-        return Comparison(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    faults = [fault for path, read in files.items() for fault in faults_of_file(path, archives(path), read)]
+    if faults:
+        raise DigestMismatchError(some(faults, separator=" "))
 
 
-def compare_file(
-    path: FilePath, archives: Iterable[tuple[int, ZipRecords]], read: ReadRanges, executor: Executor = "auto"
-) -> Comparison:
-    """``compare`` with each archive of a file and the byte at which it begins.
+def faults_of_file(path: FilePath, archives: Iterable[tuple[int, ZipRecords]], read: ReadRanges) -> list[str]:
+    """Sentences about records of a file that have another checksum; of its archives, and the bytes where they begin.
 
     Raises CheckpointError where bytes were read that are in none of their records, and as ``scan_segments``.
     """
-    total = Comparison()
+    faults: list[str] = []
+    left = len(read.offset)
     for begin, records in archives:
-        total = total.plus(compare(path, records, begin, read, executor))
-    if total.num_ranges != len(read.offset):
-        outside = f"{len(read.offset) - total.num_ranges} of {len(read.offset)}"
+        some, found = faults_of_archive(path, records, begin, read)
+        left -= some
+        faults += found
+    if left:
         raise CheckpointError(
-            f"{path}: {outside} ranges that were read are in no record of the file. It was changed while it was read."
+            f"{path}: {left} of {len(read.offset)} ranges that were read are in no record of the file. It was changed "
+            "while it was read."
         )
-    return total
+    return faults
 
 
-def compare_files(
-    files: Mapping[FilePath, ReadRanges], archives: ArchivesOf, executor: Executor = "auto"
-) -> Comparison:
-    """``compare_file`` with each file, whose archives are ``Checkpoint.archives``. Raises as that."""
-    total = Comparison()
-    for path, read in files.items():
-        total = total.plus(compare_file(path, archives(path), read, executor))
-    return total
+def faults_of_archive(path: FilePath, records: ZipRecords, at: int, read: ReadRanges) -> tuple[int, list[str]]:
+    """How many ranges are of an archive, which begins at byte ``at`` of a file, and sentences about damaged records.
 
-
-def compare(path: FilePath, records: ZipRecords, at: int, read: ReadRanges, executor: Executor = "auto") -> Comparison:
-    """Compare what was read of an archive, which begins at byte ``at`` of a file, with its checksums.
-
-    What lies between the ranges of a record, such as padding, is read here where it is little. ``read`` may have
-    ranges of other archives, and the same range more than once. Raises as ``scan_segments``.
+    What lies between the ranges of a record, such as padding, is read here where it is little; a record of which more
+    was not read is not compared. ``read`` may have ranges of other archives, and the same range more than once. Raises
+    as ``scan_segments``.
     """
-    num_ranges, num_compared, num_partial, num_unstated = 0, 0, 0, 0
+    num_ranges = 0
     faults: list[str] = []
     whole: list[_Whole] = []
     ends = read.offset + read.nbytes
@@ -137,17 +113,12 @@ def compare(path: FilePath, records: ZipRecords, at: int, read: ReadRanges, exec
         begin, nbytes = int(begins[number]), int(records.nbytes[number])
         chosen, contradicted = _without_overlap(read, some, begin)
         if contradicted:
-            faults.append(f"{path}: bytes at {contradicted[0]} were not the same for two ranks that read them.")
+            faults.append(f"{path}: bytes at {contradicted[0]} were not the same the second time that they were read.")
         low = np.concatenate(([begin], ends[chosen]))
         gaps = np.concatenate((read.offset[chosen], [begin + nbytes])) - low
-        if not records.directory.states_checksums:
-            num_unstated += 1
-        elif int(gaps.sum()) > max(_FREE_GAPS, nbytes // _GAPS_SHARE):
-            num_partial += 1
-        else:
-            num_compared += 1
+        if records.directory.states_checksums and int(gaps.sum()) <= max(_FREE_GAPS, nbytes // _GAPS_SHARE):
             whole.append(_Whole(number, chosen, low, gaps))
-    gap_sums, bytes_read = _scan(path, whole, executor) if whole else (iter(()), 0)
+    gap_sums = _scan(path, whole) if whole else iter(())
     for number, chosen, _, gaps in whole:
         # a gap, a range, a gap, ..., a gap
         sums, lengths = np.empty(2 * len(chosen) + 1, dtype=np.uint32), np.empty(2 * len(chosen) + 1, dtype=np.int64)
@@ -156,7 +127,7 @@ def compare(path: FilePath, records: ZipRecords, at: int, read: ReadRanges, exec
         found = int(join_crc32_groups(np.zeros(len(sums), dtype=np.int64), sums, lengths, 1)[0])
         if found != int(records.crc32[number]):
             faults.append(f"{path}: {records.contradiction(number, found, at=at)}")
-    return Comparison(num_ranges, num_compared, num_partial, num_unstated, tuple(faults), bytes_read)
+    return num_ranges, faults
 
 
 class _Whole(NamedTuple):
@@ -186,12 +157,11 @@ def _without_overlap(read: ReadRanges, some: slice, begin: int) -> tuple[Int64Ar
     return np.array(chosen, dtype=np.int64), contradicted
 
 
-def _scan(path: FilePath, whole: Sequence[_Whole], executor: Executor) -> tuple[Iterator[UInt32Array], int]:
-    """The checksums of the gaps of each record, and their bytes, which are read here."""
+def _scan(path: FilePath, whole: Sequence[_Whole]) -> Iterator[UInt32Array]:
+    """The checksums of the gaps of each record, which are read here."""
     bounds = np.cumsum([0, *(len(record.gap_bytes) for record in whole)])
-    empty = np.empty(0, dtype=np.int64)
-    begin = np.concatenate([empty, *(record.gap_begin for record in whole)])
-    nbytes = np.concatenate([empty, *(record.gap_bytes for record in whole)])
+    begin = np.concatenate([record.gap_begin for record in whole])
+    nbytes = np.concatenate([record.gap_bytes for record in whole])
     sums = np.zeros(len(nbytes), dtype=np.uint32)
-    scan_segments(Ranges(np.zeros_like(begin), begin, nbytes), [path], crc32=sums, executor=executor)
-    return (sums[low:high] for low, high in pairwise(bounds.tolist())), int(nbytes.sum())
+    scan_segments(Ranges(np.zeros_like(begin), begin, nbytes), [path], crc32=sums)
+    return (sums[low:high] for low, high in pairwise(bounds.tolist()))

@@ -19,7 +19,7 @@ import numpy as np
 
 from zeroelastic.checkpoint.extents import ExtentTable, stream_seeds
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.read_ranges import ArchivesOf, ReadFiles, compare_files
+from zeroelastic.checkpoint.read_ranges import ArchivesOf, ReadFiles, check_files
 from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
@@ -280,7 +280,7 @@ class SourceCheck:
     def end(self) -> None:
         """Raise DigestMismatchError where a tensor, all of which was read, or a record is not what was saved."""
         self._digests.compare([*self._sums], [number % (1 << 64) for number in self._sums.values()])
-        compare_files(self.read, self._archives).check()
+        check_files(self.read, self._archives)
 
 
 def check_source_checksums(state: SavedState) -> None:
