@@ -4,7 +4,8 @@
     python examples/read_format.py --vectors docs/assets/digest-vectors.json
 
 It imports neither torch nor zeroelastic: it shows that the specification suffices. Every tensor of every rank is read,
-digested and compared with the commit record, and so is the content root. Full saves of ZeRO stage 3 are read.
+digested and compared with the commit record, and so is the content root. Saves of ZeRO stage 3 are read. Of frozen
+weights that were left out of the files, the record alone has the digests, which are taken from there.
 """
 
 from __future__ import annotations
@@ -159,6 +160,15 @@ def recorded(record: dict[str, Any]) -> Streams:
     return found
 
 
+def add_excluded(record: dict[str, Any], found: dict[str, Any], streams: Streams) -> None:
+    """Add the frozen weights that are in no file."""
+    for group in record["params"] if "excluded_by" in record else ():
+        if not group["trainable"]:
+            for name, shape, (text,) in group["rows"]:
+                found[name] = shape, {}
+                streams[name, "frozen"] = group["tensors"]["frozen"], int(text, 16)
+
+
 def root_of(found: dict[str, Any], streams: Streams) -> str:
     """The content root of what was read."""
     tensors: dict[str, list[list[Any]]] = defaultdict(list)
@@ -183,6 +193,7 @@ def check(tag: Path) -> list[str]:
         found, streams = read_state(tag, record)
     except (zipfile.BadZipFile, pickle.UnpicklingError, OSError) as error:
         return [*problems, str(error)]
+    add_excluded(record, found, streams)
     wanted = recorded(record)
     wrong = [one for one in streams.keys() | wanted if streams.get(one) != wanted.get(one)]
     problems += [f"{name}: {key} is not what was saved" for name, key in sorted(wrong)]

@@ -200,7 +200,7 @@ def diff(
     They may have been saved at different steps, by different numbers of ranks and in different formats; the last two do
     not make them differ. Tensors are compared by their recorded digests, and bit for bit where one side has none; of
     what differs, the largest difference is shown.
-    Exit code 0: equal; 1: they differ; 2: wrong usage; 3: one of them is invalid.
+    Exit code 0: equal; 1: they differ; 2: wrong usage; 3: a file that was read is damaged.
 
     \b
     Examples:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from zeroelastic.checkpoint.commit_record import excluded_from
 from zeroelastic.checkpoint.module_names import module_names
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -64,6 +65,7 @@ _OF_THE_SAVE = {
 """Keys of a model states file that are compared elsewhere, or that say how it was saved."""
 
 _Name = tuple[str, str]  # the parameter or buffer, and the state key
+_Form = tuple[str, tuple[int, ...]]  # dtype and shape
 
 
 class Difference(Part):
@@ -83,6 +85,8 @@ class ParamAndKey(Part):
 
 class ComparedTensor(Part):
     """One tensor that both sides have and that differs. What follows ``shape`` is None where dtypes or shapes differ.
+
+    It is None, too, for a frozen weight that is not in the files of one side, whose recorded digests differ.
 
     ``index`` is where the largest difference is, ``a`` and ``b`` what the sides have there (the values of both parts
     of a complex number are apart, in one more dimension), and ``max_abs`` how far these are apart: infinite where one
@@ -156,7 +160,7 @@ def diff(
     with one_save(*(source.tag_dir for source in sources)):
         left, right = (open_state(open_checkpoint(source.tag_dir), resizable=False) for source in sources)
         sides = _Side(left, params), _Side(right, params)
-        if params is not None and not any(side.tensors for side in sides):
+        if params is not None and not any(side.forms for side in sides):
             raise UsageError(
                 f"{params!r} fits no parameter of {left.checkpoint.tag_dir} or {right.checkpoint.tag_dir}. Give a glob "
                 "of their names, or a part of them; `zeroelastic inspect --params` lists them."
@@ -165,20 +169,27 @@ def diff(
 
 
 class _Side:
-    """One of the checkpoints: its tensors, what its commit record says of them, and what is read of them."""
+    """One of the checkpoints: its tensors, what its commit record says of them, and what is read of them.
+
+    ``forms`` are dtype and shape of the ``tensors`` and of frozen weights that are in no file, only in the record.
+    """
 
     def __init__(self, state: SavedState, params: str | None) -> None:
         self.state = state
         self.tensors: dict[_Name, ModelTensor] = {}
+        pattern = "*" if params is None else params
         for number, part in enumerate(state.parts):
             for p, (param, dtypes) in enumerate(zip(part.params, part.dtypes, strict=True)):
-                if params is None or fnmatch.fnmatchcase(param.name, params):
+                if fnmatch.fnmatchcase(param.name, pattern):
                     for key, dtype in dtypes.items():
                         place = Place(number, p, key)
                         self.tensors[param.name, key] = ModelTensor(param.name, param.shape, dtype, "state", place)
         if params is None:
             self.tensors |= {(tensor.name, _BUFFER): tensor for tensor in _buffers(state)}
         record = state.checkpoint.record
+        excluded = [one for one in excluded_from(record) if fnmatch.fnmatchcase(one.param.name, pattern)]
+        self.forms = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
+        self.forms |= {(one.param.name, FROZEN): (one.tensors[FROZEN][0], one.param.shape) for one in excluded}
         self.digests = {} if record is None else record.params.digests
         self.root = None if record is None else record.content_root
         self.check = SourceCheck(RecordedDigests(state.checkpoint), state.checkpoint.archives)
@@ -201,20 +212,22 @@ class _Side:
 
 def _compare(sides: tuple[_Side, _Side], params: str | None, progress: Progress) -> DiffReport:
     left, right = sides
-    common = [name for name in left.tensors if name in right.tensors]
-    digests = [(left.digests.get(name), right.digests.get(name)) for name in common]
-    by_digest = {name for name, (a, b) in zip(common, digests, strict=True) if a is not None and a == b}
-    pairs = [(name, left.tensors[name], right.tensors[name]) for name in common if name not in by_digest]
+    in_files, recorded = left.tensors.keys() & right.tensors.keys(), left.digests.keys() & right.digests.keys()
+    common = [name for name in left.forms if name in right.forms and (name in in_files or name in recorded)]
+    by_digest = {name for name in common if name in recorded and left.digests[name] == right.digests[name]}
+    both = set(common)
+    unequal = [name for name in common if name not in by_digest]
+    pairs = [(name, left.tensors[name], right.tensors[name]) for name in unequal if name in in_files]
     nbytes = sum(a.nbytes + b.nbytes for _, a, b in pairs if _alike(a, b))
-    differing: list[ComparedTensor] = []
+    differing = [_compared(name, left.forms[name], right.forms[name]) for name in unequal if name not in in_files]
     with progress("diff", nbytes) as advance:
         for name, a, b in pairs:
             differing += _differences(name, sides, (a, b), advance)
     for side in sides:
         side.check.end()
     only = [
-        tuple(ParamAndKey(param=name[0], key=name[1]) for name in one.tensors if name not in other.tensors)
-        for one, other in ((left, right), (right, left))
+        tuple(ParamAndKey(param=name[0], key=name[1]) for name in one.forms if name not in both)
+        for one in (left, right)
     ]
     state = _scalar_differences(left.state, right.state, params)
     if params is None:
@@ -257,6 +270,11 @@ def _buffers(state: SavedState) -> list[ModelTensor]:
     return [stored_tensor(name, ref, file) for name, ref in tensors.items()]
 
 
+def _compared(name: _Name, a: _Form, b: _Form) -> ComparedTensor:
+    dtype, shape = Sides(a=a[0], b=b[0]), Sides(a=list(a[1]), b=list(b[1]))
+    return ComparedTensor(param=name[0], key=name[1], dtype=dtype, shape=shape)
+
+
 def _alike(a: ModelTensor, b: ModelTensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape)
 
@@ -266,8 +284,7 @@ def _differences(
 ) -> list[ComparedTensor]:
     """Read a tensor of both sides, and return how it differs; nothing where it does not."""
     a, b = tensors
-    dtype, shape = Sides(a=a.dtype, b=b.dtype), Sides(a=list(a.shape), b=list(b.shape))
-    found = ComparedTensor(param=name[0], key=name[1], dtype=dtype, shape=shape)
+    found = _compared(name, (a.dtype, a.shape), (b.dtype, b.shape))
     if not _alike(a, b):
         return [found]
     num_different, numel, largest = 0, 0, (-1.0, 0, 0.0, 0.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from places import ROOT
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
@@ -293,6 +296,30 @@ def test_a_reshard_carries_the_exclusion_along(rank_pool: RankPool, tag: Path, t
         assert report.root_matches, os.fspath(directory)
     kind, *_ = rank_pool.run(refused, 2, replace(job, base=5), str(tmp_path / "new"))[0]
     assert kind == "LayoutMismatchError"
+
+
+def test_diff_compares_frozen_weights_in_no_file_by_their_digests(rank_pool: RankPool, tmp_path: Path) -> None:
+    rank_pool.run(train, 2, LoraJob(3), str(tmp_path / "a"), 1, str(tmp_path / "full"))
+    rank_pool.run(train, 2, LoraJob(3, base=5), str(tmp_path / "other"))
+    same = zeroelastic.diff(tmp_path / "a", tmp_path / "full")
+    assert (same.tensors, same.only_a, same.only_b, same.weights_equal) == ((), (), (), True)
+    assert same.num_by_digest == same.num_tensors > 6
+    for other in (
+        zeroelastic.diff(tmp_path / "full", tmp_path / "other"),
+        zeroelastic.diff(tmp_path / "a", tmp_path / "other"),
+    ):
+        frozen = {one.param: one.num_different for one in other.tensors if one.key == "frozen"}
+        assert frozen == dict.fromkeys([f"base.{i}.{what}" for i in range(3) for what in ("weight", "bias")])
+        assert not other.weights_equal and other.only_a == other.only_b == ()
+    few = zeroelastic.diff(tmp_path / "a", tmp_path / "other", params="base.0.*")
+    assert [one.param for one in few.tensors] == ["base.0.bias", "base.0.weight"] and few.num_tensors == 2
+
+
+def test_the_format_example_reads_a_save_without_frozen_weights(tag: Path) -> None:
+    example = subprocess.run(
+        [sys.executable, ROOT / "examples/read_format.py", tag], capture_output=True, text=True, check=False
+    )
+    assert example.returncode == 0, example.stdout + example.stderr
 
 
 def test_a_changed_digest_of_a_frozen_weight_is_a_damaged_record(tag: Path, tmp_path: Path) -> None:
