@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LEVELS = [
-    {"errors", "_version", "json_document"},
+    {"errors", "_version"},
     {"activation", "byte_sizes", "extras"},
     {"report", "observers"},
     {"core"},

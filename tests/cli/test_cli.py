@@ -23,7 +23,7 @@ import zeroelastic
 from zeroelastic.byte_sizes import format_size, parse_size
 from zeroelastic.cli import app
 from zeroelastic.cli.documents import DOCUMENTS, schemas
-from zeroelastic.json_document import SCHEMA_VERSION
+from zeroelastic.verbs.report import SCHEMA_VERSION
 
 VERBS = sorted(app.VERBS)
 

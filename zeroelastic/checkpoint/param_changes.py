@@ -17,6 +17,10 @@ from zeroelastic.checkpoint.optimizer_file import ParamGroup
 from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.layout import Param
 
+_PEFT_PARTS = ("base_layer", "original_module")
+
+_Shapes = Mapping[str, tuple[int, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class ParamSet:
@@ -271,3 +275,50 @@ def match_groups(
 def _options(group: ParamGroup) -> Mapping[str, str]:
     """Hyper-parameters in a form that compares like their values do, NaN and the type of numbers included."""
     return {key: repr(value) for key, value in group.options.items()}
+
+
+def renamed_base_weights(
+    *, saved_frozen: _Shapes, live_frozen: _Shapes, saved: Iterable[str], live: Iterable[str]
+) -> dict[str, str]:
+    """The saved name of each frozen base weight that PEFT has renamed, putting an adapter on a module or taking it off.
+
+    PEFT keeps the module itself as ``base_layer`` of an adapter's layer, and as ``original_module`` beside a trained
+    copy: ``o_proj.weight`` is ``o_proj.base_layer.weight`` then (peft 0.19).
+
+    ``saved`` and ``live`` are the names of all parameters. An adapter that was put on a module has its base weights in
+    the save only if the module had no adapter then: base weights beside one, without the part, have it merged into
+    them.
+
+    Example::
+
+        renamed_base_weights(...)    # {"o_proj.base_layer.weight": "o_proj.weight"}
+    """
+    saved, live = {*saved}, {*live}
+    found: dict[str, str] = {}
+    for name, shape in live_frozen.items():
+        if name in saved:
+            continue
+        for module, part, rest in _peft_splits(name):
+            bare = f"{module}.{rest}"
+            if saved_frozen.get(bare) != shape or bare in live:
+                continue
+            beside = [one.removeprefix(f"{module}.") for one in saved if one.startswith(f"{module}.")]
+            if all(f"{module}.{part}.{one}" in live for one in beside):
+                found[name] = bare
+    taken_off = {
+        f"{module}.{rest}": name for name in saved_frozen if name not in live for module, _, rest in _peft_splits(name)
+    }
+    for name, before in taken_off.items():
+        if name not in saved and live_frozen.get(name) == saved_frozen[before]:
+            found[name] = before
+    return found
+
+
+def _peft_splits(name: str) -> list[tuple[str, str, str]]:
+    """The module before, the part itself, and the rest of a name, by each part of PEFT in it."""
+    parts = name.split(".")
+    return [
+        (".".join(parts[:i]), parts[i], ".".join(parts[i + 1 :]))
+        for i in range(1, len(parts) - 1)
+        if parts[i] in _PEFT_PARTS
+    ]

@@ -6,6 +6,8 @@ The report of a verb is one pydantic model: its function returns it, ``--json`` 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, PlainSerializer
@@ -13,7 +15,9 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from zeroelastic.io.paths import absolute
-from zeroelastic.json_document import SCHEMA_VERSION, json_proper
+
+SCHEMA_VERSION: Literal[1] = 1
+"""Of all documents: it changes when a key of any of them changes its name or its meaning."""
 
 T = TypeVar("T")
 Text = Literal["nan", "inf", "-inf"]
@@ -55,7 +59,7 @@ class Report(Part):
     def to_json(self) -> dict[str, Any]:
         """The document that the command prints with ``--json``; docs/reference/cli has its keys, verb by verb."""
         absent = {name for name in self.only_where_given if getattr(self, name) is None}
-        return {key: json_proper(value) for key, value in self.model_dump(by_alias=True, exclude=absent).items()}
+        return {key: _json_proper(value) for key, value in self.model_dump(by_alias=True, exclude=absent).items()}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -78,3 +82,14 @@ class Sides(Part, Generic[T]):
 
     a: T
     b: T
+
+
+def _json_proper(value: object) -> object:
+    """The value in strict JSON: NaN and infinities, which JSON does not have, become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _json_proper(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_proper(item) for item in value]
+    return value

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zeroelastic
-from zeroelastic.checkpoint.adapter_names import renamed_base_weights
+from zeroelastic.checkpoint.param_changes import renamed_base_weights
 from zeroelastic.testing import RankPool
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from zeroelastic import observers
-from zeroelastic.checkpoint.adapter_names import renamed_base_weights
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.one_save import was_saved_again
+from zeroelastic.checkpoint.param_changes import renamed_base_weights
 from zeroelastic.deepspeed.engine import (
     Engine,
     accumulated_micro_batches,
