@@ -49,11 +49,6 @@ def activate() -> None:
         when_imported("deepspeed", _start)
 
 
-def is_waiting() -> bool:
-    """Whether ``activate`` was called and asked for: zeroelastic is installed when DeepSpeed is imported."""
-    return _start in _callbacks.get("deepspeed", ())
-
-
 def is_active() -> bool:
     """Whether the environment variable has installed zeroelastic in this process."""
     return _active

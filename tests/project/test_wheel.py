@@ -215,7 +215,7 @@ def test_an_editable_install_has_the_activation_and_takes_it_with_it(tmp_path: P
     subprocess.run([*pip, "install", *options, "-e", source], env=there.env, timeout=300, check=True)
     assert (site / activation.FILE).read_text() == activation.LINE
     there.env["ZEROELASTIC"] = "1"
-    asked = "import sys; h = sys.modules['zeroelastic.activation']; print(h.is_waiting(), h.__file__)"
+    asked = "import sys; h = sys.modules['zeroelastic.activation']; print(h._finder in sys.meta_path, h.__file__)"
     expected = f"True {source}/zeroelastic/activation.py\n"
     assert there.output("python", "-c", asked) == expected
     subprocess.run([*pip, "uninstall", "-y", "zeroelastic"], env=there.env, timeout=120, check=True)

@@ -9,5 +9,5 @@
     fabric         the state of data loaders
     framework_load  what the integrations do before and after a framework's own load
 
-All but ``transformers`` are applied by ``deepspeed/install/seams`` where the framework is imported.
+All but ``transformers`` are applied by ``deepspeed/install/frameworks`` where the framework is imported.
 """

@@ -6,7 +6,7 @@ than in the saved run.
 A save that was cut short is passed over by a resume from the last checkpoint. Where saves are in the background,
 ``save_total_limit`` removes no checkpoint before the one after it is complete, and the last save is complete before
 the end of the training loads the best checkpoint or removes others. ``trainer_batch`` is applied here.
-Wrapped by ``deepspeed/install/seams`` where transformers is imported; written for transformers 5.23.
+Wrapped by ``deepspeed/install/frameworks`` where transformers is imported; written for transformers 5.23.
 """
 
 from __future__ import annotations

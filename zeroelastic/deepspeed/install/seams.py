@@ -15,11 +15,10 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module, metadata
-from types import ModuleType
 
 from packaging.version import InvalidVersion, Version
 
-from zeroelastic.activation import forget, when_imported
+from zeroelastic.deepspeed.install import frameworks
 from zeroelastic.deepspeed.patching import is_wrapped, unwrap_all, wrap
 from zeroelastic.errors import IncompatibleDeepSpeedError
 from zeroelastic.extras import INSTALL_TRAIN
@@ -121,27 +120,6 @@ USED = (
 """Methods that are called but not wrapped; checked in the same way."""
 
 
-_BEFORE_THE_ENGINE = {
-    "transformers.trainer": "zeroelastic.integrations.trainer",
-    "swift.dataloader.shard": "zeroelastic.integrations.ms_swift",
-}
-"""Frameworks whose own state beside the engine is wrong at another world size.
-
-The module of a framework that is wrapped -> our module whose ``wrap_module`` does it. It is looked up by name, and only
-where the framework has been imported: zeroelastic imports none. These act before there is an engine, and are wrapped by
-``install()``, or when the framework is imported after it.
-"""
-
-_WITH_AN_ENGINE = {
-    "accelerate.accelerator": "zeroelastic.integrations.accelerate",
-    "lightning.fabric.strategies.deepspeed": "zeroelastic.integrations.fabric",
-    "lightning_fabric.strategies.deepspeed": "zeroelastic.integrations.fabric",
-    "lightning.pytorch.strategies.deepspeed": "zeroelastic.integrations.lightning",
-    "pytorch_lightning.strategies.deepspeed": "zeroelastic.integrations.lightning",
-}
-"""The same for those that are wrapped when a ZeRO engine is built: after the script's imports, and before any load."""
-
-
 @dataclass(frozen=True, slots=True)
 class CheckedSeam:
     """A seam as the installed DeepSpeed has it; ``problem`` is empty if the method is as expected.
@@ -197,12 +175,7 @@ def install() -> None:
         for seam in SEAMS:
             wrap(classes[seam.class_path], seam.method, partial(partial, getattr(wrappers, seam.method)))
         logging.getLogger("DeepSpeed").addFilter(_drop_warning)
-    for framework in _BEFORE_THE_ENGINE:
-        when_imported(framework, _wrap_framework)
-        module = sys.modules.get(framework)
-        # One that is being imported now is wrapped when its code has run.
-        if module is not None and not getattr(module.__spec__, "_initializing", False):
-            _wrap_framework(module)
+    frameworks.wrap_before_the_engine()
     from zeroelastic.distributed.partners import announce
 
     announce()
@@ -210,8 +183,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Put the originals back; see ``zeroelastic.uninstall``."""
-    for framework in _BEFORE_THE_ENGINE:
-        forget(framework, _wrap_framework)
+    frameworks.forget_all()
     unwrap_all()
     logging.getLogger("DeepSpeed").removeFilter(_drop_warning)
     background = sys.modules.get("zeroelastic.deepspeed.save.background")
@@ -223,17 +195,6 @@ def uninstall() -> None:
         if partners is not None:
             partners.withdraw()
         _hide_from_stderr()
-
-
-def wrap_frameworks() -> None:
-    """Wrap the frameworks that are imported, when a ZeRO engine is built; idempotent."""
-    for framework in _WITH_AN_ENGINE:
-        if (module := sys.modules.get(framework)) is not None:
-            _wrap_framework(module)
-
-
-def _wrap_framework(module: ModuleType) -> None:
-    import_module({**_WITH_AN_ENGINE, **_BEFORE_THE_ENGINE}[module.__name__]).wrap_module(module)
 
 
 def _drop_warning(record: logging.LogRecord) -> bool:

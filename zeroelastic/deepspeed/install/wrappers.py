@@ -21,7 +21,7 @@ from zeroelastic._version import __version__
 from zeroelastic.activation import VARIABLE, is_active
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, ordinary_tensors, saves_elastic
 from zeroelastic.deepspeed.engine_state import engine_of, link, note_load, state_of
-from zeroelastic.deepspeed.install.seams import wrap_frameworks
+from zeroelastic.deepspeed.install.frameworks import wrap_frameworks
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names, read_live, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.optimizers import common_state
 from zeroelastic.deepspeed.load.load import load
