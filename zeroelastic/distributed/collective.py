@@ -94,16 +94,6 @@ def all_gather_alike(value: T) -> list[T]:
     return all_gather(value)
 
 
-def gather(value: T) -> list[T]:
-    """The value of every rank, by rank, on rank 0; nothing on the others. Pickled, and padded. Collective."""
-    if dist.get_world_size() == 1:
-        return [value]
-    data = pickle.dumps(value)
-    nbytes = maximum([len(data)])[0]
-    # a pickle ends where it says it does
-    return [pickle.loads(part) for part in gather_bytes(data.ljust(nbytes, b"\0"), to_all=False)]
-
-
 def maximum(values: Sequence[int]) -> list[int]:
     """The largest of each number, of less than 64 bits, over all ranks, which give equally many. Collective."""
     if dist.get_world_size() == 1:
@@ -134,21 +124,6 @@ def maximum_and_total(values: Sequence[int], summed: int) -> tuple[list[int], in
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank. Collective."""
     return bool(maximum([int(flag)])[0])
-
-
-def gather_bytes(data: bytes, *, to_all: bool) -> list[bytes]:
-    """The bytes of every rank, by rank, on rank 0 or on all; they are equally many on all ranks. Collective."""
-    if dist.get_world_size() == 1:
-        return [data]
-    group = _group.get()
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(collective_device(group))
-    receives = to_all or dist.get_rank() == 0
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())] if receives else []
-    if to_all:
-        dist.all_gather(parts, own, group=group)
-    else:
-        dist.gather(own, parts or None, dst=0, group=group)
-    return [part.cpu().numpy().tobytes() for part in parts]
 
 
 def broadcast(value: T, *, src: int = 0) -> T:

@@ -304,7 +304,7 @@ def use_one_engine(job: Job, directory: str) -> tuple[bool, tuple[int, int], lis
         addresses.append(sorted(used.data_ptr() for used, _ in memory._used))
         assert memory._spare == []
     zeroelastic.wait_for_save(engine)
-    copied = memory.nbytes
+    copied = sum(used.numel() for used, _ in memory._used)
     payload = sum(path.stat().st_size for path in Path(directory, "known").glob(f"*_rank_{dist.get_rank()}_*.pt"))
     said = logged("deepspeed.save.shard_writer")
     lay_out = skeleton._lay_out

@@ -7,7 +7,6 @@ save that a load of the same run would refuse is not committed.
 from __future__ import annotations
 
 import secrets
-import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,22 +29,16 @@ from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_layout import saved_maps
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
-from zeroelastic.checkpoint.tag_files import model_file_name, parse_rank_file
 from zeroelastic.checkpoint.topology import SliceMaps, numbered_expert
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import LastSave
 from zeroelastic.deepspeed.live.topology import Sharing
-from zeroelastic.distributed.collective import all_gather, gather_bytes, maximum
+from zeroelastic.distributed.collective import all_gather, maximum
 from zeroelastic.errors import CheckpointError, SaveError
 from zeroelastic.torch_file.header import TorchFile, read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
-
-_PACKED = struct.Struct("<iHH" + 2 * "q32s")  # ranks and flags; of either file its size and its digest
-_BF16, _WHOLE = 1, 2
-_FILE, _DIRECTORY = (4, 8), (16, 32)
-_OPTIM_NAMES = ("zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt", "bf16_zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt")
 
 
 def new_save_id() -> str:
@@ -95,49 +88,13 @@ class Written(NamedTuple):
     unreadable: str | None = None
 
 
-def gather_written(own: Written, names: tuple[str, str], last_save: LastSave) -> tuple[float, bool, list[Written]]:
-    """The time of the commit, whether only DeepSpeed reads the save, and what every rank has written. Collective.
+def gather_written(own: Written, last_save: LastSave) -> tuple[float, list[Written]]:
+    """The time of the commit, and what every rank has written, by rank. Collective.
 
     The time is in seconds since 1970, later than the ``last_save`` of any rank; rank 0's clock counts.
-    What was written is by rank. ``names`` are the names of this rank's module states and
-    optimizer file: 88 bytes come from each rank, unless one has files of other names or files that only DeepSpeed
-    reads.
     """
     not_before = last_save.next_time(time.time() if dist.get_rank() == 0 else 0.0)
-    packed = _pack(own, names)
-    facts = maximum([round(not_before * 1e6), int(own.unreadable is not None), int(packed is None)])
-    microseconds, unreadable, unpacked = facts
-    if unpacked or packed is None:
-        written = all_gather(own)
-    else:
-        written = [_unpack(data) for data in gather_bytes(packed, to_all=True)]
-    return microseconds / 1e6, bool(unreadable), written
-
-
-def _pack(own: Written, names: tuple[str, str]) -> bytes | None:
-    """The same in few bytes; None where these do not say it."""
-    optim = parse_rank_file(names[1])
-    if optim is None or own.unreadable is not None:
-        return None
-    flags = _BF16 * names[1].startswith("bf16_") + _WHOLE * (names[0] == model_file_name(0, optim.tp_rank, whole=True))
-    fields: list[int | bytes] = []
-    for i, name in enumerate(names):
-        flags += _FILE[i] * (name in own.sizes) + _DIRECTORY[i] * (name in own.directories)
-        fields += [own.sizes.get(name, 0), bytes.fromhex(own.directories.get(name, ""))]
-    packed = _PACKED.pack(optim.rank, optim.tp_rank, flags, *fields)
-    return packed if _unpack(packed) == own else None
-
-
-def _unpack(data: bytes) -> Written:
-    rank, tp_rank, flags, *fields = _PACKED.unpack(data)
-    names = (
-        model_file_name(rank, tp_rank, whole=bool(flags & _WHOLE)),
-        _OPTIM_NAMES[flags & _BF16].format(rank, tp_rank),
-    )
-    return Written(
-        sizes={name: fields[2 * i] for i, name in enumerate(names) if flags & _FILE[i]},
-        directories={name: fields[2 * i + 1].hex() for i, name in enumerate(names) if flags & _DIRECTORY[i]},
-    )
+    return maximum([round(not_before * 1e6)])[0] / 1e6, all_gather(own)
 
 
 def record_of(save: PendingCommit, written: Sequence[Written], committed_at: float) -> CommitRecord:

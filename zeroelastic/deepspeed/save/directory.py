@@ -128,10 +128,10 @@ class Directory:
         """
         with self.discarded_on_failure(), barrier.attribute_failures():
             own = barrier.all_or_raise(lambda: self._read_back(save), "fsync")
-            committed_at, unreadable, written = gather_written(own, save.file_names, save.last_save)
+            committed_at, written = gather_written(own, save.last_save)
             barrier.all_or_raise(lambda: self._record(save, written, committed_at), "record")
             barrier.all_or_raise(lambda: self._publish(barrier), "publish")
-        if not unreadable:
+        if all(each.unreadable is None for each in written):
             save.last_save.commit(save.save_id, committed_at)
         barrier.outcome_note = "The checkpoint is complete; load it by its tag."
         barrier.all_or_raise(lambda: self._point_latest(save) if self.is_leader else None, "latest")

@@ -224,11 +224,6 @@ class HostMemory:
         self._used: list[tuple[torch.Tensor, bool]] = []  # and whether it was to be pinned
         self._spare: list[tuple[torch.Tensor, bool]] = []
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the last snapshot used."""
-        return sum(memory.numel() for memory, _ in self._used)
-
     def begin(self) -> None:
         """Begin a snapshot: nothing reads the images of the last one any more."""
         self._spare, self._used = self._used, []

@@ -98,12 +98,6 @@ class ReshardSource:
         return pairs_of(self.optim_root.get("optimizer_state_dict"))
 
     @property
-    def scaler(self) -> Mapping[object, object]:
-        """The attributes of the loss scaler that a run of ZeRO saved, ``DynamicLossScaler`` or ``LossScaler``."""
-        found = self.inner.get("loss_scaler")
-        return found.state if isinstance(found, Node) and isinstance(found.state, dict) else {}
-
-    @property
     def trained(self) -> SavedPart:
         """The trained parameters."""
         return self.state.parts[0]
