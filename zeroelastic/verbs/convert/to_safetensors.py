@@ -21,7 +21,6 @@ from zeroelastic.io.atomic import start_writeback
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, folders, read_whole
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType
-from zeroelastic.torch_file.safetensors import DTYPE_NAMES, check_name, lay_out
 from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, base_weights, folder_of
 from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, model_tensors, optimizer_tensors
 from zeroelastic.verbs.new_directory import reserve_file
@@ -52,6 +51,30 @@ HF_FILES = (
 )
 """What the Hugging Face Trainer leaves beside the tag that ``from_pretrained`` asks for."""
 
+_DTYPE_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "complex64": "C64",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""What safetensors calls the dtypes of torch that it has."""
+
+_METADATA = "__metadata__"
+_MAX_HEADER_BYTES = 100_000_000  # safetensors reads no larger one
 _MOST_COPIED_BYTES = 1 << 30
 _FLUSH_EVERY = 128 << 20
 
@@ -181,7 +204,7 @@ def plan_export(
         saved = replace(saved, tensors=chosen, tied=tied_to, left_out=())
     else:
         _refuse_excluded(state)
-    unwritable = [t for t in saved.tensors if t.kind == "buffer" and t.dtype not in DTYPE_NAMES]
+    unwritable = [t for t in saved.tensors if t.kind == "buffer" and t.dtype not in _DTYPE_NAMES]
     left_out = (*saved.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in unwritable))
     saved = replace(saved, tensors=tuple(tensor for tensor in saved.tensors if tensor not in unwritable))
     wanted = [(tensor, _export_dtype(tensor, dtype)) for tensor in saved.tensors]
@@ -316,11 +339,11 @@ def _lay_out(
 ) -> tuple[list[SafetensorsFile], dict[str, bytes]]:
     """The files that hold some tensors, and the index where there are more than one."""
     for tensor, _ in wanted:
-        check_name(tensor.name)
-        if tensor.dtype not in DTYPE_NAMES:
+        _check_name(tensor.name)
+        if tensor.dtype not in _DTYPE_NAMES:
             raise UnsupportedError(f"{tensor.name}: safetensors files cannot hold {tensor.dtype}.")
     for alias in aliases:
-        check_name(alias)
+        _check_name(alias)
         if alias == "format":
             raise UnsupportedError(f"{alias} is a tied name that the metadata of safetensors files has no place for.")
     shards: list[list[tuple[ModelTensor, str]]] = [[]]
@@ -348,10 +371,34 @@ def _lay_out(
 
 
 def _one_file(name: str, shard: Sequence[tuple[ModelTensor, str]], metadata: Mapping[str, str]) -> SafetensorsFile:
-    header, head = lay_out(name, [(tensor.name, dtype, tensor.shape) for tensor, dtype in shard], metadata)
-    of = {tensor.name: tensor for tensor, _ in shard}
-    entries = [Entry(of[at], place.dtype, place.offset - len(header)) for at, place in head.tensors.items()]
-    return SafetensorsFile(name, header, tuple(entries))
+    """One file: header length in 8 bytes, JSON header padded to 8 bytes, tensors without gaps (safetensors 0.8).
+
+    Larger elements come first, so that each tensor is aligned to its elements. Raises UnsupportedError for a header
+    that safetensors refuses to read.
+    """
+    header: dict[str, object] = {_METADATA: {**metadata, "format": "pt"}}
+    entries: list[Entry] = []
+    end = 0
+    for tensor, dtype in sorted(shard, key=lambda one: -DTYPE_BYTES[one[1]]):
+        entries.append(entry := Entry(tensor, dtype, end))
+        end += entry.nbytes
+        offsets = [entry.offset, end]
+        header[tensor.name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise UnsupportedError(f"{name}: its header would have {len(text)} bytes, which safetensors refuses to read.")
+    return SafetensorsFile(name, len(text).to_bytes(8, "little") + text, tuple(entries))
+
+
+def _check_name(name: str) -> None:
+    """Raise UnsupportedError for a name that no tensor of a file can have."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise UnsupportedError(f"{name!r} is not Unicode text, so no safetensors file can hold it.") from None
+    if name == _METADATA:
+        raise UnsupportedError(f"{name} is a name that safetensors files keep for themselves.")
 
 
 def _text(document: object) -> bytes:
