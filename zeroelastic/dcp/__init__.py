@@ -2,6 +2,6 @@
 
 ``metadata`` reads the table ``.metadata`` through the allow-listed unpickler, ``chunks`` finds the payload of each
 chunk in its file, ``names`` sorts tensors of the model from those of the optimizer, ``saved`` is the whole as layouts
-and extents. ``native`` is what it is to a run of ZeRO, ``notes`` what a conversion kept of one, and ``state`` the
-checkpoint that verbs and loads work with. Read ``metadata`` first. Imports ``checkpoint`` and what is below it.
+and extents. ``native`` is what it is to a run of ZeRO, and ``notes`` what a conversion kept of one. Read ``metadata``
+first. Imports ``checkpoint`` and what is below it.
 """
