@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  registers its handler for the end, before this module does
-import itertools
 import logging
 import os
 import threading
@@ -40,7 +39,6 @@ from zeroelastic.runs.names import LATEST, run_of
 
 logger = logging.getLogger(__name__)
 
-_MAX_BYTES = 1 << 20
 _PAUSE_S = 1.0
 
 
@@ -50,9 +48,7 @@ class Upload:
 
     saved: Directory
     options: Options
-    number: int = field(default_factory=itertools.count().__next__)
     began: float = field(default_factory=time.monotonic)
-    sent: set[str] = field(default_factory=set)
 
     @property
     def run(self) -> RemotePath:
@@ -82,9 +78,10 @@ class Upload:
         else:
             self._wait(lambda: self._is_begun() or self._is_committed(), "rank 0's node has not begun to upload it")
         if not self._is_committed():
-            for name in sorted(record.files.keys() - saved.elsewhere - self.sent):
-                put_file(opened / name, target / name)
-                self.sent.add(name)
+            there = sizes_below(target)
+            for name in sorted(record.files.keys() - saved.elsewhere):
+                if there.get(name) != record.files[name]:  # from an attempt that failed
+                    put_file(opened / name, target / name)
             if saved.rank != 0:
                 put_object(target / f"{done}.{saved.rank}", b"")
             else:
@@ -104,7 +101,6 @@ class Upload:
         mark = self.target / UNFINISHED_NAME
         there = [self.target / name for name in sizes_below(self.target)]
         if there:
-            self.sent.clear()
             put_object(mark, b"")
             remove_objects([self.target / RECORD_NAME])
             remove_objects(path for path in there if path != mark)
@@ -112,7 +108,7 @@ class Upload:
 
     def _is_begun(self) -> bool:
         with suppress(MissingFileError):
-            return read_whole(self.target / UNFINISHED_NAME, limit=_MAX_BYTES) == self.saved.save_id.encode()
+            return read_whole(self.target / UNFINISHED_NAME, limit=1 << 20) == self.saved.save_id.encode()
         return False
 
     def _is_committed(self) -> bool:
@@ -141,7 +137,7 @@ class Uploads:
         self._thread: threading.Thread | None = None
         self._waiting: list[Upload] = []
         self._failed: list[Upload] = []
-        self._latest: dict[RemotePath, int] = {}
+        self._latest: dict[RemotePath, float] = {}
 
     def add(self, saved: Directory, options: Options) -> None:
         """Have a tag that was just committed uploaded, if the options say where to. Called on leaders."""
@@ -188,19 +184,18 @@ class Uploads:
         try:
             with retrying(upload.options.retries):
                 nbytes = upload.send()
-                if saved.rank == 0 and saved.save_latest and upload.number > self._latest.get(run, -1):
+                if saved.rank == 0 and saved.save_latest and upload.began > self._latest.get(run, 0.0):
                     put_object(run / LATEST, saved.tag.encode())
-                    self._latest[run] = upload.number
+                    self._latest[run] = upload.began
         except MissingFileError:
             logger.warning("%s: not uploaded: it is gone, was saved again, or has no commit record", saved.place)
             return True
         except Exception as error:  # file systems raise errors of many kinds
-            line = "%s: NOT UPLOADED to %s: %s. It is tried again after the next commit"
-            logger.error(line, saved.place, upload.target, reason(error))
+            why = f"{reason(error)}. It is tried again after the next commit"
+            logger.error("%s: NOT UPLOADED to %s: %s", saved.place, upload.target, why)
             return False
         if saved.rank == 0:
-            seconds = time.monotonic() - upload.began
-            publish(Uploaded(saved.tag, str(saved.place), str(upload.target), nbytes, seconds))
+            publish(Uploaded(saved.tag, str(saved.place), str(upload.target), nbytes, time.monotonic() - upload.began))
         return True
 
 
