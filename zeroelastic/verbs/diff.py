@@ -86,8 +86,6 @@ class ParamAndKey(Part):
 class ComparedTensor(Part):
     """One tensor that both sides have and that differs. What follows ``shape`` is None where dtypes or shapes differ.
 
-    It is None, too, for a frozen weight that is not in the files of one side, whose recorded digests differ.
-
     ``index`` is where the largest difference is, ``a`` and ``b`` what the sides have there (the values of both parts
     of a complex number are apart, in one more dimension), and ``max_abs`` how far these are apart: infinite where one
     is infinite or no number.
@@ -271,6 +269,7 @@ def _buffers(state: SavedState) -> list[ModelTensor]:
 
 
 def _compared(name: _Name, a: _Form, b: _Form) -> ComparedTensor:
+    """Return a tensor that differs, without what only its bytes tell: one side may have its digest alone."""
     dtype, shape = Sides(a=a[0], b=b[0]), Sides(a=list(a[1]), b=list(b[1]))
     return ComparedTensor(param=name[0], key=name[1], dtype=dtype, shape=shape)
 
