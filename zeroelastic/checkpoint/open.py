@@ -310,7 +310,6 @@ def open_checkpoint(
     near_rank: int = 0,
     tp: TensorParallel | None = None,
     listing: Listing | None = None,
-    sizes: Mapping[str, int] | None = None,
     compare_directories: bool = True,
 ) -> Checkpoint:
     """Look at a tag directory: which files, how many ranks, which record. Opens at most one model states header.
@@ -318,7 +317,6 @@ def open_checkpoint(
     The directory is pinned: all that is read of the checkpoint later comes from it, whatever its path leads to by then.
 
     ``tag_dir`` is a path or a URL that fsspec reads (zeroelastic.io.paths); a remote directory is listed once.
-    ``sizes`` are its files by name, where a caller has listed it already.
 
     ``near_rank`` is the rank whose own model states file is read when no record tells the world size; a rank that the
     save did not have takes rank 0's. Tensor parallel ranks have to say which slices of tensors they have, as
@@ -335,7 +333,7 @@ def open_checkpoint(
     """
     tag_dir = pin(as_path(tag_dir))
     if listing is None:
-        sizes = file_sizes(tag_dir) if sizes is None else sizes
+        sizes: Mapping[str, int] = file_sizes(tag_dir)
         listing = Listing(sizes, sizes, read_record(tag_dir), record_bytes=sizes.get(RECORD_NAME, 0))
     sizes, names, record = listing.sizes, listing.names, listing.record
     refuse_unfinished(tag_dir, names)

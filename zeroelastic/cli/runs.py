@@ -28,7 +28,7 @@ def _show_tags(report: ListReport) -> None:
         *map(_row, report.tags),
     ]
     texts = {"tag", "saved", "status"}
-    print_columns(rows, right=frozenset(i for i, name in enumerate(rows[0]) if name not in texts), indent="")
+    print_columns(rows, right=frozenset(i for i, name in enumerate(rows[0]) if name not in texts))
 
 
 def _row(tag: TagInfo) -> tuple[str, ...]:
@@ -202,7 +202,7 @@ def _show_pruned(report: PruneReport) -> None:
     ]
     rows += [(item.action, item.name, format_size(item.bytes), item.reason) for item in report.unfinished]
     if rows:
-        print_columns(rows, right=frozenset({2}), indent="")
+        print_columns(rows, right=frozenset({2}))
     if report.plan.removals and report.dry_run:
         log_line(
             "Sizes and records were checked, not contents; `zeroelastic latest DIR` reads every byte of the newest."

@@ -86,9 +86,9 @@ def _coloured() -> bool | None:
     return True if os.environ.get("FORCE_COLOR") else None
 
 
-def print_columns(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset(), indent: str = "  ") -> None:
+def print_columns(rows: Sequence[Sequence[str]], *, right: frozenset[int]) -> None:
     """Print rows of cells in aligned columns; those in ``right`` are aligned to the right."""
-    typer.echo("".join(f"{indent}{line}\n" for line in columns(rows, right=right)), nl=False)
+    typer.echo("\n".join(columns(rows, right=right)))
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:

@@ -303,7 +303,7 @@ def test_diff_compares_frozen_weights_in_no_file_by_their_digests(rank_pool: Ran
     rank_pool.run(train, 2, LoraJob(3, base=5), str(tmp_path / "other"))
     same = zeroelastic.diff(tmp_path / "a", tmp_path / "full")
     assert (same.tensors, same.only_a, same.only_b, same.weights_equal) == ((), (), (), True)
-    assert same.num_by_digest == same.num_tensors > 6
+    assert same.num_by_digest == same.num_tensors - 1 > 6, "a buffer has no digest"
     for other in (
         zeroelastic.diff(tmp_path / "full", tmp_path / "other"),
         zeroelastic.diff(tmp_path / "a", tmp_path / "other"),
