@@ -312,8 +312,7 @@ class MemoryCheckpoints:
 def _own_place() -> Place:
     place = Place.of_this_job()
     place.create()
-    if place.launcher is not None:
-        start_reaper(*place.launcher, str(place.path))
+    start_reaper(*place.launcher, str(place.path))
     return place
 
 
