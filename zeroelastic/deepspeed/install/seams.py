@@ -122,15 +122,10 @@ USED = (
 
 @dataclass(frozen=True, slots=True)
 class CheckedSeam:
-    """A seam as the installed DeepSpeed has it; ``problem`` is empty if the method is as expected.
-
-    ``found`` are the method's parameters, None when there is no such method. Behind a decorator that takes anything
-    they are not visible, and "*args, **kwargs" is accepted.
-    """
+    """A seam as the installed DeepSpeed has it; ``problem`` is empty if the method is as expected."""
 
     seam: Seam
     owner: type | None
-    found: tuple[str, ...] | None
     problem: str
 
 
@@ -238,16 +233,14 @@ def check_seam(seam: Seam) -> CheckedSeam:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("deepspeed."):
             raise  # something that DeepSpeed itself needs
-        return CheckedSeam(seam, None, None, f"does not exist (there is no {error.name})")
+        return CheckedSeam(seam, None, f"does not exist (there is no {error.name})")
     if owner is None:
-        return CheckedSeam(seam, None, None, f"does not exist (there is no {seam.class_path})")
+        return CheckedSeam(seam, None, f"does not exist (there is no {seam.class_path})")
     method = owner.__dict__.get(seam.method)
     if not callable(method):
-        return CheckedSeam(seam, owner, None, "does not exist")
+        return CheckedSeam(seam, owner, "does not exist")
     parameters = inspect.signature(method).parameters
     if {p.kind for p in parameters.values()} == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-        # behind a decorator such as instrument_w_nvtx, which hides the signature
-        return CheckedSeam(seam, owner, ("*args", "**kwargs"), "")
+        return CheckedSeam(seam, owner, "")  # behind a decorator such as instrument_w_nvtx, which hides the signature
     missing = [parameter for parameter in seam.parameters if parameter not in parameters]
-    problem = f"has no parameter {', '.join(missing)}" if missing else ""
-    return CheckedSeam(seam, owner, tuple(parameters), problem)
+    return CheckedSeam(seam, owner, f"has no parameter {', '.join(missing)}" if missing else "")
