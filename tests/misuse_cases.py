@@ -33,7 +33,13 @@ READERS = {
 """The verbs that read one checkpoint, and what else they need."""
 
 OTHERS: dict[str, list[tuple[list[str], str]]] = {
-    "inspect": [(["{ckpt}", "--tensor", "no.such.tensor"], "no.such.tensor")],
+    "inspect": [
+        (["{ckpt}", "--tensor", "no.such.tensor"], "no.such.tensor"),
+        (["{ckpt}", "--al-ranks"], "--all-ranks"),
+        (["{ckpt}", "--all-ranks", "true"], "(true)"),
+        (["{ckpt}", "--allow-global", "a.B"], "before: zeroelastic --allow-global"),
+        ([], "SRC"),
+    ],
     "verify": [],
     "diff": [
         (["{ckpt}", "{new}"], "{new}"),
@@ -43,9 +49,17 @@ OTHERS: dict[str, list[tuple[list[str], str]]] = {
     "plan": [
         (["{ckpt}", "-n", "0"], "0"),
         (["{ckpt}"], "--world-size"),
+        (["{ckpt}", "-n", "two"], "'two'"),
+        (["{ckpt}", "-n", "65537"], "from 1 to 65536, not 65537"),
     ],
     "reshard": [
         (["{ckpt}", "{empty}", "-n", "2"], "{empty}"),
+        (["{ckpt}", "{ckpt}/new", "-n", "2"], "lies inside the source"),
+        (["{ckpt}", "{ckpt}/global_step4/new", "-n", "2"], "lies inside the source"),
+        (["{ckpt}", "{new}/dst", "-n", "2"], "{new}: no such directory"),
+        (["{ckpt}", "{new}/dst", "-n", "0"], "a world size of 0"),
+        (["{ckpt}", "{new}/dst", "-n", "-3"], "a world size of -3"),
+        (["{ckpt}", "{empty}", "-n", "2", "--dry-run"], "nothing is overwritten"),
         (["{ckpt}", "{ckpt}", "-n", "2"], "{ckpt}"),
         (["{ckpt}", "s3://bucket/x", "-n", "2"], "s3://bucket/x"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--tp", "3"], "--tp"),
@@ -54,23 +68,34 @@ OTHERS: dict[str, list[tuple[list[str], str]]] = {
         (["{ckpt}", "{new}/dst", "-n", "2", "--stage", "7"], "7"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--stage", "2", "--sub-group-size", "5"], "--sub-group-size"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--sub-group-size", "0"], "sub_group_size"),
-        (["{ckpt}", "{new}/dst", "-n", "2", "--round-robin-gradients"], "round_robin_gradients"),
+        (["{ckpt}", "{new}/dst", "-n", "2", "--round-robin-gradients"], "no difference at ZeRO stage 3"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--stage", "2", "--format", "elastic"], "elastic"),
         (["{ckpt}", "{new}/dst", "-n", "2", "--format", "other"], "other"),
     ],
     "export": [
         (["{ckpt}", "{empty}"], "{empty}"),
+        (["{ckpt}", "{ckpt}/global_step4/new"], "lies inside the source"),
         (["{ckpt}", "gs://bucket/x"], "gs://bucket/x"),
         (["{ckpt}", "{new}/dst", "--max-shard-size", "much"], "much"),
         (["{ckpt}", "{new}/dst", "--max-shard-size", "0"], "--max-shard-size"),
         (["{ckpt}", "{new}/dst", "--max-memory", "1KiB"], "--max-memory"),
         (["{ckpt}", "{new}/dst", "--dtype", "int4"], "int4"),
+        (["{ckpt}", "{new}/dst", "--tied", "twice"], "twice"),
     ],
     "convert": [
         (["{ckpt}", "{empty}", "--to", "fsdp2"], "{empty}"),
         (["{ckpt}", "{new}/dst"], "--to"),
         (["{ckpt}", "{new}/dst", "--to", "other"], "other"),
+        (["{ckpt}", "s3://bucket/x", "--to", "fsdp2"], "s3://bucket/x"),
+        (["{ckpt}", "{new}/dst", "--to", "universal"], "ds_to_universal --input_folder"),
+        (["{ckpt}", "{new}/dst", "--to", "fsdp2", "--format", "rigid"], "--format goes with --from"),
+        (["{ckpt}", "{new}/dst", "--to", "fsdp2", "--ds-config", "x"], "--ds-config goes with"),
         (["{ckpt}", "{new}/dst", "--from", "universal", "-n", "2"], "{ckpt}"),
+        (["{ckpt}", "{new}/dst", "--from", "universal", "-n", "2", "--tag", "global_step2"], "no Universal checkpoint"),
+        (["{ckpt}", "{new}/dst", "--from", "universal", "-n", "2", "--tag", "../x"], "is not the name of a tag"),
+        (["{ckpt}", "{new}/dst", "--from", "fsdp2", "-n", "2", "--layout", "torch"], "--layout goes with"),
+        (["{ckpt}", "{new}/dst", "--from", "fsdp2", "-n", "2", "--tag", "t"], "has no tags"),
+        (["{ckpt}", "{new}/dst", "--from", "fsdp2"], "--world-size"),
         (["{universal}", "{new}/dst", "--from", "universal"], "--world-size"),
         (["{ckpt}", "{new}/dst", "--to", "fsdp2", "-n", "2"], "--world-size"),
         (["{ckpt}", "{new}/dst", "--to", "fsdp2", "--from", "universal"], "--from"),
@@ -99,6 +124,7 @@ OTHERS: dict[str, list[tuple[list[str], str]]] = {
         (["{ckpt}", "--keep", "1"], "--yes"),
         (["memory://bucket/run", "--keep", "1"], "memory://bucket/run"),
         (["{ckpt}/global_step2", "--keep", "1"], "global_step2"),
+        (["{ckpt}/latest", "--keep", "1"], "is a file"),
     ],
     "doctor": [(["{new}"], "unexpected")],
 }  # fmt: skip
@@ -129,3 +155,4 @@ def cases() -> Iterator[Misuse]:
     for verb in OTHERS:
         yield Misuse(verb, ("--no-such-option",), "--no-such-option")
     yield Misuse("verfy", (), "verfy")
+    yield Misuse("plann", (".",), "Did you mean 'plan'?")

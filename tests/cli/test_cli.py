@@ -86,26 +86,6 @@ def test_help_lists_every_verb_under_a_heading() -> None:
     assert sorted(listed) == VERBS and len(re.findall(r"^\w.*:$", shown, flags=re.MULTILINE)) == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["no-such-verb"], "no-such-verb"),
-        (["plann", "."], "Did you mean 'plan'?"),
-        (["doctor", "--no-such-option"], "--no-such-option"),
-        (["inspect", ".", "--al-ranks"], "--all-ranks"),
-        (["inspect", ".", "--all-ranks", "true"], "(true)"),
-        (["inspect", ".", "--allow-global", "a.B"], "before: zeroelastic --allow-global"),
-        (["plan", "."], "Missing option '--world-size' / '-n'"),
-        (["plan", ".", "-n", "0"], "'0': must be greater than or equal to 1"),
-        (["plan", ".", "-n", "two"], "'two': must be a valid integer"),
-    ],
-)
-def test_misuse_exits_with_2_and_leaves_stdout_alone(arguments: list[str], said: str) -> None:
-    done = run_command(*arguments, env={"COLUMNS": "300", "TERM": "dumb"})
-    assert done.returncode == 2 and done.stdout == "" and said in done.stderr
-    assert done.stderr.startswith("error: ") and "Input should" not in done.stderr and "─" not in done.stderr
-
-
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_examples_that_its_documentation_runs(verb: str) -> None:
     """tests/project/test_docs.py runs the bash blocks of its page."""
@@ -245,19 +225,6 @@ def test_a_size_that_was_shown_reads_back_within_its_precision(nbytes: int) -> N
 )  # fmt: skip
 def test_sizes_read_well(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["reshard", ".", "s3://bucket/x", "-n", "2"],
-        ["export", ".", "gs://b/x"],
-        ["convert", ".", "s3://b/x", "--to", "fsdp2"],
-    ],
-)
-def test_a_target_is_not_a_url(arguments: list[str]) -> None:
-    done = run_command(*arguments, env={"COLUMNS": "300", "TERM": "dumb"})
-    assert done.returncode == 2 and "targets are written to this machine" in done.stderr and done.stdout == ""
 
 
 @pytest.mark.parametrize(

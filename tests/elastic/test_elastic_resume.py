@@ -26,7 +26,7 @@ from training import Job, build_engine, look, train_step
 
 from zeroelastic.elastic import EXIT_PREEMPTED, ElasticDistributedSampler, every, preemption, resume
 from zeroelastic.elastic.position import KEY, pack_position
-from zeroelastic.errors import CheckpointError, ConfigError, LayoutMismatchError, StrictError, UsageError
+from zeroelastic.errors import CheckpointError, ConfigError, StrictError, UsageError
 from zeroelastic.testing import RankError, RankPool, compare_states
 
 LENGTH, BATCH = 1000, 120
@@ -171,53 +171,6 @@ def test_an_entry_with_the_generators_of_one_rank_is_read_too(rank_pool: RankPoo
     assert all(len(notes) == 1 and "on all ranks but the one" in notes[0] for _, notes, _ in turns)
 
 
-def roll_back(job: Job, directory: str) -> dict[str, Any]:
-    """Save steps 1 to 3, let ``latest`` name step 1 and go on from there."""
-    from zeroelastic.runs.candidates import check_quickly
-    from zeroelastic.runs.latest import find_latest, set_latest
-
-    root, engine = Path(directory), build_engine(job)
-    states: dict[int, Any] = {}
-    for step in range(3):
-        train_step(engine, step)
-        states[step + 1] = look(engine)[0]
-        engine.save_checkpoint(directory)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        set_latest(root, "global_step1")
-    dist.barrier()
-    engine = build_engine(job.other())
-    back = resume(engine, directory, strict=False)
-    is_first = compare_states(states[1], look(engine)[0]) == []
-    train_step(engine, 9)
-    engine.save_checkpoint(directory, tag="again2")
-    named = (root / "latest").read_text()
-    first = resume(build_engine(job), directory, strict=False)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (root / "latest").unlink()
-    dist.barrier()
-    second = resume(build_engine(job), directory, strict=False)
-    return {
-        "back": (back.tag, is_first, back.notes[0], back.report.notes[0] == back.notes[0]),
-        "named": named,
-        "starts": [(start.tag, start.global_steps) for start in (first, second)],
-        "notes": [first.notes, second.notes[0]],
-        "tags": [tag.name for tag in find_latest(root, check_quickly).run.tags],
-    }
-
-
-def test_latest_rolls_a_run_back_and_the_next_save_moves_it(rank_pool: RankPool, tmp_path: Path) -> None:
-    for found in rank_pool.run(roll_back, 2, JOB, str(tmp_path / "ckpt")):
-        tag, is_first, note, is_reported = found["back"]
-        assert (tag, is_first, is_reported) == ("global_step1", True, True)
-        assert note.startswith("NOT THE NEWEST: ") and "global_step3, global_step2 were committed later" in note
-        assert found["named"] == "again2" and found["starts"] == [("again2", 2), ("again2", 2)]
-        assert not any("LATEST" in note or "NEWEST" in note for note in found["notes"][0])
-        assert found["notes"][1].startswith("NOT WHAT LATEST NAMES: ")
-        assert found["tags"] == ["again2", "global_step3", "global_step2", "global_step1"]
-
-
 @pytest.fixture
 def three_tags(rank_pool: RankPool, tmp_path: Path) -> Path:
     directory = tmp_path / "ckpt"
@@ -246,15 +199,6 @@ def test_damaged_tags_are_passed_over_and_named(three_tags: Path, rank_pool: Ran
     with pytest.raises(Exception, match="none of the checkpoints can be loaded") as failed:
         rank_pool.run(run, 3, JOB.other(), str(three_tags), 1)
     assert CheckpointError.__name__ in str(failed.value) and str(failed.value).count("global_step1") >= 1
-
-
-def test_what_is_wrong_with_the_run_is_raised_and_no_older_tag_taken(three_tags: Path, rank_pool: RankPool) -> None:
-    with pytest.raises(Exception, match=LayoutMismatchError.__name__):
-        rank_pool.run(run, 2, JOB.other(extra="more"), str(three_tags), 1)
-    with pytest.raises(Exception, match="GLOBAL BATCH CHANGED from 120 to 60"):
-        rank_pool.run(run, 2, JOB.other(batch=60), str(three_tags), 1)
-    turns = rank_pool.run(run, 2, JOB.other(batch=60), str(three_tags), 0, strict=False, save_at_end=False)
-    assert any("GLOBAL BATCH CHANGED" in note for note in turns[0].start.report.notes)
 
 
 def without_position(job: Job, directory: str, strict: bool) -> tuple[int, tuple[str, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -56,7 +55,6 @@ from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.remote import read_ranges
 from zeroelastic.io.storage import read_range, read_whole
 from zeroelastic.torch_file.header import DTYPE_BYTES
-from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 UNTOUCHED = 0xA5
 STAGING = 3 * 2048
@@ -539,14 +537,6 @@ def test_denied_access_is_said(calm, checkpoints, monkeypatch):
         read_segments(segment(3, 0, 10), [paths[0]], [np.zeros(10, np.uint8)])
 
 
-def test_missing_credentials_are_said(calm, checkpoints, monkeypatch):
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    forget_clients()
-    with pytest.raises(UnreadableError, match="cannot be listed: Unable to locate credentials"):
-        open_checkpoint(checkpoints["elastic2"][1])
-
-
 def test_a_transient_fault_is_retried(calm, checkpoints):
     paths, rows, _ = payload_rows(checkpoints["elastic"][1])
     wanted, got = (np.zeros(int(rows.nbytes.sum()), dtype=np.uint8) for _ in range(2))
@@ -613,33 +603,6 @@ def test_a_server_that_dies_in_the_middle_is_an_error(checkpoints, tmp_path):
 
 
 # --- what is built on it --------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_on_s3_is_verified(calm, checkpoints):
-    local, url = checkpoints["elastic"]
-    here, there = (verify_checkpoint(as_path(str(where))) for where in (local, url))
-    assert there.valid and not there.problems and there.content_root == here.content_root == there.recorded_root
-    assert (there.bytes_read, there.num_records, there.num_tensors) == (
-        here.bytes_read,
-        here.num_records,
-        here.num_tensors,
-    )
-    assert all(request.range for request in calm.payload_requests())
-
-
-def test_damage_on_s3_is_placed(calm, checkpoints, tmp_path):
-    local, _ = checkpoints["elastic"]
-    shutil.copytree(local, tmp_path / local.name)
-    shard = open_checkpoint(tmp_path / local.name).shard(1)
-    data = bytearray(shard.path.read_bytes())
-    data[int(shard.extents["exp_avg"].offset[0]) + 1000] ^= 4
-    shard.path.write_bytes(data)
-    url = calm.upload(tmp_path / local.name, f"damaged/{local.name}")
-    report = verify_checkpoint(as_path(url))
-    assert not report.valid
-    assert {(problem.file, problem.param, problem.key) for problem in report.problems} >= {
-        (shard.path.name, "w", "exp_avg")
-    }
 
 
 def zeroelastic(*arguments: object, directory: Path) -> subprocess.CompletedProcess[str]:
@@ -712,15 +675,3 @@ def test_the_command_line_says_the_same_of_s3_as_of_a_disk(calm, checkpoints, tm
     assert all("SOURCE" in text for text in said)
     assert calm.requests and all(request.range for request in calm.payload_requests())
     assert {request.method for request in calm.requests} <= {"GET", "HEAD"}
-
-
-@pytest.mark.extended
-def test_the_command_line_says_what_is_wrong_with_a_url(calm, tmp_path):
-    for url, said in (
-        (calm.url("nowhere"), "s3://checkpoints/nowhere: no such directory"),
-        ("s3://no-such-bucket/run", "s3://no-such-bucket/run: no such directory"),
-        ("nosuch://bucket/run", "nosuch://: no file system of this name"),
-    ):
-        done = zeroelastic("reshard", url, "out", "--world-size", 2, directory=tmp_path)
-        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
-    assert not any(tmp_path.iterdir())

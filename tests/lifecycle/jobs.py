@@ -124,11 +124,6 @@ class Job:
         if self.processes[rank].code is None:
             os.kill(self.processes[rank].pid, number)
 
-    @property
-    def has_answered(self) -> bool:
-        """Whether there is something to collect."""
-        return any(process.code is not None or process.connection.poll() for process in self.processes)
-
     def end(self) -> None:
         """Kill what is left."""
         for process in self.processes:

@@ -16,9 +16,6 @@ from lifecycle.bench import process_of
 from lifecycle.jobs import Server
 from lifecycle.world import ODD_TAGS, OWN_KEYS, Failed, World
 
-OTHERS = ({"net": "D"}, {"batch": 12}, {"stage": 1})
-"""What a node builds that does not fit into a job."""
-
 SIZES = st.sampled_from([1, 2, 2, 3])
 JOBS = st.sampled_from(["a", "a", "a_D", "b"])
 MEMORY: tuple[dict[str, Any], ...] = (
@@ -40,12 +37,6 @@ IN_MEMORY = st.fixed_dictionaries({"world_size": SIZES, "options": WITH_MEMORY})
 VERIFIED = st.sampled_from(["full", "quick", "off"])
 CLIENT_STATES = st.sampled_from([None, None, {"note": "n", "epoch": 3}]) | st.sampled_from(OWN_KEYS).map(
     lambda key: {key: 7}
-)
-CHANGES = st.one_of(
-    st.just(("join",)),
-    st.sampled_from([("join other", other) for other in OTHERS]),
-    st.tuples(st.just("leave"), PICKS, st.just(1)),
-    st.tuples(st.just("die"), PICKS, st.integers(1, 2)),
 )
 
 

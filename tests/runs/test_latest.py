@@ -77,14 +77,6 @@ def test_the_step_decides_not_the_name(run: Path) -> None:
     assert latest(run, "--quick", "--path").stdout == f"{run}/a\n"
 
 
-def test_times_of_files_decide_nothing(run: Path) -> None:
-    (run / "latest").unlink()
-    for tag, age in (("global_step11", 10**6), ("global_step8", -(10**6))):
-        for path in (run / tag).iterdir():
-            os.utime(path, (time.time() - age,) * 2)
-    assert latest(run, "--quick").stdout == "global_step11\n"
-
-
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_names_and_any_headers_are_ordered_by_step(tmp_path_factory, data):
@@ -321,23 +313,6 @@ def test_folders_of_other_runs_are_not_taken_for_checkpoints(run: Path) -> None:
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["{run}/global_step8"], "is a tag itself"),
-        (["{run}/nothing"], "no such directory"),
-        (["{run}/logs"], "holds no ZeRO checkpoint"),
-        (["{run}", "--dry-run"], "goes with --fix"),
-        (["{run}", "--fix", "--set", "global_step8"], "one of the two"),
-        (["{run}", "--set", "global_step7"], "has no tag global_step7. There are, newest first: global_step11,"),
-        ([], "DIR"),
-    ],
-)
-def test_misuse(run: Path, arguments: list[str], said: str) -> None:
-    done = latest(*(argument.format(run=run) for argument in arguments))
-    assert done.returncode == 2 and said in done.stderr and done.stdout == ""
-
-
 @pytest.mark.parametrize("name", ["rigid2", "elastic3"])
 def test_checkpoints_that_deepspeed_saved(name: str) -> None:
     assert latest(GOLDEN / name).stdout == "global_step2\n"
@@ -361,18 +336,6 @@ def test_5000_tags_are_quick(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
     assert time.perf_counter() - began < 10
     assert done.stdout == "global_step4990\n" and len(done.stderr.splitlines()) == 10
-
-
-def test_neither_torch_nor_deepspeed_is_imported(run: Path) -> None:
-    code = (
-        "import sys, atexit; from zeroelastic.cli.app import main; sys.argv[1:] = sys.argv[2:]\n"
-        "heavy = lambda: {n.split('.')[0] for n in sys.modules} & {'torch', 'deepspeed'}\n"
-        "atexit.register(lambda: print('heavy:', sorted(heavy())))\n"
-        "main()"
-    )
-    command = [sys.executable, "-c", code, "-", "latest", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
-    assert done.stdout == "global_step11\nheavy: []\n"
 
 
 def test_a_library_user_gets_the_same(run: Path) -> None:

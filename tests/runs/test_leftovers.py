@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,9 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from commands import run_command
 from places import ROOT
-from synthetic import write_checkpoint
 from training import Job, build_engine
 
 from zeroelastic.distributed.process_identity import identity
@@ -145,21 +142,3 @@ def test_what_is_all_there_is_of_a_tag_stays(tmp_path: Path) -> None:
     age(aside, 10 * DAY)
     RunStore(tmp_path).sweep()
     assert aside.is_dir()
-
-
-def test_prune_removes_what_is_dead_and_keeps_what_runs(tmp_path: Path, start: Start) -> None:
-    write_checkpoint(tmp_path / "epoch1" / "tag", world_size=2, global_steps=1, record=True)
-    process = start(tmp_path / "epoch1" / "dead", OLD)
-    process.kill()
-    process.wait()
-    start(tmp_path / "running", OLD)
-    age(staging_dir_of(tmp_path / "running", OLD), 10 * DAY)
-    (tmp_path / ".latest.7.tmp").touch()
-    age(tmp_path / ".latest.7.tmp", DAY)
-    done = run_command("prune", tmp_path, "--keep", 1, "--yes", "--json")
-    found = {one["name"]: one["action"] for one in json.loads(done.stdout)["unfinished"]}
-    dead, running = (
-        str(staging_dir_of(tmp_path / tag, OLD).relative_to(tmp_path)) for tag in ("epoch1/dead", "running")
-    )
-    assert found == {".latest.7.tmp": "removed", dead: "removed", running: "kept"}
-    assert os.listdir(tmp_path / "epoch1") == ["tag"] and sorted(os.listdir(tmp_path)) == [running, "epoch1"]

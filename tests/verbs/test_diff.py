@@ -393,9 +393,7 @@ def test_what_is_not_finite_is_text_in_the_document(tmp_path: Path) -> None:
     assert (tensor["max_abs"], tensor["a"], tensor["num_different"]) == ("inf", 1e308, 20)
 
 
-def test_misuse_and_damage_have_their_exit_codes(samples: Path, tmp_path: Path) -> None:
-    assert cli(samples / "a", tmp_path / "nothing").returncode == 2
-    assert cli(samples / "a", samples / "b", "--params", "nothing*").returncode == 2
+def test_a_damaged_checkpoint_exits_with_3(samples: Path, tmp_path: Path) -> None:
     write_sample(tmp_path, world_size=2, layers=1)
     (tmp_path / "global_step4" / optim_name(1)).write_bytes(b"")
     done = cli(samples / "a", tmp_path, "--json")

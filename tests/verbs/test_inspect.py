@@ -267,27 +267,6 @@ def test_notes_name_what_is_left_over_and_odd(sample: Path) -> None:
     assert "notes.txt" in inspect(sample, "--tag", "global_step2").stdout
 
 
-def test_objects_of_foreign_classes_stay_inert(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "tag", world_size=1)
-    edit(
-        tmp_path / "tag" / model_name(0),
-        lambda data: data.update(args=Path("/nowhere"), trap=Trap(tmp_path / "sprung")),
-    )
-    found, code = document(tmp_path / "tag")
-    assert code == 0 and found["client_state"] == ["args", "trap"]
-    assert not (tmp_path / "sprung").exists()
-
-
-class Trap:
-    """Unpickling it with pickle would leave a trace."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> object:
-        return os.mkdir, (str(self.trace),)
-
-
 def test_names_in_files_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     evil = "evil\x1b]0;title\x07\n\u202ename"
     write_checkpoint(tmp_path / "tag", world_size=1, groups=[[Param(evil, (3,))]], frozen=())
@@ -465,30 +444,7 @@ def test_whatever_is_damaged_it_answers_and_says_nothing_is_wrong_only_if_a_load
     inspect_source(source, all_ranks=True)
 
 
-def test_a_latest_that_names_nothing_is_a_problem_of_the_checkpoint(sample: Path) -> None:
-    (sample / "latest").write_text("global_step8")
-    found, code = document(sample)
-    assert code == 3 and "names global_step8, which is not there" in found["problems"][0]
-    (sample / "latest").write_bytes(b"\xff\x00")
-    assert document(sample)[1] == 3
-    assert document(sample / "global_step4")[1] == 0  # a tag is what it is, whatever lies beside it
-
-
 # --- what is something else -------------------------------------------------------------------------------------------
-
-
-def universal(tag_dir: Path) -> None:
-    write_checkpoint(tag_dir, world_size=2)
-    for path in tag_dir.glob("*optim_states.pt"):
-        path.unlink()
-    (tag_dir / "zero" / "w").mkdir(parents=True)
-    torch.save(torch.zeros(3), tag_dir / "zero" / "w" / "fp32.pt")
-
-
-def test_universal_checkpoints_are_named(tmp_path: Path) -> None:
-    universal(tmp_path / "tag")
-    done = inspect(tmp_path / "tag")
-    assert done.returncode == 1 and "Universal checkpoint" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_tensor_parallel_checkpoints_are_shown_and_not_supported(tmp_path: Path) -> None:
@@ -520,15 +476,6 @@ def test_state_that_cannot_be_resharded_is_not_supported(tmp_path: Path) -> None
     )
     found, code = document(tmp_path / "tag")
     assert code == 1 and "absmax" in found["unsupported"][0] and len(found["params"]) == 7
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["nothing-here"], "no such directory"), ([str(ROOT / "docs")], "holds no ZeRO checkpoint"), ([], "SRC")],
-)
-def test_what_is_no_checkpoint_is_misuse(arguments: list[str], said: str) -> None:
-    done = inspect(*arguments)
-    assert done.returncode == 2 and said in done.stderr and done.stdout == ""
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------

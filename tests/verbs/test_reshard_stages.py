@@ -19,9 +19,16 @@ from synthetic import edit, edit_optim, make_tag, model_name, optim_name
 import zeroelastic
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.layout import Param
-from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError
+from zeroelastic.errors import CheckpointError, UnsupportedError
 
-SOURCES = ("elastic3", "rigid2", "stage1_rank2", "stage2_rank2", "stage2_round_robin_aligned_rank3")
+SOURCES = (
+    "elastic3",
+    "rigid2",
+    "stage1_rank2",
+    "stage1_bf16_optimizer_rank2",
+    "stage2_rank2",
+    "stage2_round_robin_aligned_rank3",
+)
 MODEL = "mp_rank_00_model_states.pt"
 WEIGHTS = ("gain", "inner.weight", "inner.bias", "tail.weight", "tail.bias")
 
@@ -51,6 +58,7 @@ def marks_of(source: str, stage: int, world_size: int) -> list[pytest.MarkDecora
 @pytest.mark.support(
     "Using it", "`zeroelastic reshard --stage`: stages 1, 2 and 3 into each other", "exact", "the same content root"
 )
+@pytest.mark.support("Using it", "stage 1 and 2 checkpoints: reshard to stage 3", "exact", "the same content root")
 @pytest.mark.parametrize(
     ("source", "stage", "world_size"),
     [
@@ -66,15 +74,19 @@ def test_every_stage_becomes_every_other_at_every_size_and_back(
     root = root_of(GOLDEN / source)
     report = zeroelastic.reshard(GOLDEN / source, tmp_path / "there", world_size=world_size, stage=stage)
     assert report.content_root == root == root_of(tmp_path / "there")
-    assert zeroelastic.diff(GOLDEN / source, tmp_path / "there").equal
-    with zeroelastic.open(tmp_path / "there") as made:
+    found = zeroelastic.diff(GOLDEN / source, tmp_path / "there")
+    assert not (found.tensors or found.only_a or found.only_b)
+    has_scaler = "bf16_optimizer" not in source  # the files of a BF16_Optimizer have none
+    assert found.equal or (not has_scaler and all("loss scaler" in difference.what for difference in found.state))
+    with zeroelastic.open(tmp_path / "there") as made, zeroelastic.open(GOLDEN / source) as saved:
         assert (made.stage, made.world_size, made.step) == (stage, world_size, 2)
+        assert list(made) == list(saved)
     saved = open_checkpoint(tag_of(GOLDEN / source))
     size, first = saved.world_size, saved.shard(0)
     back = zeroelastic.reshard(tmp_path / "there", tmp_path / "back", world_size=size, stage=first.stage)
     assert back.content_root == root == root_of(tmp_path / "back")
     again = open_checkpoint(tag_of(tmp_path / "back")).shard(0)
-    assert again.groups == first.groups and again.scaler == first.scaler
+    assert again.groups == first.groups and (again.scaler == first.scaler or not has_scaler)
 
 
 def test_the_default_is_the_stage_of_the_source(tmp_path: Path) -> None:
@@ -322,23 +334,6 @@ def test_the_state_of_a_grad_scaler_that_no_file_of_deepspeed_keeps_is_named(tmp
         assert any("GradScaler" in note for note in forecast.notes) == named
 
 
-@pytest.mark.parametrize(
-    ("source", "stage", "options", "said"),
-    [
-        ("rigid2", None, {"round_robin_gradients": False}, "round_robin_gradients makes no difference at ZeRO stage 3"),
-        ("rigid2", 2, {"format": "elastic"}, "there is no elastic format of ZeRO stage"),
-        ("stage1_rank2", None, {"format": "elastic"}, "there is no elastic format of ZeRO stage"),
-        ("stage1_rank2", None, {"sub_group_size": 9}, "there are no sub-groups at ZeRO stage"),
-        ("rigid2", 0, {}, "give 1, 2 or 3"),
-    ],
-)
-def test_options_of_other_stages_are_misuse(
-    source: str, stage: int | None, options: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match=said):
-        zeroelastic.reshard(GOLDEN / source, tmp_path / "b", world_size=3, stage=stage, **options)
-
-
 def test_the_command_says_the_stage(tmp_path: Path) -> None:
     source = GOLDEN / "elastic2"
     dry = run_command("reshard", source, tmp_path / "b", "-n", 3, "--stage", 2, "--dry-run")
@@ -353,5 +348,3 @@ def test_the_command_says_the_stage(tmp_path: Path) -> None:
     assert report["content_root"] == report["recorded_root"]
     names = sorted(path.name for path in (tmp_path / "b" / "global_step2").iterdir())
     assert names == [*map(optim_name, range(3)), MODEL, "zeroelastic.json"]
-    wrong = run_command("reshard", source, tmp_path / "c", "-n", 3, "--stage", 1, "--format", "elastic")
-    assert wrong.returncode == 2 and "there is no elastic format" in wrong.stderr.replace("\n", " ")

@@ -47,7 +47,8 @@ class Case:
     def resumed(self) -> Job:
         """The same model in stock DeepSpeed, with everything else different, to be overwritten by the load."""
         if self.to == 3:
-            return replace(self.job, perturb=0.5, lr=self.job.lr * 7, **STOCK)
+            whole = {} if self.job.stage == 3 else {"stage": 3, "sub_group_size": 10**9}
+            return replace(self.job, perturb=0.5, lr=self.job.lr * 7, **whole, **STOCK)
         zero = {**self.job.zero, **self.options} if self.to else {}
         config = self.job.config if self.to else {key: v for key, v in self.job.config.items() if key == "fp16"}
         return replace(self.job.other(), stage=self.to, zero=zero, config=config, **STOCK)
@@ -72,6 +73,9 @@ CASES = {
     "3 to 3, 3 to 4, RMSprop": case(3, 3, 3, 4, optimizer="rmsprop", groups=1, **ELASTIC),
     "3 to 3, 2 to 3, DeepSpeedCPUAdam": case(3, 2, 3, 3, optimizer="cpu_adam", zero=OFFLOAD),
     "3 to 3, 4 to 3, nothing frozen": case(3, 4, 3, 3, frozen=False),
+    "2 to 3 rigid, 3 to 2, round robin, aligned": case(
+        2, 3, 3, 2, {"format": "rigid"}, zero={**ROUND_ROBIN, **ALIGNED}
+    ),
     "3 rigid to 2, 4 to 3": case(3, 4, 2, 3),
     "3 elastic to 1, 3 to 2, round robin": case(3, 3, 1, 2, zero=ROUND_ROBIN, **ELASTIC),
     "3 to 2, 2 to 3, round robin, aligned": case(3, 2, 2, 3, zero={**ROUND_ROBIN, **ALIGNED}),

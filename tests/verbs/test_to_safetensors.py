@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +31,7 @@ from zeroelastic.testing import RankPool
 from zeroelastic.testing.sample import BUFFER, EMBEDDING, TIED, write_sample
 from zeroelastic.verbs.convert.convert import write_plan
 from zeroelastic.verbs.convert.to_safetensors import DTYPES, HF_FILES, plan_export
-from zeroelastic.verbs.new_directory import new_directory, staging_of
+from zeroelastic.verbs.new_directory import new_directory
 
 
 def merged(tag_dir: Path) -> dict[str, torch.Tensor]:
@@ -325,14 +324,6 @@ def test_a_directory_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "link"] and os.listdir(tmp_path / "b") == []
 
 
-def test_what_a_kill_after_the_renaming_left_is_removed_by_the_next_export(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "ckpt/tag", world_size=1)
-    (tmp_path / "a").mkdir()
-    staging_of(tmp_path / "a").mkdir()
-    export(tmp_path / "ckpt/tag", tmp_path / "b")
-    assert sorted(os.listdir(tmp_path)) == ["a", "b", "ckpt"]
-
-
 # ---- the verb
 
 
@@ -360,35 +351,6 @@ def test_the_verb_says_what_it_wrote(sample: Path) -> None:
     assert "wrote text" in text and f"tied: {TIED} is {EMBEDDING}" in text and "digests agree" in text
 
 
-def test_a_dry_run_says_the_same_and_writes_nothing(sample: Path) -> None:
-    before = sorted(os.listdir(sample))
-    dry = json.loads(verb("export", "ckpt", "dry", "--dry-run", "--json", "--dtype", "bf16", cwd=sample).stdout)
-    assert sorted(os.listdir(sample)) == before
-    wet = json.loads(verb("export", "ckpt", "dry", "--json", "--dtype", "bf16", cwd=sample).stdout)
-    assert dry["dry_run"] and not wet["dry_run"] and dry["digests_compared"] is None
-    for key in ("dry_run", "digests_compared", "seconds"):
-        del dry[key], wet[key]
-    assert dry == wet
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["ckpt", "ckpt"], "is there already"),
-        (["ckpt", "ckpt/global_step4/new"], "lies inside the source"),
-        (["ckpt", "new", "--dtype", "int8"], "--dtype"),
-        (["ckpt", "new", "--tied", "twice"], "--tied"),
-        (["ckpt", "new", "--max-shard-size", "0"], "--max-shard-size"),
-        (["ckpt", "new", "--max-memory", "1KiB"], "at least 16 MiB"),
-    ],
-)
-def test_misuse_is_exit_code_2_and_writes_nothing(sample: Path, arguments: list[str], said: str) -> None:
-    before = sorted(os.listdir(sample))
-    done = verb("export", *arguments, cwd=sample)
-    assert done.returncode == 2 and said in done.stderr and done.stdout == "", done
-    assert sorted(os.listdir(sample)) == before
-
-
 def test_a_full_disk_is_an_error_that_leaves_nothing(sample: Path) -> None:
     before = sorted(os.listdir(sample))
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))  # noqa: E731
@@ -397,24 +359,6 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(sample: Path) -> None:
     done = subprocess.run(command, cwd=sample, env=env, capture_output=True, text=True, timeout=120, preexec_fn=limit)
     assert done.returncode == 1 and "model.safetensors: File too large" in done.stderr
     assert sorted(os.listdir(sample)) == before
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_leave_nothing(sample: Path, number: int, code: int) -> None:
-    """The process is held up in the middle of its work, where the directory exists under its hidden name."""
-    program = (
-        "import sys, time, zeroelastic.verbs.convert.to_safetensors as e; from zeroelastic.cli.app import main\n"
-        "def slow(*a, **k): print('now', flush=True); time.sleep(60)\n"
-        "e.copy_tensors = slow; sys.argv = ['zeroelastic', 'export', 'ckpt', 'stopped']; main()"
-    )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=sample, env=env, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "now\n"
-    assert list(sample.glob(".stopped.*"))
-    process.send_signal(number)
-    assert process.wait(30) == code
-    process.stdout.close()
-    assert not list(sample.glob("*stopped*")) and not list(sample.glob(".stopped.*"))
 
 
 def test_the_verb_stays_within_its_memory(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from documentation import documented_keys
 from exports import keys_of
 from stock_programs import ds_to_universal, make_universal
 from synthetic import (
-    FROZEN_PARAMS,
     edit,
     gather,
     model_name,
@@ -62,26 +61,6 @@ def test_stock_deepspeed_resumes_at_other_world_sizes(rank_pool: RankPool, saved
 def back(tag_dir: Path, target: Path, world_size: int, **options: Any) -> Any:
     plan = plan_from_universal(find_universal(tag_dir), ReshardOptions(world_size=world_size, **options))
     return run_reshard(plan, target)
-
-
-@pytest.mark.parametrize("frozen", [FROZEN_PARAMS, None])
-@pytest.mark.parametrize(("ranks", "world_size", "format"), [(1, 5, "rigid"), (3, 1, "elastic"), (4, 6, "elastic")])
-@pytest.mark.parametrize("step", [None, 7])
-def test_there_and_back_is_the_same_content(
-    tmp_path: Path, ranks: int, world_size: int, format: Any, frozen: Any, step: int | None
-) -> None:
-    truth = write_checkpoint(
-        tmp_path / "t", world_size=ranks, step=step, record=True, sub_group_size=None, frozen=frozen
-    )
-    make_universal(tmp_path / "t", tmp_path / "universal")
-    report = back(tmp_path / "universal", tmp_path / "back", world_size, format=format)
-    record = read_record(tmp_path / "t")
-    assert record is not None and report.content_root == record.content_root
-    made = open_checkpoint(tmp_path / "back" / "t")
-    assert made.world_size == world_size and gather(made) == truth
-    ours, theirs = open_state(made), open_state(open_checkpoint(tmp_path / "t"))
-    assert ours.head.groups == theirs.head.groups and ours.head.format == format
-    assert ours.parts[0].scalars == theirs.parts[0].scalars
 
 
 @pytest.mark.support(
@@ -205,26 +184,3 @@ def test_the_verb_says_what_it_wrote(sample: Path) -> None:
     assert "wrote rigid for 2 ranks: 55 tensors" in text.stdout and record.content_root[:12] in text.stdout
     done = verb(*arguments, cwd=sample)
     assert done.returncode == 2 and "is there already" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["ckpt", "new"], "Give one of --to"),
-        (["ckpt", "new", "--to", "fsdp2", "--from", "universal", "-n", "3"], "Give one of --to"),
-        (["ckpt", "new", "--to", "fsdp2", "-n", "3"], "--world-size goes with --from"),
-        (["ckpt", "new", "--to", "fsdp2", "--format", "rigid"], "--format goes with --from"),
-        (["ckpt", "new", "--from", "universal"], "--from needs --world-size"),
-        (["ckpt", "new", "--from", "universal", "-n", "3"], "is no Universal checkpoint"),
-        (["ckpt", "new", "--from", "universal", "-n", "3", "--tag", "global_step2"], "has no Universal checkpoint"),
-        (["ckpt", "new", "--from", "universal", "-n", "3", "--tag", "../x"], "is not the name of a tag"),
-        (["ckpt", "new", "--to", "megatron"], "--to"),
-        (["ckpt", "new", "--to", "universal"], "python -m deepspeed.checkpoint.ds_to_universal --input_folder"),
-        (["ckpt", "new", "--to", "fsdp2", "--max-memory", "1"], "--max-memory"),
-    ],
-)
-def test_misuse_is_exit_code_2_and_writes_nothing(sample: Path, arguments: list[str], said: str) -> None:
-    before = sorted(os.listdir(sample))
-    done = verb("convert", *arguments, cwd=sample)
-    assert done.returncode == 2 and said in done.stderr and done.stdout == "", done
-    assert sorted(os.listdir(sample)) == before

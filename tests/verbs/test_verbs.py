@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 import zeroelastic
 from zeroelastic.cli.app import app, verb_function
 from zeroelastic.cli.documents import DOCUMENTS, check
-from zeroelastic.errors import UsageError
 
 VERBS = ("convert", "diff", "export", "inspect", "latest", "ls", "plan", "prune", "reshard", "verify")
 ONLY_THE_COMMAND = {"as_json", "all_tags", "path", "html", "force", "yes", "quiet"}
@@ -153,37 +152,6 @@ def test_what_is_wrong_with_a_checkpoint_is_reported_and_not_raised(run: Path) -
     assert zeroelastic.inspect("ckpt").problems and not zeroelastic.inspect("ckpt").ok
     assert not zeroelastic.verify("ckpt").valid and zeroelastic.verify("ckpt").problems
     assert zeroelastic.latest("ckpt").tag.name == "global_step2"
-
-
-@pytest.mark.parametrize(
-    ("call", "problem"),
-    [
-        (lambda: zeroelastic.reshard("ckpt", "s3://bucket/x", world_size=2), "targets are written to this machine"),
-        (lambda: zeroelastic.export("ckpt", "new", max_memory="1KiB"), "--max-memory: at least 16 MiB"),
-        (lambda: zeroelastic.plan("ckpt", world_size=0), "a world size is a number from 1"),
-        (lambda: zeroelastic.prune("ckpt", keep=1, min_age="soon"), "'soon' is not a time"),
-        (lambda: zeroelastic.convert("ckpt", "new"), "Give one of --to fsdp2"),
-        (lambda: zeroelastic.latest("ckpt", fix=True, set_to="x"), "--fix and --set"),
-        (lambda: zeroelastic.inspect("nothing"), "no such directory"),
-        (lambda: zeroelastic.convert("ckpt", "new", to="onnx"), "--to: there is no 'onnx'. Give one of fsdp2"),
-        (lambda: zeroelastic.convert("ckpt", "new", from_="dcp", world_size=2), "--from: there is no 'dcp'"),
-        (lambda: zeroelastic.convert("ckpt", "new", to="fsdp2", layout="two"), "--layout: there is no 'two'"),
-        (lambda: zeroelastic.reshard("ckpt", "new", world_size=2, format="old"), "--format: there is no 'old'"),
-        (
-            lambda: zeroelastic.export("ckpt", "new", dtype="float16"),
-            "--dtype: there is no 'float16'. Give one of fp32",
-        ),
-        (lambda: zeroelastic.export("ckpt", "new", tied="none"), "--tied: there is no 'none'. Give one of once, all"),
-        (lambda: zeroelastic.reshard("ckpt", "new", world_size="2"), "--world-size: '2' is not a whole number"),
-        (lambda: zeroelastic.plan("ckpt", world_size=2.5), "--world-size: 2.5 is not a whole number"),
-        (lambda: zeroelastic.prune("ckpt", keep="1"), "--keep: '1' is not a whole number"),
-        (lambda: zeroelastic.verify("ckpt", tag=4), "has no tag 4. There are: global_step2, global_step4"),
-    ],
-)
-def test_misuse_is_a_usage_error(run: Path, call: object, problem: str) -> None:
-    with pytest.raises(UsageError, match=problem):
-        call()
-    assert not (run / "new").exists() and not any(path.name.endswith("-partial") for path in run.iterdir())
 
 
 def test_numbers_may_be_those_of_numpy_and_tags_numbers(run: Path) -> None:

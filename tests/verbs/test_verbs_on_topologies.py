@@ -33,6 +33,33 @@ JOBS = {
     "frozen-autoep-2": (4, TopologyJob("autoep", ep=2, stage=2, frozen=True, elastic=False, installed=False)),
     "frozen-moe-1": (4, TopologyJob("moe", ep=4, stage=1, frozen=True, elastic=False, installed=False)),
     "moe-2": (4, TopologyJob("moe", ep=2, stage=2, elastic=False, installed=False)),
+    "lora-2": (4, TopologyJob("llama", tp=2, stage=2, adapters=True, elastic=False, installed=False)),
+    "dealt-neox-2": (
+        4,
+        TopologyJob(
+            "neox", tp=2, stage=2, frozen=True, zero={"round_robin_gradients": True}, elastic=False, installed=False
+        ),
+    ),
+    "mixtral-3": (2, TopologyJob("mixtral", tp=2, stage=3, elastic=False, installed=False)),
+    "frozen-experts-autoep-2": (
+        4,
+        TopologyJob("autoep", ep=2, stage=2, frozen=True, frozen_experts=True, elastic=False, installed=False),
+    ),
+    "frozen-experts-moe-1": (
+        2,
+        TopologyJob("moe", ep=2, stage=1, frozen=True, frozen_experts=True, elastic=False, installed=False),
+    ),
+    "data-first-moe-1": (
+        4,
+        TopologyJob(
+            "moe",
+            ep=2,
+            stage=1,
+            config={"use_data_before_expert_parallelism": 1},  # as true
+            elastic=False,
+            installed=False,
+        ),
+    ),
 }
 
 
@@ -169,13 +196,15 @@ def test_inspect_shows_the_topology(saved: Saved, tmp_path: Path) -> None:
     assert "4 data parallel, 2 expert parallel" in done.stdout and f"{2 * EXPERTS} in 2 layers" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["autoep-2", "moe-2"])
-@pytest.mark.parametrize("damage", ["missing", "damaged"])
+@pytest.mark.parametrize("name", ["autoep-2", "frozen-autoep-2", "moe-2"])
+@pytest.mark.parametrize("damage", ["missing", "damaged", "empty"])
 def test_a_missing_or_damaged_expert_file_is_named(saved: Saved, tmp_path: Path, name: str, damage: str) -> None:
     shutil.copytree(saved(name)[0].parent, tmp_path / "run")
     path = tmp_path / "run" / "t" / "layer_0_expert_1_mp_rank_00_model_states.pt"
     if damage == "missing":
         path.unlink()
+    elif damage == "empty":
+        path.write_bytes(b"")
     else:
         raw = bytearray(path.read_bytes())
         raw[len(raw) // 3] ^= 255

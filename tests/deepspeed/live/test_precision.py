@@ -74,7 +74,19 @@ def pick(state: dict[str, Any], *prefixes: str) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key.startswith(prefixes)}
 
 
-CHANGES = [("bf16", "fp16_dynamic"), ("fp16_dynamic", "bf16"), ("fp16_dynamic", "fp32"), ("fp32", "fp16_static")]
+BF16_TO_FP32 = pytest.mark.support(
+    "Precision",
+    "`bf16` checkpoint in an fp32 run",
+    "exact",
+    "master weights and optimizer state; frozen weights are cast",
+)
+CHANGES = [
+    ("bf16", "fp16_dynamic"),
+    ("fp16_dynamic", "bf16"),
+    ("fp16_dynamic", "fp32"),
+    ("fp32", "fp16_static"),
+    pytest.param("bf16", "fp32", marks=BF16_TO_FP32),
+]
 
 
 @pytest.mark.support(

@@ -81,6 +81,7 @@ def there_and_back(
     return outcomes
 
 
+@pytest.mark.support("Using it", "loading into a run that has trained", "exact")
 @pytest.mark.support(SECTION, "hpZ (`zero_hpz_partition_size`)", "exact", "secondary copies are dropped by a load")
 def test_hpz(rank_pool: RankPool, tmp_path: Path) -> None:
     """Loaded into an engine that has trained, so that every parameter, frozen ones too, has a stale secondary copy."""

@@ -132,12 +132,6 @@ def test_a_load_falls_back_loudly_and_leaves_the_bad_tag_as_it_is(run: Run, rank
     assert after == before, "something was changed, written or deleted"
 
 
-def test_without_the_option_a_damaged_newest_is_an_error(run: Run, rank_pool: RankPool) -> None:
-    name = damage_state(run.directory / NEWEST)
-    (failed,) = alike(rank_pool.run(load, 2, str(run.directory), Job().other()))
-    assert failed.error == "DigestMismatchError" and name in failed.text
-
-
 def test_what_is_found_without_reading_payload_falls_back_too_until_none_is_left(run: Run, rank_pool: RankPool) -> None:
     path = next((run.directory / NEWEST).glob("*rank_0_*model_states.pt"))
     path.write_bytes(path.read_bytes()[:-1])
@@ -158,15 +152,6 @@ def test_a_torn_commit_record_is_no_commit(run: Run, rank_pool: RankPool) -> Non
     (run.directory / MIDDLE / RECORD_NAME).write_text("{")
     (loaded,) = alike(rank_pool.run(load, 2, str(run.directory), Job(options=FALLBACK).other()))
     assert loaded.tag == OLDEST and RECORD_NAME in loaded.notes[0] and MIDDLE not in loaded.notes[0]
-
-
-def test_resume_takes_the_same_walk(run: Run, rank_pool: RankPool) -> None:
-    from zeroelastic.elastic import resume
-
-    assert zeroelastic.resume is resume
-    damage_state(run.directory / NEWEST)
-    (found,) = alike(rank_pool.run(load, 2, str(run.directory), Job().other(), resume=True))
-    assert found.tag == MIDDLE
 
 
 def test_what_is_wrong_with_the_run_is_raised(run: Run, rank_pool: RankPool) -> None:

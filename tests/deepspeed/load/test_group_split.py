@@ -329,17 +329,6 @@ def test_deepspeed_cannot_load_what_it_saves_with_the_flag_and_we_can(rank_pool:
         assert any("HYPER-PARAMETERS NOT SAVED" in note for note in outcome.report.notes)
 
 
-@pytest.mark.support("Using it", "stage 1 and 2 checkpoints: reshard to stage 3", "exact", "the same content root")
-def test_stock_deepspeed_loads_what_reshard_made_of_stage_2(rank_pool: RankPool, tmp_path: Path) -> None:
-    job = Run(2, 3, DEALT | ALIGNED, installed=False).job(Job(elastic=False))
-    saved = rank_pool.run(train_and_save, 3, job, str(tmp_path / "saved"), timeout=LIMIT_S)[0]
-    zeroelastic.reshard(tmp_path / "saved", tmp_path / "made", world_size=2, stage=3)
-    stock = Job(installed=False, elastic=False).other(sub_group_size=10**9)
-    for outcome in rank_pool.run(stock_resume, 2, stock, str(tmp_path / "made"), timeout=LIMIT_S):
-        assert compare_states(saved.state, outcome.state) == []
-        assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])
-
-
 def test_hyper_parameters_that_deepspeed_did_not_save_are_named(rank_pool: RankPool, tmp_path: Path) -> None:
     """Of DeepSpeedCPUAdam, whose files have the step among the hyper-parameters."""
     like = Job(optimizer="cpu_adam")

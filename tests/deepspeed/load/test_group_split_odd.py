@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import training
-from saved_files import flip, logged
+from saved_files import logged
 from test_group_split import DEALT, FP32_SUMS, LIMIT_S, Run, train_and_save
-from training import LOSS_RTOL, Job, Outcome, build_engine, raised, train_step
+from training import LOSS_RTOL, Job, Outcome, build_engine, train_step
 
 import zeroelastic
 from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
-from zeroelastic.torch_file.header import read_torch_file
 
 
 class OddModel(training.TinyModel):
@@ -55,12 +53,6 @@ def load_odd(job: Job, directory: str, **flags: Any) -> Outcome:
     return Outcome(fingerprint(gather_state(engine)), {}, [train_step(engine, 1)], engine.zeroelastic_report)
 
 
-def refuse_odd(job: Job, directory: str) -> tuple[str, str]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        engine = odd_engine(job, monkeypatch)
-    return raised(lambda: engine.load_checkpoint(directory))
-
-
 PAIRS = {
     "2 to 2": (Run(2, 3, DEALT), Run(2, 2)),
     "2 to 3": (Run(2, 2), Run(3, 3)),
@@ -80,21 +72,6 @@ def test_odd_parameters(rank_pool: RankPool, tmp_path: Path, name: str, freeze: 
     for outcome in rank_pool.run(load_odd, after.ranks, after.job(like).other(), str(tmp_path), timeout=LIMIT_S):
         assert compare_states(saved.state, outcome.state) == []
         assert freeze or outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])
-
-
-def test_frozen_parameters_that_were_excluded_stay_the_runs_own(rank_pool: RankPool, tmp_path: Path) -> None:
-    job, directory = Run(2, 2).job(Job(groups=1)), str(tmp_path)
-    flags = {"exclude_frozen_parameters": True}
-    saved = rank_pool.run(save_odd, 2, job, directory, False, timeout=LIMIT_S, **flags)[0]
-    for outcome in rank_pool.run(load_odd, 3, job, directory, timeout=LIMIT_S, load_module_strict=False):
-        assert compare_states(saved.state, outcome.state) == []  # both runs have made them alike
-    other = rank_pool.run(load_odd, 3, job.other(), directory, timeout=LIMIT_S, load_module_strict=False)[0]
-    different = {line.partition(":")[0] for line in compare_states(saved.state, other.state)}
-    assert different == {"weight/slanted", "weight/adapter.weight", "weight/adapter.bias"}
-    (said,) = [note for note in other.report.notes if "OTHER BASE MODEL" in note]
-    assert all(name in said for name in ("slanted", "adapter.weight", "adapter.bias")) and "never_used" not in said
-    for kind, text in rank_pool.run(refuse_odd, 3, job.other(), directory, timeout=LIMIT_S):
-        assert kind == "LayoutMismatchError" and "frozen parameter slanted [4, 3]" in text
 
 
 def load_flags(job: Job, directory: str, **flags: Any) -> Outcome:
@@ -156,38 +133,10 @@ def test_parameters_that_were_frozen_or_are_now(rank_pool: RankPool, tmp_path: P
         assert any("adapter.weight, adapter.bias" in line for line in outcome.report.changed)
 
 
-def save_twice(job: Job, directory: str) -> list[dict[str, Any]]:
-    engine = build_engine(job)
-    states = []
-    for step in range(2):
-        train_step(engine, step)
-        states.append(fingerprint(gather_state(engine)))
-        engine.save_checkpoint(directory)
-    return states
-
-
 def load_error(job: Job, directory: str) -> str:
     with pytest.raises(zeroelastic.ZeroElasticError) as raised:
         build_engine(job).load_checkpoint(directory)
     return f"{type(raised.value).__name__}: {raised.value}"
-
-
-@pytest.mark.parametrize("run", [Run(2, 2, DEALT), FP32_SUMS(2)], ids=["stage 2", "BF16_Optimizer"])
-def test_damage_is_noticed_and_the_tag_before_is_taken(rank_pool: RankPool, tmp_path: Path, run: Run) -> None:
-    job, directory = run.job(Job()), tmp_path / "saved"
-    states = rank_pool.run(save_twice, 2, job, str(directory), timeout=LIMIT_S)[0]
-    path = directory / "global_step2" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    file = read_torch_file(path)
-    flip(path, file.extent(file.root["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]).offset + 40)
-    (problem,) = zeroelastic.verify(directory).problems
-    assert problem.file == path.name and problem.key == "fp32"
-    shutil.copytree(directory, tmp_path / "copy")
-    for error in rank_pool.run(load_error, 3, job.other(), str(directory), timeout=LIMIT_S):
-        assert error.startswith("DigestMismatchError") and f"Damaged: {path.name}" in error
-    falls_back = replace(job, options={"fallback": True}).other()
-    for outcome in rank_pool.run(load_flags, 3, falls_back, str(tmp_path / "copy"), timeout=LIMIT_S):
-        assert compare_states(states[0], outcome.state) == []
-        assert "global_step1" in outcome.report.path
 
 
 def log_of_building_with_muon(job: Job) -> list[str]:

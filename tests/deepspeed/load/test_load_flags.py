@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,21 +134,6 @@ def test_new_ranks_get_client_state_and_buffers_of_rank_0(
     assert all(pick(o.state, "buffer/") == pick(saved.state, "buffer/") for o in outcomes)
 
 
-@pytest.mark.support("Using it", "loading into a run that has trained", "exact")
-def test_loading_into_a_run_that_has_trained(rank_pool: RankPool, save: tuple[str, Outcome]) -> None:
-    directory, saved = save
-    states = rank_pool.run(train_then_load, 3, Job().other(), directory)
-    assert all(state == saved.state for state in states)
-
-
-def train_then_load(job: Job, directory: str) -> dict[str, Any]:
-    engine = build_engine(job)
-    for step in range(7, 9):
-        train_step(engine, step)
-    engine.load_checkpoint(directory)
-    return look(engine)[0]
-
-
 @pytest.mark.support("Using it", "saving over a tag, and loading it again in one process", "exact")
 @pytest.mark.core
 def test_save_load_save_in_one_process(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -177,22 +161,6 @@ def test_explicit_tag_without_latest(rank_pool: RankPool, tmp_path: Path) -> Non
     assert not (tmp_path / "latest").exists()
     outcome = rank_pool.run(resume, 3, job.other(), str(tmp_path), tag="mine")[0]
     assert outcome.state == saved.state
-
-
-@pytest.mark.support(
-    "Precision",
-    "`bf16` checkpoint in an fp32 run",
-    "exact",
-    "master weights and optimizer state; frozen weights are cast",
-)
-def test_precision_can_change(rank_pool: RankPool, save: tuple[str, Outcome]) -> None:
-    """bf16 to fp32: master weights and moments are fp32 in both, so they stay exact; frozen weights are cast."""
-    directory, saved = save
-    outcome = rank_pool.run(resume, 3, replace(Job().other(), precision="fp32"), directory)[0]
-    exact = ("master/", "state/", "scalar/", "engine/")
-    assert pick(outcome.state, *exact) == pick(saved.state, *exact)
-    assert any("loss scale is the run's own" in note for note in outcome.report.notes)
-    assert any("cast" in note for note in outcome.report.notes)
 
 
 def dump_state_dict(job: Job, directory: str) -> dict[str, Any]:

@@ -433,26 +433,6 @@ def test_by_default_every_difference_is_refused_and_listed(rank_pool: RankPool, 
         assert problem in error, error
 
 
-def test_another_shape_is_refused_whatever_the_option(rank_pool: RankPool, saved: Saver) -> None:
-    error = refused(rank_pool, refuse_reshaped, 3, saved(BASE, 4).directory)
-    assert "parameter scale has shape [1] in the checkpoint and [2] in the model" in error
-    assert "frozen parameter adapter.bias has shape [7] in the checkpoint and [1, 7] in the model" in error
-    assert "new.weight" not in error  # what may be missing is not what is wrong
-
-
-def refuse_reshaped(directory: str) -> tuple[str, str]:
-    make = training.build_model
-
-    def other(job: Job) -> Any:
-        model = make(job)
-        model.scale = torch.nn.Parameter(torch.ones(2))
-        model.adapter.bias = torch.nn.Parameter(torch.ones(1, 7))
-        return model
-
-    training.build_model = other  # type: ignore[assignment]
-    return refuse(BASE.other(job={"extra": "new"}), directory)
-
-
 class Wrapper(torch.nn.Module):
     """A module around a model, as torch.compile and DistributedDataParallel put one."""
 
@@ -490,35 +470,6 @@ def test_a_resume_that_would_restore_nothing_is_refused(
     error = refused(rank_pool, refuse_wrapped, 3, saved(BASE, 4).directory, part, on_mismatch)
     assert said in error and f"parameter {part}.up.weight [33, 16] of the model is not in" in error
     assert ("no option to rename" in error) == (part != "renamed")
-
-
-@pytest.mark.support(
-    "Parameters",
-    "`exclude_frozen_parameters=True` (PEFT)",
-    "exact",
-    "the run's own; another base model is named",
-)
-@pytest.mark.parametrize("elastic", with_swept((True, False), {False}), ids=["elastic", "rigid"])
-def test_frozen_parameters_that_the_save_left_out(rank_pool: RankPool, saved: Saver, elastic: bool) -> None:
-    """With load_module_strict=True it is an error before anything is touched; else they are named."""
-    lora = Setup(job=Job(groups=1, extra="lora", elastic=elastic), frozen=(*SHARED, "adapter."))
-    checkpoint = saved(lora, 4, exclude_frozen_parameters=True)
-    plain = lora.other(job={"options": {"verify": True}})
-    error = refused(rank_pool, refuse, 3, plain, checkpoint.directory)
-    for name in (*ADAPTER, "up.weight", "embedding.weight"):
-        assert f"frozen parameter {name} [" in error and "load_module_strict=False" in error
-    for setup, strict in ((plain, False), (lora.other(), True)):
-        loaded = run(rank_pool, setup, 3, checkpoint.directory, load_module_strict=strict)
-        same(of(checkpoint.state, "lora"), of(loaded.state, "lora"))
-        same(of(loaded.initial, *SHARED, *ADAPTER), of(loaded.state, *SHARED, *ADAPTER))
-        assert loaded.report.root_matches is None and not loaded.report.changed
-        assert any(note.startswith("OTHER BASE MODEL: ") for note in loaded.report.notes)
-        (line,) = (line for line in loaded.report.reset if "(not those of the save)" in line)
-        assert all(name in line for name in (*ADAPTER, "three", "norm.bias"))
-    # What was excluded and is trained now is not in the checkpoint at all.
-    thawed = run(rank_pool, replace(lora.other(), frozen=SHARED), 3, checkpoint.directory)
-    assert named(thawed.report, "not in the checkpoint, weights as this run made them") == list(ADAPTER)
-    same(of(checkpoint.state, "lora"), of(thawed.state, "lora"))
 
 
 def test_module_state_that_the_save_does_not_have(rank_pool: RankPool, saved: Saver) -> None:
@@ -670,27 +621,6 @@ def test_damage_in_what_has_moved_is_found(
 def load_error(setup: Setup, directory: str) -> tuple[str, str]:
     engine = make_engine(setup)
     return raised(lambda: engine.load_checkpoint(directory))
-
-
-def test_a_parameter_that_no_optimizer_has_is_frozen(rank_pool: RankPool, saved: Saver) -> None:
-    """Although it requires a gradient: no step changes it."""
-    checkpoint = saved(BASE, 4)
-    state, changed = rank_pool.run(load_without, 2, checkpoint.directory)[0]
-    same(of(checkpoint.state, "down.bias", kinds=("weight",)), of(state, "down.bias", kinds=("weight",)))
-    assert any("trained in the checkpoint and frozen now" in line and "down.bias" in line for line in changed)
-
-
-def load_without(directory: str) -> tuple[State, tuple[str, ...]]:
-    make = globals()["make_groups"]
-
-    def other(setup: Setup, model: Any) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = make(setup, model)
-        return [{**g, "params": [p for p in g["params"] if p is not model.down.bias]} for g in groups]
-
-    globals()["make_groups"] = other
-    engine = make_engine(BASE.other())
-    engine.load_checkpoint(directory)
-    return gather_state(engine), engine.zeroelastic_report.changed
 
 
 def test_muon_does_not_go_on_from_the_state_of_adam(rank_pool: RankPool, saved: Saver) -> None:

@@ -129,6 +129,15 @@ VARIANTS = {
     "all_trained": Job(frozen=False),
     "offload_optimizer": Job(zero={"offload_optimizer": {"device": "cpu"}}),
     "offload_both": Job(zero={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+    "offload_optimizer_pinned": Job(zero={"offload_optimizer": {"device": "cpu", "pin_memory": True}}),
+    "offload_cpu_adam": Job(optimizer="cpu_adam", zero={"offload_optimizer": {"device": "cpu"}}),
+    "offload_both_pinned": Job(
+        optimizer="cpu_adam",
+        zero={
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu", "pin_memory": True},
+        },
+    ),
     "everything_persistent": Job(zero={"stage3_param_persistence_threshold": 10**6}),
     "nothing_persistent": Job(zero={"stage3_param_persistence_threshold": 0}),
     "accumulation": Job(micro=2),
@@ -147,6 +156,9 @@ SHOWS = {
     "tiny_sub_groups": ("Parameters", "one sub-group, or one a parameter"),
     "offload_optimizer": ("Offload", "`offload_optimizer: cpu`"),
     "offload_both": ("Offload", "`offload_param: cpu`"),
+    "offload_optimizer_pinned": ("Offload", "`offload_optimizer: cpu`, torch optimizers"),
+    "offload_cpu_adam": ("Offload", "`offload_optimizer: cpu`, DeepSpeedCPUAdam"),
+    "offload_both_pinned": ("Offload", "`offload_param: cpu`, `pin_memory`"),
     "everything_persistent": ("Parameters", "persistent parameters", "any threshold"),
     "nothing_persistent": ("Parameters", "persistent parameters", "any threshold"),
     "accumulation": ("Using it", "gradient accumulation", "the global batch stays, or the report says so"),
@@ -168,6 +180,7 @@ TOGETHER = {
     "model-elastic": (OF_THE_MODEL, (3, 2)),
     "model-rigid": (OF_THE_MODEL, (1, 3)),
     "placement-elastic": (("offload_optimizer", "everything_persistent", "nothing_persistent"), (3, 1)),
+    "offload-elastic": (("offload_optimizer_pinned", "offload_cpu_adam", "offload_both_pinned"), (3, 2)),
     "placement-rigid": (("offload_both", "everything_persistent", "nothing_persistent"), (3, 4)),
     "optimizers-rigid": (("amsgrad", "plain_sgd", "rmsprop", "adagrad", "cpu_adam"), (4, 3)),
 }

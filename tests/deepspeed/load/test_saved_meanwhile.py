@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
-import random
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,12 +24,11 @@ from zeroelastic.checkpoint.one_save import pin
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.deepspeed.node_local.peer_checkpoint import module_file
 from zeroelastic.runs import tag_directory
-from zeroelastic.testing import RankPool, compare_states, run_ranks
+from zeroelastic.testing import RankPool, compare_states
 
 TAG = "last"
 JOB = Job(groups=1, sub_group_size=10**6)
 SAVE_ID = "1" * 32
-NUM_LOADS = 24
 
 
 @dataclass(frozen=True)
@@ -252,79 +247,3 @@ def test_a_tag_that_has_no_name_between_two_renames_is_waited_for(
 ) -> None:
     shutil.copytree(saves.directories[0], tmp_path / "c")
     assert rank_pool.run(load_between_renames, 2, str(tmp_path / "c")) == [[TAG, TAG]] * 2
-
-
-def save_when_asked(directory: str, folder: str) -> int:
-    """Save the tag again, the complete save put in place at some time of a load; states are in ``folder`` by number."""
-    asked, engine = Path(folder), build_engine(JOB)
-    original, randomness, number = tag_directory.exchange, random.Random(5), 0
-
-    def exchange(staging_dir: Path, place: Path) -> bool:
-        (asked / f"ready{number}").touch()
-        begun = asked / f"load{number}"
-        while not begun.exists() and not (asked / "end").exists():
-            time.sleep(0.001)
-        time.sleep(randomness.uniform(0, float(begun.read_text()) if begun.exists() else 0))
-        return number % 2 == 0 and original(staging_dir, place)
-
-    tag_directory.exchange = exchange
-    while not (asked / "end").exists():
-        train_step(engine, number)
-        (asked / f"state{number}").write_bytes(pickle.dumps(look(engine)[0]))
-        engine.save_checkpoint(directory, tag=TAG)
-        number += 1
-    return number
-
-
-def load_again_and_again(directory: str, folder: str, num_loads: int) -> list[str]:
-    """Load while the tag is saved again: what was wrong, and in the end how many loads were of which save."""
-    root, asked, rank = Path(directory), Path(folder), dist.get_rank()
-    engine = build_engine(JOB.other())
-    wrong, taken, refused, seconds = list[str](), list[int](), list[int](), 0.3
-    for number in range(1, num_loads + 1):
-        while not (asked / f"ready{number}").exists():
-            time.sleep(0.002)
-        dist.barrier()
-        verify = ("off", "quick", "full")[number % 3]
-        engine._config._param_dict["zeroelastic"] = {"verify": verify, "fallback": number % 4 == 1}
-        if rank == 0:
-            (asked / "new").write_text(str(seconds))
-            os.rename(asked / "new", asked / f"load{number}")
-        began = time.monotonic()
-        try:
-            if number % 4 == 0:
-                assert zeroelastic.resume(engine, root).tag == TAG
-            else:
-                path, _ = engine.load_checkpoint(str(root), tag=None if number % 4 == 1 else TAG)
-                assert path is not None
-            seconds = time.monotonic() - began
-            state = look(engine)[0]
-            different = {
-                i: compare_states(pickle.loads((asked / f"state{i}").read_bytes()), state) for i in (number - 1, number)
-            }
-            taken += [i for i, problems in different.items() if not problems]
-            if all(different.values()):
-                wrong.append(f"load {number}, verify {verify}: the state is that of no save: {different}")
-        except zeroelastic.SavedAgainError:
-            refused.append(number)
-        except Exception as error:
-            wrong.append(f"load {number}, verify {verify}: {type(error).__name__}: {str(error)[:400]}")
-    dist.barrier()
-    (asked / "end").touch()
-    assert taken, "every load met a save"
-    return [f"{len(taken) + len(refused)} loads", *wrong]
-
-
-def test_ranks_load_what_another_job_saves_again_and_again(rank_pool: RankPool, tmp_path: Path) -> None:
-    root, asked = tmp_path / "c", tmp_path / "asked"
-    asked.mkdir()
-    with ThreadPoolExecutor(1) as thread:
-        saving = thread.submit(run_ranks, save_when_asked, 1, str(root), str(asked), timeout=240.0)
-        try:
-            ranks = rank_pool.run(load_again_and_again, 2, str(root), str(asked), NUM_LOADS, timeout=200.0)
-        finally:
-            (asked / "end").touch()
-        assert saving.result()[0] >= NUM_LOADS
-    for loads, *wrong in ranks:
-        assert wrong == [] and loads == f"{NUM_LOADS} loads"
-    assert [path.name for path in root.iterdir() if path.name.startswith(".")] == []

@@ -177,6 +177,12 @@ def test_another_base_model_is_refused_by_name_on_every_rank(rank_pool: RankPool
             )
 
 
+@pytest.mark.support(
+    "Parameters",
+    "`exclude_frozen_parameters=True` (PEFT)",
+    "exact",
+    "the run's own; another base model is named",
+)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_by_the_argument_of_a_save_another_base_model_is_a_loud_line(
     rank_pool: RankPool, tmp_path: Path, stage: int

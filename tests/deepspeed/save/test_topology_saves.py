@@ -36,7 +36,7 @@ def save(job: TopologyJob, directory: str, **options: Any) -> Made:
     train(engine, 0, 2)
     logical = logical_state(engine)
     engine.save_checkpoint(directory, tag="t", **options)
-    if job.config:  # in the background
+    if job.config == BACKGROUND:
         import zeroelastic
 
         train(engine, 2, 1)
@@ -70,6 +70,19 @@ JOBS = {
     "autoep 2, stage 2": (TopologyJob("autoep", ep=2, stage=2), 4),
     "moe 2, stage 2": (TopologyJob("moe", ep=2, stage=2), 4),
     "moe 4, stage 1": (TopologyJob("moe", ep=4, stage=1, precision="bf16"), 4),
+    "mixtral, tp 2, stage 2, dealt": (
+        TopologyJob("mixtral", tp=2, stage=2, zero={"round_robin_gradients": True}),
+        4,
+    ),
+    "moe 4, stage 2, dealt": (TopologyJob("moe", ep=4, stage=2, zero={"round_robin_gradients": True}), 4),
+    "moe 2, data before experts": (
+        TopologyJob("moe", ep=2, stage=2, config={"use_data_before_expert_parallelism": True}),
+        4,
+    ),
+    "moe 2, stage 1, fp32 accumulation": (
+        TopologyJob("moe", ep=2, stage=1, precision="bf16", config={"data_types": {"grad_accum_dtype": "fp32"}}),
+        4,
+    ),
 }
 SWEPT = {"autoep 2, stage 3", "autoep 2, stage 2"}
 """Others have this model and each of the sizes and stages."""

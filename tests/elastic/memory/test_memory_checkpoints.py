@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,12 +22,10 @@ import pytest
 import torch.distributed as dist
 from extended import with_swept
 from lifecycle.rank import use_node as use_memory_of
-from saved_files import logged, record_of
+from saved_files import logged
 from torch.distributed.distributed_c10d import _world
 from training import Job, build_engine, gathered, look, train_step
 
-import zeroelastic
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.distributed import exchange
 from zeroelastic.elastic import ElasticDistributedSampler, every, preemption, resume
 from zeroelastic.elastic.memory import resume as memory_resume
@@ -414,52 +411,6 @@ def test_where_the_newest_save_is_damaged_what_memory_has_from_before_is_taken(
         assert [passed.split(": ")[0] for passed in turns[0].start.passed_over] == passed_over, name
         shutil.rmtree(directory)
         shutil.copytree(tmp_path / "saved", directory)
-
-
-def saves_late(job: Job, directory: str, shared: Path, *, late: bool) -> tuple[int, dict[str, Any]]:
-    """Train to step 5, with a save of step 2 in the background that is ``late``: written when step 5 is in memory."""
-    from zeroelastic.deepspeed.save.shard_writer import Snapshot
-
-    use_node(shared, dist.get_rank())
-    may_write, write = threading.Event(), Snapshot.write
-
-    def write_late(self: Any, *args: Any) -> Any:
-        if late and threading.current_thread().name == "zeroelastic-save":
-            assert may_write.wait(100)
-        return write(self, *args)
-
-    engine = build_engine(job)
-    data = ElasticDistributedSampler(range(LENGTH), BATCH, seed=4)
-    with mock.patch.object(Snapshot, "write", write_late), preemption(engine, directory, data=data) as stop:
-        for step in range(5):
-            train_step(engine, step)
-            stop()
-            if step == 1:
-                stop.save(background=True)
-                if not late:
-                    zeroelastic.wait_for_save(engine)
-        assert stop._memory is not None
-        stop._memory.wait()
-        may_write.set()
-    state, _ = look(engine)
-    return engine.global_steps, state
-
-
-@pytest.mark.parametrize("late", [True, False])
-def test_a_save_that_is_committed_late_is_not_newer_than_what_memory_has(
-    rank_pool: RankPool, tmp_path: Path, shared: Path, late: bool
-) -> None:
-    directory = tmp_path / "ckpt"
-    (step, state), _ = rank_pool.run(saves_late, 2, JOB, str(directory), shared, late=late)
-    record = read_record(directory / "global_step2")
-    (complete,) = (shared / "node0").rglob("complete")
-    (kept,) = [record_of(complete / tag) for tag in os.listdir(complete)]
-    assert record is not None and record.committed_at is not None and kept.committed_at is not None
-    assert (record.committed_at > kept.committed_at) == late and kept.follows == (record.save_id,)
-    turns = rank_pool.run(run, 2, JOB.other(), str(directory), shared, [0, 1], 1, save_steps=1)
-    for turn in turns:
-        assert (turn.start.tier, turn.start.global_steps) == ("memory", step) and turn.start.passed_over == ()
-        assert compare_states(state, turn.resumed) == []
 
 
 def test_the_disk_is_taken_where_it_is_newer(rank_pool: RankPool, tmp_path: Path, shared: Path) -> None:
