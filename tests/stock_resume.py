@@ -29,15 +29,7 @@ sys.meta_path.insert(0, NotHere())
 import deepspeed  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from stage_0 import stepped_params  # noqa: E402
-from training import (  # noqa: E402
-    Job,
-    build_model,
-    build_optimizer,
-    ds_config,
-    gathered,
-    sub_group_steps,
-    train_step,
-)
+from training import Job, build_model, build_optimizer, ds_config, gathered, sub_group_steps, train_step  # noqa: E402
 
 
 def main(directory: str, out: str, changes: dict[str, Any]) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroelastic.checkpoint.optimizer_file import ParamGroup
-from zeroelastic.checkpoint.param_changes import GroupMatch, Membership, ParamSet, compare, wrapper_advice
+from zeroelastic.checkpoint.param_changes import GroupMatch, ParamSet, compare, wrapper_advice
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups
 from zeroelastic.core.plan import check_plan, make_plan
 
@@ -226,11 +225,3 @@ def test_experts_may_be_dealt_to_other_groups(
 def test_a_wrapper_is_recognised_by_names_that_fit_without_it(saved_names, live_names, side) -> None:
     advice = wrapper_advice(saved_names, live_names)
     assert advice is None if side is None else f"names of {side}" in advice
-
-
-def test_what_every_rank_says_is_the_same() -> None:
-    """A membership is plain data that compares by value, so that ranks can compare it."""
-    then = inventory({"a": TRAINED, "b": FROZEN}, {"a": 3, "b": 2})
-    found = compare(then, then, [ParamGroup({}, ("a",))], [("a",)])
-    assert found == compare(then, then, [ParamGroup({}, ("a",))], [("a",)]) and isinstance(found, Membership)
-    assert found.same_params and found.same_groups and dist.is_available()

@@ -13,25 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN
 from saved_files import record_of
-from synthetic import (
-    FROZEN_PARAMS,
-    GROUPS,
-    contents_of,
-    edit,
-    gather,
-    model_name,
-    optim_name,
-    write_checkpoint,
-)
+from synthetic import FROZEN_PARAMS, GROUPS, contents_of, edit, gather, model_name, optim_name, write_checkpoint
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.checkpoint.contradictions import check_frozen
 from zeroelastic.checkpoint.model_states import open_model_states
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.param_changes import ParamSet, compare
 from zeroelastic.checkpoint.tag_files import TensorParallel
-from zeroelastic.core.layout import Param
-from zeroelastic.core.plan import source_ranks
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -337,20 +325,6 @@ def test_left_out_frozen_parameters_are_none(tmp_path):
     assert model.frozen is None and model.frozen_extents is None
 
 
-class Custom:
-    """A user's class in the client state."""
-
-
-def test_objects_in_the_client_state_stay_inert(tmp_path):
-    truth = write_checkpoint(tmp_path, world_size=2)
-    for rank in range(2):
-        edit(
-            tmp_path / model_name(rank),
-            lambda data: data.update(custom=Custom(), rotary=torch.zeros(4, dtype=torch.complex64)),
-        )
-    assert gather(open_checkpoint(tmp_path)) == truth
-
-
 def test_frozen_parameters_must_agree(tmp_path):
     write_checkpoint(tmp_path / "a", world_size=2)
     write_checkpoint(tmp_path / "b", world_size=2, frozen=FROZEN_PARAMS[:1])
@@ -364,35 +338,6 @@ def test_frozen_parameters_must_agree(tmp_path):
 
 
 # ---- comparing, and which ranks to open ----
-
-
-def test_every_difference_of_two_models_is_a_sentence():
-    saved = [Param("same", (2,)), Param("gone", (3,)), Param("bent", (2, 3))]
-    live = [Param("bent", (3, 2)), Param("same", (2,)), Param("new", ())]
-    saved, live, turned = (ParamSet(tuple(params), ()) for params in (saved, live, reversed(saved)))
-    assert compare(saved, live, (), ()).problems == (
-        "parameter new [] of the model is not in the checkpoint",
-        "parameter gone [3] of the checkpoint is not in the model",
-        "parameter bent has shape [2, 3] in the checkpoint and [3, 2] in the model",
-    )
-    assert compare(saved, turned, (), ()).same_params
-
-
-@given(
-    numels=st.lists(st.integers(0, 200), max_size=5),
-    saved=st.integers(1, 20),
-    world_size=st.integers(1, 20),
-    data=st.data(),
-)
-@settings(max_examples=50)
-def test_source_ranks_are_found_by_counting(numels, saved, world_size, data):
-    rank = data.draw(st.integers(0, world_size - 1))
-    want = set()
-    for numel in numels:
-        part, saved_part = -(-numel // world_size), -(-numel // saved)
-        want |= {element // saved_part for element in range(rank * part, min((rank + 1) * part, numel))}
-    got = source_ranks(numels, saved_world_size=saved, world_size=world_size, rank=rank)
-    assert got == tuple(sorted(want))
 
 
 ODD = st.sampled_from([None, 0, -1, 1 << 70, 1.5, "x", [], {}, [{}], [[1]], (1,), torch.ones(2), torch.ones(0)])

@@ -8,14 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from synthetic import (
-    ADAM,
-    GROUPS,
-    edit_optim,
-    gather,
-    optim_name,
-    write_checkpoint,
-)
+from synthetic import ADAM, GROUPS, edit_optim, gather, optim_name, write_checkpoint
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard

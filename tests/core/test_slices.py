@@ -10,11 +10,7 @@ from sliced import Topology, buffers_of, ids, layout_of, shapes, tensor_lists, t
 
 from zeroelastic.core.copies import places_in_slices, strips_of_runs
 from zeroelastic.core.digest import stream_of, streams_of
-from zeroelastic.core.layout import (
-    Param,
-    layout_from_sub_groups,
-    with_slices,
-)
+from zeroelastic.core.layout import Param, layout_from_sub_groups, with_slices
 from zeroelastic.core.plan import check_plan, held_plan, make_plan
 from zeroelastic.core.slice_plan import check_slices
 from zeroelastic.core.slices import RankSet, Strip, strips_of_view

@@ -20,14 +20,7 @@ import numpy as np
 import pytest
 import torch
 from engines import Engine
-from executor_cases import (
-    DTYPES,
-    UNTOUCHED,
-    cases,
-    convert,
-    expected,
-    run_case,
-)
+from executor_cases import DTYPES, UNTOUCHED, cases, convert, expected, run_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
@@ -43,7 +36,7 @@ from zeroelastic.executors.tables import default_threads
 copy_segments = functools.partial(dispatch.copy_segments, executor="native")
 move_segments = functools.partial(dispatch.move_segments, executor="native")
 read_segments = functools.partial(dispatch.read_segments, executor="native")
-write_segments = functools.partial(dispatch.write_segments, executor="native")
+
 
 BUILD = describe_build("native")
 BEST = instruction_set() if BUILD.usable else "plain"
@@ -209,20 +202,6 @@ def test_long_misaligned_copies_past_the_caches(each_instruction_set: str) -> No
     dst[:] = UNTOUCHED
     copy_segments(table, [src], [dst], threads=2)
     assert np.array_equal(dst, want)
-
-
-@native
-def test_large_files_are_written_and_moved(tmp_path: Path) -> None:
-    data = random_bytes(40_000_001)
-    paths = [tmp_path / "a", tmp_path / "b"]
-    for path in paths:
-        path.touch()
-        os.truncate(path, len(data) + 100)
-    rows = table_of([(0, 0, 0, 100, 25_000_000), (0, 25_000_000, 0, 25_000_100, len(data) - 25_000_000)])
-    write_segments(rows, [data], paths[:1], sync=True)
-    assert np.array_equal(np.fromfile(paths[0], dtype=np.uint8)[100:], data)
-    move_segments(single_row(len(data), src_offset=100, dst_offset=7), paths[:1], paths[1:])
-    assert np.array_equal(np.fromfile(paths[1], dtype=np.uint8)[7:-93], data)
 
 
 MEMORY = """

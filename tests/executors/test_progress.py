@@ -15,20 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engines import REPOSITORY, Engine
-from executor_cases import (
-    ranges,
-    segment,
-)
+from executor_cases import ranges, segment
 
 from zeroelastic.errors import CheckpointError
 from zeroelastic.executors.build_info import describe_build
-from zeroelastic.executors.dispatch import (
-    CopyTable,
-    move_segments,
-    read_segments,
-    scan_segments,
-    write_segments,
-)
+from zeroelastic.executors.dispatch import CopyTable, move_segments, read_segments, scan_segments, write_segments
 
 TOLD = ("read", "write", "move", "scan")
 Progress = Callable[[int], None]

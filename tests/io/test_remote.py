@@ -17,17 +17,7 @@ import numpy as np
 import pytest
 import torch
 from counted import CountedFileSystem, counted, forget, put
-from executor_cases import (
-    Case,
-    cases,
-    checksums,
-    expected,
-    ranges,
-    segment,
-    shuffled,
-    untouched_files,
-    write_files,
-)
+from executor_cases import Case, cases, checksums, expected, ranges, segment, shuffled, untouched_files, write_files
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN

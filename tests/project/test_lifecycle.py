@@ -24,17 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield made
 
 
-SWEPT = {"client state with a number of ranks", "the same, where no payload is verified"}
-"""Sequences beside which others differ in a word alone."""
-
-
-@pytest.mark.parametrize(
-    "sequence",
-    [
-        pytest.param(sequence, marks=[pytest.mark.sweep] * (name in SWEPT), id=name)
-        for name, sequence in {**FOUND, **LATER}.items()
-    ],
-)
+@pytest.mark.parametrize("sequence", [pytest.param(sequence, id=name) for name, sequence in {**FOUND, **LATER}.items()])
 def test_a_sequence_that_once_failed_holds(server: Server, tmp_path: Path, sequence: Sequence) -> None:
     world = World(server, tmp_path / "world")
     try:

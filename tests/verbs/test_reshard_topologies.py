@@ -14,7 +14,6 @@ import pytest
 import topologies
 import torch
 from exports import plain
-from extended import with_swept
 from topologies import LOSS_RTOL, TopologyJob, build, differences, logical_hashes, train
 
 import zeroelastic
@@ -67,17 +66,15 @@ CASES = {
     "autoep 3": Case(
         4, stock("autoep", ep=2, precision="bf16"), ((4, {"ep": 4}), (3, {"ep": 1}), (2, {"ep": 2, "stage": 2}))
     ),
-    "autoep 2": Case(4, stock("autoep", ep=4, stage=2), ((2, {"ep": 2}), (4, {"ep": 1, "stage": 3}))),
     "autoep 1": Case(2, stock("autoep", ep=1, stage=1), ((4, {"ep": 2}),)),
     "moe 2": Case(4, stock("moe", ep=2, stage=2, precision="bf16"), ((2, {"ep": 2}), (4, {"ep": 4}), (3, {"ep": 1}))),
-    "moe 1": Case(2, stock("moe", ep=1, stage=1), ((4, {"ep": 2, "stage": 2}), (4, {"ep": 4}))),
 }
 
 
 @pytest.mark.support(
     "Using it", "`zeroelastic reshard --tp`, `--ep`: AutoTP, AutoEP and DeepSpeed's own MoE layers", "exact"
 )
-@pytest.mark.parametrize("name", with_swept(CASES, {"autoep 2", "moe 1"}))
+@pytest.mark.parametrize("name", CASES)
 def test_stock_deepspeed_goes_on_at_another_topology(name: str, topology_pool: RankPool, tmp_path: Path) -> None:
     case = CASES[name]
     saved = topology_pool.run(save, case.ranks, case.job, str(tmp_path / "saved"))[0]

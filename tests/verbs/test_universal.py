@@ -13,12 +13,7 @@ from commands import run_command as verb
 from documentation import documented_keys
 from exports import keys_of
 from stock_programs import ds_to_universal, make_universal
-from synthetic import (
-    edit,
-    gather,
-    model_name,
-    write_checkpoint,
-)
+from synthetic import edit, gather, model_name, write_checkpoint
 from training import Job, Outcome, resume, train_and_save
 
 from zeroelastic.checkpoint.commit_record import read_record

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from commands import run_command
+from exports import plain
 from places import GOLDEN
 from stock_programs import make_universal
 from training import LOSS_RTOL, Job, Outcome, resume, train_and_save
@@ -22,18 +23,6 @@ SOURCES = ("stage1_rank2", "stage1_bf16_optimizer_rank2", "stage2_rank2", "stage
 
 def tag_of(directory: Path) -> Path:
     return next(directory.glob("global_step*"))
-
-
-def plain(value: Any) -> Any:
-    """A value of a file such that == compares it, tensors by their bits and shapes, dictionaries in any order."""
-    if isinstance(value, torch.Tensor):
-        raw = value.detach().contiguous().view(-1).view(torch.uint8).tolist()
-        return ("tensor", str(value.dtype), tuple(value.shape), raw)
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return plain(vars(value)) if hasattr(value, "cur_scale") else value
 
 
 @pytest.mark.support(
@@ -126,20 +115,6 @@ def test_stock_deepspeed_goes_on_from_a_native_checkpoint_made_of_it(
         assert compare_states(saved.state, outcome.state) == []
         assert outcome.gathered == saved.gathered and outcome.report is None
         assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])
-
-
-@pytest.mark.parametrize(("stage", "world_size"), [(2, 3), pytest.param(1, 2, marks=pytest.mark.extended)])
-def test_a_universal_checkpoint_of_stage_3_becomes_one_of_stages_1_and_2(
-    rank_pool: RankPool, tmp_path: Path, stage: int, world_size: int
-) -> None:
-    saved = rank_pool.run(train_and_save, 2, Job(elastic=False, installed=False), str(tmp_path / "a"))[0]
-    make_universal(tag_of(tmp_path / "a"), tmp_path / "u")
-    zeroelastic.convert(tmp_path / "u", tmp_path / "b", from_="universal", world_size=world_size, stage=stage)
-    job = stock(stage)
-    outcome = rank_pool.run(resume, world_size, job, str(tmp_path / "b"))[0]
-    assert compare_states(saved.state, outcome.state) == []
-    assert outcome.gathered == saved.gathered
-    assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from saved_files import logged
 from torch.optim.lr_scheduler import LambdaLR
 
 from zeroelastic.testing import RankPool
@@ -77,16 +78,6 @@ def save_all(directory: Path, stage: int, elastic: bool, names: list[str]) -> No
         engine.save_checkpoint(str(directory / name))
 
 
-class _Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.warnings: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            self.warnings.append(record.getMessage())
-
-
 def notes_of(
     directory: Path, stage: int, elastic: bool, name: str, changes: dict[str, Any], *, again: bool = False, **flags: Any
 ) -> list[str]:
@@ -94,12 +85,10 @@ def notes_of(
     engine = build(stage, elastic, **{**RUNS[name], **changes})
     if again:
         engine.load_checkpoint(str(directory / name))
-    kept = _Kept()
-    logging.getLogger("zeroelastic").addHandler(kept)
+    said = logged("", logging.WARNING)
     engine.load_checkpoint(str(directory / name), **flags)
-    logging.getLogger("zeroelastic").removeHandler(kept)
     found = [note for note in engine.zeroelastic_report.notes if "configured" in note or MARK in note]
-    assert any(MARK in text for text in kept.warnings) is (dist.get_rank() == 0 and any(MARK in one for one in found))
+    assert any(MARK in text for text in said) is (dist.get_rank() == 0 and any(MARK in one for one in found))
     return found
 
 

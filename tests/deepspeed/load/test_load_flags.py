@@ -10,7 +10,6 @@ import torch
 from training import Job, Outcome, build_engine, look, raised, resume, train_and_save, train_step
 
 from zeroelastic.testing import RankError, RankPool, gather_state
-from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 
 @pytest.fixture(scope="module", params=["elastic", "rigid"])
@@ -106,21 +105,6 @@ def resume_rounded(job: Job, directory: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.support("Parameters", "`exclude_frozen_parameters=True`", "exact", "the run's own frozen weights stay")
-@pytest.mark.core
-def test_frozen_parameters_can_be_left_out(rank_pool: RankPool, tmp_path: Path) -> None:
-    saved = rank_pool.run(train_and_save, 4, Job(), str(tmp_path), exclude_frozen_parameters=True)[0]
-    job = Job().other()
-    fresh = rank_pool.run(built_state, 3, job)[0]
-    outcome = rank_pool.run(resume, 3, job, str(tmp_path), load_module_strict=False)[0]
-    frozen = ("weight/adapter",)
-    assert pick(outcome.state, *frozen) == pick(fresh, *frozen) != pick(saved.state, *frozen)
-    assert pick(outcome.state, "master/", "state/") == pick(saved.state, "master/", "state/")
-    assert outcome.report.root_matches is None
-    assert any("(not those of the save): adapter" in line for line in outcome.report.reset)
-    assert any(line.startswith("OTHER BASE MODEL: 2 frozen parameters") for line in outcome.report.notes)
-
-
 @pytest.mark.support("Using it", "client state", "exact", "of the same rank; new ranks get that of rank 0")
 @pytest.mark.support("Using it", '`"weights_only_load": true`', "exact", "nothing is unpickled outside an allow-list")
 @pytest.mark.parametrize("weights_only_load", [False, True])
@@ -132,35 +116,6 @@ def test_new_ranks_get_client_state_and_buffers_of_rank_0(
     outcomes = rank_pool.run(resume, 6, job, directory)
     assert [outcome.client_state["rank"] for outcome in outcomes] == [0, 1, 2, 3, 0, 0]
     assert all(pick(o.state, "buffer/") == pick(saved.state, "buffer/") for o in outcomes)
-
-
-@pytest.mark.support("Using it", "saving over a tag, and loading it again in one process", "exact")
-@pytest.mark.core
-def test_save_load_save_in_one_process(rank_pool: RankPool, tmp_path: Path) -> None:
-    pairs = rank_pool.run(save_train_load, 3, Job(), str(tmp_path))
-    assert all(before == after for before, after in pairs)
-
-
-def save_train_load(job: Job, directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    engine = build_engine(job)
-    train_step(engine, 0)
-    engine.save_checkpoint(directory, tag="same")
-    train_step(engine, 1)
-    engine.save_checkpoint(directory, tag="same")  # overwrites
-    before, _ = look(engine)
-    train_step(engine, 2)
-    engine.load_checkpoint(directory, tag="same")
-    return before, look(engine)[0]
-
-
-@pytest.mark.support("Using it", "explicit `tag`, `save_latest=False`", "exact")
-@pytest.mark.core
-def test_explicit_tag_without_latest(rank_pool: RankPool, tmp_path: Path) -> None:
-    job = Job()
-    saved = rank_pool.run(train_and_save, 2, job, str(tmp_path), tag="mine", save_latest=False)[0]
-    assert not (tmp_path / "latest").exists()
-    outcome = rank_pool.run(resume, 3, job.other(), str(tmp_path), tag="mine")[0]
-    assert outcome.state == saved.state
 
 
 def dump_state_dict(job: Job, directory: str) -> dict[str, Any]:
@@ -185,38 +140,6 @@ def load_from_memory(job: Job, directory: str) -> tuple[str, str]:
     engine = build_engine(job)
     states = [torch.load(Path(directory) / f"{rank}.pt", weights_only=False) for rank in range(2)]
     return raised(lambda: engine.optimizer.load_state_dict(states))
-
-
-@pytest.mark.support(
-    "Checkpoint engines and storage", "a save that fails", "refused", "the tag is what it was before, `latest` stays"
-)
-@pytest.mark.core
-def test_a_save_that_fails_leaves_the_tag_and_latest_as_they_were(rank_pool: RankPool, tmp_path: Path) -> None:
-    """Overwriting a committed tag: it is the old one, whole, until it is the new one."""
-    results = rank_pool.run(fail_second_save, 2, Job(), str(tmp_path))
-    assert results == [("SaveError", "first")] * 2
-    for tag in ("first", "second"):
-        assert verify_checkpoint(tmp_path / tag).valid
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def fail_second_save(job: Job, directory: str) -> tuple[str, str]:
-    """Saves "second" and "first", then "second" again on a disk that is full; returns the error and `latest`."""
-    engine = build_engine(job)
-    train_step(engine, 0)
-    for tag in ("second", "first"):
-        engine.save_checkpoint(directory, tag=tag)
-    assert (Path(directory) / "second" / "zeroelastic.json").exists()
-
-    def full(state_dict: object, path: str) -> None:
-        raise OSError(28, "No space left on device", path)
-
-    engine.checkpoint_engine.save = full
-    try:
-        engine.save_checkpoint(directory, tag="second")
-    except OSError as error:
-        return type(error).__name__, (Path(directory) / "latest").read_text()
-    return "", ""
 
 
 def test_state_that_the_checkpoint_does_not_have_is_not_taken_for_the_saved_state(

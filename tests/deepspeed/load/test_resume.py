@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exports import plain
 from saved_files import record_of
 from saves import Saved, Saver, check_each, check_resumed, save_once
 from training import Job, resume, resume_and_save, train_and_save
@@ -230,16 +231,6 @@ def test_fp16_after_an_overflow_keeps_scale_and_skipped_steps(rank_pool: RankPoo
     check_resumed(checkpoint, outcomes, job)
 
 
-@support("Using it", "checkpoints from before the first step", "exact")
-@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
-def test_checkpoint_from_before_the_first_step(rank_pool: RankPool, tmp_path: Path, elastic: bool) -> None:
-    job = Job(elastic=elastic)
-    outcome = rank_pool.run(train_and_save, 3, job, str(tmp_path), before=0)[0]
-    outcomes = rank_pool.run(resume, 2, job.other(), str(tmp_path), before=0)
-    check_resumed(Saved(str(tmp_path), outcome), outcomes, job)
-    assert not any(key.startswith("state/") for key in outcomes[0].state)
-
-
 @support("Using it", "there and back: 4 to 3 to 4 ranks", "exact", "every tensor of every file is the first one's")
 def test_there_and_back_gives_the_same_lean_tensors(rank_pool: RankPool, saved: Saver, tmp_path: Path) -> None:
     """4 -> 3 -> 4, with other sub-groups in between: every tensor of every rank's file is the original's."""
@@ -249,22 +240,14 @@ def test_there_and_back_gives_the_same_lean_tensors(rank_pool: RankPool, saved: 
     roots = rank_pool.run(resume_and_save, 3, job.other(), checkpoint.directory, there)
     roots += rank_pool.run(resume_and_save, 4, job, there, back)
     assert set(roots) == {checkpoint.root}
-    compared = 0
     for path in sorted(checkpoint.tag_dir.glob("*optim_states.pt")):
         ours, theirs = (
             torch.load(file, weights_only=False)["optimizer_state_dict"]
             for file in (path, next(Path(back).glob("global_step*")) / path.name)
         )
-        for first, second in zip(ours["fp32_flat_groups"], theirs["fp32_flat_groups"], strict=True):
-            assert torch.equal(first, second)  # padding included: it is zero in both
-        for first, second in zip(ours["base_optimizer_state"], theirs["base_optimizer_state"], strict=True):
-            assert first.keys() == second.keys() == {"step", "exp_avg", "exp_avg_sq"}
-            assert torch.equal(first["step"], second["step"])
-            for key in ("exp_avg", "exp_avg_sq"):
-                for lean, other in zip(first[key], second[key], strict=True):
-                    assert torch.equal(lean, other)
-                    compared += lean.numel()
-    assert compared > 1000
+        for key in ("fp32_flat_groups", "base_optimizer_state"):  # padding included: it is zero in both
+            assert plain(ours[key]) == plain(theirs[key])
+        assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in ours["base_optimizer_state"])
 
 
 @pytest.mark.gpu(2)

@@ -325,32 +325,6 @@ def test_a_tag_that_one_node_alone_has_committed_is_passed_over(run: NodeRun, tm
             assert any("FELL BACK to global_step3" in note for note in outcomes[0].report.notes)
 
 
-def save_quantised(job: Job, directory: str) -> list[list[float]]:
-    engine = build_engine(job)
-    train_step(engine, 0)
-    engine.save_checkpoint(directory)
-    return absmax(engine)
-
-
-def load_quantised(job: Job, directory: str) -> list[list[float]]:
-    engine = build_engine(job)
-    path, _ = engine.load_checkpoint(directory, tag="global_step1")
-    assert path is not None and not hasattr(engine, "zeroelastic_report")
-    return absmax(engine)
-
-
-def absmax(engine: Any) -> list[list[float]]:
-    groups = engine.optimizer.single_partition_of_fp32_groups
-    return [engine.optimizer.optimizer.state[flat]["absmax"].tolist() for flat in groups]
-
-
-def test_state_that_only_deepspeed_reads_is_left_to_it(rank_pool: RankPool, tmp_path: Path) -> None:
-    job = replace(STAGE_2, optimizer="quantised", elastic=False)
-    saved = NodeRun(tmp_path, rank_pool, job, (0, 0, 1), save_quantised)  # type: ignore[arg-type]
-    assert not list(tmp_path.rglob(RECORD_NAME))
-    assert saved.call((0, 0, 1), load_quantised, job, saved.nodes.path)[0] == saved.outcome
-
-
 def save_with_writers(job: Job, directory: str, writes: bool) -> list[str]:
     """The files that this rank writes, where DeepSpeed has all ranks or none write the module."""
     engine = build_engine(job)

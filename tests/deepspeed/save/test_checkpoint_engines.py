@@ -226,6 +226,8 @@ def load_from_many_places(job: Job, directory: str) -> list[tuple[Any, Any]]:
     return found
 
 
+@pytest.mark.core
+@pytest.mark.support("Using it", "explicit `tag`, `save_latest=False`", "exact")
 @pytest.mark.support(ENGINES, "int tags, nested tags, `Path`, relative and linked directories, `save_latest`", "exact")
 @pytest.mark.support(ENGINES, "`pipeline_loading_checkpoint`, `tag_validation`, `custom_load_fn`", "exact")
 def test_tags_and_directories_as_people_write_them(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -273,6 +275,8 @@ def save_where_it_cannot_be(job: Job, directory: str) -> list[tuple[str, str]]:
     return errors
 
 
+@pytest.mark.core
+@pytest.mark.support(ENGINES, "a save that fails", "refused", "the tag is what it was before, `latest` stays")
 @pytest.mark.support(
     ENGINES, "a directory or a file that cannot be written, on any rank", "refused", "`SaveError` on every rank"
 )

@@ -177,6 +177,7 @@ def test_another_base_model_is_refused_by_name_on_every_rank(rank_pool: RankPool
             )
 
 
+@pytest.mark.support("Parameters", "`exclude_frozen_parameters=True`", "exact", "the run's own frozen weights stay")
 @pytest.mark.support(
     "Parameters",
     "`exclude_frozen_parameters=True` (PEFT)",

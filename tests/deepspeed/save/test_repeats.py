@@ -67,7 +67,10 @@ def go_back_and_forth(job: Job, directory: str) -> dict[str, Any]:
     return {tag: state for tag, (state, _) in states.items()}
 
 
+@pytest.mark.core
+@pytest.mark.support(USING, "checkpoints from before the first step", "exact")
 @pytest.mark.support(USING, "save, load, save, load, ... in one process, older tags after newer ones", "exact")
+@pytest.mark.support(USING, "saving over a tag, and loading it again in one process", "exact")
 @pytest.mark.parametrize("elastic", with_swept((True, False), {False}), ids=["elastic", "rigid"])
 def test_saves_and_loads_in_any_order_at_one_engine(rank_pool: RankPool, tmp_path: Path, elastic: bool) -> None:
     job = Job(elastic=elastic)

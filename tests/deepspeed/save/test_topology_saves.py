@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 import pytest
 import torch
 import torch.distributed as dist
-from extended import with_swept
 from saved_files import logged, record_of
 from topologies import TopologyJob, build, differences, hashed, logical_state, train
 
@@ -65,9 +64,7 @@ JOBS = {
     "qwen3, tp 2, stage 2": (TopologyJob("qwen3", tp=2, stage=2, frozen=True), 4),
     "neox, tp 4, stage 3, bf16": (TopologyJob("neox", tp=4, precision="bf16"), 4),
     "llama, tp 2, stage 1, adapters": (TopologyJob("llama", tp=2, stage=1, adapters=True), 2),
-    "autoep 2, stage 3": (TopologyJob("autoep", ep=2), 4),
     "autoep 4, stage 3, bf16": (TopologyJob("autoep", ep=4, precision="bf16"), 4),
-    "autoep 2, stage 2": (TopologyJob("autoep", ep=2, stage=2), 4),
     "moe 2, stage 2": (TopologyJob("moe", ep=2, stage=2), 4),
     "moe 4, stage 1": (TopologyJob("moe", ep=4, stage=1, precision="bf16"), 4),
     "mixtral, tp 2, stage 2, dealt": (
@@ -84,11 +81,9 @@ JOBS = {
         4,
     ),
 }
-SWEPT = {"autoep 2, stage 3", "autoep 2, stage 2"}
-"""Others have this model and each of the sizes and stages."""
 
 
-@pytest.mark.parametrize("name", with_swept(JOBS, SWEPT))
+@pytest.mark.parametrize("name", JOBS)
 def test_the_record_is_of_whole_tensors_and_deepspeed_loads_the_files(
     topology_pool: RankPool, tmp_path: Path, name: str
 ) -> None:
@@ -111,14 +106,13 @@ def test_the_record_is_of_whole_tensors_and_deepspeed_loads_the_files(
 
 BACKGROUND = {"zeroelastic": {"async_save": True}}
 IN_BACKGROUND = {
-    "llama, tp 2, stage 3": TopologyJob("llama", tp=2, config=BACKGROUND),
     "llama, tp 2, stage 2": TopologyJob("llama", tp=2, stage=2, config=BACKGROUND),
     "autoep 2, stage 3": TopologyJob("autoep", ep=2, config=BACKGROUND),
     "moe 2, stage 2": TopologyJob("moe", ep=2, stage=2, config=BACKGROUND),
 }
 
 
-@pytest.mark.parametrize("name", with_swept(IN_BACKGROUND, {"llama, tp 2, stage 3"}))
+@pytest.mark.parametrize("name", IN_BACKGROUND)
 def test_a_save_in_the_background_is_of_the_state_when_it_was_called(
     topology_pool: RankPool, tmp_path: Path, name: str
 ) -> None:
