@@ -7,17 +7,10 @@ import subprocess
 import sys
 
 from places import ROOT
+from programs import run_program
 
 
 def run_benchmark(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A script of benchmarks/ with these arguments."""
     path = os.pathsep.join([os.fspath(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, f"benchmarks/{script}", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    return run_program(sys.executable, f"benchmarks/{script}", *arguments, cwd=ROOT, timeout=400, PYTHONPATH=path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from places import TESTS
+from programs import run_program
 from warm_python import executable
 
 
@@ -22,15 +22,8 @@ def resume_on_stock(directory: Path, scratch: Path, world_size: int, changes: Ma
     """
     python, seen = executable(), scratch / "seen.json"
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
-    done = subprocess.run(
-        [*command, str(TESTS / "stock_resume.py"), str(directory), str(seen), json.dumps(changes)],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHON_EXEC": python},
-        cwd=scratch,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    command += [str(TESTS / "stock_resume.py"), str(directory), str(seen), json.dumps(changes)]
+    done = run_program(*command, cwd=scratch, timeout=280, PYTHONPATH=str(TESTS), PYTHON_EXEC=python)
     assert done.returncode == 0, done.stderr[:6000]
     found: dict[str, Any] = json.loads(seen.read_text())
     return found

@@ -18,6 +18,7 @@ from documentation import documented_keys, verb_page
 from hypothesis import given
 from hypothesis import strategies as st
 from places import GOLDEN, ROOT
+from programs import run_program, run_python
 
 import zeroelastic
 from zeroelastic.byte_sizes import format_size, parse_size
@@ -29,15 +30,7 @@ VERBS = sorted(app.VERBS)
 
 
 def cli(*arguments: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "zeroelastic", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_python("-m", "zeroelastic", *arguments, cwd=cwd, **env)
 
 
 def test_help_is_quick_because_it_imports_nothing_large() -> None:
@@ -183,12 +176,9 @@ def test_bash_completes_verbs_options_and_tags(command: Path, tmp_path: Path) ->
 
 
 def test_the_console_script_is_the_same_command(command: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     for arguments in (["--version"], ["doctor", "--help"]):
-        done = subprocess.run(
-            [command / "zeroelastic", *arguments], env=env, capture_output=True, text=True, timeout=120, check=True
-        )
-        assert done.stdout == cli(*arguments).stdout
+        done = run_program(command / "zeroelastic", *arguments, PYTHONPATH=str(ROOT))
+        assert done.returncode == 0 and done.stdout == cli(*arguments).stdout
 
 
 @pytest.mark.parametrize(

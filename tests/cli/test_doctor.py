@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import pytest
 from documentation import documented_keys
 from places import ROOT
+from programs import run_python
 
 import zeroelastic
 from zeroelastic.cli.doctor import Component, _ask, compiled_ops, diagnose
@@ -43,15 +44,7 @@ def doctor(
 ) -> subprocess.CompletedProcess[str]:
     """Run it with ``path`` in front of the module path and ``code`` run before it."""
     start = ["-c", f"{code}\nfrom zeroelastic.cli.app import main; main()"] if code else ["-m", "zeroelastic"]
-    return subprocess.run(
-        [sys.executable, *python, *start, "doctor", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])), **env},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return run_python(*python, *start, "doctor", *arguments, path=[*path, ROOT], cwd=cwd, **env)
 
 
 def document(done: subprocess.CompletedProcess[str]) -> dict:
@@ -148,13 +141,6 @@ def test_a_lock_is_stale_only_where_nobody_can_hold_it(
         monkeypatch.setattr("zeroelastic.cli.doctor._ask", lambda name: Component(state="missing", about=""))
         problems = diagnose().problems
     assert len(problems) == stale and all(f"remove it: rm '{lock}'" in problem for problem in problems)
-
-
-@built
-def test_the_native_engine_is_described(quick: Path) -> None:
-    native = document(doctor("--json", path=[quick], ZEROELASTIC_THREADS="3"))["components"]["native"]
-    assert native["state"] == "usable" and native["about"].startswith(("gcc", "clang"))
-    assert native["about"].endswith("; 3 threads") and "plain" in native["about"]
 
 
 def test_for_people_it_says_the_same(quick: Path) -> None:

@@ -10,7 +10,6 @@ import ctypes
 import logging
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,9 +19,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from engines import REPOSITORY, Engine, open_engine
+from engines import Engine, open_engine
 from executor_cases import segment
 from fake_gpu import open_fake_gpu, to_fake_gpu
+from programs import copy_sources, run_program
 
 from zeroelastic.checkpoint.extents import Destination, TensorExtents, extent_windows
 from zeroelastic.core.digest import Stream, digest_range, stream_seed
@@ -78,21 +78,9 @@ def rows_of(engine: mock.Mock, operation: str) -> list[int]:
 def test_the_library_is_built_where_there_is_an_nvcc(tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("there is no nvcc on the PATH")
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("csrc", "setup.py", "pyproject.toml", "LICENSE", "README.md", "zeroelastic"):
-        found = REPOSITORY / name
-        ignored = shutil.ignore_patterns("build", "_*.so", "_*.log", "__pycache__")
-        shutil.copytree(found, source / name, ignore=ignored) if found.is_dir() else shutil.copy(found, source)
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
-        cwd=source,
-        env={**os.environ, "ZEROELASTIC_BUILD_CUDA": "1", "ZEROELASTIC_BUILD_NATIVE": "0"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    source = copy_sources(tmp_path / "source")
+    wanted = {"ZEROELASTIC_BUILD_CUDA": "1", "ZEROELASTIC_BUILD_NATIVE": "0"}
+    done = run_program(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=source, timeout=900, **wanted)
     assert done.returncode == 0, done.stdout + done.stderr
     library = source / "zeroelastic" / "_cuda.so"
     assert library.is_file()

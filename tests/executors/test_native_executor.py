@@ -24,6 +24,7 @@ from executor_cases import DTYPES, UNTOUCHED, cases, convert, expected, run_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
+from programs import copy_sources, run_program, run_python
 
 from zeroelastic.core.digest import combine, digest_range
 from zeroelastic.errors import ConfigError
@@ -238,14 +239,7 @@ def test_scans_and_moves_use_at_most_1_mib_per_thread(tmp_path: Path, cast: str)
     for path in (src, dst):
         path.touch()
         os.truncate(path, 2 * size)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEMORY), str(src), str(dst), cast, str(size)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_python("-c", textwrap.dedent(MEMORY), src, dst, cast, size)
     assert int(done.stdout) <= (4 << 20) + (512 << 10)  # and stacks and tables
 
 
@@ -296,14 +290,7 @@ def test_threads_start_with_the_first_work_not_with_the_import() -> None:
         print(idle - before, count() - before)
     """
     # numpy's own threads do not matter: only those that come are counted.
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_python("-c", textwrap.dedent(script))
     assert done.stdout.split() == ["0", "3"]
 
 
@@ -431,24 +418,9 @@ def pip_install(target: Path, **env: str) -> subprocess.CompletedProcess[str]:
     # setup.py leaves its intermediate files where it runs: not in the tree that the tests run in.
     source = target.parent / "source"
     shutil.rmtree(source, ignore_errors=True)
-    source.mkdir(parents=True)
-    for name in ("csrc", "setup.py", "pyproject.toml", "LICENSE", "README.md", "zeroelastic"):
-        found = ROOT / name
-        if found.is_dir():
-            shutil.copytree(found, source / name)
-        elif found.exists():
-            shutil.copy(found, source)
-    for built in [*source.glob("zeroelastic/_*.so"), *source.glob("zeroelastic/_*.log")]:
-        built.unlink()
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
-    return subprocess.run(
-        [*command, "--target", str(target), str(source)],
-        env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "ZEROELASTIC_BUILD_CUDA": "0", **env},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    env = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "ZEROELASTIC_BUILD_CUDA": "0", **env}
+    return run_program(*command, "--target", target, copy_sources(source), timeout=600, **env)
 
 
 INSTALLED = """
@@ -465,16 +437,7 @@ INSTALLED = """
 
 
 def run_installed(target: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(INSTALLED)],
-        cwd=target,
-        env={**os.environ, "PYTHONPATH": str(target)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    return done.stdout.strip()
+    return run_python("-c", textwrap.dedent(INSTALLED), path=[target], cwd=target).stdout.strip()
 
 
 @pytest.mark.extended
@@ -507,11 +470,5 @@ def test_the_cpp_tests_pass() -> None:
     compiler = os.environ.get("CXX", sysconfig.get_config_var("CXX") or "c++").split()[0]
     if not (shutil.which(compiler) and shutil.which("make")):
         pytest.skip("there is no compiler")
-    done = subprocess.run(
-        ["make", "-j2", "-C", str(ROOT / "csrc"), "asan"],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    done = run_program("make", "-j2", "-C", ROOT / "csrc", "asan", timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from commands import run_command
 from places import TESTS
+from programs import run_python
 from saved_files import record_of
 from training import Job, build_engine, train_step
 
@@ -53,13 +53,7 @@ def run_faulty(faulty_io: Path, directory: Path, mode: str, code: int = 0) -> li
         "FAULTY_MODE": mode,
     }
     faults |= {"FAULTY_AT": "1", "FAULTY_ERRNO": str(code)}
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "faults" / "io_job.py"), str(directory), *EXECUTORS],
-        env={**os.environ, **faults, "PYTHONPATH": str(TESTS.parent)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python(TESTS / "faults" / "io_job.py", directory, *EXECUTORS, **faults)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == len(EXECUTORS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
 import threading
 import time
 import tracemalloc
@@ -21,6 +20,7 @@ from executor_cases import Case, cases, checksums, expected, ranges, segment, sh
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN
+from programs import run_python
 from s3_server import BUCKET, S3Server, forget_clients, serve_s3
 from synthetic import gather, write_checkpoint
 
@@ -596,10 +596,7 @@ def test_a_server_that_dies_in_the_middle_is_an_error(checkpoints, tmp_path):
 
 
 def zeroelastic(*arguments: object, directory: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "zeroelastic", *map(str, arguments)],
-        cwd=directory, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return run_python("-m", "zeroelastic", *arguments, cwd=directory)
 
 
 @pytest.mark.support(

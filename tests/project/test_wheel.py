@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from places import GOLDEN, ROOT
+from programs import copy_sources
 
 from zeroelastic import __version__, activation
 from zeroelastic.cli.app import VERBS
@@ -197,12 +198,7 @@ def test_the_activation_lies_where_python_reads_it_and_goes_with_the_package(
 
 
 def test_an_editable_install_has_the_activation_and_takes_it_with_it(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    ignore = shutil.ignore_patterns("*.so", "__pycache__", "build")
-    for folder in ("zeroelastic", "csrc"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    source = copy_sources(tmp_path / "source")
     there = Environment(tmp_path)
     there.env["ZEROELASTIC_BUILD_NATIVE"] = "0"
     create = [sys.executable, "-m", "venv", "--without-pip", str(there.folder)]

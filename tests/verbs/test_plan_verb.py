@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
 from commands import Done, run_command
-from places import GOLDEN, ROOT
+from places import GOLDEN
+from programs import run_python
 from synthetic import write_checkpoint
 
 import zeroelastic
@@ -28,19 +27,11 @@ MIB = 1 << 20
 STAGES_1_AND_2 = ("stage1_rank2", "stage1_bf16_optimizer_rank2", "stage2_rank2", "stage2_round_robin_aligned_rank3")
 
 
-def run(*arguments: object, code: str = "", **env: str) -> Done:
+def run(*arguments: object, code: str = "", **env: str) -> Done | CompletedProcess[str]:
     """``zeroelastic plan`` with these arguments; with ``code``, in a process that runs it before."""
     if not code:
         return run_command("plan", *arguments, env={"COLUMNS": "80", "TERM": "dumb", **env})
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\nfrom zeroelastic.cli.app import main; main()", "plan", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
+    return run_python("-c", f"{code}\nfrom zeroelastic.cli.app import main; main()", "plan", *arguments, COLUMNS="80")
 
 
 @pytest.fixture(scope="module")

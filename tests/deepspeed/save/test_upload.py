@@ -20,6 +20,8 @@ import pytest
 import torch.distributed as dist
 from extended import with_swept
 from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
+from places import TESTS
+from programs import run_python
 from s3_server import S3Server, forget_clients
 from saved_files import logged, record_of
 from saves import Saved, Saver, check_resumed, save_once
@@ -468,12 +470,5 @@ engine.save_checkpoint(sys.argv[1])
 
 def end_after_save(tmp_path: Path, options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     """A job that saves and ends at once, without ``destroy``."""
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    return subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(tmp_path / "run"), repr(options)],
-        env={**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    path = [TESTS, *map(Path, sys.path)]
+    return run_python("-c", _SCRIPT, tmp_path / "run", repr(options), path=path, timeout=100, DS_ACCELERATOR="cpu")

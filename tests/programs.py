@@ -1,0 +1,45 @@
+"""Programs of their own, as tests run them: how one ended and what it printed; and the sources to build one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from places import ROOT
+
+
+def run_program(
+    *command: object, cwd: Path | None = None, timeout: float = 300, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """A program and its arguments, with these changes of the environment."""
+    return subprocess.run(
+        [*map(str, command)],
+        env={**os.environ, **env},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def run_python(
+    *arguments: object, path: Sequence[Path] = (ROOT,), cwd: Path | None = None, timeout: float = 300, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """This Python, with ``path`` as its module path."""
+    env = {"PYTHONPATH": os.pathsep.join(map(str, path)), **env}
+    return run_program(sys.executable, *arguments, cwd=cwd, timeout=timeout, **env)
+
+
+def copy_sources(target: Path) -> Path:
+    """All that a build of the package needs, without what was built."""
+    ignore = shutil.ignore_patterns("build", "_*.so", "_*.log", "__pycache__")
+    for name in ("zeroelastic", "csrc"):
+        shutil.copytree(ROOT / name, target / name, ignore=ignore)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target)
+    return target
