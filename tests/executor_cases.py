@@ -97,6 +97,17 @@ def cases(draw: st.DrawFn, *, aligned: bool = False, casts: tuple[Cast, ...] = C
     )
 
 
+def patterns(cast: Cast) -> np.ndarray:
+    """Every sign, exponent and upper significand; of float32 at, below and above where rounding turns."""
+    if not cast.startswith("float32"):
+        return np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+    lower += [high | low for high in (0x2000, 0x4000, 0xE000) for low in (0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF)]
+    some = np.random.default_rng(5).integers(0, 2**32, 1 << 20, dtype=np.uint32)
+    return np.concatenate([*(upper | np.uint32(bits) for bits in lower), some]).view(np.uint8)
+
+
 def convert(cast: Cast, data: np.ndarray) -> np.ndarray:
     """The bytes that torch makes of these bytes on the CPU, with one NaN in bfloat16 whatever the vector unit."""
     if cast == "none" or len(data) == 0:

@@ -7,17 +7,13 @@ from typing import Any
 
 import torch
 from saved_files import record_of
+from training import initialize
 
 WIDTH = 512
 
 
 def build(elastic: bool, frozen: bool, executor: str = "auto", stage: int = 3, width: int = WIDTH) -> Any:
     """About 2 M parameters by default, so that headers hide nothing; with ``frozen``, half of them are not trained."""
-    import deepspeed
-
-    import zeroelastic
-
-    zeroelastic.install()
     torch.manual_seed(0)
     layers = [torch.nn.Linear(width, width) for _ in range(8)] + [torch.nn.Linear(width, 3)]
     model = torch.nn.Sequential(*layers)
@@ -25,17 +21,9 @@ def build(elastic: bool, frozen: bool, executor: str = "auto", stage: int = 3, w
         for layer in layers[:4]:
             for param in layer.parameters():
                 param.requires_grad = False
-    config = {
-        "train_batch_size": 12,
-        "bf16": {"enabled": True},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": stage, "elastic_checkpoint": elastic, "sub_group_size": 300_000},
-        "zeroelastic": {"io_engine": executor},
-    }
-    trained = [param for param in model.parameters() if param.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(trained), config=config)
-    return engine
+    zero = {"stage": stage, "elastic_checkpoint": elastic, "sub_group_size": 300_000}
+    options = {"io_engine": executor}
+    return initialize(model, zero, train_batch_size=12, bf16={"enabled": True}, zeroelastic=options)
 
 
 def process_status(key: str) -> int:

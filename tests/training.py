@@ -203,6 +203,27 @@ def build_engine(job: Job, config: dict[str, Any] | None = None) -> Any:
     return engine
 
 
+def initialize(
+    model: torch.nn.Module,
+    zero: dict[str, Any],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    installed: bool = True,
+    **config: Any,
+) -> Any:
+    """An engine of a model of a test's own, by default with AdamW over what it trains."""
+    import deepspeed
+
+    import zeroelastic
+
+    if installed:
+        zeroelastic.install()
+    if optimizer is None:
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero}
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
 def shorten_tensors_in_text() -> None:
     """Stage 3 formats every parameter for a line that it does not print, a sixth of what it costs to make an engine."""
     torch.set_printoptions(threshold=0, edgeitems=1)

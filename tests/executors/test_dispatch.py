@@ -21,6 +21,7 @@ from executor_cases import (
     checksums,
     convert,
     expected,
+    patterns,
     ranges,
     run_case,
     segment,
@@ -82,15 +83,6 @@ def test_every_operation_moves_its_rows_and_nothing_else(
     assert totals is None if "digest" not in options else totals is not None and totals.tolist() == digests
     assert "crc32" not in options or options["crc32"].tolist() == checksums(case)
     assert "progress" not in options or sum(reported) == int(case.rows.nbytes.sum())
-
-
-def patterns(cast: Cast) -> np.ndarray:
-    """Every sign, exponent and upper significand; for float32, with lower bits where rounding turns."""
-    if not cast.startswith("float32"):
-        return np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
-    upper = np.arange(1 << 16, dtype=np.uint32) << 16
-    lower = (0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
-    return np.concatenate([upper | np.uint32(bits) for bits in lower]).view(np.uint8)
 
 
 @pytest.mark.parametrize("cast", DTYPES)

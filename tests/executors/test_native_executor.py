@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from engines import Engine
-from executor_cases import DTYPES, UNTOUCHED, cases, convert, expected, run_case
+from executor_cases import DTYPES, UNTOUCHED, cases, convert, expected, patterns, run_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
@@ -130,23 +130,9 @@ def test_the_digest_does_not_depend_on_the_number_of_threads(threads: int) -> No
 # --- conversions ----------------------------------------------------------------------------------------------------
 
 
-def float32_patterns() -> np.ndarray:
-    """Every sign, exponent and upper significand, with lower bits at, below and above where rounding turns."""
-    upper = np.arange(1 << 16, dtype=np.uint32) << 16
-    lower = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
-    lower += [high | low for high in (0x2000, 0x4000, 0xE000) for low in (0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF)]
-    some = np.random.default_rng(5).integers(0, 2**32, 1 << 20, dtype=np.uint32)
-    return np.concatenate([*(upper | np.uint32(bits) for bits in lower), some])
-
-
-def half_patterns() -> np.ndarray:
-    return np.arange(1 << 16, dtype=np.uint16)
-
-
 @pytest.mark.parametrize("cast", DTYPES)
 def test_conversions_are_torch_bit_for_bit(each_instruction_set: str, cast: Cast) -> None:
-    patterns = float32_patterns() if cast.startswith("float32") else half_patterns()
-    src = patterns.view(np.uint8)
+    src = patterns(cast)
     want = convert(cast, src)
     for shift in (0, 2, 6):  # in bytes, of a destination that is aligned otherwise
         dst = np.zeros(len(want) + shift, dtype=np.uint8)

@@ -19,6 +19,7 @@ from zeroelastic.testing import RankPool
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from crash_memory import Campaign
+from crash_reshard import campaign as kill_reshards
 from crash_training import campaign
 from report import words_of_lines
 
@@ -83,10 +84,29 @@ def test_a_killed_training_job_resumes_at_another_size_from_a_whole_checkpoint(
     assert outcomes["resumed on 2 ranks"] + outcomes["resumed on 3 ranks"] >= 2
 
 
-@pytest.mark.parametrize(("name", "kills"), [("crash_training", 200), ("crash_training_stage2", 60)])
+@pytest.mark.parametrize("stages", [(3, 3), (2, 3)])
+def test_a_kill_leaves_no_target_or_a_whole_one_and_the_source_as_it_was(
+    tmp_path: Path, stages: tuple[int, int]
+) -> None:
+    result = kill_reshards(tmp_path, kills=6 if stages == (3, 3) else 3, seed=3, world_size=8, stages=stages)
+    outcomes = result["outcomes"]
+    assert isinstance(outcomes, dict)
+    assert outcomes["absent"] + outcomes["complete"] == result["kills"]
+    assert outcomes["resumed"] >= 1 or stages != (3, 3)  # of three kills, none may come in the middle
+
+
+CAMPAIGNS = {"crash_training": 200, "crash_training_stage2": 60}
+RESHARDS = {"crash_reshard": 50, "crash_reshard_stage3_to_stage2": 50, "crash_reshard_stage2_to_stage3": 25}
+
+
+@pytest.mark.parametrize(("name", "kills"), [*CAMPAIGNS.items(), *RESHARDS.items()])
 def test_the_committed_campaign_has_so_many_kills(name: str, kills: int) -> None:
     result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
     outcomes = result["outcomes"]
-    assert result["kills"] >= kills and outcomes["killed while saving"] >= kills // 2
+    assert result["kills"] >= kills
+    if name in RESHARDS:
+        assert outcomes["absent"] >= kills // 2 and max(result["ranks_taken_over"]) >= 5
+        return
+    assert outcomes["killed while saving"] >= kills // 2
     resumed = sum(outcomes.get(f"resumed on {size} ranks", 0) for size in (2, 3))
     assert resumed + outcomes.get("no save yet", 0) == result["kills"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import run_command
 from safetensors.torch import load_file
+from training import initialize
 
 import zeroelastic
 from zeroelastic.errors import UnsupportedError, UsageError
@@ -66,18 +67,8 @@ def peft_model(kind: str) -> Any:
 
 def train_and_save(kind: str, stage: int, directory: str) -> None:
     """Save without frozen weights, in full, and as PEFT does, in a folder of each."""
-    import deepspeed
-
-    zeroelastic.install()
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
-        "zeroelastic": {"verify": True},
-    }
-    model = peft_model(kind)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    options = {"verify": True}
+    engine = initialize(peft_model(kind), {"stage": stage}, train_micro_batch_size_per_gpu=2, zeroelastic=options)
     for step in range(2):
         tokens = torch.randint(0, 40, (2, 6), generator=torch.Generator().manual_seed(step))
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)

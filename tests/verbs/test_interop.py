@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from stock_programs import make_universal, merged_by_zero_to_fp32
-from training import LOSS_RTOL, Job, Outcome, build_engine, resume, train_and_save, train_step
+from training import LOSS_RTOL, Job, Outcome, build_engine, initialize, resume, train_and_save, train_step
 
-import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.testing import RankPool, compare_states, gather_state
 
@@ -69,22 +68,13 @@ def test_elastic_metadata_stays_within_200_bytes_per_parameter(rank_pool: RankPo
 
 
 def sizes_of_many_parameters(directory: str) -> tuple[int, int, int]:
-    import deepspeed
-
-    zeroelastic.install()
     sizes = []
     for elastic in (True, False):
         model = torch.nn.Module()
         for i in range(500):
             model.register_parameter(f"transformer_block_{i // 10}_weight_{i}", torch.nn.Parameter(torch.ones(9)))
         model.forward = functools.partial(_sum_of, model)  # type: ignore[method-assign]
-        config = {
-            "train_batch_size": 2,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": 3, "elastic_checkpoint": elastic},
-        }
-        engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+        engine = initialize(model, {"stage": 3, "elastic_checkpoint": elastic}, train_batch_size=2)
         engine.backward(engine())
         engine.step()
         engine.save_checkpoint(directory, tag=str(elastic))

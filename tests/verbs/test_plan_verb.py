@@ -14,6 +14,7 @@ from commands import Done, run_command
 from places import GOLDEN
 from programs import run_python
 from synthetic import write_checkpoint
+from training import initialize
 
 import zeroelastic
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -46,28 +47,16 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(elastic: bool, stage: int) -> Any:
     """About half a million parameters, of which one layer is frozen, and a buffer."""
-    import deepspeed
-
-    import zeroelastic
-
-    zeroelastic.install()
     torch.manual_seed(0)
     layers = [torch.nn.Linear(256, 256) for _ in range(7)] + [torch.nn.Linear(256, 3)]
     model = torch.nn.Sequential(*layers)
     model.register_buffer("seen", torch.arange(250_000.0))
     for param in layers[2].parameters():
         param.requires_grad = False
-    config = {
-        "train_batch_size": 12,
-        "bf16": {"enabled": True},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": stage, "elastic_checkpoint": elastic, "round_robin_gradients": True}
-        | ({"sub_group_size": 60_000} if stage == 3 else {}),
-    }
-    trained = [param for param in model.parameters() if param.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(trained, lr=1e-3), config=config)
-    return engine
+    zero: dict[str, Any] = {"stage": stage, "elastic_checkpoint": elastic, "round_robin_gradients": True}
+    if stage == 3:
+        zero["sub_group_size"] = 60_000
+    return initialize(model, zero, train_batch_size=12, bf16={"enabled": True})
 
 
 def save(directory: str, elastic: bool, stage: int) -> None:

@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from training import initialize
 
-import zeroelastic
 from zeroelastic.checkpoint.param_changes import renamed_base_weights
 from zeroelastic.testing import RankPool
 
 
 def build(seed: int, targets: list[str], stage: int, copied: list[str]) -> Any:
     """An engine of a base model of this seed, with adapters on these modules and trained copies of others."""
-    import deepspeed
     from peft import LoraConfig, get_peft_model
 
-    zeroelastic.install()
     torch.manual_seed(seed)
     layers = {name: torch.nn.Linear(8, 8) for name in ("up", "down", "head")}
     model = torch.nn.Sequential()
@@ -26,14 +24,8 @@ def build(seed: int, targets: list[str], stage: int, copied: list[str]) -> Any:
         model.add_module(name, layer)
     adapters = LoraConfig(r=2, target_modules=targets, init_lora_weights=False, modules_to_save=copied or None)
     model = get_peft_model(model, adapters)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
-        "zeroelastic": {"format": "elastic", "on_mismatch": "initialize", "verify": True},
-    }
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    options = {"format": "elastic", "on_mismatch": "initialize", "verify": True}
+    return initialize(model, {"stage": stage}, train_micro_batch_size_per_gpu=2, zeroelastic=options)
 
 
 def weights(engine: Any, stage: int) -> dict[str, torch.Tensor]:

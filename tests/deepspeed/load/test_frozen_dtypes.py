@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch_files import SAVED_DTYPES, bits_of_tensor, filled
-from training import wait_for_every_gather
+from training import initialize, wait_for_every_gather
 
 import zeroelastic
 from zeroelastic.testing import RankPool
@@ -33,21 +33,10 @@ class Model(torch.nn.Module):
 
 
 def build(stage: int, seed: int) -> Any:
-    import deepspeed
-
-    zeroelastic.install()
     wait_for_every_gather()
     torch.manual_seed(seed)
-    model = Model(stage, seed)
-    config = {
-        "train_batch_size": 6,
-        "zero_optimization": {"stage": stage, "elastic_checkpoint": stage == 3},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zeroelastic": {"verify": True},
-    }
-    optimizer = torch.optim.AdamW(model.trained.parameters(), lr=1e-2)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    zero = {"stage": stage, "elastic_checkpoint": stage == 3}
+    return initialize(Model(stage, seed), zero, train_batch_size=6, zeroelastic={"verify": True})
 
 
 def others(engine: Any) -> dict[str, tuple[str, bytes]]:

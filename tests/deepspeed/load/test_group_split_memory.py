@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from io_counts import process_status, reset_peak
+from training import initialize
 
-import zeroelastic
 from zeroelastic.testing import RankPool
 
 WIDTH, LAYERS = 2048, 4
@@ -21,19 +21,8 @@ MOST_BYTES = 64 << 20
 
 
 def build(installed: bool) -> Any:
-    import deepspeed
-
-    if installed:
-        zeroelastic.install()
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    config = {
-        "train_batch_size": 6,
-        "bf16": {"enabled": True},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": 2},
-    }
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+    return initialize(model, {"stage": 2}, installed=installed, train_batch_size=6, bf16={"enabled": True})
 
 
 def save(directory: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from saved_files import contents, logged
+from training import initialize
 
-import zeroelastic
 from zeroelastic.elastic import every, preemption
 from zeroelastic.errors import SaveError, UnsupportedError
 from zeroelastic.testing import RankPool
@@ -39,17 +39,8 @@ def with_adapters(**options: Any) -> Any:
 
 
 def build(model: torch.nn.Module, stage: int, **options: Any) -> Any:
-    import deepspeed
-
-    zeroelastic.install()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
-        "zeroelastic": {"format": "elastic", **options},
-    }
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    options = {"format": "elastic", **options}
+    return initialize(model, {"stage": stage}, train_micro_batch_size_per_gpu=2, zeroelastic=options)
 
 
 def train(engine: Any) -> None:
