@@ -180,6 +180,8 @@ def changed(path: str, value: object) -> dict:
 ONE, TWO = "ffffffffffffffff", "0000000000000001"  # the digests of w
 VIOLATIONS = [
     *((field, ...) for field in json.loads(record_text(make())) if field != "checksum"),
+    ("format_version", 0),
+    ("format_version", -1),
     ("format_version", "1"),
     ("format_version", 1.0),
     ("format_version", True),
@@ -318,12 +320,6 @@ def test_a_newer_version_says_to_upgrade(tmp_path):
     data["something_new"] = 1
     with pytest.raises(CheckpointError, match=rf"format version {RECORD_VERSION + 1} is newer .* Upgrade zeroelastic"):
         put_json(tmp_path, data)
-
-
-@pytest.mark.parametrize("version", [0, -1])
-def test_a_version_that_never_was_is_refused(tmp_path, version):
-    with pytest.raises(CheckpointError, match="format_version"):
-        put_json(tmp_path, changed("format_version", version))
 
 
 @pytest.mark.parametrize("text", ["1" * 5000, "1e999", "NaN", "-0"])

@@ -32,15 +32,6 @@ def opened(tag_dir: Path, rank: int = 0, world_size: int = 2) -> Shard:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("format", ["elastic", "rigid"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_every_extent_holds_its_part(tmp_path, format, world_size):
-    truth = write_checkpoint(tmp_path, world_size=world_size, format=format)
-    checkpoint = open_checkpoint(tmp_path)
-    assert gather(checkpoint) == truth
-    assert {checkpoint.shard(rank).format for rank in range(world_size)} == {format}
-
-
 @given(
     sizes=SIZES,
     world_size=st.integers(1, 9),

@@ -123,18 +123,6 @@ def test_swapped_elements_change_it(itemsize, numel, data):
     assert digest(elements.view(np.uint8), itemsize) != digest(swapped.view(np.uint8), itemsize)
 
 
-@given(itemsize=itemsizes, numel=st.integers(1, 2000), start=st.integers(0, 5000), by=st.integers(1, 5000))
-def test_moved_data_changes_it(itemsize, numel, start, by):
-    data = random_bytes(numel * itemsize, numel) | 1
-    assert digest(data, itemsize, start) != digest(data, itemsize, start + by)
-
-
-def test_whole_blocks_that_trade_places_change_it():
-    data = random_bytes(2 * BLOCK * 4)
-    traded = np.concatenate([data[BLOCK * 4 :], data[: BLOCK * 4]])
-    assert digest(data, 4) != digest(traded, 4)
-
-
 def test_streams_are_told_apart():
     data = random_bytes(400)
     seeds = {stream_seed(name, key) for name in ("a", "b") for key in ("fp32", "exp_avg")}
@@ -147,11 +135,6 @@ def test_the_bits_count_and_not_the_values():
     assert digest(zero.view(np.uint8), 4) == 0 != digest(minus_zero.view(np.uint8), 4)
     nans = np.array([0x7FC00000, 0x7FC00001], "<u4").view(np.uint8)
     assert digest(nans[:4], 4) != digest(nans[4:], 4)
-
-
-def test_nothing_adds_nothing():
-    assert digest(np.zeros(0, np.uint8), 4, start=77) == 0
-    assert digest(np.zeros(4096, np.uint8), 8, start=77) == 0
 
 
 def test_unaligned_and_read_only_data_do_not_matter():
@@ -168,10 +151,6 @@ def test_weights_are_odd_and_distinct():
     blocks = block_weights(SEED, 2**40, 100)
     assert (blocks & np.uint64(1)).all() and len(set(blocks.tolist())) == 100
     assert blocks.tolist() == [block_weight(SEED, 2**40 + b) for b in range(100)]
-
-
-def test_the_sum_of_two_ranges_wraps():
-    assert combine(MOD - 1, 2) == 1
 
 
 def test_the_format_has_not_drifted():

@@ -50,13 +50,6 @@ def packed_by_hand(numels_of_group: list[int], world_size: int, sub_group_size: 
     return packed
 
 
-@pytest.mark.parametrize(
-    ("numel", "world_size", "part"), [(0, 4, 0), (1, 1, 1), (1, 4, 1), (4, 4, 1), (5, 4, 2), (8, 3, 3), (9, 3, 3)]
-)
-def test_a_part_is_the_ceiling(numel, world_size, part):
-    assert partition_numel(numel, world_size) == part
-
-
 def test_a_part_is_exact_where_floats_are_not():
     assert partition_numel(2**60 + 1, 2) == 2**59 + 1
 
@@ -75,12 +68,6 @@ def test_ranks_own_what_counting_says(numel, world_size):
         want = owned_by_counting(numel, world_size, rank)
         assert list(range(int(start[0]), int(start[0] + length[0]))) == want
         assert layout.owned_numel(rank) == len(want)
-
-
-def test_five_elements_on_four_ranks_leave_one_rank_empty():
-    layout = unpacked_layout([Param("p", (5,))], 4)
-    assert [int(layout.owned(rank)[1][0]) for rank in range(4)] == [2, 2, 1, 0]
-    assert layout.part.tolist() == [2] and layout.sub_group_numel.tolist() == [2]
 
 
 @given(groups=groups_of_params, world_size=world_sizes)
@@ -128,48 +115,10 @@ def params_of(*numels_of_params):
     return [Param(f"p{i}", (numel,)) for i, numel in enumerate(numels_of_params)]
 
 
-def sizes(packed):
-    return [[param.numel for param in sub_group] for sub_group in packed]
-
-
-def test_a_sub_group_overshoots_its_size():
-    assert sizes(pack_sub_groups([params_of(6, 6, 6, 6)], world_size=1, sub_group_size=10)) == [[6, 6], [6, 6]]
-    assert sizes(pack_sub_groups([params_of(100, 1, 1)], world_size=1, sub_group_size=10)) == [[100], [1, 1]]
-
-
-def test_a_group_of_exactly_the_size_stays_whole():
-    assert sizes(pack_sub_groups([params_of(6, 4)], world_size=1, sub_group_size=10)) == [[6, 4]]
-
-
-def test_the_size_counts_elements_of_one_rank():
-    group = params_of(8, 8, 8, 8)
-    assert sizes(pack_sub_groups([group], world_size=1, sub_group_size=16)) == [[8, 8], [8, 8]]
-    assert sizes(pack_sub_groups([group], world_size=2, sub_group_size=16)) == [[8, 8, 8, 8]]
-    assert sizes(pack_sub_groups([params_of(1, 1, 1, 1)], world_size=8, sub_group_size=2)) == [[1, 1], [1, 1]]
-
-
-def test_sub_groups_never_span_groups_and_skip_what_is_empty():
-    packed = pack_sub_groups([[], [Param("a", (0,))], [Param("b", (2,)), Param("c", (0,))], [Param("d", ())]],
-                             world_size=3, sub_group_size=None)  # fmt: skip
-    assert [[param.name for param in sub_group] for sub_group in packed] == [["b"], ["d"]]
-
-
 def test_unpacked_parameters_are_buffers_of_their_own():
     layout = unpacked_layout(params_of(5, 0, 1), 2)
     assert layout.sub_group.tolist() == [0, 1, 2] and layout.offset.tolist() == [0, 0, 0]
     assert layout.sub_group_numel.tolist() == [3, 0, 1]
-
-
-def test_an_empty_layout():
-    layout = layout_from_sub_groups([], 3)
-    assert layout.num_params == 0 and layout.num_sub_groups == 0 and layout.owned_numel(2) == 0 and layout.index() == {}
-
-
-def test_empty_sub_groups_keep_their_place():
-    a, b = params_of(4, 6)
-    layout = layout_from_sub_groups([[], [a], [], [b], []], 2)
-    assert layout.sub_group.tolist() == [1, 3] and layout.offset.tolist() == [0, 0]
-    assert layout.sub_group_numel.tolist() == [0, 2, 0, 3, 0]
 
 
 def test_the_index_names_positions():
@@ -185,15 +134,6 @@ def test_bad_input_is_refused_by_name():
 
 def names(params):
     return [param.name for param in params]
-
-
-def test_a_group_is_cut_in_equal_parts_wherever_its_parameters_end():
-    a, b = params_of(3, 4)
-    layout = group_split_layout([[a, b]], 2)  # aaabbbb, padded to a multiple of 2 * 2
-    assert layout.sub_group_numel.tolist() == [4] and layout.part.tolist() == [4, 4]
-    assert [column.tolist() for column in layout.owned(0)] == [[0, 0], [3, 1]]
-    assert [column.tolist() for column in layout.owned(1)] == [[3, 1], [0, 3]]
-    assert layout.buffer_offset(0).tolist() == [0, 3] and layout.buffer_offset(1).tolist()[1] == 0
 
 
 @given(groups=groups_of_params, world_size=world_sizes, data=st.data())

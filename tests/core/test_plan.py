@@ -219,26 +219,6 @@ def test_the_same_size_is_a_plain_copy(world_size):
         assert plan.num_segments == (layout.owned(rank)[1] > 0).sum(), "one segment for each parameter"
 
 
-@given(sizes=groups_of_numels, saved=st.integers(1, 64), current=st.integers(1, 64))
-def test_source_ranks_are_those_of_the_plans(sizes, saved, current):
-    groups = groups_of(sizes)
-    src, dst = build(groups, saved, 100), build(groups, current)
-    flat = [param.numel for group in groups for param in group]
-    used: set[int] = set()
-    for rank in range(current):
-        plan = make_plan(src, dst, rank)
-        assert plan.source_ranks == source_ranks(flat, saved_world_size=saved, world_size=current, rank=rank)
-        used |= set(plan.source_ranks)
-    assert used == {rank for rank in range(saved) if src.owned_numel(rank)}, "a file with data is read by nobody"
-
-
-def test_neighbouring_ranks_read_neighbouring_files():
-    groups = groups_of([[64 * 3 * 50]])
-    assert make_plan(build(groups, 4), build(groups, 3), 0).source_ranks == (0, 1)
-    assert make_plan(build(groups, 4), build(groups, 3), 2).source_ranks == (2, 3)
-    assert make_plan(build(groups, 64), build(groups, 8), 7).source_ranks == tuple(range(56, 64))
-
-
 def test_the_same_names_in_the_same_order_need_no_look_up(monkeypatch):
     src, dst = build(groups_of([[4, 5], [6]]), 2), build(groups_of([[4, 5], [6]]), 3)
     assert src.params is not dst.params and src.params[0] is not dst.params[0]
@@ -361,10 +341,3 @@ def test_a_same_size_plan_without_padding_coalesces_to_one_row_per_sub_group():
     plan = make_plan(layout, layout, 2)
     merged = coalesce(plan.src_sub_group, plan.src_offset, plan.dst_sub_group, plan.dst_offset, plan.length)
     assert merged[0].tolist() == [0, 1] and merged[4].tolist() == [12, 10]
-
-
-def test_padding_keeps_rows_apart():
-    layout = build(groups_of([[5, 5]]), 2)
-    plan = make_plan(layout, layout, 1)
-    merged = coalesce(plan.src_sub_group, plan.src_offset, plan.dst_sub_group, plan.dst_offset, plan.length)
-    assert merged[1].tolist() == [0, 3] and merged[4].tolist() == [2, 2]
