@@ -112,25 +112,6 @@ def test_conversions_are_torch_bit_for_bit(engine: Engine, tmp_path: Path, cast:
     engine.free()
 
 
-@pytest.mark.parametrize("cast", CASTS)
-def test_one_element_and_none(engine: Engine, tmp_path: Path, cast: Cast) -> None:
-    src_itemsize, dst_itemsize = cast_itemsizes(cast)
-    data = np.arange(1, 1 + 2 * src_itemsize, dtype=np.uint8)
-    paths = write_files(tmp_path, (data,))
-    for numel in (0, 1):
-        table = segment(src_itemsize, dst_itemsize, numel * src_itemsize)
-        want = np.full(3 * dst_itemsize, UNTOUCHED, dtype=np.uint8)
-        want[dst_itemsize : (1 + numel) * dst_itemsize] = convert(cast, data[src_itemsize:][: numel * src_itemsize])
-        for operation in ("read", "copy"):
-            dst = engine.put(np.full(3 * dst_itemsize, UNTOUCHED, dtype=np.uint8))
-            if operation == "read":
-                read_segments(table, paths, [dst], cast=cast, executor=engine.name)
-            else:
-                copy_segments(table, [engine.put(data)], [dst], cast=cast, executor=engine.name)
-            assert np.array_equal(engine.get(dst), want)
-    engine.free()
-
-
 @settings(max_examples=60)
 @given(data=st.data())
 @pytest.mark.parametrize("cast", ["float32->bfloat16", "float32->float16", "bfloat16->float32"])
