@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import given
-from sliced import Topology, layout_of, tensor_lists, topologies
+from sliced import layout_of, tensor_lists, topologies
 
 from zeroelastic.core.copies import first_copies, strips_of_runs
 from zeroelastic.core.layout import Param
@@ -45,11 +45,3 @@ def test_a_slice_of_several_gapped_strips():
     zero = np.zeros(8, dtype=np.int64)
     start = np.array([0, 6, 12, 18, 25, 31, 37, 43])
     assert strips_of_runs(slices, zero, start).tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
-
-
-def test_replicated_tensors_have_a_copy_for_each_tensor_parallel_rank():
-    layout = layout_of([(Param("norm", (8,)), "whole"), (Param("up", (8, 2)), "dim 0")], Topology(2, 4, 1, "group"))
-    first = first_copies(layout.slices)
-    names = [layout.slices.tensors[p].name for p in layout.slices.strips.param.tolist()]
-    assert len({first[s] for s, name in enumerate(names) if name == "norm"}) == 1
-    assert len({first[s] for s, name in enumerate(names) if name == "up"}) == 4
