@@ -93,11 +93,15 @@ def test_shards_of_other_nodes_are_resumed(run: Callable[..., NodeRun], job: Job
         assert any("did not see all files" in note for note in report.notes)
 
 
+@support(SECTION, "`use_node_local_storage`, every rank sees all files", "exact")
 def test_a_node_that_has_all_files_is_found_without_the_flag_and_serves_a_new_one(run: Callable[..., NodeRun]) -> None:
     saved = run(ELASTIC, (0, 0, 0, 0))
     outcomes = saved.resume((1, 0), config={})
     check_resumed(Saved(str(saved.nodes.disk(0)), saved.outcome), outcomes, ELASTIC)
     assert outcomes[0].report.root_matches
+    report = saved.resume((0, 0, 0))[0].report
+    assert report.root_matches and report.bytes_sent == report.bytes_received == 0
+    assert not any("node-local" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])

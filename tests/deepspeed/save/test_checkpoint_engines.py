@@ -155,26 +155,6 @@ def test_the_old_format_is_deepspeeds_at_the_same_size_and_refused_at_another(
     )
 
 
-NODE_LOCAL = {"checkpoint": {"use_node_local_storage": True}}
-
-
-@pytest.mark.support(ENGINES, "`use_node_local_storage`, every rank sees all files", "exact")
-def test_node_local_storage_that_all_ranks_see_is_like_any_other(rank_pool: RankPool, tmp_path: Path) -> None:
-    job = Job(config=NODE_LOCAL)
-    saved = rank_pool.run(train_and_save, 2, job, str(tmp_path))[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "global_step3",
-        "latest",
-        "zero_to_fp32.py",
-        "zero_to_torch.py",
-    ]
-    for outcome in rank_pool.run(resume, 3, job.other(), str(tmp_path)):
-        report = outcome.report
-        assert compare_states(saved.state, outcome.state) == [] and report.root_matches
-        assert report.bytes_sent == report.bytes_received == 0
-        assert not any("node-local" in note for note in report.notes)
-
-
 def save_in_many_places(job: Job, directory: str) -> Any:
     """Tags and directories as people write them; returns the state that each of them holds."""
     root = Path(directory)
