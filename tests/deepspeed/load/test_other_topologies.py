@@ -57,7 +57,7 @@ def case(save: tuple[int, TopologyJob, list[tuple[int, int]]]) -> Any:
     return pytest.param(*save, id=f"{job.model}-{job.stage}-{job.tp}-{job.ep}-on {len(save[2])}")
 
 
-@pytest.mark.parametrize(("ranks", "job", "others"), map(case, SAVES))
+@pytest.mark.parametrize(("ranks", "job", "others"), [*map(case, SAVES)])
 def test_a_stock_save_loads_at_other_sizes(
     topology_pool: RankPool, tmp_path: Any, ranks: int, job: TopologyJob, others: list[tuple[int, int]]
 ) -> None:
