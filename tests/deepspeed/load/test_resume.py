@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exact_jobs import OPTIMIZERS
 from exports import plain
 from saved_files import record_of
 from saves import Saved, Saver, check_each, check_resumed, save_once
@@ -116,13 +117,9 @@ def test_content_root_is_the_same_at_every_world_size_and_in_both_formats(
         assert set(roots) == {checkpoint.root}
 
 
+OF_OPTIMIZERS = ("amsgrad", "plain_sgd", "rmsprop", "adagrad", "cpu_adam", "sgd")
 VARIANTS = {
-    "amsgrad": Job(optimizer="amsgrad"),
-    "sgd_momentum": Job(optimizer="sgd"),
-    "plain_sgd": Job(optimizer="plain_sgd"),
-    "rmsprop": Job(optimizer="rmsprop"),
-    "adagrad": Job(optimizer="adagrad", groups=1),
-    "cpu_adam": Job(optimizer="cpu_adam"),
+    **{name: OPTIMIZERS[name][0] for name in OF_OPTIMIZERS},
     "fp32": Job(precision="fp32"),
     "fp16": Job(precision="fp16"),
     "one_sub_group": Job(sub_group_size=10**9),
@@ -145,12 +142,7 @@ VARIANTS = {
     "group_of_frozen_parameters": Job(groups=3),
 }
 SHOWS = {
-    "amsgrad": ("Optimizers", "torch `Adam`, `AdamW`, amsgrad"),
-    "sgd_momentum": ("Optimizers", "torch `SGD`, with and without momentum"),
-    "plain_sgd": ("Optimizers", "torch `SGD`, with and without momentum"),
-    "rmsprop": ("Optimizers", "torch `RMSprop`"),
-    "adagrad": ("Optimizers", "torch `Adagrad`"),
-    "cpu_adam": ("Optimizers", "`DeepSpeedCPUAdam`"),
+    **{name: ("Optimizers", OPTIMIZERS[name][1]) for name in OF_OPTIMIZERS},
     "fp32": ("Precision", "fp32"),
     "fp16": ("Precision", "fp16, dynamic loss scale"),
     "one_sub_group": ("Parameters", "one sub-group, or one a parameter"),
@@ -170,7 +162,7 @@ SINGLE = {
     "fp32-elastic": (4, 3),
     "fp32-rigid": (3, 2),
     "fp16-rigid": (2, 3),
-    "sgd_momentum-rigid": (4, 1),
+    "sgd-rigid": (4, 1),
     "adagrad-elastic": (1, 3),
     "offload_optimizer-rigid": (5, 2),
     "offload_both-elastic": (3, 4),
@@ -183,7 +175,7 @@ TOGETHER = {
     "placement-elastic": (("offload_optimizer", "everything_persistent", "nothing_persistent"), (3, 1)),
     "offload-elastic": (("offload_optimizer_pinned", "offload_cpu_adam", "offload_both_pinned"), (3, 2)),
     "placement-rigid": (("offload_both", "everything_persistent", "nothing_persistent"), (3, 4)),
-    "optimizers-rigid": (("amsgrad", "plain_sgd", "rmsprop", "adagrad", "cpu_adam"), (4, 3)),
+    "optimizers-rigid": (OF_OPTIMIZERS[:5], (4, 3)),
 }
 """Variants of which each start of ranks saves, or resumes, several; and its world sizes."""
 
