@@ -299,7 +299,7 @@ def test_one_reaper_waits_and_one_that_comes_late_finds_nothing_to_do(tmp_path: 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[RunPlace]:
     """A run with one complete tag, in a job's directory."""
-    place = Place(tmp_path / "memory" / "user" / "job", "node", (os.getpid(), ""))
+    place = Place(tmp_path / "memory" / "user" / "job", "node")
     place.path.parents[1].mkdir()
     place.create()
     run = RunPlace.of(place.path, tmp_path / "ckpt", "params")

@@ -312,7 +312,8 @@ class MemoryCheckpoints:
 def _own_place() -> Place:
     place = Place.of_this_job()
     place.create()
-    start_reaper(*place.launcher, str(place.path))
+    if place.launcher is not None:
+        start_reaper(*place.launcher, str(place.path))
     return place
 
 

@@ -72,7 +72,7 @@ class Place:
 
     path: Path
     node: str
-    launcher: tuple[int, str]
+    launcher: tuple[int, str] | None = None
 
     @staticmethod
     def of_this_job(environment: Mapping[str, str] = os.environ) -> Place:
