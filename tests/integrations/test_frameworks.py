@@ -469,14 +469,27 @@ class Recorder:
     def save_state(self, output_dir: Any = None) -> None: ...
 
 
+class RecordedScheduler:
+    """Stands for accelerate's wrapper of a scheduler."""
+
+    def step(self) -> None: ...
+
+    def state_dict(self) -> None: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+RECORDED = SimpleNamespace(Accelerator=Recorder, AcceleratedScheduler=RecordedScheduler)
+
+
 @pytest.mark.parametrize(("kind", "stage"), [("FSDP", 3), ("MULTI_GPU", 3), ("DEEPSPEED", 0)])
 def test_what_is_not_zero_is_left_alone(kind: str, stage: int) -> None:
     from zeroelastic.integrations import accelerate
 
     original = Recorder.load_state
-    accelerate.wrap_module(SimpleNamespace(Accelerator=Recorder))  # type: ignore[arg-type]
+    accelerate.wrap_module(RECORDED)  # type: ignore[arg-type]
     try:
-        accelerate.wrap_module(SimpleNamespace(Accelerator=Recorder))  # type: ignore[arg-type]
+        accelerate.wrap_module(RECORDED)  # type: ignore[arg-type]
         recorder = Recorder(kind, stage)
         assert recorder.load_state("there", {"a": 1}, strict=False) == "done"
         assert recorder.calls == [("there", {"a": 1}, {"strict": False})]
@@ -515,7 +528,7 @@ def test_a_stateful_dataloader_of_another_size_is_refused(
 def load_with_stateful_loader(directory: str) -> tuple[str, str]:
     from zeroelastic.integrations import accelerate
 
-    accelerate.wrap_module(SimpleNamespace(Accelerator=Recorder))  # type: ignore[arg-type]
+    accelerate.wrap_module(RECORDED)  # type: ignore[arg-type]
     recorder = Recorder("DEEPSPEED", 3, SimpleNamespace(use_stateful_dataloader=True))
     try:
         recorder.load_state(directory)

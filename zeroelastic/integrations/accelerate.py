@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -52,11 +52,16 @@ from zeroelastic.integrations.framework_load import (
     are_close,
     check_tag,
     is_loaded_here,
+    is_without_optimizer,
     load_and_correct,
     newest_complete,
+    on_rank_0,
     rates_at,
+    refuse_cut_short,
 )
+from zeroelastic.integrations.framework_save import save_with_files
 from zeroelastic.io.paths import FilePath
+from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.tag_directory import read_tag, recover_all
 from zeroelastic.torch_file.graph import read_graph
 
@@ -66,8 +71,10 @@ logger = logging.getLogger(__name__)
 
 _TAG = "pytorch_model"
 _TICKS = "_zeroelastic_ticks_per_step"
-"""An attribute of a torch scheduler, saved with it in ``scheduler.bin``: how often it is stepped per optimizer step, if
-that is not the number of processes."""
+"""An attribute of accelerate's scheduler, in ``scheduler.bin`` beside the state of the one that it steps: how often per
+optimizer step, if that is not the number of processes."""
+_FUNCTION = "_zeroelastic_function"
+"""An attribute of a function in a LambdaLR whose counter is scaled: the function of the script."""
 _WARNED = "_zeroelastic_warned"
 """An attribute of accelerate's ProjectConfiguration: rank 0 has said of its run what it lacks."""
 _PASSED_OVER = "_zeroelastic_passed_over"
@@ -75,9 +82,12 @@ _PASSED_OVER = "_zeroelastic_passed_over"
 
 
 def wrap_module(module: ModuleType) -> None:
-    """Wrap ``load_state`` and ``save_state`` of accelerate's ``Accelerator``; does nothing the second time."""
+    """Wrap saves and loads of accelerate's ``Accelerator``, and its schedulers; does nothing the second time."""
     wrap(module.Accelerator, "load_state", _load_state)
     wrap(module.Accelerator, "save_state", _save_state)
+    wrap(module.AcceleratedScheduler, "state_dict", _state_dict)
+    wrap(module.AcceleratedScheduler, "load_state_dict", _load_state_dict)
+    wrap(module.AcceleratedScheduler, "step", _step)
 
 
 def _save_state(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,23 +100,51 @@ def _save_state(original: Callable[..., Any]) -> Callable[..., Any]:
         config, engine = self.project_configuration, _engine(self)
         if engine is None:
             return original(self, *args, **kwargs)
-        if (problem := _forgotten_scheduler(self, engine)) and dist.get_rank() == 0 and not hasattr(config, _WARNED):
-            logger.warning("accelerate: %s", problem)
+        left_out = _without_optimizer(self)
+        problems = [*filter(None, [_forgotten_scheduler(self, engine)]), *map(_left_out_note, left_out)]
+        if problems and dist.get_rank() == 0 and not hasattr(config, _WARNED):
+            logger.warning("accelerate: %s", "; ".join(problems))
             setattr(config, _WARNED, True)
         if config.automatic_checkpoint_naming:
             all_or_raise(lambda: _remove_passed_over(self) if self.is_main_process else None)
-        if config.total_limit is None or not config.automatic_checkpoint_naming:
-            return original(self, *args, **kwargs)
         engines = list(filter(is_loaded_here, self._models))
-        for one in engines:
-            finish_pending(one, before="save_state()")
-        with patched(config, total_limit=None):
-            done = original(self, *args, **kwargs)
-        keep = max(1, config.total_limit) + any(pending_of(one) is not None for one in engines)
-        all_or_raise(lambda: _remove_older(self, keep) if self.is_main_process else None)
+        limit = config.total_limit if config.automatic_checkpoint_naming else None
+        if limit is not None:
+            for one in engines:
+                finish_pending(one, before="save_state()")
+        with patched(config, total_limit=None), _doing_nothing("save_checkpoint", left_out.values()):
+            done = save_with_files(engines, partial(original, self, *args, **kwargs))
+        if limit is not None:
+            keep = max(1, limit) + any(pending_of(one) is not None for one in engines)
+            all_or_raise(lambda: _remove_older(self, keep) if self.is_main_process else None)
         return done
 
     return save_state
+
+
+def _tags(accelerator: Any) -> dict[str, Any]:
+    """Return the engines by their tags."""
+    return {f"{_TAG}_{number}" if number else _TAG: model for number, model in enumerate(accelerator._models)}
+
+
+def _without_optimizer(accelerator: Any) -> dict[str, Any]:
+    """Return the ZeRO-3 engines without an optimizer by their tags: DeepSpeed has no way to save one (0.19.8)."""
+    return {tag: model for tag, model in _tags(accelerator).items() if is_without_optimizer(model)}
+
+
+def _left_out_note(tag: str) -> str:
+    return (
+        f"{tag} IS NOT IN THE CHECKPOINT: a ZeRO-3 model without an optimizer keeps the weights that the script loads"
+    )
+
+
+@contextmanager
+def _doing_nothing(method: str, engines: Iterable[Any]) -> Iterator[None]:
+    """Within this context, a method of some engines does nothing."""
+    with ExitStack() as stack:
+        for one in engines:
+            stack.enter_context(patched(one, **{method: lambda *_, **__: None}))
+        yield
 
 
 def _remove_passed_over(accelerator: Any) -> None:
@@ -139,17 +177,26 @@ def _forgotten_scheduler(accelerator: Any, engine: Any) -> str:
 def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_state(self: Any, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> Any:
         engine = _engine(self)
-        directory = None if engine is None else _directory(self, engine, input_dir)
+        if engine is None:
+            return original(self, input_dir, load_kwargs, **kwargs)
+        for one in filter(is_loaded_here, self._models):
+            finish_pending(one, before="load_state()")
+        directory = _directory(self, engine, input_dir)
         if directory is None:
             return original(self, input_dir, load_kwargs, **kwargs)
-        return load_and_correct(
-            *(logger, "accelerate", engine),
-            lambda: original(self, str(directory), load_kwargs, **kwargs),
-            read=lambda: read_tag(directory / _TAG, partial(_read, directory)),
-            refuse=lambda saved: _refuse(self, engine, directory, saved),
-            correct=lambda saved, _, notes: _correct(self, engine, directory, saved, notes),
-            settings=_SETTINGS,
-        )
+        refuse_cut_short(directory)
+        tags = _tags(self)
+        (tag,) = (tag for tag, model in tags.items() if model is engine)
+        left_out = on_rank_0(lambda: [tag for tag in _without_optimizer(self) if not (directory / tag).is_dir()])
+        with _doing_nothing("load_checkpoint", map(tags.__getitem__, left_out)):
+            return load_and_correct(
+                *(logger, "accelerate", engine),
+                lambda: original(self, str(directory), load_kwargs, **kwargs),
+                read=lambda: read_tag(directory / tag, partial(_read, directory)),
+                refuse=lambda saved: _refuse(self, engine, directory, saved),
+                correct=lambda saved, _, notes: _correct(self, engine, directory, saved, left_out, notes),
+                settings=_SETTINGS,
+            )
 
     return load_state
 
@@ -206,13 +253,13 @@ def _directory(accelerator: Any, engine: Any, input_dir: Any) -> Path | None:
 
 
 def _check(accelerator: Any, engine: Any, folder: Path) -> None:
-    """Raise CheckpointError where a folder lacks what ``load_state`` reads."""
+    """Raise CheckpointError where a folder lacks what ``load_state`` reads, or its files are not of one save."""
+    require_own_files(folder)
     with suppress(OSError):  # a directory that cannot be written: what is missing is reported
         recover_all(folder)
-    for number, model in enumerate(accelerator._models):
+    for tag, model in _tags(accelerator).items():
         if is_loaded_here(model):
-            tag_dir = folder / (f"{_TAG}_{number}" if number else _TAG)
-            check_tag(tag_dir, on_this_node_only=engine.use_node_local_storage())
+            check_tag(folder / tag, on_this_node_only=engine.use_node_local_storage())
     names = [
         f"scheduler_{number}.bin" if number else "scheduler.bin" for number in range(len(_schedulers(accelerator)))
     ]
@@ -280,7 +327,9 @@ def _refuse(accelerator: Any, engine: Any, directory: Path, saved: _Saved) -> No
         )
 
 
-def _correct(accelerator: Any, engine: Any, directory: Path, saved: _Saved, notes: Notes) -> None:
+def _correct(
+    accelerator: Any, engine: Any, directory: Path, saved: _Saved, left_out: Iterable[str], notes: Notes
+) -> None:
     if saved.step is not None:
         phase = saved.step % saved.accumulation
         accelerator.step = saved.step // saved.accumulation * accelerator.gradient_accumulation_steps
@@ -288,7 +337,7 @@ def _correct(accelerator: Any, engine: Any, directory: Path, saved: _Saved, note
             lost = f"{phase} of {saved.accumulation} micro-steps are lost"
             notes.warn(f"SAVED IN THE MIDDLE of an optimizer step: {lost}")
     _reseed_new_rank(accelerator, engine, directory, saved, notes)
-    if problem := _forgotten_scheduler(accelerator, engine):
+    for problem in (*filter(None, [_forgotten_scheduler(accelerator, engine)]), *map(_left_out_note, left_out)):
         notes.warn(problem)
     for scheduler in _schedulers(accelerator):
         _correct_scheduler(scheduler, accelerator.num_processes, saved, notes)
@@ -319,49 +368,89 @@ def _reseed_new_rank(accelerator: Any, engine: Any, directory: Path, saved: _Sav
 def _correct_scheduler(accelerated: Any, world_size: int, saved: _Saved, notes: Notes) -> None:
     """Let a scheduler continue at the optimizer step at which it was saved.
 
-    A schedule that is a function in the script (LambdaLR) is written for the processes of this run: its counter is
-    scaled. A schedule with saved constants (T_max, milestones, total_steps) counts in the steps of the saved run: it is
-    still stepped as often per optimizer step as it was. For a function, the saved learning rate decides between them.
+    Its state counts the steps of the saved run: it is still stepped as often per optimizer step as it was. A function
+    in the script may count those of this run (``LambdaLR`` with lengths times the number of processes): the saved
+    learning rate decides whether its counter is scaled.
     """
-    scheduler = accelerated.scheduler
-    name = type(scheduler).__name__
+    name = type(accelerated.scheduler).__name__
     if not accelerated.step_with_optimizer:
         notes.info(f"{name}: counts the script's own calls (step_scheduler_with_optimizer is off); left as it was")
         return
     native = 1 if accelerated.split_batches else world_size
-    ticks = vars(scheduler).pop(_TICKS, None) or (1 if accelerated.split_batches else saved.world_size)
+    ticks = getattr(accelerated, _TICKS, None) or (1 if accelerated.split_batches else saved.world_size)
+    setattr(accelerated, _TICKS, None if ticks == native else ticks)
+    lambdas = _lambda_schedulers(accelerated.scheduler)
+    for one in lambdas:  # as they were before an earlier load
+        one.lr_lambdas = [getattr(function, _FUNCTION, function) for function in one.lr_lambdas]
     if ticks == native:
         return
-    counter = scheduler.last_epoch
-    steps, rest = divmod(counter, ticks)
-    rates = scheduler.get_last_lr()
-    if isinstance(scheduler, LambdaLR) and not rest:
-        scaled = rates_at(scheduler, steps * native)
-        if are_close(scaled, rates) or not are_close(rates_at(scheduler, counter), rates):
-            scheduler.last_epoch = steps * native
-            scheduler._step_count = max(1, scheduler._step_count - counter + scheduler.last_epoch)
-            notes.info(f"{name}: counter {counter} ({ticks} per step) -> {scheduler.last_epoch} ({native} per step)")
-            if not are_close(scaled, rates):
-                notes.warn(f"LEARNING RATE CHANGED: {name} gives {scaled}, {rates} was saved")
-            return
-    _tick(accelerated, ticks)
     notes.info(f"{name}: goes on being stepped {ticks} times per optimizer step, as it was saved")
+    for one in lambdas:
+        counter, rates = one.last_epoch, one.get_last_lr()
+        scaled = rates_at(one, counter * native // ticks)
+        if are_close(rates_at(one, counter), rates) and not are_close(scaled, rates):
+            continue
+        one.lr_lambdas = [_scaled(function, native, ticks) for function in one.lr_lambdas]
+        notes.info(f"LambdaLR: its function counts {native} times per optimizer step")
+        if not are_close(scaled, rates):
+            notes.warn(f"LEARNING RATE CHANGED: LambdaLR gives {scaled}, {rates} was saved")
 
 
-def _tick(accelerated: Any, ticks: int) -> None:
-    """Let accelerate step a scheduler ``ticks`` times per optimizer step, at any number of processes."""
-    scheduler = accelerated.scheduler
-    step_once = type(accelerated).step
-    accelerated.split_batches = True  # with this, accelerate steps it once
-    setattr(scheduler, _TICKS, ticks)
+def _lambda_schedulers(scheduler: Any) -> list[LambdaLR]:
+    """Return a scheduler, if it is a LambdaLR, and those in it: of a ``SequentialLR``, or of a user's own class."""
+    found = [scheduler]
+    for one in found:
+        for value in getattr(one, "__dict__", {}).values():
+            inner = value if isinstance(value, list | tuple) else (value,)
+            found += [one for one in inner if isinstance(one, LRScheduler) and all(one is not other for other in found)]
+    return [one for one in found if isinstance(one, LambdaLR)]
 
-    def step(*args: Any, **kwargs: Any) -> None:
-        count = ticks if accelerated.gradient_state.sync_gradients else 1
-        for _ in range(count):
-            if scheduler._step_count <= getattr(scheduler, "total_steps", math.inf):
-                step_once(accelerated, *args, **kwargs)
 
-    accelerated.step = step
+def _scaled(function: Callable[[int], float], native: int, ticks: int) -> Callable[[int], float]:
+    """Return the function of a LambdaLR for a counter that is stepped ``ticks`` times per optimizer step."""
+    if getattr(function, "__dict__", None):  # an object whose state is saved: it counts as in the saved run
+        return function
+
+    def scaled(counter: int) -> float:
+        return function(counter * native // ticks)
+
+    setattr(scaled, _FUNCTION, function)
+    return scaled
+
+
+def _state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    def state_dict(self: Any) -> Any:
+        ticks = getattr(self, _TICKS, None)
+        return original(self) if ticks is None else {**original(self), _TICKS: ticks}
+
+    return state_dict
+
+
+def _load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        ticks = state_dict.get(_TICKS) if isinstance(state_dict, dict) else None
+        setattr(self, _TICKS, ticks)
+        if ticks is not None:
+            state_dict = {key: value for key, value in state_dict.items() if key != _TICKS}
+        return original(self, state_dict)
+
+    return load_state_dict
+
+
+def _step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Step a scheduler as often per optimizer step as in the run that saved it."""
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ticks = getattr(self, _TICKS, None)
+        if ticks is None:
+            return original(self, *args, **kwargs)
+        with (
+            patched(self, split_batches=False),
+            patched(sys.modules[original.__module__], AcceleratorState=lambda: SimpleNamespace(num_processes=ticks)),
+        ):
+            return original(self, *args, **kwargs)
+
+    return step
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, SupportsFloat, TypeVar
 
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
@@ -20,10 +20,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from zeroelastic.deepspeed.live.kinds import kind_of
 from zeroelastic.distributed.collective import all_or_raise, broadcast_or_raise
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.errors import CheckpointError, MissingFileError, StrictError, UsageError, ZeroElasticError, finding
+from zeroelastic.errors import CheckpointError, MissingFileError, StrictError, ZeroElasticError, finding
 from zeroelastic.io.paths import FilePath, PinnedPath
 from zeroelastic.report import Note, ResumeReport
 from zeroelastic.runs.candidates import check_quickly, is_damage
+from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.tag_directory import read_tag
 
 S = TypeVar("S")
@@ -56,6 +57,12 @@ def is_loaded_here(engine: Any) -> bool:
     return kind_of(getattr(engine, "optimizer", None)) is not None
 
 
+def is_without_optimizer(engine: Any) -> bool:
+    """Whether an engine of ZeRO-3 has no optimizer: zeroelastic loads it, and DeepSpeed has no way to save it."""
+    optimizer = getattr(engine, "optimizer", None)
+    return kind_of(optimizer) is None and kind_of(optimizer, to_load=True) is not None
+
+
 def read_on_rank_0(read: Callable[[], T | None]) -> T | None:
     """What ``read`` returns on rank 0, on every rank. Collective, where there is a process group.
 
@@ -67,10 +74,20 @@ def read_on_rank_0(read: Callable[[], T | None]) -> T | None:
             return read()
         return None
 
+    return on_rank_0(look)
+
+
+def on_rank_0(read: Callable[[], T]) -> T:
+    """What ``read`` returns on rank 0, on every rank. Collective, where there is a process group."""
     if not dist.is_initialized():
-        return look()
+        return read()
     require_partners()
-    return broadcast_or_raise(look)
+    return broadcast_or_raise(read)
+
+
+def refuse_cut_short(directory: Path) -> None:
+    """Raise CheckpointError where the files that a framework writes beside a tag are of another save. Collective."""
+    on_rank_0(lambda: require_own_files(directory))
 
 
 class Newest(NamedTuple):
@@ -94,8 +111,6 @@ def newest_complete(
         for folder in folders():
             try:
                 check(folder)
-            except UsageError as error:
-                problems[folder] = str(error)
             except CheckpointError as error:
                 if is_damage(error):
                     problems[folder] = finding(error)
@@ -176,7 +191,7 @@ def rates_at(scheduler: LambdaLR, counter: int) -> list[float]:
     ]
 
 
-def are_close(ours: Iterable[float], theirs: Iterable[float]) -> bool:
+def are_close(ours: Iterable[SupportsFloat], theirs: Iterable[SupportsFloat]) -> bool:
     """Whether learning rates are the same but for rounding."""
     return all(
         math.isclose(float(a), float(b), rel_tol=_LR_TOLERANCE, abs_tol=1e-15)

@@ -27,9 +27,11 @@ from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
 from zeroelastic.distributed.collective import broadcast
 from zeroelastic.errors import MissingFileError, SaveError, StrictError, counted
-from zeroelastic.integrations.framework_load import check_tag, newest_complete
+from zeroelastic.integrations.framework_load import check_tag, is_loaded_here, newest_complete, refuse_cut_short
+from zeroelastic.integrations.framework_save import save_with_files
 from zeroelastic.integrations.trainer_batch import keep_global_batch
-from zeroelastic.runs.locate import find_source
+from zeroelastic.runs.framework_files import require_own_files
+from zeroelastic.runs.names import LATEST, LATEST_UNIVERSAL, directory_of, read_latest
 from zeroelastic.runs.tag_directory import recover_all
 
 logger = logging.getLogger(__name__)
@@ -53,9 +55,11 @@ def _train(module: ModuleType, original: Callable[..., Any]) -> Callable[..., An
             if config is not None and checkpoint is not None:
                 checkpoint = _last_complete(config, Path(self.args.output_dir)) or checkpoint
                 resume_from_checkpoint = str(checkpoint)
-        if config is not None and isinstance(checkpoint, str | os.PathLike) and parse_options(config).keep_global_batch:
-            keep_global_batch(self, config, Path(checkpoint))
         is_path = isinstance(checkpoint, str | os.PathLike)
+        if config is not None and is_path:
+            refuse_cut_short(Path(checkpoint))
+            if parse_options(config).keep_global_batch:
+                keep_global_batch(self, config, Path(checkpoint))
         run = TrainerRun(self, module.TrainerCallback, Path(checkpoint) if is_path else None)
         order: AbstractContextManager[None] = nullcontext()
         if config is not None and is_path and _groups_by_length(self.args):
@@ -83,13 +87,25 @@ def _save_checkpoint(module: ModuleType, original: Callable[..., Any]) -> Callab
         rotate(*args, save_total_limit=save_total_limit, best_model_checkpoint=best_model_checkpoint, **kwargs)
 
     def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = _ds_config(self)
-        if config is None or not parse_options(config).async_save:
+        config, engine = _ds_config(self), self.model_wrapped
+        if config is None or not is_loaded_here(engine):
             return original(self, *args, **kwargs)
+        later: list[Callable[[], Any]] = []  # what the Trainer removes and uploads, once the checkpoint is complete
+
+        def postponed(call: Callable[..., Any]) -> Callable[..., None]:
+            return lambda *args, **kwargs: later.append(partial(call, *args, **kwargs))
+
+        is_async = parse_options(config).async_save
         # The newest checkpoint is not complete when the Trainer removes the oldest: that of the save before is.
-        with patched(module, rotate_checkpoints=keeping_one_more):
-            done = original(self, *args, **kwargs)
-        if (run := current_run()) is not None and self.args.save_total_limit:
+        remove = keeping_one_more if is_async else rotate
+        with (
+            patched(module, rotate_checkpoints=postponed(remove)),
+            patched(self, _push_from_checkpoint=postponed(self._push_from_checkpoint)),
+        ):
+            done = save_with_files([engine], partial(original, self, *args, **kwargs))
+        for call in later:
+            call()
+        if is_async and (run := current_run()) is not None and self.args.save_total_limit:
             run.at_end[:] = [partial(_remove_older, self, rotate)]
             if self.control.should_training_stop:  # the Trainer may remove all but the best then
                 run.at_end.pop()()
@@ -145,12 +161,16 @@ def _last_complete(config: Mapping[str, Any], output_dir: Path) -> Path | None:
         return [output_dir / f"checkpoint-{n}" for n in sorted(map(int, filter(str.isdecimal, numbers)), reverse=True)]
 
     def check(folder: Path) -> None:
+        require_own_files(folder)
         if not (folder / "trainer_state.json").is_file():
             raise MissingFileError(f"{folder}: has no trainer_state.json.")
         with suppress(OSError):  # a directory that cannot be written: what is missing is reported
             recover_all(folder)
-        node_local = config.get("checkpoint", {}).get("use_node_local_storage", False)
-        check_tag(find_source(folder).tag_dir, on_this_node_only=node_local)
+        options = config.get("checkpoint", {})
+        latest = LATEST_UNIVERSAL if options.get("load_universal", False) else LATEST
+        if (tag := read_latest(folder, latest)) is None:
+            raise MissingFileError(f"{folder}: has no file {latest}.")
+        check_tag(directory_of(folder, tag), on_this_node_only=options.get("use_node_local_storage", False))
 
     to_choose = "To choose another one, pass its path as resume_from_checkpoint."
     newest = newest_complete(logger, newest_first, check, to_choose)

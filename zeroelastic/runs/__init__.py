@@ -6,6 +6,7 @@
     order          which tag was committed after which, and which run it is of
     candidates     the tags of a run, newest first, and the newest that is whole
     latest         finds, repairs and sets ``latest``
+    framework_files  which save of a tag the files are of that a framework writes beside it
     locate         the checkpoint that a path means, and messages where there is none
     prune          which tags can be removed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,6 +35,7 @@ from zeroelastic.errors import (
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_sizes, folders, list_directory
 from zeroelastic.runs import order
+from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.names import (
     CHECKPOINT_FOLDER,
     HERE,
@@ -279,10 +280,8 @@ def _tag_in_folder(root: FilePath, name: str) -> Tag | None:
     if not inside:
         return None
     latest, problem = named_latest(folder)
-    if problem is None and latest is None:
-        problem = f"has no {LATEST} file. The save did not finish."
-    elif problem is None and latest not in inside:
-        problem = f"its {LATEST} names {latest}, which is not there."
+    if problem is None:
+        problem = _why_unfinished(folder, latest, inside)
     chosen = latest if latest in inside else inside[-1]
     assert chosen is not None
     tag = _tag_at(folder, chosen)
@@ -293,6 +292,19 @@ def _tag_in_folder(root: FilePath, name: str) -> Tag | None:
         step = _step_of(name)
         step_from = None if step is None else "name"
     return replace(tag, name=name, path=folder, step=step, step_from=step_from, unfinished=problem)
+
+
+def _why_unfinished(folder: FilePath, latest: str | None, inside: Collection[str]) -> str | None:
+    """Why the save in the folder of a framework did not finish; None where it did."""
+    if latest is None:
+        return f"has no {LATEST} file. The save did not finish."
+    if latest not in inside:
+        return f"its {LATEST} names {latest}, which is not there."
+    try:
+        require_own_files(folder)
+    except (CheckpointError, UnreadableError) as error:
+        return str(error).removeprefix(f"{folder}: ")
+    return None
 
 
 def _from_record(tag_dir: FilePath, name: str, opened: FilePath) -> Tag:

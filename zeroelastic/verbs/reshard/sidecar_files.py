@@ -18,6 +18,7 @@ from zeroelastic.checkpoint.rng_files import derived_seed, reseed
 from zeroelastic.errors import CheckpointError, MissingFileError, counted, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_size, file_sizes, folders, read_range
+from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.locate import Source
 from zeroelastic.runs.names import LATEST
 from zeroelastic.torch_file.graph import read_graph
@@ -43,8 +44,9 @@ class SidecarFiles:
 def plan_sidecar_files(source: Source, *, saved_world_size: int, world_size: int) -> SidecarFiles:
     """Decide for each file in the directory above the tag whether it is copied or derived.
 
-    Raises CheckpointError.
+    Raises CheckpointError, also where the files are not of the save that the tag is of.
     """
+    require_own_files(source.root)
     copied: dict[str, str] = {}
     derived: dict[str, tuple[str, int]] = {}
     notes: list[str] = []
