@@ -62,6 +62,14 @@ class Boundaries:
         dist.barrier()
         self.is_active = True
 
+    def end(self) -> None:
+        """Leave a last copy, of what the save has left. Collective."""
+        dist.barrier()
+        if self.rank == 0 and self.kill is None:
+            self._copy()
+        dist.barrier()
+        self.is_active = False
+
     def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def around(*args: Any, **kwargs: Any) -> Any:
             paths = [arg for arg in args if isinstance(arg, str | os.PathLike)]

@@ -287,6 +287,61 @@ def accelerate_numbered(job: AccelerateJob, project: str, steps: int) -> Seen:
     return Seen(state, step, [], [], losses, (), said)
 
 
+def accelerate_beside_a_teacher(path: str, *, is_saving: bool, teacher_first: bool) -> tuple[Any, list[str], str]:
+    """Train a model beside a frozen one of ZeRO-3 without an optimizer, and save; or resume.
+
+    Returns the state of the trained model and its rate, what was said, and the error of a save of the frozen engine
+    itself.
+    """
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import InitProcessGroupKwargs
+    from training import raised
+
+    import zeroelastic
+    from zeroelastic.testing import fingerprint, gather_state
+
+    warnings.simplefilter("ignore")
+    said = listen()
+    zeroelastic.install()
+    micro = 24 // dist.get_world_size()
+    config = {"train_micro_batch_size_per_gpu": micro, "zero_allow_untested_optimizer": True}
+    config |= {"zero_force_ds_cpu_optimizer": False, "zero_optimization": zero_of(AccelerateJob())}
+    frozen = {**config, "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+    plugins = {"student": DeepSpeedPlugin(hf_ds_config=config), "teacher": DeepSpeedPlugin(hf_ds_config=frozen)}
+    accelerator = Accelerator(
+        deepspeed_plugins=plugins, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], mixed_precision="no"
+    )
+    torch.manual_seed(1 if is_saving else 2)
+
+    def teach() -> Any:
+        torch.manual_seed(5)
+        accelerator.state.select_deepspeed_plugin("teacher")
+        made = accelerator.prepare(torch.nn.Linear(WIDTH, 3).requires_grad_(False))
+        accelerator.state.select_deepspeed_plugin("student")
+        return made
+
+    teacher = teach() if teacher_first else None
+    model = Net()
+    optimizer = torch.optim.AdamW(groups(model, 1e-2))
+    schedule = schedule_of("cosine", optimizer, dist.get_world_size())
+    loader = DataLoader(Rows(), batch_size=micro)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    teacher = teach() if teacher is None else teacher
+    error = ""
+    if is_saving:
+        for rows, _ in loader:
+            accelerator.backward(model(rows) + teacher(rows).square().mean())
+            optimizer.step()
+            schedule.step()
+        accelerator.save_state(path)
+        kind, text = raised(lambda: teacher.save_checkpoint(f"{path}/teacher"))
+        teacher.save_16bit_model(f"{path}/weights")
+        error = f"{kind}: {text}"
+    else:
+        accelerator.load_state(path)
+    return (fingerprint(gather_state(model)), optimizer.param_groups[0]["lr"]), said, error
+
+
 def run_script(script: str, arguments: list[str]) -> None:
     """Run an example as ``__main__`` on this rank, as a launcher would have it run."""
     warnings.simplefilter("ignore")

@@ -74,12 +74,18 @@ def resume(case: Case, directory: str) -> Run:
         return Run(error=f"{type(error).__name__}: {error}")
 
 
+def _begin(engine: Any, boundaries: Boundaries) -> None:
+    import zeroelastic
+
+    zeroelastic.wait_for_save(engine)  # the first one
+    boundaries.begin()
+
+
 def _finish(engine: Any, boundaries: Boundaries) -> None:
     import zeroelastic
 
     zeroelastic.wait_for_save(engine)
-    dist.barrier()
-    boundaries.is_active = False
+    boundaries.end()
 
 
 def _accelerate(case: Case, directory: str, boundaries: Boundaries | None) -> Run:
@@ -105,7 +111,7 @@ def _accelerate(case: Case, directory: str, boundaries: Boundaries | None) -> Ru
         run.samples += samples
         if boundaries is not None and step != LAST:
             if step == SECOND:
-                boundaries.begin()
+                _begin(model, boundaries)
             accelerator.save_state(path)
             if step == SECOND:
                 _finish(model, boundaries)
@@ -128,7 +134,7 @@ def _trainer(case: Case, directory: str, boundaries: Boundaries | None) -> Run:
 
     def watching(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.state.global_step == SECOND:
-            boundaries.begin()
+            _begin(self.model_wrapped, boundaries)
         elif boundaries.is_active:
             _finish(self.model_wrapped, boundaries)
         return save(self, *args, **kwargs)
@@ -147,7 +153,7 @@ def _trainer(case: Case, directory: str, boundaries: Boundaries | None) -> Run:
 
 def another_trainer(directory: str) -> Run:
     """A run of other weights, which saves the same steps."""
-    args = {"save_strategy": "steps", "save_steps": SECOND, "learning_rate": 2e-2, "seed": 77}
+    args = {"save_strategy": "steps", "save_steps": SECOND, "learning_rate": 2e-2, "seed": 77, "data_seed": 42}
     return of_trainer(run_trainer(TrainerJob(directory, stage=2, args=args, model_seed=8, stop_at=SECOND + 1)))
 
 
@@ -185,7 +191,7 @@ def _lightning(case: Case, directory: str, boundaries: Boundaries | None) -> Run
             engine, step = self.trainer.strategy.model, self.trainer.global_step
             if boundaries is not None and step in (FIRST, SECOND):
                 if step == SECOND:
-                    boundaries.begin()
+                    _begin(engine, boundaries)
                 self.trainer.save_checkpoint(_file(case, directory, step))
                 if step == SECOND:
                     _finish(engine, boundaries)
@@ -198,9 +204,14 @@ def _lightning(case: Case, directory: str, boundaries: Boundaries | None) -> Run
 
     pl.seed_everything(3)
     trainer = lightning_trainer(job, max_steps=LAST, logger=False)
-    path = None if boundaries is not None else _file(case, directory, SECOND)
+    path = None if boundaries is not None else _newest(case, directory)
     trainer.fit(Module(), DataLoader(Rows(48), batch_size=job.micro, shuffle=True), ckpt_path=path)
     return run
+
+
+def _newest(case: Case, directory: str) -> str:
+    path = _file(case, directory, SECOND)
+    return path if os.path.exists(path) else _file(case, directory, FIRST)
 
 
 def _file(case: Case, directory: str, step: int) -> str:
@@ -235,9 +246,9 @@ def _fabric(case: Case, directory: str, boundaries: Boundaries | None) -> Run:
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
     run = Run()
     if boundaries is None:
-        fabric.load(_file(case, directory, SECOND), state)
+        fabric.load(_newest(case, directory), state)
         run.start = state["step"]
-        run.look(run.start, model)
+        run.look(run.start, model._forward_module)
     order = torch.randperm(GLOBAL_BATCH * LAST, generator=torch.Generator().manual_seed(5)).tolist()
     while state["step"] < LAST:
         batch = sorted(order[state["step"] * GLOBAL_BATCH :][:GLOBAL_BATCH])
@@ -251,11 +262,11 @@ def _fabric(case: Case, directory: str, boundaries: Boundaries | None) -> Run:
         state["step"] += 1
         if boundaries is not None and state["step"] in (FIRST, SECOND):
             if state["step"] == SECOND:
-                boundaries.begin()
+                _begin(model._forward_module, boundaries)
             fabric.save(_file(case, directory, state["step"]), state)
             if state["step"] == SECOND:
                 _finish(model._forward_module, boundaries)
-            run.look(state["step"], model)
+            run.look(state["step"], model._forward_module)
     run.draws.clear()  # Fabric keeps no generators
     return run
 

@@ -25,6 +25,7 @@ from frameworks_job import (
     AccelerateJob,
     LightningJob,
     Seen,
+    accelerate_beside_a_teacher,
     accelerate_numbered,
     accelerate_run,
     lightning_run,
@@ -315,6 +316,23 @@ def test_the_newest_numbered_checkpoint_is_passed_over_where_it_lacks_what_a_loa
         shutil.rmtree(run / f"checkpoints/checkpoint_{number}/pytorch_model")
     with pytest.raises(Exception, match="checkpoint_2"):
         rank_pool.run(accelerate_numbered, 2, job.at(2), str(run), 4)
+
+
+@pytest.mark.parametrize("teacher_first", [False, True])
+def test_a_frozen_model_beside_the_trained_one_is_left_out_by_name(
+    rank_pool: RankPool, tmp_path: Path, teacher_first: bool
+) -> None:
+    """One of ZeRO-3 without an optimizer, which DeepSpeed cannot save: rank 0 raised alone, and the others waited."""
+    path, tag = str(tmp_path / "a"), "pytorch_model" if teacher_first else "pytorch_model_1"
+    saved = rank_pool.run(accelerate_beside_a_teacher, 2, path, is_saving=True, teacher_first=teacher_first)
+    assert not (tmp_path / "a" / tag).exists() and (tmp_path / "a/weights/pytorch_model.bin").exists()
+    assert all(error.startswith("UnsupportedError: ") and "save_16bit_model" in error for _, _, error in saved)
+    loaded = rank_pool.run(accelerate_beside_a_teacher, 3, path, is_saving=False, teacher_first=teacher_first)
+    for (state, rate), _, _ in loaded:
+        assert compare_states(saved[0][0][0], state) == [] and rate == saved[0][0][1]
+    for said in (saved[0][1], loaded[0][1]):
+        assert any(f"{tag} IS NOT IN THE CHECKPOINT" in line for line in said)
+    assert any("goes on being stepped 2 times per optimizer step" in line for line in loaded[0][1])
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -33,6 +33,7 @@ from torch.utils.data import IterableDataset
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.rng_files import derived_seed
+from zeroelastic.deepspeed.live.kinds import is_without_optimizer
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
 from zeroelastic.deepspeed.save.background import finish_pending, pending_of
@@ -52,7 +53,6 @@ from zeroelastic.integrations.framework_load import (
     are_close,
     check_tag,
     is_loaded_here,
-    is_without_optimizer,
     load_and_correct,
     newest_complete,
     on_rank_0,
@@ -129,7 +129,11 @@ def _tags(accelerator: Any) -> dict[str, Any]:
 
 def _without_optimizer(accelerator: Any) -> dict[str, Any]:
     """Return the ZeRO-3 engines without an optimizer by their tags: DeepSpeed has no way to save one (0.19.8)."""
-    return {tag: model for tag, model in _tags(accelerator).items() if is_without_optimizer(model)}
+    return {
+        tag: model
+        for tag, model in _tags(accelerator).items()
+        if is_without_optimizer(getattr(model, "optimizer", None))
+    }
 
 
 def _left_out_note(tag: str) -> str:

@@ -20,12 +20,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from zeroelastic.deepspeed.live.kinds import kind_of
 from zeroelastic.distributed.collective import all_or_raise, broadcast_or_raise
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.errors import CheckpointError, MissingFileError, StrictError, ZeroElasticError, finding
+from zeroelastic.errors import CheckpointError, MissingFileError, StrictError, ZeroElasticError, finding, some
 from zeroelastic.io.paths import FilePath, PinnedPath
 from zeroelastic.report import Note, ResumeReport
 from zeroelastic.runs.candidates import check_quickly, is_damage
 from zeroelastic.runs.framework_files import require_own_files
-from zeroelastic.runs.tag_directory import read_tag
+from zeroelastic.runs.tag_directory import read_tag, recover_all
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -57,12 +57,6 @@ def is_loaded_here(engine: Any) -> bool:
     return kind_of(getattr(engine, "optimizer", None)) is not None
 
 
-def is_without_optimizer(engine: Any) -> bool:
-    """Whether an engine of ZeRO-3 has no optimizer: zeroelastic loads it, and DeepSpeed has no way to save it."""
-    optimizer = getattr(engine, "optimizer", None)
-    return kind_of(optimizer) is None and kind_of(optimizer, to_load=True) is not None
-
-
 def read_on_rank_0(read: Callable[[], T | None]) -> T | None:
     """What ``read`` returns on rank 0, on every rank. Collective, where there is a process group.
 
@@ -85,9 +79,22 @@ def on_rank_0(read: Callable[[], T]) -> T:
     return broadcast_or_raise(read)
 
 
-def refuse_cut_short(directory: Path) -> None:
-    """Raise CheckpointError where the files that a framework writes beside a tag are of another save. Collective."""
-    on_rank_0(lambda: require_own_files(directory))
+def refuse_cut_short(directory: Path, needed: Iterable[str] = ()) -> None:
+    """Raise CheckpointError where a save into a directory was cut short. Collective.
+
+    What is ``needed`` is missing then, or the files that the framework writes beside a tag are of another save.
+    """
+
+    def look() -> None:
+        require_own_files(directory)
+        with suppress(OSError):  # nothing is there, or a directory that cannot be written
+            recover_all(directory)
+        missing = [name for name in needed if not (directory / name).exists()]
+        if missing and directory.is_dir():
+            problem = f"has no {some(missing)}: it is not a checkpoint, or its save was cut short. Give another."
+            raise MissingFileError(f"{directory}: {problem}", remedy="")
+
+    on_rank_0(look)
 
 
 class Newest(NamedTuple):

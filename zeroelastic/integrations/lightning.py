@@ -35,8 +35,9 @@ from zeroelastic.deepspeed.patching import patched, wrap
 from zeroelastic.deepspeed.save.background import finish_pending
 from zeroelastic.elastic.sampler import is_position
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
-from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct
+from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct, refuse_cut_short
 from zeroelastic.io.paths import FilePath
+from zeroelastic.runs.names import LATEST
 from zeroelastic.runs.tag_directory import read_tag
 from zeroelastic.torch_file.graph import read_graph
 
@@ -90,6 +91,7 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if trainer is None or not is_loaded_here(engine):
             return original(self, checkpoint_path, *args, **kwargs)
         path = Path(checkpoint_path)
+        refuse_cut_short(path, (_TAG, LATEST))
         return load_and_correct(
             *(logger, "Lightning", engine),
             lambda: original(self, checkpoint_path, *args, **kwargs),

@@ -47,6 +47,11 @@ def kind_of(optimizer: object, *, to_load: bool = False) -> type[LiveOptimizer] 
     return kind if kind.left_to_deepspeed(optimizer) is None else None
 
 
+def is_without_optimizer(optimizer: object) -> bool:
+    """Whether this is what stands for the optimizer of a ZeRO-3 engine without one."""
+    return kind_of(optimizer) is None and kind_of(optimizer, to_load=True) is not None
+
+
 def why_left_to_deepspeed(optimizer: object) -> str | None:
     """What of a run has its loads and saves left to DeepSpeed; None where they are ours, and for other optimizers."""
     kind = _class_of(optimizer)

@@ -37,7 +37,14 @@ from zeroelastic.deepspeed.live.digests import (
     live_streams,
     whole_contents,
 )
-from zeroelastic.deepspeed.live.kinds import covered_live, in_rigid_form, kind_of, listed_by_optimizer, trained_params
+from zeroelastic.deepspeed.live.kinds import (
+    covered_live,
+    in_rigid_form,
+    is_without_optimizer,
+    kind_of,
+    listed_by_optimizer,
+    trained_params,
+)
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.patching import patched
@@ -256,6 +263,12 @@ def save_checkpoint(
 ) -> Any:
     """DeepSpeed's save, the commit record, the tag, ``latest``: in that order, each durable before the next."""
     directory = save_directory(save_dir) if save_dir else None
+    if is_without_optimizer(self.optimizer):
+        raise UnsupportedError(
+            f"{save_dir}: a ZeRO-3 engine without an optimizer is not saved: DeepSpeed has no way to. Save its weights "
+            'with engine.save_16bit_model() ("stage3_gather_16bit_weights_on_model_save": true), or give '
+            "deepspeed.initialize() an optimizer."
+        )
     if kind_of(self.optimizer) is None or directory is None or _is_left_to_its_engine(self):
         _warn_of_full_save(self, save_dir)
         _warn_of_damage(self, save_dir)
