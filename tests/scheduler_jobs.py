@@ -26,15 +26,15 @@ class PrivateScheduler(LRScheduler):
     """A scheduler of a user's own, which has nothing of torch's but the base class, and a state of its own."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, length: int) -> None:
-        self._mine, self._length, self._done = optimizer, length, 0
+        self.optimizer, self._length, self._done = optimizer, length, 0
 
     def step(self, epoch: Any = None) -> None:
         self._done += 1
-        for group in self._mine.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = LR / (1 + self._done / self._length)
 
     def get_last_lr(self) -> list[float]:
-        return [group["lr"] for group in self._mine.param_groups]
+        return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         return {"done": (self._done, self._length)}
@@ -189,7 +189,8 @@ def _lightning(name: str, path: str, is_saving: bool) -> list[float]:
             self.log("metric", 1.0)
             return self.net(batch[0])
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            # Before on_train_batch_end, ReduceLROnPlateau is not stepped yet: Lightning does it after that.
             if is_saving and self.trainer.global_step == SAVED:
                 self.trainer.save_checkpoint(path)
 
@@ -227,7 +228,7 @@ def _trainer(name: str, path: str, is_saving: bool) -> list[float]:
 
     class ScheduledTrainer(Trainer):
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            self.lr_scheduler = MAKE[name](optimizer, 1)
+            self.lr_scheduler = MAKE[name](self.optimizer if optimizer is None else optimizer, 1)
             return self.lr_scheduler
 
         def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

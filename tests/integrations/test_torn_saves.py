@@ -34,7 +34,7 @@ def named(case: Case) -> str:
 
 
 def check(case: Case, references: list[list[Run]], seen: list[Run], image: Path) -> int:
-    """Return the step from which the ranks have gone on; None where they have said what to do."""
+    """Return the step from which the ranks have gone on; 0 where they have said what to do."""
     where = f"{image.name}: {sorted(path.name for path in image.rglob('*'))}"
     if seen[0].error:
         assert case.is_used == (case.framework == "accelerate") and case.framework != "Trainer", (where, seen[0].error)
@@ -72,15 +72,16 @@ def test_a_save_that_is_killed_anywhere(frameworks_pool: RankPool, tmp_path: Pat
         frameworks_pool.run(save_twice, 2, case, str(run), str(tmp_path / "images"), timeout=LIMIT_S),
         *references,
     ]
+    assert sum(path.is_dir() for path in (tmp_path / "images").iterdir()) > 20
     images = distinct(tmp_path / "images")
-    assert len(images) > 5
     starts = []
     for image in images:
         seen = frameworks_pool.run(resume, 3, case, str(image), timeout=LIMIT_S)
         starts.append(check(case, references, seen, image))
-    print(named(case), starts)
-    done = [start for start in starts if start]
-    assert done == sorted(done) and starts[-1] == SECOND and FIRST in starts, starts
+    assert starts[-1] == SECOND and FIRST in starts, starts
+    if len(references) == 1:  # else the newest at first is the one that is used again
+        done = [start for start in starts if start]
+        assert done == sorted(done), starts
 
 
 KILLS = {
