@@ -306,7 +306,7 @@ def accelerate_beside_a_teacher(path: str, *, is_saving: bool, teacher_first: bo
     micro = 24 // dist.get_world_size()
     config = {"train_micro_batch_size_per_gpu": micro, "zero_allow_untested_optimizer": True}
     config |= {"zero_force_ds_cpu_optimizer": False, "zero_optimization": zero_of(AccelerateJob())}
-    frozen = {**config, "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+    frozen = {**config, "zero_optimization": {"stage": 3}}
     plugins = {"student": DeepSpeedPlugin(hf_ds_config=config), "teacher": DeepSpeedPlugin(hf_ds_config=frozen)}
     accelerator = Accelerator(
         deepspeed_plugins=plugins, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], mixed_precision="no"
@@ -330,12 +330,11 @@ def accelerate_beside_a_teacher(path: str, *, is_saving: bool, teacher_first: bo
     error = ""
     if is_saving:
         for rows, _ in loader:
-            accelerator.backward(model(rows) + teacher(rows).square().mean())
-            optimizer.step()
+            model.backward(model(rows) + teacher(rows).square().mean())
+            model.step()
             schedule.step()
         accelerator.save_state(path)
         kind, text = raised(lambda: teacher.save_checkpoint(f"{path}/teacher"))
-        teacher.save_16bit_model(f"{path}/weights")
         error = f"{kind}: {text}"
     else:
         accelerator.load_state(path)

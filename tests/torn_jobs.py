@@ -206,6 +206,7 @@ def _lightning(case: Case, directory: str, boundaries: Boundaries | None) -> Run
     trainer = lightning_trainer(job, max_steps=LAST, logger=False)
     path = None if boundaries is not None else _newest(case, directory)
     trainer.fit(Module(), DataLoader(Rows(48), batch_size=job.micro, shuffle=True), ckpt_path=path)
+    run.draws.clear()  # Lightning saves no generators
     return run
 
 
@@ -267,7 +268,7 @@ def _fabric(case: Case, directory: str, boundaries: Boundaries | None) -> Run:
             if state["step"] == SECOND:
                 _finish(model._forward_module, boundaries)
             run.look(state["step"], model._forward_module)
-    run.draws.clear()  # Fabric keeps no generators
+    run.draws.clear()  # nor does Fabric
     return run
 
 

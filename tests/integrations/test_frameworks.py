@@ -325,8 +325,8 @@ def test_a_frozen_model_beside_the_trained_one_is_left_out_by_name(
     """One of ZeRO-3 without an optimizer, which DeepSpeed cannot save: rank 0 raised alone, and the others waited."""
     path, tag = str(tmp_path / "a"), "pytorch_model" if teacher_first else "pytorch_model_1"
     saved = rank_pool.run(accelerate_beside_a_teacher, 2, path, is_saving=True, teacher_first=teacher_first)
-    assert not (tmp_path / "a" / tag).exists() and (tmp_path / "a/weights/pytorch_model.bin").exists()
-    assert all(error.startswith("UnsupportedError: ") and "save_16bit_model" in error for _, _, error in saved)
+    assert not (tmp_path / "a" / tag).exists()
+    assert all(error.startswith("UnsupportedError: ") and "GatheredParameters" in error for _, _, error in saved)
     loaded = rank_pool.run(accelerate_beside_a_teacher, 3, path, is_saving=False, teacher_first=teacher_first)
     for (state, rate), _, _ in loaded:
         assert compare_states(saved[0][0][0], state) == [] and rate == saved[0][0][1]

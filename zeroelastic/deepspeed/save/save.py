@@ -265,9 +265,9 @@ def save_checkpoint(
     directory = save_directory(save_dir) if save_dir else None
     if is_without_optimizer(self.optimizer):
         raise UnsupportedError(
-            f"{save_dir}: a ZeRO-3 engine without an optimizer is not saved: DeepSpeed has no way to. Save its weights "
-            'with engine.save_16bit_model() ("stage3_gather_16bit_weights_on_model_save": true), or give '
-            "deepspeed.initialize() an optimizer."
+            f"{save_dir}: a ZeRO-3 engine without an optimizer is not saved: DeepSpeed has no way to. Give "
+            "deepspeed.initialize() an optimizer, or gather the weights with deepspeed.zero.GatheredParameters and "
+            "save them."
         )
     if kind_of(self.optimizer) is None or directory is None or _is_left_to_its_engine(self):
         _warn_of_full_save(self, save_dir)

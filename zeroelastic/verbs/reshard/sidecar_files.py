@@ -18,7 +18,7 @@ from zeroelastic.checkpoint.rng_files import derived_seed, reseed
 from zeroelastic.errors import CheckpointError, MissingFileError, counted, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_size, file_sizes, folders, read_range
-from zeroelastic.runs.framework_files import require_own_files
+from zeroelastic.runs.framework_files import NOTE, require_own_files
 from zeroelastic.runs.locate import Source
 from zeroelastic.runs.names import LATEST
 from zeroelastic.torch_file.graph import read_graph
@@ -46,14 +46,16 @@ def plan_sidecar_files(source: Source, *, saved_world_size: int, world_size: int
 
     Raises CheckpointError, also where the files are not of the save that the tag is of.
     """
-    require_own_files(source.root)
+    names = sorted(file_sizes(source.root))
+    if NOTE in names:
+        require_own_files(source.root)
     copied: dict[str, str] = {}
     derived: dict[str, tuple[str, int]] = {}
     notes: list[str] = []
     per_rank: dict[int, str] = {}
     left: list[str] = []
     carried = source.framework != "deepspeed"
-    for name in sorted(file_sizes(source.root)):
+    for name in names:
         match = _PER_RANK.fullmatch(name)
         if match is not None and carried:
             per_rank[int(match["rank"] or 0)] = name

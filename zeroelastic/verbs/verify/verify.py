@@ -22,6 +22,7 @@ from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedErro
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.paths import FilePath, as_path
 from zeroelastic.runs.candidates import list_run
+from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.locate import UNIVERSAL, find_source
 from zeroelastic.runs.names import holds_something
 from zeroelastic.runs.tag_directory import open_tag
@@ -55,7 +56,7 @@ def verify(
             print(problem.sentence)
     """
     return _verified(
-        lambda: find_source(src, tag=tag).tag_dir,
+        lambda: _found(src, tag),
         os.fspath(src),
         quick=quick,
         progress=progress,
@@ -105,6 +106,13 @@ def verify_all(
         seconds=time.monotonic() - began,
         read_seconds=sum(report.read_seconds for report in reports),
     )
+
+
+def _found(src: str | os.PathLike[str], tag: str | None) -> FilePath:
+    """Find a checkpoint. Raises CheckpointError where a framework's files beside it are of another save."""
+    source = find_source(src, tag=tag)
+    require_own_files(source.root)
+    return source.tag_dir
 
 
 def _open_native(path: FilePath) -> FilePath:
