@@ -8,6 +8,7 @@
     lightning      loop counters, the position in the data and the scale of gradients
     fabric         the state of data loaders
     framework_load  what the integrations do before and after a framework's own load
+    framework_save  a framework's own save, and the note on which save its files are of
 
 All but ``transformers`` are applied by ``deepspeed/install/frameworks`` where the framework is imported.
 """
