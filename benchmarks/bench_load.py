@@ -165,7 +165,7 @@ def run_all(
     def say(what: str) -> None:
         print(f"{time.perf_counter() - begun:6.1f} s  {what}", file=sys.stderr, flush=True)
 
-    with RankPool(max(job.save_ranks, job.load_ranks)) as pool:
+    with RankPool() as pool:
 
         def on_ranks(fn: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
             return pool.run(fn, world_size, *arguments, timeout=_TIMEOUT_S)

@@ -196,7 +196,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as disk,
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
-        RankPool(4) as pool,
+        RankPool() as pool,
     ):
         shared = Path(memory)
         *_, last = chosen.load_rows

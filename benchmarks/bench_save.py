@@ -311,7 +311,7 @@ def run_all(job: Job, names: Sequence[str], rounds: int) -> tuple[dict[str, int]
     """
     state: dict[str, int] = {}
     groups: list[tuple[Sample, ...]] = []
-    with RankPool(job.save_ranks) as pool:
+    with RankPool() as pool:
         for number in range(1, rounds + 1):
             turns = [system for system in SYSTEMS if system.name in names and not (system.long and number > FEW_ROUNDS)]
             together = [system.name for system in turns if not system.whole_engine]

@@ -216,7 +216,7 @@ def main() -> None:
     print(f"seeds {list(seeds)}", file=sys.stderr)
 
     def run(seed: int) -> dict[str, object]:
-        with tempfile.TemporaryDirectory() as directory, RankPool(RANKS) as pool:
+        with tempfile.TemporaryDirectory() as directory, RankPool() as pool:
             return campaign(Path(directory), pool, kills=chosen.kills // chosen.jobs, seed=seed, stage=chosen.stage)
 
     with ThreadPoolExecutor(chosen.jobs) as threads:

@@ -498,7 +498,7 @@ def main() -> None:
     facts = machine()
     how = {"seed": chosen.seed, "stage": chosen.stage, "slices": chosen.slices}
     modules = topologies.PRELOADED if chosen.slices else ()
-    with tempfile.TemporaryDirectory() as directory, RankPool(SAVED + 1, preload=modules) as pool:
+    with tempfile.TemporaryDirectory() as directory, RankPool(preload=modules) as pool:
         result = {"machine": facts, **campaign(pool, Path(directory), **sizes, **how)}
     page = markdown(result)
     print(page)

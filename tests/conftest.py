@@ -2,9 +2,9 @@
 
 Tests run on the CPU, one thread per process, unless the environment says otherwise. The time limit of a
 test is `timeout` in pyproject.toml, SLOW_TIMEOUT_S where it is marked `slow`, or the one it names itself.
-The marker `gpu` and the fixture `rank_pool` come from the package's own pytest plugin, the marker `extended` from
-extended.py, docs/support.md from support_table.py. Nothing here imports torch: the tests of the pure modules stay a
-matter of milliseconds.
+The fixture `rank_pool` comes from the package's own pytest plugin, the marker `extended` from extended.py,
+docs/support.md from support_table.py. Nothing here imports torch: the tests of the pure modules stay a matter of
+milliseconds.
 """
 
 from __future__ import annotations
@@ -101,6 +101,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test that is marked ``gpu(num)`` where there are fewer GPUs that ranks of a NCCL run can use."""
+    for marker in item.iter_markers("gpu"):
+        import torch
+
+        (needed,) = marker.args or (1,)
+        usable = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+        if (found := torch.cuda.device_count() if usable else 0) < needed:
+            pytest.skip(f"needs {needed} GPU(s) usable with NCCL, found {found}")
 
 
 def pytest_collection_finish() -> None:

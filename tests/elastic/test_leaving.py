@@ -18,7 +18,7 @@ from training import Job, build_engine
 from zeroelastic.elastic import set_collective_timeout
 from zeroelastic.errors import ConfigError
 from zeroelastic.testing import RankError, RankPool
-from zeroelastic.testing.run import GRACE_VARIABLE
+from zeroelastic.testing.pool import GRACE_VARIABLE
 
 JOB = Job(groups=1)
 

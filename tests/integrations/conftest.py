@@ -13,5 +13,5 @@ from zeroelastic.testing import RankPool
 @pytest.fixture(scope="session")
 def frameworks_pool() -> Iterator[RankPool]:
     more = ("transformers.trainer", "zeroelastic.integrations.transformers")
-    with RankPool(4, preload=("pytest", *PRELOAD, *more)) as pool:
+    with RankPool(preload=("pytest", *PRELOAD, *more)) as pool:
         yield pool

@@ -25,7 +25,7 @@ from typing import Any
 
 from zeroelastic.testing.pool import PRELOADED as POOL_PRELOADED
 from zeroelastic.testing.preload import preload
-from zeroelastic.testing.rank import RankJob, _die_with_parent, _init_process_group, _redirect_output, prepare_deepspeed
+from zeroelastic.testing.rank import RankJob, become_rank, prepare_deepspeed
 
 LIMIT_S = 60.0
 """No action may take longer on a rank."""
@@ -237,8 +237,8 @@ def _stacks(process: _Process) -> str:
     with suppress(ProcessLookupError):
         os.kill(process.pid, STACKS_SIGNAL)
     time.sleep(0.5)
-    path = process.spec.file("stacks")
-    return path.read_text()[-4000:] if path.exists() else ""
+    path = process.spec.output
+    return path.read_text(errors="backslashreplace")[-4000:] if path.exists() else ""
 
 
 def _serve(requests: Connection, defect: str) -> None:
@@ -275,21 +275,10 @@ def _rank_main(spec: RankJob, parent: int, key: bytes, below: str) -> None:
     """A forked process, from its first instruction to its last; never returns."""
     code = 1
     try:
-        os.setsid()
-        _die_with_parent(parent)
-        os.environ.clear()
-        os.environ.update(spec.environment)
-        _redirect_output(spec.file("output"))
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        stacks = open(spec.file("stacks"), "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
-        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-        faulthandler.enable(file=stacks)
-        sys.path[:] = spec.sys_path
-        os.chdir(spec.working_directory)
+        become_rank(spec, parent)
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)
         from lifecycle import rank
 
-        if spec.world_size:
-            _init_process_group(spec)
         connection = Client(f"{spec.directory}/socket", "AF_UNIX", authkey=key)
         connection.send(spec.rank)
         rank.serve(connection, below)

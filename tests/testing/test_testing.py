@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -22,15 +23,13 @@ from zeroelastic.testing import (
     compare_states,
     fingerprint,
     gather_state,
-    gpus_available,
     run_ranks,
 )
 from zeroelastic.testing.resume import _perturb
 from zeroelastic.testing.state import _split_state
 
-GLOBAL_BATCH = 12
 CONFIG = {
-    "train_batch_size": GLOBAL_BATCH,
+    "train_batch_size": 12,
     "zero_optimization": {
         "stage": 3,
         "elastic_checkpoint": True,
@@ -53,7 +52,11 @@ def total_of_ranks(factor, *, plus):
 
 
 def environment_of_rank(*names):
-    return {name: os.environ.get(name) for name in names}
+    return [os.environ.get(name) for name in names]
+
+
+def which_are_imported(names):
+    return [name for name in names if name in sys.modules]
 
 
 def fail_on_rank(bad):
@@ -70,55 +73,40 @@ def fail_in_turn(order, directory):
     while turn and not os.path.exists(os.path.join(directory, str(order[turn - 1]))):
         time.sleep(0.001)
     time.sleep(0.05 * bool(turn))
-    with open(os.path.join(directory, str(rank)), "w"):
-        pass
+    Path(directory, str(rank)).touch()
     raise ValueError(f"trouble on {rank}")
 
 
 def leave_the_others_waiting():
-    if torch.distributed.get_rank() == 0:
-        return
-    wait_for_rank_0()
+    if torch.distributed.get_rank() != 0:
+        wait_for_rank_0()
 
 
 def wait_for_rank_0():
     torch.distributed.all_reduce(torch.ones(3))
 
 
-def die_on_rank_1(number):
+def end_on_rank_1(number):
+    """By a signal, or by an early exit."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if torch.distributed.get_rank() == 1:
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number) if number else os._exit(3)
     torch.distributed.all_reduce(torch.ones(3))
 
 
-def exit_on_rank_1():
-    if torch.distributed.get_rank() == 1:
-        os._exit(3)
-    torch.distributed.all_reduce(torch.ones(3))
-
-
-def start_a_process_and_fail(directory):
+def start_a_process(directory, fails):
     rank = torch.distributed.get_rank()
     sleeper = subprocess.Popen(["sleep", "1000"], preexec_fn=os.setpgrp)
     Path(directory, f"{rank}").write_text(f"{os.getpid()} {sleeper.pid}")
     torch.distributed.barrier()
-    if rank == 0:
+    if fails and rank == 0:
         raise ValueError("trouble")
-    time.sleep(1000)
-
-
-def start_a_process_and_return():
-    return subprocess.Popen(["sleep", "1000"]).pid
+    time.sleep(1000 * fails)
 
 
 def kill_the_pool():
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
-
-
-def pid_of_pool():
-    return os.getppid()
 
 
 def leave_traces():
@@ -136,10 +124,7 @@ def give_back_a_function():
 
 
 def say_something(result=None):
-    import deepspeed
-
     print("a rank speaks")
-    deepspeed.utils.logger.warning("deepspeed speaks")
     return torch.distributed.get_rank(), result
 
 
@@ -182,6 +167,14 @@ def batch(step, size):
     return torch.randn(size, 5, generator=generator), torch.randn(size, 1, generator=generator)
 
 
+def loss(engine, data):
+    return engine(*data)
+
+
+def loss_in_16_bit(engine, data):
+    return engine(*(part.bfloat16() for part in data))
+
+
 def build_partitioned():
     import deepspeed
 
@@ -210,25 +203,27 @@ def build_and_corrupt():
     return build()
 
 
-def train(num_steps):
-    """Losses of the global batch, and the gathered state."""
+def train(num_steps, **zero):
+    """The initial weights, the gathered state, and the same values by DeepSpeed's own accessors."""
     import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(0)
     model, optimizer, _ = build()
     initial = {name: param.detach().clone() for name, param in model.named_parameters()}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
-    losses = []
+    config = {**CONFIG, "zero_optimization": {**CONFIG["zero_optimization"], **zero}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for step in range(num_steps):
-        x, y = (part.chunk(world_size)[rank] for part in batch(step, GLOBAL_BATCH))
-        loss = engine(x, y)
-        engine.backward(loss)
+        engine.backward(engine(*(part.chunk(world_size)[rank] for part in batch(step, 12))))
         engine.step()
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean)
-        losses.append(float(mean) / world_size)
-    return losses, initial, gather_state(engine)
+    state, accessed = gather_state(engine), {}
+    for name, param in model.named_parameters():
+        if param.requires_grad and num_steps:
+            accessed[f"master/{name}"] = safe_get_full_fp32_param(param)
+            for key in ("exp_avg", "exp_avg_sq"):
+                accessed[f"state/{name}/{key}"] = safe_get_full_optimizer_state(param, key)
+    return initial, state, accessed
 
 
 # Ranks
@@ -241,23 +236,20 @@ def test_importing_it_imports_neither_torch_nor_deepspeed():
 
 def test_results_come_by_rank(rank_pool):
     results = rank_pool.run(total_of_ranks, 3, 10, plus=1)
-    assert [rank for rank, _ in results] == [0, 1, 2]
-    assert [total.item() for _, total in results] == [33, 33, 33]
+    assert results == [(rank, torch.tensor([33])) for rank in range(3)]
 
 
 @pytest.mark.extended
-def test_new_interpreters_give_the_same_results_and_are_silent(capfd):
+def test_a_run_by_itself_gives_the_same_results_and_is_silent_unless_asked(capfd):
     assert run_ranks(say_something, 2, 10) == [(0, 10), (1, 10)]
     assert capfd.readouterr() == ("", "")
+    run_ranks(say_something, 1, env={"ZEROELASTIC_TEST_VERBOSE": "1"})
+    assert "a rank speaks" in capfd.readouterr().out
 
 
 def test_ranks_find_the_modules_imported_that_the_ini_file_names(rank_pool, pytestconfig):
     names = ["pytest", *pytestconfig.getini("rank_pool_preload")]
     assert "s3fs" in names and rank_pool.run(which_are_imported, 2, names) == [names] * 2
-
-
-def which_are_imported(names):
-    return [name for name in names if name in sys.modules]
 
 
 def test_ranks_have_the_callers_environment_and_no_launchers(rank_pool, monkeypatch, tmp_path):
@@ -266,45 +258,33 @@ def test_ranks_have_the_callers_environment_and_no_launchers(rank_pool, monkeypa
     monkeypatch.setenv("RANK", "7")
     monkeypatch.chdir(tmp_path)
     names = ("OF_THE_CALLER", "GIVEN", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    first, second = rank_pool.run(environment_of_rank, 2, *names, env={"GIVEN": "too"})
-    assert list(first.values()) == ["yes", "too", None, "0", "0", "2", "2"]
-    assert list(second.values()) == ["yes", "too", None, "1", "1", "2", "2"]
+    found = rank_pool.run(environment_of_rank, 2, *names, env={"GIVEN": "too"})
+    assert found == [["yes", "too", None, rank, rank, "2", "2"] for rank in "01"]
     assert rank_pool.run(os.getcwd, 1) == [str(tmp_path)]
 
 
 @pytest.mark.extended
-def test_a_variable_that_is_read_at_import_takes_effect_in_new_interpreters():
+def test_a_variable_that_is_read_at_import_takes_effect_in_a_run_by_itself():
     assert run_ranks(torch.get_num_threads, 1) == [1]
     assert run_ranks(torch.get_num_threads, 1, env={"OMP_NUM_THREADS": "2"}) == [2]
 
 
-def test_the_pool_refuses_other_values_of_variables_that_are_read_at_import(rank_pool, monkeypatch):
-    with pytest.raises(ValueError, match=r"^OMP_NUM_THREADS changed since the pool started.* use run_ranks"):
+def test_what_cannot_be_run_is_refused_before_anything_starts(rank_pool):
+    with pytest.raises(ValueError, match=r"^OMP_NUM_THREADS: .* Use run_ranks"):
         rank_pool.run(os.getppid, 1, env={"OMP_NUM_THREADS": "2"})
-    monkeypatch.setenv("PYTHONHASHSEED", "3")
-    with pytest.raises(ValueError, match=r"^PYTHONHASHSEED changed"):
-        rank_pool.run(os.getppid, 1)
-
-
-def test_what_a_library_sets_when_it_is_imported_does_not_end_forking(rank_pool, monkeypatch):
-    """deepspeed sets the first where it is imported, so also in the process of the tests; transformers the second."""
-    server = rank_pool.run(os.getppid, 1)
-    assert server != [os.getpid()]
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere")
-    assert rank_pool.run(os.getppid, 1) == server
-    names = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")
-    assert list(rank_pool.run(environment_of_rank, 1, *names)[0].values()) == ["1", "/nowhere"]
+    with pytest.raises(ValueError, match="at least one rank"):
+        rank_pool.run(os.getpid, 0)
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        rank_pool.run(total_of_ranks, 2, 1, plus=lambda: None)
 
 
 def test_the_first_traceback_is_shown_and_peers_are_not_blamed(rank_pool):
     with pytest.raises(RankError) as info:
         rank_pool.run(fail_on_rank, 3, 1)
-    assert "in fail_on_rank" in info.value.failures[0].details
     assert [failure.rank for failure in info.value.failures] == [1]
     message = str(info.value)
     assert message.startswith("rank 1 of 3 failed first: ValueError: trouble on 1")
-    assert "just before it happened" in message
+    assert "just before it happened" in message and "in fail_on_rank" in message
     assert "Connection" not in message
 
 
@@ -320,33 +300,29 @@ def test_hung_ranks_are_named_with_their_stacks(rank_pool):
     assert isinstance(info.value, TimeoutError)
     assert [failure.rank for failure in info.value.failures] == [1, 2]
     for failure in info.value.failures:
-        assert "in wait_for_rank_0" in failure.details
-        assert "in leave_the_others_waiting" in failure.details
+        assert "in wait_for_rank_0" in failure.details and "in leave_the_others_waiting" in failure.details
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_rank_is_named_with_its_signal(rank_pool, number):
-    with pytest.raises(RankError, match=f"rank 1 of 3 failed first: was killed by {number.name}") as info:
-        rank_pool.run(die_on_rank_1, 3, number)
-    assert info.value.failures[0].rank == 1
-    assert ("in die_on_rank_1" in info.value.failures[0].details) == (number == signal.SIGSEGV)
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSEGV, "was killed by SIGSEGV"), (0, "exited with status 3")],
+)
+def test_a_rank_that_dies_is_named_with_its_end(rank_pool, number, how):
+    with pytest.raises(RankError, match=f"rank 1 of 3 failed first: {how} before") as info:
+        rank_pool.run(end_on_rank_1, 3, number)
+    assert ("in end_on_rank_1" in info.value.failures[0].details) == (number == signal.SIGSEGV)
 
 
-def test_a_rank_that_exits_early_is_named(rank_pool):
-    with pytest.raises(RankError, match="rank 1 of 2 failed first: exited with status 3 before"):
-        rank_pool.run(exit_on_rank_1, 2)
-
-
-def test_nothing_that_ranks_started_is_left_after_a_failure(rank_pool, tmp_path):
-    with pytest.raises(RankError, match="trouble"):
-        rank_pool.run(start_a_process_and_fail, 2, str(tmp_path))
+@pytest.mark.parametrize("fails", [True, False])
+def test_nothing_that_ranks_started_is_left(rank_pool, tmp_path, fails):
+    if fails:
+        with pytest.raises(RankError, match="trouble"):
+            rank_pool.run(start_a_process, 2, str(tmp_path), True)
+    else:
+        rank_pool.run(start_a_process, 2, str(tmp_path), False)
     pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
     assert len(pids) == 4
     assert not any(map(is_alive, pids))
-
-
-def test_nothing_that_ranks_started_is_left_after_a_success(rank_pool):
-    assert not any(map(is_alive, rank_pool.run(start_a_process_and_return, 2)))
 
 
 def is_alive(pid):
@@ -357,45 +333,9 @@ def is_alive(pid):
         return False
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_starts(rank_pool):
-    with pytest.raises(TypeError, match=r"lambda.* cannot be sent to another process: .*define functions"):
-        rank_pool.run(lambda: None, 2)
-    with pytest.raises(TypeError, match=r"total_of_ranks.* and its arguments cannot be sent.*lambda"):
-        run_ranks(total_of_ranks, 2, 1, plus=lambda: None)
-
-
 def test_a_result_that_cannot_be_sent_back_is_an_error_of_its_rank(rank_pool):
-    with pytest.raises(RankError, match="the result, a function, cannot be pickled"):
+    with pytest.raises(RankError, match=r"rank \d of 2 failed first: .*lambda"):
         rank_pool.run(give_back_a_function, 2)
-
-
-def test_bad_requests_are_refused(rank_pool):
-    with pytest.raises(ValueError, match="at least one rank"):
-        run_ranks(os.getpid, 0)
-    with pytest.raises(ValueError, match="at most 8 ranks"):
-        rank_pool.run(os.getpid, 9)
-    with pytest.raises(ValueError, match="known are 'gloo'"):
-        run_ranks(os.getpid, 1, backend="mpi")
-    with pytest.raises(ValueError, match=f"1000 ranks, {gpus_available()} GPUs"):
-        run_ranks(os.getpid, 1000, backend="nccl")
-
-
-@pytest.mark.extended
-def test_output_is_shown_when_asked_for(capfd):
-    run_ranks(say_something, 1, env={"ZEROELASTIC_TEST_VERBOSE": "1"})
-    shown = "".join(capfd.readouterr())
-    assert "a rank speaks" in shown and "deepspeed speaks" in shown
-
-
-# The pool
-
-
-def test_the_pool_trains_at_one_world_size_after_the_other(rank_pool):
-    reference, _, _ = rank_pool.run(train, 1, 3)[0]
-    assert reference[0] != reference[1]
-    for world_size in (2, 4, 3, 2):
-        for losses, _, _ in rank_pool.run(train, world_size, 3):
-            assert losses == pytest.approx(reference, rel=1e-5)
 
 
 def test_nothing_passes_from_one_run_to_the_next(rank_pool):
@@ -405,63 +345,42 @@ def test_nothing_passes_from_one_run_to_the_next(rank_pool):
 
 @pytest.mark.extended
 def test_the_pool_goes_on_after_failures_and_after_its_own_death():
-    with RankPool(2) as pool:
+    with RankPool() as pool:
+        (before,) = pool.run(os.getppid, 1)
         with pytest.raises(RankError):
             pool.run(fail_on_rank, 2, 0)
         with pytest.raises(RankTimeoutError):
             pool.run(leave_the_others_waiting, 2, timeout=1)
-        (before,) = pool.run(pid_of_pool, 1)
-        with pytest.raises(RuntimeError, match="gave no answer"):
+        assert pool.run(os.getppid, 1) == [before]
+        with pytest.raises(EOFError):
             pool.run(kill_the_pool, 1)
-        (after,) = pool.run(pid_of_pool, 1)
+        (after,) = pool.run(os.getppid, 1)
         assert before != after
-    assert not is_alive(after)
-
-
-@pytest.mark.extended
-def test_the_plugin_skips_what_needs_more_gpus(tmp_path):
-    (tmp_path / "test_it.py").write_text("import pytest\n@pytest.mark.gpu(1000)\ndef test_it(): assert False\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-rs",
-        "-p",
-        "zeroelastic.testing.pytest_plugin",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
-    assert "1 skipped" in done.stdout and "needs 1000 GPU(s)" in done.stdout
+    assert not is_alive(before) and not is_alive(after)
 
 
 # State
 
 
-def test_gathered_state_is_whole_at_every_world_size(rank_pool):
-    (reference,) = rank_pool.run(train, 1, 2)
-    for _, initial, state in rank_pool.run(train, 3, 2):
-        trained = {"tied", "first.bias", "last.weight", "last.bias", "gain"}
-        assert {key.partition("/")[2] for key in state if key.startswith("master/")} == trained
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gathered_state_is_whole_at_every_world_size_and_what_deepspeed_says(rank_pool, stage):
+    ((_, reference, _),) = rank_pool.run(train, 1, 2, stage=stage)
+    trained = {"tied", "first.bias", "last.weight", "last.bias", "gain"}
+    for initial, state, accessed in rank_pool.run(train, 3, 2, stage=stage):
+        assert compare_states(accessed, {key: state[key] for key in accessed}) == []
+        assert {key for key in state if key.startswith(("master/", "state/"))} == accessed.keys()
+        assert {key.partition("/")[2] for key in accessed if key.startswith("master/")} == trained
         for name, param in initial.items():
             assert state[f"weight/{name}"].shape == param.shape
             assert state[f"weight/{name}"].equal(param) == (name not in trained)
-        for name in trained:
-            assert state[f"master/{name}"].equal(state[f"weight/{name}"])
-            assert state[f"state/{name}/exp_avg_sq"].shape == initial[name].shape
-            assert state[f"state/{name}/exp_avg_sq"].count_nonzero() > 0
-            assert state[f"scalar/{name}/step"] == 2
         assert state["group/0/weight_decay"] == 0.1 and state["group/1/weight_decay"] == 0.0
         assert state["group/0/params"] == "last.weight tied"
-        assert state["engine/global_steps"] == 2
-        assert state["buffer/calls"].item() == 2
-        assert state.keys() == reference[2].keys()
+        assert state["engine/global_steps"] == 2 and state["buffer/calls"].item() == 2
+        assert {state[f"scalar/{name}/step"] for name in trained} == {2}
+        assert state.keys() == reference.keys()
         for key, entry in state.items():
-            if not isinstance(entry, str):
-                assert math.isclose(float(sum_of(entry)), float(sum_of(reference[2][key])), rel_tol=1e-4)
-
-
-def sum_of(entry):
-    return entry.double().sum() if isinstance(entry, torch.Tensor) else entry or 0
+            if isinstance(entry, torch.Tensor):
+                torch.testing.assert_close(entry, reference[key], rtol=1e-4, atol=1e-7)
 
 
 def test_state_that_cannot_be_gathered_is_named():
@@ -471,9 +390,8 @@ def test_state_that_cannot_be_gathered_is_named():
 
 
 def test_weights_gathered_before_training_are_the_initial_ones(rank_pool):
-    _, initial, state = rank_pool.run(train, 4, 0)[3]
-    for name, param in initial.items():
-        assert state[f"weight/{name}"].equal(param)
+    initial, state, _ = rank_pool.run(train, 4, 0)[3]
+    assert compare_states(initial, {name: state[f"weight/{name}"] for name in initial}) == []
     assert not any(key.startswith("state/") for key in state)
 
 
@@ -514,40 +432,25 @@ def test_comparing_names_every_difference_and_no_other():
 
 @pytest.mark.parametrize(("save", "load"), [(4, 3), (2, 4)])
 def test_training_resumes_at_another_world_size(rank_pool, save, load):
-    assert_resumes(build, CONFIG, save, load, batch=batch, pool=rank_pool)
+    assert_resumes(build, CONFIG, save, load, batch=batch, loss=loss, pool=rank_pool)
 
 
 def test_16_bit_training_resumes_with_accumulation(rank_pool):
     config = CONFIG | {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2}
-    assert_resumes(
-        build,
-        config,
-        3,
-        2,
-        batch=batch,
-        loss=loss_in_16_bit,
-        pool=rank_pool,
-        rtol=0.05,
-        atol=0.01,
-    )
-
-
-def loss_in_16_bit(engine, data):
-    x, y = data
-    return engine(x.bfloat16(), y.bfloat16())
+    assert_resumes(build, config, 3, 2, batch=batch, loss=loss_in_16_bit, pool=rank_pool, rtol=0.05, atol=0.01)
 
 
 def test_a_partitioned_model_resumes_from_a_checkpoint_that_was_not_saved_elastic(rank_pool):
     config = CONFIG | {"zero_optimization": {"stage": 3}}
-    assert_resumes(build_partitioned, config, 2, 3, batch=batch, pool=rank_pool)
+    assert_resumes(build_partitioned, config, 2, 3, batch=batch, loss=loss, pool=rank_pool)
 
 
 def test_a_corrupted_resume_is_noticed_in_every_detail(rank_pool):
     with pytest.raises(AssertionError) as info:
-        assert_resumes(build_and_corrupt, CONFIG, 2, 2, batch=batch, pool=rank_pool)
+        assert_resumes(build_and_corrupt, CONFIG, 2, 2, batch=batch, loss=loss, pool=rank_pool)
     message = str(info.value)
     assert "rank 0: state/tied/exp_avg: 1 of 35 elements differ" in message
-    assert "rank 1: state/tied/exp_avg: has other elements" in message
+    assert "rank 1: state/tied/exp_avg: is 'torch.float32 (7, 5)" in message
     assert "rank 1: buffer/calls" in message and "rank 0: buffer/calls" not in message
     assert "rank 0: group/1/lr: is 0.25, expected" in message
     assert "/step: is 3.0, expected 2.0" in message
@@ -563,8 +466,3 @@ def test_the_second_model_has_no_weight_or_buffer_of_the_first_before_it_loads()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     _perturb(model)
     assert all((value != before[name]).all() for name, value in model.state_dict().items())
-
-
-def test_a_global_batch_that_one_size_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="global batch of 12 cannot be divided among 5 ranks"):
-        assert_resumes(build, CONFIG, 4, 5, batch=batch)

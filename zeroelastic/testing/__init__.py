@@ -1,7 +1,7 @@
 """Tools to test sharded training: functions run on ranks of one machine, and a test that training resumes.
 
     results = run_ranks(fn, 4)                  fn on four new processes that form a process group
-    with RankPool(4) as pool: pool.run(fn, 3)   the same without the start-up time
+    with RankPool() as pool: pool.run(fn, 3)    the same without the start-up time
     assert_resumes(build, ds_config, 4, 3, batch=batch)
     gather_state(engine)                        the whole training state, to compare
 
@@ -10,14 +10,12 @@ Importing this imports neither torch nor deepspeed. With ZEROELASTIC_TEST_VERBOS
 
 from __future__ import annotations
 
-from zeroelastic.testing.pool import RankPool
+from zeroelastic.testing.pool import RankError, RankPool, RankTimeoutError, run_ranks
 from zeroelastic.testing.rank import RankFailure
 from zeroelastic.testing.resume import assert_resumes
-from zeroelastic.testing.run import RankError, RankTimeoutError, gpus_available, run_ranks
-from zeroelastic.testing.state import Fingerprint, compare_states, fingerprint, gather_state
+from zeroelastic.testing.state import compare_states, fingerprint, gather_state
 
 __all__ = [
-    "Fingerprint",
     "RankError",
     "RankFailure",
     "RankPool",
@@ -26,6 +24,5 @@ __all__ = [
     "compare_states",
     "fingerprint",
     "gather_state",
-    "gpus_available",
     "run_ranks",
 ]

@@ -1,37 +1,43 @@
-"""A pool that starts ranks in milliseconds, forked from a process that has imported torch and deepspeed.
+"""Functions run on ranks of one machine: new processes, a rendezvous by file, a time limit, the first traceback.
 
-Every run has new processes, so no global state of torch or deepspeed (process groups, parameter ids, caches by world
-size) is passed from one run to the next, and nothing has to be reset.
+Ranks are forked from a process that has imported torch and deepspeed, which takes milliseconds. Every run has new
+ranks, so no global state of torch or deepspeed (process groups, parameter ids, caches by world size) is passed from one
+run to the next. When a run ends, no process of a rank is left.
 """
 
 from __future__ import annotations
 
-import atexit
 import gc
+import logging
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkContext, SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
+from zeroelastic.errors import signal_name
 from zeroelastic.testing.preload import DEEPSPEED_MODULES, preload
-from zeroelastic.testing.rank import RankJob, prepare_deepspeed
-from zeroelastic.testing.run import (
-    Cancelled,
-    RankError,
-    child_environment,
-    rank_environment,
-    rank_jobs,
-    results_of,
-    supervise,
-)
+from zeroelastic.testing.rank import RankFailure, RankJob, prepare_deepspeed, rank_main
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Those of install() and of a load take half of the rest.
+GRACE_VARIABLE = "ZEROELASTIC_TEST_GRACE_S"
+"""An environment variable: for so many seconds after the first failure, failures of other ranks are reported too."""
+
+# The seams of install() and the modules of a load take half of the rest.
 PRELOADED = (
     *DEEPSPEED_MODULES,
     "zeroelastic.deepspeed.install.seams",
@@ -39,36 +45,78 @@ PRELOADED = (
     "zeroelastic.executors.staged",
     "zeroelastic.testing.state",
 )
-# Variables with these prefixes are read when modules are imported, so a forked rank cannot change them any more,
+# When set by a launcher, these contradict the file rendezvous or the rank numbers.
+_LAUNCHER_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RUN_ID"}
+# Variables with these prefixes are read when modules are imported.
 _READ_AT_IMPORT = ("CUDA_", "DS_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH", "TRITON_")
-# but libraries set these themselves on import, and read them later.
-_READ_LATER = ("CUDA_MODULE_LOADING", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")
-# Time limits for importing and for ending a run, in seconds.
-_START_LIMIT = 300.0
-_END_LIMIT = 60.0
+# Times in seconds: to import modules; for other failures to follow the first one; to look at ranks that say nothing; to
+# print the stacks; to leave the process group; to end the pool.
+_START_S = 300.0
+_GRACE_S = 0.5
+_TICK_S = 0.5
+_STACKS_S = 1.0
+_LEAVE_S = 60.0
+_END_S = 60.0
+
+
+class RankError(RuntimeError):
+    """A rank failed. ``failures`` are all failures, the cause first."""
+
+    def __init__(self, message: str, failures: tuple[RankFailure, ...]) -> None:
+        super().__init__(message, failures)
+        self.failures = failures
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RankTimeoutError(RankError, TimeoutError):
+    """Ranks did not finish in time; ``failures`` has the ranks that hung, with their Python stacks."""
+
+
+def run_ranks(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    backend: str = "gloo",
+    env: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[T]:
+    """Results, by rank, of ``fn(*args, **kwargs)`` run in ``world_size`` new processes, one process group.
+
+    This is one run of a ``RankPool``, which says more.
+
+        def total(x: int) -> int:
+            t = torch.tensor(x + dist.get_rank())
+            dist.all_reduce(t)
+            return int(t)
+
+        assert run_ranks(total, 3, 10) == [33, 33, 33]
+    """
+    with RankPool(backend=backend, env=env) as pool:
+        return pool.run(fn, world_size, *args, timeout=timeout, **kwargs)
 
 
 class RankPool:
-    """Runs functions on ranks as ``run_ranks`` does, without its start-up time. One run at a time.
+    """Runs functions on ranks, without the start-up time from the second run on. One run at a time.
 
-        with RankPool(4) as pool:
+        with RankPool() as pool:
             for world_size in (1, 2, 3, 4):
                 pool.run(train_step, world_size)
 
-    Ranks run on the CPU (CUDA does not survive a fork). They have the caller's environment, working directory and
-    sys.path at the moment a run starts. The pool stays usable after a failed run. ``preload`` names modules that are
-    imported once, before any rank is forked.
+    The backend "gloo" runs on the CPU, on every machine; "nccl" gives each rank its own GPU, and a new interpreter,
+    because CUDA does not survive a fork. ``preload`` names modules that are imported once, before any rank is forked.
+    Ranks have the caller's environment, working directory and sys.path at the moment a run starts, and ``env``.
     """
 
-    def __init__(self, max_ranks: int, *, preload: Sequence[str] = ()) -> None:
-        if max_ranks < 1:
-            raise ValueError(f"max_ranks is {max_ranks}; a pool needs at least one rank.")
-        self.max_ranks = max_ranks
-        self.preload = tuple(preload)
+    def __init__(
+        self, *, preload: Sequence[str] = (), backend: str = "gloo", env: Mapping[str, str] | None = None
+    ) -> None:
+        self._preload = tuple(preload)
+        self._backend = backend
+        self._env = dict(env or {})
         self._server: SpawnProcess | None = None
-        self._connection: Connection | None = None
-        self._environment: dict[str, str] = {}
-        self._owner = os.getpid()
 
     def __enter__(self) -> RankPool:
         self._start()
@@ -86,87 +134,219 @@ class RankPool:
         env: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> list[T]:
-        """Results, by rank, of ``fn(*args, **kwargs)`` on ``world_size`` ranks; otherwise as in ``run_ranks``.
+        """Results, by rank, of ``fn(*args, **kwargs)`` on ``world_size`` ranks, one process group.
 
-        ``timeout`` counts from the start of the ranks and does not include the pool's own first imports. Raises
-        ValueError when world_size exceeds the pool's size, and where the environment, or ``env``, has another value of
-        a variable that is read at import (DS_ACCELERATOR, OMP_NUM_THREADS, ...) than when the pool started.
+        torch.distributed is initialised before fn runs, through a file in a private directory: no port is opened, and
+        ``deepspeed.initialize`` and ``deepspeed.init_distributed`` adopt the process group. RANK, LOCAL_RANK,
+        WORLD_SIZE, LOCAL_WORLD_SIZE, DS_ACCELERATOR and OMP_NUM_THREADS=1 are set; ``env`` adds to them or overrides
+        them. fn, its arguments and its result are pickled, so fn must be defined at the top level of a module; tensors
+        may be among them. The output of the ranks is shown when one fails; with ZEROELASTIC_TEST_VERBOSE=1 it is shown
+        at once. ``timeout`` is in seconds and does not include the first imports.
+
+        Raises RankError with the first rank's traceback when one fails, RankTimeoutError with the stacks of the
+        ranks that hang, and ValueError when ``env`` has a variable that is read at import (DS_ACCELERATOR,
+        OMP_NUM_THREADS, ...). The pool stays usable.
         """
-        if world_size > self.max_ranks:
-            raise ValueError(f"world_size is {world_size}; this pool was made for at most {self.max_ranks} ranks.")
-        with rank_jobs(fn, args, kwargs, world_size, timeout=timeout, backend=None, env=env) as jobs:
-            if self._server is None or not self._server.is_alive():
-                self._start()
-            if changed := dict(_read_at_import(jobs[0].environment).items() ^ self._environment.items()):
-                raise ValueError(
-                    f"{', '.join(sorted(changed))} changed since the pool started. Libraries read such variables when "
-                    "they are imported: use run_ranks, which starts ranks from scratch."
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}; a run needs at least one rank.")
+        if late := [name for name in env or () if name.startswith(_READ_AT_IMPORT)]:
+            raise ValueError(
+                f"{', '.join(late)}: libraries read such variables when they are imported, which has been done. "
+                "Use run_ranks, or RankPool(env=...)."
+            )
+        call = pickle.dumps((fn, args, kwargs))
+        shared = self._environment() | {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        with tempfile.TemporaryDirectory(prefix="zeroelastic-ranks-") as directory:
+            jobs = [
+                RankJob(
+                    rank=rank,
+                    world_size=world_size,
+                    directory=directory,
+                    backend=self._backend,
+                    timeout=timeout,
+                    environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})},
+                    sys_path=tuple(sys.path),
+                    working_directory=os.getcwd(),
+                    call=call,
                 )
-            return results_of(jobs, self._request(jobs))
+                for rank in range(world_size)
+            ]
+            answer = self._request(jobs)
+        if isinstance(answer, RankError):
+            raise answer
+        return [pickle.loads(result) for result in answer]
 
     def close(self) -> None:
         """End the pool's process, and the ranks of a run. A later run starts another one."""
-        atexit.unregister(self.close)
-        if self._connection is not None:
-            with suppress(OSError):
-                self._connection.send(None)
+        if self._server is not None:
             self._connection.close()
-        if self._server is not None and self._owner == os.getpid():  # not in a forked child, which has this object
-            self._server.join(_END_LIMIT)
+            self._server.join(_END_S)
             self._server.kill()
             self._server.join()
-        self._server = self._connection = None
+        self._server = None
+
+    def _environment(self) -> dict[str, str]:
+        """The environment that all ranks have: the caller's, without what a launcher of the caller set."""
+        return {
+            "GLOO_SOCKET_IFNAME": "lo",
+            **{name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES},
+            "CROSS_RANK": "0",
+            "CROSS_SIZE": "1",
+            "DS_ACCELERATOR": "cuda" if self._backend == "nccl" else "cpu",
+            "OMP_NUM_THREADS": "1",
+            **self._env,
+        }
 
     def _start(self) -> None:
-        self.close()
-        self._owner = os.getpid()
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        environment = rank_environment("gloo")
-        self._environment = _read_at_import(environment)
-        self._server = context.Process(target=_serve, args=(theirs, self.preload), name="rank-pool")
-        with child_environment(environment):
+        modules = () if self._backend == "nccl" else (*PRELOADED, *self._preload)
+        self._server = context.Process(target=_serve, args=(theirs, modules), name="rank-pool")
+        with patch.dict(os.environ, self._environment(), clear=True):
             self._server.start()
         theirs.close()
-        # Registered after multiprocessing's own hook, so it runs before that, which would wait for the process forever.
-        atexit.register(self.close)
 
-    def _request(self, jobs: list[RankJob]) -> RankError | None:
-        assert self._connection is not None and self._server is not None
+    def _request(self, jobs: list[RankJob]) -> list[bytes] | RankError:
+        if self._server is None:
+            self._start()
         try:
             self._connection.send(jobs)
-            wait([self._connection, self._server.sentinel], jobs[0].timeout + _START_LIMIT + _END_LIMIT)
-            if not self._connection.poll():
-                raise EOFError
-            error: RankError | None = self._connection.recv()
-            return error
-        except (EOFError, OSError):
-            self.close()
-            raise RuntimeError("the pool's process gave no answer; the next run starts another.") from None
+            if not self._connection.poll(jobs[0].timeout + _START_S):
+                raise TimeoutError("the pool's process, which imports modules first, gives no answer.")
+            answer: list[bytes] | RankError = self._connection.recv()
+            return answer
         except BaseException:
-            self.close()
+            self.close()  # the next run starts another process
             raise
-
-
-def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(_READ_AT_IMPORT) and name not in _READ_LATER
-    }
 
 
 def _serve(requests: Connection, modules: tuple[str, ...]) -> None:
     """The pool's process: imports modules, then serves one request at a time until the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    preload((*PRELOADED, *modules))
-    prepare_deepspeed()
-    # Frozen objects are neither collected nor copied in the ranks.
-    gc.collect()
-    gc.freeze()
-    with suppress(EOFError, Cancelled):
-        # A fork copies one thread only: if an import has started more, ranks are spawned.
-        alone = len(os.listdir("/proc/self/task")) == 1
-        context = multiprocessing.get_context("fork" if alone else "spawn")
-        while (jobs := requests.recv()) is not None:
-            requests.send(supervise(context, jobs, owner=requests))
+    if modules:
+        preload(modules)
+        prepare_deepspeed()
+        # Frozen objects are neither collected nor copied in the ranks.
+        gc.collect()
+        gc.freeze()
+    # A fork copies one thread only: if an import has started more, ranks are spawned.
+    forks = modules and len(os.listdir("/proc/self/task")) == 1
+    context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
+    with suppress(EOFError):
+        while True:
+            requests.send(_supervise(context, requests.recv(), requests))
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank process, and how its function ended: with a pickled result, or not."""
+
+    job: RankJob
+    process: BaseProcess
+    connection: Connection
+    end: bytes | RankFailure | None = None
+
+    def update(self) -> None:
+        """Note how the function ended, if it has. What the rank sent before it died counts."""
+        code = self.process.exitcode
+        try:
+            if self.connection.poll():
+                self.end = self.connection.recv()
+                return
+        except (EOFError, OSError):
+            self.process.join(_TICK_S)  # it is about to end
+        if code is not None:
+            how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
+            self.end = self.job.failure(f"{how} before its function returned", died=True)
+
+    def kill(self) -> None:
+        """Kill the rank and every process in its session, also those in other process groups."""
+        pid = self.process.pid
+        self.process.kill()
+        self.process.join()
+        while members := [int(name) for name in os.listdir("/proc") if name.isdigit() and _runs_in(int(name), pid)]:
+            for member in members:
+                with suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGKILL)
+            time.sleep(0.01)
+        self.connection.close()
+
+
+def _supervise(context: ForkContext | SpawnContext, jobs: list[RankJob], owner: Connection) -> list[bytes] | RankError:
+    """Start one process for each job and wait for all of them; none is left afterwards.
+
+    Returns the pickled results by rank, or the error that says which ranks failed, or hung. Raises EOFError when
+    ``owner``, the connection to the process that requested the run, is closed meanwhile.
+    """
+    deadline = time.monotonic() + jobs[0].timeout
+    ranks: list[_Rank] = []
+    try:
+        for job in jobs:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=rank_main, args=(job, deadline, os.getpid(), theirs))
+            process.start()
+            ranks.append(_Rank(job, process, ours))
+            theirs.close()
+        _watch(ranks, deadline + _STACKS_S, owner)
+        if error := _judge(ranks):
+            return error
+        _let_leave(ranks)
+        return [rank.end for rank in ranks if isinstance(rank.end, bytes)]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def _watch(ranks: list[_Rank], deadline: float, owner: Connection) -> None:
+    """Wait until all ranks have ended, time is up, or the grace after a failure is over."""
+    grace_s = float(ranks[0].job.environment.get(GRACE_VARIABLE, _GRACE_S))
+    while (pending := [rank for rank in ranks if rank.end is None]) and (remaining := deadline - time.monotonic()) > 0:
+        # A process that a rank forked can keep the rank's connection open, so the ranks are also polled.
+        if owner in wait([owner, *(rank.connection for rank in pending)], min(remaining, _TICK_S)):
+            owner.recv()
+        for rank in pending:
+            rank.update()
+        if any(isinstance(rank.end, RankFailure) for rank in pending):
+            deadline = min(deadline, time.monotonic() + grace_s)
+
+
+def _judge(ranks: list[_Rank]) -> RankError | None:
+    """Order the failures, if there are any; without one, ranks that have not ended have hung.
+
+    Deaths come before exceptions: a rank that raised keeps its sockets, so its peers do not notice, while a death
+    breaks the collectives of its peers, and their errors may be reported first.
+    """
+    kind = RankError
+    if not any(isinstance(rank.end, RankFailure) for rank in ranks):
+        kind = RankTimeoutError
+        for rank in ranks:
+            rank.end = rank.end or rank.job.failure(f"no result after {rank.job.timeout:g} s")
+    failures = [rank.end for rank in ranks if isinstance(rank.end, RankFailure)]
+    if not failures:
+        return None
+    first, *others = sorted(failures, key=lambda failure: (not failure.died, failure.moment_ns))
+    lines = [f"rank {first.rank} of {len(ranks)} failed first: {first.headline}", "", first.details]
+    if others:
+        lines += ["", "the others:", *(f"rank {failure.rank}: {failure.headline}" for failure in others)]
+    return kind("\n".join(lines), (first, *others))
+
+
+def _let_leave(ranks: list[_Rank]) -> None:
+    """Let all ranks exit together, because leaving the process group is collective."""
+    deadline = time.monotonic() + _LEAVE_S
+    for rank in ranks:
+        with suppress(OSError):
+            rank.connection.send(None)
+    for rank in ranks:
+        rank.process.join(max(deadline - time.monotonic(), 0))
+        if (code := rank.process.exitcode) != 0:
+            logger.warning("rank %d returned, then did not exit cleanly: %s", rank.job.rank, code)
+
+
+def _runs_in(pid: int, session: int | None) -> bool:
+    """Whether a process is in a session, and no zombie."""
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        # The files of all processes take 20 times as long.
+        if os.getsid(pid) == session:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False

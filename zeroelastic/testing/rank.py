@@ -1,7 +1,8 @@
-"""The process of one rank, spawned or forked, from its first instruction to its end.
+"""The process of one rank, from its first instruction to its end.
 
 A rank reports how its function ended, and then waits until it may leave or is killed. It never closes its sockets
-before that, so that a failing rank does not make its peers fail too: the first traceback is the cause.
+before that, so that a failing rank does not make its peers fail too: the first traceback is the cause. Its output, the
+traceback and the stacks of a crash or a hang are in one file.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import importlib
-import importlib.util
 import os
 import pickle
 import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,7 +24,7 @@ from pathlib import Path
 
 VERBOSE_VARIABLE = "ZEROELASTIC_TEST_VERBOSE"
 
-_OUTPUT_LINES = 20
+_OUTPUT_LINES = 80
 _PR_SET_PDEATHSIG = 1
 
 
@@ -31,8 +32,9 @@ _PR_SET_PDEATHSIG = 1
 class RankJob:
     """The description of one rank process.
 
-    ``directory`` is private to the run and shared by its ranks. It holds the pickled call, the rendezvous file, and for
-    each rank its result, output and stacks. ``timeout`` is in seconds.
+    ``call`` is a function with its arguments, pickled. ``directory`` is private to the run and shared by its ranks: it
+    holds the rendezvous file and the output of each rank. ``timeout`` is in seconds. With a ``world_size`` of 0 the
+    process has no process group.
     """
 
     rank: int
@@ -43,74 +45,72 @@ class RankJob:
     environment: dict[str, str]
     sys_path: tuple[str, ...]
     working_directory: str
+    call: bytes = b""
 
-    def file(self, kind: str) -> Path:
-        """The path of this rank's file of one kind: result, output or stacks."""
-        return Path(self.directory) / f"rank{self.rank}.{kind}"
+    @property
+    def output(self) -> Path:
+        """The file of what the rank prints."""
+        return Path(self.directory) / f"rank{self.rank}.output"
 
-    def read(self, kind: str) -> str:
-        """The text of the file of one kind; empty if there is none."""
-        path = self.file(kind)
-        return path.read_text(errors="backslashreplace") if path.exists() else ""
-
-    def with_output(self, details: str) -> str:
-        """A traceback or stacks, and the last lines that the rank printed."""
-        output = self.read("output").splitlines()[-_OUTPUT_LINES:]
-        return "\n".join([details.rstrip(), *([f"last output of rank {self.rank}:", *output] if output else [])])
+    def failure(self, headline: str, *, died: bool = False) -> RankFailure:
+        """A failure of the rank at this moment."""
+        text = self.output.read_text(errors="backslashreplace") if self.output.exists() else ""
+        details = "\n".join(text.splitlines()[-_OUTPUT_LINES:])
+        return RankFailure(self.rank, headline, details, died, time.monotonic_ns())
 
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """The failure of one rank: one line, and the details: a traceback or stacks, and the last lines that it printed.
+    """The failure of one rank: one line, and the last lines that the rank printed, its traceback or stacks among them.
 
-    ``moment_ns`` is its time by ``time.monotonic_ns``. ``died``: the process ended, or was killed, by itself.
+    ``died``: the process ended, or was killed, by itself. ``moment_ns`` is the time by ``time.monotonic_ns``.
     """
 
     rank: int
     headline: str
     details: str
+    died: bool
     moment_ns: int
-    died: bool = False
 
 
 def rank_main(job: RankJob, deadline: float, parent_pid: int, supervisor: Connection) -> None:
-    """Run the job's pickled call in an initialised process group; the entry point of a rank process.
+    """Run the job's call and send its result, pickled, or the failure; the entry point of a rank process.
 
-    It sends its failure, or None. At the ``deadline``, by ``time.monotonic``, it writes the stacks of all threads.
+    At the ``deadline``, by ``time.monotonic``, the rank prints the stacks of all threads.
     """
-    # A new session: all processes that the rank starts can be found and ended with it.
-    os.setsid()
-    _die_with_parent(parent_pid)
-    if os.environ.get(VERBOSE_VARIABLE) != "1":
-        _redirect_output(job.file("output"))
-    stacks = open(job.file("stacks"), "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
-    faulthandler.enable(file=stacks)
-    faulthandler.dump_traceback_later(max(deadline - time.monotonic(), 0.001), file=stacks)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    failure = None
+    end: bytes | RankFailure
     try:
-        sys.path[:] = job.sys_path
-        os.chdir(job.working_directory)
-        _init_process_group(job)
-        function, args, kwargs = pickle.loads((Path(job.directory) / "call").read_bytes())
-        _write_result(job, function(*args, **kwargs))
+        become_rank(job, parent_pid)
+        faulthandler.dump_traceback_later(max(deadline - time.monotonic(), 0.001))
+        function, args, kwargs = pickle.loads(job.call)
+        end = pickle.dumps(function(*args, **kwargs))
     except BaseException as error:
-        headline = "".join(traceback.format_exception_only(type(error), error)).strip()
-        frames = error.__traceback__ and error.__traceback__.tb_next  # without this function's own
-        details = "".join(traceback.format_exception(type(error), error, frames))
-        failure = RankFailure(job.rank, headline, job.with_output(details), time.monotonic_ns())
-    supervisor.send(failure)
+        traceback.print_exc()
+        end = job.failure("".join(traceback.format_exception_only(type(error), error)).strip())
+    supervisor.send(end)
     supervisor.recv()
     torch = importlib.import_module("torch")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def _die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when its parent ends, however that happens."""
+def become_rank(job: RankJob, parent_pid: int) -> None:
+    """Give this process the job's environment and process group. It ends with its parent, however that ends."""
+    # A new session: all processes that the rank starts can be found and ended with it.
+    os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
+    os.environ.clear()
+    os.environ.update(job.environment)
+    if os.environ.get(VERBOSE_VARIABLE) != "1":
+        _redirect_output(job.output)
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path[:] = job.sys_path
+    os.chdir(job.working_directory)
+    if job.world_size:
+        _init_process_group(job)
 
 
 def _redirect_output(path: Path) -> None:
@@ -128,11 +128,10 @@ def _init_process_group(job: RankJob) -> None:
     """Initialise torch.distributed; deepspeed then adopts this group."""
     import torch
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     prepare_deepspeed()
     device = None
-    if os.environ["DS_ACCELERATOR"] == "cuda":
-        device = torch.device("cuda", job.rank % torch.cuda.device_count())
+    if job.backend == "nccl":
+        device = torch.device("cuda", job.rank)
         torch.cuda.set_device(device)
     torch.distributed.init_process_group(
         job.backend,
@@ -141,7 +140,7 @@ def _init_process_group(job: RankJob) -> None:
         world_size=job.world_size,
         # Longer than the run may take, so that a hang is reported with its stacks and not as a broken collective.
         timeout=timedelta(seconds=job.timeout + 60),
-        device_id=device if job.backend == "nccl" else None,
+        device_id=device,
     )
 
 
@@ -150,15 +149,6 @@ def prepare_deepspeed() -> None:
 
     The op is for inference, and is only used where LOCAL_SIZE is set; compiling it takes half a minute.
     """
-    if importlib.util.find_spec("deepspeed") is None:
-        return
-    backend = importlib.import_module("deepspeed.comm.torch")
-    setattr(backend, "build_shm_op", lambda: None)  # noqa: B010 - mypy allows no assignment to a module
-
-
-def _write_result(job: RankJob, result: object) -> None:
-    try:
-        payload = pickle.dumps(result)
-    except Exception as error:
-        raise TypeError(f"the result, a {type(result).__qualname__}, cannot be pickled: {error}") from error
-    job.file("result").write_bytes(payload)
+    with suppress(ModuleNotFoundError):
+        backend = importlib.import_module("deepspeed.comm.torch")
+        setattr(backend, "build_shm_op", lambda: None)  # noqa: B010 - mypy allows no assignment to a module

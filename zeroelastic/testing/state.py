@@ -17,19 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 
-class Fingerprint(NamedTuple):
-    """A tensor's dtype, shape and digest: equal for tensors of equal dtype, shape and bits, NaNs included."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    digest: str
-
-
 Number: TypeAlias = bool | int | float | str | None
-Entry: TypeAlias = "torch.Tensor | Fingerprint | Number"
+Entry: TypeAlias = "torch.Tensor | Number"
 State: TypeAlias = dict[str, Entry]
-Fingerprints: TypeAlias = dict[str, Fingerprint | Number]
-"""A state without tensors: small, plain data, and compares as the state does."""
 
 # Copies of state that offload_states() keeps in the optimizer state.
 _DUPLICATES = "_offload_buffer"
@@ -97,8 +87,8 @@ def flatten(prefix: str, value: Any) -> State:
     return {key: entry for name, item in items for key, entry in flatten(f"{prefix}/{name}", item).items()}
 
 
-def fingerprint(state: Mapping[str, Entry]) -> Fingerprints:
-    """The state with fingerprints instead of tensors: small, and compares as the state does."""
+def fingerprint(state: Mapping[str, Entry]) -> dict[str, Number]:
+    """The state with each tensor's dtype, shape and digest instead of the tensor: small, and compares as it does."""
     import torch
 
     return {key: _digest(entry) if isinstance(entry, torch.Tensor) else entry for key, entry in state.items()}
@@ -141,9 +131,7 @@ def _sub_groups(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> Iter
                 _sub_group_state(optimizer, index), optimizer.fp32_partitioned_groups_flat[index]
             )
             for param in group:
-                sub_group, offset, length = optimizer.grad_position[optimizer.get_param_id(param)]
-                if sub_group != index:
-                    raise RuntimeError(f"{names[param]} is in sub-group {index}, and its position says {sub_group}.")
+                _, offset, length = optimizer.grad_position[optimizer.get_param_id(param)]
                 whole = {
                     key: _gather(flat.narrow(0, offset, length), getattr(param, "ds_process_group", None))
                     for key, flat in tensors.items()
@@ -280,9 +268,10 @@ def _param_groups(optimizer: Any, buffers: list[GroupBuffers] | None, names: Map
     return state
 
 
-def _digest(tensor: torch.Tensor) -> Fingerprint:
-    raw = _bytes(tensor).numpy().data
-    return Fingerprint(str(tensor.dtype), tuple(tensor.shape), hashlib.blake2b(raw, digest_size=16).hexdigest())
+def _digest(tensor: torch.Tensor) -> str:
+    """Text that is equal for tensors of equal dtype, shape and bits, NaNs included."""
+    digest = hashlib.blake2b(_bytes(tensor).numpy().data, digest_size=16).hexdigest()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {digest}"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -298,12 +287,10 @@ def _difference(expected: Entry, found: Entry) -> str:
     mine, theirs = (_digest(entry) if isinstance(entry, torch.Tensor) else entry for entry in (expected, found))
     if mine == theirs or (mine != mine and theirs != theirs):  # NaN is equal to NaN
         return ""
-    if not isinstance(mine, Fingerprint) or not isinstance(theirs, Fingerprint):
+    if not (isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor)):
         return f"is {theirs!r}, expected {mine!r}"
-    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
-        return f"is {theirs.dtype} {theirs.shape}, expected {mine.dtype} {mine.shape}"
-    if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
-        return "has other elements"
+    if (expected.dtype, expected.shape) != (found.dtype, found.shape):
+        return f"is {theirs}, expected {mine}"
     wrong = (_bytes(expected) != _bytes(found)).view(-1, expected.element_size()).any(dim=1).nonzero().flatten()
     first = int(wrong[0])
     return (

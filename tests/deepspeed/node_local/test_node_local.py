@@ -28,7 +28,7 @@ from training import Job, attempt, build_engine, look, raised, train_step
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.testing import RankError, RankPool, compare_states
-from zeroelastic.testing.run import GRACE_VARIABLE
+from zeroelastic.testing.pool import GRACE_VARIABLE
 
 SECTION = "Checkpoint engines and storage"
 NODE_LOCAL = {"checkpoint": {"use_node_local_storage": True}}

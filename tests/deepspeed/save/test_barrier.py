@@ -22,7 +22,7 @@ from training import Job, build_engine, train_step
 from zeroelastic.elastic import set_collective_timeout
 from zeroelastic.errors import AbsentRankError
 from zeroelastic.testing import RankError, RankPool
-from zeroelastic.testing.run import GRACE_VARIABLE
+from zeroelastic.testing.pool import GRACE_VARIABLE
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 SAVING = "Checkpoint engines and storage"

@@ -39,7 +39,7 @@ from zeroelastic.io.objects import sizes_below
 from zeroelastic.io.paths import RemotePath, as_path
 from zeroelastic.observers import Uploaded
 from zeroelastic.testing import RankPool
-from zeroelastic.testing.run import RankError
+from zeroelastic.testing.pool import RankError
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 support = pytest.mark.support
