@@ -217,6 +217,10 @@ def train(num_steps, **zero):
     for step in range(num_steps):
         engine.backward(engine(*(part.chunk(world_size)[rank] for part in batch(step, 12))))
         engine.step()
+    if engine.zero_optimization_stage() < 3 and num_steps:
+        # DeepSpeed 0.19.8 links the state after the step of the first group, when that of the others does not exist.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     state, accessed = gather_state(engine), {}
     for name, param in model.named_parameters():
         if param.requires_grad and num_steps:
