@@ -1,7 +1,7 @@
 """Every way of misusing a verb or a function that is known, as a table: what is given, and what the error has to name.
 
 ``{ckpt}`` is a checkpoint of 4 ranks with the tags global_step2 and global_step4, ``{empty}`` an empty directory,
-``{file}`` a file, ``{stray}`` a directory with a tag and no ``latest``, ``{universal}`` a Universal checkpoint,
+``{file}`` a file, ``{stray}`` a directory with two tags and no ``latest``, ``{universal}`` a Universal checkpoint,
 ``{events}`` an event log, ``{new}`` nothing yet.
 """
 
@@ -50,6 +50,7 @@ OTHERS: dict[str, list[tuple[list[str], str]]] = {
         (["{ckpt}", "-n", "0"], "0"),
         (["{ckpt}"], "--world-size"),
         (["{ckpt}", "-n", "two"], "'two'"),
+        (["{ckpt}", "--to", "3"], "No such option: --to (Possible options: --world-size)"),
         (["{ckpt}", "-n", "65537"], "from 1 to 65536, not 65537"),
     ],
     "reshard": [
@@ -57,6 +58,7 @@ OTHERS: dict[str, list[tuple[list[str], str]]] = {
         (["{ckpt}", "{ckpt}/new", "-n", "2"], "lies inside the source"),
         (["{ckpt}", "{ckpt}/global_step4/new", "-n", "2"], "lies inside the source"),
         (["{ckpt}", "{new}/dst", "-n", "2"], "{new}: no such directory"),
+        (["{ckpt}", "{new}/dst", "--to", "3"], "No such option: --to (Possible options: --world-size)"),
         (["{ckpt}", "{new}/dst", "-n", "0"], "a world size of 0"),
         (["{ckpt}", "{new}/dst", "-n", "-3"], "a world size of -3"),
         (["{ckpt}", "{empty}", "-n", "2", "--dry-run"], "nothing is overwritten"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
 from zeroelastic.errors import MissingPackageError
@@ -19,10 +20,14 @@ def torch_missing(what: str) -> MissingPackageError:
     return MissingPackageError(f"{what} needs PyTorch, which is not installed. Install it: {INSTALL_TRAIN}.")
 
 
-def require_torch(what: str) -> None:
+def require_torch(what: str, module: str = "") -> None:
     """Raise MissingPackageError where PyTorch is not installed; imports nothing. Example::
 
     require_torch("convert --to fsdp2")
+
+    A ``module`` that is run as a program, ``__main__``, ends with the sentence alone.
     """
     if not torch_is_there():
+        if module == "__main__":
+            sys.exit(f"error: {torch_missing(what)}")
         raise torch_missing(what)

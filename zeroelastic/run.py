@@ -16,7 +16,7 @@ from zeroelastic import __version__
 from zeroelastic.activation import start
 from zeroelastic.extras import require_torch
 
-require_torch("zeroelastic.run")
+require_torch("zeroelastic.run", __name__)
 
 _TIMEOUT_S = 600.0
 """As ``zeroelastic.elastic.leaving.DEFAULT_S``, which is not imported here: that imports torch."""

@@ -79,6 +79,21 @@ def test_help_lists_every_verb_under_a_heading() -> None:
     assert sorted(listed) == VERBS and len(re.findall(r"^\w.*:$", shown, flags=re.MULTILINE)) == 3
 
 
+@pytest.mark.parametrize("arguments", [["export"], ["convert", "--to", "fsdp2"]], ids=lambda words: words[0])
+def test_a_place_that_cannot_be_written_is_named_as_it_was_given(arguments: list[str]) -> None:
+    verb, *options = arguments
+    done = run_command(verb, GOLDEN / "stage2_rank2", "/proc/out", *options)  # where nobody makes a directory
+    assert (done.returncode, done.stderr) == (1, "error: /proc/out: No such file or directory\n")
+
+
+def test_a_comparison_says_how_much_it_read_of_each_side() -> None:
+    sides = GOLDEN / "elastic2", GOLDEN / "rigid3"
+    nbytes = zeroelastic.diff(*sides).bytes_read // 2
+    assert re.search(
+        rf"^  read +{format_size(nbytes)} of each$", run_command("diff", *sides).stdout, flags=re.MULTILINE
+    )
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_examples_that_its_documentation_runs(verb: str) -> None:
     """tests/project/test_docs.py runs the bash blocks of its page."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from itertools import count
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import run_command
+from rich.console import Console
 
 from zeroelastic.cli import terminal
 from zeroelastic.cli.terminal import progress_line
@@ -47,6 +49,14 @@ def test_a_log_gets_a_line_now_and_then(ckpt: Path, verb: str) -> None:
 def test_quiet_verbs_say_nothing(ckpt: Path, verb: str) -> None:
     done = run_command(verb, *VERBS[verb], "--quiet", cwd=ckpt)
     assert done.returncode == (verb == "diff") and done.stderr == ""
+
+
+def test_the_bar_has_its_rate_in_the_units_of_its_size() -> None:
+    bar = terminal._start_bar("verify", 12 << 30, 3 << 30, "102 MiB/s")
+    console = Console(width=120, file=io.StringIO())
+    console.print(bar.get_renderable())
+    bar.stop()
+    assert re.search(r"verify .* 3.0/12.0 GiB 102 MiB/s", console.file.getvalue())
 
 
 def test_what_takes_a_moment_says_nothing(tmp_path: Path) -> None:

@@ -48,6 +48,16 @@ def test_a_tensor_of_the_library_becomes_an_array_but_no_torch_tensor(no_torch: 
             tensor.torch()
 
 
+@pytest.mark.parametrize("module", ["zeroelastic.run", "zeroelastic.testing.sample"])
+def test_a_module_that_is_run_as_a_program_says_so_in_one_line(module: str) -> None:
+    script = (
+        f"import runpy, zeroelastic.extras as extras\nextras.find_spec = lambda name: None\nrunpy.run_module({module!r}"
+    )
+    script += ", run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, f"error: {module} needs PyTorch, {HOW}\n")
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,13 @@ def test_what_is_no_checkpoint_is_said_with_what_is_there(root: Path, tmp_path: 
         path.unlink()
     for words in (said(root), said(root, tag="global_step3")):
         assert "global_step4, with files of rank 1 and none of rank 0" in words and "into one directory" in words
+
+
+def test_the_only_tag_is_taken_where_there_is_no_latest(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.rmtree(root / "global_step2")
+    (root / "latest").unlink()
+    assert find_source(root).tag_dir == root / "global_step4" and find_source(root).latest is None
+    assert f"{root}: has no latest file; global_step4 is its only tag" in caplog.messages
 
 
 def test_directories_in_formats_of_others_are_named(tmp_path: Path) -> None:

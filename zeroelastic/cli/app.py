@@ -255,7 +255,7 @@ TagOption = Annotated[
         "--tag",
         metavar="TAG",
         autocompletion=complete_tag,
-        help="Which tag, where SRC is the directory above; default: what latest names.",
+        help="Which tag, where SRC is the directory above; default: what latest names, or the only one.",
     ),
 ]
 
@@ -363,13 +363,20 @@ class _Group(TyperGroup):
         sys.exit(code or 0)
 
 
+_FOR_RANKS = ("--to", "--ranks", "--num-ranks", "--nproc-per-node", "--nproc_per_node")
+"""Options of other verbs and programs by which a number of ranks may be meant."""
+
+
 def _about_misuse(error: Any) -> str:
     """The sentence of an error about the command line, which for a value of a wrong type is pydantic's."""
     values: Any = getattr(error.__cause__, "errors", list)()
     if values:
         error.message = f"{values[0]['input']!r}: {without_pydantic(values[0]['msg'])}"
-    elif getattr(error, "option_name", None) == "--allow-global":
+    name = getattr(error, "option_name", None)
+    if name == "--allow-global":
         error.message += " after the verb; give it before: zeroelastic --allow-global NAME VERB ..."
+    elif name in _FOR_RANKS and any("--world-size" in param.opts for param in error.ctx.command.params):
+        error.possibilities = ["--world-size"]
     return str(error.format_message())
 
 

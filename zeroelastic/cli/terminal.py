@@ -134,10 +134,11 @@ def progress_bar(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
     def advance(more: int) -> None:
         nonlocal done
         done += more
+        rate = f"{format_size(round(done / max(time.monotonic() - began, 1e-9)))}/s"
         if shown:
-            shown[0].update(shown[0].task_ids[0], completed=done)
+            shown[0].update(shown[0].task_ids[0], completed=done, rate=rate)
         elif time.monotonic() - began > _DELAY_S:
-            shown.append(_start_bar(what, nbytes, done))
+            shown.append(_start_bar(what, nbytes, done, rate))
 
     try:
         yield advance
@@ -180,20 +181,20 @@ def _time_left(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def _start_bar(what: str, nbytes: int, done: int) -> RichProgress:
+def _start_bar(what: str, nbytes: int, done: int, rate: str) -> RichProgress:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        TextColumn("{task.fields[rate]}"),  # of rich's own columns, those of sizes and of rates differ in their units
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
     )
-    bar.add_task(what, total=nbytes, completed=done)
+    bar.add_task(what, total=nbytes, completed=done, rate=rate)
     bar.start()
     return bar
 

@@ -112,7 +112,7 @@ def _diff_view(found: DiffReport) -> View:
                 ("weights", "equal" if found.weights_equal else different),
                 ("content roots", [f"{roots[0] or 'none'} and {roots[1] or 'none'}"]),
                 ("by digest", f"{counted(found.num_by_digest, 'tensor')} of {found.num_tensors:,}"),
-                ("read", format_size(found.bytes_read)),
+                ("read", f"{format_size(found.bytes_read // 2)} of each"),
             ],
         ),
         Table("Tensors that differ", tuple(map(_tensor_row, tensors)), columns, frozenset({2, 3, 4}), most=15),

@@ -6,6 +6,7 @@ directory, a ``checkpoint-N`` of the Hugging Face Trainer, a directory of accele
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ from zeroelastic.runs.names import (
 )
 from zeroelastic.runs.tag_directory import open_tag
 
+logger = logging.getLogger(__name__)
+
 Framework = Literal["deepspeed", "hf-trainer", "accelerate", "lightning"]
 
 _MAX_LISTED = 8
@@ -65,6 +68,8 @@ class Source:
 
 def find_source(text: str | os.PathLike[str], *, tag: str | None = None, universal: bool = False) -> Source:
     """The checkpoint at a path or URL; ``tag`` chooses one where the path is the directory above the tags.
+
+    Without it, that is the tag that ``latest`` names, or the only one where there is no ``latest``.
 
     Raises UsageError, with what was found there and what to give; UnsupportedError for a directory in a format of
     others, except a Universal tag directory if ``universal``; MissingFileError when ``latest`` names a tag that does
@@ -101,8 +106,13 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None, univers
     chosen = tag if tag is not None else latest
     if chosen is None:
         tags = list_tags(path)
-        if tags and not all(is_universal(directory_of(path, name)) for name in tags):
+        native = [name for name in tags if not is_universal(directory_of(path, name))]
+        if len(tags) == len(native) == 1 and _ranks_without_first(directory_of(path, tags[0])) is None:
+            chosen = tags[0]
+            logger.warning("%s: has no %s file; %s is its only tag", path, LATEST, printable(chosen))
+        elif native:
             raise UsageError(f"{path}: has no {LATEST} file. {_choose(path, tags)}")
+    if chosen is None:
         if (kind := other_format(path, names)) is not None:
             raise UnsupportedError(f"{path}: is {kind}. {_OF_OTHERS}")
         raise UsageError(f"{path}: {_what_is_there(path, inside)}")

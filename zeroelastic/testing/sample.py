@@ -24,7 +24,7 @@ from zeroelastic.core.layout import Param
 from zeroelastic.extras import require_torch
 from zeroelastic.verbs.reshard.reshard import reshard
 
-require_torch("zeroelastic.testing.sample")
+require_torch("zeroelastic.testing.sample", __name__)
 
 import torch  # noqa: E402
 

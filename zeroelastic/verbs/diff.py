@@ -216,7 +216,7 @@ def _compare(sides: tuple[_Side, _Side], params: str | None, progress: Progress)
     both = set(common)
     unequal = [name for name in common if name not in by_digest]
     pairs = [(name, left.tensors[name], right.tensors[name]) for name in unequal if name in in_files]
-    nbytes = sum(a.nbytes + b.nbytes for _, a, b in pairs if _alike(a, b))
+    nbytes = sum(a.nbytes for _, a, b in pairs if _alike(a, b))  # of each side
     differing = [_compared(name, left.forms[name], right.forms[name]) for name in unequal if name not in in_files]
     with progress("diff", nbytes) as advance:
         for name, a, b in pairs:
@@ -247,7 +247,7 @@ def _compare(sides: tuple[_Side, _Side], params: str | None, progress: Progress)
         num_tensors=len(common),
         num_equal=len(common) - len(differing),
         num_by_digest=len(by_digest),
-        bytes_read=nbytes,
+        bytes_read=2 * nbytes,
         tensors=tuple(differing),
         only_a=only[0],
         only_b=only[1],
@@ -293,7 +293,7 @@ def _differences(
         if worst is not None and worst[0] > largest[0]:
             largest = (worst[0], numel + worst[1], worst[2], worst[3])
         numel += len(bits_of(left, a.dtype))
-        advance(2 * len(left))
+        advance(len(left))
     if not num_different:
         return []
     index = np.unravel_index(largest[1], a.shape if numel == a.numel else (*a.shape, 2))  # 2: a complex number

@@ -118,7 +118,7 @@ def new_directory(target: Path, *, manifest: Mapping[str, object] | None = None)
 
     try:
         check_free(target)
-        held.append(_lock(staging))
+        held.append(_lock(staging, target))
         identity = _take(staging, {"run": secrets.token_hex(8)} if manifest is None else manifest)
         directory.mkdir(exist_ok=True)
         yield directory, identity
@@ -127,6 +127,8 @@ def new_directory(target: Path, *, manifest: Mapping[str, object] | None = None)
     except BaseException as error:
         if held and (manifest is None or isinstance(error, (Exception, KeyboardInterrupt))):
             shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is not None:
+            error.filename = _as_target(Path(os.fsdecode(error.filename)), staging, target)
         raise
     finally:
         for lock in held:
@@ -149,7 +151,14 @@ def publish(staging: Path, directory: Path, target: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def _lock(staging: Path) -> int:
+def _as_target(path: Path, staging: Path, target: Path) -> str:
+    """A path inside the hidden directory as it is going to be inside the target, for messages."""
+    if path.is_relative_to(staging / "root"):
+        return os.fspath(target / path.relative_to(staging / "root"))
+    return os.fspath(target if path.is_relative_to(staging) else path)
+
+
+def _lock(staging: Path, target: Path) -> int:
     """The descriptor that locks a hidden directory, which is made where it is not there. Raises UsageError, OSError."""
     staging.mkdir(exist_ok=True)
     try:
@@ -162,9 +171,9 @@ def _lock(staging: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise UsageError(f"{staging}: another process is writing this target. Wait for it, or end it.") from None
+        raise UsageError(f"{target}: another process is writing it. Wait for it, or end it.") from None
     except OSError as error:  # a file system without locks
-        logger.warning("%s cannot be locked (%s): see to it that only one command writes it", staging, error.strerror)
+        logger.warning("%s cannot be locked (%s): see to it that only one command writes it", target, error.strerror)
     return lock
 
 
