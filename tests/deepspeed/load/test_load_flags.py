@@ -127,9 +127,31 @@ def dump_state_dict(job: Job, directory: str) -> dict[str, Any]:
     return look(engine)[0]
 
 
-@pytest.mark.support(
-    "Using it", "`optimizer.load_state_dict()` with elastic state dicts", "refused", "`save_checkpoint` instead"
+STATE_DICTS = "`optimizer.load_state_dict()`: elastic state dicts, those of another number of ranks at any stage"
+
+
+@pytest.mark.support("Using it", STATE_DICTS, "refused", "`save_checkpoint` instead")
+@pytest.mark.parametrize(
+    "job", [Job(stage=1), Job(stage=2), Job(stage=2, precision="fp32"), Job(elastic=False)], ids=lambda job: job.stage
 )
+def test_state_dicts_that_are_saved_by_hand_load_at_their_own_size_alone(
+    rank_pool: RankPool, tmp_path: Path, job: Job
+) -> None:
+    job = replace(job, elastic=False)  # with it DeepSpeed itself joins them at stages 1 and 2
+    rank_pool.run(save_by_hand, 2, job, str(tmp_path))
+    assert rank_pool.run(load_from_memory, 2, job, str(tmp_path)) == [("", "")] * 2
+    for world_size in (1, 3):
+        for kind, text in rank_pool.run(load_from_memory, world_size, job, str(tmp_path)):
+            assert kind == "UnsupportedError" and "they load at their own size alone" in text
+
+
+def save_by_hand(job: Job, directory: str) -> None:
+    engine = build_engine(job)
+    train_step(engine, 0)
+    torch.save(engine.optimizer.state_dict(), Path(directory) / f"{torch.distributed.get_rank()}.pt")
+
+
+@pytest.mark.support("Using it", STATE_DICTS, "refused", "`save_checkpoint` instead")
 def test_elastic_state_dicts_in_memory_are_refused_by_name(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(dump_state_dict, 2, Job(), str(tmp_path))
     for kind, text in rank_pool.run(load_from_memory, 2, Job(), str(tmp_path)):

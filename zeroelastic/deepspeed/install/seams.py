@@ -2,9 +2,9 @@
 
 Wrapped at class level, because HF Trainer, accelerate, Lightning and Fabric all end in these methods and bypass
 anything else: ``DeepSpeedEngine._configure_zero_optimizer``, ``_configure_bf16_optimizer``, ``save_checkpoint``,
-``load_checkpoint``, ``_get_all_ckpt_names``, and ``DeepSpeedZeroOptimizer_Stage3.state_dict``, ``load_state_dict``; and
-for saves that go on after they returned ``DeepSpeedEngine.save_16bit_model``, ``destroy`` and ``__del__``. Every
-wrapper passes anything that is not ours (``live.kinds``) to the original untouched.
+``load_checkpoint``, ``_get_all_ckpt_names``, ``DeepSpeedZeroOptimizer_Stage3.state_dict``, and ``load_state_dict`` of
+the optimizers of all stages; and for saves that go on after they returned ``DeepSpeedEngine.save_16bit_model``,
+``destroy`` and ``__del__``. Every wrapper passes anything that is not ours (``live.kinds``) to the original untouched.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ SEAMS = (
         "__del__",
     ),
     *_seams(_STAGE3, "state_dict", "load_state_dict state_dict_list load_optimizer_states load_from_fp32_weights"),
+    *_seams(_GROUPS, "load_state_dict state_dict_list"),
+    *_seams(_BF16, "load_state_dict state_dict_list"),
 )
 
 USED = (

@@ -110,12 +110,22 @@ def state_dict(original: Method, self: Any) -> Any:
 
 
 def load_state_dict(original: Method, self: Any, state_dict_list: Any, *args: Any, **kwargs: Any) -> Any:
-    """DeepSpeed's own, which cannot read elastic state dicts: they are refused by name."""
+    """DeepSpeed's own, which cannot read elastic state dicts, nor most of another size: these are refused by name."""
     states = [state for state in state_dict_list or () if isinstance(state, Mapping)]
-    if any("base_optimizer_state" in state and "optimizer_state_dict" not in state for state in states):
+    if any("zeroelastic" in state and "optimizer_state_dict" not in state for state in states):
         raise UnsupportedError(
             "optimizer.load_state_dict() was given elastic state dicts, which are for the files of a checkpoint. Use "
             "engine.save_checkpoint() and engine.load_checkpoint(), or state dicts with elastic_checkpoint off."
+        )
+    saved, current = states[0].get("partition_count") if states else None, self.partition_count
+    # DeepSpeed joins those that it makes at stages 1 and 2 with elastic_checkpoint, whose state is a list
+    are_joined = states and isinstance(states[0].get("base_optimizer_state"), list)
+    if saved not in (None, current) and not (are_joined and len(states) >= dist.get_world_size()):
+        before, now = (max(count) if isinstance(count, list) else count for count in (saved, current))
+        raise UnsupportedError(
+            f"optimizer.load_state_dict() was given the state dicts of {before} ranks, and this run has {now}: "
+            "DeepSpeed gives each rank that of its number, so they load at their own size alone. Use "
+            "engine.save_checkpoint() and engine.load_checkpoint(), which resume at any."
         )
     return original(self, state_dict_list, *args, **kwargs)
 
