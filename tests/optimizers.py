@@ -180,6 +180,36 @@ class Complex(torch.optim.SGD):
             state["phase"] = torch.zeros((), dtype=torch.complex64)
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD of schedulefree: its parameters are averages of steps in ``eval()``, and something else in ``train()``."""
+
+    def __init__(self, groups: Groups, beta: float = 0.9) -> None:
+        super().__init__(groups, {"lr": 1e-2, "beta": beta, "k": 0, "train_mode": True})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for param in group["params"]:
+                z = self.state[param].setdefault("z", param.clone())
+                param.lerp_(z, 1 / group["k"]).add_(param.grad, alpha=group["lr"] * (group["beta"] - 1))
+                z.sub_(param.grad, alpha=group["lr"])
+
+    def train(self) -> None:
+        self._change(True, lambda beta: 1 - beta)
+
+    def eval(self) -> None:
+        self._change(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def _change(self, mode: bool, weight: Callable[[float], float]) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] != mode:
+                group["train_mode"] = mode
+                for param in group["params"]:
+                    param.lerp_(self.state[param]["z"], weight(group["beta"]))
+
+
 OTHER_OPTIMIZERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "adam": lambda groups: torch.optim.Adam(groups, betas=(0.8, 0.95)),
     "nadam": lambda groups: torch.optim.NAdam(groups),
@@ -205,6 +235,7 @@ OTHER_OPTIMIZERS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "by_rank": ByRank,
     "numbered": Numbered,
     "complex": Complex,
+    "schedule_free": ScheduleFree,
 }
 
 

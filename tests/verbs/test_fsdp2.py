@@ -194,6 +194,23 @@ def test_names_that_read_as_other_entries_come_back(tmp_path: Path, name: str, k
     assert back.content_root == zeroelastic.verify(tmp_path / "tag").content_root
 
 
+def test_steps_that_differ_by_parameter_are_kept_at_stage_3_and_refused_below(tmp_path: Path) -> None:
+    tensors, objects = job_state({"w": (7, 5), "late": (4,)}, lambda shape: rows(shape, 2))
+    tensors["optim.state.late.step"] = torch.tensor(3.0), [[]]
+    write_dcp(tmp_path / "fsdp", tensors, objects)
+    for stage in (1, 2):
+        with pytest.raises(UnsupportedError) as refused:
+            zeroelastic.convert(tmp_path / "fsdp", tmp_path / "no", from_="fsdp2", world_size=2, stage=stage)
+        said = str(refused.value)
+        assert "w and late share an optimizer group" in said and "(step: 5.0 (float32) and 3.0 (float32))" in said
+        assert "choose stage 3, with --stage 3, and a --sub-group-size that keeps them apart; 1 gives" in said
+    with pytest.raises(UnsupportedError, match=r"share a sub-group on 2 ranks .* Choose a --sub-group-size that keeps"):
+        zeroelastic.convert(tmp_path / "fsdp", tmp_path / "no", from_="fsdp2", world_size=2)
+    zeroelastic.convert(tmp_path / "fsdp", tmp_path / "zero", from_="fsdp2", world_size=2, sub_group_size=1)
+    with zeroelastic.open(tmp_path / "zero") as checkpoint:
+        assert checkpoint.optimizer("w")["step"] == 5 and checkpoint.optimizer("late")["step"] == 3
+
+
 def test_a_parameter_with_the_name_of_an_optimizer_group_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "tag", world_size=2, groups=[[Param("0", (5, 4)), Param("w", (7,))]])
     with pytest.raises(UnsupportedError, match=r"tag: 0: a parameter whose name is a number .* --layout accelerate"):

@@ -241,7 +241,7 @@ def inner(data: dict[str, Any]) -> Any:
     return data["optimizer_state_dict"]["optimizer_state_dict"]
 
 
-STEPS = "share an optimizer group but were saved with different optimizer state or steps"
+STEPS = "share an optimizer group but were saved with different optimizer state"
 REFUSED: dict[str, tuple[int, Callable[[dict[str, Any]], object], str]] = {
     "Muon": (1, lambda data: inner(data)["param_groups"][0].update(use_muon=True), "Muon"),
     "Adagrad": (

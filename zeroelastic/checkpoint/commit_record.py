@@ -55,7 +55,8 @@ class CommitRecord(Schema):
     loaded or committed last, and that which was begun last. ``trained_params`` is the digest of the trained parameters'
     names and shapes (``params_digest``), of tensor parallel rank 0: it tells whose the checkpoints in one directory are
     (``runs.order``). ``excluded_by`` says what kept frozen weights out of the files, the option ``"frozen"`` or the
-    argument of ``save_checkpoint``.
+    argument of ``save_checkpoint``. ``own_weights``: the weights of the model were not the master weights,
+    cast; None: that is not known.
     """
 
     format_version: Annotated[int, Field(ge=RECORD_VERSION, le=RECORD_VERSION)]
@@ -71,6 +72,7 @@ class CommitRecord(Schema):
     follows: tuple[_Id, ...] = ()
     trained_params: _Id | None = None
     excluded_by: Literal["option", "argument"] | None = None
+    own_weights: bool | None = False
     versions: Versions
     files: dict[_FileName, Annotated[int, Field(ge=0, lt=1 << 62)]]
     directories: dict[_FileName, _Digest] = Field(default={})

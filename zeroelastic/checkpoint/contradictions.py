@@ -13,7 +13,7 @@ from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.core.collector import paused_collector
-from zeroelastic.core.layout import Layout
+from zeroelastic.core.layout import Layout, buffer_kind
 from zeroelastic.errors import CheckpointError, UnsupportedError, some
 from zeroelastic.io.paths import FilePath
 
@@ -153,7 +153,9 @@ def shard_values(shard: Shard) -> Values:
             found[f"the parameters of optimizer group {g}"] = ("params", group.params)
         found |= {f"{key!r} of optimizer group {g}": (key, value) for key, value in group.options.items()}
     for i, scalars in enumerate(shard.scalars):
-        found |= {f"state {key!r} of sub-group {i}": (key, value.value) for key, value in scalars.items()}
+        found |= {
+            f"state {key!r} of {buffer_kind(shard.stage)} {i}": (key, value.value) for key, value in scalars.items()
+        }
     return found
 
 

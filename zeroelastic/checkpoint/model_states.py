@@ -86,7 +86,8 @@ class ModelStates:
     ``frozen_extents`` where this rank's parts of them are; ``directory`` is the file's digest of its zip directory.
     ``values`` are the counters and states that DeepSpeed loads from there; ``others`` the forms of what is no
     parameter in the module's state, None for what is no tensor. ``weights`` are the (offset, nbytes) of the trained
-    parameters in a file of the whole module; a load makes them from the master weights instead. ``params_alone`` are
+    parameters in a file of the whole module, which a load makes from the master weights where these say what they are;
+    ``weight_places`` are the dtype and offset of those that have the shape of their parameter. ``params_alone`` are
     the (offset, nbytes) of all payload that nothing but a parameter uses; storages that a parameter shares with a
     buffer, or with client state, are not in it. Both ascend, with shape ``(num_ranges, 2)``. ``expert_files`` are the
     names of the files that have the weights of the experts of mixture-of-experts layers, and ``may_freeze_experts``
@@ -107,6 +108,7 @@ class ModelStates:
     values: Mapping[str, object] = field(default_factory=dict)
     others: Mapping[str, Form | None] = field(default_factory=dict)
     weights: Int64Array = field(default_factory=lambda: _NO_RANGES)
+    weight_places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     params_alone: Int64Array = field(default_factory=lambda: _NO_RANGES)
     expert_files: tuple[str, ...] = ()
     may_freeze_experts: bool = False
@@ -167,7 +169,7 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
     if not isinstance(module, (Mapping, type(None))):
         raise CheckpointError(f"{path}: holds no state of the module: {shown(module)}. The file is damaged.")
     steps = root.get("global_steps")
-    weights = _NO_RANGES
+    weights, places = _NO_RANGES, dict[str, tuple[str, int]]()
     module = {} if module is None else module
     trained: set[object] = {name for table in tables for name in table}
     frozen_shapes, fragments = root.get("frozen_param_shapes"), root.get("frozen_param_fragments")
@@ -184,7 +186,7 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         names = module_names(root, module, places_of(module), is_whole=True)
         trained |= names.tied.keys()
         others = _entries(module, but=trained)
-        weights = _ranges(file, module, others)
+        weights, places = _weights(file, _entries(module, but=others), params)
         frozen, extents = _whole_frozen_params(file, others, but=names.no_params)
         others = _entries(others, but={param.name for param in frozen.params} if frozen is not None else ())
     if isinstance(frozen_shapes, Mapping):
@@ -214,6 +216,7 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
             if not isinstance(value, Stub)
         },
         weights=weights,
+        weight_places=places,
         params_alone=params_alone,
         expert_files=expert_files,
         may_freeze_experts=may_freeze_experts,
@@ -245,29 +248,38 @@ def _entries(module: Mapping[object, object], *, but: Collection[object]) -> dic
     return {name: value for name, value in module.items() if name not in but}
 
 
-def _ranges(
-    file: TorchFile,
-    module: Mapping[object, object],
-    others: Collection[object],
-    *,
-    apart_from: Int64Array | None = None,
+def _weights(
+    file: TorchFile, entries: Mapping[object, object], params: Sequence[Sequence[Param]]
+) -> tuple[Int64Array, dict[str, tuple[str, int]]]:
+    """``ModelStates.weights`` and ``weight_places`` of these entries. Raises CheckpointError if one is not contiguous.
+
+    A tied weight has several names, one of which is its parameter's.
+    """
+    refs = {str(name): ref for name, ref in entries.items() if isinstance(ref, TensorRef) and ref.numel}
+    ranges = file.ranges([*refs.values()])
+    offsets = dict(zip(refs, ranges[:, 0].tolist(), strict=True))
+    there = [param for group in params for param in group if param.name in refs]
+    fitting = [param.name for param in there if refs[param.name].shape == param.shape]
+    return _distinct(ranges), {name: (refs[name].dtype, offsets[name]) for name in fitting}
+
+
+def _ranges_apart(
+    file: TorchFile, module: Mapping[object, object], others: Collection[object], apart_from: Int64Array
 ) -> Int64Array:
     """(offset, nbytes) of tensors that have elements, ascending, each once: shape ``(num_ranges, 2)``.
 
-    ``others`` are the names of those that are left out; with ``apart_from`` also those in storages of these numbers,
-    and those that are not contiguous, which raise CheckpointError else.
+    ``others`` are the names of those that are left out, and so are those that are not contiguous, and those in storages
+    of the numbers ``apart_from``.
     """
     if others is module:
         return _NO_RANGES
     refs = [
         ref
         for name, ref in module.items()
-        if name not in others and isinstance(ref, TensorRef) and ref.numel and (ref.is_contiguous or apart_from is None)
+        if name not in others and isinstance(ref, TensorRef) and ref.numel and ref.is_contiguous
     ]
-    if apart_from is not None:
-        is_apart = ~np.isin(_numbers(ref.storage.key for ref in refs), apart_from)
-        refs = [ref for ref, apart in zip(refs, is_apart, strict=True) if apart]
-    return _distinct(file.ranges(refs))
+    is_apart = ~np.isin(_numbers(ref.storage.key for ref in refs), apart_from)
+    return _distinct(file.ranges([ref for ref, apart in zip(refs, is_apart, strict=True) if apart]))
 
 
 def _distinct(ranges: Int64Array) -> Int64Array:
@@ -300,7 +312,7 @@ def _used_by_params_alone(
     refs = walk_refs(file.root, but=[module for module, _ in others_of])
     used.append(_numbers(ref.storage.key for ref in refs))
     shared = np.concatenate(used)
-    found = [_ranges(file, module, others, apart_from=shared) for module, others in others_of]
+    found = [_ranges_apart(file, module, others, shared) for module, others in others_of]
     return _distinct(np.concatenate(found))
 
 

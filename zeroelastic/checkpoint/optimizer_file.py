@@ -149,6 +149,9 @@ FP32 = "fp32"
 FROZEN = "frozen"
 """The state key of a frozen parameter."""
 
+WEIGHTS = "weights"
+"""The state key of a trained weight in a file of the whole module."""
+
 _SCALERS_AT = "deepspeed.runtime.fp16.loss_scaler"
 SCALERS = {
     (_SCALERS_AT, "LossScalerBase"): ("cur_scale",),

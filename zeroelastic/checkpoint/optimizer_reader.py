@@ -46,6 +46,7 @@ from zeroelastic.core.layout import (
     Int64Array,
     Layout,
     Param,
+    buffer_kind,
     group_split_layout,
     layout_from_sub_groups,
     original_order,
@@ -567,7 +568,7 @@ def _build(
         placed = {FP32: _cut(file, flat, layout, members[i])}
         replicated: dict[str, ScalarValue] = {}
         for key, value in values[i].items():
-            where = f"optimizer state {shown(key)} of sub-group {i}"
+            where = f"optimizer state {shown(key)} of {buffer_kind(stage)} {i}"
             if not isinstance(key, str) or key in (FP32, FROZEN):
                 raise UnsupportedError(f"{file.path}: {where} has a name that cannot be kept.")
             if format == "elastic" and isinstance(value, list):

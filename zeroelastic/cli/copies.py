@@ -19,6 +19,7 @@ from zeroelastic.cli.app import (
     reports,
 )
 from zeroelastic.cli.terminal import print_line
+from zeroelastic.core.layout import buffer_kind
 from zeroelastic.errors import counted
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def _show_reshard(report: ReshardReport) -> None:
     where = f"{report.target}/{report.tag} ({kind}), {ranks}"
     if report.file_bytes is None or report.content_root is None:  # a dry run
         print_line(f"would write {where}")
-        buffers = counted(report.sub_groups, "sub-group" if report.target_stage == 3 else "optimizer group")
+        buffers = counted(report.sub_groups, buffer_kind(report.target_stage))
         print_line(f"  {format_size(report.state_bytes)} of state in {counted(report.files, 'file')}, {buffers}")
         if report.extras:
             print_line(f"  beside it: {', '.join(report.extras)}")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zeroelastic.byte_sizes import format_size
+from zeroelastic.core.layout import buffer_kind
 from zeroelastic.verbs.inspect.report import InspectReport
 from zeroelastic.verbs.plan import PlanReport
 
@@ -60,7 +61,8 @@ def who_holds_what(found: InspectReport) -> Figure | None:
                 held.append((bases[group] + begin, count, one.name))
         rows.append((f"rank {rank:,}", _joined(sorted(held), rank, end)))
     few = f" {len(ranks)} of {world_size:,} ranks are drawn." if len(ranks) < world_size else ""
-    note = f"A row is {end:,} elements: the sub-groups of a rank end to end. What is empty is padding.{few}"
+    buffers = f"{buffer_kind(3 if layout.split == 'param' else 2)}s"
+    note = f"A row is {end:,} elements: the {buffers} of a rank end to end. What is empty is padding.{few}"
     return Figure("Who holds what", tuple(rows), ((0.0, "0"), (100.0, f"{end:,} elements")), note)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import overload
 
@@ -135,6 +136,11 @@ class Layout:
         free = zip([0, *ends.tolist()], [*begins.tolist(), int(self.sub_group_numel[sub_group])], strict=True)
         return [(begin, end) for begin, end in free if begin < end]
 
+    def used(self, rank: int, sub_group: int) -> list[tuple[int, int]]:
+        """What of one of ``rank``'s buffers belongs to parameters: begin and end of each run, ascending."""
+        bounds = [0, *chain.from_iterable(self.padding(rank, sub_group)), int(self.sub_group_numel[sub_group])]
+        return [(begin, end) for begin, end in zip(bounds[::2], bounds[1::2], strict=True) if begin < end]
+
     @property
     def in_buffer(self) -> Int64Array:
         """A number for each parameter that ascends in the order in which they follow each other in a buffer."""
@@ -238,6 +244,11 @@ def layout_from_sub_groups(
         offset=offset,
         sub_group_numel=totals,
     )
+
+
+def buffer_kind(stage: int) -> str:
+    """What a flat buffer is at a ZeRO stage, for messages."""
+    return "sub-group" if stage == 3 else "optimizer group"
 
 
 GROUP_ALIGNMENT = 2

@@ -401,6 +401,8 @@ def test_steps_that_differ_are_kept_apart_or_refused(rank_pool: RankPool, tmp_pa
     assert errors[0][0] == "UnsupportedError"
     assert "step: 2 and 1" in errors[0][1] or "step: 1 and 2" in errors[0][1]
     assert "Choose a sub_group_size that keeps them apart" in errors[0][1]
+    below = rank_pool.run(attempt, 3, Job(stage=2), str(tmp_path))[0][1]
+    assert "share optimizer group 0 in this run" in below and "resume at stage 3, with a sub_group_size" in below
 
 
 def save_with_skipped_step(job: Job, directory: str) -> Any:

@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import get_hp_fragment_mapping
 
-from zeroelastic.core.layout import Param
+from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine, GroupOptimizer
 from zeroelastic.deepspeed.engine_state import engine_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, uncovered_groups
@@ -159,6 +159,10 @@ class GroupSplit(LiveOptimizer):
         if hasattr(optimizer, "_wait_for_offload_copies"):
             optimizer._wait_for_offload_copies()
 
+    def weights(self, sub_group: int) -> torch.Tensor | None:
+        away = getattr(self.optimizer, "offloaded_states", None)  # by offload_states()
+        return None if away else self._low(sub_group)
+
     def _low(self, sub_group: int) -> torch.Tensor:
         """This rank's part of the 16-bit weights."""
         number = dist.get_rank(group=self._group_of_buffer(sub_group))
@@ -174,17 +178,17 @@ class GroupSplit(LiveOptimizer):
         in_host_memory = low.device.type == "cpu" and low.is_contiguous()
         return low if from_fp32 and in_host_memory and low.dtype in (torch.bfloat16, torch.float16) else None
 
-    def finish_weights(self, *, from_16_bit: bool, rounded: Collection[int] = ()) -> None:
+    def finish_weights(
+        self, *, from_16_bit: bool, rounded: Collection[int] = (), restored: Layout | None = None
+    ) -> None:
         """Make this rank's part of the 16-bit weights, which ``end_load`` hands to the others."""
         for i in range(self.layout.num_sub_groups):
-            low = self._low(i)
-            if i in rounded:
-                for begin, end in self.layout.padding(self.rank, i):
-                    low[begin:end].zero_()
-            else:
-                low.copy_(self.fp32(i))
+            low, master = self._low(i), self.fp32(i)
+            made = self.layout if i in rounded else restored
+            for begin, end in [(0, len(low))] if made is None else made.padding(self.rank, i):
+                low[begin:end].copy_(master[begin:end])
             if from_16_bit:
-                self.fp32(i).copy_(low)
+                master.copy_(low)
 
     def end_load(self) -> None:
         """Have every rank's part of the 16-bit weights and of frozen parameters on all ranks. Collective."""

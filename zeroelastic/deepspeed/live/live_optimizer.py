@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Layout, Param
+from zeroelastic.core.layout import Layout, Param, buffer_kind
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import engine_of, state_of
 from zeroelastic.deepspeed.live.optimizers import common_state, common_state_made_later, live_form, state_dtype
@@ -28,6 +28,7 @@ from zeroelastic.deepspeed.live.topology import Sharing, sharing_of, tensor_para
 from zeroelastic.errors import UnsupportedError
 
 _LARGE_PAGE = 2 << 20
+_COMPARED_NUMEL = 4 << 20
 
 
 class LiveOptimizer(ABC):
@@ -61,6 +62,11 @@ class LiveOptimizer(ABC):
     """Whether there is an optimizer; else every parameter counts as frozen, and only weights are loaded."""
     on_nvme: bool = False
     """Whether the state of any sub-group, or parameters, may lie on NVMe and not in memory."""
+
+    @property
+    def buffer_kind(self) -> str:
+        """What a flat buffer is, for messages."""
+        return buffer_kind(3 if self.per_param else 2)
 
     def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False) -> None:
         """``names`` are those of all parameters, ``opaque`` as of ``sharing_of``.
@@ -171,7 +177,9 @@ class LiveOptimizer(ABC):
         tensors: dict[str, torch.Tensor] = {}
         scalars: dict[str, ScalarValue] = {}
         for key, value in self.state(sub_group).items():
-            where = f"{type(self.stepper(sub_group)).__name__}'s optimizer state {key!r} of sub-group {sub_group}"
+            where = (
+                f"{type(self.stepper(sub_group)).__name__}'s optimizer state {key!r} of {self.buffer_kind} {sub_group}"
+            )
             if not isinstance(key, str):
                 raise UnsupportedError(
                     f"{where} has a key that is not text: a save with elastic_checkpoint off resumes at the same world "
@@ -321,12 +329,34 @@ class LiveOptimizer(ABC):
             on_device = group.get("capturable") or group.get("fused")
             state[key] = made.to(self.flat(sub_group).device if on_device else "cpu")
 
+    def weights(self, sub_group: int) -> torch.Tensor | None:
+        """The weights of the model beside ``fp32(sub_group)``, where a file of the whole module has them, too."""
+        return None
+
+    def has_own_weights(self) -> bool:
+        """Whether some ``weights`` of this rank are not what its master weights are cast to.
+
+        So it is where an optimizer changes its parameters outside of a step, as schedule-free ones do in ``eval()``.
+        """
+        for i in range(self.layout.num_sub_groups):
+            weights, master = self.weights(i), self.fp32(i)
+            if weights is None:
+                continue
+            for begin, end in self.layout.used(self.rank, i):
+                for at in range(begin, end, _COMPARED_NUMEL):
+                    part = slice(at, min(end, at + _COMPARED_NUMEL))
+                    if not torch.equal(weights[part], master[part].to(weights.device, weights.dtype)):
+                        return True
+        return False
+
     @abstractmethod
-    def finish_weights(self, *, from_16_bit: bool, rounded: Collection[int] = ()) -> None:
+    def finish_weights(
+        self, *, from_16_bit: bool, rounded: Collection[int] = (), restored: Layout | None = None
+    ) -> None:
         """Bring the 16-bit weights in line with the master weights, and partition what is kept whole in memory.
 
-        Those of sub-groups in ``rounded`` are so already, except for padding. ``from_16_bit`` then rounds the master
-        weights to what the 16-bit weights hold.
+        Those of sub-groups in ``rounded`` are so already, except for padding; those of the parameters of ``restored``
+        are as they were saved. ``from_16_bit`` then rounds the master weights to what the 16-bit weights hold.
         """
 
     @abstractmethod

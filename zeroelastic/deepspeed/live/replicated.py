@@ -34,7 +34,9 @@ def replicated_facts(live: LiveOptimizer) -> dict[str, str]:
     for i in range(live.layout.num_sub_groups):
         _, scalars = live.split_state(i)
         name = type(live.stepper(i)).__name__
-        facts |= {f"{name}'s state {key!r} of sub-group {i}": value.canonical() for key, value in scalars.items()}
+        facts |= {
+            f"{name}'s state {key!r} of {live.buffer_kind} {i}": value.canonical() for key, value in scalars.items()
+        }
     for g, group in enumerate(live.base.param_groups):
         for key, value in group.items():
             if key not in OF_THE_PARAMS:

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Param, pack_sub_groups
+from zeroelastic.core.layout import Layout, Param, pack_sub_groups
 from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, uncovered_groups
 from zeroelastic.deepspeed.live.swap_files import SwapFiles, is_param_on_nvme, on_nvme
@@ -245,7 +245,9 @@ class Stage3(LiveOptimizer):
         from_fp32 = self.fp32(sub_group).dtype == torch.float32 and not self._swap.has(sub_group)
         return low.detach() if from_fp32 else None
 
-    def finish_weights(self, *, from_16_bit: bool, rounded: Collection[int] = ()) -> None:
+    def finish_weights(
+        self, *, from_16_bit: bool, rounded: Collection[int] = (), restored: Layout | None = None
+    ) -> None:
         optimizer = self.optimizer
         for i in range(self.layout.num_sub_groups):
             low = optimizer.fp16_partitioned_groups_flat[i]

@@ -27,7 +27,7 @@ from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
 from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, wrapper_advice
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Layout, Param, in_own_buffers
+from zeroelastic.core.layout import Layout, Param, in_own_buffers, unpacked_layout
 from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
@@ -36,7 +36,7 @@ from zeroelastic.deepspeed.node_local.peer_checkpoint import has_closed_form, op
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility, stat_assigned_files
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise
-from zeroelastic.errors import CheckpointError, LayoutMismatchError, UnsupportedError
+from zeroelastic.errors import CheckpointError, LayoutMismatchError, UnsupportedError, some
 from zeroelastic.executors.dispatch import Executor
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.torch_file.graph import entry
@@ -63,6 +63,7 @@ class LoadPlan:
     ``plan`` moves trained parameters, ``frozen_plan`` frozen ones (None when there are none to restore).
     ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to a buffer of its own, which is its part
     of the master weights; ``newly_frozen_plan`` the other way. ``states[i]`` is what target sub-group i gets.
+    ``weights_plan`` moves the weights of the model from ``model``, where the master weights may not say what they are.
     ``visibility`` says which rank sees which file; None where every rank sees all of them. ``other_frozen`` are the
     frozen parameters of another base model than the save's, which the run keeps. ``checked_bytes`` were read for
     checksums alone. ``renamed`` has the saved name of each frozen parameter that has another one in the model: all else
@@ -81,6 +82,7 @@ class LoadPlan:
     frozen_plan: Plan | None
     unfrozen_plan: Plan | None
     newly_frozen_plan: Plan | None
+    weights_plan: Plan | None
     frozen_extents: Mapping[int, TensorExtents]
     states: tuple[TargetState, ...]
     train_batch_size: int | None
@@ -256,6 +258,7 @@ def _open(
         frozen_plan=frozen_plan,
         unfrozen_plan=unfrozen_plan,
         newly_frozen_plan=newly_frozen,
+        weights_plan=_weights_plan(checkpoint, model, live, membership),
         frozen_extents=extents,
         states=states,
         train_batch_size=batch
@@ -296,8 +299,15 @@ def _with_checksums(load_plan: LoadPlan, executor: Executor) -> LoadPlan:
     if visibility is not None:  # what this rank reads for others, too
         shards |= {rank: checkpoint.shard(rank) for rank in _read_here(checkpoint.optim_files, visibility)}
         models |= {rank: checkpoint.model_states(rank) for rank in _read_here(checkpoint.model_files, visibility)}
+    own_weights = checkpoint.record is not None and checkpoint.record.own_weights  # which no digest is of
     parts = {
-        model.path: (model.size, [np.array([at for at, _ in model.fragments()], dtype=np.int64), model.weights[:, 0]])
+        model.path: (
+            model.size,
+            [
+                np.array([at for at, _ in model.fragments()], dtype=np.int64),
+                model.weights[: 0 if own_weights else None, 0],
+            ],
+        )
         for model in models.values()
     }
     for shard in shards.values():
@@ -427,6 +437,35 @@ def _open_frozen(
     return *plans, extents
 
 
+def _weights_plan(
+    checkpoint: Checkpoint, model: ModelStates, live: LiveOptimizer, membership: Membership
+) -> Plan | None:
+    """The plan for weights of the model that may not be the master weights, cast; None where those are made.
+
+    DeepSpeed loads the weights at stages 1 and 2 from the file of the whole module. A commit record says whether they
+    differ; where that is not known they are taken if that is possible. Raises UnsupportedError where it is not possible
+    and they differ.
+    """
+    record = checkpoint.record
+    if not checkpoint.whole_model or (record is not None and record.own_weights is False):
+        return None
+    src, dst = checkpoint.layout, live.layout.only(set(membership.restored))
+    params = [param for param in src.params if param.name in membership.restored]
+    places, weights = model.weight_places, [live.weights(i) for i in set(dst.sub_group.tolist())]
+    saved = {places[param.name][0] if param.name in places else "unknown" for param in params}
+    current = {"none" if weight is None else str(weight.dtype).removeprefix("torch.") for weight in weights}
+    if src.slices is None and dst.slices is None and len(saved) <= 1 and saved == current:
+        return _planned(unpacked_layout(params, 1), dst, live.rank)
+    if record is None or not record.own_weights:
+        return None
+    raise UnsupportedError(
+        f"{model.path}: the weights of the model ({some(sorted(saved))}) were not the master weights when this was "
+        "saved, as those of a schedule-free optimizer in eval() are not, and this run has no place for them: stage 3, "
+        f"slices of experts or of tensor parallelism, or another dtype ({some(sorted(current))}). Resume at stage 1 or "
+        "2 with the same precision, train a step, and save."
+    )
+
+
 def saved_groups(head: Shard) -> list[SavedGroup]:
     """What the checkpoint says of each optimizer group, with the state keys of all its sub-groups."""
     group_of = {name: g for g, group in enumerate(head.groups) for name in group.params}
@@ -484,10 +523,13 @@ def target_state(
         for name in names[1:]:
             other = saved_in[name]
             if other != first and _state_of(head, other) != want:
+                advice = (
+                    "Choose a" if live.per_param else "Each has one state at stages 1 and 2: resume at stage 3, with a"
+                )
                 raise UnsupportedError(
-                    f"{head.path}: parameters {names[0]} and {name} share a sub-group in this run but were saved with "
-                    f"different optimizer state ({_difference(want, _state_of(head, other))}). Choose a "
-                    "sub_group_size that keeps them apart."
+                    f"{head.path}: parameters {names[0]} and {name} share {live.buffer_kind} {i} in this run but were "
+                    f"saved with different optimizer state ({_difference(want, _state_of(head, other))}). "
+                    f"{advice} sub_group_size that keeps them apart."
                 )
         scalars = {
             key: live.live_form(i, key, value, f"{head.path}: optimizer state {key!r}")

@@ -72,7 +72,7 @@ def load_report(
         few = f"{counted(len(partial), 'rank')} of {dist.get_world_size()} ({some(map(str, partial))})"
         texts.append(f"node-local disks: {few} did not see all files, and had them read and sent by ranks that did")
     texts += module_notes
-    exact, rederived, reset = _inventory(engine, live, load_plan, restored.loaded[1], weights_only=request.weights_only)
+    exact, rederived, reset = _inventory(engine, live, load_plan, restored, weights_only=request.weights_only)
     if live.trains and not request.load_module_only:
         with_scheduler = request.load_lr_scheduler_states
         reset = (*reset, *not_restored(engine, load_plan.model.values, with_scheduler=with_scheduler))
@@ -271,7 +271,7 @@ def _module_bytes(load_plan: LoadPlan) -> int:
 
 
 def _inventory(
-    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, client_state: Any, *, weights_only: bool
+    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, restored: Restored, *, weights_only: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     membership = load_plan.membership
     exact = [counted(len(membership.restored), "parameter")]
@@ -279,7 +279,9 @@ def _inventory(
     reset: list[str] = []
     states = sorted({key for keys in load_plan.head.tensor_keys for key in keys} - {FP32})
     scalars = sorted({key for entry in load_plan.head.scalars for key in entry})
-    if not (engine.fp16_enabled() or engine.bfloat16_enabled()):
+    if restored.own_weights:
+        exact.append("the weights of the model, which are not what the master weights are cast to")
+    elif not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         pass  # the master weights are the weights
     elif engine.zero_load_from_fp32_weights():
         rederived.append("16-bit weights from the fp32 master weights")
@@ -309,7 +311,7 @@ def _inventory(
     saved, current = (topology.data_size for topology in topologies)
     kind = "data parallel " if any(topology.tensor_size > 1 for topology in topologies) else ""
     # At stages 1 and 2 rank 0 saves them for all ranks.
-    each = "" if load_plan.checkpoint.whole_model else _kept_by_each_rank(engine, client_state)
+    each = "" if load_plan.checkpoint.whole_model else _kept_by_each_rank(engine, restored.loaded[1])
     if each and current > saved:
         rederived.append(f"{each} of {kind}{rank_list(range(saved, current))} from saved {kind}rank 0")
     if each and current < saved:
@@ -394,8 +396,8 @@ def _state_lines(live: LiveOptimizer, load_plan: LoadPlan) -> list[str]:
             step = state.scalars.get("step")
             at = f" at step {step.value} of" if step is not None else " in"
             text = (
-                f"optimizer state ({', '.join(tensors) or 'none'}) as before a first step, but{at} a sub-group with "
-                "restored parameters"
+                f"optimizer state ({', '.join(tensors) or 'none'}) as before a first step, but{at} the "
+                f"{live.buffer_kind} of restored parameters"
             )
         names.setdefault(text, []).append(param.name)
     return [f"{text}: {', '.join(members)}" for text, members in names.items()]

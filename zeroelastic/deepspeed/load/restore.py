@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.one_save import check_one_save
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, WEIGHTS
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, Target, fill
 from zeroelastic.deepspeed.live.digests import LiveStreams, known_digests, local_digests, own_parts
@@ -20,7 +21,7 @@ from zeroelastic.deepspeed.load.preflight import LoadPlan, saved_groups
 from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others
 from zeroelastic.deepspeed.node_local.peer_checkpoint import module_file
 from zeroelastic.deepspeed.options import LoadRequest
-from zeroelastic.distributed.collective import all_or_raise
+from zeroelastic.distributed.collective import all_or_raise, any_rank
 from zeroelastic.io.paths import FilePath, RemotePath
 
 
@@ -30,7 +31,8 @@ class Restored:
 
     Digests are partial ones: ``cast_digests`` of what was cast or is rounded afterwards, ``changed_digests`` of what
     the save has as trained and the run as frozen, or the other way. ``module`` and ``payload`` are what it cost to have
-    other ranks read files; ``lost`` is what of the loss scale was not restored.
+    other ranks read files; ``lost`` is what of the loss scale was not restored. ``own_weights`` says whether the model
+    has weights that are not the master weights, cast, as it had them when it was saved.
     """
 
     loaded: tuple[Any, Any]
@@ -44,6 +46,7 @@ class Restored:
     payload: RelayCost
     notes: tuple[str, ...]
     lost: tuple[str, ...]
+    own_weights: bool = False
 
 
 def restore(
@@ -113,6 +116,8 @@ def restore(
             )
             restored = all_or_raise(lambda: complete(loaded, filled))
     live.end_load()
+    if load_plan.weights_plan is not None:
+        restored = replace(restored, own_weights=any_rank(live.has_own_weights()))
     return restored
 
 
@@ -128,14 +133,15 @@ def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> lis
         for key in keys:
             dtype = load_plan.head.extents[key].dtype[source]
             kept = live.state_dtype(i, key) or getattr(torch, dtype)
-            rounded = live.rounded(i) if key == FP32 and on_disk else None  # made in the pass that reads a disk
+            makes_weights = key == FP32 and on_disk and load_plan.weights_plan is None
+            rounded = live.rounded(i) if makes_weights else None  # made in the pass that reads a disk
             targets.append(Target(key, i, live.destination(i, key, kept), dtype, rounded))
         if not request.weights_only:
             live.drop_state(i, keep=(*keys, *scalars))
     if not request.weights_only:
         live.state_filled()
     extents = {rank: load_plan.checkpoint.extents(rank) for rank in load_plan.shards}
-    parts = [Part(load_plan.plan, extents, targets), *_frozen_parts(live, load_plan)]
+    parts = [Part(load_plan.plan, extents, targets), *_frozen_parts(live, load_plan), *_weights_parts(live, load_plan)]
     return [
         fill(
             *part,
@@ -209,6 +215,22 @@ def _frozen_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
     return parts
 
 
+def _weights_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
+    """The weights of the model, where they are not made from the master weights."""
+    plan, places = load_plan.weights_plan, load_plan.model.weight_places
+    if plan is None:
+        return []
+    found = [places[param.name] for param in plan.src.params]
+    dtypes, offsets = zip(*found, strict=True)
+    extents = TensorExtents(load_plan.model.path, dict(enumerate(dtypes)), np.array(offsets, dtype=np.int64))
+    targets: list[Target] = []
+    for i in sorted(set(plan.dst.sub_group.tolist())):
+        weights = live.weights(i)
+        assert weights is not None, "planned for these"
+        targets.append(Target(WEIGHTS, i, weights, dtypes[0]))
+    return [Part(plan, {0: {WEIGHTS: extents}}, targets)]
+
+
 def _changed_digests(part: Filled, rank: int) -> Digests:
     """The digests of every target of a moved part, under the saved state key.
 
@@ -262,7 +284,8 @@ def _restore_values(
         notes += [*scale_notes, *restore_clipping(live, load_plan.head.clip_grad)]
     numels = live.layout.owned_numels(live.rank)
     whole = {i for i, numel in rounded.items() if numel == numels[i]}
-    live.finish_weights(from_16_bit=not engine.zero_load_from_fp32_weights(), rounded=whole)
+    restored = None if load_plan.weights_plan is None else load_plan.weights_plan.dst
+    live.finish_weights(from_16_bit=not engine.zero_load_from_fp32_weights(), rounded=whole, restored=restored)
     return tuple(notes), tuple(lost)
 
 

@@ -56,7 +56,7 @@ class PendingCommit:
     ``frozen`` are None where they are excluded, by the option or the argument, ``excluded_by``.
     ``allow_globals`` are the names in the run's options. ``follows`` are the saves on the disk that one in memory
     follows. ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained
-    parameters among them.
+    parameters among them. ``own_weights``: this rank has weights of the model that are not its master weights, cast.
     """
 
     tag: str
@@ -78,14 +78,19 @@ class PendingCommit:
     trained: frozenset[str] = frozenset()
     excluded_by: Literal["option", "argument"] | None = None
     expert_files: tuple[str, ...] = ()
+    own_weights: bool = False
 
 
 class Written(NamedTuple):
-    """What a rank has written: sizes and zip directories' digests by file name, and why only DeepSpeed reads them."""
+    """What a rank has written: sizes and zip directories' digests by file name, and why only DeepSpeed reads them.
+
+    ``own_weights`` is that of the rank's ``PendingCommit``.
+    """
 
     sizes: dict[str, int]
     directories: dict[str, str]
     unreadable: str | None = None
+    own_weights: bool = False
 
 
 def gather_written(own: Written, last_save: LastSave) -> tuple[float, list[Written]]:
@@ -122,6 +127,7 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
         params=param_records(save.contents, save.trained),
         content_root=content_root(save.contents),
         excluded_by=save.excluded_by,
+        own_weights=any(each.own_weights for each in written),
     )
 
 

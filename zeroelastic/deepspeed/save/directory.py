@@ -151,7 +151,7 @@ class Directory:
                 if self._fsync:
                     sync_path(path)
             try:
-                return Written(sizes, read_back(self.staging_dir, save))
+                return Written(sizes, read_back(self.staging_dir, save), own_weights=save.own_weights)
             except (CheckpointError, UnsupportedError) as error:
                 only_stock_reads = isinstance(error, (UnsafePickleError, UnsupportedError))
                 if save.checkpoint_format == "rigid" and only_stock_reads:

@@ -248,6 +248,7 @@ class Save:
             last_save=last_save_of(engine),
             lost_micro_batches=_warn_of_lost_micro_batches(engine, request.tag_dir),
             excluded_by=request.excluded_by,
+            own_weights=live.has_own_weights(),
         )
 
 

@@ -105,7 +105,8 @@ class MemoryDirectory(Directory):
         found = {name: image.numpy() for name, image in self.images.items()}
         blocks = {name: ImageBlocks(data) for name, data in found.items()}
         directories = {name: read_directory(image.read, image.size).digest for name, image in blocks.items()}
-        return Written({name: len(data) for name, data in found.items()}, directories)
+        sizes = {name: len(data) for name, data in found.items()}
+        return Written(sizes, directories, own_weights=save.own_weights)
 
     def _check_sizes(self, written: Sequence[Written]) -> None:
         """Nothing: the ranks of a node see one memory."""

@@ -361,6 +361,7 @@ def _record(
     """The commit record of the written files."""
     state, params = plan.saved.state, plan.target.layout.whole_tensors
     source = state.checkpoint.record
+    copies_weights = state.checkpoint.whole_model and plan.target.stage < 3 and not plan.target.weights
     found = {name: directory_digest(tag_dir / name) for name in files}
     at = None if source is None else source.committed_at
     saved_by = plan.saved.optim_root.get("ds_version")
@@ -384,6 +385,7 @@ def _record(
         files=files,
         directories={name: directory for name, directory in found.items() if directory is not None},
         excluded_by=None if source is None else source.excluded_by,
+        own_weights=(None if source is None else source.own_weights) if copies_weights else False,
         params=param_records(contents, frozenset(param.name for param in params)),
         content_root=root,
     )

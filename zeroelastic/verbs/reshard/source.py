@@ -347,17 +347,29 @@ def made_weights(source: ReshardSource, slicing: Slicing) -> dict[str, str]:
     """
     if source.whole_model and not source.slicing.has_slices and not slicing.has_slices:
         return {}
+    refuse_own_weights(source)
     dtypes = weight_dtypes(source)
     part = source.trained
     for param, saved in zip(part.params, part.dtypes, strict=True):
         if cast_between(saved[FP32], dtypes[param.name]) is None:
             raise UnsupportedError(
                 f"{param.name}: its master weights are {saved[FP32]}, its weights {dtypes[param.name]}, which cannot "
-                "be made of them. Reshard to stage 3, with --stage 3."
+                "be made of them. Choose stage 3, with --stage 3."
             )
     names = slicing.file_names()
     check_entries(source, [name for name in dtypes if not slicing.is_expert(names.get(name, name))])
     return dtypes
+
+
+def refuse_own_weights(source: ReshardSource) -> None:
+    """Raise UnsupportedError where weights are not the master weights, cast, so that no other ones can be made."""
+    record = source.state.checkpoint.record
+    if record is not None and record.own_weights:
+        raise UnsupportedError(
+            f"{source.state.checkpoint.tag_dir}: the weights of the model were not the master weights when this was "
+            "saved, as those of a schedule-free optimizer in eval() are not. Only files of stages 1 and 2 have a place "
+            "for them, of the same tensor and expert parallel sizes: pass --stage 1 or 2."
+        )
 
 
 def names_in_module(source: ReshardSource, root: Mapping[object, object]) -> ModuleNames:
@@ -374,7 +386,7 @@ def check_entries(source: ReshardSource, names: Iterable[str]) -> None:
     if missing:
         raise UnsupportedError(
             f"the module's state has no entry for {some(missing)}, whose weights stages 1 and 2 keep there. "
-            "Reshard to stage 3, with --stage 3."
+            "Choose stage 3, with --stage 3."
         )
 
 
@@ -392,12 +404,12 @@ def check_module(source: ReshardSource) -> None:
     if frozen - found:
         raise UnsupportedError(
             f"the module's state has no entry for {some(sorted(frozen - found))}, frozen parameters, "
-            "which stages 1 and 2 keep there. Reshard to stage 3, with --stage 3."
+            "which stages 1 and 2 keep there. Choose stage 3, with --stage 3."
         )
     if found - frozen:
         raise UnsupportedError(
             f"the module's state has {some(sorted(found - frozen))}, neither parameters nor buffers, "
-            "which files of stages 1 and 2 do not distinguish from frozen ones. Reshard to stage 3, with --stage 3."
+            "which files of stages 1 and 2 do not distinguish from frozen ones. Choose stage 3, with --stage 3."
         )
 
 

@@ -15,6 +15,7 @@ from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.optimizer_file import steps_with_bf16_optimizer, zero_option
+from zeroelastic.checkpoint.saved_state import SavedPart
 from zeroelastic.checkpoint.tag_files import expert_file_name, model_file_name
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
@@ -22,12 +23,18 @@ from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import UnsupportedError, UsageError, rank_list
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.reshard.slicing import ExpertLayer, Slicing
-from zeroelastic.verbs.reshard.source import ReshardSource, check_module, made_weights, weight_dtypes
+from zeroelastic.verbs.reshard.source import (
+    ReshardSource,
+    check_module,
+    made_weights,
+    refuse_own_weights,
+    weight_dtypes,
+)
 
 LEAST_MEMORY = 64 << 20
 """The smallest ``max_memory``: buffers of a few threads and the tables of one rank."""
 
-_TO_STAGE_3 = "Reshard to stage 3, with --stage 3."
+_TO_STAGE_3 = "Choose stage 3, with --stage 3."
 _ZERO_OPTIONS = ("round_robin_gradients", "parameter_alignment")
 
 
@@ -198,13 +205,14 @@ def reshard_target(source: ReshardSource, options: ReshardOptions, stage: int, s
 def _sub_group_target(source: ReshardSource, options: ReshardOptions, slicing: Slicing) -> ReshardTarget:
     size = options.sub_group_size
     assert size is not None, "plan_reshard takes the saved one where none is given"
+    refuse_own_weights(source)
     return _target(
         source,
         3,
         slicing,
         slicing.sub_group_layout(source.grouped(source.trained.params), size),
         f"a sub-group on {slicing.topology.world_size} ranks",
-        advice="Choose a --sub-group-size that keeps them apart.",
+        advice="Choose a --sub-group-size that keeps them apart; 1 gives each parameter a sub-group of its own.",
         format=options.format or "elastic",
     )
 
@@ -226,7 +234,11 @@ def _group_target(source: ReshardSource, groups: list[list[Param]], slicing: Sli
     if of_bf16_optimizer:
         round_robin, itemsizes = False, None
     layout, gaps = slicing.group_layout(groups, round_robin=round_robin, itemsizes=itemsizes)
-    target = _target(source, stage, slicing, layout, "an optimizer group")
+    advice = (
+        "An optimizer group has one state at stages 1 and 2: choose stage 3, with --stage 3, and a --sub-group-size "
+        "that keeps them apart; 1 gives each parameter a sub-group of its own."
+    )
+    target = _target(source, stage, slicing, layout, "an optimizer group", advice=advice)
     weights = made_weights(source, slicing)
     return replace(target, gaps=tuple(map(tuple, gaps)), weights=weights, of_bf16_optimizer=of_bf16_optimizer)
 
@@ -238,7 +250,7 @@ def _target(
     layout: Layout,
     what: str,
     *,
-    advice: str = _TO_STAGE_3,
+    advice: str,
     format: CheckpointFormat = "rigid",
 ) -> ReshardTarget:
     """A target with the flat buffers of a layout, whose contents are those of their parameters.
@@ -250,12 +262,11 @@ def _target(
     firsts: dict[int, int] = {}
     for param, buffer in zip(layout.params, layout.sub_group.tolist(), strict=True):
         first, other = firsts.setdefault(buffer, number[param.name]), number[param.name]
-        if part.dtypes[other] != part.dtypes[first] or _canonical(part.scalars[other]) != _canonical(
-            part.scalars[first]
-        ):
+        differ = _differing(part, first, other)
+        if differ:
             raise UnsupportedError(
                 f"{part.params[first].name} and {param.name} share {what} but were saved with different optimizer "
-                f"state or steps. {advice}"
+                f"state ({', '.join(differ)}). {advice}"
             )
     in_order = [firsts[buffer] for buffer in range(layout.num_sub_groups)]
     owner = {name: g for g, group in enumerate(source.groups) for name in group.params}
@@ -272,8 +283,19 @@ def _target(
     )
 
 
-def _canonical(scalars: Mapping[str, ScalarValue]) -> dict[str, str]:
-    return {key: value.canonical() for key, value in scalars.items()}
+def _differing(part: SavedPart, first: int, other: int) -> list[str]:
+    """In what the optimizer state of two parameters differs: each key, with both values."""
+    states = [
+        {**part.dtypes[p], **{key: value.canonical() for key, value in part.scalars[p].items()}} for p in (first, other)
+    ]
+    keys = [key for key in dict.fromkeys([*states[0], *states[1]]) if states[0].get(key) != states[1].get(key)]
+    return [f"{key}: {_shown(part, first, key)} and {_shown(part, other, key)}" for key in keys]
+
+
+def _shown(part: SavedPart, param: int, key: str) -> str:
+    if key in part.scalars[param]:
+        return f"{part.scalars[param][key].value} ({part.scalars[param][key].kind})"
+    return f"a {part.dtypes[param][key]} tensor" if key in part.dtypes[param] else "none"
 
 
 def _check_optimizer(source: ReshardSource, stage: int, slicing: Slicing) -> None:
