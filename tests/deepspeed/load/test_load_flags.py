@@ -130,7 +130,9 @@ def dump_state_dict(job: Job, directory: str) -> dict[str, Any]:
 STATE_DICTS = "`optimizer.load_state_dict()`: elastic state dicts, those of another number of ranks at any stage"
 
 
-BY_HAND = [Job(elastic=False, stage=stage, precision=precision) for stage, precision in ((1, "bf16"), (2, "fp32"), (3, "bf16"))]
+BY_HAND = [
+    Job(elastic=False, stage=stage, precision=precision) for stage, precision in ((1, "bf16"), (2, "fp32"), (3, "bf16"))
+]
 """With elastic_checkpoint, DeepSpeed itself joins what it makes at stages 1 and 2."""
 
 
