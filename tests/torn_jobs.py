@@ -48,11 +48,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """How a framework saves: into a used directory or a new one, in the background or not."""
+    """How a framework saves: into a used directory or a new one, in the background or not.
+
+    ``exchanges``: the file system swaps two directories at once, as NFS does not.
+    """
 
     framework: str
     is_used: bool
     is_async: bool
+    exchanges: bool = True
 
     @property
     def options(self) -> dict[str, Any]:
@@ -61,7 +65,11 @@ class Case:
 
 def save_twice(case: Case, directory: str, images: str, kill: tuple[int, str] | None = None) -> Run:
     """Train, and save after two steps and, watched, after two more."""
+    from zeroelastic.runs import tag_directory
+
     warnings.simplefilter("ignore")
+    if not case.exchanges:
+        patch.object(tag_directory, "exchange", lambda *_: False).start()
     return _JOBS[case.framework](case, directory, Boundaries(directory, images, kill))
 
 

@@ -16,10 +16,15 @@ from torn_jobs import FIRST, LAST, SECOND, Case, Run, another_trainer, resume, s
 from zeroelastic.testing import RankError, RankPool, compare_states
 
 CASES = [
-    Case(framework, is_used, is_async)
+    Case(framework, is_used, is_async, exchanges)
     for framework in ("accelerate", "Trainer", "Lightning", "Fabric")
-    for is_used in (True, False)
-    for is_async in (False, True)
+    for is_used, is_async, exchanges in (
+        (True, False, True),
+        (True, False, False),
+        (True, True, True),
+        (False, False, True),
+        (False, True, True),
+    )
 ]
 LIMIT_S = 250.0
 SAYS_WHAT_TO_DO = {
@@ -30,7 +35,8 @@ SAYS_WHAT_TO_DO = {
 
 
 def named(case: Case) -> str:
-    return f"{case.framework}, {'used' if case.is_used else 'new'}, {'background' if case.is_async else 'at once'}"
+    how = f"{case.framework}, {'used' if case.is_used else 'new'}, {'background' if case.is_async else 'at once'}"
+    return how if case.exchanges else f"{how}, by two renames"
 
 
 def check(case: Case, references: list[list[Run]], seen: list[Run], image: Path) -> int:
@@ -94,7 +100,12 @@ KILLS = {
 
 @pytest.mark.parametrize(
     ("case", "kill"),
-    [(case, kill) for case in CASES if case.is_used and not case.is_async for kill in KILLS[case.framework]],
+    [
+        (case, kill)
+        for case in CASES
+        if case.is_used and not case.is_async and case.exchanges
+        for kill in KILLS[case.framework]
+    ],
     ids=lambda value: named(value) if isinstance(value, Case) else value[1],
 )
 def test_a_job_that_is_killed_between_two_files_goes_on(

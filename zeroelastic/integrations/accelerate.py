@@ -58,11 +58,11 @@ from zeroelastic.integrations.framework_load import (
     on_rank_0,
     rates_at,
     refuse_cut_short,
+    require_one_save,
 )
 from zeroelastic.integrations.framework_save import save_with_files
 from zeroelastic.io.paths import FilePath
-from zeroelastic.runs.framework_files import require_own_files
-from zeroelastic.runs.tag_directory import read_tag, recover_all
+from zeroelastic.runs.tag_directory import read_tag
 from zeroelastic.torch_file.graph import read_graph
 
 __all__ = ["DataPosition", "data_position", "remaining_epochs"]
@@ -258,9 +258,7 @@ def _directory(accelerator: Any, engine: Any, input_dir: Any) -> Path | None:
 
 def _check(accelerator: Any, engine: Any, folder: Path) -> None:
     """Raise CheckpointError where a folder lacks what ``load_state`` reads, or its files are not of one save."""
-    require_own_files(folder)
-    with suppress(OSError):  # a directory that cannot be written: what is missing is reported
-        recover_all(folder)
+    require_one_save(folder)
     for tag, model in _tags(accelerator).items():
         if is_loaded_here(model):
             check_tag(folder / tag, on_this_node_only=engine.use_node_local_storage())

@@ -22,7 +22,7 @@ from torch.nn import Module
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.patching import wrap
 from zeroelastic.errors import UnsupportedError
-from zeroelastic.integrations.framework_load import is_loaded_here, load_and_correct, refuse_cut_short
+from zeroelastic.integrations.framework_load import is_loaded_here, load_and_correct, refuse_cut_short, saying_cut_short
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.tag_directory import read_tag
 
@@ -49,15 +49,18 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         engine = next((item for item in items.values() if isinstance(item, Module) and is_loaded_here(item)), None)
         if engine is None:
             return original(self, path, state, *args, **kwargs)
-        refuse_cut_short(Path(path), (_TAG,))
-        return load_and_correct(
-            *(logger, "Fabric", engine),
-            lambda: original(self, path, state, *args, **kwargs),
-            read=lambda: read_tag(Path(path) / _TAG, _read),
-            refuse=partial(_refuse, self, engine, path, [key for key, item in items.items() if _counts_batches(item)]),
-            correct=lambda *_: None,
-            settings=_SETTINGS,
-        )
+        refuse_cut_short(Path(path))
+        with saying_cut_short(Path(path), _TAG):
+            return load_and_correct(
+                *(logger, "Fabric", engine),
+                lambda: original(self, path, state, *args, **kwargs),
+                read=lambda: read_tag(Path(path) / _TAG, _read),
+                refuse=partial(
+                    _refuse, self, engine, path, [key for key, item in items.items() if _counts_batches(item)]
+                ),
+                correct=lambda *_: None,
+                settings=_SETTINGS,
+            )
 
     return load_checkpoint
 

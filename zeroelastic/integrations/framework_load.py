@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat, TypeVar
@@ -25,6 +25,7 @@ from zeroelastic.io.paths import FilePath, PinnedPath
 from zeroelastic.report import Note, ResumeReport
 from zeroelastic.runs.candidates import check_quickly, is_damage
 from zeroelastic.runs.framework_files import require_own_files
+from zeroelastic.runs.names import LATEST
 from zeroelastic.runs.tag_directory import read_tag, recover_all
 
 S = TypeVar("S")
@@ -79,22 +80,34 @@ def on_rank_0(read: Callable[[], T]) -> T:
     return broadcast_or_raise(read)
 
 
-def refuse_cut_short(directory: Path, needed: Iterable[str] = ()) -> None:
-    """Raise CheckpointError where a save into a directory was cut short. Collective.
+def refuse_cut_short(directory: Path) -> None:
+    """Raise CheckpointError where the files that a framework writes beside a tag are of another save. Collective.
 
-    What is ``needed`` is missing then, or the files that the framework writes beside a tag are of another save.
+    A replacement of a tag that was killed is finished before.
     """
+    on_rank_0(lambda: require_one_save(directory))
 
-    def look() -> None:
-        require_own_files(directory)
-        with suppress(OSError):  # nothing is there, or a directory that cannot be written
-            recover_all(directory)
-        missing = [name for name in needed if not (directory / name).exists()]
-        if missing and directory.is_dir():
-            problem = f"has no {some(missing)}: it is not a checkpoint, or its save was cut short. Give another."
-            raise MissingFileError(f"{directory}: {problem}", remedy="")
 
-    on_rank_0(look)
+def require_one_save(directory: Path) -> None:
+    """Do the same on one rank."""
+    with suppress(OSError):  # nothing is there, or a directory that cannot be written: what is missing is reported
+        recover_all(directory)
+    require_own_files(directory)
+
+
+@contextmanager
+def saying_cut_short(directory: Path, tag: str) -> Iterator[None]:
+    """Within this context, a framework's own error on a directory without its tag, or ``latest``, names the cause."""
+    try:
+        yield
+    except ZeroElasticError:
+        raise
+    except Exception as error:
+        missing = [name for name in (tag, LATEST) if not (directory / name).exists()]
+        if not missing or not directory.is_dir():
+            raise
+        problem = f"has no {some(missing)}: it is not a checkpoint, or its save was cut short. Give another."
+        raise MissingFileError(f"{directory}: {problem}", remedy="") from error
 
 
 class Newest(NamedTuple):

@@ -35,9 +35,14 @@ from zeroelastic.deepspeed.patching import patched, wrap
 from zeroelastic.deepspeed.save.background import finish_pending
 from zeroelastic.elastic.sampler import is_position
 from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
-from zeroelastic.integrations.framework_load import Notes, is_loaded_here, load_and_correct, refuse_cut_short
+from zeroelastic.integrations.framework_load import (
+    Notes,
+    is_loaded_here,
+    load_and_correct,
+    refuse_cut_short,
+    saying_cut_short,
+)
 from zeroelastic.io.paths import FilePath
-from zeroelastic.runs.names import LATEST
 from zeroelastic.runs.tag_directory import read_tag
 from zeroelastic.torch_file.graph import read_graph
 
@@ -91,15 +96,16 @@ def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if trainer is None or not is_loaded_here(engine):
             return original(self, checkpoint_path, *args, **kwargs)
         path = Path(checkpoint_path)
-        refuse_cut_short(path, (_TAG, LATEST))
-        return load_and_correct(
-            *(logger, "Lightning", engine),
-            lambda: original(self, checkpoint_path, *args, **kwargs),
-            read=lambda: read_tag(path / _TAG, _read),
-            refuse=partial(_refuse, trainer, engine, path),
-            correct=partial(_correct, trainer, engine),
-            settings=_SETTINGS,
-        )
+        refuse_cut_short(path)
+        with saying_cut_short(path, _TAG):
+            return load_and_correct(
+                *(logger, "Lightning", engine),
+                lambda: original(self, checkpoint_path, *args, **kwargs),
+                read=lambda: read_tag(path / _TAG, _read),
+                refuse=partial(_refuse, trainer, engine, path),
+                correct=partial(_correct, trainer, engine),
+                settings=_SETTINGS,
+            )
 
     return load_checkpoint
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,12 +27,16 @@ from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.deepspeed.patching import patched, wrap
 from zeroelastic.distributed.collective import broadcast
 from zeroelastic.errors import MissingFileError, SaveError, StrictError, counted
-from zeroelastic.integrations.framework_load import check_tag, is_loaded_here, newest_complete, refuse_cut_short
+from zeroelastic.integrations.framework_load import (
+    check_tag,
+    is_loaded_here,
+    newest_complete,
+    refuse_cut_short,
+    require_one_save,
+)
 from zeroelastic.integrations.framework_save import save_with_files
 from zeroelastic.integrations.trainer_batch import keep_global_batch
-from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.names import LATEST, LATEST_UNIVERSAL, directory_of, read_latest
-from zeroelastic.runs.tag_directory import recover_all
 
 logger = logging.getLogger(__name__)
 
@@ -161,11 +165,9 @@ def _last_complete(config: Mapping[str, Any], output_dir: Path) -> Path | None:
         return [output_dir / f"checkpoint-{n}" for n in sorted(map(int, filter(str.isdecimal, numbers)), reverse=True)]
 
     def check(folder: Path) -> None:
-        require_own_files(folder)
+        require_one_save(folder)
         if not (folder / "trainer_state.json").is_file():
             raise MissingFileError(f"{folder}: has no trainer_state.json.")
-        with suppress(OSError):  # a directory that cannot be written: what is missing is reported
-            recover_all(folder)
         options = config.get("checkpoint", {})
         latest = LATEST_UNIVERSAL if options.get("load_universal", False) else LATEST
         if (tag := read_latest(folder, latest)) is None:
