@@ -231,9 +231,18 @@ def accelerate_steps(parts: tuple[Any, ...], steps: int) -> tuple[list[float], l
 
 
 def accelerate_run(
-    job: AccelerateJob, steps: int, *, load: str | None = None, save: tuple[int, str] | None = None, extra: int = 0
+    job: AccelerateJob,
+    steps: int,
+    *,
+    load: str | None = None,
+    save: tuple[int, str] | None = None,
+    extra: int = 0,
+    loads: int = 1,
 ) -> Seen:
-    """Build, load, look, train up to ``steps`` and save at a step on the way; ``extra`` micro-steps before the save."""
+    """Build, load, look, train up to ``steps`` and save at a step on the way; ``extra`` micro-steps before the save.
+
+    What is loaded is loaded ``loads`` times.
+    """
     from zeroelastic.testing import fingerprint, gather_state
 
     warnings.simplefilter("ignore")
@@ -243,7 +252,8 @@ def accelerate_run(
     before = fingerprint(gather_state(model))
     if load is not None:
         try:
-            accelerator.load_state(load)
+            for _ in range(loads):
+                accelerator.load_state(load)
         except Exception as error:
             assert fingerprint(gather_state(model)) == before, "a load that was refused changed the live state"
             return Seen({}, accelerator.step, [], [], [], (), said, error=(type(error).__name__, str(error)))

@@ -1,6 +1,7 @@
-"""Jobs that train with each scheduler of torch in turn, by one start of ranks: saved after some steps, or resumed.
+"""Jobs that train with each scheduler of torch in turn, by one start of ranks, and are resumed twice.
 
-A job returns the learning rates of the steps from ``SAVED`` on, by the scheduler's name.
+The first start saves after ``SAVED`` steps, the second one goes on from there and saves after ``AGAIN``, from which the
+third one goes on. A job returns the learning rates up to ``LAST`` steps, by the scheduler's name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-SAVED, LAST = 4, 10
+SAVED, AGAIN, LAST = 4, 6, 10
+SAVES_AT = {0: SAVED, SAVED: AGAIN, AGAIN: None}
+"""The step at which a job saves, by the step from which it goes on."""
 GLOBAL_BATCH, SAMPLES = 24, 240
 LR = 1e-2
 
@@ -88,8 +91,8 @@ def metric(name: str) -> tuple[float, ...]:
     return (1.0,) if name == "ReduceLROnPlateau" else ()
 
 
-def rates_of(framework: str, directory: str, names: list[str], is_saving: bool) -> dict[str, list[float] | str]:
-    """The learning rates of the steps from SAVED on, or the error of the save or the load, by scheduler."""
+def rates_of(framework: str, directory: str, names: list[str], start: int) -> dict[str, list[float] | str]:
+    """The learning rates of the steps from ``start`` on, or the error of the save or the load, by scheduler."""
     import zeroelastic
 
     warnings.simplefilter("ignore")
@@ -97,7 +100,7 @@ def rates_of(framework: str, directory: str, names: list[str], is_saving: bool) 
     found: dict[str, Any] = {}
     for name in names:
         try:
-            found[name] = _JOBS[framework](name, os.path.join(directory, name), is_saving)
+            found[name] = _JOBS[framework](name, os.path.join(directory, name), start)
         except zeroelastic.ZeroElasticError as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found
@@ -118,30 +121,30 @@ def _config(micro: int) -> dict[str, Any]:
     }
 
 
-def _deepspeed(name: str, path: str, is_saving: bool) -> list[float]:
+def _deepspeed(name: str, path: str, start: int) -> list[float]:
     import deepspeed
 
     micro = GLOBAL_BATCH // dist.get_world_size()
-    torch.manual_seed(1 if is_saving else 2)
+    torch.manual_seed(1 + start)
     net = Net()
     optimizer = torch.optim.AdamW(groups(net, LR))
     engine, *_ = deepspeed.initialize(
         model=net, optimizer=optimizer, lr_scheduler=MAKE[name](optimizer, 1), config=_config(micro)
     )
-    if not is_saving:
-        engine.load_checkpoint(path)
+    if start:
+        engine.load_checkpoint(path, tag=f"step{start}")
     rates: list[float] = []
-    for step in range(0 if is_saving else SAVED, LAST):
-        if step == SAVED and is_saving:
-            engine.save_checkpoint(path)
+    for step in range(start, LAST):
+        if step == SAVES_AT[start]:
+            engine.save_checkpoint(path, tag=f"step{step}")
         rates.append(engine.optimizer.param_groups[0]["lr"])
         engine.backward(engine(_batch(step, micro)))
         engine.step(lr_kwargs={"metrics": metric(name)[0]} if metric(name) else None)
     engine.destroy()
-    return rates[-(LAST - SAVED) :]
+    return rates
 
 
-def _accelerate(name: str, path: str, is_saving: bool) -> list[float]:
+def _accelerate(name: str, path: str, start: int) -> list[float]:
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import InitProcessGroupKwargs
@@ -153,28 +156,28 @@ def _accelerate(name: str, path: str, is_saving: bool) -> list[float]:
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=_config(micro)),
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
     )
-    torch.manual_seed(1 if is_saving else 2)
+    torch.manual_seed(1 + start)
     net = Net()
     optimizer = torch.optim.AdamW(groups(net, LR))
     schedule = MAKE[name](optimizer, dist.get_world_size())
     loader = DataLoader(Rows(SAMPLES), batch_size=micro)
     model, optimizer, loader, schedule = accelerator.prepare(net, optimizer, loader, schedule)
-    if not is_saving:
-        accelerator.load_state(path)
+    if start:
+        accelerator.load_state(f"{path}/step{start}")
     rates: list[float] = []
-    for step in range(0 if is_saving else SAVED, LAST):
-        if step == SAVED and is_saving:
-            accelerator.save_state(path)
+    for step in range(start, LAST):
+        if step == SAVES_AT[start]:
+            accelerator.save_state(f"{path}/step{step}")
         rates.append(optimizer.param_groups[0]["lr"])
         accelerator.backward(model(_batch(step, micro)))
         optimizer.step()
         schedule.step(*metric(name))
         optimizer.zero_grad()
     model.destroy()
-    return rates[-(LAST - SAVED) :]
+    return rates
 
 
-def _lightning(name: str, path: str, is_saving: bool) -> list[float]:
+def _lightning(name: str, path: str, start: int) -> list[float]:
     import lightning.pytorch as pl
 
     rates: list[float] = []
@@ -191,8 +194,8 @@ def _lightning(name: str, path: str, is_saving: bool) -> list[float]:
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             # Before on_train_batch_end, ReduceLROnPlateau is not stepped yet: Lightning does it after that.
-            if is_saving and self.trainer.global_step == SAVED:
-                self.trainer.save_checkpoint(path)
+            if self.trainer.global_step == SAVES_AT[start]:
+                self.trainer.save_checkpoint(f"{path}/step{SAVES_AT[start]}.ckpt")
 
         def configure_optimizers(self) -> dict[str, Any]:
             optimizer = torch.optim.AdamW(groups(self, LR))
@@ -206,11 +209,11 @@ def _lightning(name: str, path: str, is_saving: bool) -> list[float]:
     job = LightningJob(stage=3, micro=GLOBAL_BATCH // dist.get_world_size())
     trainer = lightning_trainer(job, max_steps=LAST, logger=False)
     loader = DataLoader(Rows(SAMPLES), batch_size=job.micro)
-    trainer.fit(Module(), loader, ckpt_path=None if is_saving else path)
-    return rates[-(LAST - SAVED) :]
+    trainer.fit(Module(), loader, ckpt_path=f"{path}/step{start}.ckpt" if start else None)
+    return rates
 
 
-def _trainer(name: str, path: str, is_saving: bool) -> list[float]:
+def _trainer(name: str, path: str, start: int) -> list[float]:
     from accelerate.state import AcceleratorState, GradientState
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -247,18 +250,18 @@ def _trainer(name: str, path: str, is_saving: bool) -> list[float]:
         deepspeed=_config(micro),
         max_steps=LAST,
         save_strategy="steps",
-        save_steps=SAVED,
+        save_steps=2,
         report_to=[],
         disable_tqdm=True,
         logging_strategy="no",
         learning_rate=LR,
         **evaluated,
     )
-    torch.manual_seed(1 if is_saving else 2)
+    torch.manual_seed(1 + start)
     rows = [{"rows": Rows()[index][0], "labels": 0} for index in range(SAMPLES)]
     trainer = ScheduledTrainer(model=Model(), args=args, train_dataset=rows, eval_dataset=rows, callbacks=[Watch()])
-    trainer.train(resume_from_checkpoint=None if is_saving else f"{path}/checkpoint-{SAVED}")
-    return rates[-(LAST - SAVED) :]
+    trainer.train(resume_from_checkpoint=f"{path}/checkpoint-{start}" if start else None)
+    return rates
 
 
 _JOBS = {"DeepSpeed": _deepspeed, "accelerate": _accelerate, "Lightning": _lightning, "Trainer": _trainer}

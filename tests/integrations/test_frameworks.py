@@ -453,6 +453,14 @@ def test_any_schedule_goes_on(rank_pool: RankPool, tmp_path: Path, schedule: str
     assert any("3 times per optimizer step" in line for line in down.said)
 
 
+def test_a_second_load_scales_the_counter_of_a_schedule_once(rank_pool: RankPool, tmp_path: Path) -> None:
+    job, path = AccelerateJob(stage=2), str(tmp_path / "a")
+    whole = rank_pool.run(accelerate_run, 2, job.at(2), 4, save=(2, path))[0]
+    seen = rank_pool.run(accelerate_run, 3, job.at(3), 4, load=path, loads=2)[0]
+    assert seen.rates == pytest.approx(whole.rates[2:], rel=1e-12)
+    assert any("LambdaLR: its function counts 3 times per optimizer step" in line for line in seen.said)
+
+
 @pytest.mark.parametrize("schedule", ["deepspeed", "deepspeed lambda"])
 def test_a_scheduler_of_deepspeed_goes_on(rank_pool: RankPool, tmp_path: Path, schedule: str) -> None:
     """By accelerate's DummyScheduler: the engine steps, saves and restores it, and accelerate's counter has no part."""
