@@ -13,6 +13,7 @@ from saved_files import record_of
 from training import LOSS_RTOL, Job, attempt, build_engine, look, train_step
 
 import zeroelastic
+from zeroelastic.deepspeed.live.live_optimizer import _same_values
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool, compare_states
 
@@ -120,3 +121,10 @@ def test_a_resharded_save_has_them_too(
 def test_no_reshard_makes_other_weights_of_them(saved: tuple[str, dict[str, Seen]], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"schedule-free optimizer in eval\(\)"):
         zeroelastic.reshard(f"{saved[0]}/bf16, stage 2/eval", tmp_path / "3", world_size=3, stage=3)
+
+
+def test_weights_that_are_not_numbers_are_those_of_master_weights_that_are_not() -> None:
+    """The bits of NaN depend on how it was rounded; a run that has diverged is not taken for one of other weights."""
+    bits = torch.tensor([0x3F80, 0x7FC0, 0x7FFF, 0xFFFF - 2**16], dtype=torch.int16)
+    weights, others = bits.view(torch.bfloat16), bits[[0, 3, 1, 2]].view(torch.bfloat16)
+    assert _same_values(weights, others) and not _same_values(weights, weights.nan_to_num(nan=1.0))

@@ -345,7 +345,7 @@ class LiveOptimizer(ABC):
             for begin, end in self.layout.used(self.rank, i):
                 for at in range(begin, end, _COMPARED_NUMEL):
                     part = slice(at, min(end, at + _COMPARED_NUMEL))
-                    if not torch.equal(weights[part], master[part].to(weights.device, weights.dtype)):
+                    if not _same_values(weights[part], master[part].to(weights.device, weights.dtype)):
                         return True
         return False
 
@@ -384,6 +384,11 @@ class LiveOptimizer(ABC):
     def lost_in_stock_files(self) -> str | None:
         """What DeepSpeed's own files of this optimizer would lack, or None when they hold everything."""
         return None
+
+
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal; NaN is equal to NaN, whose bits depend on how it was rounded."""
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def ask_for_large_pages(tensor: torch.Tensor) -> None:
