@@ -28,7 +28,7 @@ from zeroelastic.deepspeed.live.topology import Sharing, sharing_of, tensor_para
 from zeroelastic.errors import UnsupportedError
 
 _LARGE_PAGE = 2 << 20
-_COMPARED_NUMEL = 4 << 20
+_COMPARED_NUMEL = 1 << 20
 
 
 class LiveOptimizer(ABC):
