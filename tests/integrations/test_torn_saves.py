@@ -101,10 +101,11 @@ KILLS = {
 @pytest.mark.parametrize(
     ("case", "kill"),
     [
-        (case, kill)
-        for case in CASES
-        if case.is_used and not case.is_async and case.exchanges
-        for kill in KILLS[case.framework]
+        pytest.param(
+            Case(framework, is_used=True, is_async=False), kill, marks=[pytest.mark.quick] * (kill == kills[0])
+        )
+        for framework, kills in KILLS.items()
+        for kill in kills
     ],
     ids=lambda value: named(value) if isinstance(value, Case) else value[1],
 )
