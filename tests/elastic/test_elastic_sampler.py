@@ -25,10 +25,17 @@ def sampler(length: int, batch: int, rank: int = 0, world_size: int = 1, **how: 
 def epoch_of(length: int, batch: int, epoch: int, seed: int, shuffle: bool, drop_last: bool) -> list[list[int]]:
     """What an epoch has to be, written down independently: the permutation, cut into global batches."""
     generator = torch.Generator().manual_seed(seed + epoch)
-    order = torch.randperm(length, generator=generator).tolist() if shuffle else list(range(length))
+    order = torch.randperm(length, generator=generator, device="cpu").tolist() if shuffle else list(range(length))
     if not drop_last:
         order = list(itertools.islice(itertools.cycle(order), -(-length // batch) * batch))
     return [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_order_does_not_depend_on_the_default_device(shuffle: bool) -> None:
+    with torch.device("meta"):  # as torch.set_default_device
+        found = sampler(10, 4, shuffle=shuffle)
+        assert [found.batch(number).tolist() for number in range(3)] == epoch_of(10, 4, 0, 0, shuffle, drop_last=False)
 
 
 @st.composite
