@@ -73,6 +73,11 @@ def without_pydantic(message: str) -> str:
     return {"Field required": "is missing", "Extra inputs are not permitted": "is not known"}.get(message, message)
 
 
+def buffer_kind(stage: int) -> str:
+    """What a flat buffer is at a ZeRO stage, for messages."""
+    return "sub-group" if stage == 3 else "optimizer group"
+
+
 def rank_list(numbers: Sequence[int]) -> str:
     """Ranks, given in ascending order, as text: "rank 3", "ranks 1, 5", or "ranks 4 to 7" for consecutive ones."""
     if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:

@@ -13,8 +13,8 @@ from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.core.collector import paused_collector
-from zeroelastic.core.layout import Layout, buffer_kind
-from zeroelastic.errors import CheckpointError, UnsupportedError, some
+from zeroelastic.core.layout import Layout
+from zeroelastic.errors import CheckpointError, UnsupportedError, buffer_kind, some
 from zeroelastic.io.paths import FilePath
 
 MIXED = "Files of two saves are mixed in this directory."

@@ -46,14 +46,13 @@ from zeroelastic.core.layout import (
     Int64Array,
     Layout,
     Param,
-    buffer_kind,
     group_split_layout,
     layout_from_sub_groups,
     original_order,
     with_slices,
 )
 from zeroelastic.core.slices import RankSet
-from zeroelastic.errors import CheckpointError, NewerFormatError, UnsupportedError, shown
+from zeroelastic.errors import CheckpointError, NewerFormatError, UnsupportedError, buffer_kind, shown
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import (
     DTYPE_BYTES,

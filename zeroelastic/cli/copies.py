@@ -19,8 +19,7 @@ from zeroelastic.cli.app import (
     reports,
 )
 from zeroelastic.cli.terminal import print_line
-from zeroelastic.core.layout import buffer_kind
-from zeroelastic.errors import counted
+from zeroelastic.errors import buffer_kind, counted
 
 if TYPE_CHECKING:
     from zeroelastic.verbs.convert.convert import ConvertReport, ExportReport

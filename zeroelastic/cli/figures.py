@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.core.layout import buffer_kind
+from zeroelastic.errors import buffer_kind
 from zeroelastic.verbs.inspect.report import InspectReport
 from zeroelastic.verbs.plan import PlanReport
 

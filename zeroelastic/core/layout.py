@@ -246,11 +246,6 @@ def layout_from_sub_groups(
     )
 
 
-def buffer_kind(stage: int) -> str:
-    """What a flat buffer is at a ZeRO stage, for messages."""
-    return "sub-group" if stage == 3 else "optimizer group"
-
-
 GROUP_ALIGNMENT = 2
 """Each rank's part of a group is a multiple of so many elements: ``nccl_start_alignment_factor`` of ZeRO-1 and 2."""
 

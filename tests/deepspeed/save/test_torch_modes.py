@@ -96,7 +96,7 @@ def save_in_each_mode(job: Job, directory: str, shared: str) -> dict[str, Any]:
         with mode():
             memory.capture({})
         memory.wait()
-        assert memory.last is None or memory.last.error is None, memory.last
+        assert memory.error is None
         zeroelastic.wait_for_save(engine)
         (kept,) = memory._run.complete.iterdir()
         for kind, tag in {"save": name, "background": f"{name} behind", "memory": str(kept)}.items():

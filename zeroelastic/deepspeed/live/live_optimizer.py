@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Layout, Param, buffer_kind
+from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import engine_of, state_of
 from zeroelastic.deepspeed.live.optimizers import common_state, common_state_made_later, live_form, state_dtype
 from zeroelastic.deepspeed.live.topology import Sharing, sharing_of, tensor_parallel, uncovered_sharing
-from zeroelastic.errors import UnsupportedError
+from zeroelastic.errors import UnsupportedError, buffer_kind
 
 _LARGE_PAGE = 2 << 20
 _COMPARED_NUMEL = 1 << 20
