@@ -1,18 +1,8 @@
-"""Which files a process opens, by their own paths: a checkpoint's are opened through its pinned directory."""
+"""Which files a process opens."""
 
 from __future__ import annotations
 
-import os
-import re
 import sys
-
-_THROUGH = re.compile(r"(/proc/self/fd/\d+)(/.*)?", re.DOTALL)
-
-
-def through_path(opened: str) -> str:
-    """The path of a file that is opened through the descriptor of its directory."""
-    through = _THROUGH.fullmatch(opened)
-    return opened if through is None else os.readlink(through[1]) + (through[2] or "")
 
 
 def watch_opens() -> list[str]:
@@ -20,7 +10,7 @@ def watch_opens() -> list[str]:
     opened: list[str] = []
     sys.addaudithook(
         lambda event, arguments: (
-            opened.append(through_path(arguments[0])) if event == "open" and isinstance(arguments[0], str) else None
+            opened.append(arguments[0]) if event == "open" and isinstance(arguments[0], str) else None
         )
     )
     return opened

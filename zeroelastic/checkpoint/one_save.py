@@ -1,67 +1,94 @@
 """Guarantees that everything read from a tag is of one save, although another job may save the tag again meanwhile.
 
-A load or a verb pins the tag directory once (``pin``) and passes that path to all readers. An error is then not damage
-where the tag was saved again (``was_saved_again``); a success is of one save, unless files were rewritten in place, as
-DeepSpeed alone does, or are behind a URL (``check_one_save``).
+A load or a verb looks at the tag directory once (``watch``), passes that path to all readers, and looks again when it
+has read everything. Every save writes its commit record anew, so where there is one its state tells; other
+checkpoints have none, and are told by the states of their files, which DeepSpeed rewrites in place.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.errors import SavedAgainError, UnreadableError, ZeroElasticError
-from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath, pin_directory
+from zeroelastic.io.paths import FilePath, FileState, RemotePath, WatchedPath, file_state
 from zeroelastic.io.remote import changed_since_listed
 
 
-def pin(tag_dir: FilePath) -> FilePath:
-    """A path that keeps leading to this directory, or remembers its files; a missing directory's path is unchanged."""
+def watch(tag_dir: FilePath) -> FilePath:
+    """A path of this directory that remembers the state of its files; a missing directory's path is unchanged."""
     if isinstance(tag_dir, RemotePath):
         if tag_dir.first_seen is not None:
             return tag_dir
         return RemotePath(tag_dir.protocol, tag_dir.path, tag_dir.options, first_seen={})
-    return pin_directory(tag_dir)
+    if isinstance(tag_dir, WatchedPath) and tag_dir.first_seen is not None:
+        return tag_dir
+    found = _states(tag_dir)
+    if found is None:
+        return tag_dir
+    watched = WatchedPath(tag_dir)
+    watched.first_seen = found
+    return watched
+
+
+def is_watched(tag_dir: FilePath) -> bool:
+    """Whether a local directory was there when it was first looked at."""
+    return isinstance(tag_dir, WatchedPath) and tag_dir.first_seen is not None
+
+
+def _states(tag_dir: Path) -> dict[str, FileState] | None:
+    """The state of a tag's commit record; without one those of its files; None where there is no directory.
+
+    The record is opened: a network file system may answer ``stat`` with what it was told earlier.
+    """
+    with suppress(OSError):
+        fd = os.open(tag_dir / RECORD_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            return {RECORD_NAME: file_state(os.fstat(fd))}
+        finally:
+            os.close(fd)
+    found: dict[str, FileState] = {}
+    try:
+        for entry in os.scandir(tag_dir):
+            with suppress(OSError):
+                if not entry.is_dir():
+                    found[entry.name] = file_state(entry.stat(follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:  # it cannot be listed, which is the error of whoever reads it
+        pass
+    return found
 
 
 def was_saved_again(tag_dir: FilePath) -> bool:
-    """Whether a pinned directory was replaced or removed since, or files that were opened in it were rewritten."""
-    if isinstance(tag_dir, RemotePath):
-        try:
-            return changed_since_listed(tag_dir)
-        except UnreadableError:  # the caller has an error already
-            return False
-    if isinstance(tag_dir, PinnedPath):
-        return tag_dir.was_replaced or bool(tag_dir.rewritten)
-    return os.path.isdir(tag_dir)  # it did not exist when it was pinned
+    """Whether a watched directory is gone or has files of another save by now; False where that cannot be found out."""
+    try:
+        return _has_changed(tag_dir)
+    except UnreadableError:  # the caller has an error already
+        return False
 
 
-def may_mix_saves(tag_dir: FilePath, *, alone: bool = True) -> bool:
-    """Whether the data read from a pinned directory may be of two saves.
-
-    A replaced directory is still consistent for a process that read it ``alone``, but not for several processes, which
-    may have pinned different ones, and not together with files beside it.
-    """
+def _has_changed(tag_dir: FilePath) -> bool:
     if isinstance(tag_dir, RemotePath):
         return changed_since_listed(tag_dir)
-    if isinstance(tag_dir, PinnedPath):
-        return bool(tag_dir.rewritten) or (not alone and tag_dir.was_replaced)
-    return False
+    now, seen = _states(tag_dir), tag_dir.first_seen if isinstance(tag_dir, WatchedPath) else None
+    if now is None or seen is None:
+        return now is not seen
+    return any(now.get(name) != state for name, state in seen.items())
 
 
-def check_one_save(tag_dir: FilePath, *, alone: bool = True) -> None:
-    """Raise SavedAgainError where ``may_mix_saves``."""
-    if may_mix_saves(tag_dir, alone=alone):
+def check_one_save(tag_dir: FilePath) -> None:
+    """Raise SavedAgainError where a watched directory is gone or has files of another save; UnreadableError."""
+    if _has_changed(tag_dir):
         raise saved_again(tag_dir)
 
 
 @contextmanager
 def one_save(*tag_dirs: FilePath) -> Iterator[None]:
-    """A block that reads pinned directories: an error in it becomes a SavedAgainError where one was saved again.
-
-    The end of the block calls ``check_one_save`` for each.
-    """
+    """A block that reads watched directories: where one was saved again, it ends with SavedAgainError."""
     try:
         yield
     except (ZeroElasticError, OSError) as error:

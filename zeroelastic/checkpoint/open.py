@@ -17,7 +17,7 @@ from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
 from zeroelastic.checkpoint.marks import refuse_unfinished
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
-from zeroelastic.checkpoint.one_save import pin
+from zeroelastic.checkpoint.one_save import watch
 from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file, shard_of
 from zeroelastic.checkpoint.saved_layout import SavedMaps, SlicedLayout, frozen_layout, saved_maps, sliced_layout
@@ -266,10 +266,6 @@ class Checkpoint:
         """The model states file that is a saved rank's: its own, or the one of its tensor parallel rank."""
         return self.model_files[self.topology.place(rank)[1] if self.whole_model else rank]
 
-    def module_path(self, model: ModelStates) -> str:
-        """Where DeepSpeed reads a module states file that this rank sees: in the pinned directory, or at its URL."""
-        return str(model.path) if isinstance(model.path, RemotePath) else os.fspath(model.path)
-
     def archives(self, path: FilePath) -> Iterator[tuple[int, ZipRecords]]:
         """The archives in a file: the byte at which each begins, and its records.
 
@@ -314,7 +310,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Look at a tag directory: which files, how many ranks, which record. Opens at most one model states header.
 
-    The directory is pinned: all that is read of the checkpoint later comes from it, whatever its path leads to by then.
+    The directory is watched (``one_save``): whoever reads more of it later can tell whether it is still this save.
 
     ``tag_dir`` is a path or a URL that fsspec reads (zeroelastic.io.paths); a remote directory is listed once.
 
@@ -331,7 +327,7 @@ def open_checkpoint(
         checkpoint = open_checkpoint("ckpt/global_step100")
         checkpoint.shard(0).groups[0].options["lr"]
     """
-    tag_dir = pin(as_path(tag_dir))
+    tag_dir = watch(as_path(tag_dir))
     if listing is None:
         sizes: Mapping[str, int] = file_sizes(tag_dir)
         listing = Listing(sizes, sizes, read_record(tag_dir), record_bytes=sizes.get(RECORD_NAME, 0))

@@ -1,7 +1,7 @@
 """Files and directories, on local disks and behind fsspec.
 
     storage  listing, sizes and reading by range for a path or a URL
-    paths    the types of paths, what a user's text means, and directories that are pinned
+    paths    the types of paths, and what a user's text means
     remote   files behind fsspec: one range, or many at the same time; what failed is asked for again
     objects  objects of a store: put, removed, listed
     atomic   files that are written whole or not at all

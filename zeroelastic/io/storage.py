@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zeroelastic.errors import CheckpointError, UnreadableError, ZeroElasticError
-from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath, missing_directory, missing_file, reason
+from zeroelastic.io.paths import FilePath, RemotePath, missing_directory, missing_file, reason
 from zeroelastic.io.remote import read_ranges, remote_entries, remote_range, remote_size
 
 FOLLOW_LINKS = "ZEROELASTIC_FOLLOW_LINKS"
@@ -54,10 +54,7 @@ def open_regular(path: Path) -> io.FileIO:
     other files of this machine read, and copied, in its place. FOLLOW_LINKS in the environment lifts that. Links to
     directories are followed. Raises OSError, CheckpointError for such a link.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:  # which would name the file as the pinned directory leads to it
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(fd)
         mode = found.st_mode
@@ -67,8 +64,6 @@ def open_regular(path: Path) -> io.FileIO:
             raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
         if os.path.islink(path):
             _check_link(path)
-        if isinstance(path, PinnedPath):
-            path.note_open(found)
         return io.FileIO(fd, "rb")
     except BaseException:
         os.close(fd)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from zeroelastic.checkpoint.one_save import is_watched
 from zeroelastic.checkpoint.tag_files import is_rank_file, is_universal, parse_rank_file
 from zeroelastic.errors import (
     CheckpointError,
@@ -24,7 +25,7 @@ from zeroelastic.errors import (
     rank_list,
     some,
 )
-from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath, as_path
+from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes, list_directory
 from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.names import (
@@ -56,7 +57,7 @@ _OF_OTHERS = "zeroelastic reads the checkpoint that it was made from."
 class Source:
     """A checkpoint: ``tag_dir`` is ``root / tag``; ``latest`` is the tag that the root's ``latest`` names, if any.
 
-    ``tag_dir`` is pinned (``one_save``): it still leads to the same directory after the tag is saved again.
+    ``tag_dir`` is watched (``one_save``): what is read of it is of one save, or an error.
     """
 
     root: FilePath
@@ -125,11 +126,7 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None, univers
         )
     chosen = normal(chosen)
     tag_dir = open_tag(directory_of(path, chosen))
-    if (
-        chosen not in inside
-        and not isinstance(tag_dir, PinnedPath)
-        and not ("/" in chosen and holds_something(path / chosen))
-    ):
+    if chosen not in inside and not is_watched(tag_dir) and not ("/" in chosen and holds_something(path / chosen)):
         tags = list_tags(path)
         there = _choose(path, tags) if tags else "There are no others."
         if tag is not None:

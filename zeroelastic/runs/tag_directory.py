@@ -23,7 +23,7 @@ from typing import TypeVar
 from urllib.parse import quote, unquote
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.checkpoint.one_save import one_save, pin
+from zeroelastic.checkpoint.one_save import one_save, watch
 from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.distributed.process_identity import Life, identity, life_of
 from zeroelastic.errors import CheckpointError, UnreadableError
@@ -226,17 +226,17 @@ def publish_tag(staging_dir: Path, tag_dir: Path, *, sync: bool = True) -> Publi
 
 
 def open_tag(tag_dir: FilePath) -> FilePath:
-    """A tag directory, pinned for a load, also while a save is replacing it by two renames.
+    """A tag directory, watched for a load, also while a save is replacing it by two renames.
 
     The path is returned unchanged if there is no such directory.
     """
     if isinstance(tag_dir, Path):
         _wait_between_renames(tag_dir)
-    return pin(tag_dir)
+    return watch(tag_dir)
 
 
 def read_tag(tag_dir: FilePath, read: Callable[[FilePath], T]) -> T:
-    """The result of ``read`` for a pinned tag directory. Raises SavedAgainError where it was saved again meanwhile."""
+    """The result of ``read`` for a watched tag directory. Raises SavedAgainError where it was saved again meanwhile."""
     opened = open_tag(tag_dir)
     with one_save(opened):
         return read(opened)

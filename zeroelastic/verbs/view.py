@@ -25,7 +25,7 @@ from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable, with_remedy
 from zeroelastic.executors.dispatch import CopyTable, read_segments
-from zeroelastic.io.paths import FilePath, PinnedPath, unpinned
+from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords
@@ -102,7 +102,6 @@ class CheckpointView(Mapping[str, TensorHandle]):
     def __init__(self, source: Source) -> None:
         self._source = source
         self._is_open = True
-        self._readers: list[None] = []  # one for each call that reads now
         self._records: dict[FilePath, list[tuple[int, ZipRecords]]] = {}
         with self._reading():
             self._checkpoint = open_checkpoint(source.tag_dir)
@@ -159,13 +158,13 @@ class CheckpointView(Mapping[str, TensorHandle]):
         source = tensor.source
         if isinstance(source, Buffer):
             extent = source.extent
-            return (TensorPlace(0, unpinned(extent.path), extent.offset, extent.nbytes, 0, tensor.numel),)
+            return (TensorPlace(0, extent.path, extent.offset, extent.nbytes, 0, tensor.numel),)
         with self._reading():
             rows = state.parts[source.part].tensor_rows(source.param, key or source.key)
         columns = (rows.file, rows.file_offset, rows.nbytes, rows.start, rows.numel)
         ranks = [*map(self._rank_of, rows.paths)]
         places = [
-            TensorPlace(ranks[file], unpinned(rows.paths[file]), *numbers)
+            TensorPlace(ranks[file], rows.paths[file], *numbers)
             for file, *numbers in zip(*(column.tolist() for column in columns), strict=True)
         ]
         return tuple(sorted(places, key=lambda place: place.start))
@@ -194,7 +193,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
     @property
     def path(self) -> FilePath:
         """The tag directory."""
-        return unpinned(self._source.tag_dir)
+        return self._source.tag_dir
 
     @property
     def tag(self) -> str:
@@ -273,12 +272,6 @@ class CheckpointView(Mapping[str, TensorHandle]):
     def close(self) -> None:
         """End the use of the checkpoint: whatever is read from it, or from its handles, raises UsageError."""
         self._is_open = False
-        self._unpin_closed()
-
-    def _unpin_closed(self) -> None:
-        """Close the tag directory after the last use, which may be in another thread than ``close``."""
-        if not self._is_open and not self._readers and isinstance(self._source.tag_dir, PinnedPath):
-            self._source.tag_dir.unpin()
 
     def __enter__(self) -> CheckpointView:
         return self
@@ -304,15 +297,10 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        self._readers.append(None)
-        try:
-            if not self._is_open:
-                raise UsageError(f"{self.path}: the checkpoint was closed. Open it again to read from it.")
-            with with_remedy(), one_save(self._source.tag_dir):
-                yield
-        finally:
-            self._readers.pop()
-            self._unpin_closed()
+        if not self._is_open:
+            raise UsageError(f"{self.path}: the checkpoint was closed. Open it again to read from it.")
+        with with_remedy(), one_save(self._source.tag_dir):
+            yield
 
     @cached_property
     def _state(self) -> SavedState:

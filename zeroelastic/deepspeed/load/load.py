@@ -213,7 +213,7 @@ def _load_one_save(call: Call, request: LoadRequest) -> Loaded:
 
 
 def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
-    """One attempt to load one tag; ``opened`` gets its directory, pinned, from which everything is read. Collective."""
+    """One attempt to load one tag; ``opened`` gets its directory, watched. Collective."""
     engine = call.engine
     tag, newer = choose_tag(request.directory, request.tag)
     if tag is None:

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from zeroelastic.checkpoint.one_save import is_watched
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import refuse_damaged
 from zeroelastic.deepspeed.node_local.node_tags import agree_on_latest
 from zeroelastic.distributed.collective import all_gather_alike, all_gather_or_raise, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, shown
-from zeroelastic.io.paths import FilePath, PinnedPath, RemotePath
+from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.runs.candidates import committed_after
 from zeroelastic.runs.locate import about_absent, about_absent_tag
 from zeroelastic.runs.names import LATEST, directory_of, holds_something, read_latest
@@ -44,7 +45,7 @@ def choose_tag(load_dir: FilePath, tag: Any) -> tuple[str | None, tuple[str, ...
     def look(named: str | None) -> TagLookup:
         if named is None:
             return TagLookup(None, False, ())
-        there = isinstance(open_tag(load_dir / named), PinnedPath)
+        there = is_watched(open_tag(load_dir / named))
         newer = committed_after(load_dir, named) if tag is None and there and dist.get_rank() == 0 else ()
         return TagLookup(named, there, newer)
 

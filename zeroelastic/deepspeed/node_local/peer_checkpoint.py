@@ -264,7 +264,7 @@ def module_file(
     That is the file itself for a rank that sees it on a disk. Others have the bytes that DeepSpeed reads in memory,
     which is all but parameters, under a name that lasts as long as the context.
     """
-    local = checkpoint.module_path(model)
+    local = str(model.path)
     if visibility is None:
         yield local, RelayCost()
         return

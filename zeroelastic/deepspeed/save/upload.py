@@ -24,14 +24,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.marks import UNFINISHED_NAME
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save.background import finish_at_exit
 from zeroelastic.deepspeed.save.directory import Directory
 from zeroelastic.errors import CheckpointError, MissingFileError, SaveError
 from zeroelastic.io.objects import put_file, put_object, remove_objects, sizes_below
-from zeroelastic.io.paths import RemotePath, as_path, missing_directory, pin_directory, reason, relative_name
+from zeroelastic.io.paths import RemotePath, as_path, missing_directory, reason, relative_name
 from zeroelastic.io.remote import retrying
 from zeroelastic.io.storage import read_whole
 from zeroelastic.observers import Uploaded, publish
@@ -68,10 +68,7 @@ class Upload:
 
         Raises MissingFileError where the tag is gone, replaced or has no record; OSError, ZeroElasticError.
         """
-        saved, target, opened = self.saved, self.target, pin_directory(self.saved.place)
-        record = read_record(opened)
-        if record is None or record.save_id != saved.save_id:
-            raise missing_directory(saved.place)
+        saved, target, record = self.saved, self.target, self._record()
         done = f"{UNFINISHED_NAME}.{saved.save_id}"  # and the rank of a node's leader: the node has uploaded its files
         if saved.rank == 0:
             self._make_room()
@@ -81,7 +78,9 @@ class Upload:
             there = sizes_below(target)
             for name in sorted(record.files.keys() - saved.elsewhere):
                 if there.get(name) != record.files[name]:  # from an attempt that failed
-                    put_file(opened / name, target / name)
+                    put_file(saved.place / name, target / name)
+            content = (saved.place / RECORD_NAME).read_bytes()
+            self._record()  # all that was read is still of this save
             if saved.rank != 0:
                 put_object(target / f"{done}.{saved.rank}", b"")
             else:
@@ -89,10 +88,17 @@ class Upload:
                 self._wait(lambda: files.items() <= sizes_below(target).items(), "other nodes have not uploaded theirs")
                 if not self._is_begun():
                     raise SaveError("another job has begun to upload the same tag")
-                put_object(target / RECORD_NAME, (opened / RECORD_NAME).read_bytes())
+                put_object(target / RECORD_NAME, content)
         if saved.rank == 0:
             remove_objects(target / name for name in sizes_below(target) if name.startswith(UNFINISHED_NAME))
         return sum(record.files.values())
+
+    def _record(self) -> CommitRecord:
+        """The commit record of this save. Raises MissingFileError where the tag is gone or of another save."""
+        record = read_record(self.saved.place)
+        if record is None or record.save_id != self.saved.save_id:
+            raise missing_directory(self.saved.place)
+        return record
 
     def _make_room(self) -> None:
         """Mark the tag as one of this save, after all that there is of another one was removed."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 from pydantic import Field
 
 from zeroelastic.byte_sizes import size_option
-from zeroelastic.checkpoint.one_save import check_one_save, one_save
+from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import SavedState, open_state
 from zeroelastic.dcp.saved import find_dcp
@@ -239,9 +239,9 @@ def export(
             adapters=adapters if adapter is None else adapter,
             model_dir=source.root,
         )
-        if not dry_run:
-            with progress("exporting", plan.nbytes) as advance:
-                compared = write_plan(plan, target, max_memory=memory, progress=advance)
+    if not dry_run:
+        with progress("exporting", plan.nbytes) as advance:
+            compared = write_plan(plan, target, max_memory=memory, progress=advance)
     files = [(file.name, file.nbytes, len(file.entries)) for file in plan.files]
     files += [(name, len(text), 0) for name, text in plan.texts.items()]
     files += [(name, file_size(path) or 0, 0) for name, path in plan.copied.items()]
@@ -283,9 +283,9 @@ def _convert_to(
     with one_save(source.tag_dir):
         state = open_state(open_checkpoint(source.tag_dir))
         plan = plan_fsdp2(state, layout=layout)
-        if not dry_run:
-            with progress("converting", plan.nbytes) as advance:
-                compared = write_plan(plan, dst, max_memory=max_memory, progress=advance)
+    if not dry_run:
+        with progress("converting", plan.nbytes) as advance:
+            compared = write_plan(plan, dst, max_memory=max_memory, progress=advance)
     return ConvertReport(
         ok=True,
         path=str(source.tag_dir),
@@ -359,8 +359,7 @@ def write_plan(plan: Plan, target: Path, *, max_memory: int = 1 << 30, progress:
     """
     tag_dir, digests = plan.state.checkpoint.tag_dir, RecordedDigests(plan.state.checkpoint)
     sweep(target.absolute().parent)
-    with new_directory(target) as (directory, _):
+    with new_directory(target) as (directory, _), one_save(tag_dir):
         check_source_checksums(plan.state)
         plan.write(directory, Reading(plan.state, digests, max_memory, progress))
-        check_one_save(tag_dir)
-        return digests.num_compared
+    return digests.num_compared

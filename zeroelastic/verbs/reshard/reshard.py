@@ -22,7 +22,7 @@ import numpy as np
 from zeroelastic._version import __version__
 from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION, CommitRecord, Versions, record_text
-from zeroelastic.checkpoint.one_save import check_one_save, one_save
+from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import open_state
@@ -185,11 +185,11 @@ def reshard(
     source = find_source(src, tag=tag)
     with one_save(source.tag_dir):
         plan = plan_reshard(source, options)
-        if dry_run:
-            check_target(plan, target)
-            return plan.report(target)
-        with progress(f"resharding to {world_size}", plan.nbytes) as advance:
-            return run_reshard(plan, target, progress=advance)
+    if dry_run:
+        check_target(plan, target)
+        return plan.report(target)
+    with progress(f"resharding to {world_size}", plan.nbytes) as advance:
+        return run_reshard(plan, target, progress=advance)
 
 
 def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
@@ -253,7 +253,8 @@ def run_reshard(plan: ReshardPlan, dst: Path, *, progress: ProgressFunction | No
     given, dst = dst, Path(os.path.abspath(dst))
     sweep(dst.parent)
     check_target(plan, dst)
-    with new_directory(dst, manifest=_manifest(plan)) as (directory, save_id):
+    manifest = _manifest(plan)
+    with new_directory(dst, manifest=manifest) as (directory, save_id), one_save(plan.source.tag_dir):
         check_source_checksums(plan.saved.state)
         writer = RankWriter(
             plan.saved,
@@ -264,7 +265,6 @@ def run_reshard(plan: ReshardPlan, dst: Path, *, progress: ProgressFunction | No
             progress=progress,
         )
         done = writer.write_ranks()
-        check_one_save(plan.source.tag_dir, alone=plan.source.framework == "deepspeed")
         root, notes = _finish(plan, directory, save_id, done, writer.streams)
     record = plan.saved.state.checkpoint.record
     return plan.report(given).model_copy(

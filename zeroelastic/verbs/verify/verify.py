@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 
 from zeroelastic.checkpoint.checker import check_headers
-from zeroelastic.checkpoint.one_save import may_mix_saves, one_save, pin, saved_again, was_saved_again
+from zeroelastic.checkpoint.one_save import check_one_save, one_save, watch
 from zeroelastic.checkpoint.tag_files import is_universal
 from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
@@ -165,7 +165,7 @@ def verify_checkpoint(
         for problem in verify_checkpoint(Path("ckpt/global_step100")).problems:
             print(problem.sentence)
     """
-    tag_dir = pin(tag_dir)
+    tag_dir = watch(tag_dir)
     with one_save(tag_dir):
         return verify_from_headers(
             check_headers(tag_dir, headers="none" if quick else "all"), quick=quick, progress=progress
@@ -180,7 +180,5 @@ def verify_from_headers(
 ) -> VerifyReport:
     """``verify_checkpoint`` for headers that are open already."""
     report = quick_report(headers) if quick else full_report(headers, scan_ranks(headers, progress=progress))
-    tag_dir = headers.tag_dir
-    if may_mix_saves(tag_dir) if report.valid else was_saved_again(tag_dir):
-        raise saved_again(tag_dir)
+    check_one_save(headers.tag_dir)
     return report
