@@ -29,8 +29,8 @@ CASES = [
 LIMIT_S = 250.0
 SAYS_WHAT_TO_DO = {
     "accelerate": ("CheckpointError: ", "Load another checkpoint, and save into a new directory each time"),
-    "Lightning": ("MissingFileError: ", "or its save was cut short. Give another."),
-    "Fabric": ("MissingFileError: ", "or its save was cut short. Give another."),
+    "Lightning": ("MissingFileError: ", "or its save was cut short."),
+    "Fabric": ("MissingFileError: ", "or its save was cut short."),
 }
 
 

@@ -107,8 +107,10 @@ def saying_cut_short(directory: Path, tag: str) -> Iterator[None]:
         missing = [name for name in (tag, LATEST) if not (directory / name).exists()]
         if not missing or not directory.is_dir():
             raise
-        problem = f"has no {some(missing)}: it is not a checkpoint, or its save was cut short. Give another."
-        raise MissingFileError(f"{directory}: {problem}", remedy="") from error
+        raise MissingFileError(
+            f"{directory}: has no {some(missing)}: it is not a checkpoint, or its save was cut short.",
+            remedy="Give another directory.",
+        ) from error
 
 
 class Newest(NamedTuple):

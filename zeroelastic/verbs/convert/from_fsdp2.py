@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.one_save import watch
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN, Shard, configured_sub_group_size
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
@@ -67,6 +68,7 @@ def plan_from_fsdp2(
     ``config`` is the DeepSpeed configuration of the run that will load it. Raises CheckpointError, UnsupportedError,
     UsageError.
     """
+    root = watch(root)
     found = open_dcp(root)
     _check_experts(found)
     native = read_notes(found.native)
