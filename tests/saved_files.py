@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record, record_text
 from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.header import directory_digest
 
 
 def contents(directory: Path) -> dict[str, tuple[int, int]]:
@@ -45,6 +46,18 @@ def record_of(tag_dir: FilePath) -> CommitRecord:
     record = read_record(tag_dir)
     assert record is not None
     return record
+
+
+def record_again(tag_dir: Path) -> None:
+    """Let the commit record state the files as they are now; what is in them may be another thing."""
+    record, files = record_of(tag_dir), sorted(path for path in tag_dir.iterdir() if path.suffix == ".pt")
+    there = [path for path in files if path.name in record.files]
+    digests = {path.name: directory_digest(path) for path in there}
+    update = {
+        "files": {path.name: path.stat().st_size for path in there},
+        "directories": {name: digest for name, digest in digests.items() if digest is not None},
+    }
+    (tag_dir / RECORD_NAME).write_bytes(record_text(record.model_copy(update=update)))
 
 
 def flip(path: Path, offset: int | None = None, mask: int = 1) -> None:

@@ -220,7 +220,7 @@ def test_every_verb_finds_tags_of_any_name(tmp_path: Path) -> None:
 
 
 def test_reshard_takes_a_nested_tag_along(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "ck" / "epoch1" / "step5", world_size=2, global_steps=5)
+    write_checkpoint(tmp_path / "ck" / "epoch1" / "step5", world_size=2, global_steps=5, record=True)
     (tmp_path / "ck" / "latest").write_text("epoch1/step5")
     code, _, err = verb("reshard", tmp_path / "ck", tmp_path / "new", "-n", 3, "--sub-group-size", 40)
     assert code == 0, err

@@ -52,7 +52,7 @@ def command(*arguments: object) -> tuple[list[str], dict[str, str]]:
     )
 
 
-def save(tag_dir: Path, step: int, *, record: bool = True, format: str = "elastic") -> Path:
+def save(tag_dir: Path, step: int, *, record: bool = True, format: str = "rigid") -> Path:
     write_checkpoint(tag_dir, world_size=2, global_steps=step, record=record, format=format)
     return tag_dir
 
@@ -364,7 +364,7 @@ def test_a_tag_that_changes_after_it_was_looked_at_is_left_alone(run: Path) -> N
 
 def save_again(tag: Path) -> None:
     """Put another save in the place of a tag in one step, as a save does."""
-    write_checkpoint(tag.parent / "new", world_size=2, global_steps=9)
+    write_checkpoint(tag.parent / "new", world_size=2, global_steps=9, format="rigid")
     tag.rename(tag.parent / "old")
     (tag.parent / "new").rename(tag)
     shutil.rmtree(tag.parent / "old")

@@ -25,6 +25,7 @@ from bounded import bounded
 from commands import ARGUMENTS
 from hypothesis import given
 from hypothesis import strategies as st
+from saved_files import record_again
 from synthetic import edit, edit_optim, optim_name, sealed, write_checkpoint
 from training import Job, build_engine
 from typer.testing import CliRunner
@@ -280,7 +281,7 @@ def edit_record(tag: Path, **changes: object) -> None:
 
 def bent_optimizer(tag: Path, pickled: bytes) -> None:
     archive(tag / optim_name(0), pickled)
-    (tag / "zeroelastic.json").unlink()
+    record_again(tag)
 
 
 def with_pipe(tag: Path, name: str) -> None:
@@ -290,7 +291,7 @@ def with_pipe(tag: Path, name: str) -> None:
 
 def evil_state(tag: Path, marker: Path) -> None:
     edit_optim(tag / optim_name(0), lambda state: state.update(extra=Evil(marker)))
-    (tag / "zeroelastic.json").unlink()
+    record_again(tag)
 
 
 def huge_header(tag: Path, outside: Path) -> None:
@@ -302,7 +303,7 @@ def huge_header(tag: Path, outside: Path) -> None:
 def evil_client(tag: Path, marker: Path) -> None:
     for path in tag.glob("*model_states.pt"):
         edit(path, lambda data: data.update(mine=Evil(marker)))
-    (tag / "zeroelastic.json").unlink()
+    record_again(tag)
 
 
 CASES = {
@@ -534,10 +535,10 @@ def test_a_job_refuses_hostile_files_on_every_rank(
     root, marker = tmp_path / "run", tmp_path / "ran"
     shutil.copytree(job_save, root)
     tag = next(root.glob("global_step*"))
-    (tag / "zeroelastic.json").unlink()
     path = next(tag.glob("*rank_1_mp*optim_states.pt"))
     good = path.read_bytes()
     edit_optim(path, lambda state: state.update(extra=Evil(marker)))
+    record_again(tag)
     error, _ = loaded(rank_pool, root, weights_only_load=weights_only_load)
     assert error.startswith("UnsafePickleError") and path.name in error and "posix.system" in error
     assert '"allow_globals": ["posix.system"]' in error and not marker.exists()

@@ -64,7 +64,7 @@ def test_there_and_back_is_the_same_state(
 
 @pytest.mark.parametrize("layout", ["torch", "accelerate"])
 def test_buffers_and_tied_names_come_back_as_such(tmp_path: Path, layout: Any) -> None:
-    write_checkpoint(tmp_path / "tag", world_size=2)
+    write_checkpoint(tmp_path / "tag", world_size=2, format="rigid")
     add_to_model(tmp_path / "tag", 2)
     zeroelastic.convert(tmp_path / "tag", tmp_path / "fsdp", to="fsdp2", layout=layout)
     zeroelastic.convert(tmp_path / "fsdp", tmp_path / "back", from_="fsdp2", world_size=3)
@@ -86,7 +86,7 @@ def test_what_deepspeed_saved_at_any_stage_comes_back(tmp_path: Path, golden: st
 
 def test_the_state_of_a_scheduler_that_cannot_be_carried_is_named(tmp_path: Path) -> None:
     """That of SequentialLR has the states of its schedulers; a list may hold itself."""
-    write_checkpoint(tmp_path / "src", world_size=2)
+    write_checkpoint(tmp_path / "src", world_size=2, format="rigid")
     state = {"last_epoch": 3, "_last_lr": [0.1], "_schedulers": [{"last_epoch": 1}, {"last_epoch": 2}], "endless": []}
     state["endless"].append(state["endless"])
     edit(tmp_path / "src" / model_name(0), lambda data: data.update(lr_scheduler=state))
@@ -96,7 +96,7 @@ def test_the_state_of_a_scheduler_that_cannot_be_carried_is_named(tmp_path: Path
 
 
 def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "tag", world_size=2)
+    write_checkpoint(tmp_path / "tag", world_size=2, format="rigid")
     with pytest.raises(UsageError, match="holds no checkpoint of FSDP2"):
         zeroelastic.convert(tmp_path / "tag", tmp_path / "out", from_="fsdp2", world_size=2)
 
@@ -112,7 +112,9 @@ def test_files_without_hyper_parameters_are_refused(tmp_path: Path) -> None:
 def test_torchs_own_functions_load_the_optimizer_in_either_form(tmp_path: Path, flat: bool) -> None:
     groups = [[Param("w", (5, 4))], [Param("b", (3,))]]
     options = [{"lr": 0.5, "weight_decay": 0.1, "betas": (0.7, 0.8)}, {"lr": 0.25, "weight_decay": 0.0}]
-    truth = write_checkpoint(tmp_path / "tag", world_size=3, groups=groups, frozen=None, options=options, step=3)
+    truth = write_checkpoint(
+        tmp_path / "tag", world_size=3, groups=groups, frozen=None, options=options, step=3, format="rigid"
+    )
     zeroelastic.convert(tmp_path / "tag", tmp_path / "out", to="fsdp2")
     model = torch.nn.ParameterDict({"w": torch.zeros(5, 4), "b": torch.zeros(3)})
     optimizer = torch.optim.AdamW([{"params": [model.w], "weight_decay": 0.3}, {"params": [model.b]}], lr=7.0)
@@ -176,7 +178,7 @@ def test_the_configuration_of_the_run_decides_the_form_of_the_values(tmp_path: P
 
 @pytest.mark.parametrize("layout", ["torch", "accelerate"])
 def test_opening_a_checkpoint_of_fsdp2_is_refused_with_what_to_do(tmp_path: Path, layout: Any) -> None:
-    write_checkpoint(tmp_path / "tag", world_size=2)
+    write_checkpoint(tmp_path / "tag", world_size=2, format="rigid")
     zeroelastic.convert(tmp_path / "tag", tmp_path / "fsdp", to="fsdp2", layout=layout)
     with pytest.raises((UnsupportedError, UsageError), match=r"torch\.distributed\.checkpoint.*convert --from fsdp2"):
         zeroelastic.open(tmp_path / "fsdp")
@@ -212,7 +214,7 @@ def test_steps_that_differ_by_parameter_are_kept_at_stage_3_and_refused_below(tm
 
 
 def test_a_parameter_with_the_name_of_an_optimizer_group_is_refused(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "tag", world_size=2, groups=[[Param("0", (5, 4)), Param("w", (7,))]])
+    write_checkpoint(tmp_path / "tag", world_size=2, groups=[[Param("0", (5, 4)), Param("w", (7,))]], format="rigid")
     with pytest.raises(UnsupportedError, match=r"tag: 0: a parameter whose name is a number .* --layout accelerate"):
         zeroelastic.convert(tmp_path / "tag", tmp_path / "fsdp", to="fsdp2")
     zeroelastic.convert(tmp_path / "tag", tmp_path / "fsdp", to="fsdp2", layout="accelerate")

@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_is_invalid(tmp_path: Path) -> None:
 
 def test_another_optimizer_than_adam_is_planned(tmp_path: Path) -> None:
     tag_dir = tmp_path / "global_step3"
-    write_checkpoint(tag_dir, world_size=2, states={"momentum_buffer": torch.float32})
+    write_checkpoint(tag_dir, world_size=2, states={"momentum_buffer": torch.float32}, record=True)
     found = zeroelastic.plan(tag_dir, world_size=3)
     assert found.state.state_keys == ("fp32", "momentum_buffer")
     assert sum(rank.bytes_read for rank in found.ranks) == found.state.bytes
@@ -209,6 +209,6 @@ def test_another_optimizer_than_adam_is_planned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saved", [1, 3])
 def test_a_rank_that_owns_nothing_opens_two_files(tmp_path: Path, saved: int) -> None:
-    write_checkpoint(tmp_path / "a", world_size=saved)
+    write_checkpoint(tmp_path / "a", world_size=saved, record=True)
     last = zeroelastic.plan(tmp_path / "a", world_size=64).ranks[-1]
     assert (last.bytes_owned, last.bytes_read, last.files, last.sources) == (0, 0, 2, ())

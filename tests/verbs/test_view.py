@@ -199,10 +199,10 @@ def test_a_tag_that_is_saved_again_meanwhile_is_not_mixed(tmp_path: Path) -> Non
 
 
 def test_files_of_two_saves_are_refused_when_they_meet(tmp_path: Path) -> None:
-    for folder, hidden in (("a", 24), ("b", 32)):
-        write_sample(tmp_path / folder, steps=[4], hidden=hidden, record=False)
+    for folder, step in (("a", 4), ("b", 5)):
+        write_sample(tmp_path / folder, steps=[step], hidden=24, record=False, format="rigid")
     name = "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
-    shutil.copy(tmp_path / "b/global_step4" / name, tmp_path / "a/global_step4" / name)
+    shutil.copy(tmp_path / "b/global_step5" / name, tmp_path / "a/global_step4" / name)
     with zeroelastic.open(tmp_path / "a") as ck:
         assert ck[MATRIX][:24].numpy().shape == (24, 24)
         with pytest.raises(CheckpointError, match="mixed in this directory"):
@@ -210,7 +210,7 @@ def test_files_of_two_saves_are_refused_when_they_meet(tmp_path: Path) -> None:
 
 
 def test_tensors_in_the_client_state_are_handles(tmp_path: Path) -> None:
-    write_sample(tmp_path, steps=[4], record=False)
+    write_sample(tmp_path, steps=[4], record=False, format="rigid")
     for path in (tmp_path / "global_step4").glob("zero_pp_rank_*_model_states.pt"):
         state = torch.load(path, weights_only=True)
         torch.save({**state, "extra": {"list": [torch.arange(6).reshape(2, 3)], "text": "x"}}, path)

@@ -17,13 +17,17 @@ from typing import Literal, TypeVar
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.contradictions import (
     MIXED,
+    OF_THE_SAVE,
     VALUE_FACTS,
     model_facts,
+    not_committed,
+    other_models,
     other_save,
     other_stage,
     other_step,
     other_trained_params,
     shard_facts,
+    steps_note,
     values_by_rank,
 )
 from zeroelastic.checkpoint.expert_files import frozen_experts
@@ -113,12 +117,13 @@ class _Checker(TagHeaders):
         for paths in (self.optim_files, self.model_files):
             for rank in [rank for rank in paths if rank >= self.world_size]:
                 del paths[rank]
-        if self._headers != "none":
+        if self._headers != "none" or self.record is None:
             if self.record is not None:
                 self._open_models(self.record.world_size)
             self._choose_models()
             self._open_shards()
             self._choose_shards()
+            self._find_record()
             self._put_together()
             if self.record is not None and self.parts:
                 self._compare_with_record(self.record)
@@ -276,6 +281,12 @@ class _Checker(TagHeaders):
                     return count
         return None
 
+    def _find_record(self) -> None:
+        if self.first_shard is None or RECORD_NAME in self.sizes:  # it is there, and damaged
+            return
+        if (missing := not_committed(self.first_shard, self.record)) is not None:
+            self.missing.append(self._add(RECORD_NAME, missing))
+
     def _find_missing(self, tp_size: int) -> None:
         recorded = self.record.files if self.record is not None else {}
         for name, want in sorted(recorded.items()):
@@ -295,7 +306,7 @@ class _Checker(TagHeaders):
                         self._add(name, f"{self.tag_dir / name}: is not in the commit record, which lists all files.")
         count, missing = self.listing.missing(self.topology.data_size, tp_size)
         for name in missing[: max(0, _NAMED - len(self.problems))]:
-            if name not in recorded:
+            if not {name, f"bf16_{name}"} & recorded.keys():
                 why = "The checkpoint is incomplete, or its files are on other nodes (use_node_local_storage)."
                 self.missing.append(self._add(name, f"{self.tag_dir / name}: is missing. {why}"))
         if count > _NAMED:
@@ -338,8 +349,8 @@ class _Checker(TagHeaders):
                 del self.models[rank]
         facts = {rank: _model_facts(model) for rank, model in self.models.items()}
         if self.topology.tensor_size > 1:
-            steps = {rank: {"the step": fact["the step"]} for rank, fact in facts.items()}
-            self._keep_most_common(self.models, steps, steps)
+            common = {rank: {what: fact[what] for what in OF_THE_SAVE} for rank, fact in facts.items()}
+            self._keep_most_common(self.models, common, common)
         for tensor_rank in range(self.topology.tensor_size):
             own = {rank: facts[rank] for rank in self.models if rank % self.topology.tensor_size == tensor_rank}
             self._keep_most_common(self.models, own, own)
@@ -444,8 +455,12 @@ class _Checker(TagHeaders):
         parts = [] if head is None else [self._trained(self.shards, head)]
         first = next(iter(self.models.values()), None)
         if first is not None:
-            if head is not None and (mixed := other_trained_params(first, head)) is not None:
-                self._add(first.path.name, mixed)
+            if head is not None:
+                mixed = other_trained_params(first, head) or other_models(first, head, self.record)
+                if mixed is not None:
+                    self._add(first.path.name, mixed)
+                elif (note := steps_note(first, head, self.record)) is not None:
+                    self.notes.append(note)
             with self._noting(first.path.name):
                 frozen = self._experts_part(first) or frozen_part(self.models, self._frozen_layout())
                 parts += [] if frozen is None else [frozen]

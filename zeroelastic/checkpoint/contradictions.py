@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord
 from zeroelastic.checkpoint.model_states import ModelStates
-from zeroelastic.checkpoint.optimizer_file import Shard
+from zeroelastic.checkpoint.optimizer_file import Shard, configured_batch
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.layout import Layout
-from zeroelastic.errors import CheckpointError, UnsupportedError, buffer_kind, some
+from zeroelastic.errors import CheckpointError, UnsupportedError, buffer_kind, counted, some
 from zeroelastic.io.paths import FilePath
 
 MIXED = "Files of two saves are mixed in this directory."
@@ -27,6 +27,89 @@ def other_save(shard: Shard, record: CommitRecord | None) -> str | None:
         return None
     ids = str(shard.save_id)[:8], record.save_id[:8]
     return f"{shard.path}: belongs to save {ids[0]}, the commit record to {ids[1]}. {MIXED}"
+
+
+def not_committed(shard: Shard, record: CommitRecord | None) -> str | None:
+    """Whether an optimizer file is of an elastic save, and the commit record of that save is not there."""
+    if record is not None or shard.format != "elastic":
+        return None
+    return (
+        f"{shard.path.parent}: {RECORD_NAME} is missing, which an elastic save writes last: without it the save does "
+        "not count as complete. Copy it from where the tag was saved."
+    )
+
+
+def other_models(model: ModelStates, shard: Shard, record: CommitRecord | None) -> str | None:
+    """Whether module states and an optimizer file are of two saves.
+
+    Their ids tell, and else, without a record, whether the optimizer has stepped as often as the module states count.
+    Less often, it may have been new when these were loaded (``load_optimizer_states=False``); a job may set counters,
+    and learning rates after a step. So it takes other learning rates than the scheduler's, too; or more steps than
+    counters that agree with each other.
+    """
+    if model.save_id is not None and shard.save_id is not None:
+        if model.save_id == shard.save_id:
+            return None
+        return f"{model.path}: belongs to save {model.save_id[:8]}, {shard.path} to {shard.save_id[:8]}. {MIXED}"
+    said = unequal_steps(model, shard)
+    if record is not None or said is None:
+        return None
+    scheduled, used = _learning_rates(model, shard)
+    if scheduled != used:
+        return f"{said}; their learning rates are {scheduled} and {used}. {MIXED}"
+    total, samples = model.global_steps, model.values.get("global_samples")
+    is_counted = total > 0 and samples == total * (configured_batch(shard.ds_config, model.world_size) or 0)
+    is_constant = all(rate == group.options.get("initial_lr") for rate, group in zip(used, shard.groups, strict=False))
+    return f"{said}. {MIXED}" if _steps(shard) > total and is_counted and is_constant else None
+
+
+def unequal_steps(model: ModelStates, shard: Shard) -> str | None:
+    """A clause about an optimizer that has not stepped as often as module states count; None if that is not known."""
+    steps, skipped = _steps(shard), model.values.get("skipped_steps")
+    skipped = skipped if type(skipped) is int else 0
+    if steps in (-1, model.global_steps - skipped):
+        return None
+    less = f", of which {skipped} skipped" if skipped else ""
+    return f"{model.path} counts {counted(model.global_steps, 'step')}{less}, and {shard.path} {steps}"
+
+
+def steps_agree(model: ModelStates, shard: Shard) -> bool:
+    """Whether an optimizer has stepped as often as module states count, which may be not at all."""
+    return _steps(shard) >= 0 and unequal_steps(model, shard) is None
+
+
+def _steps(shard: Shard) -> int:
+    """How often the optimizer has stepped the parameters that it has stepped most often; -1 if it does not count.
+
+    Schedule-free optimizers and others count in their groups, as ``k``.
+    """
+    found = [scalars["step"].value for scalars in shard.scalars if "step" in scalars]
+    counts: list[object] = [*found, *(group.options.get("k") for group in shard.groups)]
+    return max((int(n) for n in counts if isinstance(n, (int, float)) and n == n // 1), default=-1)
+
+
+def _learning_rates(model: ModelStates, shard: Shard) -> tuple[list[float], list[float]]:
+    """The learning rates that the scheduler has set last, and those of the optimizer groups; none where one lacks them.
+
+    A tensor has them in float32.
+    """
+    schedule = model.values.get("lr_scheduler")
+    scheduled = schedule.get("_last_lr") if isinstance(schedule, Mapping) else None
+    used = [group.options.get("lr") for group in shard.groups]
+    rates = [*scheduled, *used] if isinstance(scheduled, (list, tuple)) and len(scheduled) == len(used) else [None]
+    numbers = [float(f"{rate:.6g}") for rate in rates if isinstance(rate, (int, float))]
+    return ([], []) if len(numbers) < len(rates) else (numbers[: len(used)], numbers[len(used) :])
+
+
+def steps_note(model: ModelStates, shard: Shard, record: CommitRecord | None) -> str | None:
+    """A sentence about steps that differ where ``other_models`` cannot tell why; some optimizers skip the first one."""
+    said = unequal_steps(model, shard)
+    if said is None or record is not None or model.save_id is not None or _steps(shard) + 1 == model.global_steps:
+        return None
+    return (
+        f"{said}: an earlier load left the optimizer's state out, the job has set counters, or files of two "
+        "saves are mixed, which these files do not tell"
+    )
 
 
 def other_stage(shard: Shard, model_name: str) -> str | None:
@@ -185,21 +268,25 @@ def check_same_models(models: Sequence[ModelStates], head: Shard, record: Commit
     first = models[0]
     if (mixed := other_step(first, record)) is not None:
         raise CheckpointError(mixed)
-    if (mixed := other_trained_params(first, head)) is not None:
+    if (mixed := other_trained_params(first, head) or other_models(first, head, record)) is not None:
         raise CheckpointError(mixed)
     first_of: dict[int, ModelStates] = {}  # by tensor parallel rank
     for model in models:
         peer = first_of.setdefault(model.rank % model.tensor_size, model)
         for what, fact in model_facts(model).items():
-            other = first if what == "the step" else peer
+            other = first if what in OF_THE_SAVE else peer
             if model_facts(other)[what] != fact:
                 raise CheckpointError(f"{model.path} and {other.path} differ in {what}. {MIXED}")
 
 
+OF_THE_SAVE = ("the step", "the save id")
+
+
 def model_facts(model: ModelStates) -> dict[str, object]:
-    """What the module states of one save must say; of other tensor parallel ranks only the step is the same."""
+    """What the module states of one save must say; of other tensor parallel ranks ``OF_THE_SAVE`` alone."""
     return {
         "the step": model.global_steps,
+        "the save id": model.save_id,
         "parameters": model.sub_groups,
         "frozen parameters": None if model.frozen is None else model.frozen.params,
     }

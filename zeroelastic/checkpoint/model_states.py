@@ -22,6 +22,7 @@ from zeroelastic.checkpoint.optimizer_file import (
     zero_option,
 )
 from zeroelastic.checkpoint.tag_files import (
+    SAVE_ID,
     WHOLE_MODEL_FILE,
     TensorParallel,
     expert_file_name,
@@ -67,6 +68,7 @@ _OF_DEEPSPEED = frozenset(
         "csr_tensor_module_names",
         "num_experts",
         "autoep_layers",
+        SAVE_ID,
     ]
 )
 
@@ -91,7 +93,9 @@ class ModelStates:
     the (offset, nbytes) of all payload that nothing but a parameter uses; storages that a parameter shares with a
     buffer, or with client state, are not in it. Both ascend, with shape ``(num_ranges, 2)``. ``expert_files`` are the
     names of the files that have the weights of the experts of mixture-of-experts layers, and ``may_freeze_experts``
-    whether some of these may be frozen: DeepSpeed lists frozen parameters at stage 2 and not at stage 1.
+    whether some of these may be frozen: DeepSpeed lists frozen parameters at stage 2 and not at stage 1. ``save_id`` is
+    the id of the save, which DeepSpeed's own files do not have. ``tied`` are further names of parameters, as in
+    ``ParamSet``; at stage 3 only rank 0 saves them.
     """
 
     path: FilePath
@@ -112,6 +116,8 @@ class ModelStates:
     params_alone: Int64Array = field(default_factory=lambda: _NO_RANGES)
     expert_files: tuple[str, ...] = ()
     may_freeze_experts: bool = False
+    save_id: str | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     def fragments(self) -> list[tuple[int, int]]:
         """(offset, nbytes) in the file of this rank's part of each frozen parameter that has elements."""
@@ -168,7 +174,7 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
     module = root.get("module")
     if not isinstance(module, (Mapping, type(None))):
         raise CheckpointError(f"{path}: holds no state of the module: {shown(module)}. The file is damaged.")
-    steps = root.get("global_steps")
+    steps, save_id = root.get("global_steps"), root.get(SAVE_ID)
     weights, places = _NO_RANGES, dict[str, tuple[str, int]]()
     module = {} if module is None else module
     trained: set[object] = {name for table in tables for name in table}
@@ -177,13 +183,13 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
     if isinstance(fragments, Mapping):
         others_of.append((fragments, ()))
     is_part = WHOLE_MODEL_FILE.match(path.name) is None
+    names = module_names(root, module, {} if is_part else places_of(module), is_whole=not is_part)
     frozen: Layout | None
     extents: TensorExtents | None
     if is_part:
         others = _entries(module, but=trained)
         frozen, extents = _frozen_parts(file, trained, count)
     else:
-        names = module_names(root, module, places_of(module), is_whole=True)
         trained |= names.tied.keys()
         others = _entries(module, but=trained)
         weights, places = _weights(file, _entries(module, but=others), params)
@@ -220,6 +226,8 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         params_alone=params_alone,
         expert_files=expert_files,
         may_freeze_experts=may_freeze_experts,
+        save_id=save_id if isinstance(save_id, str) else None,
+        tied=names.tied,
     )
 
 
@@ -238,6 +246,11 @@ def _expert_files(root: Mapping[object, object], path: FilePath) -> tuple[str, .
 def trained_tables(root: Mapping[object, object], path: FilePath) -> tuple[tuple[Param, ...], ...]:
     """The trained parameters of a model states file, by its ``param_shapes``. Raises CheckpointError."""
     tables = root.get("param_shapes")
+    if {"module", "dp_world_size"} <= root.keys() and not {"param_shapes", "ds_version"} & root.keys():
+        raise UnsupportedError(
+            f"{path}: was written by an early DeepSpeed (up to 0.3), whose module states do not say which parameters "
+            "are trained: they are not supported. Load it with the DeepSpeed that wrote it."
+        )
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
         raise CheckpointError(f"{path}: holds no param_shapes. It is not a ZeRO model states file.")
     return tuple(tuple(checked_table([*table], [*table.values()], path)) for table in tables)

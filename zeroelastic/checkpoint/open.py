@@ -12,7 +12,14 @@ from itertools import islice
 from typing import NamedTuple, TypeGuard, overload
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.contradictions import OVERWRITTEN, check_frozen, other_directory, other_save, other_stage
+from zeroelastic.checkpoint.contradictions import (
+    OVERWRITTEN,
+    check_frozen,
+    not_committed,
+    other_directory,
+    other_save,
+    other_stage,
+)
 from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
 from zeroelastic.checkpoint.marks import refuse_unfinished
@@ -369,6 +376,14 @@ def open_checkpoint(
         rank = checkpoint.topology.rank(*first.place)
         checkpoint._models[rank] = replace(first.model, rank=rank)
         checkpoint._maps = first.maps
+    return checkpoint
+
+
+def open_committed(tag_dir: str | os.PathLike[str] | RemotePath) -> Checkpoint:
+    """As ``open_checkpoint``, and raise MissingFileError for an elastic save that lacks its commit record."""
+    checkpoint = open_checkpoint(tag_dir)
+    if checkpoint.record is None and (missing := not_committed(checkpoint.shard(0), None)) is not None:
+        raise MissingFileError(missing)
     return checkpoint
 
 

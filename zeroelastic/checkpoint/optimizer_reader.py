@@ -40,6 +40,7 @@ from zeroelastic.checkpoint.optimizer_file import (
     tensor_forms,
     zero_option,
 )
+from zeroelastic.checkpoint.tag_files import SAVE_ID
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import (
@@ -76,7 +77,7 @@ class OptimizerFile(NamedTuple):
     """An optimizer file whose tree was read, and whose tensors are not placed yet: ``shard_of`` does it.
 
     ``num_parts`` are the ranks that share each flat buffer, where these are not all data parallel ranks: those of
-    experts. ``config`` is the DeepSpeed configuration.
+    experts. ``config`` is the DeepSpeed configuration, ``save_id`` the id of a save that is not DeepSpeed's own.
     """
 
     file: TorchFile
@@ -84,6 +85,7 @@ class OptimizerFile(NamedTuple):
     config: object
     stage: int
     num_parts: tuple[int, ...] | None
+    save_id: object = None
 
     @property
     def gaps(self) -> object:
@@ -134,8 +136,14 @@ def read_optimizer_file(path: FilePath, *, world_size: int, through: Blocks | No
     stage = state.get("zero_stage", 1 if _GROUPS in state else None)
     if stage not in (1, 2, 3):
         raise UnsupportedError(f"{path}: was saved with ZeRO stage {shown(stage)}; stages 1, 2 and 3 are read.")
+    if _LEGACY in state:
+        raise UnsupportedError(
+            f"{path}: was written by the ZeRO-1 of an early DeepSpeed ({_LEGACY}; such as GPT-NeoX and Pythia), whose "
+            "files are not supported: they do not say which parameters are where. Load it with the DeepSpeed that "
+            "wrote it."
+        )
     num_parts = _num_parts(path, state, int(stage), world_size)
-    return OptimizerFile(file, state, root.get("ds_config"), int(stage), num_parts)
+    return OptimizerFile(file, state, root.get("ds_config"), int(stage), num_parts, root.get(SAVE_ID))
 
 
 def _num_parts(path: FilePath, state: _State, stage: int, world_size: int) -> tuple[int, ...] | None:
@@ -185,7 +193,7 @@ def shard_of(
     slices: RankSlices | None = None,
 ) -> Shard:
     """What ``open_shard`` returns, of a file that was read already."""
-    file, state, config, stage, num_parts = opened
+    file, state, config, stage, num_parts, save_id = opened
     path = file.path
     if num_parts is not None and slices is None:
         raise UnsupportedError(
@@ -204,6 +212,8 @@ def shard_of(
             shard = _read_rigid(file, state, make, rigid_params, cut)
         else:
             shard = _read_groups(file, state, make, config, rigid_params, cut)
+    if shard.save_id is None and isinstance(save_id, str):
+        shard = replace(shard, save_id=save_id)
     return shard if slices is None else _of_whole_tensors(shard, slices)
 
 
@@ -342,6 +352,10 @@ def _nested_state(
 
 _GROUPS = "single_partition_of_fp32_groups"
 """The entry of the master weights in the files of stages 1 and 2."""
+
+
+_LEGACY = "local_sub_partitions_of_fp32_groups"
+"""The entry of the master weights in the ZeRO-1 files of deepspeed.runtime.zero.stage1 (up to 0.5)."""
 
 
 def _read_groups(

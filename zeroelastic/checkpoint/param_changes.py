@@ -1,7 +1,8 @@
 """Which parameters are trained, then and now: two sets of parameters compared, and what becomes of each.
 
 Pure data in, pure data out. A save knows trained and frozen parameters and its optimizer groups, and so does a run.
-What both have is restored; the rest is named, with what happens to it, or refused. Parameters go by name.
+What both have is restored; the rest is named, with what happens to it, or refused. Parameters go by name, of which a
+tied weight has several: any of them will do.
 
 A parameter without elements has nothing to restore: DeepSpeed lists it with the trained ones up to 0.19.7 and with the
 frozen ones since, and it counts as restored wherever it is listed.
@@ -10,7 +11,7 @@ frozen ones since, and it counts as restored wherever it is listed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import dropwhile
 
 from zeroelastic.checkpoint.optimizer_file import ParamGroup
@@ -27,12 +28,13 @@ class ParamSet:
     """The parameters of a save or of a run, by name in the order of their layouts.
 
     ``frozen`` is None for a save from which frozen parameters were excluded and that does not name them; where it does,
-    ``has_frozen`` is False.
+    ``has_frozen`` is False. ``tied`` has the further names of parameters, each with the one that is listed.
     """
 
     trained: tuple[Param, ...]
     frozen: tuple[Param, ...] | None
     has_frozen: bool = True
+    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,22 @@ class Membership:
         )
 
 
+def other_names(saved: ParamSet, live: ParamSet) -> dict[str, str]:
+    """The saved name of each parameter of a run that the save lists by another one of its names."""
+    was, now = _listed(saved), _listed(live)
+    aliases: dict[str, list[str]] = {}
+    for alias, name in live.tied.items():
+        aliases.setdefault(name, []).append(alias)
+    found: dict[str, str] = {}
+    for name in now.keys() - was.keys():
+        names = [name, *aliases.get(name, ())]
+        listed = [*names, *(saved.tied[other] for other in names if other in saved.tied)]
+        known = next((other for other in listed if other in was and other not in now), None)
+        if known is not None:
+            found[name] = known
+    return found
+
+
 @paused_collector()
 def compare(
     saved: ParamSet, live: ParamSet, saved_groups: Sequence[ParamGroup], live_groups: Sequence[Sequence[str]]
@@ -142,10 +160,17 @@ def compare(
             found["excluded"].append(name)
         else:
             found["added_trained" if kind == _TRAINED else "added_frozen"].append(name)
-            missing[kind].append(f"{kind} {name} {list(param.shape)} of the model is not in the checkpoint")
+            what = f"{kind} {name} {list(param.shape)} of the model"
+            tied = saved.tied.get(name)
+            missing[kind].append(
+                f"{what} is not in the checkpoint"
+                if tied is None
+                else f"{what} was tied to {tied} when the checkpoint was saved, and has a weight of its own now"
+            )
     found["dropped"] = [name for name in was if name not in now]
     unknown = {
-        name: f"{was[name][0]} {name} {list(was[name][1].shape)} of the checkpoint is not in the model"
+        name: f"{was[name][0]} {name} {list(was[name][1].shape)} of the checkpoint "
+        + (f"is tied to {live.tied[name]} in the model" if name in live.tied else "is not in the model")
         for name in found["dropped"]
     }
     in_no_file = [text for name, text in unknown.items() if was[name][0] == _FROZEN and not saved.has_frozen]

@@ -22,6 +22,8 @@ WHOLE_MODEL_FILE = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 """What data parallel rank 0 writes where every rank has the whole weights: at ZeRO stages 0, 1 and 2."""
 EXPERT_FILE = re.compile(r"^layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt$")
 """The weights of one expert of a mixture-of-experts layer, at ZeRO stages 0, 1 and 2."""
+SAVE_ID = "zeroelastic_save_id"
+"""The entry of a rank's files that names their save; those of DeepSpeed alone have none."""
 
 
 class RankFile(NamedTuple):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.contradictions import not_committed
 from zeroelastic.checkpoint.model_states import trained_tables
 from zeroelastic.checkpoint.one_save import saved_again, was_saved_again
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -226,7 +227,9 @@ def check_quickly(tag_dir: FilePath) -> tuple[str, ...]:
         model = checkpoint.model_states(0)
         for rank in range(checkpoint.world_size):
             with suppress(UnsupportedError):
-                checkpoint.shard(rank)
+                shard = checkpoint.shard(rank)
+                if (unrecorded := not_committed(shard, None)) is not None:
+                    raise MissingFileError(unrecorded)
         with suppress(UnsupportedError):
             open_state(checkpoint, resizable=False)
         missing = sorted({*model.expert_files} - {*file_sizes(checkpoint.tag_dir)} if model.expert_files else ())
@@ -338,7 +341,7 @@ def _from_header(tag_dir: FilePath, name: str, opened: FilePath) -> Tag:
     changed = _modified(path)
     try:
         params = params_digest(chain.from_iterable(trained_tables(states, path)))
-    except CheckpointError:
+    except (CheckpointError, UnsupportedError):
         params = None
     found = step if type(step) is int else 0
     return Tag(name, tag_dir, tag_dir, found, "header", changed, trained_params=params)

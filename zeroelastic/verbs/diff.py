@@ -18,9 +18,10 @@ import numpy as np
 from zeroelastic.checkpoint.commit_record import excluded_from
 from zeroelastic.checkpoint.module_names import module_names
 from zeroelastic.checkpoint.one_save import one_save
-from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.open import open_committed
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, ParamGroup
 from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor, open_state
+from zeroelastic.checkpoint.tag_files import SAVE_ID
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import UsageError, brief, shown, with_remedy
 from zeroelastic.runs.locate import find_source
@@ -61,6 +62,7 @@ _OF_THE_SAVE = {
     "param_shapes",
     "shared_params",
     "universal_checkpoint_info",
+    SAVE_ID,
 }
 """Keys of a model states file that are compared elsewhere, or that say how it was saved."""
 
@@ -156,7 +158,7 @@ def diff(
     """
     sources = find_source(a), find_source(b)
     with one_save(*(source.tag_dir for source in sources)):
-        left, right = (open_state(open_checkpoint(source.tag_dir), resizable=False) for source in sources)
+        left, right = (open_state(open_committed(source.tag_dir), resizable=False) for source in sources)
         sides = _Side(left, params), _Side(right, params)
         if params is not None and not any(side.forms for side in sides):
             raise UsageError(

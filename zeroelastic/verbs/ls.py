@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from zeroelastic.checkpoint.checker import is_stage_0
-from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.optimizer_file import zero_option
 from zeroelastic.checkpoint.tag_files import TagListing, list_tag
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
 from zeroelastic.io.paths import local_directory
@@ -93,6 +95,8 @@ def _describe(tag: Tag, latest: str | None) -> TagInfo:
             status, stage = "universal", None
         elif tag.unfinished is not None or (listing.missing(world_size)[0] and not is_stage_0(listing)):
             status = "incomplete"
+        elif record is None and stage == 3 and "base_optimizer_state" in _optimizer_state(listing):
+            status, why = "incomplete", f"{RECORD_NAME} is missing, which an elastic save writes last."
         else:
             status = "no record" if record is None else "committed"
     except (CheckpointError, UnsupportedError, UnreadableError) as error:
@@ -113,12 +117,23 @@ def _describe(tag: Tag, latest: str | None) -> TagInfo:
 
 
 def _stage(listing: TagListing) -> int | None:
-    """The ZeRO stage: by the names of files at stage 3; 1 and 2 differ in the header of an optimizer file alone."""
+    """The ZeRO stage: by the names of files at stage 3; 1 and 2 differ in the header of an optimizer file alone.
+
+    Where optimizer files were removed, it is the configured one.
+    """
     if listing.kind != "zero-1-2":
         return 3
-    if not listing.optim:
-        return 0
+    if listing.optim:
+        stage = _optimizer_state(listing).get("zero_stage", 1)
+    elif is_stage_0(listing):
+        stage = 0
+    else:
+        root = read_torch_file(listing.directory / listing.models[min(listing.models)], foreign="inert").root
+        stage = zero_option(root.get("ds_config") if isinstance(root, dict) else None, "stage")
+    return stage if type(stage) is int else None
+
+
+def _optimizer_state(listing: TagListing) -> Mapping[object, object]:
     root = read_torch_file(listing.directory / listing.optim[min(listing.optim)]).root
     state = root.get("optimizer_state_dict") if isinstance(root, dict) else None
-    stage = state.get("zero_stage", 1) if isinstance(state, dict) else None
-    return stage if type(stage) is int else None
+    return state if isinstance(state, dict) else {}

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from zeroelastic.checkpoint.one_save import one_save
-from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
+from zeroelastic.checkpoint.open import Checkpoint, open_committed
 from zeroelastic.checkpoint.optimizer_file import (
     Shard,
     configured_sub_group_size,
@@ -142,7 +142,7 @@ def plan(
         raise UsageError(f"there is no ZeRO stage {stage} to plan for; give 1, 2 or 3.")
     source = find_source(src, tag=tag)
     with one_save(source.tag_dir):
-        checkpoint = open_checkpoint(source.tag_dir)
+        checkpoint = open_committed(source.tag_dir)
         head, model = checkpoint.shard(0), checkpoint.model_states(0)
         trained = trained_part({}, head, checkpoint.layout)
         experts = checkpoint.frozen_experts

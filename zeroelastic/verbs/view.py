@@ -18,7 +18,7 @@ from zeroelastic.checkpoint.contradictions import check_same_models, check_same_
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.one_save import one_save
-from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.open import open_committed
 from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup
 from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor, experts_part, frozen_part, trained_part
 from zeroelastic.checkpoint.tag_files import parse_rank_file
@@ -104,7 +104,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
         self._is_open = True
         self._records: dict[FilePath, list[tuple[int, ZipRecords]]] = {}
         with self._reading():
-            self._checkpoint = open_checkpoint(source.tag_dir)
+            self._checkpoint = open_committed(source.tag_dir)
 
     # --- the mapping ---------------------------------------------------------------------------------------------
 

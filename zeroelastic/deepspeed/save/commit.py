@@ -191,7 +191,7 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
         of_model |= {"the maps of slices": _differing(*_maps(model_file, save))}
     of_optimizer = {
         "the format": (shard.format, save.checkpoint_format),
-        "the save id": (shard.save_id, save.save_id if save.checkpoint_format == "elastic" else None),
+        "the save id": (shard.save_id, save.save_id),
         "the trained parameters": (list(shard.layout.params), list(layout.params)),
         "the optimizer groups": ([group.params for group in shard.groups], list(save.groups)),
         "the state of parameters": _differing(found, want),
@@ -208,6 +208,7 @@ def _facts_of_model(model: ModelStates, save: PendingCommit) -> dict[str, tuple[
     """What a module states file says, and what it has to."""
     return {
         "the step": (model.global_steps, save.global_steps),
+        "the save id": (model.save_id, save.save_id),
         "the trained parameters": ([list(table) for table in model.sub_groups], [*map(list, save.sub_groups)]),
         "the frozen parameters": (
             _by_name(None if model.frozen is None else model.frozen.params),

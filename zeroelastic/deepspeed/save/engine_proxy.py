@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zeroelastic.checkpoint.tag_files import SAVE_ID, parse_rank_file
 from zeroelastic.deepspeed.storage_rules import NOT_SEEN
 from zeroelastic.errors import SaveError, ZeroElasticError
 
@@ -23,8 +24,10 @@ class CheckpointEngineProxy:
     ``names`` are those of the files that were written for the tag.
     """
 
-    def __init__(self, original: Any, save: Callable[[Any, str], None], *, tag_dir: Path, staging_dir: Path) -> None:
-        self._original, self._save = original, save
+    def __init__(
+        self, original: Any, save: Callable[[Any, str], None], *, save_id: str, tag_dir: Path, staging_dir: Path
+    ) -> None:
+        self._original, self._save, self._save_id = original, save, save_id
         self._tag_dir, self._staging_dir = tag_dir, staging_dir
         self._failure: ZeroElasticError | None = None
         self.names: list[str] = []
@@ -44,7 +47,7 @@ class CheckpointEngineProxy:
         if wanted.parent == self._tag_dir:
             self.names.append(wanted.name)
             place = os.fspath(self._staging_dir / wanted.name)
-        self.guarded(self._save, path)(state_dict, place)
+        self.guarded(self._save, path)(with_save_id(state_dict, wanted.name, self._save_id), place)
 
     def commit(self, info: Any) -> bool:
         """Commit at the end of the save itself."""
@@ -73,6 +76,11 @@ class CheckpointEngineProxy:
         """Raise the first error of this rank, if there was one."""
         if self._failure is not None:
             raise self._failure
+
+
+def with_save_id(state_dict: Any, name: str, save_id: str) -> Any:
+    """What a file of this name holds; in those of ranks, other than files of experts, with the id of the save."""
+    return state_dict if parse_rank_file(name) is None else {**state_dict, SAVE_ID: save_id}
 
 
 def not_written(path: object, error: Exception) -> SaveError:

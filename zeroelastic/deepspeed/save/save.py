@@ -168,6 +168,7 @@ class Save:
             proxy = CheckpointEngineProxy(
                 checkpoint_engine,
                 shard.save,
+                save_id=self.save_id,
                 tag_dir=destination.deepspeed_dir / request.tag,
                 staging_dir=destination.staging_dir,
             )

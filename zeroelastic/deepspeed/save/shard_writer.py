@@ -29,7 +29,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import class_path
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.deepspeed.save.engine_proxy import not_written
+from zeroelastic.deepspeed.save.engine_proxy import not_written, with_save_id
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.torch_file.image import FileImage, host_memory
 from zeroelastic.torch_file.save import DigestRange, write_skeleton, write_torch_file
@@ -324,7 +324,8 @@ def write_local_files(
     module_state_dict = engine.module_state_dict
 
     def save(state_dict: Any, path: str) -> None:
-        shard.save(state_dict, str(directory / Path(path).name))
+        name = Path(path).name
+        shard.save(with_save_id(state_dict, name, save_id), str(directory / name))
 
     def without_whole_params(*args: Any, **kwargs: Any) -> dict[str, Any]:
         state = module_state_dict(*args, **kwargs)

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.one_save import one_save
-from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.open import open_committed
 from zeroelastic.checkpoint.saved_state import SavedState, open_state
 from zeroelastic.dcp.saved import find_dcp
 from zeroelastic.errors import UsageError, with_remedy
@@ -231,7 +231,7 @@ def export(
     compared: int | None = None
     with one_save(source.tag_dir):
         plan = plan_export(
-            open_state(open_checkpoint(source.tag_dir), resizable=False),
+            open_state(open_committed(source.tag_dir), resizable=False),
             dtype=dtype,
             max_shard_size=shard_nbytes,
             optimizer=optimizer,
@@ -281,7 +281,7 @@ def _convert_to(
     check_free(dst.absolute(), sources=local_sources(source))
     compared: int | None = None
     with one_save(source.tag_dir):
-        state = open_state(open_checkpoint(source.tag_dir))
+        state = open_state(open_committed(source.tag_dir))
         plan = plan_fsdp2(state, layout=layout)
     if not dry_run:
         with progress("converting", plan.nbytes) as advance:
@@ -354,7 +354,7 @@ def write_plan(plan: Plan, target: Path, *, max_memory: int = 1 << 30, progress:
 
     Example::
 
-        plan = plan_export(open_state(open_checkpoint("ckpt/global_step4")), dtype="bf16")
+        plan = plan_export(open_state(open_committed("ckpt/global_step4")), dtype="bf16")
         write_plan(plan, Path("weights"))
     """
     tag_dir, digests = plan.state.checkpoint.tag_dir, RecordedDigests(plan.state.checkpoint)

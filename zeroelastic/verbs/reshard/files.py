@@ -26,7 +26,7 @@ from zeroelastic.checkpoint.optimizer_file import (
     scalar_bytes,
 )
 from zeroelastic.checkpoint.optimizer_reader import lean_numel
-from zeroelastic.checkpoint.tag_files import expert_file_name
+from zeroelastic.checkpoint.tag_files import SAVE_ID, expert_file_name
 from zeroelastic.checkpoint.topology import numbered_expert
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param
@@ -113,6 +113,8 @@ def rank_files(source: ReshardSource, target: ReshardTarget, rank: int, *, save_
             graphs.append(_whole_model(source, target, rank, weights, frozen))
         files, expert_weights = _expert_files(source, target, rank)
         graphs += files
+    for graph in graphs[: 1 + target.has_model(rank)]:
+        graph[SAVE_ID] = save_id
     parts = {(p, FROZEN): storage for p, storage in enumerate(frozen.values())}
     return RankFiles(tuple(graphs), flats, parts, (*weights.values(), *expert_weights), digests)
 

@@ -23,7 +23,7 @@ from zeroelastic._version import __version__
 from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION, CommitRecord, Versions, record_text
 from zeroelastic.checkpoint.one_save import one_save
-from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.open import open_committed
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.core.digest import ParamContent, content_root
@@ -197,7 +197,7 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
 
     Raises CheckpointError, UnsupportedError, UsageError.
     """
-    state = open_state(open_checkpoint(source.tag_dir))
+    state = open_state(open_committed(source.tag_dir))
     options.check(state.head.stage if options.stage is None else options.stage)
     saved = reshard_source(state)
     topology = saved.slicing.topology
@@ -212,7 +212,7 @@ def complete_plan(source: Source, saved: ReshardSource, options: ReshardOptions,
     saved = with_options(saved, {"zero_optimization": options.zero_options})
     if stage == 3 and options.sub_group_size is None:
         options = replace(options, sub_group_size=saved_sub_group_size(saved))
-    like = None if options.like is None else slicing_of(open_checkpoint(find_source(options.like).tag_dir))
+    like = None if options.like is None else slicing_of(open_committed(find_source(options.like).tag_dir))
     params = [param for part in saved.state.parts for param in part.params]
     try:
         slicing = target_slicing(

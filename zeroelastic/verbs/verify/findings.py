@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, excluded_note
+from zeroelastic.checkpoint.module_weights import compare_weights, other_weights
 from zeroelastic.checkpoint.streams import Folded, fold
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
@@ -84,6 +86,14 @@ def full_report(headers: TagHeaders, scan: RankScan) -> VerifyReport:
         problems.append(Problem(file=RECORD_NAME, sentence=sentence))
     problems += headers.other_directories({problem.file for problem in problems})
     checked, unchecked = _words(headers, scan, whole_tensors, right, comparable)
+    if record is None and not problems and headers.shards:
+        for model in islice(headers.models.values(), 1):
+            found = compare_weights(headers.parts[0], headers.shards, model)
+            if (mixed := other_weights(model, next(iter(headers.shards.values())), found)) is not None:
+                problems.append(Problem(file=model.path.name, sentence=mixed))
+            elif found.compared:
+                same = f"{len(found.compared) - len(found.differing)} of {counted(len(found.compared), 'parameter')}"
+                checked.append(f"the weights of {same} are what the master weights are rounded to")
     return _report(headers, scan, problems, checked, unchecked, root if whole else None, scan.num_files)
 
 

@@ -1,0 +1,114 @@
+"""The weights of the module in a save of stages 1 and 2, compared with the master weights that they are rounded from.
+
+DeepSpeed makes the weights from the master weights in each optimizer step. What a job does to single weights after the
+step, such as a mask or a limit, does not show: a weight of zero, and the largest in the tensor, tell nothing. An
+optimizer may leave other weights outside of a step, as schedule-free ones do in ``eval()``: where it has stepped as
+often as the module states count, they are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from zeroelastic.checkpoint.contradictions import MIXED, steps_agree
+from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.optimizer_file import FP32, Shard
+from zeroelastic.checkpoint.saved_state import SavedPart
+from zeroelastic.errors import CheckpointError, counted, some
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import LocalFile
+from zeroelastic.torch_file.header import DTYPE_BYTES
+
+SAMPLE = 64
+"""How many elements of each parameter a load compares."""
+
+_WINDOW = 1 << 20
+_ROUNDING = {"float32": 0.0, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""By how much of its master weight a weight of a dtype differs at most."""
+_LEAST = 2.0**-24  # the difference of two float16 next to zero
+
+
+class ComparedWeights(NamedTuple):
+    """The names of parameters whose weights were compared, and those of them whose weights are other ones."""
+
+    compared: frozenset[str] = frozenset()
+    differing: frozenset[str] = frozenset()
+
+
+def compare_weights(
+    part: SavedPart, ranks: Iterable[int], model: ModelStates, *, sample: int | None = None
+) -> ComparedWeights:
+    """Compare the weights in a file of the whole module with the master weights in the files of some ranks.
+
+    ``sample`` is the number of elements of each rank's part of a parameter, by default all. Files behind a URL, and
+    layouts with slices, are left out. Raises CheckpointError for a file that ends early, UnreadableError.
+    """
+    compared: set[str] = set()
+    differing: set[str] = set()
+    if part.layout.slices is not None or not isinstance(model.path, Path):
+        return ComparedWeights()
+    with ExitStack() as stack:
+        files: dict[FilePath, LocalFile] = {}
+
+        def read(path: FilePath, dtype: str, offset: int, numel: int) -> npt.NDArray[np.float32]:
+            assert isinstance(path, Path), "files of one tag are all local, or none is"
+            if path not in files:
+                files[path] = stack.enter_context(LocalFile(path))
+            data = files[path].read(offset, numel * DTYPE_BYTES[dtype])
+            if len(data) != numel * DTYPE_BYTES[dtype]:
+                raise CheckpointError(f"{path}: ends at byte {offset + len(data)}. The file is truncated.")
+            return _as_float32(data, dtype)
+
+        for rank in ranks:
+            tensors, rows = part.rank_rows(rank)
+            columns = (column.tolist() for column in (rows.target, rows.file, rows.file_offset, rows.numel, rows.start))
+            for number, file, offset, numel, start in zip(*columns, strict=True):
+                tensor = tensors[number]
+                dtype, weight = model.weight_places.get(tensor.param.name, ("", 0))
+                if tensor.key != FP32 or {tensor.dtype, dtype} - _ROUNDING.keys():
+                    continue
+                first = 0 if sample is None or numel <= sample else (numel - sample) // 2
+                end = numel if sample is None else min(numel, first + sample)
+                for at in range(first, end, _WINDOW):
+                    count = min(_WINDOW, end - at)
+                    master = read(rows.paths[file], tensor.dtype, offset + at * DTYPE_BYTES[tensor.dtype], count)
+                    place = weight + (start + at) * DTYPE_BYTES[dtype]
+                    told, differs = _differ(read(model.path, dtype, place, count), master, dtype)
+                    compared |= {tensor.param.name} if told else set()
+                    differing |= {tensor.param.name} if differs else set()
+    return ComparedWeights(frozenset(compared), frozenset(differing))
+
+
+def other_weights(model: ModelStates, shard: Shard, found: ComparedWeights) -> str | None:
+    """Whether the weights of the module are those of another save than the master weights."""
+    differing, compared = len(found.differing), len(found.compared)
+    if not differing or 2 * differing < compared or steps_agree(model, shard):
+        return None
+    return (
+        f"{model.path}: the weights of {differing} of {counted(compared, 'parameter')} are not what the master weights "
+        f"in the optimizer files are rounded to, such as {some(sorted(found.differing), 2)}. {MIXED} (If the job "
+        'changes weights after each step: "verify": "off" in the "zeroelastic" block loads the master weights.)'
+    )
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def _differ(weight: npt.NDArray[np.float32], master: npt.NDArray[np.float32], dtype: str) -> tuple[bool, bool]:
+    """Whether weights tell anything, and whether any of these is not what its master weight is rounded to."""
+    size = np.abs(weight)
+    telling = (size > 0) & (size < size.max(initial=0)) & np.isfinite(weight) & np.isfinite(master)
+    rounding = _ROUNDING[dtype]
+    allowed = np.abs(master) * rounding + (_LEAST if rounding else 0)
+    return bool(telling.any()), bool((telling & (np.abs(weight - master) > allowed)).any())
+
+
+def _as_float32(data: bytes, dtype: str) -> npt.NDArray[np.float32]:
+    if dtype == "bfloat16":
+        bits: npt.NDArray[np.uint32] = np.frombuffer(data, dtype="<u2").astype(np.uint32) << np.uint32(16)
+        return bits.view(np.float32)
+    return np.frombuffer(data, dtype={"float32": "<f4", "float16": "<f2"}[dtype]).astype(np.float32)
