@@ -20,7 +20,7 @@ import torch
 import training
 from exact_jobs import BUCKETS
 from extended import with_swept
-from saved_files import flip, logged, record_of
+from saved_files import flip, logged, record_again, record_of
 from saves import Saved, check_each, check_resumed
 from sliced_model import TP_BATCH, ByHand, HostQuantizer, SlicedModel, build_sliced, use_sliced
 from training import Job, Outcome, resume, train_and_save
@@ -467,10 +467,10 @@ def damage_a_slice(tag: Path) -> str:
 
 def swap_tensor_parallel_ranks(tag: Path) -> str:
     one, other = (tag / f"bf16_zero_pp_rank_0_mp_rank_{tp_rank:02d}_optim_states.pt" for tp_rank in (0, 1))
-    (tag / "zeroelastic.json").unlink()  # it may know by their sizes
     data = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(data)
+    record_again(tag)  # which knows by their sizes
     return "was written as tensor parallel rank 1; its name says rank 0"
 
 
@@ -481,12 +481,12 @@ def lose_a_file(tag: Path) -> str:
 
 def mix_two_saves(tag: Path) -> str:
     """Both data parallel files of tensor parallel rank 1 are of another save; its own ranks see nothing wrong."""
-    (tag / "zeroelastic.json").unlink()
     for path in tag.glob("*mp_rank_01_optim_states.pt"):
         state = torch.load(path, weights_only=False)
         state["optimizer_state_dict"]["zeroelastic"]["save_id"] = "0" * 32
         torch.save(state, path)
-    return "differ in save id"
+    record_again(tag)
+    return "belongs to save 00000000"
 
 
 def test_damage_in_one_tensor_parallel_rank_stops_all(

@@ -139,14 +139,13 @@ def test_what_is_wrong_with_files_is_refused_on_every_rank(
 
 @pytest.mark.support("Checkpoint engines and storage", "files of two saves in one tag", "refused")
 def test_files_of_two_saves(rank_pool: RankPool, elastic_save: Path, rigid_save: Path, tmp_path: Path) -> None:
-    """Of another save of the same step, with and without a record; of another step; of another world size."""
+    """Of another save of the same step; of another step; of another world size."""
     rigid = Job(elastic=False, installed=False)
     rank_pool.run(train_and_save, 4, Job(), str(tmp_path / "o1"), after=0)
     rank_pool.run(train_and_save, 4, rigid, str(tmp_path / "o2"), before=2, after=0)
     rank_pool.run(train_and_save, 3, rigid, str(tmp_path / "o3"), after=0)
     mixed = (
         ("record", elastic_save, "o1/global_step3"),
-        ("no record", elastic_save, "o1/global_step3"),
         ("step", rigid_save, "o2/global_step2"),
         ("world size", rigid_save, "o3/global_step3"),
     )
@@ -154,7 +153,6 @@ def test_files_of_two_saves(rank_pool: RankPool, elastic_save: Path, rigid_save:
         tag = copied(source, tmp_path / name)
         file = next(tag.glob("*rank_1_mp*optim_states.pt")).name
         shutil.copy(tmp_path / other / file, tag / file)
-    (tmp_path / "no record" / "global_step3" / "zeroelastic.json").unlink()
     for (name, _, _), (error, text) in zip(
         mixed, refused_each(rank_pool, [tmp_path / name for name, _, _ in mixed]), strict=True
     ):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved_files import record_again
 from training import Job, build_engine, train_and_save, train_step
 
 from zeroelastic.testing import RankPool, compare_states, fingerprint, gather_state
@@ -83,11 +84,11 @@ def test_a_value_that_cannot_be_taken_is_named_and_nothing_is_touched(rank_pool:
     for edits, pattern in ((OPTIM, "*optim_states.pt"), (MODEL, "*model_states.pt")):
         for tag, (edit, _) in edits.items():
             shutil.copytree(tmp_path / "good", tmp_path / tag)
-            (tmp_path / tag / "zeroelastic.json").unlink()
             for path in (tmp_path / tag).glob(pattern):
                 root = torch.load(path, weights_only=False)
                 edit(root)
                 torch.save(root, path)
+            record_again(tmp_path / tag)
     every = OPTIM | MODEL
     other = job.other(options={"allow_globals": [f"{__name__}.Mine"]})
     outcomes = rank_pool.run(load_each, 3, other, str(tmp_path), list(every))
@@ -107,7 +108,7 @@ def test_a_load_that_leaves_the_schedule_out_does_not_ask_for_it(
         root = torch.load(path, weights_only=False)
         root["lr_scheduler"] = None
         torch.save(root, path)
-    (tmp_path / "good" / "zeroelastic.json").unlink()
+    record_again(tmp_path / "good")
     assert rank_pool.run(load_without_schedule, 3, Job().other(), str(tmp_path)) == [1, 1, 1]
 
 
@@ -118,7 +119,7 @@ def test_the_schedule_of_an_older_torch_is_taken(rank_pool: RankPool, tmp_path: 
         root = torch.load(path, weights_only=False)
         root["lr_scheduler"].pop("_is_initial", None)
         torch.save(root, path)
-    (tmp_path / "good" / "zeroelastic.json").unlink()
+    record_again(tmp_path / "good")
     assert rank_pool.run(load_schedule, 3, Job().other(), str(tmp_path)) == [(1, False)] * 3
 
 

@@ -1,6 +1,6 @@
 """A load with zeroelastic installed is never worse than DeepSpeed's own at the same world size.
 
-Stock DeepSpeed saves; it and zeroelastic then load the same files into the same engine. Both return the same path and
+Stock DeepSpeed saves, or zeroelastic; both then load the same files into the same engine. Both return the same path and
 client state, and every value is the one that stock left or, where stock loses something, the one that was saved.
 `make same-as-stock` runs every configuration with every flag.
 """
@@ -38,6 +38,17 @@ JOBS = {
 IN_THE_SUITE = ("adamw", "cpu_adam_offloaded", "muon", "fp16_dynamic", "fp32")
 EVERYTHING = os.environ.get("SAME_AS_STOCK") == "all"
 
+Changes = dict[str, tuple[Callable[[Path], None], dict[str, dict[str, Any]]]]
+
+OURS = {"elastic": Job(), "rigid": Job(elastic=False), "stage 2": Job(stage=2)}
+"""How zeroelastic saves."""
+
+
+def can_be_of_stage_2(job: Job) -> bool:
+    """Whether DeepSpeed has the same optimizer and precision at stage 2."""
+    return not job.zero and not job.optimizer.startswith("muon") and job.config == {} and job.groups < 3
+
+
 FLAGS: dict[str, dict[str, bool]] = {
     "all": {},
     "no optimizer states": {"load_optimizer_states": False},
@@ -69,8 +80,8 @@ def load(job: Job, directory: str, **options: Any) -> Loaded:
     return Loaded(None if path is None else os.path.relpath(path, directory), theirs, state)
 
 
-def save_stock(job: Job, directory: str, *, before: Callable[[Any], None] | None = None, **save: Any) -> dict[str, Any]:
-    """Train and save with DeepSpeed alone; returns the saved state."""
+def save(job: Job, directory: str, *, before: Callable[[Any], None] | None = None, **save: Any) -> dict[str, Any]:
+    """Train and save, with DeepSpeed alone or with zeroelastic, which the job says; returns the saved state."""
     engine = build_engine(job)
     for step in range(2):
         train_step(engine, step)
@@ -78,6 +89,8 @@ def save_stock(job: Job, directory: str, *, before: Callable[[Any], None] | None
         before(engine)
     state = fingerprint(gather_state(engine))
     engine.save_checkpoint(directory, **{"client_state": {"note": "hello"}, **save})
+    if job.installed:
+        zeroelastic.uninstall()
     return state
 
 
@@ -87,17 +100,17 @@ def both_ways(
     *,
     flags: dict[str, dict[str, Any]],
     before: Callable[[Any], None] | None = None,
-    **save: Any,
+    **options: Any,
 ) -> list[str]:
-    """On a rank: save with stock, load by both with each of the flags; what is worse with zeroelastic, in words."""
-    saved = save_stock(job, directory, before=before, **save)
+    """On a rank: save, load by both with each of the flags; what is worse with zeroelastic, in words."""
+    saved = save(job, directory, before=before, **options)
     return load_both_ways(job, directory, saved, flags)
 
 
-def changed_both_ways(job: Job, directory: str) -> list[str]:
-    """On a rank: ``both_ways`` of one save, after each of CHANGES."""
-    saved, found = save_stock(job, f"{directory}/saved"), []
-    for name, (change, flags) in CHANGES.items():
+def changed_both_ways(job: Job, directory: str, changes: Changes) -> list[str]:
+    """On a rank: ``both_ways`` of one save, after each of the changes."""
+    saved, found = save(job, f"{directory}/saved"), []
+    for name, (change, flags) in changes.items():
         if dist.get_rank() == 0:
             shutil.copytree(f"{directory}/saved", f"{directory}/{name}/run")
             change(Path(directory, name, "run"))
@@ -108,6 +121,7 @@ def changed_both_ways(job: Job, directory: str) -> list[str]:
 
 def load_both_ways(job: Job, directory: str, saved: dict[str, Any], flags: dict[str, dict[str, Any]]) -> list[str]:
     found: list[str] = []
+    job = replace(job, elastic=False, installed=False)
     for name, options in flags.items():
         theirs = load(job, directory, **options)
         zeroelastic.install()
@@ -130,7 +144,7 @@ def worse(saved: dict[str, Any], stock: Loaded, ours: Loaded, *, state_too: bool
         ("path", stock.path, ours.path), ("client state", stock.client_state, ours.client_state),
     ) if want != got]  # fmt: skip
     restored = ("weight/", "master/", "buffer/") + (
-        ("state/", "scalar/", "group/", "loss_scaler/") if state_too else ()
+        ("state/", "scalar/", "group/", "loss_scaler/", "grad_scaler/") if state_too else ()
     )
     for line in compare_states(stock.state, ours.state):
         key = line.partition(": ")[0]
@@ -141,14 +155,24 @@ def worse(saved: dict[str, Any], stock: Loaded, ours: Loaded, *, state_too: bool
 
 
 def check(rank_pool: RankPool, job: Job, tmp_path: Path, **options: Any) -> None:
-    job = replace(job, elastic=False, installed=False)
     for rank, found in enumerate(rank_pool.run(both_ways, WORLD_SIZE, job, str(tmp_path / "ckpt"), **options)):
         assert found == [], f"rank {rank}"
 
 
 @pytest.mark.parametrize("name", JOBS if EVERYTHING else IN_THE_SUITE)
 def test_what_stock_saved_loads_as_stock_loads_it(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
-    check(rank_pool, JOBS[name], tmp_path, flags=FLAGS if EVERYTHING or name == "adamw" else {"all": {}})
+    job = replace(JOBS[name], elastic=False, installed=False)
+    check(rank_pool, job, tmp_path, flags=FLAGS if EVERYTHING or name == "adamw" else {"all": {}})
+
+
+@pytest.mark.parametrize("form", OURS)
+@pytest.mark.parametrize("name", JOBS if EVERYTHING else ("adamw",))
+def test_what_we_saved_loads_as_stock_loads_it(rank_pool: RankPool, tmp_path: Path, name: str, form: str) -> None:
+    ours = OURS[form]
+    if ours.stage != 3 and not can_be_of_stage_2(JOBS[name]):
+        return
+    job = replace(JOBS[name], elastic=ours.elastic, stage=ours.stage)
+    check(rank_pool, job, tmp_path, flags=FLAGS)
 
 
 def write_latest(text: str, directory: Path) -> None:
@@ -187,6 +211,23 @@ def remove_optimizer_states(directory: Path) -> None:
         path.unlink()
 
 
+def remove_record(directory: Path) -> None:
+    (directory / "global_step2" / "zeroelastic.json").unlink(missing_ok=True)
+
+
+def remove_latest(directory: Path) -> None:
+    (directory / "latest").unlink()
+
+
+def rename_tag(directory: Path) -> None:
+    (directory / "global_step2").rename(directory / "best")
+
+
+def forget_times(directory: Path) -> None:
+    for path in (directory / "global_step2").iterdir():
+        os.utime(path, (0, 0))
+
+
 def add_ranks(directory: Path) -> None:
     """An older save by more ranks has left its files in the tag: theirs say another world size."""
     import torch
@@ -208,7 +249,7 @@ def no_gradients(engine: Any) -> None:
 
 
 DEFAULT: dict[str, dict[str, Any]] = {"all": {}}
-CHANGES: dict[str, tuple[Callable[[Path], None], dict[str, dict[str, Any]]]] = {
+CHANGES: Changes = {
     "latest with a newline": (partial(write_latest, "global_step2\n"), DEFAULT),
     "latest with blanks": (partial(write_latest, "  global_step2 \r\n"), DEFAULT),
     "latest names a tag that is not there": (partial(write_latest, "global_step9"), DEFAULT),
@@ -223,6 +264,18 @@ CHANGES: dict[str, tuple[Callable[[Path], None], dict[str, dict[str, Any]]]] = {
     "no optimizer files": (remove_optimizer_states, {name: FLAGS[name] for name in ("all", "no optimizer states")}),
 }
 """What becomes of the files after a save, and the flags to load them with."""
+REMOVALS: Changes = {
+    # without the flags DeepSpeed goes on with an optimizer that begins anew, and zeroelastic refuses
+    "no optimizer files": (
+        remove_optimizer_states,
+        {name: FLAGS[name] for name in ("no optimizer states", "module only")},
+    ),
+    "no record": (remove_record, FLAGS),
+    "no latest": (remove_latest, {**DEFAULT, "tag": {"tag": "global_step2"}}),
+    "another name": (rename_tag, {"tag": {"tag": "best"}}),
+    "no times": (forget_times, DEFAULT),
+}
+"""What people remove, and copy without, of tags that zeroelastic saved."""
 ODD: dict[str, dict[str, Any]] = {
     "nested tag": {"tag": "epoch1/step5"},
     "tag with a leading dot": {"tag": ".best"},
@@ -247,6 +300,30 @@ def test_odd_checkpoints_load_where_stock_loads_them(rank_pool: RankPool, tmp_pa
     check(rank_pool, STOCK, tmp_path, **{"flags": DEFAULT, **ODD[name]})
 
 
+@pytest.mark.parametrize("form", OURS)
+@pytest.mark.parametrize("name", ODD if EVERYTHING else ("client state named as a counter",))
+def test_odd_checkpoints_of_ours_load_where_stock_loads_them(
+    rank_pool: RankPool, tmp_path: Path, name: str, form: str
+) -> None:
+    check(rank_pool, OURS[form], tmp_path, **{"flags": DEFAULT, **ODD[name]})
+
+
+def check_changed(rank_pool: RankPool, tmp_path: Path, job: Job, changes: Changes) -> None:
+    found = rank_pool.run(changed_both_ways, WORLD_SIZE, job, str(tmp_path), changes, timeout=600)
+    for rank, worse_there in enumerate(found):
+        assert worse_there == [], f"rank {rank}"
+
+
 def test_changed_files_load_where_stock_loads_them(rank_pool: RankPool, tmp_path: Path) -> None:
-    for rank, found in enumerate(rank_pool.run(changed_both_ways, WORLD_SIZE, STOCK, str(tmp_path), timeout=300)):
-        assert found == [], f"rank {rank}"
+    check_changed(rank_pool, tmp_path, STOCK, CHANGES)
+
+
+@pytest.mark.parametrize("form", OURS)
+def test_what_is_left_of_our_files_loads_where_stock_loads_it(rank_pool: RankPool, tmp_path: Path, form: str) -> None:
+    changes = {**(CHANGES if EVERYTHING else {}), **REMOVALS}
+    if form == "elastic":  # not committed without it
+        del changes["no record"]
+    if OURS[form].stage == 3:  # no other files have trained weights: DeepSpeed goes on with those of the run
+        change, flags = changes["no optimizer files"]
+        changes["no optimizer files"] = (change, {"no optimizer states": flags["no optimizer states"]})
+    check_changed(rank_pool, tmp_path, OURS[form], changes)

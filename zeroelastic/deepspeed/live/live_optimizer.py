@@ -42,7 +42,7 @@ class LiveOptimizer(ABC):
     Layouts go by the names of whole tensors: ``layout`` and ``frozen`` are what this rank has, ``whole`` and
     ``whole_frozen`` what all ranks of ``process_group`` have, the same in a run without slices. ``rank`` is the number
     of this rank in them. Where tensor parallelism is opaque (``topology``), they are those of one tensor parallel rank,
-    ``tp``, over its data parallel group.
+    ``tp``, over its data parallel group. ``tied`` has the further names of parameters, each with the one that is used.
 
     A subclass gives the attributes and the abstract methods. The methods with a body here are right for an optimizer
     that keeps all state in memory, in ``owner(i).state[flat(i)]``.
@@ -79,10 +79,12 @@ class LiveOptimizer(ABC):
         self.tp_group: dist.ProcessGroup | None = getattr(optimizer, "model_parallel_group", None)
         self.grad_scaler: torch.amp.GradScaler | None = getattr(optimizer, "torch_autocast_gradscaler", None)
         self.module = self._module()
-        self._share(sharing_of(optimizer, self.module, names, opaque=opaque))
+        self._share(sharing_of(optimizer, self.module, names, opaque=opaque), names)
         self._read(names)
 
-    def _share(self, sharing: Sharing) -> None:
+    def _share(self, sharing: Sharing, names: Mapping[torch.nn.Parameter, str]) -> None:
+        named = self.module.named_parameters(remove_duplicate=False)
+        self.tied = {name: names[param] for name, param in named if names.get(param, name) != name}
         self.sharing = sharing
         self.topology, self.maps, self.rank, self.tp = sharing.topology, sharing.maps, sharing.rank, sharing.tp
         self.process_group = sharing.group

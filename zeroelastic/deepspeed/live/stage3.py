@@ -346,7 +346,7 @@ class Evaluation(Stage3):
         self.dp_group = next((param.ds_process_group for param in params if hasattr(param, "ds_id")), world)
         self.tp_group, self.grad_scaler, self.module = None, None, optimizer.module
         size, rank = dist.get_world_size(group=self.dp_group), dist.get_rank(group=self.dp_group)
-        self._share(Sharing(Topology(size), rank, self.dp_group))
+        self._share(Sharing(Topology(size), rank, self.dp_group), names)
         self._read(names)
 
     def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:

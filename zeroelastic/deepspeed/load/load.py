@@ -18,8 +18,10 @@ import torch.distributed as dist
 
 from zeroelastic import observers
 from zeroelastic.checkpoint.commit_record import CommitRecord
+from zeroelastic.checkpoint.contradictions import steps_note
 from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.checkpoint.param_changes import renamed_base_weights
+from zeroelastic.checkpoint.tag_files import SAVE_ID
 from zeroelastic.deepspeed.engine import (
     Engine,
     accumulated_micro_batches,
@@ -179,6 +181,8 @@ def _load_by_deepspeed(call: Call, request: LoadRequest) -> Loaded:
         refuse_damaged(call.engine)
     elif not request.load_module_only:
         call.loaded(None, client_state)
+    if path is not None:
+        client_state.pop(SAVE_ID, None)
     return path, client_state
 
 
@@ -241,6 +245,8 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
     if batch is not None and batch_changed:
         warnings.append(batch)
     warnings += base_notes(plan)
+    if (note := steps_note(plan.model, plan.head, plan.checkpoint.record)) is not None:
+        warnings.append(note)
     if request.weights_only and request.custom_load_fn is not None:
         warnings.append(
             "custom_load_fn decides about buffers and other module state only: after it, each parameter gets the value "
@@ -309,8 +315,8 @@ def _checked_plan(
 ) -> tuple[LiveOptimizer, LoadPlan]:
     """What is going to be loaded, and into what.
 
-    Slices that the files do not describe go into those of the same ranks, and base weights that have another name
-    since, because of an adapter, into where they are now.
+    Slices that the files do not describe go into those of the same ranks, and weights that have another name since,
+    because of an adapter, or of several that are tied, into where they are now.
     """
 
     def check(live: LiveOptimizer) -> LoadPlan:
@@ -323,7 +329,7 @@ def _checked_plan(
             raise
         live = covered_live(engine, engine.optimizer, opaque=True)
         return live, check(live)
-    renamed = _renamed(live, plan)
+    renamed = plan.renamed or _renamed(live, plan)
     if renamed:  # alike on all ranks
         live = covered_live(engine, engine.optimizer, renamed=renamed)
         plan = replace(check(live), renamed=renamed)

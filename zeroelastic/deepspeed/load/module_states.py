@@ -24,6 +24,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from zeroelastic.checkpoint.model_states import COUNTERS, ModelStates
 from zeroelastic.checkpoint.param_changes import GroupMatch
+from zeroelastic.checkpoint.tag_files import SAVE_ID
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
@@ -127,6 +128,7 @@ class _ModelStatesReader:
         try:
             with StatesFile(self._path, self._load_plan.model.params_alone) as file:
                 state = without_missing(self._engine, self._unpickle(file))
+                state.pop(SAVE_ID, None)  # else it is client state
                 state[_FRAGMENTS] = None  # DeepSpeed then leaves frozen parameters to us
                 module = state.get("module")
                 names = self._own.keys() & module.keys() if isinstance(module, dict) else set()
@@ -254,10 +256,10 @@ _ADDED_BY_TORCH = frozenset(("_is_initial",))
 def check_loaded_values(engine: Engine, model: ModelStates, request: LoadRequest) -> None:
     """Raise LayoutMismatchError, naming the file and all that the run cannot take from it.
 
-    Buffers are not checked where ``custom_load_fn`` loads the module.
+    Buffers are not checked where ``custom_load_fn``, or a module in its own way, loads them.
     """
     problems: list[str] = []
-    own = dict(engine.module.named_buffers()) if request.custom_load_fn is None else {}
+    own = _compared_buffers(engine.module) if request.custom_load_fn is None else {}
     for name, form in model.others.items():
         shape = None if form is None else form[1]
         if name in own and shape != tuple(own[name].shape) and not (shape == (1,) and own[name].dim() == 0):
@@ -286,6 +288,20 @@ def check_loaded_values(engine: Engine, model: ModelStates, request: LoadRequest
                 problems.append(problem)
     if problems:
         raise LayoutMismatchError(f"{model.path}: cannot be loaded into this run:", problems)
+
+
+def _compared_buffers(module: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Buffers by name, without those of modules that decide themselves what they take from a state.
+
+    Such a module overrides ``_load_from_state_dict``, or it, or one that it is in, has a hook before a load.
+    """
+    if module._load_state_dict_pre_hooks:
+        return {}
+    takes_all = module._load_from_state_dict.__module__.startswith("torch.nn.")
+    found = {prefix + name: buffer for name, buffer in module.named_buffers(recurse=False) if takes_all}
+    for name, child in module.named_children():
+        found |= _compared_buffers(child, f"{prefix}{name}.")
+    return found
 
 
 def buffer_casts(engine: Engine, model: ModelStates, request: LoadRequest) -> list[str]:

@@ -16,6 +16,8 @@ from zeroelastic.checkpoint.commit_record import CheckpointFormat, excluded_from
 from zeroelastic.checkpoint.contradictions import (
     VALUE_FACTS,
     check_same_save,
+    not_committed,
+    other_models,
     other_step,
     shard_facts,
     shard_values,
@@ -23,9 +25,11 @@ from zeroelastic.checkpoint.contradictions import (
 )
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.module_weights import SAMPLE, ComparedWeights, compare_weights, other_weights
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
-from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, wrapper_advice
+from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, other_names, wrapper_advice
+from zeroelastic.checkpoint.saved_state import trained_part
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, in_own_buffers, unpacked_layout
 from zeroelastic.core.plan import Plan, check_plan, make_plan, source_ranks
@@ -36,7 +40,7 @@ from zeroelastic.deepspeed.node_local.peer_checkpoint import has_closed_form, op
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility, stat_assigned_files
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise
-from zeroelastic.errors import CheckpointError, LayoutMismatchError, UnsupportedError, some
+from zeroelastic.errors import CheckpointError, LayoutMismatchError, MissingFileError, UnsupportedError, some
 from zeroelastic.executors.dispatch import Executor
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.torch_file.graph import entry
@@ -66,8 +70,8 @@ class LoadPlan:
     ``weights_plan`` moves the weights of the model from ``model``, where the master weights may not say what they are.
     ``visibility`` says which rank sees which file; None where every rank sees all of them. ``other_frozen`` are the
     frozen parameters of another base model than the save's, which the run keeps. ``checked_bytes`` were read for
-    checksums alone. ``renamed`` has the saved name of each frozen parameter that has another one in the model: all else
-    here goes by the saved ones.
+    checksums alone. ``renamed`` has the saved name of each parameter that has another one in the model: all else here
+    goes by the saved ones, once they are known.
     """
 
     checkpoint: Checkpoint
@@ -162,7 +166,28 @@ def preflight(
         keys = sorted({key for own in plan.head.tensor_keys for key in own})
         device = next(live.module.parameters()).device
         refuse_other_copies(plan.checkpoint, plan.visibility, keys=keys, device=device)
+    if plan.checkpoint.record is None and plan.checkpoint.whole_model and options.verifies_content:
+        _refuse_other_weights(plan)
     return plan
+
+
+def _refuse_other_weights(plan: LoadPlan) -> None:
+    """Raise CheckpointError where the weights of the module are those of another save than the optimizer's. Collective.
+
+    Each rank compares a sample of each parameter in the files that it reads.
+    """
+    is_remote = plan.checkpoint.remote_files.__contains__
+
+    def compare() -> ComparedWeights:
+        if plan.model.save_id is not None or plan.reads_model_elsewhere:
+            return ComparedWeights()
+        shards = {rank: shard for rank, shard in plan.shards.items() if not is_remote(shard.path.name)}
+        return compare_weights(trained_part(shards, plan.head, plan.layout), shards, plan.model, sample=SAMPLE)
+
+    _, found = all_gather_of_or_raise(compare, tuple)
+    compared, differing = (frozenset().union(*names) for names in zip(*found, strict=True))
+    if (mixed := other_weights(plan.model, plan.head, ComparedWeights(compared, differing))) is not None:
+        raise CheckpointError(mixed)
 
 
 def _check_consistent(tag_dir: FilePath, digests: Sequence[ConsistencyDigest], own: LoadPlan) -> None:
@@ -208,7 +233,9 @@ def _open(
     head = shards[needed[0]]
     layout, frozen, groups = checkpoint.layout, checkpoint.frozen_layout, checkpoint.groups(head)
     record = checkpoint.record
-    if (mixed := other_step(model, record)) is not None:
+    if (missing := not_committed(head, record)) is not None:
+        raise MissingFileError(missing)
+    if (mixed := other_step(model, record) or other_models(model, head, record)) is not None:
         raise CheckpointError(mixed)
     frozen_params = None if frozen is None else frozen.whole_tensors
     if frozen_params and checkpoint.whole_model:
@@ -216,17 +243,17 @@ def _open(
     excluded = excluded_from(record)
     if excluded:
         frozen_params = tuple(content.param for content in excluded if content.tp_rank == live.tp.rank)
-    membership = compare(
-        ParamSet(layout.whole_tensors, frozen_params, has_frozen=not excluded),
-        ParamSet(live.whole.whole_tensors, live.whole_frozen.whole_tensors),
-        groups,
-        live.groups,
-    )
+    tied = _tied_names(checkpoint, visibility, layout, live)
+    listed = ParamSet(layout.whole_tensors, frozen_params, has_frozen=not excluded, tied=tied)
+    own_params = ParamSet(live.whole.whole_tensors, live.whole_frozen.whole_tensors, tied=live.tied)
+    membership = compare(listed, own_params, groups, live.groups)
+    renamed = other_names(listed, own_params)
     wrapped = None
     if membership.dropped:
         saved_names = [*layout.index(), *(param.name for param in frozen_params or ())]
         wrapped = wrapper_advice(saved_names, [*live.whole.index(), *live.whole_frozen.index()])
-    _check_membership(membership, request, checkpoint, live, wrapped)
+    if not renamed:  # else the caller checks again, with these names
+        _check_membership(membership, request, checkpoint, live, wrapped)
     if not request.weights_only:
         _check_optimizer(membership, head, live, tag_dir)
         if model.global_steps > 0:
@@ -265,7 +292,20 @@ def _open(
         if batch is not None
         else configured_batch(head.ds_config, checkpoint.topology.data_size),
         visibility=visibility,
+        renamed=renamed,
     )
+
+
+def _tied_names(
+    checkpoint: Checkpoint, visibility: FileVisibility | None, layout: Layout, live: LiveOptimizer
+) -> Mapping[str, str]:
+    """Return the further names of saved parameters, which at stage 3 rank 0 alone lists; looked up where names differ.
+
+    All ranks have to find the same ones.
+    """
+    differs = not live.whole.index().keys() <= layout.index().keys()
+    all_see = checkpoint.whole_model or visibility is None
+    return checkpoint.model_states(0).tied if differs and all_see and not live.sharing.has_slices else {}
 
 
 def _without_buffers(frozen: Sequence[Param], module: torch.nn.Module) -> tuple[Param, ...]:

@@ -362,7 +362,7 @@ def _changes(live: LiveOptimizer, load_plan: LoadPlan, keys: ModuleKeys, *, weig
             ),
             ("in the checkpoint and not in the model, ignored", membership.dropped),
             (
-                "base weights of modules that have an adapter now or had one then, weights from the checkpoint",
+                "under another name in the checkpoint, for an adapter or because they are tied, weights from there",
                 [f"{name} (saved as {before})" for name, before in load_plan.renamed.items()],
             ),
             (

@@ -22,8 +22,15 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.contradictions import VALUE_FACTS, Values, shard_facts, shard_values, values_sentence
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.contradictions import (
+    VALUE_FACTS,
+    Values,
+    other_directory,
+    shard_facts,
+    shard_values,
+    values_sentence,
+)
 from zeroelastic.checkpoint.model_states import model_states_of
 from zeroelastic.checkpoint.open import rank_files, saved_sizes
 from zeroelastic.checkpoint.optimizer_file import Shard
@@ -49,6 +56,7 @@ from zeroelastic.errors import (
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.torch_file.header import read_torch_file
+from zeroelastic.torch_file.zip_check import check_archive
 
 Table = Mapping[Any, Any]
 
@@ -132,22 +140,23 @@ def _values(shard: Shard) -> Values:
 def _why_only_deepspeed_reads(
     engine: Engine, live: LiveOptimizer, tag_dir: FilePath, request: LoadRequest
 ) -> tuple[str | None, Values | None]:
-    """Why only DeepSpeed reads this rank's files, those of a rigid checkpoint of this size without a commit record.
+    """Why only DeepSpeed reads this rank's files: the weights alone, or a rigid save of this size without a record.
 
-    It reads the weights of stage 0, torch's old format, module states in which client state has replaced the names of
-    the parameters, optimizer state that is not one value per element, and what ``_names_that_differ`` says. None where
-    this package loads the tag, unless ranks differ in the numbers of the optimizer, which are the other result.
+    It reads the weights of the module where there are no optimizer files (stage 0, or they were removed), torch's old
+    format, module states in which client state has replaced the names of the parameters, optimizer state that is not
+    one value per element, and what ``_names_that_differ`` says. None where this package loads the tag, unless ranks
+    differ in the numbers of the optimizer, which are the other result.
     """
     if not isinstance(tag_dir, Path) or not tag_dir.is_dir() or not live.trains:
         return None, None
     names = file_sizes(tag_dir)
-    if RECORD_NAME in names:
-        return None, None
     (rank, tp), sliced = live.sharing.place, live.layout.slices is not None
     kinds = [file.kind for name in names if (file := parse_rank_file(name)) is not None]
-    if kinds == ["whole_model"]:
-        takes = request.weights_only and not live.per_param and not sliced
-        return f"{tag_dir}: has the weights of a run at ZeRO stage 0" if takes else None, None
+    if kinds == ["whole_model"] * tp.size and request.weights_only and not live.per_param:
+        _check_module(engine, live, tag_dir, request)
+        return f"{tag_dir}: has the weights of the module, and no optimizer files", None
+    if RECORD_NAME in names:
+        return None, None
     num_files = live.topology.data_size * tp.size
     if not engine.use_node_local_storage() and kinds.count("optimizer") != num_files:
         return None, None  # of another size by its names: no file is opened for it
@@ -179,6 +188,21 @@ def _why_only_deepspeed_reads(
         return (None if sliced and isinstance(error, OldFormatError) else str(error)), None  # which says no slices
     except CheckpointError:  # the load says what is wrong
         return None, None
+
+
+def _check_module(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: LoadRequest) -> None:
+    """Raise CheckpointError unless this rank's module states are those of the commit record, where there is one.
+
+    Of the ranks that read a file, the first compares its payload with the checksums, which the record states.
+    """
+    record, path = read_record(tag_dir), tag_dir / _own_names(engine, tag_dir)[0]
+    if record is None or request.options.verify == "off":
+        return
+    file = read_torch_file(path, foreign="inert")
+    if file.directory != record.directories.get(path.name, file.directory):
+        raise CheckpointError(other_directory(path))
+    if live.rank == 0:
+        check_archive(path, file.size, executor=request.options.host_io_engine)
 
 
 def _names_that_differ(engine: Engine, live: LiveOptimizer, model: Table, request: LoadRequest) -> str | None:
