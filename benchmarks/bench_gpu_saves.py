@@ -224,7 +224,7 @@ def measure_background(part: Part) -> None:
             during.append(part.timed(part.step))
         zeroelastic.wait_for_save(part.engine)
         whole = time.perf_counter() - began
-        nbytes = background_of(part.engine).memory.nbytes
+        nbytes = sum(block.numel() for block, _ in background_of(part.engine).memory._used)
         rounds.append({"stall": stall, "whole": whole, "during": during, "snapshot_bytes": nbytes, **cost})
     part.found[BACKGROUND] = {"plain_steps": plain, "rounds": rounds}
     zeroelastic.wait_for_save(part.engine)

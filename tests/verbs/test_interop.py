@@ -56,7 +56,7 @@ def test_elastic_files_are_not_larger(saves: dict[str, tuple[Path, Outcome]]) ->
         extra = (elastic / path.name).stat().st_size - path.stat().st_size
         assert extra <= 64 * 1024 + 200 * num_params
     for path in sorted(stock.glob("*model_states.pt")):
-        assert (elastic / path.name).stat().st_size == path.stat().st_size
+        assert (elastic / path.name).stat().st_size - path.stat().st_size <= 128, "the save's id"
 
 
 def test_elastic_metadata_stays_within_200_bytes_per_parameter(rank_pool: RankPool, tmp_path: Path) -> None:
