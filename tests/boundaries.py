@@ -114,13 +114,22 @@ class Boundaries:
             target = self.images / f"{len(os.listdir(self.images)):03d}-rank{self.rank}"
             self.is_active = False
             if os.path.isdir(self.directory):
-                shutil.copytree(self.directory, target, symlinks=True)
+                while not self._copied(target):
+                    shutil.rmtree(target, ignore_errors=True)
             else:
                 target.mkdir()
         finally:
             self.is_active = True
             for pid in self.pids:
                 os.kill(pid, signal.SIGCONT)
+
+    def _copied(self, target: Path) -> bool:
+        """Whether the copy is of one moment: another thread may be about to rename what it has been let rename."""
+        with suppress(shutil.Error, FileNotFoundError):
+            before = sorted(Path(self.directory).rglob("*"))
+            shutil.copytree(self.directory, target, symlinks=True)
+            return sorted(Path(self.directory).rglob("*")) == before
+        return False
 
 
 def distinct(images: Path) -> list[Path]:
