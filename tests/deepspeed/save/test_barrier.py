@@ -348,7 +348,7 @@ def die_in_a_save(directory: str, moment: str, victim: int) -> None:
             die()
         owner, name = {
             "writing": (shard_writer, "write_torch_file"),
-            "in a collective": (dist, "all_gather"),
+            "in a collective": (dist, "all_reduce"),
             "placing": (on_disk, "publish_tag"),
         }[moment]
         setattr(owner, name, die)
