@@ -33,8 +33,8 @@ def test_precision_resumes_bit_exact_at_another_size(rank_pool: RankPool, saved:
     outcomes = rank_pool.run(resume, fewer_or_more, job.other(), checkpoint.directory, **STEPS)
     check_resumed(checkpoint, outcomes, job)
     assert outcomes[0].report.root_matches
-    dtypes = {entry.dtype for key, entry in checkpoint.outcome.state.items() if key.startswith("master/")}
-    states = {entry.dtype for key, entry in checkpoint.outcome.state.items() if key.startswith("state/")}
+    dtypes = {entry.split()[0] for key, entry in checkpoint.outcome.state.items() if key.startswith("master/")}
+    states = {entry.split()[0] for key, entry in checkpoint.outcome.state.items() if key.startswith("state/")}
     kind = {"bf16_": "torch.bfloat16", "fp16_": "torch.float16"}
     assert dtypes == {kind[name[:5]] if name[5:11] in ("master", "states") else "torch.float32"}
     assert states == {"torch.bfloat16" if name.startswith("bf16_states") else "torch.float32"}
@@ -121,13 +121,13 @@ def test_master_weights_in_16_bits_go_to_a_run_with_fp32_ones_and_back(rank_pool
     up = rank_pool.run(resume, 2, wide.other(), saved(narrow, 3).directory, **STEPS)[0]
     for what in cast:
         assert f"{what}: cast from bfloat16 to float32" in up.report.notes
-    assert {entry.dtype for entry in pick(up.state, "state/", "master/").values()} == {"torch.float32"}
+    assert {entry.split()[0] for entry in pick(up.state, "state/", "master/").values()} == {"torch.float32"}
     weights = pick(saved(narrow, 3).outcome.state, "weight/")
     assert pick(up.state, "weight/") == weights
     down = rank_pool.run(resume, 2, narrow.other(), saved(wide, 3).directory, **STEPS)[0]
     for what in cast:
         assert f"{what}: cast from float32 to bfloat16" in down.report.notes
-    assert {entry.dtype for entry in pick(down.state, "state/", "master/").values()} == {"torch.bfloat16"}
+    assert {entry.split()[0] for entry in pick(down.state, "state/", "master/").values()} == {"torch.bfloat16"}
     assert pick(down.state, "weight/") == pick(saved(wide, 3).outcome.state, "weight/")
 
 
