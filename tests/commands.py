@@ -52,7 +52,7 @@ def run_command(*arguments: object, cwd: Path | None = None, env: Mapping[str, s
     """``zeroelastic`` with these arguments, in the directory ``cwd``, with these changes of the environment.
 
     Lines are as long as they are where there is no terminal, unless ``env`` has COLUMNS: a test depends neither on the
-    terminal nor on the environment of whoever starts it. A document of ``--json`` is held to its schema.
+    terminal nor on the environment variables of the shell. A document of ``--json`` is held to its schema.
     """
     before = Path.cwd()
     os.chdir(cwd or before)

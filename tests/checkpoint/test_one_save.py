@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,16 @@ def test_a_change_while_a_tag_is_read_is_an_error_that_says_so(tmp_path: Path, c
     else:
         with one_save(opened):
             pass
+
+
+def test_a_path_in_another_process_is_watched_since_it_was_first_looked_at(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "tag", world_size=2)
+    opened = pickle.loads(pickle.dumps(watch(tmp_path / "tag")))
+    with one_save(opened, tmp_path / "tag"):  # and a path that nobody watches is as it is
+        pass
+    rewrite(tmp_path / "tag")
+    with pytest.raises(SavedAgainError), one_save(opened):
+        pass
 
 
 def test_an_error_of_a_tag_that_stays_as_it_is_is_raised_as_it_is(tmp_path: Path) -> None:

@@ -42,10 +42,10 @@ def not_committed(shard: Shard, record: CommitRecord | None) -> str | None:
 def other_models(model: ModelStates, shard: Shard, record: CommitRecord | None) -> str | None:
     """Whether module states and an optimizer file are of two saves.
 
-    Their ids tell, and else, without a record, whether the optimizer has stepped as often as the module states count.
-    Less often, it may have been new when these were loaded (``load_optimizer_states=False``); a job may set counters,
-    and learning rates after a step. So it takes other learning rates than the scheduler's, too; or more steps than
-    counters that agree with each other.
+    The ids of their saves decide where both have one. Without ids and without a record, the optimizer's steps are
+    compared with the counted ones. A difference alone is no proof: the optimizer of a run that left its state out of a
+    load (``load_optimizer_states=False``) has fewer, and a job may set counters. With it, either the learning rates
+    have to be others than the scheduler's, or the optimizer has to have more steps than counters that agree.
     """
     if model.save_id is not None and shard.save_id is not None:
         if model.save_id == shard.save_id:
@@ -102,13 +102,13 @@ def _learning_rates(model: ModelStates, shard: Shard) -> tuple[list[float], list
 
 
 def steps_note(model: ModelStates, shard: Shard, record: CommitRecord | None) -> str | None:
-    """A sentence about steps that differ where ``other_models`` cannot tell why; some optimizers skip the first one."""
+    """A sentence about steps that differ and are no proof of two saves; some optimizers do not count the first step."""
     said = unequal_steps(model, shard)
     if said is None or record is not None or model.save_id is not None or _steps(shard) + 1 == model.global_steps:
         return None
     return (
         f"{said}: an earlier load left the optimizer's state out, the job has set counters, or files of two "
-        "saves are mixed, which these files do not tell"
+        "saves are mixed: these files do not say which"
     )
 
 

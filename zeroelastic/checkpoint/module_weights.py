@@ -1,9 +1,9 @@
 """The weights of the module in a save of stages 1 and 2, compared with the master weights that they are rounded from.
 
-DeepSpeed makes the weights from the master weights in each optimizer step. What a job does to single weights after the
-step, such as a mask or a limit, does not show: a weight of zero, and the largest in the tensor, tell nothing. An
-optimizer may leave other weights outside of a step, as schedule-free ones do in ``eval()``: where it has stepped as
-often as the module states count, they are its own.
+DeepSpeed makes the weights from the master weights in each optimizer step. A job may change single weights after the
+step, by a mask or a limit: weights of zero, and the largest of a tensor, are not compared. Schedule-free optimizers
+leave other weights in ``eval()``: where the optimizer has as many steps as the module states count, weights that differ
+are no contradiction.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def compare_weights(
                     count = min(_WINDOW, end - at)
                     master = read(rows.paths[file], tensor.dtype, offset + at * DTYPE_BYTES[tensor.dtype], count)
                     place = weight + (start + at) * DTYPE_BYTES[dtype]
-                    told, differs = _differ(read(model.path, dtype, place, count), master, dtype)
-                    compared |= {tensor.param.name} if told else set()
+                    comparable, differs = _differ(read(model.path, dtype, place, count), master, dtype)
+                    compared |= {tensor.param.name} if comparable else set()
                     differing |= {tensor.param.name} if differs else set()
     return ComparedWeights(frozenset(compared), frozenset(differing))
 
@@ -99,12 +99,12 @@ def other_weights(model: ModelStates, shard: Shard, found: ComparedWeights) -> s
 
 @np.errstate(invalid="ignore", over="ignore")
 def _differ(weight: npt.NDArray[np.float32], master: npt.NDArray[np.float32], dtype: str) -> tuple[bool, bool]:
-    """Whether weights tell anything, and whether any of these is not what its master weight is rounded to."""
+    """Whether any weights can be compared, and whether one of these is not what its master weight is rounded to."""
     size = np.abs(weight)
-    telling = (size > 0) & (size < size.max(initial=0)) & np.isfinite(weight) & np.isfinite(master)
+    comparable = (size > 0) & (size < size.max(initial=0)) & np.isfinite(weight) & np.isfinite(master)
     rounding = _ROUNDING[dtype]
     allowed = np.abs(master) * rounding + (_LEAST if rounding else 0)
-    return bool(telling.any()), bool((telling & (np.abs(weight - master) > allowed)).any())
+    return bool(comparable.any()), bool((comparable & (np.abs(weight - master) > allowed)).any())
 
 
 def _as_float32(data: bytes, dtype: str) -> npt.NDArray[np.float32]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.errors import SavedAgainError, UnreadableError, ZeroElasticError
-from zeroelastic.io.paths import FilePath, FileState, RemotePath, WatchedPath, file_state
+from zeroelastic.io.paths import FilePath, FileState, RemotePath, WatchedPath, file_state, watched_path
 from zeroelastic.io.remote import changed_since_listed
 
 
@@ -27,11 +27,7 @@ def watch(tag_dir: FilePath) -> FilePath:
     if isinstance(tag_dir, WatchedPath) and tag_dir.first_seen is not None:
         return tag_dir
     found = _states(tag_dir)
-    if found is None:
-        return tag_dir
-    watched = WatchedPath(tag_dir)
-    watched.first_seen = found
-    return watched
+    return tag_dir if found is None else watched_path(tag_dir, found)
 
 
 def is_watched(tag_dir: FilePath) -> bool:
@@ -64,7 +60,12 @@ def _states(tag_dir: Path) -> dict[str, FileState] | None:
 
 
 def was_saved_again(tag_dir: FilePath) -> bool:
-    """Whether a watched directory is gone or has files of another save by now; False where that cannot be found out."""
+    """Whether a directory is gone or has files of another save by now; False where that cannot be found out.
+
+    One that is not watched was not there when it was first looked at.
+    """
+    if isinstance(tag_dir, Path) and not is_watched(tag_dir):
+        return tag_dir.is_dir()
     try:
         return _has_changed(tag_dir)
     except UnreadableError:  # the caller has an error already
@@ -74,10 +75,10 @@ def was_saved_again(tag_dir: FilePath) -> bool:
 def _has_changed(tag_dir: FilePath) -> bool:
     if isinstance(tag_dir, RemotePath):
         return changed_since_listed(tag_dir)
-    now, seen = _states(tag_dir), tag_dir.first_seen if isinstance(tag_dir, WatchedPath) else None
-    if now is None or seen is None:
-        return now is not seen
-    return any(now.get(name) != state for name, state in seen.items())
+    if not isinstance(tag_dir, WatchedPath) or tag_dir.first_seen is None:
+        return False
+    now = _states(tag_dir)
+    return now is None or any(now.get(name) != state for name, state in tag_dir.first_seen.items())
 
 
 def check_one_save(tag_dir: FilePath) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
 from typing import Any, NamedTuple, TypeAlias
@@ -62,6 +62,17 @@ class WatchedPath(PosixPath):
     """A directory of this machine; ``first_seen`` is what was seen of its files first (``one_save.watch``)."""
 
     first_seen: dict[str, FileState] | None = None
+
+    def __reduce__(self) -> tuple[Callable[..., WatchedPath], tuple[str, dict[str, FileState] | None]]:
+        """Another process, or a copy, goes on with what was seen first."""
+        return watched_path, (str(self), self.first_seen)
+
+
+def watched_path(path: str | Path, first_seen: dict[str, FileState] | None) -> WatchedPath:
+    """A directory of whose files this was seen first."""
+    made = WatchedPath(path)
+    made.first_seen = first_seen
+    return made
 
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
