@@ -335,12 +335,12 @@ def measure_stage(stage: int, directory: Path, arguments: argparse.Namespace, ou
             lines.writelines(f"{json.dumps(sample)}\n" for sample in more)
 
     try:
-        env = {"OMP_NUM_THREADS": str(max(1, cores // SAVE_RANKS))}
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // SAVE_RANKS))
         saver = replace(model, seed=1)
         saved = str(directory / "elastic")
         about = {"stage": stage, "system": "elastic", "ranks": SAVE_RANKS}
         try:
-            digests = run_ranks(save_on_cpu, SAVE_RANKS, saver, saved, timeout=arguments.limit, env=env)
+            digests = run_ranks(save_on_cpu, SAVE_RANKS, saver, saved, timeout=arguments.limit)
             keep([{**about, "digest": digests[0]}])
         except RankError as error:  # loads of it fail by themselves; the others need nothing of it
             keep([{**about, "error": str(error)[:4000]}])

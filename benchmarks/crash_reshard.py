@@ -26,9 +26,12 @@ from pathlib import Path
 from report import REPOSITORY, write_result
 
 from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.new_directory import staging_of
 from zeroelastic.verbs.verify.verify import verify_checkpoint
+
+sys.path.append(str(REPOSITORY / "examples/checkpoints"))
+
+from sample import write_sample
 
 TAG = "global_step1"
 

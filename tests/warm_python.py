@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import json
 import os
 import random
@@ -196,11 +195,9 @@ if __name__ == "__main__":
     os.set_inheritable(int(number), False)
     given = {Path(__file__).parent, *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))}
     # Run as a file, so that zeroelastic itself stays to be imported by what is forked, or not.
-    imports = runpy.run_path(str(Path(__file__).parent.parent / "zeroelastic/testing/preload.py"))
+    imports = runpy.run_path(str(Path(__file__).parent.parent / "zeroelastic/testing/rank.py"))
     imports["preload"]([*imports["DEEPSPEED_MODULES"], "torch.distributed.run", *more])
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started threads, which a fork does not copy"
-    gc.collect()
-    gc.freeze()
     asked = _serve(socket.socket(fileno=int(number)))
     _become(asked, [entry for entry in sys.path if Path(entry) not in given])
     _run(asked.arguments)

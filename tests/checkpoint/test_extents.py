@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sample import write_sample
 
 from zeroelastic.checkpoint import extents as extents_module
 from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table, extent_windows
@@ -19,7 +20,6 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.core.plan import Plan, make_plan
 from zeroelastic.deepspeed.fill import Filled, Target, fill
-from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.reshard.reshard import reshard
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from commands import run_command
 from places import ROOT
+from sample import write_sample
 from saved_files import flip as flip_bit
 from what_to_do import says_what_to_do
 
@@ -29,7 +30,6 @@ from zeroelastic.errors import (
     with_remedy,
 )
 from zeroelastic.io import remote
-from zeroelastic.testing.sample import write_sample
 
 OPTIMIZER = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 MODEL = "zero_pp_rank_2_mp_rank_00_model_states.pt"

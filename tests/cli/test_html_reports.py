@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from commands import run_command
+from sample import write_sample
 from synthetic import optim_name, write_checkpoint
 
 import zeroelastic
@@ -25,7 +26,6 @@ from zeroelastic.cli.terminal import write_new_file
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import UsageError
 from zeroelastic.io import atomic
-from zeroelastic.testing.sample import write_sample
 
 VERBS = ("inspect", "verify", "plan", "diff")
 

@@ -18,6 +18,7 @@ import pytest
 from commands import no_result, run_command
 from misuse_cases import OTHERS, Misuse, cases
 from places import ROOT
+from sample import write_sample
 from stock_programs import make_universal
 from what_to_do import says_what_to_do
 
@@ -26,7 +27,6 @@ from zeroelastic.cli.app import FAILED, INVALID, MISUSE, VERBS
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.elastic import ElasticDistributedSampler, batch_plan, every
 from zeroelastic.errors import ZeroElasticError
-from zeroelastic.testing.sample import write_sample
 
 
 @pytest.fixture(scope="module")

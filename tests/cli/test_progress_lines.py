@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from commands import run_command
 from rich.console import Console
+from sample import write_sample
 
 from zeroelastic.cli import terminal
 from zeroelastic.cli.terminal import progress_line
-from zeroelastic.testing.sample import write_sample
 
 LINE = re.compile(r"^[\w *.:-]+: \d+% of [\d.]+ \w+, [\d.]+ \w+/s(, [\d.]+ (s|min|h) left)?$", re.MULTILINE)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 
+from sample import write_sample
 from typer.testing import CliRunner
 
 from zeroelastic.cli.app import app
 from zeroelastic.core.global_batch import misfit_notes
-from zeroelastic.testing.sample import write_sample
 
 
 def test_a_world_size_that_does_not_divide_the_saved_global_batch_is_noted(tmp_path):

@@ -18,7 +18,6 @@ from training import Job, build_engine
 from zeroelastic.elastic import set_collective_timeout
 from zeroelastic.errors import ConfigError
 from zeroelastic.testing import RankError, RankPool
-from zeroelastic.testing.pool import GRACE_VARIABLE
 
 JOB = Job(groups=1)
 
@@ -80,7 +79,7 @@ def lose_a_rank_in_initialize(seconds: float, moment: str) -> tuple[str, float]:
 def test_a_rank_lost_while_the_engine_is_built_is_given_up_on(rank_pool: RankPool, moment: str) -> None:
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
-        rank_pool.run(lose_a_rank_in_initialize, 2, 8.0, moment, timeout=90, env={GRACE_VARIABLE: "80"})
+        rank_pool.run(lose_a_rank_in_initialize, 2, 8.0, moment, timeout=90, grace=80)
     assert time.monotonic() - began < 80
     said = {failure.rank: failure.headline for failure in caught.value.failures}
     assert "SIGKILL" in said[1] and "nobody is lost" not in said[0] and "Error" in said[0], said

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import no_result
+from sample import write_sample
 from typer.testing import CliRunner
 
 from zeroelastic import UnreadableError
@@ -19,7 +20,6 @@ from zeroelastic.io.paths import as_path
 from zeroelastic.io.storage import file_size
 from zeroelastic.runs.candidates import check_quickly, check_tag, list_run
 from zeroelastic.runs.prune import plan_prune
-from zeroelastic.testing.sample import write_sample
 
 TAG = "global_step4"
 FILES = {

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from commands import run_command
 from places import TESTS
 from programs import run_python
+from sample import write_sample
 from saved_files import record_of
 from training import Job, build_engine, train_step
 
 from zeroelastic.executors.build_info import describe_build
 from zeroelastic.runs.candidates import check_quickly, find_newest, list_run
 from zeroelastic.testing import RankPool
-from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 ENGINES = "Checkpoint engines and storage"

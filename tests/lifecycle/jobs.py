@@ -9,7 +9,6 @@ A process that dies says so by its exit code; one that gives no answer in time h
 from __future__ import annotations
 
 import faulthandler
-import gc
 import multiprocessing
 import os
 import secrets
@@ -24,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroelastic.testing.pool import PRELOADED as POOL_PRELOADED
-from zeroelastic.testing.preload import preload
-from zeroelastic.testing.rank import RankJob, become_rank, prepare_deepspeed
+from zeroelastic.testing.rank import RankJob, become_rank, preload, prepare_deepspeed
 
 LIMIT_S = 60.0
 """No action may take longer on a rank."""
@@ -249,8 +247,6 @@ def _serve(requests: Connection, defect: str) -> None:
 
         DEFECTS[defect]()
     prepare_deepspeed()
-    gc.collect()
-    gc.freeze()
     while True:
         try:
             request = requests.recv()

@@ -87,7 +87,7 @@ def run_blocks(document: str, directory: Path) -> int:
 
 def run_line(line: str, directory: Path, python: str) -> None:
     """Run one command, which has to succeed."""
-    program, *arguments = line.split()
+    program, *arguments = [str(ROOT / word) if word.startswith("examples/") else word for word in line.split()]
     if program == "python":
         run(arguments, directory, python=python)
     elif program == "zeroelastic":

@@ -25,6 +25,7 @@ from bounded import bounded
 from commands import ARGUMENTS
 from hypothesis import given
 from hypothesis import strategies as st
+from sample import write_sample
 from saved_files import record_again
 from synthetic import edit, edit_optim, optim_name, sealed, write_checkpoint
 from training import Job, build_engine
@@ -36,7 +37,6 @@ from zeroelastic.cli.app import app
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, shown
 from zeroelastic.io.storage import FOLLOW_LINKS
 from zeroelastic.testing import RankPool
-from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import safe_unpickler
 from zeroelastic.torch_file.graph import read_graph, write_graph
 from zeroelastic.torch_file.header import Stub, read_torch_file

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from counted import counted
-
-from zeroelastic.testing.sample import write_sample
+from sample import write_sample
 
 __all__ = ["counted", "samples"]
 

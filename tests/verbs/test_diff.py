@@ -15,13 +15,13 @@ import torch
 from commands import Done, no_result, run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sample import write_sample
 from synthetic import GROUPS, Truth, edit, edit_optim, model_name, optim_name, write_checkpoint
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import DigestMismatchError, UsageError
-from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs import diff as diff_module
 from zeroelastic.verbs.diff import ComparedTensor, DiffReport, ParamAndKey, compare_bytes, diff

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import TESTS
 from read_dcp import load_alone
+from sample import write_sample
 from synthetic import Param, edit, model_name, raw, write_checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zeroelastic
 from zeroelastic.errors import DigestMismatchError, UnsupportedError, UsageError
-from zeroelastic.testing.sample import write_sample
 
 SHAPES = {"w": (7, 5), "b": (7,), "deep.scale": ()}
 SECTION, FEATURE = "Using it", "From FSDP2 and to FSDP2, with the optimizer (`convert`)"

@@ -18,6 +18,7 @@ from commands import run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
+from sample import write_sample
 from synthetic import GROUPS, SAVE_ID, edit, edit_optim, model_name, optim_name, write_checkpoint
 from typer.testing import CliRunner
 
@@ -28,7 +29,6 @@ from zeroelastic.cli.terminal import columns, printable
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.runs.locate import find_source
-from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.inspect.inspect import inspect_source
 
 GOLDEN = ROOT / "tests/golden"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from commands import run_command
+from sample import write_sample
 
 import zeroelastic
-from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.new_directory import staging_of, sweep
 
 LONG = "é" * 127

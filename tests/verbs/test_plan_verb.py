@@ -13,6 +13,7 @@ import torch
 from commands import Done, run_command
 from places import GOLDEN
 from programs import run_python
+from sample import write_sample
 from synthetic import write_checkpoint
 from training import initialize
 
@@ -21,7 +22,6 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import UsageError
 from zeroelastic.testing import RankPool
-from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.plan import _run_layout
 
 MIB = 1 << 20

@@ -19,6 +19,7 @@ from commands import Done, peak_memory, run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
+from sample import write_sample
 from saved_files import record_again
 from synthetic import FROZEN_PARAMS, GROUPS, edit, edit_optim, gather, model_name, optim_name
 from synthetic import make_tag as make
@@ -28,7 +29,6 @@ from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError
 from zeroelastic.runs.locate import find_source
-from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import graph
 from zeroelastic.verbs import new_files
 from zeroelastic.verbs.new_directory import staging_of

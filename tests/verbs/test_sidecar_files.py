@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sample import write_sample
 
 from zeroelastic.checkpoint.rng_files import derived_seed, reseed
 from zeroelastic.runs.locate import find_source
-from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file.graph import read_graph
 from zeroelastic.verbs.reshard.reshard import ReshardOptions, ReshardReport, plan_reshard, run_reshard
 from zeroelastic.verbs.reshard.sidecar_files import plan_sidecar_files, write_sidecar_files

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from places import GOLDEN, ROOT
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
+from sample import BUFFER, EMBEDDING, TIED, write_sample
 from synthetic import Param, edit, edit_optim, model_name, optim_name, raw, write_checkpoint
 
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -28,7 +29,6 @@ from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError
 from zeroelastic.runs.tag_directory import life_of_owner
 from zeroelastic.testing import RankPool
-from zeroelastic.testing.sample import BUFFER, EMBEDDING, TIED, write_sample
 from zeroelastic.verbs.convert.convert import write_plan
 from zeroelastic.verbs.convert.to_safetensors import DTYPES, HF_FILES, plan_export
 from zeroelastic.verbs.new_directory import new_directory

@@ -12,6 +12,7 @@ import torch
 from commands import run_command as verb
 from documentation import documented_keys
 from exports import keys_of
+from sample import write_sample
 from stock_programs import ds_to_universal, make_universal
 from synthetic import edit, gather, model_name, write_checkpoint
 from training import Job, Outcome, resume, train_and_save
@@ -22,7 +23,6 @@ from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.runs.locate import find_source
 from zeroelastic.testing import RankPool, compare_states
-from zeroelastic.testing.sample import write_sample
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal, plan_from_universal
 from zeroelastic.verbs.reshard.reshard import ReshardOptions, plan_reshard, run_reshard
 

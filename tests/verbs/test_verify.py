@@ -20,6 +20,7 @@ import torch
 from commands import Done, run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sample import write_sample
 from synthetic import believe_sizes, edit, edit_optim, model_name, optim_name, sealed, write_checkpoint
 
 import zeroelastic
@@ -29,7 +30,6 @@ from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.tag_headers import Problem
 from zeroelastic.errors import CheckpointError
 from zeroelastic.runs.candidates import check_quickly
-from zeroelastic.testing.sample import write_sample
 from zeroelastic.torch_file import zip_check
 from zeroelastic.torch_file.image import ImageBlocks
 from zeroelastic.torch_file.zip_check import ZipRecord, read_zip_records

@@ -14,11 +14,7 @@ import torch
 from counted import CountedFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
-
-import zeroelastic
-from zeroelastic.core.layout import Param
-from zeroelastic.errors import CheckpointError, SavedAgainError, UnknownTensorError, UnsupportedError, UsageError
-from zeroelastic.testing.sample import (
+from sample import (
     BUFFER,
     EMBEDDING,
     FROZEN_NAME,
@@ -28,6 +24,10 @@ from zeroelastic.testing.sample import (
     sample_values,
     write_sample,
 )
+
+import zeroelastic
+from zeroelastic.core.layout import Param
+from zeroelastic.errors import CheckpointError, SavedAgainError, UnknownTensorError, UnsupportedError, UsageError
 from zeroelastic.verbs.tensor import TensorHandle
 
 MATRIX = "model.layers.0.mlp.up_proj.weight"

@@ -7,7 +7,6 @@ run to the next. When a run ends, no process of a rank is left.
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -27,15 +26,11 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from zeroelastic.errors import signal_name
-from zeroelastic.testing.preload import DEEPSPEED_MODULES, preload
-from zeroelastic.testing.rank import RankFailure, RankJob, prepare_deepspeed, rank_main
+from zeroelastic.testing.rank import DEEPSPEED_MODULES, RankFailure, RankJob, preload, prepare_deepspeed, rank_main
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-GRACE_VARIABLE = "ZEROELASTIC_TEST_GRACE_S"
-"""An environment variable: for so many seconds after the first failure, failures of other ranks are reported too."""
 
 # The seams of install() and the modules of a load take half of the rest.
 PRELOADED = (
@@ -47,12 +42,9 @@ PRELOADED = (
 )
 # When set by a launcher, these contradict the file rendezvous or the rank numbers.
 _LAUNCHER_VARIABLES = {"MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RUN_ID"}
-# Variables with these prefixes are read when modules are imported.
-_READ_AT_IMPORT = ("CUDA_", "DS_", "LD_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH", "TRITON_")
-# Times in seconds: to import modules; for other failures to follow the first one; to look at ranks that say nothing; to
-# print the stacks; to leave the process group; to end the pool.
+# Times in seconds: to import modules; to look at ranks that say nothing; to print the stacks; to leave the process
+# group; to end the pool.
 _START_S = 300.0
-_GRACE_S = 0.5
 _TICK_S = 0.5
 _STACKS_S = 1.0
 _LEAVE_S = 60.0
@@ -80,7 +72,6 @@ def run_ranks(
     *args: Any,
     timeout: float = 120.0,
     backend: str = "gloo",
-    env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[T]:
     """Results, by rank, of ``fn(*args, **kwargs)`` run in ``world_size`` new processes, one process group.
@@ -94,7 +85,7 @@ def run_ranks(
 
         assert run_ranks(total, 3, 10) == [33, 33, 33]
     """
-    with RankPool(backend=backend, env=env) as pool:
+    with RankPool(backend=backend) as pool:
         return pool.run(fn, world_size, *args, timeout=timeout, **kwargs)
 
 
@@ -107,15 +98,13 @@ class RankPool:
 
     The backend "gloo" runs on the CPU, on every machine; "nccl" gives each rank its own GPU, and a new interpreter,
     because CUDA does not survive a fork. ``preload`` names modules that are imported once, before any rank is forked.
-    Ranks have the caller's environment, working directory and sys.path at the moment a run starts, and ``env``.
+    Ranks have the caller's environment, working directory and sys.path at the moment a run starts. Of a variable that
+    libraries read when they are imported, such as OMP_NUM_THREADS, the value at the first run counts.
     """
 
-    def __init__(
-        self, *, preload: Sequence[str] = (), backend: str = "gloo", env: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, *, preload: Sequence[str] = (), backend: str = "gloo") -> None:
         self._preload = tuple(preload)
         self._backend = backend
-        self._env = dict(env or {})
         self._server: SpawnProcess | None = None
 
     def __enter__(self) -> RankPool:
@@ -131,29 +120,24 @@ class RankPool:
         world_size: int,
         *args: Any,
         timeout: float = 120.0,
-        env: Mapping[str, str] | None = None,
+        grace: float = 0.5,
         **kwargs: Any,
     ) -> list[T]:
         """Results, by rank, of ``fn(*args, **kwargs)`` on ``world_size`` ranks, one process group.
 
         torch.distributed is initialised before fn runs, through a file in a private directory: no port is opened, and
         ``deepspeed.initialize`` and ``deepspeed.init_distributed`` adopt the process group. RANK, LOCAL_RANK,
-        WORLD_SIZE, LOCAL_WORLD_SIZE, DS_ACCELERATOR and OMP_NUM_THREADS=1 are set; ``env`` adds to them or overrides
-        them. fn, its arguments and its result are pickled, so fn must be defined at the top level of a module; tensors
-        may be among them. The output of the ranks is shown when one fails; with ZEROELASTIC_TEST_VERBOSE=1 it is shown
-        at once. ``timeout`` is in seconds and does not include the first imports.
+        WORLD_SIZE, LOCAL_WORLD_SIZE and DS_ACCELERATOR are set, and OMP_NUM_THREADS=1 unless the caller has set it. fn,
+        its arguments and its result are pickled, so fn must be defined at the top level of a module; tensors may be
+        among them. The output of the ranks is shown when one fails; with ZEROELASTIC_TEST_VERBOSE=1 it is shown at
+        once. ``timeout`` is in seconds and does not include the first imports. For ``grace`` seconds after the first
+        failure, failures of other ranks are reported too.
 
-        Raises RankError with the first rank's traceback when one fails, RankTimeoutError with the stacks of the
-        ranks that hang, and ValueError when ``env`` has a variable that is read at import (DS_ACCELERATOR,
-        OMP_NUM_THREADS, ...). The pool stays usable.
+        Raises RankError with the first rank's traceback when one fails, and RankTimeoutError with the stacks of the
+        ranks that hang. The pool stays usable.
         """
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; a run needs at least one rank.")
-        if late := [name for name in env or () if name.startswith(_READ_AT_IMPORT)]:
-            raise ValueError(
-                f"{', '.join(late)}: libraries read such variables when they are imported, which has been done. "
-                "Use run_ranks, or RankPool(env=...)."
-            )
         call = pickle.dumps((fn, args, kwargs))
         shared = self._environment() | {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         with tempfile.TemporaryDirectory(prefix="zeroelastic-ranks-") as directory:
@@ -164,7 +148,8 @@ class RankPool:
                     directory=directory,
                     backend=self._backend,
                     timeout=timeout,
-                    environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})},
+                    grace=grace,
+                    environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     sys_path=tuple(sys.path),
                     working_directory=os.getcwd(),
                     call=call,
@@ -189,12 +174,11 @@ class RankPool:
         """The environment that all ranks have: the caller's, without what a launcher of the caller set."""
         return {
             "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
             **{name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES},
             "CROSS_RANK": "0",
             "CROSS_SIZE": "1",
             "DS_ACCELERATOR": "cuda" if self._backend == "nccl" else "cpu",
-            "OMP_NUM_THREADS": "1",
-            **self._env,
         }
 
     def _start(self) -> None:
@@ -226,9 +210,6 @@ def _serve(requests: Connection, modules: tuple[str, ...]) -> None:
     if modules:
         preload(modules)
         prepare_deepspeed()
-        # Frozen objects are neither collected nor copied in the ranks.
-        gc.collect()
-        gc.freeze()
     # A fork copies one thread only: if an import has started more, ranks are spawned.
     forks = modules and len(os.listdir("/proc/self/task")) == 1
     context = multiprocessing.get_context("fork") if forks else multiprocessing.get_context("spawn")
@@ -299,7 +280,6 @@ def _supervise(context: ForkContext | SpawnContext, jobs: list[RankJob], owner: 
 
 def _watch(ranks: list[_Rank], deadline: float, owner: Connection) -> None:
     """Wait until all ranks have ended, time is up, or the grace after a failure is over."""
-    grace_s = float(ranks[0].job.environment.get(GRACE_VARIABLE, _GRACE_S))
     while (pending := [rank for rank in ranks if rank.end is None]) and (remaining := deadline - time.monotonic()) > 0:
         # A process that a rank forked can keep the rank's connection open, so the ranks are also polled.
         if owner in wait([owner, *(rank.connection for rank in pending)], min(remaining, _TICK_S)):
@@ -307,7 +287,7 @@ def _watch(ranks: list[_Rank], deadline: float, owner: Connection) -> None:
         for rank in pending:
             rank.update()
         if any(isinstance(rank.end, RankFailure) for rank in pending):
-            deadline = min(deadline, time.monotonic() + grace_s)
+            deadline = min(deadline, time.monotonic() + ranks[0].job.grace)
 
 
 def _judge(ranks: list[_Rank]) -> RankError | None:

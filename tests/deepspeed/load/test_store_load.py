@@ -175,7 +175,7 @@ def test_what_cannot_be_loaded_from_a_url_is_said(
     rank_pool: RankPool, saved: Saver, calm: S3Server, tmp_path: Path
 ) -> None:
     url = calm.upload(Path(saved(Job(), 2).directory), "refused")
-    for found in rank_pool.run(refusals, 2, url, env={}):
+    for found in rank_pool.run(refusals, 2, url):
         assert found["nothing"] == ("", "(None, None)")
         assert found["tag"][0] == "MissingFileError" and "has no tag global_step77" in found["tag"][1]
         assert "global_step3" in found["tag"][1]

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from sample import write_sample
 from saved_files import record_of
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord
 from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
 from zeroelastic.deepspeed.node_local import visibility
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility
-from zeroelastic.testing.sample import write_sample
 
 NODE = 8
 """Ranks on a node."""

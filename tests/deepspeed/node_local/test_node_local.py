@@ -28,7 +28,6 @@ from training import Job, attempt, build_engine, look, raised, train_step
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.testing import RankError, RankPool, compare_states
-from zeroelastic.testing.pool import GRACE_VARIABLE
 
 SECTION = "Checkpoint engines and storage"
 NODE_LOCAL = {"checkpoint": {"use_node_local_storage": True}}
@@ -386,7 +385,7 @@ def test_a_tag_that_one_node_does_not_put_in_place_is_what_it_was_on_all(
     for tag in ("old", "new"):
         with pytest.raises(RankError) as caught:
             called = (place_on_one_node_only, nodes.path, tag, fault)
-            rank_pool.run(on_nodes, 4, nodes, (0, 0, 1, 1), *called, env={GRACE_VARIABLE: "60"})
+            rank_pool.run(on_nodes, 4, nodes, (0, 0, 1, 1), *called, grace=60)
         said = {failure.headline for failure in caught.value.failures if fault == "fails" or failure.rank != 2}
         (text,) = said
         assert "not committed" in text and "`latest` is unchanged" in text

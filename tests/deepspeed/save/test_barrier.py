@@ -22,7 +22,6 @@ from training import Job, build_engine, train_step
 from zeroelastic.elastic import set_collective_timeout
 from zeroelastic.errors import AbsentRankError
 from zeroelastic.testing import RankError, RankPool
-from zeroelastic.testing.pool import GRACE_VARIABLE
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 SAVING = "Checkpoint engines and storage"
@@ -163,7 +162,7 @@ def die_beside_a_slow_rank(meets: bool) -> tuple[str, str, float]:
 def test_a_slow_rank_that_lives_is_not_called_lost_when_another_dies(rank_pool: RankPool, meets: bool) -> None:
     """Whether it comes to the next meeting, or finds its own collective lost."""
     with pytest.raises(RankError) as caught:
-        rank_pool.run(die_beside_a_slow_rank, 3, meets, env={GRACE_VARIABLE: "60"})
+        rank_pool.run(die_beside_a_slow_rank, 3, meets, grace=60)
     said = {failure.rank: failure.headline for failure in caught.value.failures}
     assert "SIGKILL" in said[1]
     assert all("the save: the process of rank 1 has ended" in said[rank] for rank in (0, 2)), said
@@ -184,7 +183,7 @@ def lose_a_rank_while_a_collective_is_under_way() -> None:
 
 def test_an_error_of_a_collective_is_known_wherever_it_is_waited_for(rank_pool: RankPool) -> None:
     with pytest.raises(RankError) as caught:
-        rank_pool.run(lose_a_rank_while_a_collective_is_under_way, 2, env={GRACE_VARIABLE: "60"})
+        rank_pool.run(lose_a_rank_while_a_collective_is_under_way, 2, grace=60)
     said = {failure.rank: failure.headline for failure in caught.value.failures}
     assert "the save: the process of rank 1 has ended" in said[0], said
 
@@ -366,7 +365,7 @@ def test_a_rank_that_dies_is_named_on_every_other_and_the_last_save_stays(
     """Within seconds on one machine, whatever the time limit, which is at its default of minutes here."""
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
-        rank_pool.run(die_in_a_save, 3, str(tmp_path), moment, victim, env={GRACE_VARIABLE: "60"})
+        rank_pool.run(die_in_a_save, 3, str(tmp_path), moment, victim, grace=60)
     assert time.monotonic() - began < 60
     said = {failure.rank: failure.headline for failure in caught.value.failures}
     assert set(said) == {0, 1, 2} and "SIGKILL" in said.pop(victim)

@@ -1,4 +1,4 @@
-"""``python -m zeroelastic.testing.sample ckpt``: checkpoints to try the command line on, made without a training job.
+"""``python examples/checkpoints/sample.py ckpt``: checkpoints to try the command line on, made without a training job.
 
 They are what a ZeRO-3 run of a small language model under bf16 and AdamW saves: two optimizer groups, tied
 embeddings, a buffer, a frozen parameter, a scheduler and client state. The values are made up, from the step and the
@@ -18,15 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.core.layout import Param
-from zeroelastic.extras import require_torch
 from zeroelastic.verbs.reshard.reshard import reshard
-
-require_torch("zeroelastic.testing.sample", __name__)
-
-import torch  # noqa: E402
 
 STATES = ("exp_avg", "exp_avg_sq")
 TIED, EMBEDDING, FROZEN_NAME, BUFFER = (
@@ -149,7 +145,7 @@ def _write_one_rank(tag_dir: Path, step: int, hidden: int, layers: int, format: 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and write the sample."""
-    parser = argparse.ArgumentParser(prog="python -m zeroelastic.testing.sample", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python examples/checkpoints/sample.py", description=__doc__)
     parser.add_argument("root", type=Path, help="directory to write the tags and latest into")
     parser.add_argument("--ranks", dest="world_size", type=int, default=4, help="world size of the save (4)")
     parser.add_argument("--steps", type=int, nargs="+", default=[2, 4], help="one tag for each (2 4)")
