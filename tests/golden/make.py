@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zeroelastic.testing import run_ranks
 
 HERE = Path(__file__).resolve().parent
@@ -56,33 +58,25 @@ CONFIG = {
 }
 
 
-def train_and_save(folder: str, run: Run) -> dict[str, dict[str, object]] | None:
-    """Train two steps, save, and return what DeepSpeed gathers; runs on every rank, returns it on rank 0."""
+class Tiny(torch.nn.Module):
+    """Parameters of 20, 5, 1, 3 and 12 elements, and a frozen one of 7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 5)
+        self.gain = torch.nn.Parameter(torch.ones(1))
+        self.tail = torch.nn.Linear(4, 3)
+        self.frozen = torch.nn.Parameter(torch.randn(7), requires_grad=False)
+        self.register_buffer("seen", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x) * self.gain
+        return self.tail(y[:, :4]).square().sum() + y.square().sum() * self.frozen.square().sum()
+
+
+def build(run: Run) -> Any:
+    """The engine of a run on this rank."""
     import deepspeed
-    import torch
-    import torch.distributed as dist
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    import zeroelastic
-    from zeroelastic.testing import gather_state
-
-    if run.elastic and run.stage == 3:
-        zeroelastic.install()
-
-    class Tiny(torch.nn.Module):
-        """Parameters of 20, 5, 1, 3 and 12 elements, and a frozen one of 7."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = torch.nn.Linear(4, 5)
-            self.gain = torch.nn.Parameter(torch.ones(1))
-            self.tail = torch.nn.Linear(4, 3)
-            self.frozen = torch.nn.Parameter(torch.randn(7), requires_grad=False)
-            self.register_buffer("seen", torch.arange(3.0))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.inner(x) * self.gain
-            return self.tail(y[:, :4]).square().sum() + y.square().sum() * self.frozen.square().sum()
 
     torch.manual_seed(0)
     model = Tiny()
@@ -97,6 +91,22 @@ def train_and_save(folder: str, run: Run) -> dict[str, dict[str, object]] | None
     zero |= {"elastic_checkpoint": run.elastic, **run.zero}
     config = {**CONFIG, **run.config, "zero_optimization": zero}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def train_and_save(folder: str, run: Run) -> dict[str, dict[str, object]] | None:
+    """Train two steps, save, and return what DeepSpeed gathers; runs on every rank, returns it on rank 0."""
+    import deepspeed
+    import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    import zeroelastic
+    from zeroelastic.testing import gather_state
+
+    if run.elastic and run.stage == 3:
+        zeroelastic.install()
+
+    engine = build(run)
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(STEPS):
         engine.backward(engine(torch.randn(2, 4, dtype=torch.bfloat16)))

@@ -131,7 +131,7 @@ def second_routers(root: Mapping[object, object], module: Iterable[object]) -> d
     layers = root.get("ds_autoep_layers")
     layers = [layer for layer in layers if isinstance(layer, Mapping)] if isinstance(layers, list) else []
     paths = {layer.get("module_path") for layer in layers}
-    names = {*module} if paths else set[object]()
+    names = dict.fromkeys(module) if paths else {}
     found: dict[object, object] = {}
     for name in names:
         parts = str(name).split(".")
