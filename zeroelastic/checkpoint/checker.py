@@ -8,9 +8,8 @@ payload of the files that agree with each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from itertools import islice
 from typing import Literal, TypeVar
 
@@ -30,19 +29,30 @@ from zeroelastic.checkpoint.contradictions import (
     steps_note,
     values_by_rank,
 )
-from zeroelastic.checkpoint.expert_files import frozen_experts
-from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
-from zeroelastic.checkpoint.open import StateFiles, rank_files, stated_sizes
+from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.open import stated_sizes
 from zeroelastic.checkpoint.optimizer_file import Shard
-from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file, shard_of
-from zeroelastic.checkpoint.saved_layout import SavedMaps, frozen_layout, saved_maps, sliced_layout
+from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.checkpoint.saved_state import SavedPart, contents_of, experts_part, frozen_part, trained_part
-from zeroelastic.checkpoint.tag_files import EXPERT_FILE, TagListing, list_tag, other_tp_size
+from zeroelastic.checkpoint.tag_files import (
+    EXPERT_FILE,
+    StateFiles,
+    TagListing,
+    TensorParallel,
+    list_tag,
+    other_tp_size,
+    require_files,
+)
 from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
-from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ParamContent
-from zeroelastic.core.layout import Layout
-from zeroelastic.errors import CheckpointError, UndescribedSlicesError, UnsupportedError, counted, some
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    UndescribedSlicesError,
+    UnsupportedError,
+    counted,
+    some,
+)
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import read_torch_file
 
@@ -77,118 +87,114 @@ class _Checker(TagHeaders):
     def __init__(self, listing: TagListing, headers: Headers, first_tp: bool) -> None:
         super().__init__(listing)
         self._headers, self._first_tp = headers, first_tp
-        self._maps: SavedMaps | None = None
-        self._is_opaque = False
 
     def check(self) -> None:
         """Check everything once."""
         with self._noting(RECORD_NAME):
-            self.record = read_record(self.tag_dir)
+            self.checkpoint.record = read_record(self.tag_dir)
         for error in self.listing.duplicates.values():
             self._add("", error)
-        tensor_size = None if self.record is None else self.record.tp_size
+        record = self.record
+        files = self.listing.by_rank(None if record is None else record.tp_size)
         try:
-            files = rank_files(self.tag_dir, self._names, tensor_size=tensor_size)
+            require_files(self.tag_dir, files)
         except UnsupportedError as error:
             self._check_names(error)
             return
-        except CheckpointError as error:
+        except MissingFileError as error:
             if not any(name.endswith("_states.pt") for name in self.sizes):
                 raise
             self._add("", error)
             return
-        self._use(files)
-        if self.record is not None and any(group.tp_rank for group in self.record.params.groups):
-            self._is_opaque = True
-            self._check_names(other_tp_size(self.tag_dir, tensor_size, None))
+        self._use_files(files, 0 if record is None else record.world_size)
+        if record is not None and any(group.tp_rank for group in record.params.groups):
+            self.checkpoint.tp = TensorParallel(size=record.tp_size)
+            self._check_names(other_tp_size(self.tag_dir, record.tp_size, None))
             return
-        if self.record is not None:
-            self.stated_world_size = self.record.world_size
+        if record is not None:
+            self.stated_world_size = record.world_size
         else:
             self._open_models(None)
             if self._is_opaque:
                 self._check_names(None)
                 return
-            self._take_tensor_size()
-            self.stated_world_size = self._likely_world_size()
-        assert self._files is not None
-        self.topology = Topology(self.stated_world_size or self.listing.num_ranks, self._files.tensor_size)
-        self._find_missing(self._files.tensor_size)
+            files = self._with_stated_tensor_size(files)
+            self.stated_world_size = self._likely_world_size(files)
+        self._use_files(files, self.stated_world_size or self.listing.num_ranks)
+        self._find_missing(files)
         for paths in (self.optim_files, self.model_files):
             for rank in [rank for rank in paths if rank >= self.world_size]:
                 del paths[rank]
-        if self._headers != "none" or self.record is None:
-            if self.record is not None:
-                self._open_models(self.record.world_size)
+        if self._headers != "none" or record is None:
+            if record is not None:
+                self._open_models(record.world_size)
             self._choose_models()
             self._open_shards()
             self._choose_shards()
             self._find_record()
             self._put_together()
-            if self.record is not None and self.parts:
-                self._compare_with_record(self.record)
+            if record is not None and self.parts:
+                self._compare_with_record(record)
         if self._headers != "first":
             self._find_experts()
 
     @property
-    def _names(self) -> list[str]:
-        """The names of the files, but of a rank's second file."""
-        return [name for name in self.sizes if name not in self.listing.duplicates]
+    def _is_opaque(self) -> bool:
+        """Whether there are tensor parallel ranks that do not say which slices they have."""
+        return self.checkpoint.tp.size > 1
 
-    def _use(self, files: StateFiles) -> None:
+    def _use_files(self, files: StateFiles, data_size: int) -> None:
         """Take these files for those of the save."""
-        self._files = files
+        self.num_rank_files = files.tensor_size * data_size + files.num_models(data_size)
         self.optim_files, self.model_files = self._paths(files.optim), self._paths(files.models)
+        self.checkpoint.use_files(files, data_size)
 
-    def _take_tensor_size(self) -> None:
+    def _with_stated_tensor_size(self, files: StateFiles) -> StateFiles:
         """Number files and headers by the tensor parallel size that most model states files state."""
-        assert self._files is not None
         counts = Counter(model.tensor_size for model in self.models.values())
-        if not counts or (size := counts.most_common(1)[0][0]) == self._files.tensor_size:
-            return
-        self._use(rank_files(self.tag_dir, self._names, tensor_size=size))
-        number = {path: rank for rank, path in self.model_files.items()}
-        models = {number[model.path]: model for model in self.models.values() if model.path in number}
-        self.models = {rank: replace(model, rank=rank) for rank, model in models.items()}
+        if not counts or (size := counts.most_common(1)[0][0]) == files.tensor_size:
+            return files
+        files = self.listing.by_rank(size)
+        self._use_files(files, 0)
+        self.models = dict(self.checkpoint.models)
+        return files
 
     def _check_names(self, error: UnsupportedError | None) -> None:
         """Keep the files that ranks write, whatever is in them: names, sizes and checksums are compared."""
         listing, record = self.listing, self.record
-        root, tp_size = stage_0_root(listing), listing.tp_size
+        files, root = listing.files, stage_0_root(listing)
+        names = [*files.optim.values(), *files.models.values()]
         self.is_stage_0 = root is not None
         if root is not None:
             self.root = root
             error = UnsupportedError(
-                f"{self.tag_dir}: {min(listing.models.values())} holds the optimizer too. It is of ZeRO stage 0, whose "
+                f"{self.tag_dir}: {min(files.models.values())} holds the optimizer too. It is of ZeRO stage 0, whose "
                 "optimizer state does not name its parameters, so that only a stage 0 run resumes it."
             )
         if error is not None and (self.is_stage_0 or self._is_opaque):
             self._refuse(error)
+        tp_size = listing.tp_size
         if record is not None:
             self.stated_world_size, tp_size = record.world_size, record.tp_size
         else:
-            for name in listing.models.values():
+            for name in files.models.values():
                 with suppress(CheckpointError, UnsupportedError):
                     self.stated_world_size, tp_size = stated_sizes(self.tag_dir / name)
                     break
-        data_size = self.stated_world_size or max(1, listing.num_ranks)
-        self.topology = Topology(data_size)
+        self._use_files(listing.by_rank(1), self.stated_world_size or max(1, listing.num_ranks))
         if not self.is_stage_0:  # which has the files of no other rank
-            self._find_missing(tp_size)
+            self._find_missing(listing.by_rank(tp_size))
         self.notes.append("not checked: what the headers of the files say")
-        recorded = () if record is None else record.files
-        self._other_names = sorted({*listing.optim.values(), *listing.models.values(), *self._other_names, *recorded})
-        self._files, self.optim_files, self.model_files = None, {}, {}
-        if self._first_tp and not self.is_stage_0:
-            self.model_files, self.optim_files = (
-                self._paths({rank: name for (rank, tp_rank), name in names.items() if tp_rank == 0})
-                for names in (listing.models, listing.optim)
-            )
-            self.models, self.num_opened = {}, 0
-            self._open_models(self.stated_world_size)
-            self._choose_models()
-            self._open_shards()
-            self._choose_shards()
+        self._other_names = sorted({*names, *self._other_names, *(() if record is None else record.files)})
+        self.num_rank_files, self.models = 0, {}
+        if not self._first_tp or self.is_stage_0:
+            self.optim_files, self.model_files = {}, {}
+            return
+        self.num_opened = 0
+        self._open_models(self.stated_world_size)
+        self._choose_models()
+        self._open_shards()
+        self._choose_shards()
 
     @contextmanager
     def _noting(self, name: str) -> Iterator[None]:
@@ -240,27 +246,26 @@ class _Checker(TagHeaders):
         file = read_torch_file(path, foreign="inert")
         if self.first_model is None:
             self.root = file.root if isinstance(file.root, dict) else {}
-        model = model_states_of(file, rank, world_size=data_size)
+        try:
+            model = self.checkpoint.take_model_states(file, rank, data_size=data_size, tp=None)
+        except UndescribedSlicesError:
+            tensor_size = self.root.get("mp_world_size")
+            assert isinstance(tensor_size, int), "more than 1, else nothing is undescribed"
+            self.checkpoint.tp = TensorParallel(size=tensor_size)
+            raise other_tp_size(path, tensor_size, None) from None
         self.first_model = self.first_model or model
-        if self._maps is None and not self._is_opaque:
-            try:
-                self._maps = saved_maps(file.root, model.tensor_size, path)
-            except UndescribedSlicesError:
-                self._is_opaque = True
-                raise other_tp_size(path, model.tensor_size, None) from None
         return model
 
-    def _likely_world_size(self) -> int | None:
+    def _likely_world_size(self, files: StateFiles) -> int | None:
         """The world size, without a record: what all or most model states files state, or else an optimizer file."""
         counts = Counter(model.world_size for model in self.models.values())
         if not counts:
             return self._partition_count() if self._headers != "none" else None
-        assert self._files is not None
-        said, num_models = {rank: model.world_size for rank, model in self.models.items()}, self._files.num_models
-        whole = [size for size in counts if all(said.get(rank) == size for rank in range(num_models(size)))]
+        said = {rank: model.world_size for rank, model in self.models.items()}
+        whole = [size for size in counts if all(said.get(rank) == size for rank in range(files.num_models(size)))]
         world_size = whole[0] if whole else counts.most_common(1)[0][0]
         for rank, model in list(self.models.items()):
-            if whole and rank >= num_models(world_size):  # of an earlier save
+            if whole and rank >= files.num_models(world_size):  # of an earlier save
                 del self.models[rank]
             elif model.world_size != world_size:
                 saved_by = counted(model.world_size, "rank")
@@ -287,7 +292,7 @@ class _Checker(TagHeaders):
         if (missing := not_committed(self.first_shard, self.record)) is not None:
             self.missing.append(self._add(RECORD_NAME, missing))
 
-    def _find_missing(self, tp_size: int) -> None:
+    def _find_missing(self, files: StateFiles) -> None:
         recorded = self.record.files if self.record is not None else {}
         for name, want in sorted(recorded.items()):
             path, have = self.tag_dir / name, self.sizes.get(name)
@@ -299,19 +304,20 @@ class _Checker(TagHeaders):
                     f"{path}: has {have} bytes; the commit record says {want}. The file is truncated, damaged or from "
                     "another save.",
                 )
-        if self.record is not None and self._files is not None:
-            for files in (self._files.optim, self._files.models):
-                for rank, name in sorted(files.items()):
-                    if rank < self.world_size and name not in recorded:
+        if self.record is not None:
+            num_ranks = files.tensor_size * self.topology.data_size
+            for names in (files.optim, files.models):
+                for rank, name in sorted(names.items()):
+                    if rank < num_ranks and name not in recorded:
                         self._add(name, f"{self.tag_dir / name}: is not in the commit record, which lists all files.")
-        count, missing = self.listing.missing(self.topology.data_size, tp_size)
+        count, missing = files.missing(self.topology.data_size)
         for name in missing[: max(0, _NAMED - len(self.problems))]:
             if not {name, f"bf16_{name}"} & recorded.keys():
                 why = "The checkpoint is incomplete, or its files are on other nodes (use_node_local_storage)."
                 self.missing.append(self._add(name, f"{self.tag_dir / name}: is missing. {why}"))
         if count > _NAMED:
             self.missing.append(self._add("", f"{count} files of {self.world_size} ranks are missing."))
-        if stale := self.listing.stale(self.topology.data_size, tp_size):
+        if stale := files.stale(self.topology.data_size):
             self.notes.append(f"{some(stale)}: left by an earlier save with more ranks, not part of this checkpoint")
 
     def _find_experts(self) -> None:
@@ -376,43 +382,30 @@ class _Checker(TagHeaders):
         return [model for model in found if model is not None]
 
     def _open_shards(self) -> None:
-        size, data_size = self.topology.tensor_size, self.topology.data_size
+        size = self.topology.tensor_size
         known = self._known_models()
-        if len(known) < size and (size > 1 or self.listing.kind == "zero-1-2"):
+        if len(known) < size and (size > 1 or self.listing.files.whole_model):
             self.notes.append(
                 "of the optimizer files only checksums: the file that names their parameters is unreadable"
             )
             return
 
+        self.checkpoint.models = {model.rank: model for model in known}
+        model_name = next(iter(self.listing.files.models.values()), None)
+
         def read(rank: int, path: FilePath) -> None:
-            opened = read_optimizer_file(path, world_size=data_size)
-            data_rank, tensor_rank = self.topology.place(rank)
-            shard = shard_of(
-                opened,
-                data_rank,
-                world_size=data_size,
-                rigid_params=known[tensor_rank].sub_groups if known else None,
-                tp_rank=tensor_rank,
-                slices=self._slices(rank, opened, known),
-            )
+            if known:
+                shard = self.checkpoint.read_shard(rank)
+            else:
+                shard = open_shard(path, rank, world_size=self.topology.data_size, rigid_params=None)
             self.first_shard = self.first_shard or shard
-            mixed = other_save(shard, self.record)
-            for name in islice(self.listing.models.values(), 1):
-                mixed = other_stage(shard, name) or mixed
+            mixed = None if model_name is None else other_stage(shard, model_name)
+            mixed = mixed or other_save(shard, self.record)
             if mixed is not None:
                 raise CheckpointError(mixed)
             self.shards[rank] = shard
 
         self._each(self.optim_files, read)
-
-    def _slices(self, rank: int, opened: OptimizerFile, models: Sequence[ModelStates]) -> RankSlices | None:
-        """Which slices a rank has to have; None where there are none."""
-        if self._is_opaque or (self.topology.tensor_size == 1 and opened.num_parts is None):
-            return None
-        if self.sliced is None and self._maps is not None:
-            self.sliced = sliced_layout(models, opened, self.topology, self._maps)
-            self.topology = self.sliced.topology
-        return None if self.sliced is None else self.sliced.of_rank(rank)
 
     def _choose_shards(self) -> None:
         """Keep the optimizer files that agree with the record, or without a record with the majority."""
@@ -462,17 +455,17 @@ class _Checker(TagHeaders):
                 elif (note := steps_note(first, head, self.record)) is not None:
                     self.notes.append(note)
             with self._noting(first.path.name):
-                frozen = self._experts_part(first) or frozen_part(self.models, self._frozen_layout())
+                sliced = 1 < self.topology.tensor_size == len(self._known_models())
+                layout = self.checkpoint.frozen_layout if sliced else None
+                frozen = self._experts_part(first) or frozen_part(self.models, layout)
                 parts += [] if frozen is None else [frozen]
         self.parts = tuple(parts)
         self.tensors = tuple(tensor for part in parts for tensor in part.tensors())
 
     def _experts_part(self, model: ModelStates) -> SavedPart | None:
         """The frozen parameters where some are experts; None where none are, or where their files are damaged."""
-        if not model.may_freeze_experts or self._maps is None or self.topology.tensor_size > 1:
-            return None
         try:
-            experts = frozen_experts(model, self._maps)
+            experts = self.checkpoint.frozen_experts
             part = None if experts is None else experts_part(experts)
             self._has_frozen_experts = part is not None
             return part
@@ -481,13 +474,6 @@ class _Checker(TagHeaders):
             if name in self.sizes:  # else it is said to be missing
                 self._add(name, error)
             return None
-
-    def _frozen_layout(self) -> Layout | None:
-        """The layout of the frozen parameters over all ranks, where there are slices of them."""
-        known = self._known_models()
-        if not 1 < self.topology.tensor_size == len(known) or self._maps is None:
-            return None
-        return frozen_layout(known, self.topology, self._maps)
 
     def _compare_with_record(self, record: CommitRecord) -> None:
         """Compare the headers with everything in the record except digests."""
@@ -525,9 +511,9 @@ def is_stage_0(listing: TagListing) -> bool:
 
 def stage_0_root(listing: TagListing) -> dict[object, object] | None:
     """The tree of the model states file of a save at ZeRO stage 0; None for any other save."""
-    if listing.kind != "zero-1-2" or listing.optim or RECORD_NAME in listing.sizes:
+    if not listing.files.whole_model or listing.files.optim or RECORD_NAME in listing.sizes:
         return None
-    for name in listing.models.values():
+    for name in listing.files.models.values():
         with suppress(CheckpointError, UnsupportedError):
             root = read_torch_file(listing.directory / name, foreign="inert").root
             if isinstance(root, dict) and isinstance(root.get("optimizer"), dict):

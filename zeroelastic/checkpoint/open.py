@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import NamedTuple, TypeGuard, overload
+from typing import TypeGuard, overload
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.contradictions import (
@@ -22,7 +21,6 @@ from zeroelastic.checkpoint.contradictions import (
 )
 from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
-from zeroelastic.checkpoint.marks import refuse_unfinished
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.one_save import watch
 from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard
@@ -30,11 +28,13 @@ from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, r
 from zeroelastic.checkpoint.saved_layout import SavedMaps, SlicedLayout, frozen_layout, saved_maps, sliced_layout
 from zeroelastic.checkpoint.tag_files import (
     NO_TENSOR_PARALLEL,
+    StateFiles,
     TensorParallel,
-    claimed_twice,
     model_file_name,
     other_tp_size,
     parse_rank_file,
+    rank_files,
+    refuse_unfinished,
 )
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.layout import Layout, Param
@@ -42,13 +42,12 @@ from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
     UndescribedSlicesError,
-    UnsupportedError,
     counted,
     some,
 )
 from zeroelastic.io.paths import FilePath, RemotePath, as_path, missing_file
 from zeroelastic.io.storage import file_size, file_sizes
-from zeroelastic.torch_file.header import Blocks, read_torch_file
+from zeroelastic.torch_file.header import Blocks, TorchFile, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords, read_zip_records
 
 _ON_NO_NODE = "The nodes that hold it have to take part, or use an older tag."
@@ -76,20 +75,20 @@ class Listing:
 class FilesByRank(Sequence[FilePath]):
     """Files of a directory by rank; a path is made when it is asked for, of thousands that a rank needs few of."""
 
-    def __init__(self, directory: FilePath, names: Iterable[str]) -> None:
-        self._directory, self._names = directory, tuple(names)
+    def __init__(self, directory: FilePath, names: Mapping[int, str], count: int) -> None:
+        self._directory, self._names, self._count = directory, names, count
 
     def __len__(self) -> int:
-        return len(self._names)
+        return self._count
 
     @overload
     def __getitem__(self, rank: int) -> FilePath: ...
     @overload
-    def __getitem__(self, rank: slice) -> FilesByRank: ...
-    def __getitem__(self, rank: int | slice) -> FilePath | FilesByRank:
+    def __getitem__(self, rank: slice) -> Sequence[FilePath]: ...
+    def __getitem__(self, rank: int | slice) -> FilePath | Sequence[FilePath]:
         if isinstance(rank, slice):
-            return FilesByRank(self._directory, self._names[rank])
-        return self._directory / self._names[rank]
+            return [self[each] for each in range(self._count)[rank]]
+        return self._directory / self._names[range(self._count)[rank]]
 
 
 @dataclass(slots=True)
@@ -105,24 +104,26 @@ class Checkpoint:
     ``near_rank`` chooses among headers of which any will do. ``remote_files`` are names of files that only other ranks
     see: their headers are parsed from bytes that a rank which sees the file has read (``through``).
     ``compare_directories``: whether a file that is opened must have the zip directory that the record states.
+    ``models`` are the model states headers that were parsed; ``sliced`` is the layout of the trained parameters where
+    there are slices, known when the first optimizer file is open.
     """
 
     tag_dir: FilePath
     topology: Topology
-    optim_files: Sequence[FilePath]
-    model_files: Sequence[FilePath]
-    record: CommitRecord | None
-    stale_files: tuple[str, ...]
+    optim_files: Sequence[FilePath] = ()
+    model_files: Sequence[FilePath] = ()
+    record: CommitRecord | None = None
+    stale_files: tuple[str, ...] = ()
     record_bytes: int = 0
     tp: TensorParallel = NO_TENSOR_PARALLEL
     remote_files: frozenset[str] = frozenset()
     compare_directories: bool = True
     whole_model: bool = False
     near_rank: int = 0
+    models: dict[int, ModelStates] = field(default_factory=dict, repr=False)
+    sliced: SlicedLayout | None = field(default=None, repr=False)
     _shards: dict[int, Shard] = field(default_factory=dict, repr=False)
-    _models: dict[int, ModelStates] = field(default_factory=dict, repr=False)
     _maps: SavedMaps | None = field(default=None, repr=False)
-    _sliced: SlicedLayout | None = field(default=None, repr=False)
     _frozen: Layout | None = field(default=None, repr=False)
     _experts: tuple[FrozenExperts | None] | None = field(default=None, repr=False)
 
@@ -139,12 +140,12 @@ class Checkpoint:
         Raises as ``shard``.
         """
         shard = next(iter(self._shards.values()), None) or self.shard(self._near(0))
-        return shard.layout if self._sliced is None else self._sliced.layout
+        return shard.layout if self.sliced is None else self.sliced.layout
 
     @property
     def layout_models(self) -> tuple[int, ...]:
         """The ranks whose model states headers say what slices there are: one of each tensor parallel rank."""
-        opened = {self.topology.place(rank)[1]: rank for rank in reversed(self._models)}
+        opened = {self.topology.place(rank)[1]: rank for rank in reversed(self.models)}
         return tuple(opened.get(t, self._near(t)) for t in range(self.topology.tensor_size))
 
     def _near(self, tensor_rank: int) -> int:
@@ -158,7 +159,7 @@ class Checkpoint:
 
     def groups(self, head: Shard) -> tuple[ParamGroup, ...]:
         """The optimizer groups of one rank's file, with the parameters of all ranks by the names of whole tensors."""
-        return head.groups if self._sliced is None else self._sliced.groups(head)
+        return head.groups if self.sliced is None else self.sliced.groups(head)
 
     @property
     def frozen_layout(self) -> Layout | None:
@@ -204,7 +205,16 @@ class Checkpoint:
     @property
     def expert_files(self) -> tuple[str, ...]:
         """The names of the files of experts that belong to the tag, by a model states header that was parsed."""
-        return next((model.expert_files for model in self._models.values()), ())
+        return next((model.expert_files for model in self.models.values()), ())
+
+    def use_files(self, files: StateFiles, data_size: int) -> None:
+        """Take ``files`` for those of the save, and number them, and the headers that are open, by rank."""
+        self.topology, self.whole_model = Topology(data_size, files.tensor_size), files.whole_model
+        self.optim_files = FilesByRank(self.tag_dir, files.optim, self.world_size)
+        self.model_files = FilesByRank(self.tag_dir, files.models, files.num_models(data_size))
+        rank_of = {name: rank for rank, name in files.models.items()}
+        models = [(rank_of[model.path.name], model) for model in self.models.values() if model.path.name in rank_of]
+        self.models = {rank: model if model.rank == rank else replace(model, rank=rank) for rank, model in models}
 
     def shard(self, rank: int, *, through: Blocks | None = None) -> Shard:
         """The header of one rank's optimizer file; parsed once. Raises CheckpointError, UnsupportedError.
@@ -212,31 +222,34 @@ class Checkpoint:
         Where there are slices, the headers of ``layout_models`` are opened before.
         """
         if rank not in self._shards:
-            path = self.optim_files[rank]
-            data_rank, tensor_rank = self.topology.place(rank)
-            opened = read_optimizer_file(path, world_size=self.topology.data_size, through=through)
-            slices = self._slices(rank, opened)
-            shard = shard_of(
-                opened,
-                data_rank,
-                world_size=self.topology.data_size,
-                rigid_params=self._rigid_params(rank),
-                tp_rank=tensor_rank if self.tp.size == 1 else self.tp.rank,
-                slices=slices,
-            )
+            shard = self.read_shard(rank, through=through)
             mixed = other_stage(shard, self.model_files[0].name) or other_save(shard, self.record)
             if mixed is not None:
                 raise CheckpointError(mixed)
-            self._check_directory(path, shard.directory)
+            self._check_directory(shard.path, shard.directory)
             self._shards[rank] = shard
         return self._shards[rank]
+
+    def read_shard(self, rank: int, *, through: Blocks | None = None) -> Shard:
+        """Parse the header of one rank's optimizer file, which is not yet compared with other files."""
+        data_rank, tensor_rank = self.topology.place(rank)
+        opened = read_optimizer_file(self.optim_files[rank], world_size=self.topology.data_size, through=through)
+        slices = self._slices(rank, opened)
+        return shard_of(
+            opened,
+            data_rank,
+            world_size=self.topology.data_size,
+            rigid_params=self._rigid_params(rank),
+            tp_rank=tensor_rank if self.tp.size == 1 else self.tp.rank,
+            slices=slices,
+        )
 
     def _rigid_params(self, rank: int) -> Sequence[Sequence[Param]] | None:
         """The parameters by flat buffer, which stock optimizer files do not name; None where no header is needed."""
         recorded_rigid = self.record is not None and self.record.checkpoint_format == "rigid"
-        if not self._models and (self.whole_model or recorded_rigid):
+        if not self.models and (self.whole_model or recorded_rigid):
             self.model_states(rank)
-        if not self._models:
+        if not self.models:
             return None
         return self.model_states(self.layout_models[self.topology.place(rank)[1]]).sub_groups
 
@@ -244,12 +257,12 @@ class Checkpoint:
         """Which slices a rank has; None where ranks have no slices, or do not say which."""
         if self.tp.size > 1 or (self.topology.tensor_size == 1 and opened.num_parts is None):
             return None
-        if self._sliced is None:
+        if self.sliced is None:
             models = [self.model_states(each) for each in self.layout_models]
             assert self._maps is not None, "read with the first model states"
-            self._sliced = sliced_layout(models, opened, self.topology, self._maps)
-            self.topology = self._sliced.topology
-        return self._sliced.of_rank(rank)
+            self.sliced = sliced_layout(models, opened, self.topology, self._maps)
+            self.topology = self.sliced.topology
+        return self.sliced.of_rank(rank)
 
     def model_states(self, rank: int, *, through: Blocks | None = None) -> ModelStates:
         """The layout part of a rank's model states file, or of its tensor parallel rank's; parsed once.
@@ -258,16 +271,22 @@ class Checkpoint:
         """
         tensor_rank = self.topology.place(rank)[1]
         rank = tensor_rank if self.whole_model else rank
-        if rank not in self._models:
-            path = self.model_files[rank]
-            file = read_torch_file(path, foreign="inert", through=through)
+        if rank not in self.models:
+            file = read_torch_file(self.model_files[rank], foreign="inert", through=through)
             tp = self.tp if self.tp.size > 1 else TensorParallel(tensor_rank, self.topology.tensor_size)
-            model = model_states_of(file, rank, world_size=self.topology.data_size, tp=tp)
-            self._check_directory(path, model.directory)
-            if self._maps is None and self.tp.size == 1:
-                self._maps = saved_maps(file.root, model.tensor_size, path)
-            self._models[rank] = model
-        return self._models[rank]
+            self.take_model_states(file, rank, data_size=self.topology.data_size, tp=tp)
+        return self.models[rank]
+
+    def take_model_states(
+        self, file: TorchFile, rank: int, *, data_size: int | None, tp: TensorParallel | None
+    ) -> ModelStates:
+        """Parse a model states file that was read; ``data_size`` and ``tp`` as of ``open_model_states``."""
+        model = model_states_of(file, rank, world_size=data_size, tp=tp)
+        self._check_directory(file.path, file.directory)
+        if self._maps is None and self.tp.size == 1:
+            self._maps = saved_maps(file.root, model.tensor_size, file.path)
+        self.models[rank] = model
+        return model
 
     def model_file(self, rank: int) -> FilePath:
         """The model states file that is a saved rank's: its own, or the one of its tensor parallel rank."""
@@ -291,19 +310,19 @@ class Checkpoint:
     @property
     def has_models(self) -> bool:
         """Whether a model states header was parsed, which names the parameters of a rigid checkpoint."""
-        return bool(self._models)
+        return bool(self.models)
 
     @property
     def header_bytes(self) -> int:
         """Bytes read so far for headers, scalars and the commit record."""
         shards = sum(shard.header_bytes for shard in self._shards.values())
-        return shards + sum(model.header_bytes for model in self._models.values()) + self.record_bytes
+        return shards + sum(model.header_bytes for model in self.models.values()) + self.record_bytes
 
     @property
     def opened(self) -> tuple[FilePath, ...]:
         """The checkpoint files whose headers were read here so far."""
         shards = tuple(shard.path for shard in self._shards.values())
-        opened = shards + tuple(model.path for model in self._models.values())
+        opened = shards + tuple(model.path for model in self.models.values())
         return tuple(path for path in opened if path.name not in self.remote_files)
 
 
@@ -338,44 +357,30 @@ def open_checkpoint(
     if listing is None:
         sizes: Mapping[str, int] = file_sizes(tag_dir)
         listing = Listing(sizes, sizes, read_record(tag_dir), record_bytes=sizes.get(RECORD_NAME, 0))
-    sizes, names, record = listing.sizes, listing.names, listing.record
+    names, record = listing.names, listing.record
     refuse_unfinished(tag_dir, names)
     files = _state_files(tag_dir, names, record, tp)
-    first: _First | None = None
-    if record is not None:
-        data_size = record.world_size
-    elif listing.world_size is not None:
-        data_size = listing.world_size
-    else:
-        first = _first_model_states(tag_dir, files, near_rank, tp)
-        data_size = first.model.world_size
-        if first.model.tensor_size != files.tensor_size and not _is_one_of_several(tp):
-            files = rank_files(tag_dir, names, tensor_size=first.model.tensor_size)
-    topology = Topology(data_size, files.tensor_size)
-    tp_rank = tp.rank if tp is not None else 0
-    _check_none_missing(tag_dir, files, topology, tp_rank=tp_rank, over_nodes=listing.over_nodes)
-    if record is not None:
-        check_sizes(tag_dir, names, sizes, record)
-    world_size = topology.world_size
-    stale = [names[rank] for names in (files.optim, files.models) for rank in sorted(names) if rank >= world_size]
+    data_size = listing.world_size if record is None else record.world_size
     checkpoint = Checkpoint(
         tag_dir=tag_dir,
-        topology=topology,
-        optim_files=FilesByRank(tag_dir, (files.optim[rank] for rank in range(world_size))),
-        model_files=FilesByRank(tag_dir, (files.models[rank] for rank in range(files.num_models(data_size)))),
+        topology=Topology(0, files.tensor_size),
         record=record,
-        stale_files=(*stale, *files.others),
         record_bytes=0 if record is None else listing.record_bytes,
         tp=tp or NO_TENSOR_PARALLEL,
         remote_files=listing.remote_files,
         compare_directories=compare_directories,
-        whole_model=files.whole_model,
         near_rank=near_rank,
     )
-    if first is not None:
-        rank = checkpoint.topology.rank(*first.place)
-        checkpoint._models[rank] = replace(first.model, rank=rank)
-        checkpoint._maps = first.maps
+    if data_size is None:
+        first = _read_first_model(checkpoint, files, tp)
+        data_size = first.world_size
+        if first.tensor_size != files.tensor_size and not _is_one_of_several(tp):
+            files = rank_files(tag_dir, names, tensor_size=first.tensor_size)
+    checkpoint.use_files(files, data_size)
+    _check_none_missing(checkpoint, files, over_nodes=listing.over_nodes)
+    if record is not None:
+        check_sizes(tag_dir, names, listing.sizes, record)
+    checkpoint.stale_files = files.stale(data_size)
     return checkpoint
 
 
@@ -407,70 +412,36 @@ def _state_files(
     return rank_files(tag_dir, names, tensor_size=tensor_size)
 
 
-class _First(NamedTuple):
-    """The first model states header that is opened, its data and its tensor parallel rank, and its maps."""
-
-    model: ModelStates
-    place: tuple[int, int]
-    maps: SavedMaps | None
-
-
-def _first_model_states(tag_dir: FilePath, files: StateFiles, near_rank: int, tp: TensorParallel | None) -> _First:
-    """The model states of ``near_rank``, or of rank 0 where the save has no such rank."""
-    rank = near_rank % files.tensor_size if files.whole_model else near_rank
+def _read_first_model(checkpoint: Checkpoint, files: StateFiles, tp: TensorParallel | None) -> ModelStates:
+    """Open the model states of ``near_rank``, or of rank 0 where the save has no such rank: they state the sizes."""
+    tag_dir, near = checkpoint.tag_dir, checkpoint.near_rank
+    rank = near % files.tensor_size if files.whole_model else near
     rank = rank if rank in files.models else 0
     if rank not in files.models:
         name = model_file_name(rank, 0 if tp is None else tp.rank, whole=False)
         raise MissingFileError(f"{tag_dir}: {name} is missing. The checkpoint is incomplete.")
-    path = tag_dir / files.models[rank]
-    named = parse_rank_file(path.name)
-    assert named is not None
-    file = read_torch_file(path, foreign="inert")
-    if _is_one_of_several(tp):
-        return _First(model_states_of(file, rank, world_size=None, tp=tp), (named.rank, 0), None)
-    model = model_states_of(file, rank, world_size=None)
+    file = read_torch_file(tag_dir / files.models[rank], foreign="inert")
     try:
-        return _First(model, (named.rank, named.tp_rank), saved_maps(file.root, model.tensor_size, path))
+        return checkpoint.take_model_states(file, rank, data_size=None, tp=tp if _is_one_of_several(tp) else None)
     except UndescribedSlicesError as error:
-        raise UndescribedSlicesError(f"{other_tp_size(tag_dir, model.tensor_size, tp)} {error}") from None
+        saved = file.root.get("mp_world_size") if isinstance(file.root, dict) else None
+        raise UndescribedSlicesError(f"{other_tp_size(tag_dir, saved, tp)} {error}") from None
 
 
-def _check_none_missing(
-    tag_dir: FilePath,
-    files: StateFiles,
-    topology: Topology,
-    *,
-    tp_rank: int,
-    over_nodes: bool,
-) -> None:
-    """Raise MissingFileError unless each rank has both files; ``over_nodes``: the files that any rank sees.
-
-    ``tp_rank`` is that of the files where they are of one of several tensor parallel ranks.
-    """
-    world_size, num_models = topology.world_size, files.num_models(topology.data_size)
-    expected = (files.optim, world_size), (files.models, num_models)
-    num_missing = sum(count - sum(rank < count for rank in names) for names, count in expected)
+def _check_none_missing(checkpoint: Checkpoint, files: StateFiles, *, over_nodes: bool) -> None:
+    """Raise MissingFileError unless each rank has both files; ``over_nodes``: the files that any rank sees."""
+    num_missing, names = files.missing(checkpoint.topology.data_size)
     if not num_missing:
         return
-    names = (
-        name
-        for rank in range(world_size)
-        for data_rank, tensor_rank in [topology.place(rank)]
-        for present, count, name in (
-            (files.optim, world_size, f"*zero_pp_rank_{data_rank}_mp_rank_{tensor_rank + tp_rank:02d}_optim_states.pt"),
-            (files.models, num_models, model_file_name(data_rank, tensor_rank + tp_rank, whole=files.whole_model)),
-        )
-        if rank not in present and rank < count
-    )
-    missing = some(islice(names, 6), count=num_missing)
     why = "incomplete, or its files are on other nodes (use_node_local_storage)."
     if over_nodes:
-        seen = (files.optim, range(world_size)), (files.models, range(num_models))
-        gone = [str(rank) for rank in range(world_size) if any(rank in due and rank not in has for has, due in seen)]
-        why = f"incomplete: no rank of this run sees what {some(gone)} of the saved ranks wrote. {_ON_NO_NODE}"
+        seen = (files.optim, range(checkpoint.world_size)), (files.models, range(len(checkpoint.model_files)))
+        gone = sorted({rank for has, due in seen for rank in due if rank not in has})
+        ranks = some(map(str, gone))
+        why = f"incomplete: no rank of this run sees what {ranks} of the saved ranks wrote. {_ON_NO_NODE}"
     raise MissingFileError(
-        f"{tag_dir}: {num_missing} of the files of {counted(world_size, 'rank')} {'is' if num_missing == 1 else 'are'} "
-        f"missing: {missing}. The checkpoint is {why}"
+        f"{checkpoint.tag_dir}: {num_missing} of the files of {counted(checkpoint.world_size, 'rank')} "
+        f"{'is' if num_missing == 1 else 'are'} missing: {some(names, count=num_missing)}. The checkpoint is {why}"
     )
 
 
@@ -509,65 +480,6 @@ def _check_tp_size(tag_dir: FilePath, names: Iterable[str], record: CommitRecord
         saved = max((file.tp_rank + 1 for file in files), default=tp.size)
     if saved != tp.size:
         raise other_tp_size(tag_dir, saved, tp)
-
-
-class StateFiles(NamedTuple):
-    """The names of the optimizer and the model states files of a tag by rank.
-
-    Ranks are counted over ``tensor_size`` tensor parallel ranks. ``whole_model``: the model states files have the whole
-    weights of a tensor parallel rank, by which they are numbered (stages 1 and 2). ``others`` are files of further
-    tensor parallel ranks.
-    """
-
-    optim: dict[int, str]
-    models: dict[int, str]
-    whole_model: bool
-    tensor_size: int = 1
-    others: tuple[str, ...] = ()
-
-    def num_models(self, data_size: int) -> int:
-        """How many model states files a save of ``data_size`` data parallel ranks has."""
-        return self.tensor_size if self.whole_model else self.tensor_size * data_size
-
-
-def rank_files(
-    tag_dir: FilePath, names: Iterable[str], tp_rank: int | None = None, *, tensor_size: int | None = None
-) -> StateFiles:
-    """The optimizer and the model states file of each rank among the files of a directory.
-
-    With ``tp_rank``, those of that tensor parallel rank alone; else of ``tensor_size`` such ranks, by default as many
-    as there are names of. Raises MissingFileError where there are none, CheckpointError where two claim the same rank,
-    UnsupportedError for ZeRO stage 0.
-    """
-    files = {name: file for name in sorted(names) if (file := parse_rank_file(name)) is not None}
-    if tp_rank is not None:
-        files = {name: file._replace(tp_rank=0) for name, file in files.items() if file.tp_rank == tp_rank}
-    if tensor_size is None:
-        tensor_size = max((file.tp_rank + 1 for file in files.values()), default=1)
-    found: dict[str, dict[int, str]] = {"optimizer": {}, "model": {}, "whole_model": {}}
-    others: list[str] = []
-    for name, file in files.items():
-        if file.tp_rank >= tensor_size:
-            others.append(name)
-            continue
-        rank = file.rank * tensor_size + file.tp_rank
-        of_kind = found[file.kind]
-        if rank in of_kind:
-            raise claimed_twice(tag_dir, of_kind[rank], name, file.rank)
-        of_kind[rank] = name
-    optim, models, whole = found.values()
-    if whole and not models and not optim:
-        raise UnsupportedError(
-            f"{tag_dir}: has {whole[min(whole)]} and no optimizer files (*_optim_states.pt). It is of ZeRO stage 0, "
-            "whose optimizer state does not name its parameters, so that only a stage 0 run resumes it, or of stage 1 "
-            "or 2 without its optimizer files. A run at stage 1 or 2 takes the weights alone, with "
-            "load_optimizer_states=False."
-        )
-    if not models and not optim:
-        raise MissingFileError(
-            f"{tag_dir}: holds no ZeRO checkpoint (zero_pp_rank_*_optim_states.pt and *_model_states.pt)."
-        )
-    return StateFiles(optim, models or whole, bool(whole) and not models, tensor_size, tuple(others))
 
 
 def check_sizes(tag_dir: FilePath, names: Collection[str], sizes: Mapping[str, int], record: CommitRecord) -> None:

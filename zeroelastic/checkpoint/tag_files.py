@@ -6,13 +6,13 @@ Tensor parallel ranks each save a ZeRO checkpoint of their own into the same dir
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal, NamedTuple
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, shown
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsupportedError, shown
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, list_directory
 
@@ -49,6 +49,11 @@ def parse_rank_file(name: str) -> RankFile | None:
 def model_file_name(rank: int, tp_rank: int, *, whole: bool) -> str:
     """The name of a rank's model states file; ``whole`` where rank 0 writes the weights for all ranks."""
     return f"{'' if whole else f'zero_pp_rank_{rank}_'}mp_rank_{tp_rank:02d}_model_states.pt"
+
+
+def optim_file_name(rank: int, tp_rank: int, prefix: str = "") -> str:
+    """The name of a rank's optimizer file; ``prefix`` is ``bf16_`` where DeepSpeed writes that."""
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}_optim_states.pt"
 
 
 def expert_file_name(layer: int, expert: int, tp_rank: int = 0) -> str:
@@ -102,31 +107,146 @@ def other_tp_size(where: FilePath, saved: object, tp: TensorParallel | None, *, 
     )
 
 
+UNFINISHED_NAME = "zeroelastic-unfinished.json"
+"""The mark of an upload to an object store, which has no rename, so that the files of a tag appear one by one.
+
+It is there before the first of them appears, and goes after the commit record is there.
+"""
+
+
+def refuse_unfinished(tag_dir: FilePath, names: Container[str]) -> None:
+    """Raise CheckpointError for a tag directory, with the files ``names``, whose upload did not finish."""
+    if UNFINISHED_NAME in names and RECORD_NAME not in names:
+        raise CheckpointError(
+            f"{tag_dir}: its upload is on its way or did not finish ({UNFINISHED_NAME}, and no {RECORD_NAME}). Resume "
+            "from another tag.",
+            remedy="",
+        )
+
+
 SWAP_FOLDER = "offloaded_tensors"
 """DeepSpeed's raw copies of what a run had offloaded to NVMe, one folder per rank."""
-
-Kind = Literal["zero-3", "zero-1-2", "universal"]
 
 _TEMPORARY = re.compile(r".*\.(tmp|temp|part|partial|incomplete)|\.nfs.*")
 _MAX_NAMES = 1000
 
 
 @dataclass(frozen=True, slots=True)
+class StateFiles:
+    """The names of the optimizer and the model states files of a tag by rank.
+
+    Ranks are counted over ``tensor_size`` tensor parallel ranks. ``whole_model``: the model states files have the whole
+    weights of a tensor parallel rank, by which they are numbered (stages 1 and 2). ``others`` are files of further
+    tensor parallel ranks. ``tp_rank`` is that of all files where these are of one tensor parallel rank alone.
+    """
+
+    optim: Mapping[int, str]
+    models: Mapping[int, str]
+    whole_model: bool
+    tensor_size: int = 1
+    others: tuple[str, ...] = ()
+    tp_rank: int = 0
+
+    def num_models(self, data_size: int) -> int:
+        """How many model states files a save of ``data_size`` data parallel ranks has."""
+        return self.tensor_size if self.whole_model else self.tensor_size * data_size
+
+    def missing(self, data_size: int) -> tuple[int, tuple[str, ...]]:
+        """How many files of ``data_size`` data parallel ranks are missing, and the names of the first of them."""
+        num_ranks, num_models = self.tensor_size * data_size, self.num_models(data_size)
+        count = num_ranks + num_models
+        count -= sum(rank < num_ranks for rank in self.optim) + sum(rank < num_models for rank in self.models)
+        prefix = "bf16_" if any(name.startswith("bf16_") for name in self.optim.values()) else ""
+        names = (
+            name
+            for rank in range(num_ranks if count else 0)
+            for data_rank, tp_rank in [(rank // self.tensor_size, rank % self.tensor_size + self.tp_rank)]
+            for files, end, name in (
+                (self.optim, num_ranks, optim_file_name(data_rank, tp_rank, prefix)),
+                (self.models, num_models, model_file_name(data_rank, tp_rank, whole=self.whole_model)),
+            )
+            if rank not in files and rank < end
+        )
+        return count, tuple(islice(names, min(count, _MAX_NAMES)))
+
+    def stale(self, data_size: int) -> tuple[str, ...]:
+        """The files of ranks that a save of ``data_size`` data parallel ranks does not have."""
+        further = (
+            name
+            for files in (self.optim, self.models)
+            for rank, name in files.items()
+            if rank >= self.tensor_size * data_size
+        )
+        return tuple(sorted((*further, *self.others)))
+
+
+def rank_files(
+    tag_dir: FilePath, names: Iterable[str], tp_rank: int | None = None, *, tensor_size: int | None = None
+) -> StateFiles:
+    """Return the optimizer and the model states file of each rank among the files of a directory.
+
+    With ``tp_rank``, those of that tensor parallel rank alone; else of ``tensor_size`` such ranks, by default as many
+    as there are names of. Raises MissingFileError where there are none, CheckpointError where two claim the same rank,
+    UnsupportedError for ZeRO stage 0.
+    """
+    files = {name: file for name in sorted(names) if (file := parse_rank_file(name)) is not None}
+    if tp_rank is not None:
+        files = {name: file._replace(tp_rank=0) for name, file in files.items() if file.tp_rank == tp_rank}
+    found, duplicates = _by_rank(tag_dir, files, tensor_size)
+    for error in duplicates.values():
+        raise error
+    require_files(tag_dir, found)
+    return replace(found, tp_rank=tp_rank or 0)
+
+
+def require_files(tag_dir: FilePath, files: StateFiles) -> None:
+    """Raise MissingFileError where there are no files of ranks, UnsupportedError for ZeRO stage 0."""
+    if files.whole_model and not files.optim:
+        raise UnsupportedError(
+            f"{tag_dir}: has {files.models[min(files.models)]} and no optimizer files (*_optim_states.pt). It is of "
+            "ZeRO stage 0, whose optimizer state does not name its parameters, so that only a stage 0 run resumes it, "
+            "or of stage 1 or 2 without its optimizer files. A run at stage 1 or 2 takes the weights alone, with "
+            "load_optimizer_states=False."
+        )
+    if not files.models and not files.optim:
+        raise MissingFileError(
+            f"{tag_dir}: holds no ZeRO checkpoint (zero_pp_rank_*_optim_states.pt and *_model_states.pt)."
+        )
+
+
+def _by_rank(
+    tag_dir: FilePath, files: Mapping[str, RankFile], tensor_size: int | None
+) -> tuple[StateFiles, dict[str, CheckpointError]]:
+    """Number files by rank; of further files of the same rank, return the error about each."""
+    if tensor_size is None:
+        tensor_size = max((file.tp_rank + 1 for file in files.values()), default=1)
+    found: dict[str, dict[int, str]] = {"optimizer": {}, "model": {}, "whole_model": {}}
+    others: list[str] = []
+    duplicates: dict[str, CheckpointError] = {}
+    for name, file in files.items():
+        rank = file.rank * tensor_size + file.tp_rank
+        if file.tp_rank >= tensor_size:
+            others.append(name)
+        elif (other := found[file.kind].setdefault(rank, name)) != name:
+            duplicates[name] = claimed_twice(tag_dir, other, name, file.rank)
+    optim, models, whole = found.values()
+    return StateFiles(optim, models or whole, bool(whole) and not models, tensor_size, tuple(others)), duplicates
+
+
+@dataclass(frozen=True, slots=True)
 class TagListing:
     """What is in a tag directory.
 
-    ``optim`` and ``models`` are the file names by (rank, tensor parallel rank); of ``zero-1-2`` only rank 0 has model
-    states. ``duplicates`` are further files of a (rank, tensor parallel rank) that already has one, each with the error
-    about it. ``temporaries`` are
-    files of a save that was interrupted or is still running; ``expert_files`` have the weights of experts;
-    ``unknown_files`` are none of these.
+    ``files`` are those of ranks, numbered over as many tensor parallel ranks as there are names of. ``duplicates`` are
+    further files of a rank that already has one, each with the error about it. ``temporaries`` are files of a save
+    that was interrupted or is still running; ``expert_files`` have the weights of experts; ``unknown_files`` are none
+    of these.
     """
 
     directory: FilePath
-    kind: Kind
+    is_universal: bool
     sizes: Mapping[str, int]
-    optim: Mapping[tuple[int, int], str]
-    models: Mapping[tuple[int, int], str]
+    files: StateFiles
     duplicates: Mapping[str, CheckpointError]
     temporaries: tuple[str, ...]
     expert_files: tuple[str, ...]
@@ -136,75 +256,36 @@ class TagListing:
     @property
     def tp_size(self) -> int:
         """Tensor parallel ranks by the names of files; at least 1."""
-        return max((tp_rank for _, tp_rank in (*self.optim, *self.models)), default=0) + 1
+        return self.files.tensor_size
 
     @property
     def num_ranks(self) -> int:
-        """One more than the highest rank that a file is named after."""
-        return max((rank for rank, _ in (*self.optim, *self.models)), default=-1) + 1
+        """One more than the highest data parallel rank that a file is named after."""
+        return max((*self.files.optim, *self.files.models), default=-self.tp_size) // self.tp_size + 1
 
-    def missing(self, data_size: int, tp_size: int | None = None) -> tuple[int, tuple[str, ...]]:
-        """How many files of ``data_size`` data parallel ranks are missing, and the names of the first of them.
-
-        ``tp_size`` is the tensor parallel size, by default that of the names.
-        """
-        num_models = 1 if self.kind == "zero-1-2" else data_size
-        tp_size = self.tp_size if tp_size is None else tp_size
-        ranks = (place for files in (self.optim, self.models) for place in files)
-        present = sum(rank < data_size and tp_rank < tp_size for rank, tp_rank in ranks)
-        count = (data_size + num_models) * tp_size - present
-        prefix = "bf16_" if any(name.startswith("bf16_") for name in self.optim.values()) else ""
-        names = (
-            name
-            for rank in range(data_size if count else 0)
-            for tp_rank in range(tp_size)
-            for files, name in (
-                (self.optim, f"{prefix}zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}_optim_states.pt"),
-                (self.models, model_file_name(rank, tp_rank, whole=self.kind == "zero-1-2")),
-            )
-            if (rank, tp_rank) not in files and (files is self.optim or rank < num_models)
-        )
-        return count, tuple(islice(names, min(count, _MAX_NAMES)))
-
-    def stale(self, data_size: int, tp_size: int | None = None) -> tuple[str, ...]:
-        """Files of ranks that a save of ``data_size`` data and ``tp_size`` tensor parallel ranks does not have."""
-        tp_size = self.tp_size if tp_size is None else tp_size
-        names = [
-            name
-            for files in (self.optim, self.models)
-            for (rank, tp_rank), name in files.items()
-            if rank >= data_size or tp_rank >= tp_size
-        ]
-        return tuple(sorted(names))
+    def by_rank(self, tensor_size: int | None) -> StateFiles:
+        """Number the files over another number of tensor parallel ranks; None: as the names say."""
+        if tensor_size in (None, self.tp_size):
+            return self.files
+        names = (name for name in sorted(self.sizes) if name not in self.duplicates)
+        parsed = {name: file for name in names if (file := parse_rank_file(name)) is not None}
+        return _by_rank(self.directory, parsed, tensor_size)[0]
 
 
 def list_tag(directory: FilePath) -> TagListing:
     """List a tag directory. Raises MissingFileError, UnreadableError where it cannot be listed."""
     sizes, inside = list_directory(directory)
-    found: dict[str, dict[tuple[int, int], str]] = {"optimizer": {}, "model": {}, "whole_model": {}}
-    duplicates: dict[str, CheckpointError] = {}
-    others: list[str] = []
-    for name in sorted(sizes):
-        file = parse_rank_file(name)
-        if file is None:
-            others.append(name)
-        elif file.kind != "whole_model" and (other := found[file.kind].get((file.rank, file.tp_rank))) is not None:
-            duplicates[name] = claimed_twice(directory, other, name, file.rank)
-        else:
-            found[file.kind][file.rank, file.tp_rank] = name
-    optim, models, whole = found.values()
+    parsed = {name: parse_rank_file(name) for name in sorted(sizes)}
+    files, duplicates = _by_rank(directory, {name: file for name, file in parsed.items() if file is not None}, None)
+    others = [name for name, file in parsed.items() if file is None]
     expert_files = [name for name in others if EXPERT_FILE.match(name)]
     temporaries = [name for name in others if is_temporary(name)]
     known = {*expert_files, *temporaries, RECORD_NAME}
-    kind: Kind = "zero-1-2" if whole and not models else "zero-3"
-    if not optim and _holds_whole_params(directory, inside):
-        kind = "universal"
     return TagListing(
         directory=directory,
-        kind=kind,
+        is_universal=not files.optim and _holds_whole_params(directory, inside),
         sizes=sizes,
-        optim=optim,
-        models=whole if kind == "zero-1-2" else models,
+        files=files,
         duplicates=duplicates,
         temporaries=tuple(temporaries),
         expert_files=tuple(expert_files),

@@ -16,7 +16,7 @@ from zeroelastic.checkpoint.commit_record import CheckpointFormat, CommitRecord,
 from zeroelastic.checkpoint.contradictions import other_directory
 from zeroelastic.checkpoint.extents import stream_seeds
 from zeroelastic.checkpoint.model_states import ModelStates
-from zeroelastic.checkpoint.open import StateFiles
+from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.saved_layout import SlicedLayout
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedTensor, contents_of
@@ -69,10 +69,8 @@ class TagHeaders:
         self.missing: list[Problem] = []
         self.notes: list[str] = []
         self.unsupported: list[str] = []
-        self.record: CommitRecord | None = None
+        self.checkpoint = Checkpoint(listing.directory, Topology(0), compare_directories=False)
         self.stated_world_size: int | None = None
-        self.topology = Topology(0)
-        self.sliced: SlicedLayout | None = None
         self.optim_files: dict[int, FilePath] = {}
         self.model_files: dict[int, FilePath] = {}
         self.models: dict[int, ModelStates] = {}
@@ -84,10 +82,25 @@ class TagHeaders:
         self.parts: tuple[SavedPart, ...] = ()
         self.tensors: tuple[SavedTensor, ...] = ()
         self.is_stage_0 = False
-        self._files: StateFiles | None = None
+        self.num_rank_files = 0
         self._has_frozen_experts = False
         pipelines = (name for name in listing.unknown_files if name.endswith("_states.pt"))
         self._other_names = [*listing.expert_files, *pipelines]
+
+    @property
+    def record(self) -> CommitRecord | None:
+        """The commit record; None also where it is damaged."""
+        return self.checkpoint.record
+
+    @property
+    def topology(self) -> Topology:
+        """How many ranks share what."""
+        return self.checkpoint.topology
+
+    @property
+    def sliced(self) -> SlicedLayout | None:
+        """The layout of the trained parameters where there are slices."""
+        return self.checkpoint.sliced
 
     @property
     def world_size(self) -> int:
@@ -119,8 +132,7 @@ class TagHeaders:
     @property
     def num_files(self) -> int:
         """How many files the ranks of the save have written."""
-        of_ranks = 0 if self._files is None else self.world_size + self._files.num_models(self.topology.data_size)
-        return len(self._other_names) + of_ranks
+        return len(self._other_names) + self.num_rank_files
 
     @cached_property
     def other_files(self) -> dict[int, tuple[FilePath, ...]]:

@@ -90,10 +90,10 @@ def _describe(tag: Tag, latest: str | None) -> TagInfo:
         nbytes = sum(listing.sizes.values())
         record = read_record(listing.directory)
         world_size = listing.num_ranks if record is None else record.world_size
-        stage = _stage(listing)
-        if listing.kind == "universal":
-            status, stage = "universal", None
-        elif tag.unfinished is not None or (listing.missing(world_size)[0] and not is_stage_0(listing)):
+        stage = None if listing.is_universal else _stage(listing)
+        if listing.is_universal:
+            status = "universal"
+        elif tag.unfinished is not None or (listing.files.missing(world_size)[0] and not is_stage_0(listing)):
             status = "incomplete"
         elif record is None and stage == 3 and "base_optimizer_state" in _optimizer_state(listing):
             status, why = "incomplete", f"{RECORD_NAME} is missing, which an elastic save writes last."
@@ -121,19 +121,21 @@ def _stage(listing: TagListing) -> int | None:
 
     Where optimizer files were removed, it is the configured one.
     """
-    if listing.kind != "zero-1-2":
+    if not listing.files.whole_model:
         return 3
-    if listing.optim:
+    if listing.files.optim:
         stage = _optimizer_state(listing).get("zero_stage", 1)
     elif is_stage_0(listing):
         stage = 0
     else:
-        root = read_torch_file(listing.directory / listing.models[min(listing.models)], foreign="inert").root
+        root = read_torch_file(
+            listing.directory / listing.files.models[min(listing.files.models)], foreign="inert"
+        ).root
         stage = zero_option(root.get("ds_config") if isinstance(root, dict) else None, "stage")
     return stage if type(stage) is int else None
 
 
 def _optimizer_state(listing: TagListing) -> Mapping[object, object]:
-    root = read_torch_file(listing.directory / listing.optim[min(listing.optim)]).root
+    root = read_torch_file(listing.directory / listing.files.optim[min(listing.files.optim)]).root
     state = root.get("optimizer_state_dict") if isinstance(root, dict) else None
     return state if isinstance(state, dict) else {}

@@ -29,7 +29,7 @@ from training import Job, Outcome, build_engine, look, raised, resume, train_ste
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
-from zeroelastic.checkpoint.marks import UNFINISHED_NAME
+from zeroelastic.checkpoint.tag_files import UNFINISHED_NAME
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save import upload
 from zeroelastic.deepspeed.save.directory import Directory

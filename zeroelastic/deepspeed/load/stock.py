@@ -32,11 +32,11 @@ from zeroelastic.checkpoint.contradictions import (
     values_sentence,
 )
 from zeroelastic.checkpoint.model_states import model_states_of
-from zeroelastic.checkpoint.open import rank_files, saved_sizes
+from zeroelastic.checkpoint.open import saved_sizes
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
 from zeroelastic.checkpoint.saved_layout import DATA_FIRST
-from zeroelastic.checkpoint.tag_files import TensorParallel, other_tp_size, parse_rank_file
+from zeroelastic.checkpoint.tag_files import TensorParallel, other_tp_size, parse_rank_file, rank_files
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer

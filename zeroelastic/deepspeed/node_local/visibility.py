@@ -23,10 +23,16 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.marks import refuse_unfinished
 from zeroelastic.checkpoint.model_states import open_model_states
-from zeroelastic.checkpoint.open import Listing, rank_files
-from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, TensorParallel, is_rank_file, parse_rank_file
+from zeroelastic.checkpoint.open import Listing
+from zeroelastic.checkpoint.tag_files import (
+    WHOLE_MODEL_FILE,
+    TensorParallel,
+    is_rank_file,
+    parse_rank_file,
+    rank_files,
+    refuse_unfinished,
+)
 from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, rank_list
 from zeroelastic.io.paths import FilePath, RemotePath

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.marks import UNFINISHED_NAME
+from zeroelastic.checkpoint.tag_files import UNFINISHED_NAME
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save.background import finish_at_exit
 from zeroelastic.deepspeed.save.directory import Directory

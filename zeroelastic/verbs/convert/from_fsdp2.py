@@ -194,7 +194,7 @@ def _saved_state(form: NativeForm) -> SavedState:
         stale_files=(),
         whole_model=True,
         _shards={0: head},
-        _models={0: model},
+        models={0: model},
         trained=trained,
         frozen=found.frozen,
         named=found.named,

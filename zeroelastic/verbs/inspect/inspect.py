@@ -120,7 +120,7 @@ def inspect_source(source: Source, *, all_ranks: bool = False) -> InspectReport:
     """
     with one_save(source.tag_dir):
         listing = list_tag(source.tag_dir)
-        if listing.kind == "universal":
+        if listing.is_universal:
             raise UnsupportedError(
                 f"{listing.directory}: is {UNIVERSAL}. zeroelastic reads the checkpoint that it was made from."
             )
@@ -186,7 +186,9 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         model_dtype=max(dtypes, key=lambda dtype: (dtypes[dtype], dtype)) if dtypes else None,
         master_dtype=", ".join(sorted({*shard.extents[FP32].dtype.values()})) or None if shard is not None else None,
         train_batch_size=next((batch for batch in batches if type(batch) is int and batch), None),
-        sub_group_size=configured_sub_group_size(config) if config is not None and listing.kind == "zero-3" else None,
+        sub_group_size=configured_sub_group_size(config)
+        if config is not None and not listing.files.whole_model
+        else None,
         num_sub_groups=None if shard is None else shard.layout.num_sub_groups,
         layout=None
         if shard is None or has_slices
@@ -221,7 +223,7 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         files=TagFiles(
             num_missing=num_missing,
             missing=list(missing),
-            stale=list(listing.stale(checked.topology.data_size)),
+            stale=list(listing.files.stale(checked.topology.data_size)),
             odd=list(listing.unknown_files),
             leftovers=list(listing.temporaries),
             folders=list(listing.folders),
@@ -237,7 +239,7 @@ def _integer(root: Mapping[object, object], key: str) -> int | None:
 
 def _missing(checked: TagHeaders) -> tuple[int, Sequence[str]]:
     """How many files of ranks are missing, and the names of the first of them."""
-    return (0, ()) if checked.is_stage_0 else checked.listing.missing(checked.topology.data_size)
+    return (0, ()) if checked.is_stage_0 else checked.listing.files.missing(checked.topology.data_size)
 
 
 def _problems(checked: TagHeaders) -> list[str]:
@@ -284,7 +286,7 @@ def _notes(source: Source, checked: TagHeaders) -> list[str]:
     version = root.get("ds_version")
     if record is not None and isinstance(version, str) and version != record.versions.deepspeed:
         notes.append(f"the model states file was written by DeepSpeed {version}")
-    if stale := listing.stale(checked.topology.data_size):
+    if stale := listing.files.stale(checked.topology.data_size):
         notes.append(f"files of ranks that this save does not have are left over: {some(stale)}")
     if note := excluded_note(record):
         notes.append(note)
