@@ -356,10 +356,11 @@ def test_ranks_exchange_few_of_the_names_that_are_wrong(monkeypatch: pytest.Monk
     monkeypatch.setattr(verify, "all_gather", exchange)
     monkeypatch.setattr(verify, "gather_over_tp", exchange)
     live: Any = SimpleNamespace(tp=NO_TENSOR_PARALLEL, rank=1)
-    plan: Any = SimpleNamespace(checkpoint=SimpleNamespace(tag_dir="run/t"), visibility=None)
+    visibility = SimpleNamespace(reads_headers=True)
+    plan: Any = SimpleNamespace(live=live, tag_dir="run/t", checkpoint=None, visibility=visibility)
     wrong = tuple((f"layers.{i:05}.weight", "fp32") for i in range(10_000))
     with pytest.raises(DigestMismatchError, match="10000 tensors differ") as caught:
-        verify.raise_mismatch(live, verify.Verification("a", None, False, None, wrong), plan)
+        verify.raise_mismatch(verify.Verification("a", None, False, None, wrong), plan)
     assert "layers.00007.weight: fp32 ..." in str(caught.value) and "layers.00008" not in str(caught.value)
     assert sum(len(pickle.dumps(value)) for value in sent) < 1000
 
@@ -376,7 +377,7 @@ def attempt_where_one_fails_unforeseen(directory: str) -> tuple[str, str]:
         def fail(*args: Any, **kwargs: Any) -> None:
             raise RuntimeError("unforeseen")
 
-        preflight._open = fail
+        preflight.plan_load = fail
     return raised(partial(engine.load_checkpoint, directory))
 
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 from zeroelastic.checkpoint.commit_record import CommitRecord, excluded_from
 from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.deepspeed.live.digests import frozen_digests, gather_over_tp
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.load.preflight import LoadPlan
-from zeroelastic.deepspeed.options import LoadRequest
+from zeroelastic.deepspeed.load.load_plan import LoadPlan
 from zeroelastic.distributed.collective import collective_device
 from zeroelastic.errors import LayoutMismatchError, StrictError, counted, some
 
 _LOAD_IT_FIRST = "Load the base model that the run was saved with before deepspeed.initialize"
 
 
-def other_frozen(live: LiveOptimizer, plan: LoadPlan, request: LoadRequest) -> tuple[str, ...]:
+def other_frozen(plan: LoadPlan) -> tuple[str, ...]:
     """Return the names of frozen parameters whose values are not those of the save, which has digests alone.
 
     Collective, and the same on every rank. Raises LayoutMismatchError where the save was made with
     ``"frozen": "exclude"``, or the module is loaded strictly; StrictError under ``"strict": true``.
     """
-    record = plan.checkpoint.record
+    live, request, record = plan.live, plan.request, plan.record
     recorded = {
         content.param.name: (content.param.shape, *content.tensors[FROZEN])
         for content in excluded_from(record)
@@ -33,7 +31,7 @@ def other_frozen(live: LiveOptimizer, plan: LoadPlan, request: LoadRequest) -> t
     others = tuple(sorted({name for names in gather_over_tp(live, own) for name in names}))
     if not others:
         return ()
-    what = f"{plan.checkpoint.tag_dir}: {_sentence(others, record)}. {_LOAD_IT_FIRST}"
+    what = f"{plan.tag_dir}: {_sentence(others, record)}. {_LOAD_IT_FIRST}"
     advice = "load_module_strict=False keeps the run's own"
     if record.excluded_by == "option":
         advice = 'save with "frozen": "include" to have frozen weights in the checkpoint'
@@ -49,7 +47,7 @@ def other_frozen(live: LiveOptimizer, plan: LoadPlan, request: LoadRequest) -> t
 
 def base_notes(plan: LoadPlan) -> list[str]:
     """Return a loud line where the run goes on with another base model than that of the save."""
-    record = plan.checkpoint.record
+    record = plan.record
     if record is None or not plan.other_frozen:
         return []
     return [f"OTHER BASE MODEL: {_sentence(plan.other_frozen, record)}, and stay the run's own. {_LOAD_IT_FIRST}"]

@@ -18,9 +18,7 @@ import torch.distributed as dist
 
 from zeroelastic import observers
 from zeroelastic.checkpoint.commit_record import CommitRecord
-from zeroelastic.checkpoint.contradictions import steps_note
 from zeroelastic.checkpoint.one_save import was_saved_again
-from zeroelastic.checkpoint.param_changes import renamed_base_weights
 from zeroelastic.checkpoint.tag_files import SAVE_ID
 from zeroelastic.deepspeed.engine import (
     Engine,
@@ -30,27 +28,22 @@ from zeroelastic.deepspeed.engine import (
     refuse_merged,
 )
 from zeroelastic.deepspeed.engine_state import begin_change, changing, refuse_damaged, state_of
-from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, why_left_to_deepspeed
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.load.base_model import base_notes, other_frozen
+from zeroelastic.deepspeed.live.kinds import kind_of, why_left_to_deepspeed
 from zeroelastic.deepspeed.load.fallback import load_newest
+from zeroelastic.deepspeed.load.load_plan import LoadPlan
 from zeroelastic.deepspeed.load.module_states import (
     ModuleKeys,
     buffer_casts,
-    check_loaded_values,
     model_states_reader,
     recorded_keys,
 )
-from zeroelastic.deepspeed.load.preflight import LoadPlan, preflight
+from zeroelastic.deepspeed.load.preflight import preflight
 from zeroelastic.deepspeed.load.report import (
-    check_batch,
-    common_state_notes,
     gather_costs,
-    hyper_parameter_notes,
     load_report,
     log_batch,
     log_report,
-    micro_batch_notes,
+    notes_before_load,
     notes_of_modules,
     optimizer_options,
     replaced_options_notes,
@@ -59,14 +52,13 @@ from zeroelastic.deepspeed.load.restore import restore
 from zeroelastic.deepspeed.load.stock import choose_loader, refuse_other_arrangement, refuse_state_of_zero
 from zeroelastic.deepspeed.load.tag_choice import choose_tag, nothing_to_load
 from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
-from zeroelastic.deepspeed.options import LoadRequest, Verify
+from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.deepspeed.run_objects import loading_sampler
 from zeroelastic.distributed.collective import all_or_raise, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import (
     CheckpointError,
     SavedAgainError,
-    UndescribedSlicesError,
     UnsupportedError,
     ZeroElasticError,
 )
@@ -128,7 +120,7 @@ def load(
         request = replace(request, options=options_of(engine))
         engine.__dict__.pop("zeroelastic_report", None)  # of an earlier load
         call.pending_micro_batches = accumulated_micro_batches(engine)
-        with retrying(request.options.retries):
+        with retrying(request.options.retries), allow_globals(request.options.allow_globals):
             outcome = _load_newest_or_named(call, request)
             if call.log is not None:
                 if dist.get_rank() == 0:
@@ -226,63 +218,38 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
     tag_dir = open_tag(request.directory / tag)
     opened.append(tag_dir)
     all_or_raise(lambda: refuse_merged(engine.module, f"{tag_dir} cannot be loaded"))
-    with allow_globals(request.options.allow_globals):
-        loader = choose_loader(engine, tag_dir, request)
-        if loader.live is None:
-            if dist.get_rank() == 0:
-                logger.warning("loading through DeepSpeed alone: %s", loader.reason)
-            return _load_by_deepspeed(call, request)
-        live, plan, request = _check(engine, loader.live, loader.level, request, tag_dir)
-    warnings = about_newer(request.directory, tag, newer)
-    micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
-    batch = check_batch(
-        plan.train_batch_size if live.trains else None,
-        engine.train_batch_size(),
-        engine.train_batch_size() // micro,  # copies of the model: ranks that share a sequence take one batch
-        strict=request.options.refuses_other_batch,
-    )
-    batch_changed = batch is not None and not request.load_module_only
-    if batch is not None and batch_changed:
-        warnings.append(batch)
-    warnings += base_notes(plan)
-    if (note := steps_note(plan.model, plan.head, plan.checkpoint.record)) is not None:
-        warnings.append(note)
-    if request.weights_only and request.custom_load_fn is not None:
-        warnings.append(
-            "custom_load_fn decides about buffers and other module state only: after it, each parameter gets the value "
-            "that the checkpoint has under its name. To keep another value, set it after the load"
-        )
-    if not request.weights_only:
-        warnings += hyper_parameter_notes(plan) + common_state_notes(live, plan)
-        warnings += micro_batch_notes(plan, call.pending_micro_batches)
-    keys = ModuleKeys()
+    loader = choose_loader(engine, tag_dir, request)
+    if loader.live is None:
+        if dist.get_rank() == 0:
+            logger.warning("loading through DeepSpeed alone: %s", loader.reason)
+        return _load_by_deepspeed(call, request)
+    plan = preflight(engine, loader.live, replace(loader.request, tag=tag), tag_dir)
+    notes, batch_changed = notes_before_load(engine, plan, call.pending_micro_batches)
+    warnings = [*about_newer(request.directory, tag, newer), *notes]
     if call.configured is None and not engine.global_steps:
-        call.configured = optimizer_options(engine, live)
-    with allow_globals(request.options.allow_globals):
-        load_module = partial(_load_module, engine, live, request, tag, plan, keys)
-        restored = restore(engine, live, plan, request, load_module)
-        verified = verify(engine, live, plan, restored, request)
-        module_notes = [*buffer_casts(engine, plan.model, request), *notes_of_modules(plan)]
-        failed, costs = gather_costs(plan, restored, verified)
-        if failed:
-            raise_mismatch(live, verified, plan)
-    if call.configured is not None and not request.weights_only:
-        warnings += replaced_options_notes(call.configured, optimizer_options(engine, live))
+        call.configured = optimizer_options(engine, plan.live)
+    keys = ModuleKeys()
+    restored = restore(engine, plan, partial(_load_module, engine, plan, keys))
+    verified = verify(engine, plan, restored)
+    module_notes = [*buffer_casts(engine, plan), *notes_of_modules(plan)]
+    failed, costs = gather_costs(plan, restored, verified)
+    if failed:
+        raise_mismatch(verified, plan)
+    if call.configured is not None and not plan.weights_only:
+        warnings += replaced_options_notes(call.configured, optimizer_options(engine, plan.live))
     report = load_report(
         engine,
-        live,
         plan,
-        request,
         restored,
         verified,
         costs,
+        keys,
         warnings=warnings,
         module_notes=module_notes,
-        keys=keys,
         batch_changed=batch_changed,
     )
     if not request.load_module_only:
-        call.loaded(plan.checkpoint.record, restored.loaded[1])
+        call.loaded(plan.record, restored.loaded[1])
     engine.zeroelastic_report = report
     saved_batch, module_only = plan.train_batch_size, request.load_module_only  # the plan is let go of before the log
 
@@ -295,79 +262,18 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
     return restored.loaded
 
 
-def _check(
-    engine: Engine, live: LiveOptimizer, level: Verify, request: LoadRequest, tag_dir: FilePath
-) -> tuple[LiveOptimizer, LoadPlan, LoadRequest]:
-    """The live state and what is going to be loaded into it. Collective.
-
-    The request is that of all ranks, which verify alike. Nothing of the engine is changed. Raises the same error on
-    every rank.
-    """
-    if not live.trains:
-        request = replace(request, load_optimizer_states=False)
-    if level != request.options.verify:
-        request = replace(request, options=request.options.model_copy(update={"verify": level}))
-    return *_checked_plan(engine, live, request, tag_dir), request
-
-
-def _checked_plan(
-    engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: FilePath
-) -> tuple[LiveOptimizer, LoadPlan]:
-    """What is going to be loaded, and into what.
-
-    Slices that the files do not describe go into those of the same ranks, and weights that have another name since,
-    because of an adapter, or of several that are tied, into where they are now.
-    """
-
-    def check(live: LiveOptimizer) -> LoadPlan:
-        return preflight(tag_dir, live, request, lambda model: check_loaded_values(engine, model, request))
-
-    try:
-        plan = check(live)
-    except UndescribedSlicesError:
-        if live.topology.tensor_size == 1 or not live.per_param:
-            raise
-        live = covered_live(engine, engine.optimizer, opaque=True)
-        return live, check(live)
-    renamed = plan.renamed or _renamed(live, plan)
-    if renamed:  # alike on all ranks
-        live = covered_live(engine, engine.optimizer, renamed=renamed)
-        plan = replace(check(live), renamed=renamed)
-    return live, replace(plan, other_frozen=other_frozen(live, plan, request))
-
-
-def _renamed(live: LiveOptimizer, plan: LoadPlan) -> dict[str, str]:
-    """The saved name of each frozen weight that PEFT has given another one since."""
-    frozen, membership = plan.saved_frozen, plan.membership
-    if not (membership.dropped and membership.added_frozen) or live.sharing.has_slices:
-        return {}
-    return renamed_base_weights(
-        saved_frozen={param.name: param.shape for param in frozen},
-        live_frozen={param.name: param.shape for param in live.whole_frozen.params},
-        saved=[*plan.layout.index(), *(param.name for param in frozen)],
-        live=[*live.whole.index(), *live.whole_frozen.index()],
-    )
-
-
-def _load_module(
-    engine: Engine,
-    live: LiveOptimizer,
-    request: LoadRequest,
-    tag: str,
-    plan: LoadPlan,
-    keys: ModuleKeys,
-    module_path: str,
-) -> Loaded:
+def _load_module(engine: Engine, plan: LoadPlan, keys: ModuleKeys, module_path: str) -> Loaded:
     """DeepSpeed's own part: module, counters, scheduler and client state, out of the file at ``module_path``."""
+    request = plan.request
     begin_change(engine)
     with (
-        model_states_reader(engine, live, plan, module_path, request.options),
+        model_states_reader(engine, plan, module_path),
         recorded_keys(engine.module, keys, forgive=request.options.on_mismatch == "initialize"),
         loading_sampler(engine),
     ):
         # load_optimizer_states=False would merge the full model on every rank
         flags = {**request.flags(), "load_optimizer_states": True}
-        path, state = engine._load_checkpoint(request.load_dir, tag, **flags)
+        path, state = engine._load_checkpoint(request.load_dir, str(request.tag), **flags)
     if path is None:
         raise CheckpointError(f"{plan.model.path}: DeepSpeed did not load it.")
     if not request.load_optimizer_states:

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from operator import attrgetter
-from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
@@ -27,10 +26,9 @@ from zeroelastic.checkpoint.param_changes import GroupMatch
 from zeroelastic.checkpoint.tag_files import SAVE_ID
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import state_of
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.load.preflight import LoadPlan
+from zeroelastic.deepspeed.load.load_plan import LoadPlan
 from zeroelastic.deepspeed.load.states_file import StatesFile
-from zeroelastic.deepspeed.options import LoadRequest, Options
+from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.run_objects import SAMPLER, sampler_problem, states_to_load, without_missing
 from zeroelastic.errors import (
@@ -48,13 +46,7 @@ _FRAGMENTS = "frozen_param_fragments"
 
 
 @contextmanager
-def model_states_reader(
-    engine: Engine,
-    live: LiveOptimizer,
-    load_plan: LoadPlan,
-    path: str,
-    options: Options,
-) -> Iterator[None]:
+def model_states_reader(engine: Engine, load_plan: LoadPlan, path: str) -> Iterator[None]:
     """Within this context DeepSpeed reads the chosen module states once, from ``path``, without payload of parameters.
 
     Frozen parameters are filled from their parts; where the file has the whole module (saved at stages 1 and 2), or the
@@ -64,7 +56,7 @@ def model_states_reader(
     With ``weights_only_load``, only objects of torch's allow-list, DeepSpeed's own classes and ``allow_globals`` are
     made. Raises ConfigError for one of these that cannot be imported.
     """
-    safe = None
+    safe, live, options = None, load_plan.live, load_plan.request.options
     if options.weights_only_load:
         of_deepspeed = (ZeroStageEnum, ds_loss_scaler.LossScaler, ds_loss_scaler.DynamicLossScaler)
         safe = [*of_deepspeed, (_enum_member, "builtins.getattr"), *map(_imported, options.allow_globals)]
@@ -123,7 +115,7 @@ class _ModelStatesReader:
 
     def _read(self) -> dict[str, Any]:
         path = self._load_plan.model.path
-        if isinstance(path, Path) and not self._load_plan.reads_model_elsewhere:
+        if self._load_plan.reads_model:
             read_range(path, 0, 1)  # refuses what is no file, and links that lead elsewhere
         try:
             with StatesFile(self._path, self._load_plan.model.params_alone) as file:
@@ -304,14 +296,14 @@ def _compared_buffers(module: torch.nn.Module, prefix: str = "") -> dict[str, to
     return found
 
 
-def buffer_casts(engine: Engine, model: ModelStates, request: LoadRequest) -> list[str]:
+def buffer_casts(engine: Engine, load_plan: LoadPlan) -> list[str]:
     """A sentence for each kind of buffer that a load has not kept in the dtype that it was saved in.
 
     What ``custom_load_fn`` does with them is not known.
     """
-    buffers = dict(engine.module.named_buffers()) if request.custom_load_fn is None else {}
+    buffers = dict(engine.module.named_buffers()) if load_plan.request.custom_load_fn is None else {}
     own = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in buffers.items()}
-    forms = ((name, form) for name, form in model.others.items() if name in own and form is not None)
+    forms = ((name, form) for name, form in load_plan.model.others.items() if name in own and form)
     casts = {(form[0], own[name]) for name, form in forms if form[0] != own[name]}
     return [f"buffers: cast from {saved} to {live}" for saved, live in sorted(casts)]
 

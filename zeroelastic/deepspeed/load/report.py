@@ -9,16 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeroelastic.checkpoint.contradictions import steps_note
 from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.checkpoint.topology import expert_sizes
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.load.base_model import base_notes
+from zeroelastic.deepspeed.load.load_plan import LoadPlan
 from zeroelastic.deepspeed.load.module_states import ModuleKeys
-from zeroelastic.deepspeed.load.preflight import LoadPlan
 from zeroelastic.deepspeed.load.restore import Restored
 from zeroelastic.deepspeed.load.verify import Verification
-from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.deepspeed.run_objects import not_restored
 from zeroelastic.distributed.collective import all_gather_alike, maximum_and_total
 from zeroelastic.errors import StrictError, counted, rank_list, some
@@ -49,30 +50,28 @@ def gather_costs(load_plan: LoadPlan, restored: Restored, verification: Verifica
 
 def load_report(
     engine: Engine,
-    live: LiveOptimizer,
     load_plan: LoadPlan,
-    request: LoadRequest,
     restored: Restored,
     verification: Verification,
     costs: dict[str, int],
+    keys: ModuleKeys,
     *,
     warnings: list[str],
     module_notes: list[str],
-    keys: ModuleKeys,
     batch_changed: bool,
 ) -> ResumeReport:
     """The report, the same on every rank, without its seconds: these are known at the end of the call.
 
     ``warnings`` are notes from before the engine was touched.
     """
-    checkpoint = load_plan.checkpoint
+    live, request, checkpoint = load_plan.live, load_plan.request, load_plan.checkpoint
     texts = [*warnings, *restored.notes]
-    if load_plan.visibility is not None and not load_plan.visibility.in_store:
+    if not load_plan.visibility.reads_payload:
         partial = load_plan.visibility.partial_ranks
         few = f"{counted(len(partial), 'rank')} of {dist.get_world_size()} ({some(map(str, partial))})"
         texts.append(f"node-local disks: {few} did not see all files, and had them read and sent by ranks that did")
     texts += module_notes
-    exact, rederived, reset = _inventory(engine, live, load_plan, restored, weights_only=request.weights_only)
+    exact, rederived, reset = _inventory(engine, load_plan, restored)
     if live.trains and not request.load_module_only:
         with_scheduler = request.load_lr_scheduler_states
         reset = (*reset, *not_restored(engine, load_plan.model.values, with_scheduler=with_scheduler))
@@ -85,8 +84,8 @@ def load_report(
             f"each of {live.tp.size} tensor parallel ranks: the ranks above are those of its data parallel group"
         )
     return ResumeReport(
-        path=str(checkpoint.tag_dir),
-        format=load_plan.format,
+        path=str(load_plan.tag_dir),
+        format=load_plan.head.format,
         saved_world_size=checkpoint.world_size,
         world_size=live.layout.world_size,
         seconds=0.0,
@@ -97,10 +96,10 @@ def load_report(
         rederived=rederived,
         reset=(*reset, *restored.lost),
         notes=tuple(texts),
-        changed=_changes(live, load_plan, keys, weights_only=request.weights_only),
+        changed=_changes(load_plan, keys),
         batch_changed=batch_changed,
         verify=request.options.verify,
-        topology=topology_text(live, load_plan),
+        topology=topology_text(load_plan),
         **costs,
     )
 
@@ -141,7 +140,7 @@ def notes_of_modules(load_plan: LoadPlan) -> list[str]:
     The nodes of a save at stage 1 or 2 each write one, with buffers and client state of their own.
     """
     model, checkpoint = load_plan.model, load_plan.checkpoint
-    if load_plan.visibility is None or load_plan.visibility.in_store:
+    if load_plan.visibility.reads_payload:
         return []
     taken = all_gather_alike((model.path.name, model.directory, model.path.name in checkpoint.remote_files))
     if not checkpoint.whole_model:
@@ -165,14 +164,50 @@ def _has_hyper_parameters(load_plan: LoadPlan) -> bool:
     return not groups or any(group.options.keys() - {"step"} for group in groups)
 
 
-def hyper_parameter_notes(load_plan: LoadPlan) -> list[str]:
-    """A note where the optimizer goes on with the hyper-parameters of the run, because none were saved."""
-    if _has_hyper_parameters(load_plan):
-        return []
-    return [
-        "HYPER-PARAMETERS NOT SAVED: lr, betas, weight_decay and the others are this run's own. DeepSpeed writes "
-        "none at stages 1 and 2 with elastic_checkpoint"
-    ]
+def notes_before_load(engine: Engine, load_plan: LoadPlan, pending: int) -> tuple[list[str], bool]:
+    """Return what a load will not do as one may expect, and whether it changes the global batch.
+
+    ``pending`` are the micro batches that the engine has accumulated. Raises StrictError for another batch, or base.
+    """
+    live, request, record = load_plan.live, load_plan.request, load_plan.record
+    micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
+    batch = check_batch(
+        load_plan.train_batch_size if live.trains else None,
+        engine.train_batch_size(),
+        engine.train_batch_size() // micro,  # copies of the model: ranks that share a sequence take one batch
+        strict=request.options.refuses_other_batch,
+    )
+    if request.load_module_only:
+        batch = None
+    notes = [batch, *base_notes(load_plan), steps_note(load_plan.model, load_plan.head, record)]
+    if load_plan.weights_only:
+        if request.custom_load_fn is not None:
+            notes.append(
+                "custom_load_fn decides about buffers and other module state only: after it, each parameter gets the "
+                "value that the checkpoint has under its name. To keep another value, set it after the load"
+            )
+        return list(filter(None, notes)), batch is not None
+    if not _has_hyper_parameters(load_plan):
+        notes.append(
+            "HYPER-PARAMETERS NOT SAVED: lr, betas, weight_decay and the others are this run's own. DeepSpeed writes "
+            "none at stages 1 and 2 with elastic_checkpoint"
+        )
+    if (names := live.common_state()) and load_plan.model.global_steps > 0:
+        notes.append(
+            f"STATE NOT SAVED: {type(live.base).__name__} keeps {some(map(repr, names))} beside the state of its "
+            "parameters. The checkpoint has none of it, and it begins anew"
+        )
+    if record is not None and record.lost_micro_batches:
+        notes.append(
+            f"LOST: the gradients of {counted(record.lost_micro_batches, 'micro batch')} that were accumulated when "
+            "this was saved; accumulation begins anew"
+        )
+    if pending:
+        notes.append(
+            f"NOT LOST, though it should be: the gradients of {counted(pending, 'micro batch')} "
+            "that this engine accumulated before the load go into its next optimizer step"
+        )
+    return list(filter(None, notes)), batch is not None
 
 
 def optimizer_options(engine: Engine, live: LiveOptimizer) -> list[dict[str, str]]:
@@ -213,35 +248,6 @@ def _in_digits(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
-def common_state_notes(live: LiveOptimizer, load_plan: LoadPlan) -> list[str]:
-    """A note where the optimizer has state of no parameter, which no checkpoint that is loaded here has."""
-    names = live.common_state()
-    if not names or load_plan.model.global_steps == 0:
-        return []
-    return [
-        f"STATE NOT SAVED: {type(live.base).__name__} keeps {some(map(repr, names))} beside the state of its "
-        "parameters. The checkpoint has none of it, and it begins anew"
-    ]
-
-
-def micro_batch_notes(load_plan: LoadPlan, pending: int) -> list[str]:
-    """Notes about gradients of micro batches that the save lost, and of the ``pending`` ones of this engine."""
-    record = load_plan.checkpoint.record
-    lost = record.lost_micro_batches if record is not None else 0
-    notes: list[str] = []
-    if lost:
-        notes.append(
-            f"LOST: the gradients of {counted(lost, 'micro batch')} that were accumulated when this "
-            "was saved; accumulation begins anew"
-        )
-    if pending:
-        notes.append(
-            f"NOT LOST, though it should be: the gradients of {counted(pending, 'micro batch')} "
-            "that this engine accumulated before the load go into its next optimizer step"
-        )
-    return notes
-
-
 def check_batch(saved: int | None, current: int, world_size: int, *, strict: bool) -> str | None:
     """A warning when a resume would change the global batch; StrictError when ``strict``."""
     if saved is None or saved == current:
@@ -264,14 +270,14 @@ def check_batch(saved: int | None, current: int, world_size: int, *, strict: boo
 
 def _module_bytes(load_plan: LoadPlan) -> int:
     """What DeepSpeed reads of the module states file: all of it but the parameters, whose payload is only mapped."""
-    if load_plan.reads_model_elsewhere:
+    if not load_plan.reads_model:
         return 0
     model = load_plan.model
     return model.size - sum(nbytes for _, nbytes in model.fragments()) - int(model.weights[:, 1].sum())
 
 
 def _inventory(
-    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, restored: Restored, *, weights_only: bool
+    engine: Engine, load_plan: LoadPlan, restored: Restored
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     membership = load_plan.membership
     exact = [counted(len(membership.restored), "parameter")]
@@ -287,7 +293,7 @@ def _inventory(
         rederived.append("16-bit weights from the fp32 master weights")
     else:
         rederived.append("fp32 master weights from 16-bit copies (load_from_fp32_weights is off)")
-    if weights_only:
+    if load_plan.weights_only:
         scale = " and loss scale" if engine.fp16_enabled() else ""
         reset.append(f"optimizer state{',' if scale else ' and'} hyper-parameters{scale} (not asked for)")
     else:
@@ -307,7 +313,7 @@ def _inventory(
         reset.append(f"{counted(len(kept), 'frozen parameter')} (excluded from the save): {', '.join(kept)}")
     if others := load_plan.other_frozen:
         reset.append(f"{counted(len(others), 'frozen parameter')} (not those of the save): {', '.join(others)}")
-    topologies = load_plan.checkpoint.topology, live.topology
+    topologies = load_plan.checkpoint.topology, load_plan.live.topology
     saved, current = (topology.data_size for topology in topologies)
     kind = "data parallel " if any(topology.tensor_size > 1 for topology in topologies) else ""
     # At stages 1 and 2 rank 0 saves them for all ranks.
@@ -326,8 +332,9 @@ def _kept_by_each_rank(engine: Engine, client_state: Any) -> str:
     return " and ".join(what for what, is_there in there.items() if is_there)
 
 
-def topology_text(live: LiveOptimizer, load_plan: LoadPlan) -> str | None:
+def topology_text(load_plan: LoadPlan) -> str | None:
     """How many ranks share what, then and now; None for a save and a run without slices."""
+    live = load_plan.live
     sides = ((load_plan.layout, load_plan.checkpoint.topology), (live.whole, live.topology))
     if all(layout.slices is None for layout, _ in sides):
         return None
@@ -343,12 +350,12 @@ def topology_text(live: LiveOptimizer, load_plan: LoadPlan) -> str | None:
     return ", ".join(parts)
 
 
-def _changes(live: LiveOptimizer, load_plan: LoadPlan, keys: ModuleKeys, *, weights_only: bool) -> tuple[str, ...]:
+def _changes(load_plan: LoadPlan, keys: ModuleKeys) -> tuple[str, ...]:
     """The differences between the save and the run, by name, and how each was loaded: sentences for the report."""
     membership = load_plan.membership
     # parameters have sentences of their own
     known = frozenset((*membership.dropped, *load_plan.renamed.values()))
-    params = {name for name, _ in live.module.named_parameters(remove_duplicate=False)}
+    params = {name for name, _ in load_plan.live.module.named_parameters(remove_duplicate=False)}
     lines = [
         f"{text}: {', '.join(names)}"
         for text, names in (
@@ -376,13 +383,14 @@ def _changes(live: LiveOptimizer, load_plan: LoadPlan, keys: ModuleKeys, *, weig
         )
         if names
     ]
-    if not weights_only:
-        lines += _state_lines(live, load_plan)
+    if not load_plan.weights_only:
+        lines += _state_lines(load_plan)
         lines += _group_lines(load_plan)
     return tuple(lines)
 
 
-def _state_lines(live: LiveOptimizer, load_plan: LoadPlan) -> list[str]:
+def _state_lines(load_plan: LoadPlan) -> list[str]:
+    live = load_plan.live
     names: dict[str, list[str]] = {}
     new = {*load_plan.membership.added_trained, *load_plan.membership.unfrozen}
     for param, sub_group in zip(live.layout.params, live.layout.sub_group.tolist(), strict=True):

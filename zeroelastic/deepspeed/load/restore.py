@@ -17,12 +17,11 @@ from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, Targe
 from zeroelastic.deepspeed.live.digests import LiveStreams, known_digests, local_digests, own_parts
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import restore_clipping, restore_scales, set_groups
-from zeroelastic.deepspeed.load.preflight import LoadPlan, saved_groups
+from zeroelastic.deepspeed.load.load_plan import LoadPlan, saved_groups
 from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others
 from zeroelastic.deepspeed.node_local.peer_checkpoint import module_file
-from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_or_raise, any_rank
-from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.io.paths import FilePath, is_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +48,18 @@ class Restored:
     own_weights: bool = False
 
 
-def restore(
-    engine: Engine,
-    live: LiveOptimizer,
-    load_plan: LoadPlan,
-    request: LoadRequest,
-    load_module: Callable[[str], tuple[Any, Any]],
-) -> Restored:
+def restore(engine: Engine, load_plan: LoadPlan, load_module: Callable[[str], tuple[Any, Any]]) -> Restored:
     """Fill the engine from a checked checkpoint. Collective; raises the same error on every rank.
 
     ``load_module`` runs DeepSpeed's own ``_load_checkpoint`` (module, counters, scheduler, client state) on the file
     that ``model_states_reader`` serves from the path that it is given.
     """
-    executor = request.options.io_engine
+    live, options = load_plan.live, load_plan.request.options
     payload = RelayCost()
     live.begin_load()
     with (
         live.filling(),
-        module_file(load_plan.visibility, load_plan.checkpoint, load_plan.model, executor=executor) as (
+        module_file(load_plan.visibility, load_plan.checkpoint, load_plan.model, executor=options.io_engine) as (
             module_path,
             module,
         ),
@@ -75,20 +68,20 @@ def restore(
         def load_and_fill() -> tuple[tuple[Any, Any], list[Filled]]:
             loaded = load_module(module_path)
             live.refresh()
-            return loaded, _fill(live, load_plan, request)
+            return loaded, _fill(load_plan)
 
         def complete(loaded: tuple[Any, Any], filled: Sequence[Filled]) -> Restored:
-            check_one_save(load_plan.checkpoint.tag_dir)  # nothing is read after this
-            _complete(live, load_plan, request)
+            check_one_save(load_plan.tag_dir)  # nothing is read after this
+            _complete(load_plan)
             moved = [part for part in filled if _has_moved(part, load_plan)]
             others = [part for part in filled if part not in moved]
             read = {stream: found for part in others for stream, found in part.read_digests.items()}
             cast = {stream: digest for part in others for stream, digest in part.cast_digests.items()}
-            if request.options.verifies_content and not engine.zero_load_from_fp32_weights():
+            if options.verifies_content and not engine.zero_load_from_fp32_weights():
                 # of the master weights as they were read, which are going to be rounded
                 cast = {**local_digests(live, weights_only=True, with_frozen=False, read=read).table(), **cast}
             changed = {stream: d for part in moved for stream, d in _changed_digests(part, live.rank).items()}
-            notes, lost = _restore_values(engine, live, load_plan, request, filled[0].rounded)
+            notes, lost = _restore_values(engine, live, load_plan, filled[0].rounded)
             return Restored(
                 loaded,
                 bytes_owned=sum(part.bytes_owned for part in filled),
@@ -103,16 +96,15 @@ def restore(
                 lost=lost,
             )
 
-        if load_plan.reads_all_locally:  # and waits for no other rank until it is complete
+        if load_plan.visibility.reads_payload:  # and waits for no other rank until it is complete
             restored = all_or_raise(lambda: complete(*load_and_fill()))
         else:
-            assert load_plan.visibility is not None
             loaded, filled = all_or_raise(load_and_fill)
             payload = fill_from_others(
                 load_plan.visibility,
                 filled,
-                executor=executor,
-                digest=request.options.verify == "read",
+                executor=options.io_engine,
+                digest=options.verify == "read",
             )
             restored = all_or_raise(lambda: complete(loaded, filled))
     live.end_load()
@@ -121,13 +113,14 @@ def restore(
     return restored
 
 
-def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> list[Filled]:
+def _fill(load_plan: LoadPlan) -> list[Filled]:
     """Fill master weights and optimizer tensors, then what is frozen on either side, in place."""
+    live, weights_only, options = load_plan.live, load_plan.weights_only, load_plan.request.options
     targets: list[Target] = []
-    on_disk = not isinstance(load_plan.checkpoint.tag_dir, RemotePath)
+    on_disk = not is_url(load_plan.tag_dir)
     for i, (source, keys, scalars) in enumerate(load_plan.states):
         if source is None:
-            if not request.weights_only:
+            if not weights_only:
                 live.reset_state(i)
             continue
         for key in keys:
@@ -136,29 +129,30 @@ def _fill(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> lis
             makes_weights = key == FP32 and on_disk and load_plan.weights_plan is None
             rounded = live.rounded(i) if makes_weights else None  # made in the pass that reads a disk
             targets.append(Target(key, i, live.destination(i, key, kept), dtype, rounded))
-        if not request.weights_only:
+        if not weights_only:
             live.drop_state(i, keep=(*keys, *scalars))
-    if not request.weights_only:
+    if not weights_only:
         live.state_filled()
     extents = {rank: load_plan.checkpoint.extents(rank) for rank in load_plan.shards}
-    parts = [Part(load_plan.plan, extents, targets), *_frozen_parts(live, load_plan), *_weights_parts(live, load_plan)]
+    parts = [Part(load_plan.plan, extents, targets), *_frozen_parts(load_plan), *_weights_parts(load_plan)]
     return [
         fill(
             *part,
-            executor=request.options.io_engine,
-            remote_files=frozenset() if load_plan.reads_all_locally else load_plan.checkpoint.remote_files,
-            digest=request.options.verify == "read",
+            executor=options.io_engine,
+            remote_files=frozenset() if load_plan.visibility.reads_payload else load_plan.checkpoint.remote_files,
+            digest=options.verify == "read",
         )
         for part in parts
     ]
 
 
-def _complete(live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest) -> None:
+def _complete(load_plan: LoadPlan) -> None:
     """Finish what was read: fresh state and padding."""
+    live, weights_only = load_plan.live, load_plan.weights_only
     for i in range(live.layout.num_sub_groups):
-        if not request.weights_only and load_plan.states[i].source is not None:
-            _clear_fresh(live, load_plan, i)
-    live.zero_padding(weights_only=request.weights_only)
+        if not weights_only and load_plan.states[i].source is not None:
+            _clear_fresh(load_plan, i)
+    live.zero_padding(weights_only=weights_only)
     live.zero_frozen_padding()
 
 
@@ -174,12 +168,12 @@ def _casts(targets: Sequence[Target]) -> list[str]:
     return [f"{what}: cast from {saved} to {live}" for what, saved, live in sorted(casts)]
 
 
-def _frozen_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
+def _frozen_parts(load_plan: LoadPlan) -> list[Part]:
     """Saved frozen parameters into master weights, saved master weights into frozen parameters, frozen into frozen.
 
     Each parameter is a target of its own.
     """
-    here = live.layout.index()
+    live, here = load_plan.live, load_plan.live.layout.index()
 
     def weights(number: int, name: str) -> torch.Tensor:
         return live.fp32(int(live.layout.sub_group[here[name]]))
@@ -215,7 +209,7 @@ def _frozen_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
     return parts
 
 
-def _weights_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
+def _weights_parts(load_plan: LoadPlan) -> list[Part]:
     """The weights of the model, where they are not made from the master weights."""
     plan, places = load_plan.weights_plan, load_plan.model.weight_places
     if plan is None:
@@ -225,7 +219,7 @@ def _weights_parts(live: LiveOptimizer, load_plan: LoadPlan) -> list[Part]:
     extents = TensorExtents(load_plan.model.path, dict(enumerate(dtypes)), np.array(offsets, dtype=np.int64))
     targets: list[Target] = []
     for i in sorted(set(plan.dst.sub_group.tolist())):
-        weights = live.weights(i)
+        weights = load_plan.live.weights(i)
         assert weights is not None, "planned for these"
         targets.append(Target(WEIGHTS, i, weights, dtypes[0]))
     return [Part(plan, {0: {WEIGHTS: extents}}, targets)]
@@ -247,9 +241,9 @@ def _changed_digests(part: Filled, rank: int) -> Digests:
     return {**part.cast_digests, **digests}
 
 
-def _clear_fresh(live: LiveOptimizer, load_plan: LoadPlan, sub_group: int) -> None:
+def _clear_fresh(load_plan: LoadPlan, sub_group: int) -> None:
     """Zero the state of parameters that are new to the optimizer, in a sub-group with restored parameters."""
-    restored = frozenset(load_plan.membership.restored)
+    live, restored = load_plan.live, frozenset(load_plan.membership.restored)
     tensors, _ = live.split_state(sub_group)
     places, lengths = live.layout.buffer_offset(live.rank).tolist(), live.layout.owned(live.rank)[1].tolist()
     for p in np.flatnonzero(live.layout.sub_group == sub_group).tolist():
@@ -259,7 +253,7 @@ def _clear_fresh(live: LiveOptimizer, load_plan: LoadPlan, sub_group: int) -> No
 
 
 def _restore_values(
-    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, request: LoadRequest, rounded: Mapping[int, int]
+    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, rounded: Mapping[int, int]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Set scalars, hyper-parameters and loss scale, then the 16-bit weights from the master weights.
 
@@ -268,7 +262,7 @@ def _restore_values(
     """
     notes: list[str] = []
     lost: list[str] = []
-    if not request.weights_only:
+    if not load_plan.weights_only:
         for i, state in enumerate(load_plan.states):
             for key, value in state.scalars.items():
                 live.set_scalar(i, key, value)

@@ -24,13 +24,12 @@ from zeroelastic.deepspeed.live.digests import sum_over_ranks
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import UnsupportedError, some
-from zeroelastic.io.paths import FilePath
 
 _Extents = Callable[[int], Mapping[str, TensorExtents]]
 
 
 def refuse_other_copies(
-    checkpoint: Checkpoint, visibility: FileVisibility | None, *, keys: list[str], device: torch.device
+    checkpoint: Checkpoint, visibility: FileVisibility, *, keys: list[str], device: torch.device
 ) -> None:
     """Raise UnsupportedError where tensor parallel ranks saved different copies of the same values. Collective.
 
@@ -50,7 +49,11 @@ def refuse_other_copies(
         if layout is None or layout.slices is None:
             continue
         files = checkpoint.model_files if own == [FROZEN] else checkpoint.optim_files
-        ranks = [rank for rank in range(layout.world_size) if _is_read_here(rank, files[rank], visibility)]
+        ranks = [
+            rank
+            for rank in range(layout.world_size)
+            if visibility.reads_for_all(files[rank].name, shared=rank % dist.get_world_size() == dist.get_rank())
+        ]
         sums = all_or_raise(partial(_sums, layout, own, extents, ranks))
         totals = np.array(sum_over_ranks(sums.ravel(), device=device), dtype=np.uint64)
         totals = totals.reshape(sums.shape)
@@ -64,12 +67,6 @@ def refuse_other_copies(
             f"{some(list(dict.fromkeys(differing)))}. At another tensor parallel size one of them would be "
             "taken: resume at the one that saved."
         )
-
-
-def _is_read_here(rank: int, path: FilePath, visibility: FileVisibility | None) -> bool:
-    if visibility is None or visibility.in_store:
-        return rank % dist.get_world_size() == dist.get_rank()
-    return visibility.reader(path.name) == visibility.rank
 
 
 def _sums(layout: Layout, keys: list[str], extents: _Extents, ranks: list[int]) -> UInt64Array:

@@ -17,6 +17,7 @@ import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.topology import tensor_parallel
-from zeroelastic.deepspeed.load.preflight import refuse_lost_state
+from zeroelastic.deepspeed.load.load_plan import refuse_lost_state
 from zeroelastic.deepspeed.options import VERIFY_LEVELS, LoadRequest, Verify
 from zeroelastic.distributed.collective import all_gather_of_or_raise
 from zeroelastic.errors import (
@@ -65,13 +66,13 @@ _AUTO_EP = ("ds_autoep_layers", "autoep_layers")
 
 
 class Loader(NamedTuple):
-    """Who loads a tag: DeepSpeed alone because of ``reason``, or this package into ``live``, verified at ``level``.
+    """Who loads a tag: DeepSpeed alone because of ``reason``, or this package into ``live``, as ``request`` says.
 
     ``values`` are the optimizer's numbers in this rank's file, where DeepSpeed has them if those of other ranks differ.
     """
 
     live: LiveOptimizer | None
-    level: Verify
+    request: LoadRequest
     reason: str | None = None
     values: Values | None = None
 
@@ -92,30 +93,31 @@ def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> Lo
             # into an engine without an optimizer DeepSpeed loads nothing
             if kind_of(engine.optimizer) is None or not _is_of_this_size(engine, tag_dir):
                 raise UnsupportedError(f"{tag_dir}: {error}") from None
-            return Loader(None, request.options.verify_level(on_gpu=False), str(error))
-        level = request.options.verify_level(on_gpu=live.on_gpu)
-        reason, values = _why_only_deepspeed_reads(engine, live, tag_dir, request)
-        return Loader(live, level, reason, values)
+            return Loader(None, request, str(error))
+        return Loader(live, request, *_why_only_deepspeed_reads(engine, live, tag_dir, request))
 
-    def part(loader: Loader) -> tuple[bool, Verify, str | None, tuple[int, int] | None, Values | None]:
-        place = None
-        if loader.live is not None:
-            rank, tp = loader.live.sharing.place
-            place = tp.rank, rank
-        return loader.live is not None, loader.level, loader.reason, place, loader.values
+    def part(loader: Loader) -> tuple[Verify, str | None, tuple[int, int] | None, Values | None]:
+        live = loader.live
+        level = request.options.verify_level(on_gpu=live is not None and live.on_gpu)
+        if live is None:
+            return level, loader.reason, None, None
+        rank, tp = live.sharing.place
+        return level, loader.reason, (tp.rank, rank), loader.values
 
     own, found = all_gather_of_or_raise(look, part)
-    level = min((level for _, level, *_ in found), key=VERIFY_LEVELS.index)
-    uncovered = [reason for covered, _, reason, *_ in found if not covered]
-    reasons = uncovered or [reason for _, _, reason, *_ in found]
+    reasons = [reason for _, reason, place, _ in found if place is None] or [reason for _, reason, *_ in found]
     if not any(reasons):
         tables = [(place, values) for *_, place, values in found if place is not None and values is not None]
         if len(tables) == len(found):
             reasons = [_values_of_ranks(tag_dir, tables)]
-    if None in reasons:
-        return Loader(own.live, level)
-    refuse_other_arrangement(engine, tag_dir, request, reasons[0] or "")
-    return Loader(None, level, reasons[0])
+    if None not in reasons:
+        refuse_other_arrangement(engine, tag_dir, request, reasons[0] or "")
+        return Loader(None, request, reasons[0])
+    assert own.live is not None, "else there is a reason"
+    level = min((level for level, *_ in found), key=VERIFY_LEVELS.index)
+    if level != request.options.verify:
+        request = replace(request, options=request.options.model_copy(update={"verify": level}))
+    return Loader(own.live, request if own.live.trains else replace(request, load_optimizer_states=False))
 
 
 def _values_of_ranks(tag_dir: FilePath, tables: Sequence[tuple[tuple[int, int], Values]]) -> str | None:

@@ -24,9 +24,8 @@ from zeroelastic.deepspeed.live.digests import (
     with_saved_kinds,
 )
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.load.preflight import LoadPlan
+from zeroelastic.deepspeed.load.load_plan import LoadPlan
 from zeroelastic.deepspeed.load.restore import Restored
-from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError
 from zeroelastic.io.paths import FilePath
@@ -63,9 +62,7 @@ class Verification:
         return self.matches is False
 
 
-def verify(
-    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, restored: Restored, request: LoadRequest
-) -> Verification:
+def verify(engine: Engine, load_plan: LoadPlan, restored: Restored) -> Verification:
     """Digest the live state and compare with the commit record. Collective.
 
     With ``"verify": "read"`` the digests are those of the bytes as they were read, where each went to the address at
@@ -75,32 +72,32 @@ def verify(
 
     Without a commit record there is nothing to compare with: the report names the verb that compares checksums.
     """
-    checkpoint = load_plan.checkpoint
+    live, record, request = load_plan.live, load_plan.record, load_plan.request
     if not request.options.verifies_content:
-        saved_root = checkpoint.record.content_root if checkpoint.record is not None else None
+        saved_root = None if record is None else record.content_root
         return Verification(saved_root, None, None, f'content not verified ("verify": "{request.options.verify}")')
     unrecorded = (
         "saved without a commit record, so without digests: NOT CHECKED. "
-        f"`zeroelastic verify {checkpoint.tag_dir}` compares its files with their checksums"
+        f"`zeroelastic verify {load_plan.tag_dir}` compares its files with their checksums"
     )
     membership, is_other_base = load_plan.membership, bool(load_plan.other_frozen)
-    with_frozen = checkpoint.frozen_layout is not None or load_plan.keeps_frozen
+    with_frozen = load_plan.checkpoint.frozen_layout is not None or load_plan.keeps_frozen
     same_params = membership.same_params and not is_other_base
     local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read_digests)
     try:
         contents = whole_contents(live, local, device=engine.device)
     except CopiesDifferError as error:
-        if checkpoint.record is None:
+        if record is None:
             return Verification(None, None, None, f"{unrecorded}; {error}")
-        return Verification(checkpoint.record.content_root, None, False, None, error.tensors)  # damage: one was saved
+        return Verification(record.content_root, None, False, None, error.tensors)  # damage: one was saved
     cast, changed = (_sums(live, sums, engine.device) for sums in (restored.cast_digests, restored.changed_digests))
-    if checkpoint.record is None:
+    if record is None:
         root = _root(live, contents)
         return Verification(None, root, None, unrecorded)
     from_16_bit = not engine.zero_load_from_fp32_weights()
     num_cast = sum(key != FP32 or not from_16_bit for _, key in cast)
-    saved_root = checkpoint.record.content_root
-    recorded = {c.param.name: c for c in checkpoint.record.contents() if c.tp_rank == live.tp.rank}
+    saved_root = record.content_root
+    recorded = {c.param.name: c for c in record.contents() if c.tp_rank == live.tp.rank}
     common = {*membership.restored, *membership.frozen}
     if load_plan.keeps_frozen:
         common |= {*membership.excluded} - {*load_plan.other_frozen}
@@ -158,21 +155,22 @@ def _as_read(
     ]
 
 
-def raise_mismatch(live: LiveOptimizer, verified: Verification, load_plan: LoadPlan) -> NoReturn:
+def raise_mismatch(verified: Verification, load_plan: LoadPlan) -> NoReturn:
     """Raise DigestMismatchError, where ``verify`` has failed on any rank, in the same words on all. Collective.
 
     It names parameters, state keys and, where the shards carry digests of their own, the files.
     """
+    live = load_plan.live
     own = sorted({*verified.wrong})  # the same on all ranks of a data parallel group
     parts = gather_over_tp(live, (len(own), own[:_NAMED]))
     num_wrong = sum(number for number, _ in parts)
     if num_wrong:
         named = sorted(stream for _, streams in parts for stream in streams)[:_NAMED]
-        raise DigestMismatchError(_describe(own, named, num_wrong, live, load_plan))
+        raise DigestMismatchError(_describe(own, named, num_wrong, load_plan))
     roots = all_gather((verified.loaded_root, verified.saved_root) if verified.failed else None)
     ours, theirs = (str(root)[:_ROOT_DIGITS] for root in next(found for found in roots if found is not None))
     raise DigestMismatchError(
-        f"{load_plan.checkpoint.tag_dir}: everything that was saved is live, but the live state's content root is "
+        f"{load_plan.tag_dir}: everything that was saved is live, but the live state's content root is "
         f"{ours} and the saved one {theirs}: the optimizer holds state that the checkpoint does not. Do not train on "
         "it; load into a new engine."
     )
@@ -194,19 +192,15 @@ def _sums(live: LiveOptimizer, digests: Mapping[Stream, int], device: torch.devi
     return {tensor: total for tensor, (_, total) in sorted(found.items())}
 
 
-def _describe(
-    own: Sequence[TensorKey], named: Sequence[TensorKey], num_wrong: int, live: LiveOptimizer, load_plan: LoadPlan
-) -> str:
+def _describe(own: Sequence[TensorKey], named: Sequence[TensorKey], num_wrong: int, load_plan: LoadPlan) -> str:
     """The message: what is wrong on any rank, with the damaged files that some ranks look for. Collective.
 
     The first rank of each data parallel group looks; if it does not see all files, the reader of each file does.
     """
     visibility = load_plan.visibility
-    looks = (
-        live.rank == 0
-        if visibility is None
-        else any(visibility.reader(name) == visibility.rank for name in visibility.names)
-    )
+    looks = load_plan.live.rank == 0
+    if not visibility.reads_headers:
+        looks = any(visibility.reader(name) == visibility.rank for name in visibility.names)
     found = all_gather(_damaged_files(own[:_NAMED], load_plan) if looks and own else None)
     reports = [report for report in found if report is not None]
     any_named = any(are_named for are_named, _ in reports)
@@ -215,7 +209,7 @@ def _describe(
     more = " ..." if num_wrong > _NAMED else ""
     differ = "1 tensor differs" if num_wrong == 1 else f"{num_wrong} tensors differ"
     return (
-        f"{load_plan.checkpoint.tag_dir}: {differ} from what the commit record says was saved: "
+        f"{load_plan.tag_dir}: {differ} from what the commit record says was saved: "
         f"{names}{more}. {files} The checkpoint is damaged."
     )
 
@@ -228,7 +222,7 @@ def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[boo
     checkpoint, visibility = load_plan.checkpoint, load_plan.visibility
 
     def is_read_here(path: FilePath) -> bool:
-        return visibility is None or visibility.reader(path.name) == visibility.rank
+        return visibility.reads_for_all(path.name, shared=True)
 
     names = sorted({name for name, _ in wrong})
     bad: set[str] = set()
@@ -254,7 +248,7 @@ def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[boo
         sizes = file_sizes(checkpoint.tag_dir)
         experts = () if checkpoint.frozen_experts is None else checkpoint.expert_files
         for path in filter(is_read_here, (*checkpoint.model_files, *(checkpoint.tag_dir / name for name in experts))):
-            label = path.name if visibility is None else visibility.label(path.name)
+            label = visibility.label(path.name)
             holders.add(label)
             bad |= {label} if _contradicts_itself(path, sizes.get(path.name, 0)) else set()
     if bad:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.checkpoint.open import Listing, open_checkpoint
+from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.checkpoint.tag_files import TensorParallel
 from zeroelastic.deepspeed.engine import Engine
@@ -194,7 +194,7 @@ def problem_over_nodes(tag_dir: FilePath, problem: str, tp: TensorParallel) -> s
         return problem
     try:
         visibility = gather_visibility(tag_dir, tp)
-        if isinstance(visibility, Listing):
+        if visibility.reads_headers:
             return problem
         all_or_raise(lambda: open_checkpoint(tag_dir, tp=tp, listing=visibility.listing))
     except UndescribedSlicesError:  # a load may take them into the same slices

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from zeroelastic.checkpoint.model_states import ModelStates, open_model_states
-from zeroelastic.checkpoint.open import Checkpoint, Listing, open_checkpoint
+from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.tag_files import TensorParallel, parse_rank_file
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import make_plan, source_ranks
@@ -111,20 +111,18 @@ class _Headers:
     """
 
     visibility: FileVisibility
-    listing: Listing
     own: Checkpoint
     checkpoints: dict[int, Checkpoint]
-    compare_directories: bool
     recorded: dict[str, tuple[int, Ranges]] = field(default_factory=dict)
 
     def read(self, name: str) -> None:
         """Parse a header now, wherever the file is, in such a way that it can be sent to others. Collective."""
-        all_or_raise(partial(self.record, [name] if name not in self.listing.remote_files else []))
+        all_or_raise(partial(self.record, [name] if name not in self.own.remote_files else []))
         self.fetch([name])
 
     def fetch(self, wanted: Iterable[str]) -> None:
         """Parse the wanted headers of files that other ranks see, and send theirs to other ranks. Collective."""
-        remote = [name for name in wanted if name in self.listing.remote_files]
+        remote = [name for name in wanted if name in self.own.remote_files]
         requests = [Request(self.visibility.reader(name), name) for name in remote]
         answers = multicast(requests, self.content)
         all_or_raise(partial(self.take, answers.content))
@@ -142,7 +140,7 @@ class _Headers:
             path = self.visibility.tag_dir / name
             with (
                 self.visibility.named_in_errors(path),
-                recording(path, self.visibility.sizes.get(name)) as (file, ranges),
+                recording(path, self.visibility.listing.sizes.get(name)) as (file, ranges),
             ):
                 self.parse(name, file)
             self.recorded[name] = (file.size, joined(ranges))
@@ -163,7 +161,7 @@ class _Headers:
             checkpoint.model_states(rank, through=through)
             return
         model = checkpoint.model_file(rank).name
-        if not checkpoint.has_models and model not in self.listing.remote_files:
+        if not checkpoint.has_models and model not in self.own.remote_files:
             self.record([model])  # rigid optimizer files do not name their parameters
         checkpoint.shard(rank, through=through)
 
@@ -171,7 +169,10 @@ class _Headers:
         if tp_rank not in self.checkpoints:
             tp = TensorParallel(tp_rank, self.own.tp.size)
             self.checkpoints[tp_rank] = open_checkpoint(
-                self.visibility.tag_dir, tp=tp, listing=self.listing, compare_directories=self.compare_directories
+                self.visibility.tag_dir,
+                tp=tp,
+                listing=self.visibility.listing,
+                compare_directories=self.own.compare_directories,
             )
         return self.checkpoints[tp_rank]
 
@@ -189,10 +190,17 @@ def ranks_taken(checkpoint: Checkpoint, live: LiveOptimizer) -> tuple[int, int]:
     return saved.rank(own, tensor_rank), saved.rank(min(data_rank, saved.data_size - 1), tensor_rank)
 
 
-def has_closed_form(checkpoint: Checkpoint, live: LiveOptimizer) -> bool:
-    """Whether sizes of parameters alone say which saved ranks have something that a rank of the run needs."""
+def sources_by_size(checkpoint: Checkpoint, live: LiveOptimizer, *layouts: Layout) -> tuple[int, ...] | None:
+    """Return the saved ranks that have something of what a rank of the run has of some ``layouts``.
+
+    None where sizes of parameters alone do not say it.
+    """
     are_whole = live.layout.slices is None and checkpoint.topology.tensor_size == 1
-    return are_whole and live.per_param and not checkpoint.whole_model
+    if not are_whole or not live.per_param or checkpoint.whole_model:
+        return None
+    numels = [numel for layout in layouts for numel in layout.numel.tolist()]
+    saved, current = checkpoint.world_size, live.layout.world_size
+    return source_ranks(numels, saved_world_size=saved, world_size=current, rank=live.rank)
 
 
 def open_with_peers(visibility: FileVisibility, live: LiveOptimizer, *, compare_directories: bool = True) -> Checkpoint:
@@ -201,27 +209,23 @@ def open_with_peers(visibility: FileVisibility, live: LiveOptimizer, *, compare_
     ``compare_directories`` is that of ``open_checkpoint``.
     Raises on every rank what ``open_checkpoint`` and the parsing of headers raise on any.
     """
-    listing = visibility.listing
     checkpoint = all_or_raise(
         lambda: open_checkpoint(
             visibility.tag_dir,
             near_rank=live.rank,
             tp=live.tp,
-            listing=listing,
+            listing=visibility.listing,
             compare_directories=compare_directories,
         )
     )
-    headers = _Headers(visibility, listing, checkpoint, {live.tp.rank: checkpoint}, compare_directories)
+    headers = _Headers(visibility, checkpoint, {live.tp.rank: checkpoint})
     own, nearest = ranks_taken(checkpoint, live)
     first = checkpoint.model_file(own).name
     headers.read(first)
     headers.fetch(sorted({checkpoint.model_file(each).name for each in checkpoint.layout_models} - {first}))
-    if has_closed_form(checkpoint, live):
-        numels = [*live.layout.numel.tolist(), *live.frozen.numel.tolist()]
-        saved, current = checkpoint.world_size, live.layout.world_size
-        needed = {nearest}
-        needed.update(source_ranks(numels, saved_world_size=saved, world_size=current, rank=live.rank))
-        optim = models = needed
+    by_size = sources_by_size(checkpoint, live, live.layout, live.frozen)
+    if by_size is not None:
+        optim = models = {nearest, *by_size}
     else:  # the layout is in the headers
         headers.read(checkpoint.optim_files[nearest].name)
         optim, models = all_or_raise(lambda: _sources(checkpoint, live, nearest=nearest))
@@ -257,7 +261,7 @@ def _holders(src: Layout, dst: Layout, rank: int) -> set[int]:
 
 @contextmanager
 def module_file(
-    visibility: FileVisibility | None, checkpoint: Checkpoint, model: ModelStates, *, executor: Executor
+    visibility: FileVisibility, checkpoint: Checkpoint, model: ModelStates, *, executor: Executor
 ) -> Iterator[tuple[str, RelayCost]]:
     """Where a rank reads its module states file, ``model``, and what it cost to get it there. Collective.
 
@@ -265,10 +269,10 @@ def module_file(
     which is all but parameters, under a name that lasts as long as the context.
     """
     local = str(model.path)
-    if visibility is None:
+    if visibility.reads_headers:
         yield local, RelayCost()
         return
-    is_remote = visibility.in_store or model.path.name in visibility.listing.remote_files
+    is_remote = visibility.reads_payload or model.path.name in visibility.listing.remote_files
     held = os.memfd_create(model.path.name, os.MFD_CLOEXEC) if is_remote else None
     try:
         cost = _fetch(visibility, checkpoint, model, held, executor)

@@ -41,22 +41,30 @@ from zeroelastic.io.storage import file_names, file_size, file_sizes
 
 @dataclass(frozen=True, slots=True)
 class FileVisibility:
-    """The files of a tag over all ranks: their ``sizes``, and the ranks that see each, ascending.
+    """The files of a tag over all ranks: their ``listing``, and the ranks that read each, ascending.
 
-    The same on every rank, but for ``rank``, and for what is said of files of the whole module: there ``sizes``,
-    ``readers_of`` and the record are of the file that this rank takes. ``readers_of`` has the files of one save: those
-    of its record, or all of them without a record. ``listing`` is what ``open_checkpoint`` needs to know of files that
-    are not all seen here. ``partial_ranks`` are the ranks that do not see all files. ``in_store``: the files are behind
-    a URL, where every rank can read all of them; then ``readers_of`` says who reads a header for all.
+    The same on every rank, but for ``rank``, and for what is said of files of the whole module: there ``listing`` and
+    ``readers_of`` are of the file that this rank takes. ``readers_of`` has the files of one save: those of its record,
+    or all of them without a record. It is empty where every rank sees all files on a disk, and reads them itself; of
+    files behind a URL, which every rank can read, it says who reads a header for all. ``partial_ranks`` are the ranks
+    that do not see all files.
     """
 
     tag_dir: FilePath
     rank: int
-    sizes: Mapping[str, int]
-    readers_of: Mapping[str, tuple[int, ...]]
     listing: Listing
+    readers_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     partial_ranks: tuple[int, ...] = ()
-    in_store: bool = False
+
+    @property
+    def reads_payload(self) -> bool:
+        """Whether this rank reads all payload of its own state itself."""
+        return not self.listing.over_nodes
+
+    @property
+    def reads_headers(self) -> bool:
+        """Whether this rank reads all headers that it needs itself."""
+        return not self.readers_of
 
     def path(self, name: str) -> FilePath:
         """Where a file is."""
@@ -72,9 +80,13 @@ class FileVisibility:
         ranks, file = self.readers_of[name], parse_rank_file(name)
         return ranks[(requester + (file.rank if file is not None else 0)) % len(ranks)]
 
+    def reads_for_all(self, name: str, *, shared: bool) -> bool:
+        """Whether this rank is the one that reads a file for all; ``shared`` where every rank sees all files."""
+        return self.reader(name) == self.rank if self.readers_of else shared
+
     def label(self, name: str) -> str:
         """A file's name, with the ranks that see it where other nodes have other files of that name."""
-        if self.in_store or not _is_whole_module(name):
+        if not self.listing.over_nodes or not _is_whole_module(name):
             return name
         return f"{name} (of {rank_list(self.readers_of[name])})"
 
@@ -84,7 +96,7 @@ class FileVisibility:
         try:
             yield
         except CheckpointError as error:
-            if self.in_store or not _is_whole_module(path.name):
+            if not self.listing.over_nodes or not _is_whole_module(path.name):
                 raise
             raise type(error)(f"{error} It is the {self.label(path.name)}.") from error
 
@@ -123,8 +135,8 @@ class _Place(NamedTuple):
     holders: tuple[int, ...]
 
 
-def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> Listing | FileVisibility:
-    """What a tag directory has that all ranks see alike, or else which rank sees which file. Collective.
+def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> FileVisibility:
+    """Find out which rank sees which file of a tag directory. Collective.
 
     Of the ranks that see one directory, the first lists it and sends the others what it found: on a file system that
     all ranks share, one rank lists the names and reads the record; ``stat_assigned_files`` is for the sizes. ``tp`` is
@@ -139,7 +151,7 @@ def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> Listing | FileVi
     firsts: dict[_Identity | None, int] = {}
     node_of = [firsts.setdefault(one, other) for other, one in enumerate(all_gather_alike(_identity(tag_dir)))]
     if len(firsts) == 1:
-        return _list_together(tag_dir)
+        return FileVisibility(tag_dir, rank, _list_together(tag_dir))
     record, own = all_or_raise(lambda: _look(tag_dir) if node_of[rank] == rank else (None, None))
     nodes = {first: node for first, node in enumerate(all_gather(own)) if node is not None}
     members: dict[int, list[int]] = {}
@@ -154,7 +166,9 @@ def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> Listing | FileVi
             return _list(tag_dir), read_record(tag_dir) if RECORD_NAME in here.files else None
 
         sizes, record = all_or_raise(read)
-        return Listing(sizes.keys(), sizes, record, record_bytes=sizes.get(RECORD_NAME, 0))
+        return FileVisibility(
+            tag_dir, rank, Listing(sizes.keys(), sizes, record, record_bytes=sizes.get(RECORD_NAME, 0))
+        )
     saves = {node.save for node in nodes.values() if node.save is not None}
     leaders = {save: _leader_of_save(save, nodes) for save in saves}
     sent = all_gather(record if rank in leaders.values() else None)
@@ -174,7 +188,7 @@ def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> Listing | FileVi
     def order(one: tuple[int, FileVisibility]) -> tuple[bool, int]:
         step, seen = one
         assert seen.listing.record is not None
-        return dict(seen.listing.record.files) == dict(seen.sizes), step
+        return dict(seen.listing.record.files) == dict(seen.listing.sizes), step
 
     return max(found, key=order)[1]  # the newest of the complete saves, or else of all
 
@@ -234,7 +248,7 @@ def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
         remote_files=frozenset(name for name, ranks in readers.items() if rank not in ranks),
         record_bytes=found.record_bytes if rank == 0 else 0,
     )
-    return FileVisibility(tag_dir, rank, found.sizes, readers, listing, in_store=True)
+    return FileVisibility(tag_dir, rank, listing, readers)
 
 
 def _list_together(tag_dir: Path) -> Listing:
@@ -253,7 +267,7 @@ def _list_together(tag_dir: Path) -> Listing:
 
 
 def stat_assigned_files(tag_dir: FilePath, listing: Listing) -> Listing:
-    """With the sizes of this rank's share of the files, where the listing has none. Raises UnreadableError."""
+    """Add the sizes of this rank's share of the files, where the listing has none. Raises UnreadableError."""
     if listing.record is None or listing.sizes:
         return listing
     rank, num_ranks, files = dist.get_rank(), dist.get_world_size(), listing.record.files
@@ -369,7 +383,7 @@ def _visibility(
     )
     readers_of = {name: place.readers for name, place in places.items()}
     partial = tuple(rank for rank in range(dist.get_world_size()) if num_held[rank] < len(places))
-    return FileVisibility(tag_dir, rank, sizes, readers_of, listing, partial)
+    return FileVisibility(tag_dir, rank, listing, readers_of, partial)
 
 
 def _visibility_without_record(tag_dir: Path, nodes: Mapping[int, _Node], here: _Node) -> FileVisibility:

@@ -1,0 +1,428 @@
+"""What a load is going to do: the save and the run compared, and what each rank reads from where.
+
+Nothing here waits for another rank, and nothing of the engine is changed. Headers are opened as they are needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from zeroelastic.checkpoint.commit_record import CommitRecord, excluded_from
+from zeroelastic.checkpoint.contradictions import check_same_save, not_committed, other_models, other_step
+from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.open import Checkpoint
+from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
+from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, other_names, wrapper_advice
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.core.layout import Layout, Param, in_own_buffers, unpacked_layout
+from zeroelastic.core.plan import Plan, check_plan, make_plan
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
+from zeroelastic.deepspeed.node_local.peer_checkpoint import ranks_taken, sources_by_size
+from zeroelastic.deepspeed.node_local.visibility import FileVisibility
+from zeroelastic.deepspeed.options import LoadRequest
+from zeroelastic.errors import CheckpointError, LayoutMismatchError, MissingFileError, UnsupportedError, some
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.graph import entry
+
+
+class TargetState(NamedTuple):
+    """What one sub-group of the run gets: ``keys`` of tensors and scalars, like those of saved sub-group ``source``.
+
+    ``source`` is None if all parameters of the sub-group are new to the optimizer: then it gets nothing.
+    """
+
+    source: int | None = None
+    keys: tuple[str, ...] = ()
+    scalars: Mapping[str, ScalarValue] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What one rank is going to load into ``live``, as the ``request`` says, all of it checked.
+
+    ``model`` is the module states file this rank takes, and ``head`` the first optimizer file; ``layout`` is that of
+    the saved trained parameters over all ranks, ``saved_frozen`` are the frozen ones, whether files have them or not.
+    ``plan`` moves trained parameters, ``frozen_plan`` frozen ones (None when there are none to restore).
+    ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to a buffer of its own, which is its part
+    of the master weights; ``newly_frozen_plan`` the other way. ``states[i]`` is what target sub-group i gets.
+    ``weights_plan`` moves the weights of the model from ``model``, where the master weights may not say what they are.
+    ``other_frozen`` are the frozen parameters of another base model than the save's, which the run keeps.
+    ``checked_bytes`` were read for checksums alone. ``renamed`` has the saved name of each parameter that has another
+    one in the model; every other field uses the saved names, once they are known.
+    """
+
+    live: LiveOptimizer
+    request: LoadRequest
+    checkpoint: Checkpoint
+    visibility: FileVisibility
+    model: ModelStates
+    shards: Mapping[int, Shard]
+    head: Shard
+    layout: Layout
+    plan: Plan
+    membership: Membership
+    saved_frozen: tuple[Param, ...]
+    frozen_plan: Plan | None
+    unfrozen_plan: Plan | None
+    newly_frozen_plan: Plan | None
+    weights_plan: Plan | None
+    frozen_extents: Mapping[int, TensorExtents]
+    states: tuple[TargetState, ...]
+    train_batch_size: int | None
+    other_frozen: tuple[str, ...] = ()
+    checked_bytes: int = 0
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def tag_dir(self) -> FilePath:
+        """The directory of the tag."""
+        return self.checkpoint.tag_dir
+
+    @property
+    def record(self) -> CommitRecord | None:
+        """The commit record of the tag."""
+        return self.checkpoint.record
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether optimizer state, hyper-parameters and loss scale stay as the run has them."""
+        return self.request.weights_only
+
+    @property
+    def keeps_frozen(self) -> bool:
+        """Whether the run keeps its own frozen weights, because the save has their digests alone."""
+        return bool(excluded_from(self.record))
+
+    @property
+    def reads_model(self) -> bool:
+        """Whether this rank reads ``model`` itself, from a disk."""
+        return self.visibility.reads_headers or (
+            self.visibility.listing.over_nodes and self.model.path.name not in self.checkpoint.remote_files
+        )
+
+
+def plan_load(
+    checkpoint: Checkpoint, visibility: FileVisibility, live: LiveOptimizer, request: LoadRequest
+) -> LoadPlan:
+    """Compare a save with the run, and plan what this rank loads.
+
+    Raises CheckpointError, LayoutMismatchError (every disagreement listed), UnsupportedError.
+    """
+    rank, record = live.rank, checkpoint.record
+    own, nearest = ranks_taken(checkpoint, live)
+    model = checkpoint.model_states(own)
+    needed = sources_by_size(checkpoint, live, live.layout) or (nearest,)
+    shards = {source: checkpoint.shard(source) for source in needed}
+    head = shards[needed[0]]
+    if (missing := not_committed(head, record)) is not None:
+        raise MissingFileError(missing)
+    if (mixed := other_step(model, record) or other_models(model, head, record)) is not None:
+        raise CheckpointError(mixed)
+    saved = _saved_params(checkpoint, visibility, live)
+    current = ParamSet(live.whole.whole_tensors, live.whole_frozen.whole_tensors, tied=live.tied)
+    membership = compare(saved, current, checkpoint.groups(head), live.groups)
+    renamed = other_names(saved, current)
+    if not renamed:  # else the caller compares again, with these names
+        _check_membership(membership, saved, checkpoint, live, request)
+    if not request.weights_only:
+        _check_optimizer(membership, head, live, checkpoint.tag_dir)
+        if model.global_steps > 0:
+            refuse_lost_state(head)
+    plan = make_plan(checkpoint.layout, live.layout.only(set(membership.restored)), rank)
+    check_plan(plan)
+    newly_frozen = _planned(checkpoint.layout, live.frozen.only(set(membership.newly_frozen)), rank)
+    for part in (plan, newly_frozen):
+        shards |= {source: checkpoint.shard(source) for source in (part.source_ranks if part else ())}
+    check_same_save(shards, head, recorded=record is not None, resizable=not request.weights_only)
+    frozen_plan, unfrozen_plan, extents = _open_frozen(checkpoint, live, membership)
+    try:
+        states = target_state(membership, head, checkpoint.layout, live, weights_only=request.weights_only)
+    except UnsupportedError:
+        if record is None:
+            _refuse_values_of_ranks(checkpoint, head)
+        raise
+    batch = head.train_batch_size if record is None else record.train_batch_size
+    return LoadPlan(
+        live=live,
+        request=request,
+        checkpoint=checkpoint,
+        visibility=visibility,
+        model=model,
+        shards=shards,
+        head=head,
+        layout=checkpoint.layout,
+        plan=plan,
+        membership=membership,
+        saved_frozen=saved.frozen or (),
+        frozen_plan=frozen_plan,
+        unfrozen_plan=unfrozen_plan,
+        newly_frozen_plan=newly_frozen,
+        weights_plan=_weights_plan(checkpoint, model, live, membership),
+        frozen_extents=extents,
+        states=states,
+        train_batch_size=configured_batch(head.ds_config, checkpoint.topology.data_size) if batch is None else batch,
+        renamed=renamed,
+    )
+
+
+def _saved_params(checkpoint: Checkpoint, visibility: FileVisibility, live: LiveOptimizer) -> ParamSet:
+    """Return the parameters of a save; their further names, which at stage 3 rank 0 alone lists, where names differ."""
+    layout, frozen = checkpoint.layout, checkpoint.frozen_layout
+    params = None if frozen is None else frozen.whole_tensors
+    if params and checkpoint.whole_model:
+        params = _without_buffers(params, live.module)
+    excluded = excluded_from(checkpoint.record)
+    if excluded:
+        params = tuple(content.param for content in excluded if content.tp_rank == live.tp.rank)
+    differs = not live.whole.index().keys() <= layout.index().keys()
+    all_see = checkpoint.whole_model or visibility.reads_headers  # all ranks have to find the same names
+    tied = checkpoint.model_states(0).tied if differs and all_see and not live.sharing.has_slices else {}
+    return ParamSet(layout.whole_tensors, params, has_frozen=not excluded, tied=tied)
+
+
+def _without_buffers(frozen: Sequence[Param], module: torch.nn.Module) -> tuple[Param, ...]:
+    """The frozen parameters of a file of the whole module, without what is a buffer of the run.
+
+    DeepSpeed's list of buffers lacks some (``all_buffer_names``); its load of the module restores them all.
+    """
+    params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    others: Collection[str] = ()
+    if not params.issuperset(param.name for param in frozen):
+        with torch.no_grad():
+            others = module.state_dict().keys() - params
+    return tuple(param for param in frozen if param.name not in others)
+
+
+def _refuse_values_of_ranks(checkpoint: Checkpoint, head: Shard) -> None:
+    """Raise UnsupportedError where saved ranks differ in values that the optimizer computes from a rank's own part.
+
+    A sub_group_size does not keep these apart. This rank may have opened the file of one saved rank only: here is
+    another one's, where it is readable.
+    """
+    other = (head.rank + 1) % checkpoint.world_size
+    with suppress(CheckpointError):
+        check_same_save({other: checkpoint.shard(other)}, head, recorded=False)
+
+
+def refuse_lost_state(head: Shard) -> None:
+    """Raise UnsupportedError for DeepSpeed's own file of a run with partial offload, which lacks state.
+
+    It is that of the sub-groups that the GPU stepped.
+    """
+    ratio = entry(head.ds_config, "zero_optimization", "offload_optimizer", "ratio")
+    without = sum(keys == (FP32,) for keys in head.tensor_keys)
+    if head.format == "rigid" and ratio not in (None, 1.0) and without:
+        raise UnsupportedError(
+            f"{head.path}: was saved by DeepSpeed alone from a run with partial optimizer offload (ratio {ratio}), and "
+            f"lacks the optimizer state of the {without} of {len(head.tensor_keys)} sub-groups that the GPU stepped. "
+            "Save such runs with elastic_checkpoint on. load_checkpoint(load_optimizer_states=False) takes the weights."
+        )
+
+
+def _check_membership(
+    membership: Membership, saved: ParamSet, checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest
+) -> None:
+    """Raise LayoutMismatchError, listing everything that differs and is not allowed to.
+
+    Whatever ``on_mismatch`` says, names that differ because one side was wrapped (``wrapper_advice``) are an error,
+    and so is a load that would restore nothing that is trained.
+    """
+    wrapped = None
+    if membership.dropped:
+        names = [param.name for param in (*saved.trained, *(saved.frozen or ()))]
+        wrapped = wrapper_advice(names, [*live.whole.index(), *live.whole_frozen.index()])
+    tag_dir, record = checkpoint.tag_dir, checkpoint.record
+    excluded_by = None if record is None else record.excluded_by
+    problems = [*membership.reshaped]
+    strict = request.options.on_mismatch == "error"
+    if not strict and wrapped is None and not membership.restores(weights_only=request.weights_only):
+        raise LayoutMismatchError(
+            f"{tag_dir}: no trained parameter of the model is in the checkpoint: nothing would be resumed, and the "
+            "run would go on from the weights that it has:",
+            sorted(dict.fromkeys(membership.problems)),
+        )
+    if strict or wrapped is not None:
+        compares_frozen = request.strict_module or excluded_by == "option"
+        tolerated = {*(() if compares_frozen else membership.frozen_problems)}
+        tolerated |= set() if live.trains else {*membership.moved}
+        problems += [problem for problem in membership.problems if problem not in tolerated]
+        problems += membership.group_problems if not request.weights_only else ()
+    if strict and request.strict_module and not excluded_from(record):
+        shapes = {param.name: list(param.shape) for param in live.whole_frozen.whole_tensors}
+        # DeepSpeed leaves the entry of what requires a gradient in the save; without elements that is all of it.
+        whole_name = live.sharing.whole_name
+        requires_grad = {whole_name(name): param.requires_grad for name, param in live.module.named_parameters()}
+        problems += [
+            f"frozen parameter {name} {shapes[name]} is not in the checkpoint, which was saved without frozen "
+            "parameters: load_module_strict=False keeps the run's own"
+            for name in membership.excluded
+            if math.prod(shapes[name]) or not requires_grad.get(name, False)
+        ]
+    if not problems:
+        return
+    advice = ""
+    if wrapped is not None:
+        advice = f" ({wrapped})"
+    elif set(problems) <= {*membership.problems, *membership.group_problems} - set(membership.reshaped):
+        advice = ' ("on_mismatch": "initialize" in the "zeroelastic" block restores what both have and names the rest)'
+    raise LayoutMismatchError(
+        f"{tag_dir}: the checkpoint does not fit the model{advice}:", sorted(dict.fromkeys(problems))
+    )
+
+
+def _check_optimizer(membership: Membership, head: Shard, live: LiveOptimizer, tag_dir: FilePath) -> None:
+    """Raise where the run's optimizer cannot continue from the saved state of its parameters.
+
+    UnsupportedError if Muon would continue from the state of Adam, or the other way, else LayoutMismatchError.
+    """
+    for g, match in enumerate(membership.groups):
+        now = bool(live.base.param_groups[g].get("use_muon", False))
+        for s in match.shared:
+            if bool(head.groups[s].options.get("use_muon", False)) != now:
+                was = "stepped" if not now else "not stepped"
+                raise UnsupportedError(
+                    f"{head.path}: optimizer group {g} of this run is {'' if now else 'not '}stepped by Muon and takes "
+                    f"parameters of group {s} of the checkpoint, which was {was} by it. Their states have nothing in "
+                    "common: keep use_muon as it was, or pass load_optimizer_states=False."
+                )
+    groups = saved_groups(head)
+    taken = [(g, groups[s]) for g, match in enumerate(membership.groups) for s in match.shared]
+    problems = misfits(taken, live.base)
+    if problems:
+        raise LayoutMismatchError(f"{tag_dir}: the checkpoint does not fit the optimizer:", sorted(set(problems)))
+
+
+def _planned(src: Layout, dst: Layout, rank: int) -> Plan | None:
+    """A checked plan; None where there is nothing to plan for."""
+    if not dst.num_params or not dst.numel.any():
+        return None
+    plan = make_plan(src, dst, rank)
+    check_plan(plan)
+    return plan
+
+
+def _open_frozen(
+    checkpoint: Checkpoint, live: LiveOptimizer, membership: Membership
+) -> tuple[Plan | None, Plan | None, Mapping[int, TensorExtents]]:
+    """Plan what was frozen, and find where it is."""
+    frozen = checkpoint.frozen_layout
+    if frozen is None:
+        return None, None, {}
+    unfrozen = set(membership.unfrozen)
+    own_buffers = in_own_buffers(live.layout.only(unfrozen))
+    plans = (
+        _planned(frozen, live.frozen.only(set(membership.frozen)), live.rank),
+        _planned(frozen, own_buffers, live.rank),
+    )
+    extents: dict[int, TensorExtents] = {}
+    for source in sorted({source for plan in plans if plan for source in plan.source_ranks}):
+        piece = checkpoint.frozen_extents(source)
+        assert piece is not None, "a rank that a plan names has parts"
+        extents[source] = piece
+    return *plans, extents
+
+
+def _weights_plan(
+    checkpoint: Checkpoint, model: ModelStates, live: LiveOptimizer, membership: Membership
+) -> Plan | None:
+    """The plan for weights of the model that may not be the master weights, cast; None where those are made.
+
+    DeepSpeed loads the weights at stages 1 and 2 from the file of the whole module. A commit record says whether they
+    differ; where that is not known they are taken if that is possible. Raises UnsupportedError where it is not possible
+    and they differ.
+    """
+    record = checkpoint.record
+    if not checkpoint.whole_model or (record is not None and record.own_weights is False):
+        return None
+    src, dst = checkpoint.layout, live.layout.only(set(membership.restored))
+    params = [param for param in src.params if param.name in membership.restored]
+    places, weights = model.weight_places, [live.weights(i) for i in set(dst.sub_group.tolist())]
+    saved = {places[param.name][0] if param.name in places else "unknown" for param in params}
+    current = {"none" if weight is None else str(weight.dtype).removeprefix("torch.") for weight in weights}
+    if src.slices is None and dst.slices is None and len(saved) <= 1 and saved == current:
+        return _planned(unpacked_layout(params, 1), dst, live.rank)
+    if record is None or not record.own_weights:
+        return None
+    raise UnsupportedError(
+        f"{model.path}: the weights of the model ({some(sorted(saved))}) were not the master weights when this was "
+        "saved, as those of a schedule-free optimizer in eval() are not, and this run has no place for them: stage 3, "
+        f"slices of experts or of tensor parallelism, or another dtype ({some(sorted(current))}). Resume at stage 1 or "
+        "2 with the same precision, train a step, and save."
+    )
+
+
+def saved_groups(head: Shard) -> list[SavedGroup]:
+    """What the checkpoint says of each optimizer group, with the state keys of all its sub-groups."""
+    group_of = {name: g for g, group in enumerate(head.groups) for name in group.params}
+    keys: list[set[str]] = [set() for _ in head.groups]
+    for name, sub_group in zip(head.layout.index(), head.layout.sub_group.tolist(), strict=True):
+        if name in group_of:
+            values = {key for key, value in head.scalars[sub_group].items() if value.value is not None}
+            keys[group_of[name]] |= {*head.tensor_keys[sub_group], *values} - {FP32}
+    return [
+        SavedGroup(head.optimizer, group.options, frozenset(found), group.tensors)
+        for group, found in zip(head.groups, keys, strict=True)
+    ]
+
+
+def target_state(
+    membership: Membership, head: Shard, layout: Layout, live: LiveOptimizer, *, weights_only: bool
+) -> tuple[TargetState, ...]:
+    """What each sub-group of the run gets, from the saved sub-groups that its restored parameters come from.
+
+    Sub-groups have the same numbers on all saved ranks, whose ``layout`` has parameters that ``head`` has not.
+    Raises UnsupportedError where these were saved with different optimizer state.
+    """
+    restored = set(membership.restored)
+    saved_in = {param.name: i for param, i in zip(layout.params, layout.sub_group.tolist(), strict=True)}
+    if layout is not head.layout:
+        saved_in |= {param.name: i for param, i in zip(head.layout.params, head.layout.sub_group.tolist(), strict=True)}
+    members: list[list[str]] = [[] for _ in range(live.layout.num_sub_groups)]
+    for param, sub_group in zip(live.layout.params, live.layout.sub_group.tolist(), strict=True):
+        if param.name in restored:
+            members[sub_group].append(param.name)
+    found: list[TargetState] = []
+    for i, names in enumerate(members):
+        if not names:
+            found.append(TargetState())
+            continue
+        first = saved_in[names[0]]
+        if weights_only:
+            found.append(TargetState(first, (FP32,)))
+            continue
+        want = _state_of(head, first)
+        for name in names[1:]:
+            other = saved_in[name]
+            if other != first and _state_of(head, other) != want:
+                advice = (
+                    "Choose a" if live.per_param else "Each has one state at stages 1 and 2: resume at stage 3, with a"
+                )
+                raise UnsupportedError(
+                    f"{head.path}: parameters {names[0]} and {name} share {live.buffer_kind} {i} in this run but were "
+                    f"saved with different optimizer state ({_difference(want, _state_of(head, other))}). "
+                    f"{advice} sub_group_size that keeps them apart."
+                )
+        scalars = {
+            key: live.live_form(i, key, value, f"{head.path}: optimizer state {key!r}")
+            for key, value in head.scalars[first].items()
+        }
+        found.append(TargetState(first, head.tensor_keys[first], scalars))
+    return tuple(found)
+
+
+def _state_of(shard: Shard, sub_group: int) -> dict[str, str]:
+    state = {key: f"{shard.extents[key].dtype[sub_group]} tensor" for key in shard.tensor_keys[sub_group]}
+    return state | {key: value.number() for key, value in shard.scalars[sub_group].items()}
+
+
+def _difference(left: Mapping[str, str], right: Mapping[str, str]) -> str:
+    keys = sorted(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))
+    return ", ".join(f"{key}: {left.get(key, 'none')} and {right.get(key, 'none')}" for key in keys)
