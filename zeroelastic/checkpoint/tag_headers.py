@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
 from pydantic import ConfigDict
 
 from zeroelastic.checkpoint.commit_record import CheckpointFormat, CommitRecord, excluded_from
@@ -24,6 +25,7 @@ from zeroelastic.checkpoint.streams import Streams, streams_of
 from zeroelastic.checkpoint.tag_files import EXPERT_FILE, TagListing
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ParamContent, UInt64Array
+from zeroelastic.core.layout import Int64Array
 from zeroelastic.io.paths import FilePath
 
 
@@ -123,6 +125,12 @@ class TagHeaders:
     def streams(self) -> Streams:
         """What of ``tensors`` is digested by itself."""
         return streams_of(self.parts)
+
+    @cached_property
+    def param_of(self) -> Int64Array:
+        """The number of the parameter of each of ``tensors``, counted over all parts."""
+        counts = [len(dtypes) for part in self.parts for dtypes in part.dtypes]
+        return np.repeat(np.arange(len(counts), dtype=np.int64), np.array(counts, dtype=np.int64))
 
     @property
     def num_trained(self) -> int:

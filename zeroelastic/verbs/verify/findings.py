@@ -25,24 +25,19 @@ from zeroelastic.verbs.verify.report import VerifiedFile, VerifyReport
 _Flags: TypeAlias = npt.NDArray[np.bool_]
 
 
-def damaged(name: str, error: CheckpointError, *, quick: bool) -> VerifyReport:
-    """The report on a checkpoint whose files cannot be opened at all."""
-    problems = (Problem(file="", sentence=finding(error)),)
-    return not_checked(name, error, quick=quick).model_copy(update={"problems": problems, "unsupported": ()})
-
-
-def not_checked(name: str, error: ZeroElasticError, *, quick: bool) -> VerifyReport:
-    """The report on a checkpoint of which it cannot be known whether it is valid: it is not ``ok``."""
+def not_opened(name: str, error: ZeroElasticError, *, quick: bool) -> VerifyReport:
+    """The report on a checkpoint that is damaged, or of which it cannot be known whether it is valid."""
+    is_damaged = isinstance(error, CheckpointError)
     return VerifyReport(
         ok=False,
         path=name,
         mode="quick" if quick else "full",
         format=None,
         world_size=0,
-        problems=(),
+        problems=(Problem(file="", sentence=finding(error)),) if is_damaged else (),
         checked=(),
         unchecked=("not checked: anything else",),
-        unsupported=(finding(error),),
+        unsupported=() if is_damaged else (finding(error),),
         remedy=error.remedy or None,
     )
 
@@ -144,19 +139,12 @@ def _verified_files(headers: TagHeaders) -> tuple[VerifiedFile, ...]:
 
 
 def _saved_digests(headers: TagHeaders) -> list[int | None]:
-    """The commit record's digest of each tensor; None for a tensor that it does not have."""
-    if headers.record is None:
-        return [None] * len(headers.tensors)
+    """Return the commit record's digest of each tensor; None for a tensor that it does not have."""
+    contents = [] if headers.record is None else headers.record.contents()
     recorded = {
-        (content.param.name, key): (content.param.shape, dtype, digest)
-        for content in headers.record.contents()
-        for key, (dtype, digest) in content.tensors.items()
+        (content.param, key, dtype): digest for content in contents for key, (dtype, digest) in content.tensors.items()
     }
-    found: list[int | None] = []
-    for tensor in headers.tensors:
-        shape, dtype, digest = recorded.get((tensor.param.name, tensor.key), (None, None, None))
-        found.append(digest if (shape, dtype) == (tensor.param.shape, tensor.dtype) else None)
-    return found
+    return [recorded.get((tensor.param, tensor.key, tensor.dtype)) for tensor in headers.tensors]
 
 
 def _merged(problems: Iterable[Problem], scan: RankScan) -> Iterable[Problem]:
@@ -185,7 +173,7 @@ def _placed(
         records[bad.rank, bad.file].append(bad)
     for part in scan.bad_parts:
         suspects[part.rank, part.file].append(part.param)
-    param_of = _params_of_tensors(headers)[tensor_of]
+    param_of = headers.param_of[tensor_of]
     is_trained = tensor_of < headers.num_trained
     problems: list[Problem] = []
     explained = np.zeros(len(tensor_of), dtype=bool)
@@ -303,10 +291,9 @@ def _row_problem(headers: TagHeaders, file: str, rows: RankRows, row: int, what:
 def _unplaced(headers: TagHeaders, wrong: Sequence[int]) -> list[Problem]:
     """Digests that differ from the record although the checksums of all files are right."""
     problems: list[Problem] = []
-    param_of = _params_of_tensors(headers)
     params = [(part, p) for part in headers.parts for p in range(len(part.params))]
     for number in wrong:
-        tensor, (part, p) = headers.tensors[number], params[int(param_of[number])]
+        tensor, (part, p) = headers.tensors[number], params[int(headers.param_of[number])]
         files = headers.optim_files if number < headers.num_trained else headers.model_files
         names = [files[rank].name for rank in part.holders(p)]
         where = names[0] if len(names) == 1 else f"one of {some(names)}"
@@ -317,12 +304,6 @@ def _unplaced(headers: TagHeaders, wrong: Sequence[int]) -> list[Problem]:
         file = names[0] if len(names) == 1 else ""
         problems.append(Problem(file=file, sentence=sentence, param=tensor.param.name, key=tensor.key))
     return problems
-
-
-def _params_of_tensors(headers: TagHeaders) -> Int64Array:
-    """The number of each tensor's parameter, counted over all parts."""
-    counts = [len(dtypes) for part in headers.parts for dtypes in part.dtypes]
-    return np.repeat(np.arange(len(counts), dtype=np.int64), np.array(counts, dtype=np.int64))
 
 
 def _words(

@@ -1,7 +1,6 @@
 """Saved ranks' files read to the last byte: a digest per tensor, and the CRC-32 of every record.
 
-Each byte is read once; while one file is read, a thread finds out what is in the next. ``combine`` adds up the scans of
-several ranks, from one process or several.
+Each byte is read once; while one file is read, a thread finds out what is in the next.
 """
 
 from __future__ import annotations
@@ -275,10 +274,9 @@ def _bad_parts(
         return None
     want = np.frombuffer(read_range(shard.path, place.offset, place.nbytes), dtype="<u8")
     part, tensor = headers.parts[0], headers.streams.tensor
-    param_of = np.repeat(np.arange(len(part.params)), [len(dtypes) for dtypes in part.dtypes])
     trained = np.flatnonzero(tensor < headers.num_trained)
     have = np.zeros(len(part.params), dtype=np.uint64)
-    np.add.at(have, param_of[tensor[trained]], digests[trained])
+    np.add.at(have, headers.param_of[tensor[trained]], digests[trained])
     own = np.arange(len(have)) if part.layout.slices is None else part.numbers()[part.layout.slices.has(shard.rank)]
     return tuple(BadPart(shard.rank, shard.path.name, p) for p in own[have[own] != want].tolist())
 

@@ -27,7 +27,7 @@ from zeroelastic.runs.locate import UNIVERSAL, find_source
 from zeroelastic.runs.names import holds_something
 from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.verbs.options import Progress, no_progress
-from zeroelastic.verbs.verify.findings import damaged, full_report, not_checked, quick_report
+from zeroelastic.verbs.verify.findings import full_report, not_opened, quick_report
 from zeroelastic.verbs.verify.payload_scan import scan_ranks
 from zeroelastic.verbs.verify.report import VerifyAllReport, VerifyReport
 
@@ -55,12 +55,7 @@ def verify(
         for problem in report.problems:
             print(problem.sentence)
     """
-    return _verified(
-        lambda: _found(src, tag),
-        os.fspath(src),
-        quick=quick,
-        progress=progress,
-    )
+    return _verified(lambda: _found(src, tag), os.fspath(src), quick=quick, progress=progress)
 
 
 @with_remedy()
@@ -87,14 +82,9 @@ def verify_all(
     reports: list[VerifyReport] = []
     for name in [str(tag.tag_dir) for tag in list_run(root).tags]:
         try:
-            found = _verified(
-                partial(_open_native, as_path(name)),
-                name,
-                quick=quick,
-                progress=progress,
-            )
+            found = _verified(partial(_open_native, as_path(name)), name, quick=quick, progress=progress)
         except (UnreadableError, UnsupportedError) as error:
-            found = not_checked(name, error, quick=quick)
+            found = not_opened(name, error, quick=quick)
         if found.ok or holds_something(as_path(name)):
             reports.append(found)
     return VerifyAllReport(
@@ -123,28 +113,16 @@ def _open_native(path: FilePath) -> FilePath:
     return tag_dir
 
 
-def _verified(
-    find: Callable[[], FilePath],
-    name: str,
-    *,
-    quick: bool,
-    progress: Progress,
-) -> VerifyReport:
-    """The report on the tag that ``find`` finds; ``name`` is that of one that cannot be opened."""
+def _verified(find: Callable[[], FilePath], name: str, *, quick: bool, progress: Progress) -> VerifyReport:
+    """Return the report on the tag that ``find`` finds; ``name`` is that of one that cannot be opened."""
     began = time.monotonic()
-
-    def open_headers() -> TagHeaders:
-        tag_dir = find()
-        with one_save(tag_dir):
-            return check_headers(tag_dir, headers="none" if quick else "all")
-
     try:
-        headers = open_headers()
+        headers = _open_headers(find(), quick=quick)
     except CheckpointError as error:  # a checkpoint whose headers cannot be read is a finding, too
-        return damaged(name, error, quick=quick).model_copy(update={"seconds": time.monotonic() - began})
+        return not_opened(name, error, quick=quick).model_copy(update={"seconds": time.monotonic() - began})
     opened = time.monotonic()
     with nullcontext() if quick else progress("verify", headers.nbytes) as advance:
-        report = verify_from_headers(headers, quick=quick, progress=advance)
+        report = _judged(headers, quick=quick, progress=advance)
     done = time.monotonic()
     read_seconds = 0.0 if quick else done - opened
     return report.model_copy(update={"seconds": done - began, "read_seconds": read_seconds})
@@ -156,8 +134,7 @@ def verify_checkpoint(
     """Check a checkpoint: its files, headers and record, and unless ``quick`` every byte of every rank's files.
 
     Without a commit record there are no digests to compare with; the report says so. ``progress`` is given the number
-    of bytes done since it was last called; there are ``check_headers(tag_dir).nbytes``. Memory: the headers of all
-    ranks and a few MiB. Damage is reported, not raised. Raises MissingFileError where there is no ZeRO-3 checkpoint,
+    of bytes done since it was last called. Memory: the headers of all ranks and a few MiB. Damage is reported, not raised. Raises MissingFileError where there is no ZeRO-3 checkpoint,
     UnsupportedError for one that is not read here, SavedAgainError for one that was saved again meanwhile.
 
     Example::
@@ -165,20 +142,15 @@ def verify_checkpoint(
         for problem in verify_checkpoint(Path("ckpt/global_step100")).problems:
             print(problem.sentence)
     """
-    tag_dir = watch(tag_dir)
+    return _judged(_open_headers(watch(tag_dir), quick=quick), quick=quick, progress=progress)
+
+
+def _open_headers(tag_dir: FilePath, *, quick: bool) -> TagHeaders:
     with one_save(tag_dir):
-        return verify_from_headers(
-            check_headers(tag_dir, headers="none" if quick else "all"), quick=quick, progress=progress
-        )
+        return check_headers(tag_dir, headers="none" if quick else "all")
 
 
-def verify_from_headers(
-    headers: TagHeaders,
-    *,
-    quick: bool = False,
-    progress: ProgressFunction | None = None,
-) -> VerifyReport:
-    """``verify_checkpoint`` for headers that are open already."""
+def _judged(headers: TagHeaders, *, quick: bool, progress: ProgressFunction | None = None) -> VerifyReport:
     report = quick_report(headers) if quick else full_report(headers, scan_ranks(headers, progress=progress))
     check_one_save(headers.tag_dir)
     return report
