@@ -179,7 +179,7 @@ class _Checker(TagHeaders):
         else:
             for name in files.models.values():
                 with suppress(CheckpointError, UnsupportedError):
-                    self.stated_world_size, tp_size = stated_sizes(self.tag_dir / name)
+                    self.stated_world_size, tp_size = stated_sizes(self.tag_dir, [name]) or (None, tp_size)
                     break
         self._use_files(listing.by_rank(1), self.stated_world_size or max(1, listing.num_ranks))
         if not self.is_stage_0:  # which has the files of no other rank

@@ -72,6 +72,13 @@ class Listing:
     over_nodes: bool = False
 
 
+def list_files(tag_dir: FilePath) -> Listing:
+    """List a tag directory and read its record. Raises as ``file_sizes`` and ``read_record``."""
+    sizes = file_sizes(tag_dir)
+    record = read_record(tag_dir) if RECORD_NAME in sizes else None
+    return Listing(sizes, sizes, record, record_bytes=sizes.get(RECORD_NAME, 0))
+
+
 class FilesByRank(Sequence[FilePath]):
     """Files of a directory by rank; a path is made when it is asked for, of thousands that a rank needs few of."""
 
@@ -355,8 +362,7 @@ def open_checkpoint(
     """
     tag_dir = watch(as_path(tag_dir))
     if listing is None:
-        sizes: Mapping[str, int] = file_sizes(tag_dir)
-        listing = Listing(sizes, sizes, read_record(tag_dir), record_bytes=sizes.get(RECORD_NAME, 0))
+        listing = list_files(tag_dir)
     names, record = listing.names, listing.record
     refuse_unfinished(tag_dir, names)
     files = _state_files(tag_dir, names, record, tp)
@@ -454,21 +460,27 @@ def saved_sizes(tag_dir: FilePath) -> tuple[int, int]:
     if record is not None:
         return record.world_size, record.tp_size
     names = file_sizes(tag_dir)
-    models = rank_files(tag_dir, names, 0).models
-    name = models.get(min(models, default=0))
-    if name is None:
+    sizes = stated_sizes(tag_dir, names)
+    if sizes is None:
         rank_files(tag_dir, names)  # raises the error for what this is
         raise MissingFileError(f"{tag_dir}: holds no zero_pp_rank_*_model_states.pt. The checkpoint is incomplete.")
-    return stated_sizes(tag_dir / name)
+    return sizes
 
 
-def stated_sizes(path: FilePath) -> tuple[int, int]:
-    """The data parallel and the tensor parallel size by a model states file. Raises CheckpointError."""
+def stated_sizes(tag_dir: FilePath, names: Iterable[str]) -> tuple[int, int] | None:
+    """The data and the tensor parallel size by the first model states file; None where there is none.
+
+    Raises CheckpointError.
+    """
+    models = [(file, name) for name in names if (file := parse_rank_file(name)) and file.kind != "optimizer"]
+    if not models:
+        return None
+    path = tag_dir / min(models)[1]
     root = read_torch_file(path, foreign="inert").root
-    dp_size, tp_size = (root.get(f"{group}_world_size") if isinstance(root, dict) else None for group in ("dp", "mp"))
-    if type(dp_size) is not int or type(tp_size) is not int:
+    sizes = (root.get("dp_world_size"), root.get("mp_world_size", 1)) if isinstance(root, dict) else (None, None)
+    if type(sizes[0]) is not int or type(sizes[1]) is not int:
         raise CheckpointError(f"{path}: states no world size. It is not a ZeRO model states file.")
-    return dp_size, tp_size
+    return sizes[0], sizes[1]
 
 
 def _check_tp_size(tag_dir: FilePath, names: Iterable[str], record: CommitRecord | None, tp: TensorParallel) -> None:

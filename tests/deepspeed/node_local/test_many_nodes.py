@@ -13,7 +13,6 @@ from sample import write_sample
 from saved_files import record_of
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord
-from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
 from zeroelastic.deepspeed.node_local import visibility
 from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility
 
@@ -53,7 +52,7 @@ def seen_by_rank_9(monkeypatch: pytest.MonkeyPatch, record: CommitRecord) -> Loo
         for rank in range(0, num_ranks, NODE):
             files = {name: size for other in range(rank, rank + NODE) for name, size in files_of(other).items()}
             nodes[rank] = visibility._Node(own | files, **facts)
-        said = [num_ranks if rank % NODE == 0 else None for rank in range(num_ranks)]
+        said = [(num_ranks, 1) if rank % NODE == 0 else None for rank in range(num_ranks)]
         gathered = iter([nodes, [whole if with_record and rank == 0 else None for rank in range(num_ranks)], said])
         monkeypatch.setattr(dist, "get_rank", lambda group=None: 9)
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: num_ranks)
@@ -66,7 +65,7 @@ def seen_by_rank_9(monkeypatch: pytest.MonkeyPatch, record: CommitRecord) -> Loo
         for name, replacement in replaced.items():
             monkeypatch.setattr(visibility, name, replacement)
         began = time.thread_time()
-        found = gather_visibility(Path("tag"), NO_TENSOR_PARALLEL)
+        found = gather_visibility(Path("tag"))
         return found, time.thread_time() - began
 
     return look

@@ -61,7 +61,7 @@ def preflight(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir
 def _check(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: FilePath) -> LoadPlan:
     """``preflight`` into a live state as it is. Collective."""
     compare_directories = request.options.verify != "off"
-    visibility = gather_visibility(tag_dir, live.tp)
+    visibility = gather_visibility(tag_dir)
     received = None
     if not visibility.reads_headers:
         received = open_with_peers(visibility, live, compare_directories=compare_directories)

@@ -193,7 +193,7 @@ def problem_over_nodes(tag_dir: FilePath, problem: str, tp: TensorParallel) -> s
     if isinstance(tag_dir, RemotePath):
         return problem
     try:
-        visibility = gather_visibility(tag_dir, tp)
+        visibility = gather_visibility(tag_dir)
         if visibility.reads_headers:
             return problem
         all_or_raise(lambda: open_checkpoint(tag_dir, tp=tp, listing=visibility.listing))

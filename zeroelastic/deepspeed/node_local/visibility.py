@@ -23,11 +23,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.model_states import open_model_states
-from zeroelastic.checkpoint.open import Listing
+from zeroelastic.checkpoint.open import Listing, list_files, stated_sizes
 from zeroelastic.checkpoint.tag_files import (
     WHOLE_MODEL_FILE,
-    TensorParallel,
     is_rank_file,
     parse_rank_file,
     rank_files,
@@ -119,7 +117,7 @@ class _Node:
     are the files of the whole module that are as the record states; ``lacks_module``: it states others, too.
     """
 
-    files: dict[str, int]
+    files: Mapping[str, int]
     save: str | None = None
     world_size: int | None = None
     modules: dict[str, _Version] = field(default_factory=dict)
@@ -135,18 +133,17 @@ class _Place(NamedTuple):
     holders: tuple[int, ...]
 
 
-def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> FileVisibility:
+def gather_visibility(tag_dir: FilePath) -> FileVisibility:
     """Find out which rank sees which file of a tag directory. Collective.
 
     Of the ranks that see one directory, the first lists it and sends the others what it found: on a file system that
-    all ranks share, one rank lists the names and reads the record; ``stat_assigned_files`` is for the sizes. ``tp`` is
-    this rank's place in tensor parallelism.
+    all ranks share, one rank lists the names and reads the record; ``stat_assigned_files`` is for the sizes.
 
     Raises CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where no
     rank sees any. Files that no rank sees are left to ``open_checkpoint`` to name.
     """
     if isinstance(tag_dir, RemotePath):
-        return _of_store(tag_dir, tp)
+        return _of_store(tag_dir)
     rank = dist.get_rank()
     firsts: dict[_Identity | None, int] = {}
     node_of = [firsts.setdefault(one, other) for other, one in enumerate(all_gather_alike(_identity(tag_dir)))]
@@ -161,14 +158,7 @@ def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> FileVisibility:
         node.ranks = tuple(members[first])
     here = nodes[node_of[rank]]
     if all(node.files == here.files for node in nodes.values()):
-
-        def read() -> tuple[dict[str, int], CommitRecord | None]:
-            return _list(tag_dir), read_record(tag_dir) if RECORD_NAME in here.files else None
-
-        sizes, record = all_or_raise(read)
-        return FileVisibility(
-            tag_dir, rank, Listing(sizes.keys(), sizes, record, record_bytes=sizes.get(RECORD_NAME, 0))
-        )
+        return FileVisibility(tag_dir, rank, all_or_raise(lambda: list_files(tag_dir)))
     saves = {node.save for node in nodes.values() if node.save is not None}
     leaders = {save: _leader_of_save(save, nodes) for save in saves}
     sent = all_gather(record if rank in leaders.values() else None)
@@ -179,10 +169,10 @@ def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> FileVisibility:
         if (led := sent[leader]) is not None
     ]
     if not found:
-        said = all_or_raise(lambda: _stated_world_size(tag_dir, here.files, tp) if node_of[rank] == rank else None)
-        for first, world_size in enumerate(all_gather(said)):
-            if first in nodes:
-                nodes[first].world_size = world_size
+        said = all_or_raise(lambda: stated_sizes(tag_dir, here.files) if node_of[rank] == rank else None)
+        for first, sizes in enumerate(all_gather(said)):
+            if first in nodes and sizes is not None:
+                nodes[first].world_size = sizes[0]
         return _visibility_without_record(tag_dir, nodes, here)
 
     def order(one: tuple[int, FileVisibility]) -> tuple[bool, int]:
@@ -191,16 +181,6 @@ def gather_visibility(tag_dir: FilePath, tp: TensorParallel) -> FileVisibility:
         return dict(seen.listing.record.files) == dict(seen.listing.sizes), step
 
     return max(found, key=order)[1]  # the newest of the complete saves, or else of all
-
-
-def _stated_world_size(tag_dir: FilePath, names: Iterable[str], tp: TensorParallel) -> int | None:
-    """How many ranks saved, as the first of the model states files says; None where there is none."""
-    models = [(file, name) for name in names if (file := parse_rank_file(name)) and file.kind != "optimizer"]
-    if not models:
-        return None
-    file, name = min(models)
-    place = TensorParallel(file.tp_rank, tp.size) if tp.size > 1 else None
-    return open_model_states(tag_dir / name, file.rank, world_size=None, tp=place).world_size
 
 
 def _look(tag_dir: Path) -> tuple[CommitRecord | None, _Node]:
@@ -221,23 +201,22 @@ def _look(tag_dir: Path) -> tuple[CommitRecord | None, _Node]:
     return record, node
 
 
-def _of_store(tag_dir: RemotePath, tp: TensorParallel) -> FileVisibility:
+def _of_store(tag_dir: RemotePath) -> FileVisibility:
     """A directory behind a URL: rank 0 lists it and reads the record; each header is read by one rank. Collective.
 
     A saved rank's files are read by the rank of its number, which needs them itself in most resumes.
     """
 
     def look() -> Listing:
-        sizes = file_sizes(tag_dir)
-        record = read_record(tag_dir) if RECORD_NAME in sizes else None
-        refuse_unfinished(tag_dir, sizes)
-        if record is not None:
-            return Listing(sizes, sizes, record, record.world_size, record_bytes=sizes[RECORD_NAME])
-        rank_files(tag_dir, sizes)  # raises the error for what is no checkpoint of ranks
-        world_size = _stated_world_size(tag_dir, sizes, tp)
-        if world_size is None:
+        found = list_files(tag_dir)
+        refuse_unfinished(tag_dir, found.names)
+        if found.record is not None:
+            return found
+        rank_files(tag_dir, found.names)  # raises the error for what is no checkpoint of ranks
+        sizes = stated_sizes(tag_dir, found.names)
+        if sizes is None:
             raise MissingFileError(f"{tag_dir}: has no *_model_states.pt. It is incomplete.")
-        return Listing(sizes, sizes, None, world_size)
+        return replace(found, world_size=sizes[0])
 
     found, rank, num_ranks = broadcast_or_raise(look), dist.get_rank(), dist.get_world_size()
     files = {name: file for name in found.names if (file := parse_rank_file(name)) is not None}

@@ -134,8 +134,9 @@ def verify_checkpoint(
     """Check a checkpoint: its files, headers and record, and unless ``quick`` every byte of every rank's files.
 
     Without a commit record there are no digests to compare with; the report says so. ``progress`` is given the number
-    of bytes done since it was last called. Memory: the headers of all ranks and a few MiB. Damage is reported, not raised. Raises MissingFileError where there is no ZeRO-3 checkpoint,
-    UnsupportedError for one that is not read here, SavedAgainError for one that was saved again meanwhile.
+    of bytes done since it was last called. Memory: the headers of all ranks and a few MiB. Damage is reported, not
+    raised. Raises MissingFileError where there is no ZeRO-3 checkpoint, UnsupportedError for one that is not read here,
+    SavedAgainError for one that was saved again meanwhile.
 
     Example::
 
