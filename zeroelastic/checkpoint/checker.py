@@ -8,7 +8,7 @@ payload of the files that agree with each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Literal, TypeVar
@@ -22,7 +22,6 @@ from zeroelastic.checkpoint.contradictions import (
     not_committed,
     other_models,
     other_save,
-    other_stage,
     other_step,
     other_trained_params,
     shard_facts,
@@ -57,6 +56,8 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import read_torch_file
 
 T = TypeVar("T", ModelStates, Shard)
+
+_Facts = Mapping[int, Mapping[str, Hashable]]
 
 Headers = Literal["none", "first", "all"]
 """Which headers are opened. "none": none but a model states file's where there is no record to give the world size.
@@ -353,7 +354,7 @@ class _Checker(TagHeaders):
             if mixed is not None:
                 self._add(model.path.name, mixed)
                 del self.models[rank]
-        facts = {rank: _model_facts(model) for rank, model in self.models.items()}
+        facts = {rank: model_facts(model) for rank, model in self.models.items()}
         if self.topology.tensor_size > 1:
             common = {rank: {what: fact[what] for what in OF_THE_SAVE} for rank, fact in facts.items()}
             self._keep_most_common(self.models, common, common)
@@ -399,9 +400,7 @@ class _Checker(TagHeaders):
             else:
                 shard = open_shard(path, rank, world_size=self.topology.data_size, rigid_params=None)
             self.first_shard = self.first_shard or shard
-            mixed = None if model_name is None else other_stage(shard, model_name)
-            mixed = mixed or other_save(shard, self.record)
-            if mixed is not None:
+            if (mixed := other_save(shard, self.record, model_name)) is not None:
                 raise CheckpointError(mixed)
             self.shards[rank] = shard
 
@@ -427,9 +426,7 @@ class _Checker(TagHeaders):
             fitting = {rank: fact for rank, fact in facts.items() if fits[tuple(fact.values())]} or facts
         self._keep_most_common(self.shards, facts, fitting)
 
-    def _keep_most_common(
-        self, headers: dict[int, T], facts: Mapping[int, Mapping[str, str]], fitting: Mapping[int, Mapping[str, str]]
-    ) -> None:
+    def _keep_most_common(self, headers: dict[int, T], facts: _Facts, fitting: _Facts) -> None:
         """Drop the headers whose facts are not those of the largest group among ``fitting``, each with a problem."""
         counts = Counter(tuple(fact.values()) for fact in fitting.values())
         keep = max(fitting, key=lambda rank: counts[tuple(fitting[rank].values())], default=None)
@@ -543,10 +540,3 @@ def _said(content: ParamContent) -> dict[str, object]:
         "state keys and dtypes": {key: dtype for key, (dtype, _) in sorted(content.tensors.items())},
         "scalars": {key: value.canonical() for key, value in sorted(content.scalars.items())},
     }
-
-
-def _model_facts(model: ModelStates) -> dict[str, str]:
-    facts = model_facts(model)
-    extents = model.frozen_extents
-    facts["the dtypes of frozen parameters"] = None if extents is None else sorted(extents.dtype.items())
-    return {what: repr(fact) for what, fact in facts.items()}

@@ -6,7 +6,7 @@ A load, ``open_checkpoint`` and ``open_state`` stop at the first, because nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord
 from zeroelastic.checkpoint.model_states import ModelStates
@@ -21,8 +21,13 @@ MIXED = "Files of two saves are mixed in this directory."
 OVERWRITTEN = f"(If DeepSpeed overwrote this tag without zeroelastic, remove {RECORD_NAME}.)"
 
 
-def other_save(shard: Shard, record: CommitRecord | None) -> str | None:
-    """Whether an optimizer file names another save than the commit record does."""
+def other_save(shard: Shard, record: CommitRecord | None, model_name: str | None) -> str | None:
+    """Whether an optimizer file is of another ZeRO stage than a model states file, or names another save than a record.
+
+    ``model_name`` is the name of that model states file.
+    """
+    if model_name is not None and (WHOLE_MODEL_FILE.match(model_name) is None) != (shard.stage == 3):
+        return f"{shard.path}: was saved with ZeRO stage {shard.stage}, {model_name} with another one. {MIXED}"
     if record is None or shard.save_id in (None, record.save_id):
         return None
     ids = str(shard.save_id)[:8], record.save_id[:8]
@@ -110,13 +115,6 @@ def steps_note(model: ModelStates, shard: Shard, record: CommitRecord | None) ->
         f"{said}: an earlier load left the optimizer's state out, the job has set counters, or files of two "
         "saves are mixed: these files do not say which"
     )
-
-
-def other_stage(shard: Shard, model_name: str) -> str | None:
-    """Whether an optimizer file is of another ZeRO stage than the model states file of this name."""
-    if (WHOLE_MODEL_FILE.match(model_name) is None) == (shard.stage == 3):
-        return None
-    return f"{shard.path}: was saved with ZeRO stage {shard.stage}, {model_name} with another one. {MIXED}"
 
 
 def other_step(model: ModelStates, record: CommitRecord | None) -> str | None:
@@ -270,23 +268,26 @@ def check_same_models(models: Sequence[ModelStates], head: Shard, record: Commit
         raise CheckpointError(mixed)
     if (mixed := other_trained_params(first, head) or other_models(first, head, record)) is not None:
         raise CheckpointError(mixed)
-    first_of: dict[int, ModelStates] = {}  # by tensor parallel rank
-    for model in models:
-        peer = first_of.setdefault(model.rank % model.tensor_size, model)
-        for what, fact in model_facts(model).items():
-            other = first if what in OF_THE_SAVE else peer
-            if model_facts(other)[what] != fact:
-                raise CheckpointError(f"{model.path} and {other.path} differ in {what}. {MIXED}")
+    facts = [model_facts(model) for model in models]
+    first_of: dict[int, int] = {}  # by tensor parallel rank
+    for number, model in enumerate(models):
+        peer = first_of.setdefault(model.rank % model.tensor_size, number)
+        for what, fact in facts[number].items():
+            other = 0 if what in OF_THE_SAVE else peer
+            if facts[other][what] != fact:
+                raise CheckpointError(f"{model.path} and {models[other].path} differ in {what}. {MIXED}")
 
 
 OF_THE_SAVE = ("the step", "the save id")
 
 
-def model_facts(model: ModelStates) -> dict[str, object]:
+def model_facts(model: ModelStates) -> dict[str, Hashable]:
     """What the module states of one save must say; of other tensor parallel ranks ``OF_THE_SAVE`` alone."""
+    extents = model.frozen_extents
     return {
         "the step": model.global_steps,
         "the save id": model.save_id,
         "parameters": model.sub_groups,
         "frozen parameters": None if model.frozen is None else model.frozen.params,
+        "the dtypes of frozen parameters": None if extents is None else tuple(sorted(extents.dtype.items())),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeGuard, overload
+from typing import overload
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.contradictions import (
@@ -17,7 +17,6 @@ from zeroelastic.checkpoint.contradictions import (
     not_committed,
     other_directory,
     other_save,
-    other_stage,
 )
 from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
@@ -230,8 +229,7 @@ class Checkpoint:
         """
         if rank not in self._shards:
             shard = self.read_shard(rank, through=through)
-            mixed = other_stage(shard, self.model_files[0].name) or other_save(shard, self.record)
-            if mixed is not None:
+            if (mixed := other_save(shard, self.record, self.model_files[0].name)) is not None:
                 raise CheckpointError(mixed)
             self._check_directory(shard.path, shard.directory)
             self._shards[rank] = shard
@@ -380,7 +378,7 @@ def open_checkpoint(
     if data_size is None:
         first = _read_first_model(checkpoint, files, tp)
         data_size = first.world_size
-        if first.tensor_size != files.tensor_size and not _is_one_of_several(tp):
+        if first.tensor_size != files.tensor_size and checkpoint.tp.size == 1:
             files = rank_files(tag_dir, names, tensor_size=first.tensor_size)
     checkpoint.use_files(files, data_size)
     _check_none_missing(checkpoint, files, over_nodes=listing.over_nodes)
@@ -398,24 +396,25 @@ def open_committed(tag_dir: str | os.PathLike[str] | RemotePath) -> Checkpoint:
     return checkpoint
 
 
-def _is_one_of_several(tp: TensorParallel | None) -> TypeGuard[TensorParallel]:
-    """Whether the files of one of several tensor parallel ranks are asked for."""
-    return tp is not None and tp.size > 1
-
-
 def _state_files(
     tag_dir: FilePath, names: Collection[str], record: CommitRecord | None, tp: TensorParallel | None
 ) -> StateFiles:
-    """The optimizer and the model states files by rank: of all ranks, or of the tensor parallel rank ``tp``."""
-    if _is_one_of_several(tp):
-        _check_tp_size(tag_dir, names, record, tp)
-        return rank_files(tag_dir, names, tp.rank)
+    """The optimizer and the model states files by rank: of all ranks, or of one of several tensor parallel ranks.
+
+    Raises UnsupportedError where another number of tensor parallel ranks than those of ``tp`` saved.
+    """
     tensor_size = None if record is None else record.tp_size
-    if record is not None and any(group.tp_rank for group in record.params.groups):
-        raise UndescribedSlicesError(
-            f"{other_tp_size(tag_dir, tensor_size, tp)} Its tensor parallel ranks were recorded each by itself."
-        )
-    return rank_files(tag_dir, names, tensor_size=tensor_size)
+    if tp is None or tp.size == 1:
+        if record is not None and any(group.tp_rank for group in record.params.groups):
+            raise UndescribedSlicesError(
+                f"{other_tp_size(tag_dir, tensor_size, tp)} Its tensor parallel ranks were recorded each by itself."
+            )
+        return rank_files(tag_dir, names, tensor_size=tensor_size)
+    ranks = (file.tp_rank for file in map(parse_rank_file, names) if file is not None)
+    saved = max(ranks, default=tp.size - 1) + 1 if tensor_size is None else tensor_size
+    if saved != tp.size:
+        raise other_tp_size(tag_dir, saved, tp)
+    return rank_files(tag_dir, names, tp.rank)
 
 
 def _read_first_model(checkpoint: Checkpoint, files: StateFiles, tp: TensorParallel | None) -> ModelStates:
@@ -428,7 +427,7 @@ def _read_first_model(checkpoint: Checkpoint, files: StateFiles, tp: TensorParal
         raise MissingFileError(f"{tag_dir}: {name} is missing. The checkpoint is incomplete.")
     file = read_torch_file(tag_dir / files.models[rank], foreign="inert")
     try:
-        return checkpoint.take_model_states(file, rank, data_size=None, tp=tp if _is_one_of_several(tp) else None)
+        return checkpoint.take_model_states(file, rank, data_size=None, tp=tp if checkpoint.tp.size > 1 else None)
     except UndescribedSlicesError as error:
         saved = file.root.get("mp_world_size") if isinstance(file.root, dict) else None
         raise UndescribedSlicesError(f"{other_tp_size(tag_dir, saved, tp)} {error}") from None
@@ -481,17 +480,6 @@ def stated_sizes(tag_dir: FilePath, names: Iterable[str]) -> tuple[int, int] | N
     if type(sizes[0]) is not int or type(sizes[1]) is not int:
         raise CheckpointError(f"{path}: states no world size. It is not a ZeRO model states file.")
     return sizes[0], sizes[1]
-
-
-def _check_tp_size(tag_dir: FilePath, names: Iterable[str], record: CommitRecord | None, tp: TensorParallel) -> None:
-    """Raise UnsupportedError where another number of tensor parallel ranks saved, by the record or by the names."""
-    if record is not None:
-        saved = record.tp_size
-    else:
-        files = [file for file in map(parse_rank_file, names) if file is not None]
-        saved = max((file.tp_rank + 1 for file in files), default=tp.size)
-    if saved != tp.size:
-        raise other_tp_size(tag_dir, saved, tp)
 
 
 def check_sizes(tag_dir: FilePath, names: Collection[str], sizes: Mapping[str, int], record: CommitRecord) -> None:
