@@ -186,7 +186,7 @@ class _Checker(TagHeaders):
         if not self.is_stage_0:  # which has the files of no other rank
             self._find_missing(listing.by_rank(tp_size))
         self.notes.append("not checked: what the headers of the files say")
-        self._other_names = sorted({*names, *self._other_names, *(() if record is None else record.files)})
+        self._other_names = sorted({*names, *self._other_names, *self.checkpoint.recorded_sizes})
         self.num_rank_files, self.models = 0, {}
         if not self._first_tp or self.is_stage_0:
             self.optim_files, self.model_files = {}, {}
@@ -220,7 +220,7 @@ class _Checker(TagHeaders):
 
     def _paths(self, names: Mapping[int, str]) -> dict[int, FilePath]:
         """The files by rank; where many are read, those that have the size that the commit record states."""
-        sizes = self.sizes if self.record is None or self._headers == "first" else {**self.sizes, **self.record.files}
+        sizes = self.sizes if self._headers == "first" else {**self.sizes, **self.checkpoint.recorded_sizes}
         return {rank: self.tag_dir / name for rank, name in sorted(names.items()) if self.sizes[name] == sizes[name]}
 
     def _each(self, files: Mapping[int, FilePath], read: Callable[[int, FilePath], None]) -> None:
@@ -294,7 +294,7 @@ class _Checker(TagHeaders):
             self.missing.append(self._add(RECORD_NAME, missing))
 
     def _find_missing(self, files: StateFiles) -> None:
-        recorded = self.record.files if self.record is not None else {}
+        recorded, num_ranks = self.checkpoint.recorded_sizes, files.tensor_size * self.topology.data_size
         for name, want in sorted(recorded.items()):
             path, have = self.tag_dir / name, self.sizes.get(name)
             if have is None:
@@ -305,12 +305,10 @@ class _Checker(TagHeaders):
                     f"{path}: has {have} bytes; the commit record says {want}. The file is truncated, damaged or from "
                     "another save.",
                 )
-        if self.record is not None:
-            num_ranks = files.tensor_size * self.topology.data_size
-            for names in (files.optim, files.models):
-                for rank, name in sorted(names.items()):
-                    if rank < num_ranks and name not in recorded:
-                        self._add(name, f"{self.tag_dir / name}: is not in the commit record, which lists all files.")
+        for names in (files.optim, files.models) if self.record is not None else ():
+            for rank, name in sorted(names.items()):
+                if rank < num_ranks and name not in recorded:
+                    self._add(name, f"{self.tag_dir / name}: is not in the commit record, which lists all files.")
         count, missing = files.missing(self.topology.data_size)
         for name in missing[: max(0, _NAMED - len(self.problems))]:
             if not {name, f"bf16_{name}"} & recorded.keys():
@@ -325,12 +323,12 @@ class _Checker(TagHeaders):
         """Find which files of experts the save wrote: those in the record, or those that the model states count."""
         model = next(iter(self.models.values()), None)
         found = self.listing.expert_files
+        names: Collection[str] = found if model is None else model.expert_files
+        recorded = self.checkpoint.recorded_sizes
         if self.record is not None:
-            names: Collection[str] = [name for name in self.record.files if EXPERT_FILE.match(name)]
-        else:
-            names = found if model is None else model.expert_files
-        for name in names if self.record is None else ():
-            if name not in self.sizes:
+            names = [name for name in recorded if EXPERT_FILE.match(name)]
+        for name in names:
+            if name not in self.sizes and name not in recorded:  # else it is missing already
                 path = self.tag_dir / name
                 self.missing.append(self._add(name, f"{path}: is missing. The checkpoint is incomplete."))
         stale = sorted({*found} - {*names})

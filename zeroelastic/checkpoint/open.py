@@ -139,6 +139,16 @@ class Checkpoint:
         return self.topology.world_size
 
     @property
+    def recorded_sizes(self) -> Mapping[str, int]:
+        """The size of each file by the commit record; empty without one."""
+        return {} if self.record is None else self.record.files
+
+    @property
+    def recorded_directories(self) -> Mapping[str, str]:
+        """The digest of each file's zip directory by the commit record; empty without one."""
+        return {} if self.record is None else self.record.directories
+
+    @property
     def layout(self) -> Layout:
         """The layout of the trained parameters over all ranks.
 
@@ -308,8 +318,7 @@ class Checkpoint:
         yield 0, read_zip_records(path, size)
 
     def _check_directory(self, path: FilePath, found: str) -> None:
-        recorded = self.record.directories.get(path.name) if self.record is not None else None
-        if self.compare_directories and recorded not in (None, found):
+        if self.compare_directories and self.recorded_directories.get(path.name, found) != found:
             raise CheckpointError(other_directory(path))
 
     @property

@@ -178,7 +178,7 @@ class TagHeaders:
 
     def other_directories(self, blamed: Collection[str]) -> list[Problem]:
         """Files that are not ``blamed`` already and whose zip directory is not the one in the commit record."""
-        recorded = self.record.directories if self.record is not None else {}
+        recorded = self.checkpoint.recorded_directories
         opened: list[Shard | ModelStates] = [*self.shards.values(), *self.models.values()]
         return [
             Problem(header.path.name, other_directory(header.path))

@@ -236,6 +236,16 @@ def _read(path: FilePath, offset: int, nbytes: int, failure: str) -> bytes:
         raise UnreadableError(f"{path}: {failure}: {reason(error)}.") from None
 
 
+@contextmanager
+def open_blocks(path: FilePath, size: int | None = None) -> Iterator[LocalFile | BlockFile]:
+    """A file of which headers are read; ``size``, if it is known, saves a question about one behind a URL."""
+    if isinstance(path, RemotePath):
+        yield BlockFile(path, size)
+        return
+    with LocalFile(path) as file:
+        yield file
+
+
 _MAX_REQUEST_BYTES = 8 << 20
 
 

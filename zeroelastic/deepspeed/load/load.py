@@ -156,7 +156,7 @@ def _check_left(engine: Engine, request: LoadRequest) -> None:
     tag = request.tag if request.tag is not None else all_or_raise(lambda: read_latest(request.directory))
     if tag is not None:
         why = why_left_to_deepspeed(engine.optimizer) or type(engine.optimizer).__name__
-        refuse_other_arrangement(engine, request.directory / str(tag), request, why)
+        refuse_other_arrangement(engine, Path(request.load_dir) / str(tag), request, why)
 
 
 def _load_by_deepspeed(call: Call, request: LoadRequest) -> Loaded:

@@ -86,15 +86,19 @@ def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> Lo
     the tag either.
     """
 
+    local = tag_dir if isinstance(tag_dir, Path) else None  # DeepSpeed reads no URLs
+
     def look() -> Loader:
         try:
             live = covered_live(engine, engine.optimizer)
         except UnsupportedError as error:
             # into an engine without an optimizer DeepSpeed loads nothing
-            if kind_of(engine.optimizer) is None or not _is_of_this_size(engine, tag_dir):
+            if kind_of(engine.optimizer) is None or local is None or not _is_of_this_size(engine, local):
                 raise UnsupportedError(f"{tag_dir}: {error}") from None
             return Loader(None, request, str(error))
-        return Loader(live, request, *_why_only_deepspeed_reads(engine, live, tag_dir, request))
+        if local is None:
+            return Loader(live, request)
+        return Loader(live, request, *_why_only_deepspeed_reads(engine, live, local, request))
 
     def part(loader: Loader) -> tuple[Verify, str | None, tuple[int, int] | None, Values | None]:
         live = loader.live
@@ -110,8 +114,8 @@ def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> Lo
         tables = [(place, values) for *_, place, values in found if place is not None and values is not None]
         if len(tables) == len(found):
             reasons = [_values_of_ranks(tag_dir, tables)]
-    if None not in reasons:
-        refuse_other_arrangement(engine, tag_dir, request, reasons[0] or "")
+    if local is not None and None not in reasons:
+        refuse_other_arrangement(engine, local, request, reasons[0] or "")
         return Loader(None, request, reasons[0])
     assert own.live is not None, "else there is a reason"
     level = min((level for level, *_ in found), key=VERIFY_LEVELS.index)
@@ -140,7 +144,7 @@ def _values(shard: Shard) -> Values:
 
 
 def _why_only_deepspeed_reads(
-    engine: Engine, live: LiveOptimizer, tag_dir: FilePath, request: LoadRequest
+    engine: Engine, live: LiveOptimizer, tag_dir: Path, request: LoadRequest
 ) -> tuple[str | None, Values | None]:
     """Why only DeepSpeed reads this rank's files: the weights alone, or a rigid save of this size without a record.
 
@@ -149,7 +153,7 @@ def _why_only_deepspeed_reads(
     one value per element, and what ``_names_that_differ`` says. None where this package loads the tag, unless ranks
     differ in the numbers of the optimizer, which are the other result.
     """
-    if not isinstance(tag_dir, Path) or not tag_dir.is_dir() or not live.trains:
+    if not tag_dir.is_dir() or not live.trains:
         return None, None
     names = file_sizes(tag_dir)
     (rank, tp), sliced = live.sharing.place, live.layout.slices is not None
@@ -241,10 +245,8 @@ def _names_params(model: Table) -> bool:
     return listed and (frozen is None or isinstance(frozen, Mapping))
 
 
-def _is_of_this_size(engine: Engine, tag_dir: FilePath) -> bool:
+def _is_of_this_size(engine: Engine, tag_dir: Path) -> bool:
     """Whether as many data parallel and tensor parallel ranks saved a tag as this run has."""
-    if not isinstance(tag_dir, Path):  # DeepSpeed reads no URLs
-        return False
     size, tp = dist.get_world_size(group=engine.optimizer.dp_process_group), tensor_parallel(engine.optimizer)
     try:
         return saved_sizes(tag_dir) == (size, tp.size)
@@ -326,15 +328,13 @@ def _live(engine: Engine) -> _Arrangement:
     return _Arrangement.of(model, {"optimizer_state_dict": state, "ds_config": engine._config._param_dict})
 
 
-def refuse_other_arrangement(engine: Engine, tag_dir: FilePath, request: LoadRequest, why: str) -> None:
+def refuse_other_arrangement(engine: Engine, tag_dir: Path, request: LoadRequest, why: str) -> None:
     """Raise UnsupportedError where this run, left to DeepSpeed because of ``why``, is arranged unlike the save.
 
     Each rank reads the headers of its own files. A load of weights only goes by name, so that only the tensor parallel
     size counts. Raises MissingFileError where some ranks lack a file that others have, and CheckpointError for one that
     is damaged; what cannot be compared is left to DeepSpeed. The same on every rank. Collective.
     """
-    if not isinstance(tag_dir, Path):
-        return
 
     def look() -> list[str]:
         both = engine.zero_optimization() and not request.weights_only

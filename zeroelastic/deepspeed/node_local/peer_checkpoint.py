@@ -30,8 +30,8 @@ from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.multicast import Request, multicast
 from zeroelastic.errors import CheckpointError
 from zeroelastic.executors.dispatch import CopyTable, Executor, host_executor, read_segments
-from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.io.storage import BlockFile, LocalFile
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import BlockFile, LocalFile, open_blocks
 from zeroelastic.torch_file.header import Blocks
 
 Ranges = Sequence[tuple[int, bytes]]
@@ -46,8 +46,7 @@ def recording(
 
     ``size``, if it is known, saves a question about a file behind a URL. Raises as the readers do.
     """
-    file = BlockFile(path, size) if isinstance(path, RemotePath) else LocalFile(path)
-    original, ranges = file.read, list[tuple[int, bytes]]()
+    ranges: list[tuple[int, bytes]] = []
 
     def read(offset: int, nbytes: int) -> bytes:
         data = original(offset, nbytes)
@@ -55,12 +54,10 @@ def recording(
             ranges.append((offset, data))
         return data
 
-    try:
+    with open_blocks(path, size) as file:
+        original = file.read
         with patched(file, read=read):
             yield file, ranges
-    finally:
-        if isinstance(file, LocalFile):
-            file.close()
 
 
 def joined(ranges: Ranges) -> Ranges:
