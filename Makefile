@@ -221,13 +221,13 @@ test-all: warm versions dist $(VENV)/front-ends/trl/.stamp
 sweep: warm
 	$(PYTEST) -m sweep $(PYTEST_ARGS) tests
 
-# Every process of a test measures itself, the ranks too; `python tests/compare_coverage.py OLD NEW` compares two results.
+# Every process of a test measures itself, the ranks too; coverage/report.txt has a line for each file.
 coverage: warm versions dist $(VENV)/front-ends/trl/.stamp
 	rm -rf coverage && mkdir coverage
 	status=0; export COVERAGE_FILE=$(CURDIR)/coverage/data; \
 	    $(PY) -m coverage run -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS) tests || status=$$?; \
 	    $(PY) -m coverage combine -q && $(PY) -m coverage json -q -o coverage/coverage.json && \
-	    $(PY) -m coverage report --skip-covered | tail -n 40; exit $$status
+	    $(PY) -m coverage report >coverage/report.txt; tail -n 1 coverage/report.txt; exit $$status
 
 # Every configuration and load flag, with zeroelastic and without; `make test-all` runs a few of them.
 same-as-stock: warm

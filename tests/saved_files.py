@@ -65,3 +65,10 @@ def flip(path: Path, offset: int | None = None, mask: int = 1) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if offset is None else offset] ^= mask
     path.write_bytes(data)
+
+
+def swap(one: Path, other: Path) -> None:
+    """Let two files change places."""
+    data = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(data)

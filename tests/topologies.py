@@ -1,9 +1,9 @@
 """Runs with experts and tensor parallelism: tiny models at any topology, and a gather of their logical state.
 
 A job trains the same model on the same global batch at every data, tensor and expert parallel size. The logical state
-is gathered without zeroelastic: every rank's part from DeepSpeed's own buffers, joined over each parameter's data
-parallel group; then slices put together by hand, by the unsharded shapes that the model had before DeepSpeed sliced it
-and by the numbers that experts have in the model. Functions run on ranks, so they are at module level.
+is gathered without the code that saves and loads: every rank's part by ``gather_state``, from DeepSpeed's own buffers;
+then slices put together by hand, by the unsharded shapes that the model had before DeepSpeed sliced it and by the
+numbers that experts have in the model. Functions run on ranks, so they are at module level.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from training import LOSS_RTOL as LOSS_RTOL
 from training import shorten_tensors_in_text
+
+from zeroelastic.testing import gather_state
 
 MODELS = ("llama", "qwen3", "neox", "mixtral")
 """Models of transformers, which AutoTP slices."""
@@ -359,6 +361,30 @@ def train(engine: Any, first: int, count: int) -> list[float]:
     return [step(engine, number) for number in range(first, first + count)]
 
 
+class Seen(NamedTuple):
+    """A run's logical state after training or a load, as hashes, the losses that follow, and the report of the load."""
+
+    state: dict[str, Any]
+    losses: list[float]
+    report: str = ""
+
+
+def save_run(job: TopologyJob, directory: str) -> Seen:
+    """Two steps, a save under the tag ``t``, and two more steps."""
+    engine = build(job)
+    train(engine, 0, 2)
+    engine.save_checkpoint(directory, tag="t")
+    return Seen(logical_hashes(engine), train(engine, 2, 2))
+
+
+def load_run(job: TopologyJob, directory: str) -> Seen:
+    """Load the tag ``t``, and the same two steps again."""
+    engine = build(job)
+    assert engine.load_checkpoint(directory, tag="t")[0] is not None
+    report = engine.zeroelastic_report.text() if job.installed else ""
+    return Seen(logical_hashes(engine), train(engine, 2, 2), report)
+
+
 # The logical state
 
 
@@ -416,22 +442,6 @@ def hashed(value: Any) -> Any:
     return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()}"
 
 
-def save_trained(job: TopologyJob, directory: str, *, steps: int = 2) -> dict[str, Any]:
-    """The state of a new run after some steps, which it saves under the tag ``t``, as hashes."""
-    engine = build(job)
-    train(engine, 0, steps)
-    engine.save_checkpoint(directory, tag="t")
-    return logical_hashes(engine)
-
-
-def load_and_gather(job: TopologyJob, directory: str, tag: str | None = None) -> dict[str, Any]:
-    """The state of a run after a load, as hashes."""
-    engine = build(job)
-    path, _ = engine.load_checkpoint(directory, tag=tag)
-    assert path is not None
-    return logical_hashes(engine)
-
-
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     """The keys that differ between two states, or states of hashes."""
     keys = dict.fromkeys([*expected, *found])
@@ -470,78 +480,18 @@ def _joined(job: TopologyJob, name: str, key: str, parts: Mapping[int, Any], sha
 
 def _local_state(engine: Any) -> Local:
     """What this rank has, joined over the ranks that share it. Collective over those."""
-    optimizer = engine.optimizer
-    names = {param: name for name, param in engine.module.named_parameters()}
-    found: Local = {name: {"weight": _weight(param)} for param, name in names.items()}
-    gathered = _sub_groups(optimizer) if hasattr(optimizer, "fp32_partitioned_groups_flat") else _groups(optimizer)
-    for param, entries in gathered:
-        found[names[param]].update(entries)
-    persistent = engine.module.state_dict().keys()
-    for name, buffer in engine.module.named_buffers():
-        if name in persistent:
-            found[f"buffer/{name}"] = {"value": buffer.detach().cpu().clone()}
+    state, found = gather_state(engine), Local()
+    for key, value in state.items():
+        kind, _, rest = key.partition("/")
+        name, _, last = rest.rpartition("/")
+        if kind in ("weight", "master"):
+            found.setdefault(rest, {})["weight" if kind == "weight" else "fp32"] = value
+        elif kind in ("state", "scalar"):
+            found.setdefault(name, {})[last] = value
+        elif kind == "buffer":
+            found[key] = {"value": value}
+    for index, group in enumerate(engine.optimizer.optimizer.param_groups):
+        options = {f"group/{key}": group[key] for key in ("lr", "weight_decay", "betas", "eps")}
+        for name in str(state[f"group/{index}/params"]).split():
+            found[name].update(options)
     return found
-
-
-def _weight(param: Any) -> torch.Tensor:
-    import deepspeed
-
-    if not hasattr(param, "ds_id"):
-        return param.detach().cpu().clone()
-    with deepspeed.zero.GatheredParameters([param]):
-        return param.detach().cpu().clone()
-
-
-def _sub_groups(optimizer: Any) -> Iterable[tuple[Any, dict[str, Any]]]:
-    """Stage 3: each parameter's fragments in the sub-groups, over the process group that shares it."""
-    for index, members in enumerate(optimizer.fp16_groups):
-        flat = optimizer.fp32_partitioned_groups_flat[index]
-        group = optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[index]]
-        tensors, numbers = _optimizer_state(optimizer, flat)
-        for param in members:
-            at, offset, numel = optimizer.grad_position[optimizer.get_param_id(param)]
-            assert at == index
-            entries = {
-                key: _gathered(value.narrow(0, offset, numel), param.ds_process_group)[: param.ds_numel]
-                .view(param.ds_shape)
-                .clone()
-                for key, value in tensors.items()
-            }
-            yield param, {**entries, **numbers, **_hyper_parameters(group)}
-
-
-def _groups(optimizer: Any) -> Iterable[tuple[Any, dict[str, Any]]]:
-    """Stages 1 and 2: each group's buffer, over its own process group; places are those of the weights in memory."""
-    if hasattr(optimizer, "bf16_groups"):  # BF16_Optimizer
-        columns = (optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, optimizer.bf16_groups_flat)
-    else:
-        columns = (optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups_flat)
-    for index, (members, master, weights) in enumerate(zip(*columns, strict=True)):
-        tensors, numbers = _optimizer_state(optimizer, master)
-        whole = {key: _gathered(value, optimizer.real_dp_process_group[index]) for key, value in tensors.items()}
-        for param in members:
-            begin = (param.data_ptr() - weights.data_ptr()) // weights.element_size()
-            assert 0 <= begin <= weights.numel() - param.numel()
-            entries = {
-                key: flat[begin : begin + param.numel()].view(param.shape).clone() for key, flat in whole.items()
-            }
-            yield param, {**entries, **numbers, **_hyper_parameters(optimizer.optimizer.param_groups[index])}
-
-
-def _optimizer_state(optimizer: Any, master: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors that are cut as the master weights are, these included, and numbers."""
-    state = optimizer.optimizer.state.get(master, {})
-    tensors = {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == master.shape}
-    numbers = {key: float(value) for key, value in state.items() if key not in tensors}
-    return {"fp32": master, **tensors}, numbers
-
-
-def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"group/{key}": group[key] for key in ("lr", "weight_decay", "betas", "eps")}
-
-
-def _gathered(part: torch.Tensor, group: Any) -> torch.Tensor:
-    part = part.detach().contiguous()
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, part, group=group)
-    return torch.cat(parts)

@@ -7,9 +7,10 @@ the same at every world size. Functions run on ranks, so they are at module leve
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -293,21 +294,32 @@ def look(engine: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """The gathered state, and what DeepSpeed's own accessors gather, both as fingerprints."""
     from zeroelastic.testing import fingerprint, gather_state
 
-    return fingerprint(gather_state(engine)), gathered(engine)
+    state = gather_state(engine)
+    return fingerprint(state), gathered(engine, state)
 
 
-def gathered(engine: Any) -> dict[str, str]:
-    """Master weights and optimizer state of every trained parameter, gathered without zeroelastic, as fingerprints."""
+def gathered(engine: Any, state: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Master weights and optimizer state of every trained parameter, hashed by their bits.
+
+    At stage 3 DeepSpeed's own accessors gather them. At stages 1 and 2 these are wrong under ``round_robin_gradients``,
+    so there they are cut out of the ``state`` that ``gather_state`` gathers.
+    """
     if engine.zero_optimization_stage() == 0:
         return gathered_at_stage_0(engine)
-    sub_groups = hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
-    return gathered_by_deepspeed(engine) if sub_groups else gathered_from_groups(engine)
+    if hasattr(engine.optimizer, "fp32_partitioned_groups_flat"):
+        return gathered_by_deepspeed(engine)
+    from zeroelastic.testing import gather_state
+
+    found: dict[str, str] = {}
+    for place, value in (gather_state(engine) if state is None else state).items():
+        kind, _, rest = place.partition("/")
+        if kind in ("master", "state"):
+            found[f"{rest}/fp32" if kind == "master" else rest] = _hashed(value)
+    return found
 
 
 def gathered_by_deepspeed(engine: Any) -> dict[str, str]:
     """safe_get_full_fp32_param and safe_get_full_optimizer_state of every trained parameter, hashed by their bits."""
-    import hashlib
-
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     found: dict[str, str] = {}
@@ -326,39 +338,13 @@ def gathered_by_deepspeed(engine: Any) -> dict[str, str]:
                 shape = tuple(getattr(param, "ds_shape", param.shape))
                 assert value is not None and tuple(value.shape) == shape, (name, key)
                 assert value.numel() > 0
-                raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                found[f"{name}/{key}"] = f"{value.dtype}:{hashlib.sha256(raw).hexdigest()}"
+                found[f"{name}/{key}"] = _hashed(value)
     return found
 
 
-def gathered_from_groups(engine: Any) -> dict[str, str]:
-    """``gathered_by_deepspeed`` at stages 1 and 2, cut out of the gathered buffers of the optimizer groups.
-
-    A parameter's place is that of its weight in the memory of the group's weights: DeepSpeed's own accessors are wrong
-    under ``round_robin_gradients``.
-    """
-    import hashlib
-
-    found: dict[str, str] = {}
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "bf16_groups"):  # BF16_Optimizer
-        columns = (optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, optimizer.bf16_groups_flat)
-    else:
-        columns = (optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups_flat)
-    for params, master, weights in zip(*columns, strict=True):
-        state = optimizer.optimizer.state.get(master, {})
-        parts = {key: value for key, value in state.items() if torch.is_tensor(value) and value.shape == master.shape}
-        for key, part in {"fp32": master, **parts}.items():
-            gathered = [torch.empty_like(part, requires_grad=False) for _ in range(dist.get_world_size())]
-            dist.all_gather(gathered, part.detach().contiguous())
-            whole = torch.cat(gathered)
-            for param in params:
-                begin = (param.data_ptr() - weights.data_ptr()) // weights.element_size()
-                assert 0 <= begin <= weights.numel() - param.numel()
-                value = whole[begin : begin + param.numel()].contiguous()
-                raw = value.cpu().view(torch.uint8).numpy().tobytes()
-                found[f"{engine.param_names[param]}/{key}"] = f"{value.dtype}:{hashlib.sha256(raw).hexdigest()}"
-    return found
+def _hashed(value: torch.Tensor) -> str:
+    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"{value.dtype}:{hashlib.sha256(raw).hexdigest()}"
 
 
 def flat_buffers(optimizer: Any) -> Sequence[torch.Tensor]:

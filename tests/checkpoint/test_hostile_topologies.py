@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import topologies
 import torch
+from saved_files import swap
 from synthetic import edit
 from topologies import TopologyJob
 
@@ -90,15 +91,6 @@ def other_frozen_shapes(root: dict[str, Any]) -> None:
     root["frozen_param_shapes"].update(dict.fromkeys(root["frozen_param_shapes"], (1,)))
 
 
-def swap(first: str, second: str) -> Callable[[Path], None]:
-    def swapped(tag: Path) -> None:
-        shutil.move(tag / first, tag / "between")
-        shutil.move(tag / second, tag / first)
-        shutil.move(tag / "between", tag / second)
-
-    return swapped
-
-
 def in_files(change: Callable[[dict[str, Any]], object], *names: str) -> Callable[[Path], None]:
     def changed(tag: Path) -> None:
         for name in names:
@@ -143,7 +135,12 @@ CASES: dict[str, Case] = {
     "a whole of another size": (
         "AutoTP", in_files(of_entry(ROW, logical_shape=[16, 65]), *MODELS), ROW, CheckpointError,
     ),
-    "model files swapped": ("AutoTP", swap(*MODELS), "was saved as .* changed places", CheckpointError),
+    "model files swapped": (
+        "AutoTP",
+        lambda tag: swap(*(tag / name for name in MODELS)),
+        "was saved as .* changed places",
+        CheckpointError,
+    ),
     "a rank's files gone": (
         "AutoTP", lambda tag: (tag / OPTIM.format(0, 1)).unlink(), r"mp_rank_01_optim_states\.pt", MissingFileError,
     ),

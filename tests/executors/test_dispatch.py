@@ -180,6 +180,8 @@ def test_without_rows_no_file_is_opened(engine: Engine, tmp_path: Path) -> None:
     table, missing = CopyTable(empty, empty, empty, empty, empty), tmp_path / "missing"
     result = read_segments(table, [missing], [engine.put(np.zeros(3, dtype=np.uint8))], executor=engine.name)
     assert result.bytes_read == 0 and result.files == () and result.digests is None
+    if engine.can("scan"):
+        assert scan(Ranges(empty, empty, empty), (missing,), engine) == []
 
 
 def test_many_tiny_rows_of_many_files(engine: Engine, tmp_path: Path) -> None:
@@ -251,13 +253,15 @@ def test_offsets_beyond_4_gib(engine: Engine, tmp_path: Path) -> None:
     result = read_segments(table, [path], [buffer], executor=engine.name)
     assert engine.get(buffer).reshape(count, 8).tolist() == [[i + 1] * 7 + [UNTOUCHED] for i in range(count)]
     assert result.bytes_read == 7 * count
+    if engine.can("scan"):
+        assert scan(ranges(table), (path,), engine) == [zlib.crc32(bytes([i + 1] * 7)) for i in range(count)]
 
 
 def failures(
     engine: Engine, table: CopyTable, paths: Sequence[Path], folder: Path
 ) -> set[tuple[type[BaseException], str]]:
     """What each operation that the engine has on files raises, for rows of up to 10 MB into one destination each."""
-    found = set()
+    found, before = set(), len(os.listdir("/proc/self/fd"))
     target = folder / "target"
     target.touch()
     for operation in filter(engine.can, ("read", "move", "scan")):
@@ -270,6 +274,7 @@ def failures(
             else:
                 scan(ranges(table), paths, engine)
         engine.free()
+        assert len(os.listdir("/proc/self/fd")) == before
         found.add((type(caught.value), str(caught.value)))
     return found
 
@@ -420,22 +425,6 @@ def test_files_are_never_created_by_writing(engine: Engine, tmp_path: Path) -> N
         assert caught.value.filename == str(missing)
 
 
-def test_files_are_closed_also_after_errors(scanner: Engine, tmp_path: Path) -> None:
-    source, target = write_files(tmp_path, (bytes(10), bytes(10)))
-    before = len(os.listdir("/proc/self/fd"))
-    buffers = [np.zeros(20, dtype=np.uint8)]
-    for nbytes in (10, 20):
-        for act in (
-            lambda rows: move_segments(rows, [source], [target], executor=scanner.name),
-            lambda rows: read_segments(rows, (source,), buffers, executor=scanner.name),
-        ):
-            try:
-                act(segment(0, 0, nbytes))
-            except CheckpointError:
-                assert nbytes == 20
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 # --- scans ----------------------------------------------------------------------------------------------------------
 
 
@@ -444,12 +433,6 @@ def scan(table: Ranges, paths: Sequence[Path], scanner: Engine, threads: int | N
     sums = np.full(len(table.nbytes), 1, dtype=np.uint32)
     assert scan_segments(table, paths, crc32=sums, threads=threads, executor=scanner.name) is None
     return sums.tolist()
-
-
-def test_a_scan_without_rows_opens_no_file(scanner: Engine, tmp_path: Path) -> None:
-    empty = np.empty(0, dtype=np.int64)
-    assert scan(Ranges(empty, empty, empty), (tmp_path / "missing",), scanner) == []
-    assert scan(Ranges(empty, empty, empty), (), scanner) == []
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -493,15 +476,6 @@ def test_many_tiny_rows_are_scanned(scanner: Engine, tmp_path: Path) -> None:
     got = scan(Ranges(offset * 0, offset, nbytes), write_files(tmp_path, (data,)), scanner, threads=2)
     bounds = zip(offset.tolist(), nbytes.tolist(), strict=True)
     assert got == [zlib.crc32(data[begin : begin + length].data) for begin, length in bounds]
-
-
-def test_rows_behind_4_gib_are_scanned(scanner: Engine, tmp_path: Path) -> None:
-    path = tmp_path / "sparse.bin"
-    with path.open("wb") as file:
-        file.seek(5 * 2**30)
-        file.write(b"behind")
-    column = np.array([5 * 2**30 - 3])
-    assert scan(Ranges(column * 0, column, column * 0 + 8), (path,), scanner) == [zlib.crc32(bytes(3) + b"behin")]
 
 
 def test_checksums_without_a_place_for_each_row_are_a_bug_that_is_caught(scanner: Engine, tmp_path: Path) -> None:
@@ -613,13 +587,3 @@ def test_auto_takes_the_native_engine_and_says_so_once(caplog: pytest.LogCapture
         assert dispatch.choose_executor("auto") == "native"
         assert dispatch.choose_executor("auto") == "native"
     assert len(caplog.records) == 1 and "native engine" in caplog.text
-
-
-def test_every_nan_is_one_in_bfloat16(engine: Engine) -> None:
-    """Torch's own is another one on each kind of processor; what is written must not depend on the machine."""
-    bits = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF] * 12, dtype=np.uint32)
-    dst = engine.put(np.zeros(2 * len(bits), dtype=np.uint8))
-    src = engine.put(bits.view(np.uint8))
-    copy_segments(segment(0, 0, 4 * len(bits)), [src], [dst], cast="float32->bfloat16", executor=engine.name)
-    assert set(engine.get(dst).view(np.uint16).tolist()) == {0x7FC0}
-    engine.free()

@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 import torch
 from engines import Engine
-from executor_cases import DTYPES, UNTOUCHED, cases, convert, expected, patterns, run_case
+from executor_cases import DTYPES, UNTOUCHED, Case, cases, convert, expected, patterns, run_case, segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
 from programs import copy_sources, run_program, run_python
 
-from zeroelastic.core.digest import combine, digest_range
+from zeroelastic.core.digest import digest_range
 from zeroelastic.errors import ConfigError
 from zeroelastic.executors import abi, dispatch, native_executor
 from zeroelastic.executors.build_info import describe_build
@@ -67,10 +67,6 @@ def table_of(rows: list[tuple[int, int, int, int, int]]) -> CopyTable:
     return CopyTable(*(np.ascontiguousarray(column) for column in columns))
 
 
-def single_row(nbytes: int, src_offset: int = 0, dst_offset: int = 0) -> CopyTable:
-    return table_of([(0, src_offset, 0, dst_offset, nbytes)])
-
-
 def digest_rows(num_rows: int, itemsize: int) -> DigestRows:
     rng = np.random.default_rng(0)
     return DigestRows(
@@ -79,17 +75,6 @@ def digest_rows(num_rows: int, itemsize: int) -> DigestRows:
         start=rng.integers(0, 2**40, num_rows),
         itemsize=np.full(num_rows, itemsize, dtype=np.int64),
     )
-
-
-def expected_digests(table: CopyTable, src: list[np.ndarray], digest: DigestRows) -> list[int]:
-    totals = [0] * len(digest.seeds)
-    for i in range(len(table.nbytes)):
-        offset, stream = int(table.src_offset[i]), int(digest.stream[i])
-        data = src[int(table.src[i])][offset : offset + int(table.nbytes[i])]
-        seed, start = int(digest.seeds[stream]), int(digest.start[i])
-        part = digest_range(data, int(digest.itemsize[i]), seed=seed, start=start)
-        totals[stream] = combine(totals[stream], part)
-    return totals
 
 
 # --- digest ---------------------------------------------------------------------------------------------------------
@@ -136,7 +121,7 @@ def test_conversions_are_torch_bit_for_bit(each_instruction_set: str, cast: Cast
     want = convert(cast, src)
     for shift in (0, 2, 6):  # in bytes, of a destination that is aligned otherwise
         dst = np.zeros(len(want) + shift, dtype=np.uint8)
-        copy_segments(single_row(len(src), dst_offset=shift), [src], [dst], cast=cast)
+        copy_segments(segment(0, shift, len(src)), [src], [dst], cast=cast)
         assert np.array_equal(dst[shift:], want)
 
 
@@ -149,7 +134,7 @@ def test_what_is_written_past_the_caches_is_converted_the_same(each_instruction_
     src, want = np.tile(part, repeats), np.tile(convert(cast, part), repeats)
     assert len(src) % size == 0
     dst = np.zeros(len(want) + 2, dtype=np.uint8)
-    copy_segments(single_row(len(src), dst_offset=2), [src], [dst], cast=cast, threads=2)
+    copy_segments(segment(0, 2, len(src)), [src], [dst], cast=cast, threads=2)
     assert np.array_equal(dst[2:], want)
 
 
@@ -175,20 +160,16 @@ def test_long_misaligned_copies_past_the_caches(each_instruction_set: str) -> No
     src = random_bytes(72_000_000)
     cuts = [0, 1, 5_000_003, 5_000_100, 30_000_007, 30_016_500, 71_999_999]
     rows, at = [], 3
-    want = np.full(len(src) + len(cuts) + 3, UNTOUCHED, dtype=np.uint8)
     for begin, end in reversed(list(pairwise(cuts))):
         rows.append((0, begin, 0, at, end - begin))
-        want[at : at + end - begin] = src[begin:end]
         at += end - begin + 1
-    dst = np.full(len(want), UNTOUCHED, dtype=np.uint8)
-    table = table_of(rows)
-    digest = digest_rows(len(rows), 1)
-    totals = copy_segments(table, [src], [dst], digest=digest, threads=2)
-    assert np.array_equal(dst, want)
-    assert totals is not None and totals.tolist() == expected_digests(table, [src], digest)
-    dst[:] = UNTOUCHED
-    copy_segments(table, [src], [dst], threads=2)
-    assert np.array_equal(dst, want)
+    case = Case((src,), (at,), 0, table_of(rows), digest_rows(len(rows), 1), "none")
+    (want,), digests = expected(case)
+    for digest in (case.digest, None):
+        dst = np.full(at, UNTOUCHED, dtype=np.uint8)
+        totals = copy_segments(case.rows, [src], [dst], digest=digest, threads=2)
+        assert np.array_equal(dst, want)
+        assert digest is None or (totals is not None and totals.tolist() == digests)
 
 
 MEMORY = """
@@ -242,7 +223,7 @@ def test_a_digest_row_that_makes_no_sense_is_refused(column: str, value: int) ->
         np.array([1, 2], dtype=np.uint64), **{k: np.array([v], dtype=np.int64) for k, v in columns.items()}
     )
     with pytest.raises(AssertionError, match="row 0 of a segment table"):
-        copy_segments(single_row(12), [random_bytes(12)], [np.zeros(12, dtype=np.uint8)], digest=digest)
+        copy_segments(segment(0, 0, 12), [random_bytes(12)], [np.zeros(12, dtype=np.uint8)], digest=digest)
 
 
 @native
@@ -250,7 +231,7 @@ def test_a_read_only_destination_is_refused() -> None:
     dst = np.zeros(8, dtype=np.uint8)
     dst.flags.writeable = False
     with pytest.raises(AssertionError, match="read-only"):
-        copy_segments(single_row(8), [random_bytes(8)], [dst])
+        copy_segments(segment(0, 0, 8), [random_bytes(8)], [dst])
 
 
 # --- threads and forks ----------------------------------------------------------------------------------------------

@@ -86,17 +86,6 @@ def test_gaps_are_not_read(tmp_path, preads):
     assert np.array_equal(buffers[0], np.concatenate([data[100 * i :][:10] for i in range(4)]))
 
 
-def test_short_reads_are_continued(tmp_path, monkeypatch):
-    """A kernel may return less than asked, in the middle of a vector."""
-    data = make_file(tmp_path / "a", 1000)
-    real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: real(fd, [memoryview(views[0])[:7]], offset))
-    buffers = buffers_of(300, 300)
-    result = read_numpy(table([(0, 0, 1, 0, 300), (0, 300, 0, 0, 300)]), [tmp_path / "a"], buffers)
-    assert result.bytes_read == 600
-    assert np.array_equal(buffers[1], data[:300]) and np.array_equal(buffers[0], data[300:600])
-
-
 def test_a_short_read_over_several_vectors_is_continued(tmp_path, monkeypatch):
     data = make_file(tmp_path / "a", 100)
     real = os.preadv

@@ -73,12 +73,6 @@ def test_a_link_in_a_directory_does_not_hide_the_others(tmp_path):
             look(tmp_path)
 
 
-def test_a_remote_directory_is_one_request(counted):
-    put("counted://run/a", b"12345")
-    file_sizes(as_path("counted://run"))
-    assert counted.calls == [("ls", "/run")] and not counted.ranges
-
-
 def test_a_listing_without_sizes_asks_for_each(counted, monkeypatch):
     put("counted://run/a", b"12345")
     monkeypatch.setattr(counted, "ls", lambda self, path, detail: [{"name": "/run/a", "type": "file", "size": None}])

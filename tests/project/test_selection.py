@@ -1,14 +1,10 @@
-"""What `make test` leaves out, how slow tests are listed, and how two results of coverage compare."""
+"""What `make test` leaves out, and that CI runs the rest."""
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
-from compare_coverage import compare
 from extended import is_extended, repeated_cases, rows_of
 from places import OLDER_DEEPSPEEDS, ROOT
 from support_table import COLLECTED
@@ -112,23 +108,3 @@ def test_ci_runs_all_tests_once() -> None:
     text = (ROOT / ".ci" / "run").read_text()
     assert len(re.findall(r"^make .*\btest-all\b", text, flags=re.MULTILINE)) == 1
     assert not re.search(r"\bmake test\b(?!-)", text)
-
-
-def result(path: Path, **files: tuple[int, int, int, int]) -> Path:
-    def summary(*numbers: int) -> dict[str, Any]:
-        keys = ("covered_lines", "num_statements", "covered_branches", "num_branches")
-        return dict(zip(keys, numbers, strict=True))
-
-    entries = {f"/somewhere/zeroelastic/{name}.py": {"summary": summary(*n)} for name, n in files.items()}
-    totals = summary(*(sum(column) for column in zip(*files.values(), strict=True)))
-    path.write_text(json.dumps({"files": entries, "totals": totals}))
-    return path
-
-
-def test_two_results_of_coverage_compare_per_file_and_in_total(tmp_path: Path) -> None:
-    old = result(tmp_path / "old", a=(8, 10, 3, 4), b=(5, 10, 0, 0), c=(1, 1, 0, 0))
-    new = result(tmp_path / "new", a=(9, 10, 4, 4), d=(4, 10, 0, 0), c=(1, 1, 0, 0))
-    good, lines = compare(old, new, {"zeroelastic/b.py": "zeroelastic/d.py"})
-    assert good and [line.split()[-1] for line in lines] == ["total", "zeroelastic/d.py", "zeroelastic/a.py"]
-    assert lines[1].split()[:4] == ["5", "of", "10", "50.00"]
-    assert not compare(new, old, {})[0]

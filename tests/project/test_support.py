@@ -15,7 +15,6 @@ from support_table import (
     ROOT,
     Shown,
     SupportTableError,
-    Versions,
     make_rows,
     page_of_tests,
     read_marks,
@@ -27,7 +26,6 @@ pytest_plugins = ["pytester"]
 
 TESTS = ROOT / "tests"
 MARK = Shown("Precision", "`bf16`", "exact", "", "tests/test_a.py", "test_one", "", gpu=False)
-VERSIONS = Versions("3.10", "2.6", "0.18", ("0.18.9", "0.19.5", "0.19.8"))
 
 
 def test_the_page_is_what_the_tests_generate(request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -86,26 +84,6 @@ def test_marks_that_contradict_each_other_are_an_error(change: dict[str, str], n
     with pytest.raises(SupportTableError) as caught:
         make_rows([MARK, replace(MARK, **change)])
     assert named in str(caught.value)
-
-
-def test_the_page_has_a_table_per_section_and_the_versions() -> None:
-    rows = make_rows(
-        [
-            MARK,
-            replace(MARK, section="Offload", feature="NVMe"),
-            replace(MARK, feature="fp8", verdict="refused", note="n"),
-        ]
-    )
-    text = render(rows, VERSIONS)
-    assert "Python >= 3.10, torch >= 2.6, DeepSpeed >= 0.18, Linux" in text
-    assert "All tests\nrun on DeepSpeed 0.19.8, the core of them on 0.18.9 and 0.19.5 too" in text
-    table = text[text.index("## Precision") :].splitlines()
-    assert table[4:6] == [
-        "| `bf16` | exact |  |",
-        "| fp8 | refused | n |",
-    ]
-    assert "\n| fp8 | `test_a.py::test_one` |\n" in render_tests(rows)
-    assert text.count("## ") == 2 and "## Optimizers" not in text
 
 
 BAD_MARKS = {

@@ -8,39 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import topologies
 import torch
 from exports import plain
-from topologies import LOSS_RTOL, TopologyJob, build, differences, logical_hashes, train
+from topologies import LOSS_RTOL, TopologyJob, differences, load_run, save_run
 
 import zeroelastic
 from zeroelastic.checkpoint.tag_files import SAVE_ID
 from zeroelastic.errors import UnsupportedError, UsageError
 from zeroelastic.testing import RankPool
-
-
-class Seen(NamedTuple):
-    """A run's logical state after training or a load, and the losses that follow."""
-
-    state: dict[str, Any]
-    losses: list[float]
-
-
-def save(job: TopologyJob, directory: str) -> Seen:
-    engine = build(job)
-    train(engine, 0, 2)
-    engine.save_checkpoint(directory, tag="t")
-    return Seen(logical_hashes(engine), train(engine, 2, 2))
-
-
-def load(job: TopologyJob, directory: str) -> Seen:
-    engine = build(job)
-    path, _ = engine.load_checkpoint(directory, tag="t")
-    assert path is not None
-    return Seen(logical_hashes(engine), train(engine, 2, 2))
 
 
 @dataclass(frozen=True)
@@ -78,7 +57,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_stock_deepspeed_goes_on_at_another_topology(name: str, topology_pool: RankPool, tmp_path: Path) -> None:
     case = CASES[name]
-    saved = topology_pool.run(save, case.ranks, case.job, str(tmp_path / "saved"))[0]
+    saved = topology_pool.run(save_run, case.ranks, case.job, str(tmp_path / "saved"))[0]
     roots: set[str | None] = set()
     for number, (ranks, changes) in enumerate(case.others):
         job = replace(case.job.other(), **changes)
@@ -88,7 +67,7 @@ def test_stock_deepspeed_goes_on_at_another_topology(name: str, topology_pool: R
         target = tmp_path / str(number)
         report = zeroelastic.reshard(tmp_path / "saved", target, world_size=ranks, stage=job.stage, **given)
         roots.add(report.content_root)
-        found = topology_pool.run(load, ranks, job, str(target))[0]
+        found = topology_pool.run(load_run, ranks, job, str(target))[0]
         assert not differences(saved.state, found.state), changes
         assert found.losses == pytest.approx(saved.losses, rel=LOSS_RTOL[job.precision])
     assert len(roots) == 1
@@ -107,7 +86,7 @@ def saves(topology_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> 
     found: dict[str, Path] = {}
     for name, job in jobs.items():
         found[name] = tmp_path_factory.mktemp("saves") / name
-        topology_pool.run(save, 2, job, str(found[name]))
+        topology_pool.run(save_run, 2, job, str(found[name]))
     return found
 
 
@@ -119,8 +98,8 @@ def test_the_slices_of_another_checkpoint_are_taken(
     report = zeroelastic.reshard(saves["plain"], target, world_size=4, tp=2, like=saves["llama"], verify=True)
     assert report.verified and report.notes == ("saved with tensor parallel size 1; the result is of 2",)
     job = stock("llama", tp=2).other()
-    found = topology_pool.run(load, 4, job, str(target))[0]
-    whole = topology_pool.run(load, 2, stock("llama").other(), str(saves["plain"]))[0]
+    found = topology_pool.run(load_run, 4, job, str(target))[0]
+    whole = topology_pool.run(load_run, 2, stock("llama").other(), str(saves["plain"]))[0]
     assert not differences(whole.state, found.state)
 
 

@@ -206,9 +206,7 @@ def test_a_missing_or_damaged_expert_file_is_named(saved: Saved, tmp_path: Path,
     elif damage == "empty":
         path.write_bytes(b"")
     else:
-        raw = bytearray(path.read_bytes())
-        raw[len(raw) // 3] ^= 255
-        path.write_bytes(raw)
+        flip(path, path.stat().st_size // 3, 255)
     report = zeroelastic.verify(tmp_path / "run")
     assert not report.valid and not report.unsupported
     assert [problem.file for problem in report.problems] == [path.name]
@@ -340,19 +338,9 @@ RECORDED = [
 ]
 
 
-def save_with_a_record(job: TopologyJob, directory: str) -> dict[str, Any]:
-    from zeroelastic.deepspeed.live import topology
-
-    topology.COVERED = True
-    engine = topologies.build(job)
-    topologies.train(engine, 0, 1)
-    engine.save_checkpoint(directory, tag="t")
-    return topologies.logical_state(engine)
-
-
 @pytest.mark.parametrize("job", RECORDED, ids=[f"{job.model}-{job.stage}" for job in RECORDED])
 def test_what_is_read_agrees_with_the_commit_record(topology_pool: RankPool, tmp_path: Path, job: TopologyJob) -> None:
-    state = topology_pool.run(save_with_a_record, 4, job, str(tmp_path / "run"))[0]
+    state, _ = topology_pool.run(save, 4, job, str(tmp_path / "run"), 1)[0]
     report = zeroelastic.verify(tmp_path / "run")
     assert report.valid and report.recorded_root is not None and report.content_root == report.recorded_root
     found = zeroelastic.inspect(tmp_path / "run", all_ranks=True)

@@ -20,7 +20,7 @@ import torch
 import training
 from exact_jobs import BUCKETS
 from extended import with_swept
-from saved_files import flip, logged, record_again, record_of
+from saved_files import flip, logged, record_again, record_of, swap
 from saves import Saved, check_each, check_resumed
 from sliced_model import TP_BATCH, ByHand, HostQuantizer, SlicedModel, build_sliced, use_sliced
 from training import Job, Outcome, resume, train_and_save
@@ -466,10 +466,7 @@ def damage_a_slice(tag: Path) -> str:
 
 
 def swap_tensor_parallel_ranks(tag: Path) -> str:
-    one, other = (tag / f"bf16_zero_pp_rank_0_mp_rank_{tp_rank:02d}_optim_states.pt" for tp_rank in (0, 1))
-    data = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(data)
+    swap(*(tag / f"bf16_zero_pp_rank_0_mp_rank_{tp_rank:02d}_optim_states.pt" for tp_rank in (0, 1)))
     record_again(tag)  # which knows by their sizes
     return "was written as tensor parallel rank 1; its name says rank 0"
 

@@ -7,40 +7,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import topologies
 import torch
 from saved_files import flip
-from topologies import TopologyJob
+from topologies import TopologyJob, load_run, save_run
 
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool
-
-
-class Trained(NamedTuple):
-    """The state of a save, or after a load, and the losses of the steps behind it; the report of a load as text."""
-
-    state: dict[str, Any]
-    losses: list[float]
-    report: str = ""
-
-
-def save(job: TopologyJob, directory: str) -> Trained:
-    engine = topologies.build(job)
-    topologies.train(engine, 0, 2)
-    engine.save_checkpoint(directory, tag="two")
-    return Trained(topologies.logical_hashes(engine), topologies.train(engine, 2, 2))
-
-
-def load(job: TopologyJob, directory: str, flags: dict[str, Any]) -> Trained:
-
-    engine = topologies.build(job)
-    engine.load_checkpoint(directory, tag="two", **flags)
-    return Trained(topologies.logical_hashes(engine), topologies.train(engine, 2, 2), engine.zeroelastic_report.text())
-
 
 SAVES = [
     (4, TopologyJob("llama", tp=2, stage=3, precision="bf16"), [(2, 1), (4, 4)]),
@@ -61,12 +38,12 @@ def case(save: tuple[int, TopologyJob, list[tuple[int, int]]]) -> Any:
 def test_a_stock_save_loads_at_other_sizes(
     topology_pool: RankPool, tmp_path: Any, ranks: int, job: TopologyJob, others: list[tuple[int, int]]
 ) -> None:
-    saved = topology_pool.run(save, ranks, replace(job, installed=False, elastic=False), str(tmp_path))[0]
+    saved = topology_pool.run(save_run, ranks, replace(job, installed=False, elastic=False), str(tmp_path))[0]
     axis = "ep" if job.model in ("autoep", "moe") else "tp"
     tolerance = topologies.LOSS_RTOL[job.precision]
     for other_ranks, size in others:
         run = job.other(elastic=False, **{axis: size})
-        loaded = topology_pool.run(load, other_ranks, run, str(tmp_path), {})[0]
+        loaded = topology_pool.run(load_run, other_ranks, run, str(tmp_path))[0]
         assert topologies.differences(saved.state, loaded.state) == [], (other_ranks, size)
         assert loaded.losses == pytest.approx(saved.losses, rel=tolerance)
         own = getattr(job, axis)
@@ -94,7 +71,7 @@ def norm_of(checkpoint: Checkpoint, rank: int) -> int:
 def refused(job: TopologyJob, directory: str) -> str:
     engine = topologies.build(job)
     try:
-        engine.load_checkpoint(directory, tag="two")
+        engine.load_checkpoint(directory, tag="t")
     except UnsupportedError as error:
         return str(error)
     return ""
@@ -102,9 +79,9 @@ def refused(job: TopologyJob, directory: str) -> str:
 
 def test_copies_that_differ_are_not_taken_silently(topology_pool: RankPool, tmp_path: Path) -> None:
     job = TopologyJob("llama", tp=2, stage=2)
-    topology_pool.run(save, 4, replace(job, installed=False, elastic=False), str(tmp_path))
+    topology_pool.run(save_run, 4, replace(job, installed=False, elastic=False), str(tmp_path))
     assert topology_pool.run(refused, 2, job.other(tp=1), str(tmp_path)) == ["", ""]
-    alter_a_copy(tmp_path / "two")
+    alter_a_copy(tmp_path / "t")
     for said in topology_pool.run(refused, 2, job.other(tp=1), str(tmp_path)):
         assert "different copies of the same values: model.norm.weight: exp_avg" in said
     assert topology_pool.run(refused, 4, job.other(), str(tmp_path)) == [""] * 4, "each rank takes its own"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import topologies
 import torch
-from saved_files import record_of
+from saved_files import flip, record_of
 from topologies import LOSS_RTOL, TopologyJob, build, differences, logical_hashes, train
 
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -241,10 +241,8 @@ def test_experts_alone_are_frozen_and_a_bit_of_one_is_flipped(
     frozen = open_checkpoint(tmp_path / "t").frozen_extents(3)
     assert frozen is not None and frozen.param_paths is not None
     at = int(np.argmax(frozen.offset))
-    path, offset = Path(frozen.param_paths[at]), int(frozen.offset[at])
-    data = bytearray(path.read_bytes())
-    data[offset + 1] ^= 1
-    path.write_bytes(bytes(data))
+    path = Path(frozen.param_paths[at])
+    flip(path, int(frozen.offset[at]) + 1)
     for _, error in topology_pool.run(load_frozen_experts, 4, run, str(tmp_path)):
         assert "1 tensor differs" in error and ": frozen." in error and f"Damaged: {path.name}." in error, error
     assert {problem.file for problem in verify(tmp_path).problems} == {path.name}

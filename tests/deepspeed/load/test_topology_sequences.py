@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
+from saved_files import flip
 from topologies import TopologyJob, build, differences, logical_hashes, train
 
 import zeroelastic
@@ -90,13 +91,6 @@ def test_a_run_goes_from_size_to_size_and_back_to_an_older_tag(
     assert not differences(third.saved, whole.loaded)
 
 
-def flip_a_bit_of(path: Path, offset: int | None = None) -> None:
-    """At a byte of a file, by default the one in the middle."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2 if offset is None else offset] ^= 1
-    path.write_bytes(bytes(data))
-
-
 def flip_a_bit(tag: Path, rank: int) -> None:
     """In what a rank's file, or that of a frozen expert of this number, has of some tensor."""
     checkpoint = open_checkpoint(tag)
@@ -107,7 +101,7 @@ def flip_a_bit(tag: Path, rank: int) -> None:
     else:
         extents = checkpoint.shard(rank).extents["exp_avg"]
         path, offset = Path(str(extents.path)), int(extents.offset.max())
-    flip_a_bit_of(path, offset + 1)
+    flip(path, offset + 1)
 
 
 @pytest.mark.parametrize("name", SLICED)
@@ -135,7 +129,7 @@ def test_slices_are_on_disks_of_nodes(topology_pool: RankPool, tmp_path: Path, n
     one, two = topology_pool.run(on_nodes, 4, nodes, (0, 0, 1, 1), start, job, nodes.path, "one", "two")[0]
     went = topology_pool.run(on_nodes, 3, nodes, (1, 0, 0), go_on, at(job, 1), nodes.path)
     assert all(each.tag == "two" and not differences(two, each.loaded) for each in went)
-    flip_a_bit_of(max((nodes.disk(1) / "two").glob("*_optim_states.pt")))
+    flip(max((nodes.disk(1) / "two").glob("*_optim_states.pt")))
     run = at(job, 4, zeroelastic=FALLBACK)
     for each in topology_pool.run(on_nodes, 4, nodes, (0, 1, 1, 0), go_on, run, nodes.path):
         assert each.tag == "one" and not differences(one, each.loaded)
