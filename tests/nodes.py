@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 MOUNTS_NEED = "mount namespaces are not permitted here; they take root"
 
 
+@cache
 def can_mount() -> bool:
     """Whether a process may have mounts of its own."""
     done = subprocess.run(

@@ -13,16 +13,15 @@ from training import LOSS_RTOL, Job, build_model, build_optimizer, resume, train
 import zeroelastic
 from zeroelastic.testing import RankPool
 
-SECTION, FEATURE = "Using it", "From FSDP2 and to FSDP2, with the optimizer (`convert`)"
-NOTE = "state to the bit, losses of the uninterrupted run; torch and accelerate load what is written"
-
-
-@pytest.mark.support(
-    SECTION,
-    FEATURE,
+SHOWN = pytest.mark.support(
+    "Using it",
+    "From FSDP2 and to FSDP2, with the optimizer (`convert`)",
     "exact",
     "state to the bit, losses of the uninterrupted run; torch and accelerate load what is written",
 )
+
+
+@SHOWN
 def test_a_job_of_fsdp2_on_2_ranks_goes_on_as_zero_3_on_3(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Job()
     saved, losses = rank_pool.run(fsdp_train_and_save, 2, job, str(tmp_path / "fsdp"))[0]
@@ -34,12 +33,7 @@ def test_a_job_of_fsdp2_on_2_ranks_goes_on_as_zero_3_on_3(rank_pool: RankPool, t
     assert zeroelastic.verify(tmp_path / "native").content_root == report.content_root
 
 
-@pytest.mark.support(
-    SECTION,
-    FEATURE,
-    "exact",
-    "state to the bit, losses of the uninterrupted run; torch and accelerate load what is written",
-)
+@SHOWN
 def test_a_zero_2_job_on_3_ranks_goes_on_as_fsdp2_on_2(rank_pool: RankPool, tmp_path: Path) -> None:
     job = Job(stage=2)
     saved = rank_pool.run(train_and_save, 3, job, str(tmp_path / "native"))[0]
@@ -75,7 +69,7 @@ def load_with_accelerate(job: Job, directory: str, target: str) -> tuple[dict[st
 
 
 @pytest.mark.extended
-@pytest.mark.support(SECTION, FEATURE, "exact", NOTE)
+@SHOWN
 @pytest.mark.parametrize("stage", with_swept((2, 3), {2}))
 def test_accelerate_loads_what_is_written_and_what_it_saves_comes_back(
     rank_pool: RankPool, tmp_path: Path, stage: int

@@ -7,24 +7,16 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import topologies
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from exports import same
 from read_dcp import read_dcp
 from safetensors.torch import load_file
 from topologies import TopologyJob, differences
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import zeroelastic
 from zeroelastic.errors import LayoutMismatchError, UnsupportedError
@@ -117,49 +109,6 @@ def test_whole_tensors_are_written_under_the_names_of_the_model(saved: Saved, tm
     assert differences(expected(state), written(tmp_path / "fsdp", kept["tied"])) == []
     assert kept["counters"]["global_steps"] == 2
     assert "tensor_parallel" not in kept["ds_config"], "what comes back is of whole tensors"
-
-
-def load_in_fsdp2(job: TopologyJob, directory: str) -> dict[str, Any]:
-    """What a job of FSDP2 with this model loads, whole, by the keys of a gathered state."""
-    model = topologies.build_model(job.other(), ep=1)
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    params = dict(model.named_parameters())
-    trained = {name: param for name, param in params.items() if param.requires_grad}
-    groups: list[dict[str, Any]] = [{"params": [*trained.values()]}]
-    if not job.adapters:
-        groups = [
-            {"params": [param for param in trained.values() if (param.ndim > 1) == more]} for more in (True, False)
-        ]
-    optimizer = torch.optim.AdamW(groups, lr=7.0)
-    weights, state = get_state_dict(model, optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load({"model": weights, "optim": state}, checkpoint_id=directory)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    found: dict[str, Any] = {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}
-    found = {f"{name}/weight": tensor for name, tensor in found.items()}
-    for name, param in params.items():
-        found[f"{name}/{'fp32' if name in trained else 'weight'}"] = whole(param.detach())
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            (name,) = (own for own, other in trained.items() if other is param)
-            found |= {f"{name}/{key}": whole(optimizer.state[param][key]) for key in STATE_KEYS}
-            found[f"{name}/step"] = float(optimizer.state[param]["step"])
-            found |= {f"{name}/group/{key}": group[key] for key in ("lr", "weight_decay", "betas", "eps")}
-    return found
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@pytest.mark.support(SECTION, FEATURE, "exact", NOTE)
-@pytest.mark.parametrize("name", ["llama-3", "moe-2"])
-def test_a_job_of_fsdp2_loads_all_of_it(topology_pool: RankPool, saved: Saved, tmp_path: Path, name: str) -> None:
-    tag_dir, state, _ = saved(name)
-    zeroelastic.convert(tag_dir, tmp_path / "fsdp", to="fsdp2")
-    found = topology_pool.run(load_in_fsdp2, 3, JOBS[name][1], str(tmp_path / "fsdp"))[0]
-    assert differences(expected(state), found) == []
 
 
 def resume(job: TopologyJob, directory: str) -> dict[str, Any] | str:

@@ -6,8 +6,6 @@ import errno
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -15,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from commands import Done, peak_memory, run_command
+from commands import peak_memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from places import ROOT
+from places import ROOT, TESTS
+from programs import run_python
 from sample import write_sample
-from saved_files import record_again
+from saved_files import contents, flip, record_again
 from synthetic import FROZEN_PARAMS, GROUPS, edit, edit_optim, gather, model_name, optim_name
 from synthetic import make_tag as make
 
@@ -165,7 +164,7 @@ def test_client_state_buffers_and_scheduler_are_carried_by_rank_without_loading_
         "except SystemExit as e: assert e.code == 0, e.code\n"
         "print(sorted({'torch', 'deepspeed', 'test_reshard'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False)
+    done = run_python("-c", code, path=[ROOT, TESTS])
     assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
 
 
@@ -265,11 +264,7 @@ def test_a_changed_payload_is_found_by_the_record_and_leaves_nothing(tmp_path: P
     write_sample(tmp_path / "a", world_size=4)
     path = tmp_path / "a" / "global_step4" / optim_name(2)
     shard = open_checkpoint(tmp_path / "a" / "global_step4").shard(2)
-    with open(path, "r+b") as file:
-        file.seek(int(shard.extents["exp_avg"].offset[3]) + 5)
-        old = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([old[0] ^ 4]))
+    flip(path, int(shard.extents["exp_avg"].offset[3]) + 5, 4)
     with pytest.raises(DigestMismatchError, match=f"{shard.layout.params[3].name}: exp_avg"):
         run(tmp_path / "a", tmp_path / "b", 3)
     assert os.listdir(tmp_path) == ["a"]
@@ -333,31 +328,29 @@ def test_an_interruption_leaves_nothing_and_the_end_of_a_process_leaves_it_resum
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
-def test_what_another_command_left_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def end_before_publishing(directory: Path) -> None:
+    """A run from "a" to "b" on 3 ranks whose process ends when all files are written."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr("zeroelastic.verbs.new_directory.publish", _end)
+        run(directory / "a", directory / "b", 3)
+
+
+def test_what_another_command_left_is_not_taken_over(tmp_path: Path) -> None:
     write_sample(tmp_path / "a", world_size=4)
-    monkeypatch.setattr("zeroelastic.verbs.new_directory.publish", _end)
-    with pytest.raises(SystemExit):
-        run(tmp_path / "a", tmp_path / "b", 3)
-    monkeypatch.undo()
+    end_before_publishing(tmp_path)
     assert run(tmp_path / "a", tmp_path / "b", 2).resumed_ranks == 0
     shutil.rmtree(tmp_path / "b")
-    monkeypatch.setattr("zeroelastic.verbs.new_directory.publish", _end)
-    with pytest.raises(SystemExit):
-        run(tmp_path / "a", tmp_path / "b", 3)
-    monkeypatch.undo()
+    end_before_publishing(tmp_path)
     edit(tmp_path / "a" / "global_step4" / model_name(1), lambda data: data.update(other=1))
     record_again(tmp_path / "a" / "global_step4")
     assert run(tmp_path / "a", tmp_path / "b", 3).resumed_ranks == 0
     assert torch.load(tmp_path / "b" / "global_step4" / model_name(1), weights_only=False)["other"] == 1
 
 
-def test_what_a_kill_left_of_a_file_is_not_in_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kill_left_of_a_file_is_not_in_the_result(tmp_path: Path) -> None:
     """Temporary files of the commit record and of latest, as a kill leaves them before they get their names."""
     write_sample(tmp_path / "a", world_size=4)
-    monkeypatch.setattr("zeroelastic.verbs.new_directory.publish", _end)
-    with pytest.raises(SystemExit):
-        run(tmp_path / "a", tmp_path / "b", 3)
-    monkeypatch.undo()
+    end_before_publishing(tmp_path)
     left = staging_of(tmp_path / "b") / "root"
     (left / "global_step4/.zeroelastic.json.123.0123abcd.tmp").write_text("{")
     (left / ".latest.123.0123abcd.tmp").write_text("glob")
@@ -416,19 +409,11 @@ def test_two_runs_into_one_target_do_not_meet(tmp_path: Path, monkeypatch: pytes
         run(tmp_path / "a", tmp_path / "b", 3)
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "COLUMNS": "200", **more}
-
-
-def cli(*arguments: object, **env: str) -> Done:
-    return run_command(*arguments, env={"COLUMNS": "200", **env})
-
-
 def test_a_source_on_a_disk_that_cannot_be_written_to_is_not_touched(tmp_path: Path) -> None:
     write_sample(tmp_path / "a", world_size=2)
-    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (tmp_path / "a").rglob("*")}
+    before = contents(tmp_path / "a")
     run(tmp_path / "a", tmp_path / "b", 3)
-    assert before == {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (tmp_path / "a").rglob("*")}
+    assert before == contents(tmp_path / "a")
 
 
 @pytest.mark.extended

@@ -95,36 +95,35 @@ def save(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saver
     return save_once(rank_pool, tmp_path_factory)
 
 
-def with_core(names: list[str]) -> list[Any]:
-    """The cases, of which the first also runs with older versions of DeepSpeed."""
-    return [pytest.param(names[0], marks=pytest.mark.core), *names[1:]]
-
-
 def reshard(source: str | Path, target: Path, of: Case) -> None:
     report = zeroelastic.reshard(source, target, world_size=of.current, stage=of.to, verify=True, **of.options)
     assert report.content_root == zeroelastic.verify(source).content_root
 
 
-@pytest.mark.support(
+TO_STAGE_3 = pytest.mark.support(
     "Using it", "`zeroelastic reshard`, then stock DeepSpeed", "exact", "to elastic or rigid files for any world size"
 )
-@pytest.mark.parametrize("name", with_core([name for name in CASES if CASES[name].to == 3]))
-def test_stock_deepspeed_goes_on(rank_pool: RankPool, save: Saver, tmp_path: Path, name: str) -> None:
-    check_goes_on(rank_pool, save, tmp_path, CASES[name])
-
-
-@pytest.mark.support(
+TO_STAGES_1_AND_2 = pytest.mark.support(
     "Using it",
     "`zeroelastic reshard --stage 1`, `2`, then stock DeepSpeed",
     "exact",
     "from stages 1, 2 and 3; `round_robin_gradients` and `parameter_alignment` included",
 )
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].to != 3])
-def test_stock_deepspeed_goes_on_at_stages_1_and_2(rank_pool: RankPool, save: Saver, tmp_path: Path, name: str) -> None:
-    check_goes_on(rank_pool, save, tmp_path, CASES[name])
+CORE = next(iter(CASES))
+"""This case also runs with older versions of DeepSpeed."""
 
 
-def check_goes_on(rank_pool: RankPool, save: Saver, tmp_path: Path, of: Case) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[TO_STAGE_3 if of.to == 3 else TO_STAGES_1_AND_2] + [pytest.mark.core] * (name == CORE)
+        )
+        for name, of in CASES.items()
+    ],
+)
+def test_stock_deepspeed_goes_on(rank_pool: RankPool, save: Saver, tmp_path: Path, name: str) -> None:
+    of = CASES[name]
     saved = save(of.job, of.saved)
     reshard(saved.directory, tmp_path / "b", of)
     for outcome in rank_pool.run(resume, of.current, of.resumed, str(tmp_path / "b"), timeout=LIMIT_S):
@@ -142,7 +141,7 @@ def check_goes_on(rank_pool: RankPool, save: Saver, tmp_path: Path, of: Case) ->
 
 
 @pytest.mark.starts_processes
-@pytest.mark.parametrize("name", [next(iter(CASES)), "3 elastic to 1, 3 to 2, round robin"])
+@pytest.mark.parametrize("name", [CORE, "3 elastic to 1, 3 to 2, round robin"])
 def test_also_where_zeroelastic_cannot_be_imported(save: Saver, tmp_path: Path, name: str) -> None:
     of = CASES[name]
     saved = save(of.job, of.saved)

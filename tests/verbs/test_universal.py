@@ -12,19 +12,19 @@ import torch
 from commands import run_command as verb
 from documentation import documented_keys
 from exports import keys_of
+from places import GOLDEN
 from sample import write_sample
 from stock_programs import ds_to_universal, make_universal
-from synthetic import edit, gather, model_name, write_checkpoint
+from synthetic import edit, model_name, write_checkpoint
 from training import Job, Outcome, resume, train_and_save
 
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import CheckpointError, UnsupportedError
-from zeroelastic.runs.locate import find_source
-from zeroelastic.testing import RankPool, compare_states
+from zeroelastic.testing import RankPool
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal, plan_from_universal
-from zeroelastic.verbs.reshard.reshard import ReshardOptions, plan_reshard, run_reshard
+from zeroelastic.verbs.reshard.reshard import ReshardOptions, run_reshard
 
 TAG = "global_step3"
 
@@ -56,30 +56,6 @@ def test_stock_deepspeed_resumes_at_other_world_sizes(rank_pool: RankPool, saved
 def back(tag_dir: Path, target: Path, world_size: int, **options: Any) -> Any:
     plan = plan_from_universal(find_universal(tag_dir), ReshardOptions(world_size=world_size, **options))
     return run_reshard(plan, target)
-
-
-@pytest.mark.support(
-    "Using it",
-    "`zeroelastic convert` from Universal Checkpoint",
-    "exact",
-    "to elastic or rigid files for any world size",
-)
-def test_universal_checkpoints_become_what_reshard_makes_and_resume(
-    rank_pool: RankPool, saved: tuple[Path, Outcome], tmp_path: Path
-) -> None:
-    directory, before = saved
-    record = read_record(directory / "run" / TAG)
-    assert record is not None
-    for world_size, format in ((3, "elastic"), (2, "rigid")):
-        report = back(directory / "universal", tmp_path / format, world_size, format=format)
-        assert report.content_root == record.content_root
-        job = Job(perturb=0.5, lr=0.7, installed=False, elastic=False)
-        outcome = rank_pool.run(resume, world_size, job, str(tmp_path / format))[0]
-        assert compare_states(before.state, outcome.state) == []
-        again = tmp_path / f"again-{format}"
-        options = ReshardOptions(world_size=world_size, format=format)
-        run_reshard(plan_reshard(find_source(directory / "run" / TAG), options), again)
-        assert gather(open_checkpoint(again / TAG)) == gather(open_checkpoint(tmp_path / format / TAG))
 
 
 def test_state_that_deepspeeds_converter_lost_is_reported(tmp_path: Path) -> None:
@@ -123,12 +99,28 @@ def _edit_state(change: Any) -> Any:
 )
 def test_damage_is_named_and_nothing_is_written(tmp_path: Path, change: Any, said: str) -> None:
     write_checkpoint(tmp_path / "t", world_size=2, sub_group_size=None)
-    make_universal(tmp_path / "t", tmp_path / "u")
-    change(tmp_path / "u" / "t")
-    before = sorted(os.listdir(tmp_path))
-    with pytest.raises(CheckpointError, match=said):
-        back(tmp_path / "u", tmp_path / "back", 3)
-    assert sorted(os.listdir(tmp_path)) == before
+    check_damage(tmp_path / "t", tmp_path, change, said)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tag: torch.save("text", tag / "zero" / "gain" / "step.pt"), "step"),
+        (lambda tag: torch.save({"param": torch.zeros(9)}, tag / "zero" / "gain" / "exp_avg.pt"), "gain has 1"),
+        (lambda tag: (tag / "mp_rank_01_model_states.pt").touch(), "tensor parallel rank"),
+    ],
+)
+def test_damage_of_stage_2_is_named(tmp_path: Path, change: Any, said: str) -> None:
+    check_damage(GOLDEN / "stage2_rank2/global_step2", tmp_path, change, said)
+
+
+def check_damage(source: Path, directory: Path, change: Any, said: str) -> None:
+    make_universal(source, directory / "u")
+    change(directory / "u" / source.name)
+    before = sorted(os.listdir(directory))
+    with pytest.raises((CheckpointError, UnsupportedError), match=said):
+        back(directory / "u", directory / "back", 3)
+    assert sorted(os.listdir(directory)) == before
 
 
 def test_experts_and_missing_model_states_are_refused(tmp_path: Path) -> None:

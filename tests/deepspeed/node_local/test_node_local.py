@@ -39,12 +39,7 @@ PLACED = ((1, 0, 0), (2, 0, 1), (2, 1, 3, 0, 0, 3))
 """Fewer ranks on the old nodes; a new node with rank 0; more ranks, most of them on new nodes."""
 
 support = pytest.mark.support
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mounts() -> None:
-    if not can_mount():
-        pytest.skip(MOUNTS_NEED)
+pytestmark = pytest.mark.skipif(not can_mount(), reason=MOUNTS_NEED)
 
 
 @pytest.fixture(scope="module")

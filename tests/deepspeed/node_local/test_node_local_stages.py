@@ -40,12 +40,7 @@ BACKGROUND_BF16 = Job(
 """A run with a ``BF16_Optimizer``, saved in the background."""
 
 support = pytest.mark.support
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mounts() -> None:
-    if not can_mount():
-        pytest.skip(MOUNTS_NEED)
+pytestmark = pytest.mark.skipif(not can_mount(), reason=MOUNTS_NEED)
 
 
 @pytest.fixture(scope="module")
