@@ -6,6 +6,18 @@ import contextlib
 import resource
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+
+
+def process_status(key: str) -> int:
+    """A line of /proc/self/status in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
 
 MOST_BYTES = 128 << 20
 MOST_SECONDS = 20

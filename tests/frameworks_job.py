@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import runpy
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from places import ROOT
+from saved_files import logged
 from torch.utils.data import DataLoader, Dataset
 
 PRELOAD = ("accelerate", "transformers.models.llama.modeling_llama", "peft", "lightning.pytorch", "lightning.fabric")
@@ -108,24 +108,6 @@ class Seen:
     said: list[str]
     notes: tuple[str, ...] = ()
     error: tuple[str, str] = ("", "")
-
-
-class Listener(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(f"{record.levelname} {record.getMessage()}")
-
-
-def listen() -> list[str]:
-    """What zeroelastic says from now on."""
-    listener = Listener()
-    log = logging.getLogger("zeroelastic")
-    log.addHandler(listener)
-    log.setLevel(logging.INFO)
-    return listener.said
 
 
 def schedule_of(kind: str, optimizer: torch.optim.Optimizer, world_size: int) -> Any:
@@ -246,7 +228,7 @@ def accelerate_run(
     from zeroelastic.testing import fingerprint, gather_state
 
     warnings.simplefilter("ignore")
-    said = listen()
+    said = logged("", levels=True)
     parts = prepare(job)
     accelerator, model, *_ = parts
     before = fingerprint(gather_state(model))
@@ -280,7 +262,7 @@ def accelerate_numbered(job: AccelerateJob, project: str, steps: int) -> Seen:
     from zeroelastic.testing import fingerprint, gather_state
 
     warnings.simplefilter("ignore")
-    said = listen()
+    said = logged("", levels=True)
     parts = prepare(job)
     accelerator, model, *_ = parts
     config = accelerator.project_configuration
@@ -311,7 +293,7 @@ def accelerate_beside_a_teacher(path: str, *, is_saving: bool, teacher_first: bo
     from zeroelastic.testing import fingerprint, gather_state
 
     warnings.simplefilter("ignore")
-    said = listen()
+    said = logged("", levels=True)
     zeroelastic.install()
     micro = 24 // dist.get_world_size()
     config = {"train_micro_batch_size_per_gpu": micro, "zero_allow_untested_optimizer": True}
@@ -468,7 +450,7 @@ def lightning_run(
 
     from zeroelastic.testing import fingerprint, gather_state
 
-    said = listen()
+    said = logged("", levels=True)
     states: dict[str, Any] = {}
     rates: list[float] = []
     samples: list[list[int]] = []

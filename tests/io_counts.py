@@ -26,15 +26,6 @@ def build(elastic: bool, frozen: bool, executor: str = "auto", stage: int = 3, w
     return initialize(model, zero, train_batch_size=12, bf16={"enabled": True}, zeroelastic=options)
 
 
-def process_status(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def state_bytes(directory: Path) -> int:
     """Bytes of state, padding excluded, from the commit record alone."""
 

@@ -21,11 +21,16 @@ def file_bytes(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def logged(of: str | logging.Logger, level: int = logging.INFO) -> list[str]:
-    """What a logger, given by its name below "zeroelastic" or itself, and those below it log from now on."""
+def logged(of: str | logging.Logger, level: int = logging.INFO, *, levels: bool = False) -> list[str]:
+    """What a logger, given by its name below "zeroelastic" or itself, and those below it log from now on.
+
+    With ``levels``, each text begins with its level.
+    """
     said: list[str] = []
     handler = logging.Handler(level)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(  # type: ignore[method-assign]
+        f"{record.levelname} {record.getMessage()}" if levels else record.getMessage()
+    )
     logger = of if isinstance(of, logging.Logger) else logging.getLogger(f"zeroelastic.{of}".rstrip("."))
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

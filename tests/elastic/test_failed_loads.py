@@ -7,7 +7,6 @@ compared with what the call has returned, or with what its error has said.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lifecycle.rank import use_node
+from saved_files import logged
 from training import Job, build_engine, look, train_step
 
 import zeroelastic
@@ -145,20 +145,6 @@ ERRORS: tuple[Callable[[], Exception], ...] = (
     lambda: RuntimeError("injected"),
     lambda: OSError(5, "injected"),
 )
-
-
-@contextmanager
-def said_in_logs() -> Iterator[list[str]]:
-    """What Python 3.10, whose errors have no notes, says instead."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zeroelastic.deepspeed.engine_state")
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
 
 
 def begun(job: Job, directory: Path, shared: Path, save: tuple[int, ...]) -> Run:
@@ -299,13 +285,13 @@ def fail_everywhere(
 
 
 def fail_at(way: Way, run: Run, entered: Entered) -> tuple[int | None, str]:
-    """The step that the way in has returned, and what its error says."""
-    with said_in_logs() as said:
-        try:
-            with entered.watching():
-                return way.call(run), ""
-        except Exception as error:
-            return _RAISED, " ".join((str(error), *getattr(error, "__notes__", ()), *said))
+    """The step that the way in has returned, and what its error says; on Python 3.10, which has no notes, the log."""
+    said = logged("deepspeed.engine_state")
+    try:
+        with entered.watching():
+            return way.call(run), ""
+    except Exception as error:
+        return _RAISED, " ".join((str(error), *getattr(error, "__notes__", ()), *said))
 
 
 def differences(way: Way, run: Run, expected: dict[str, Any], what: str) -> list[str]:

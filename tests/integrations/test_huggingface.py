@@ -7,7 +7,6 @@ samples and learning rates of every step, losses within the tolerance of 16-bit 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 from documentation import ABORT_AT_EXIT, blocks
 from extended import with_swept
 from places import ROOT
+from saved_files import logged
 from trainer_job import (
     EXAMPLES,
     GLOBAL_BATCH,
@@ -495,15 +495,8 @@ KEEP = {"zeroelastic": {"keep_global_batch": True}}
 def run_and_listen(job: TrainerJob, environment: dict[str, str]) -> tuple[Any, str]:
     """What a run saw, and what zeroelastic logged."""
     os.environ.update(environment)
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zeroelastic")
-    logger.addHandler(handler)
-    try:
-        return run_trainer(job), "\n".join(records)
-    finally:
-        logger.removeHandler(handler)
+    said = logged("")
+    return run_trainer(job), "\n".join(said)
 
 
 @pytest.fixture(scope="module")

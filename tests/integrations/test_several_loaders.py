@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks_job import LightningJob, Net, Rows, groups, lightning_trainer, listen
+from frameworks_job import LightningJob, Net, Rows, groups, lightning_trainer
+from saved_files import logged
 from torch.utils.data import DataLoader, DistributedSampler
 
 from zeroelastic.integrations.lightning import _short_of
@@ -31,7 +32,7 @@ def lightning_of_two_loaders(
     import lightning.pytorch as pl
     from lightning.pytorch.utilities import CombinedLoader
 
-    said = listen()
+    said = logged("", levels=True)
     seen: list[Any] = []
 
     class Module(pl.LightningModule):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import pickle
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bounded import process_status, reset_peak
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import raw
@@ -28,17 +28,10 @@ from zeroelastic.torch_file.header import StorageRef, Stub, TensorRef, read_torc
 @pytest.fixture(scope="module", autouse=True)
 def little_memory() -> Iterator[None]:
     """Whatever the files of this module claim, reading them takes no memory to speak of."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = memory("VmHWM")
+    reset_peak()
+    before = process_status("VmHWM")
     yield
-    assert memory("VmHWM") - before < 600 << 20
-
-
-def memory(name: str) -> int:
-    """A line of /proc/self/status in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) << 10
+    assert process_status("VmHWM") - before < 600 << 20
 
 
 # ---- files that are not what they should be ----

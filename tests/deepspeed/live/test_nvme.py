@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from bounded import process_status
 from saved_files import logged
 from saves import Saved, check_resumed
 from training import Job, Outcome, attempt, build_engine, resume, resume_and_save, train_and_save, train_step
@@ -241,13 +242,13 @@ def peak_memory(job: Job, directory: str) -> tuple[int, int, int, int]:
 
 def added_memory(action: Callable[[], object]) -> int:
     action()  # what is made once is made here
-    peak = before = anonymous_bytes()
+    peak = before = process_status("RssAnon")
     stop = threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not stop.is_set():
-            peak = max(peak, anonymous_bytes())
+            peak = max(peak, process_status("RssAnon"))
             time.sleep(0.002)
 
     watcher = threading.Thread(target=watch)
@@ -256,13 +257,6 @@ def added_memory(action: Callable[[], object]) -> int:
     stop.set()
     watcher.join()
     return peak - before
-
-
-def anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("no RssAnon")
 
 
 @pytest.mark.support("Offload", "`offload_optimizer: nvme`", "exact", "in bounded memory")

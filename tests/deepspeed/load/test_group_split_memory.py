@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from io_counts import process_status, reset_peak
+from bounded import process_status, reset_peak
 from training import initialize
 
 from zeroelastic.testing import RankPool

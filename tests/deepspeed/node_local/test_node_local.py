@@ -19,6 +19,7 @@ import io_counts
 import pytest
 import torch
 import torch.distributed as dist
+from bounded import process_status, reset_peak
 from extended import with_swept
 from nodes import MOUNTS_NEED, NodeRun, Nodes, can_mount, on_nodes
 from saves import Saved, check_resumed
@@ -309,10 +310,10 @@ def load_large(directory: str, stage: int) -> tuple[Any, int, int]:
         return got
 
     numpy_executor.os = SimpleNamespace(**{**vars(os), "preadv": preadv})  # type: ignore[attr-defined]
-    io_counts.reset_peak()
-    resident = io_counts.process_status("VmRSS")
+    reset_peak()
+    resident = process_status("VmRSS")
     engine.load_checkpoint(directory)
-    return engine.zeroelastic_report, read, io_counts.process_status("VmHWM") - resident
+    return engine.zeroelastic_report, read, process_status("VmHWM") - resident
 
 
 def test_a_save_at_the_new_size_on_other_nodes_has_the_same_root(run: Callable[..., NodeRun], tmp_path: Path) -> None:

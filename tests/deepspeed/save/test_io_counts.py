@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from io_counts import WIDTH, build, process_status, reset_peak, state_bytes
+from bounded import process_status, reset_peak
+from io_counts import WIDTH, build, state_bytes
 from opens import watch_opens
 from saved_files import record_of
 
