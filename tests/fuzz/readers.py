@@ -30,8 +30,8 @@ from zeroelastic.dcp.saved import open_dcp
 from zeroelastic.errors import ZeroElasticError
 from zeroelastic.runs.candidates import check_quickly, find_newest, list_run
 from zeroelastic.runs.locate import find_source, list_tags
-from zeroelastic.torch_file.graph import read_graph, write_graph
-from zeroelastic.torch_file.header import directory_digest, read_torch_file, walk_refs
+from zeroelastic.torch_file.archive import write_tree
+from zeroelastic.torch_file.header import directory_digest, read_torch_file, read_tree, walk_refs
 from zeroelastic.torch_file.zip_check import read_zip_records
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal
 from zeroelastic.verbs.diff import diff
@@ -174,7 +174,7 @@ def _every_reader(path: Path) -> Reads:
                     raise Broken(f"an extent reaches outside of the file: {extent}")
 
     def graph() -> None:
-        for storage in write_graph(read_graph(path))[1]:
+        for storage in write_tree(read_tree(path))[1]:
             extent = storage.extent
             if extent is None or not 0 <= extent.offset <= extent.offset + extent.nbytes <= path.stat().st_size:
                 raise Broken(f"a storage reaches outside of the file: {extent}")

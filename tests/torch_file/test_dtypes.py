@@ -13,8 +13,9 @@ from torch_files import SAVED_DTYPES, bits_of_tensor, filled
 from zeroelastic.core.digest import combine, stream_seed
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.executors.dispatch import digest_range
-from zeroelastic.torch_file.graph import Archive, new_storage, read_graph, tensor, write_graph
-from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, read_torch_file
+from zeroelastic.torch_file.archive import Archive, write_tree
+from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, read_torch_file, read_tree
+from zeroelastic.torch_file.tree import new_storage, tensor
 from zeroelastic.verbs.diff import compare_bytes
 from zeroelastic.verbs.elements import bits_of, values_of
 
@@ -53,8 +54,8 @@ def test_a_file_is_read_and_rewritten_with_the_same_bytes(tmp_path: Path, dtype:
     for name, expected in (("t", saved), ("part", saved[2:4])):
         assert bits_of_tensor(made[name]) == bits_of_tensor(expected)
     assert made["t"].untyped_storage().data_ptr() == made["part"].untyped_storage().data_ptr()
-    # Read as a graph, the storage is bytes, and is written as it was.
-    pickled, storages = write_graph(read_graph(tmp_path / "saved.pt"))
+    # Read to be written again, the storage is bytes, and is written as it was.
+    pickled, storages = write_tree(read_tree(tmp_path / "saved.pt"))
     assert b"torch" in pickled and [found.nbytes for found in storages] == [len(bits_of_tensor(saved))]
 
 

@@ -17,7 +17,7 @@ from torch_archives import bytes_at, saved
 from zeroelastic.errors import CheckpointError, UnsafePickleError
 from zeroelastic.io.storage import LocalFile
 from zeroelastic.torch_file import header
-from zeroelastic.torch_file.header import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef, read_torch_file, walk_refs
+from zeroelastic.torch_file.header import DTYPE_BYTES, DType, Storage, Stub, TensorRef, read_torch_file, walk_refs
 
 
 def test_extents_of_views_scalars_empties_and_parameters(tmp_path):
@@ -243,7 +243,7 @@ def test_a_storage_that_cannot_be_located_is_refused_where_it_is_needed(tmp_path
             file.extent(ref)
     with pytest.raises(CheckpointError, match=r"f\.pt: no zip record at byte"):
         file.extent(file.root[7])
-    larger = StorageRef(file.root[0].storage.key, "float32", 5)
+    larger = Storage(file.root[0].storage.key, "float32", 5)
     with pytest.raises(CheckpointError, match="has 16 bytes; 5 elements of float32 need 20"):
         file.storage_extent(larger)
 

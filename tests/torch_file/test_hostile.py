@@ -38,8 +38,8 @@ from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, s
 from zeroelastic.io.storage import FOLLOW_LINKS
 from zeroelastic.testing import RankPool
 from zeroelastic.torch_file import safe_unpickler
-from zeroelastic.torch_file.graph import read_graph, write_graph
-from zeroelastic.torch_file.header import Stub, read_torch_file
+from zeroelastic.torch_file.archive import write_tree
+from zeroelastic.torch_file.header import Stub, read_torch_file, read_tree
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
 
@@ -142,7 +142,7 @@ def test_bombs_are_refused_before_they_are_built(tmp_path: Path, name: str) -> N
             read_torch_file(path, foreign=foreign)  # type: ignore[arg-type]
         assert len(str(caught.value)) < 1000 + len(str(tmp_path))
     with bounded(), contextlib.suppress(CheckpointError):
-        read_graph(path)
+        read_tree(path)
 
 
 def test_a_list_of_lists_without_end_takes_little(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_honest_files_are_far_from_the_limits(tmp_path: Path) -> None:
     torch.save(value, tmp_path / "f.pt")
     root: Any = read_torch_file(tmp_path / "f.pt").root
     assert {k: root[k] for k in value if k != "state"} == {k: v for k, v in value.items() if k != "state"}
-    assert write_graph(read_graph(tmp_path / "f.pt"))[0]
+    assert write_tree(read_tree(tmp_path / "f.pt"))[0]
 
 
 def test_attributes_of_a_dictionary_stay_out(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_calls_are_refused_by_name_or_stay_inert(tmp_path: Path, name: str) -> N
     )
     with pytest.raises(CheckpointError, match=r"f\.pt: "):
         read_torch_file(path)
-    for read in (lambda: read_torch_file(path, foreign="inert"), lambda: read_graph(path)):
+    for read in (lambda: read_torch_file(path, foreign="inert"), lambda: read_tree(path)):
         with contextlib.suppress(CheckpointError):
             read()
     assert "os.system" not in ran

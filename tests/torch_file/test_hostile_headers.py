@@ -22,7 +22,7 @@ from synthetic import raw
 from torch_archives import archive, bytes_at, saved
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsafePickleError
-from zeroelastic.torch_file.header import StorageRef, Stub, TensorRef, read_torch_file, walk_refs
+from zeroelastic.torch_file.header import Stub, TensorRef, read_torch_file, walk_refs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,7 +97,8 @@ def test_a_file_made_of_literal_bytes(tmp_path):
     path = tmp_path / "literal.pt"
     path.write_bytes(records + directory + end)
     file = read_torch_file(path)
-    assert file.root == TensorRef(StorageRef("0", "float32", 2), "float32", 0, (2,), (1,))
+    assert file.root == TensorRef(file.root.storage, "float32", 0, (2,), (1,))
+    assert (file.root.storage.key, file.root.storage.dtype, file.root.storage.numel) == ("0", "float32", 2)
     extent = file.extent(file.root)
     assert (extent.offset, extent.nbytes) == (len(first) + 30 + len(b"a/data/0") + 4, 8)
     assert bytes_at(file, file.root) == payload

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroelastic.torch_file.header import StorageRef, read_torch_file
+from zeroelastic.torch_file.header import Storage, read_torch_file
 from zeroelastic.torch_file.zip_directory import ENTRY, Directory, read_directory
 
 NAMES = st.one_of(
@@ -127,7 +127,7 @@ def test_payload_is_found_for_many_storages_as_for_one(tmp_path: Path, sparse: b
 
     found = file._records.payload_offsets(numbers, nbytes, read, file.size).tolist()
     want = [
-        file.storage_extent(StorageRef(str(number), "float32", numels[number])).offset if number not in (7, 300) else -1
+        file.storage_extent(Storage(str(number), "float32", numels[number])).offset if number not in (7, 300) else -1
         for number in numbers.tolist()
     ]
     assert found == want

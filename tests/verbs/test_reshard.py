@@ -28,7 +28,7 @@ from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, UsageError
 from zeroelastic.runs.locate import find_source
-from zeroelastic.torch_file import graph
+from zeroelastic.torch_file import archive
 from zeroelastic.verbs import new_files
 from zeroelastic.verbs.new_directory import staging_of
 from zeroelastic.verbs.reshard import source as reshard_source
@@ -174,8 +174,8 @@ def test_each_module_states_file_is_read_once_for_all_ranks_that_take_it_over(
 ) -> None:
     make(tmp_path / "a", 2, format="rigid")
     read: list[str] = []
-    read_graph = reshard_source.read_graph
-    monkeypatch.setattr(reshard_source, "read_graph", lambda path: read.append(path.name) or read_graph(path))
+    read_tree = reshard_source.read_tree
+    monkeypatch.setattr(reshard_source, "read_tree", lambda path: read.append(path.name) or read_tree(path))
     run(tmp_path / "a", tmp_path / "b", world_size)
     models = [name for name in read if name.endswith("model_states.pt")]
     assert sorted(models) == [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)]
@@ -279,7 +279,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if len(calls) > 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(graph, "reserve_space", full)
+    monkeypatch.setattr(archive, "reserve_space", full)
     with pytest.raises(OSError, match="No space") as error:
         run(tmp_path / "a", tmp_path / "b", 3)
     assert error.value.errno == errno.ENOSPC and os.listdir(tmp_path) == ["a"]

@@ -14,7 +14,7 @@ from sample import write_sample
 
 from zeroelastic.checkpoint.rng_files import derived_seed, reseed
 from zeroelastic.runs.locate import find_source
-from zeroelastic.torch_file.graph import read_graph
+from zeroelastic.torch_file.header import read_tree
 from zeroelastic.verbs.reshard.reshard import ReshardOptions, ReshardReport, plan_reshard, run_reshard
 from zeroelastic.verbs.reshard.sidecar_files import plan_sidecar_files, write_sidecar_files
 
@@ -186,5 +186,5 @@ def test_missing_and_damaged_generators_are_said(tmp_path: Path) -> None:
 def test_only_what_is_known_is_seeded_anew(tmp_path: Path) -> None:
     path = tmp_path / "x.pth"
     torch.save({"a": torch.arange(16), "b": torch.zeros(17, dtype=torch.uint8), "c": (3, (1,), None), "d": [1]}, path)
-    _, left = reseed(read_graph(path), 5)
+    _, left = reseed(read_tree(path), 5)
     assert left == ["b"]

@@ -15,7 +15,6 @@ import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-from zeroelastic.torch_file.graph import Node, pairs_of, storage_of
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef
 
 _EXTRA_STATE = "_extra_state"
@@ -80,34 +79,10 @@ def module_names(
 def places_of(entries: Mapping[object, object]) -> dict[str, Place]:
     """Return where each tensor of the module's state is."""
     return {
-        str(name): (ref.storage.key, ref.offset * DTYPE_BYTES[ref.dtype], ref.shape)
+        str(name): (ref.storage, ref.offset * DTYPE_BYTES[ref.dtype], ref.shape)
         for name, ref in entries.items()
         if isinstance(ref, TensorRef)
     }
-
-
-def names_in_graph(root: Mapping[object, object], *, is_whole: bool) -> ModuleNames:
-    """What the names in the module's state of a model states file are, whose tree is ``root``."""
-    module, tables = pairs_of(root.get("module")), root.get("param_shapes")
-    lists = {
-        **root,
-        "param_shapes": [*map(pairs_of, tables)] if isinstance(tables, list) else [],
-        "frozen_param_shapes": {
-            name: shape.args[0] if isinstance(shape, Node) and shape.args else shape
-            for name, shape in pairs_of(root.get("frozen_param_shapes")).items()
-        },
-        "shared_params": pairs_of(root.get("shared_params")),
-    }
-    places = {str(name): at for name, value in module.items() if (at := _place_of(value)) is not None}
-    return module_names(lists, module, places, is_whole=is_whole)
-
-
-def _place_of(value: object) -> Place | None:
-    storage = storage_of(value)
-    if storage is None or not isinstance(value, Node) or len(value.args) < 3:
-        return None
-    _, offset, shape = value.args[:3]
-    return (id(storage), offset, shape) if isinstance(offset, int) and isinstance(shape, tuple) else None
 
 
 def _comparable(place: Place) -> Hashable:

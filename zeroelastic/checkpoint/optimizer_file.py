@@ -22,8 +22,8 @@ from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.graph import entry
 from zeroelastic.torch_file.header import DType, Extent, TensorRef, TorchFile
+from zeroelastic.torch_file.tree import entry
 
 OptionValue = int | float | bool | str | None | tuple[object, ...] | list[object]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from zeroelastic.torch_file.graph import Node, Storage, global_named, new_storage, tensor
+from zeroelastic.torch_file.tree import Stub, TensorRef, new_storage, tensor
 
 _CPU_BYTES, _GPU_BYTES = 5056, 16
 _WORDS = 624
@@ -28,7 +28,7 @@ def derived_seed(identity: str, rank: int) -> int:
 
 
 def reseed(root: object, seed: int) -> tuple[object, list[str]]:
-    """The same graph with every generator that is known seeded with ``seed``.
+    """The same tree with every generator that is known seeded with ``seed``.
 
     With it the places of what looks like a generator of another kind, which kept the state that it had.
     """
@@ -47,7 +47,7 @@ def _walk(value: object, seed: int, left: list[str], where: str) -> object:
         if len(value) == 5 and value[0] == "MT19937":
             return _numpy_state(value, seed, left, where)
         return tuple(_walk(item, seed, left, f"{where}[{i}]") for i, item in enumerate(value))
-    if isinstance(value, Node) and type(value).name == "_rebuild_tensor_v2" and isinstance(value.args[0], Storage):
+    if isinstance(value, TensorRef):
         return _tensor_state(value, seed, left, where)
     return value
 
@@ -55,12 +55,12 @@ def _walk(value: object, seed: int, left: list[str], where: str) -> object:
 def _numpy_state(value: tuple[object, ...], seed: int, left: list[str], where: str) -> tuple[object, ...]:
     """What ``numpy.random.get_state()`` gives; its array is made as the old one, for the numpy that loads it."""
     old = value[1]
-    if not isinstance(old, Node) or not isinstance(old.state, tuple) or len(old.state) != 5:
+    if not isinstance(old, Stub) or not isinstance(old.state, tuple) or len(old.state) != 5:
         left.append(where)
         return value
     array = type(old)(*old.args)
     words = _words(seed).astype("<u4").tobytes()
-    array.state = (*old.state[:4], global_named("_codecs", "encode")(words.decode("latin1"), "latin1"))
+    array.state = (*old.state[:4], words)
     return "MT19937", array, _WORDS, 0, 0.0
 
 
@@ -84,9 +84,8 @@ _STATES: dict[int, Callable[[int], bytes]] = {
 }
 
 
-def _tensor_state(value: Node, seed: int, left: list[str], where: str) -> object:
-    storage = value.args[0]
-    assert isinstance(storage, Storage)
+def _tensor_state(value: TensorRef, seed: int, left: list[str], where: str) -> object:
+    storage = value.storage
     make = _STATES.get(storage.nbytes)
     if storage.dtype != "uint8" or make is None:
         if storage.dtype == "uint8":

@@ -132,7 +132,7 @@ def read_metadata(folder: FilePath) -> DcpMetadata:
     for key, entry in described.items():
         if not isinstance(key, str) or not 0 < len(key) <= _MAX_NAME:
             raise _damaged(path, f"holds {shown(key)} as the name of a tensor")
-        kind = type(entry).qualname if isinstance(entry, Stub) else ""
+        kind = entry.qualname if isinstance(entry, Stub) else ""
         if kind == "BytesStorageMetadata":
             place = places.get((key, ()))
             if place is None:

@@ -16,8 +16,8 @@ from zeroelastic.dcp.notes import NativeNotes, read_notes, with_kind, with_nativ
 from zeroelastic.dcp.saved import SCHEDULER_FILE, DcpCheckpoint
 from zeroelastic.errors import UnsupportedError, printable, some
 from zeroelastic.io.storage import file_sizes
-from zeroelastic.torch_file.graph import Storage, entry, new_storage, ordered_dict, tensor, torch_size
 from zeroelastic.torch_file.header import DTYPE_BYTES, Extent, read_torch_file
+from zeroelastic.torch_file.tree import Dict, Size, Storage, entry, new_storage, tensor
 
 VERSION = "0.19.8"
 """The DeepSpeed whose files are mirrored: its loads compare this number with what they need."""
@@ -163,13 +163,13 @@ def _model_root(
     module += [(alias, tensor(new_storage(dtype, 0), 0, (0,))) for alias in found.tied]
     module += [(name, tensor(_stored(extent), 0, shape)) for name, (shape, extent) in found.buffers.items()]
     return {
-        "module": ordered_dict(module),
+        "module": Dict(module),
         "buffer_names": list(found.buffers),
         "optimizer": None,
         "param_shapes": [],
-        "frozen_param_shapes": ordered_dict((param.name, torch_size(param.shape)) for param in frozen),
+        "frozen_param_shapes": Dict((param.name, Size(param.shape)) for param in frozen),
         "shared_params": dict(found.tied),
-        "frozen_param_fragments": ordered_dict([]),
+        "frozen_param_fragments": Dict(),
         "lr_scheduler": None if scheduler is None else dict(scheduler),
         "data_sampler": None,
         "random_ltd": None,
@@ -187,5 +187,5 @@ def _model_root(
 def _stored(extent: Extent) -> Storage:
     """A storage whose bytes are in a chunk."""
     storage = new_storage(extent.dtype, extent.nbytes // DTYPE_BYTES[extent.dtype])
-    storage.find = lambda: extent
+    storage.find = lambda _: extent
     return storage

@@ -63,7 +63,7 @@ from zeroelastic.integrations.framework_load import (
 from zeroelastic.integrations.framework_save import save_with_files
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.tag_directory import read_tag
-from zeroelastic.torch_file.graph import read_graph
+from zeroelastic.torch_file.header import read_tree
 
 __all__ = ["DataPosition", "data_position", "remaining_epochs"]
 
@@ -299,7 +299,7 @@ def _rank_states(directory: Path, rank: int) -> dict[object, object] | None:
     accelerate passes over both without a word.
     """
     with suppress(ZeroElasticError):
-        states = read_graph(directory / f"random_states_{rank}.pkl")
+        states = read_tree(directory / f"random_states_{rank}.pkl")
         return states if isinstance(states, dict) else None
     return None
 

@@ -44,7 +44,7 @@ from zeroelastic.integrations.framework_load import (
 )
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.tag_directory import read_tag
-from zeroelastic.torch_file.graph import read_graph
+from zeroelastic.torch_file.header import read_tree
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def _read(tag_dir: FilePath) -> _Saved | None:
     checkpoint = open_checkpoint(tag_dir)
     config = checkpoint.shard(0).ds_config
     try:
-        state = read_graph(checkpoint.model_states(0).path)
+        state = read_tree(checkpoint.model_states(0).path)
     except ZeroElasticError as error:
         if was_saved_again(tag_dir):
             raise

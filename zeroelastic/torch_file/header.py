@@ -1,8 +1,9 @@
 """A torch.save file as an object tree with extents: the header is parsed, the payload is never touched.
 
 ``read_torch_file`` unpickles ``data.pkl`` of the zip archive through an allow-list: tensors become ``TensorRef``
-(where the bytes are), DeepSpeed's loss scalers and unknown classes become inert ``Stub`` objects. No code from the
-file runs: neither torch nor deepspeed is imported here, and no global that the file names is ever called.
+(where the bytes are), DeepSpeed's loss scalers and unknown classes become inert ``Stub`` objects. ``read_tree`` keeps
+all that makes an object, for a file that is written around it (``archive``). No code from the file runs: neither torch
+nor deepspeed is imported here, and no global that the file names is ever called.
 
 Byte layout: PyTorch writes every storage as one uncompressed zip record ``<archive>/data/<key>`` (torch.save,
 ``_use_new_zipfile_serialization=True``, torch 1.6 and later).
@@ -17,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,8 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, OldFormatError
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import BlockFile, LocalFile, read_range
-from zeroelastic.torch_file.inert_objects import DTYPE_BYTES, DType, StorageRef, Stub, TensorRef
 from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_opcodes, check_tree
+from zeroelastic.torch_file.tree import DTYPE_BYTES, DType, Storage, Stub, TensorRef
 from zeroelastic.torch_file.zip_directory import (
     LOCAL,
     LOCAL_MARK,
@@ -40,7 +41,7 @@ from zeroelastic.torch_file.zip_directory import (
     read_directory,
 )
 
-__all__ = ["DTYPE_BYTES", "DType", "Extent", "StorageRef", "Stub", "TensorRef", "TorchFile", "read_torch_file"]
+__all__ = ["DTYPE_BYTES", "DType", "Extent", "Storage", "Stub", "TensorRef", "TorchFile", "read_torch_file"]
 
 _MAX_PICKLE_BYTES = 1 << 31
 _MAX_DIGITS = 19  # of a storage's key that int64 holds
@@ -137,7 +138,7 @@ class TorchFile:
             finally:
                 self._stack = self._local = None
 
-    def storage_extent(self, storage: StorageRef) -> Extent:
+    def storage_extent(self, storage: Storage) -> Extent:
         """The byte range of a whole storage. Raises CheckpointError for a bad record."""
         return Extent(self.path, self._payload(storage), storage.numel * DTYPE_BYTES[storage.dtype], storage.dtype)
 
@@ -160,7 +161,7 @@ class TorchFile:
     def _not_contiguous(self, ref: TensorRef) -> CheckpointError:
         return CheckpointError(f"{self.path}: a tensor of shape {ref.shape} is not contiguous (strides {ref.stride})")
 
-    def _find_payloads(self, storages: Iterable[StorageRef]) -> None:
+    def _find_payloads(self, storages: Iterable[Storage]) -> None:
         """Find where storages begin; one whose record is not as torch.save writes it is left to ``_payload``."""
         if self._blocks is not None:
             self.locate(storage.key for storage in storages)
@@ -172,7 +173,7 @@ class TorchFile:
         rows = zip(numbered, nbytes.tolist(), found.tolist(), strict=True)
         self._offsets.update(((storage.key, want), offset) for storage, want, offset in rows if offset >= 0)
 
-    def _payload(self, storage: StorageRef) -> int:
+    def _payload(self, storage: Storage) -> int:
         want = storage.numel * DTYPE_BYTES[storage.dtype]
         known = self._offsets.get((storage.key, want))
         if known is not None:
@@ -230,13 +231,26 @@ def read_torch_file(
         file = read_torch_file("global_step10/zero_pp_rank_0_mp_rank_00_optim_states.pt")
         file.extent(file.root["optimizer_state_dict"]["fp32_flat_groups"][0])
     """
-    data, file = read_pickle(path, through=through)
-    with pickle_errors(file.path), paused_collector():
+    path = as_path(path)
+    blocks = BlockFile(path) if through is None and isinstance(path, RemotePath) else through
+    with ExitStack() as stack:
+        data, file = _read_pickle(path, blocks or stack.enter_context(LocalFile(cast(Path, path))), blocks)
+    with pickle_errors(path), paused_collector():
         check_opcodes(data)
-        file.root = HeaderUnpickler(data, file.path, foreign).load()
+        file.root = HeaderUnpickler(data, path, foreign, file.storage_extent if foreign == "exact" else None).load()
         if foreign == "refuse":  # user objects beside it may hold themselves
             check_tree(file.root)
     return file
+
+
+def read_tree(path: FilePath) -> object:
+    """The tree of a torch.save file, to be written again: its storages know where their bytes are, which are not read.
+
+    Raises as ``read_torch_file``, and UnsafePickleError for tensors of kinds that are not read.
+    """
+    file = read_torch_file(path, foreign="exact")
+    root, file.root = file.root, None
+    return root
 
 
 @contextmanager
@@ -252,20 +266,6 @@ def pickle_errors(path: FilePath) -> Iterator[None]:
         raise CheckpointError(f"{path}: the pickle nests too deeply. The file is damaged.") from None
     except Exception as error:  # a damaged pickle may fail in any way; nothing of it has run
         raise CheckpointError(f"{path}: the pickle cannot be read ({error}). The file is damaged.") from None
-
-
-def read_pickle(path: str | os.PathLike[str] | RemotePath, *, through: Blocks | None = None) -> tuple[bytes, TorchFile]:
-    """The pickle of a torch.save file, not unpickled, and the file it belongs to, whose ``root`` is None.
-
-    Raises as ``read_torch_file``.
-    """
-    path = as_path(path)
-    blocks = through if through is not None else BlockFile(path) if isinstance(path, RemotePath) else None
-    if blocks is not None:
-        return _read_pickle(path, blocks, blocks)
-    assert isinstance(path, Path)
-    with LocalFile(path) as file:
-        return _read_pickle(path, file, None)
 
 
 def _read_pickle(path: FilePath, file: Blocks, kept: Blocks | None) -> tuple[bytes, TorchFile]:
@@ -366,7 +366,7 @@ def walk_refs(tree: object, *, but: Iterable[object] = ()) -> Iterator[TensorRef
 
 def _inside(container: object) -> Iterator[object]:
     if isinstance(container, Stub):
-        return iter((container.args, container.items, container.attributes))
+        return iter((container.args, container.kwargs, container.items, container.pairs, container.state))
     if isinstance(container, dict):
         return chain.from_iterable(container.items())
     assert isinstance(container, Iterable)

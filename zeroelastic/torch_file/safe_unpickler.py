@@ -1,6 +1,6 @@
 """The allow-listed unpickler: it reads a pickle of torch.save, and no code of the pickle runs.
 
-Every global that a pickle names resolves to one of our own objects (``inert_objects``), or is refused: tensors
+Every global that a pickle names resolves to one of our own objects (``tree``), or is refused: tensors
 become ``TensorRef`` (where the bytes are), DeepSpeed's loss scalers and other objects ``Stub``. Neither torch nor
 deepspeed is imported here, and no global of the file is ever called. A pickle's memory and time are bounded by its
 bytes: ``check_opcodes`` checks before anything is built, ``check_tree`` after.
@@ -21,23 +21,26 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, brief, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.inert_objects import (
+from zeroelastic.torch_file.tree import (
     ALLOWED,
+    EXACT,
     Enumeration,
     Function,
-    StorageRef,
+    Global,
+    Storage,
     StorageType,
-    Stub,
     encode,
-    new_stub,
-    storage_id,
+    new_global,
 )
+
+if TYPE_CHECKING:
+    from zeroelastic.torch_file.header import Extent
 
 MOST_NESTED = 100
 """Containers within containers that a header may have."""
@@ -275,6 +278,7 @@ def _check(data: bytes) -> None:
 
 
 _MAX_GLOBALS = 4096
+_MAX_KEY = 40
 _MAX_REPEATED = 64 << 10
 _READ_BYTES = 64 << 10
 _CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -284,7 +288,9 @@ _VISITS_PER_ITEM = 64
 Container: TypeAlias = "dict[object, object] | list[object] | tuple[object, ...] | set[object] | frozenset[object]"
 
 
-ForeignGlobals = Literal["refuse", "inert"]
+ForeignGlobals = Literal["refuse", "inert", "exact"]
+"""What becomes of globals outside the allow-list: they are refused, or stand-ins. With "exact" so is every object of
+which the inert form does not keep all."""
 
 _allowed_by_user: ContextVar[frozenset[tuple[str, str]]] = ContextVar("allowed_by_user", default=frozenset())
 
@@ -328,32 +334,40 @@ def global_names(data: bytes | memoryview) -> Callable[[str, str], tuple[str, st
 class HeaderUnpickler(pickle.Unpickler):
     """The allow-listed unpickler: every global resolves to one of our own objects, or is refused or inert.
 
-    ``load`` raises UnsafePickleError, CheckpointError, and whatever a damaged pickle makes the standard one raise.
+    ``find`` tells where the storages are. ``load`` raises UnsafePickleError, CheckpointError, and whatever a damaged
+    pickle makes the standard one raise.
     """
 
-    def __init__(self, data: bytes, path: FilePath, foreign: ForeignGlobals) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        path: FilePath,
+        foreign: ForeignGlobals,
+        find: Callable[[Storage], Extent] | None = None,
+    ) -> None:
         super().__init__(pickle_file(data), encoding="utf-8")
         self._path = path
         self._foreign = foreign
-        self._stubs: dict[tuple[str, str], type[Stub]] = {}
+        self._find = find
+        self._allowed = EXACT if foreign == "exact" else ALLOWED
+        self._globals: dict[tuple[str | Global, str], Global] = {}
+        self._storages: dict[str, Storage] = {}
         self._encodable = len(data) + _MAX_REPEATED
         self._global_name = global_names(data)
 
     def find_class(self, module: str, name: str) -> object:
-        module, name = self._global_name(module, name)
-        if (module, name) == ("_codecs", "encode"):
+        path = self._global_name(module, name)
+        if path == ("_codecs", "encode"):
             return Function(self._encode)
-        if (module, name) == ("builtins", "getattr"):
+        if path == ("builtins", "getattr"):
             return Function(self._attribute)
-        allowed = ALLOWED.get((module, name))
-        if allowed is not None:
-            return allowed
-        return self._foreign_global(module, name)
+        allowed = self._allowed.get(path)
+        return self._foreign_global(*path) if allowed is None else allowed
 
-    def _foreign_global(self, module: str, name: str) -> type[Stub]:
+    def _foreign_global(self, module: str, name: str) -> Global:
         """An inert stand-in for a global that is not on the allow-list, or UnsafePickleError."""
-        if self._foreign == "inert" or (module, name) in _allowed_by_user.get():
-            return self._stub(module, name)
+        if self._foreign != "refuse" or (module, name) in _allowed_by_user.get():
+            return self._global(module, name)
         named = brief(f"{module}.{name}")
         raise UnsafePickleError(
             f"{self._path}: the pickle names {named}, which is not on the allow-list. Nothing was run. To let it pass "
@@ -361,22 +375,25 @@ class HeaderUnpickler(pickle.Unpickler):
             f'command line, "allow_globals": ["{named}"] in the "zeroelastic" block of a training job.'
         )
 
-    def _stub(self, module: str, name: str) -> type[Stub]:
-        found = self._stubs.get((module, name))
+    def _global(self, module: str, name: str, attribute: tuple[Global, str] | None = None) -> Global:
+        key = attribute or (module, name)
+        found = self._globals.get(key)
         if found is None:
-            if len(self._stubs) == _MAX_GLOBALS:
+            if len(self._globals) == _MAX_GLOBALS:
                 raise UnsafePickleError(f"{self._path}: the pickle names more than {_MAX_GLOBALS} foreign globals.")
-            found = self._stubs[module, name] = new_stub(module, name)
+            if "\n" in module or "\n" in name:
+                raise UnsafePickleError("the pickle has a global whose name has two lines")
+            found = self._globals[key] = new_global(module, name, attribute)
         return found
 
     def _attribute(self, *args: object) -> object:
-        """``getattr``, for members of enumerations alone: Python 3.11.2 and its neighbours pickle them by name."""
+        """``getattr``, for classes within classes, and members of enumerations: Python 3.11.2 names these."""
         owner, name = args if len(args) == 2 else (None, None)
         if isinstance(name, str):
             if isinstance(owner, Enumeration):
                 return owner.member(name)
-            if isinstance(owner, type) and issubclass(owner, Stub):
-                return owner()
+            if isinstance(owner, Global):
+                return self._global(owner.path[0], brief(f"{owner.path[1]}.{name}"), (owner, name))
         return self._foreign_global("builtins", "getattr")(*args)
 
     def _encode(self, text: object, encoding: object = "latin1") -> bytes:
@@ -388,12 +405,20 @@ class HeaderUnpickler(pickle.Unpickler):
         return data
 
     def persistent_load(self, pid: object) -> object:
-        kind, key, _location, numel = storage_id(pid)
-        if isinstance(kind, type) and issubclass(kind, Stub):  # a type of storage that only "inert" lets pass
+        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
+            raise UnsafePickleError("a persistent id is not a torch storage")
+        _, kind, key, location, numel = pid
+        if isinstance(kind, Global) and self._foreign != "exact":  # a type of storage that only "inert" lets pass
             return kind()
-        if not isinstance(kind, StorageType):
+        if not isinstance(kind, StorageType) or not all(type(text) is str for text in (key, location)):
             raise UnsafePickleError(f"{self._path}: a storage is described by {shown(pid)}")
-        return StorageRef(key, kind.dtype, numel)
+        if type(numel) is not int or not 0 <= numel < 1 << 62 or not key.isalnum() or len(key) > _MAX_KEY:
+            raise UnsafePickleError(f"a storage has key {shown(key)} and {shown(numel)} elements")
+        found = self._storages.get(key)
+        if found is None or (found.dtype, found.numel) != (kind.dtype, numel):
+            found = Storage(key, kind.dtype, numel, location, kind.is_untyped, find=self._find)
+            self._storages[key] = found
+        return found
 
 
 def check_tree(root: object) -> None:

@@ -26,6 +26,7 @@ from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import UsageError, brief, shown, with_remedy
 from zeroelastic.runs.locate import find_source
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType, Stub, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torch_file.tree import Global
 from zeroelastic.verbs.elements import bits_of, values_of
 from zeroelastic.verbs.model_tensors import (
     ModelTensor,
@@ -450,8 +451,8 @@ def _leaf(value: object, file: TorchFile) -> str | None:
         return f"{value.dtype}{list(value.shape)} {text}"
     if isinstance(value, Stub):
         return f"a {value.module}.{value.qualname}"
-    if isinstance(value, type) and issubclass(value, Stub):
-        return f"{value.module}.{value.qualname}"
+    if isinstance(value, Global):
+        return brief(".".join(value.path))
     if isinstance(value, (dict, list, tuple)) and value:
         return "a mapping" if isinstance(value, dict) else "a sequence"
     return value.name if isinstance(value, DType) else _text(value)
@@ -465,7 +466,7 @@ def _parts(value: object) -> dict[str, object]:
         return {f"[{i}]": item for i, item in enumerate(value)}
     if isinstance(value, Stub):
         named = {f"..{name}": item for name, item in value.attributes.items()}
-        return named | {f".[{i}]": item for i, item in enumerate((*value.args, *value.items))}
+        return named | {f".[{i}]": item for i, item in enumerate((*value.args, *value.items, *value.pairs))}
     return {}
 
 

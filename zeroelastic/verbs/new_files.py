@@ -40,8 +40,9 @@ from zeroelastic.executors.numpy_executor import cast_bytes
 from zeroelastic.executors.tables import ProgressFunction, cast_between, cast_itemsizes
 from zeroelastic.io.atomic import write_at
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.graph import Archive, Storage
+from zeroelastic.torch_file.archive import Archive
 from zeroelastic.torch_file.header import DTYPE_BYTES
+from zeroelastic.torch_file.tree import Storage
 from zeroelastic.torch_file.zip_check import check_records
 from zeroelastic.verbs.model_tensors import Buffer, ModelTensor, Place, read_buffer
 

@@ -30,7 +30,7 @@ from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, MissingFileError, UnsupportedError, some
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.graph import entry
+from zeroelastic.torch_file.tree import entry
 
 
 class TargetState(NamedTuple):

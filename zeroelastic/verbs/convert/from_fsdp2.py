@@ -29,9 +29,10 @@ from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, pr
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_whole
 from zeroelastic.runs.locate import Source
-from zeroelastic.torch_file.graph import called, entry, instance
 from zeroelastic.torch_file.header import Blocks
+from zeroelastic.torch_file.tree import entry, instance
 from zeroelastic.torch_file.zip_check import ZipRecords
+from zeroelastic.verbs.reshard.files import LOSS_SCALER, ZERO_STAGE
 from zeroelastic.verbs.reshard.reshard import ReshardPlan
 from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles
 from zeroelastic.verbs.reshard.slicing import Slicing
@@ -122,10 +123,8 @@ def _check_experts(found: DcpCheckpoint) -> None:
 def _source(form: NativeForm) -> ReshardSource:
     state = _saved_state(form)
     inner = {
-        "zero_stage": called("deepspeed.runtime.zero.config", "ZeroStageEnum", 3),
-        "loss_scaler": instance(
-            "deepspeed.runtime.fp16.loss_scaler", "LossScaler", {"cur_scale": 1.0, "dynamic": False}
-        ),
+        "zero_stage": ZERO_STAGE(3),
+        "loss_scaler": instance(LOSS_SCALER, {"cur_scale": 1.0, "dynamic": False}),
         "dynamic_loss_scale": False,
         "overflow": False,
     }

@@ -45,8 +45,8 @@ from zeroelastic.errors import (
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST_UNIVERSAL, not_a_directory, read_latest, why_no_tag
-from zeroelastic.torch_file.graph import entry, pairs_of, read_graph
-from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file, read_tree
+from zeroelastic.torch_file.tree import entry, pairs_of
 from zeroelastic.verbs.reshard.reshard import ReshardPlan, complete_plan
 from zeroelastic.verbs.reshard.slicing import Slicing
 from zeroelastic.verbs.reshard.source import ReshardSource, make_group, model_roots
@@ -154,7 +154,7 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
     if isinstance(state, dict) and not whole:
         scalars, lost = _scalars(file, state, first.sub_groups, dtypes)
     groups = _groups(file.path, root.get("param_groups") if whole else entry(saved, "param_groups"), buffers)
-    graph = pairs_of(read_graph(file.path))
+    graph = pairs_of(read_tree(file.path))
     raw = entry(graph, "param_groups") if whole else entry(graph, "optimizer_state_dict", "param_groups")
     assert isinstance(raw, list), "one reader found groups, the other none"
     head = Shard(

@@ -29,7 +29,8 @@ from zeroelastic.dcp.saved import MODEL_FOLDER, OPTIMIZER_FOLDER, SCHEDULER_FILE
 from zeroelastic.errors import UnsupportedError, printable, some
 from zeroelastic.extras import require_torch
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.graph import entry, pairs_of, read_graph
+from zeroelastic.torch_file.header import read_tree
+from zeroelastic.torch_file.tree import entry, pairs_of
 from zeroelastic.verbs.convert.state_dict_writer import TensorReader, scalar_value, write_state_dict
 from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, Place, model_tensors, optimizer_tensors
 from zeroelastic.verbs.new_files import Reading, write_archive
@@ -163,7 +164,7 @@ def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch") -> Fsdp2Plan:
     saved_groups = _saved_groups(state)
     notes: list[str] = [f"left out: {sentence}" for sentence in model.left_out]
     groups = _torch_groups(state, saved_groups, notes)
-    root = pairs_of(read_graph(state.checkpoint.model_files[0]))
+    root = pairs_of(read_tree(state.checkpoint.model_files[0]))
     states = pairs_of(root.get("lr_scheduler"))
     scheduler = {str(key): value for key, value in states.items() if _is_plain(value)}
     if lost := [str(key) for key in states if str(key) not in scheduler]:

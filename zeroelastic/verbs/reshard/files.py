@@ -32,19 +32,19 @@ from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param
 from zeroelastic.core.slices import Strip
 from zeroelastic.errors import CheckpointError
-from zeroelastic.torch_file.graph import (
-    Node,
+from zeroelastic.torch_file.header import read_tree
+from zeroelastic.torch_file.tree import (
+    Dict,
+    Size,
     Storage,
-    called,
+    TensorRef,
     entry,
     instance,
+    new_global,
     new_storage,
-    ordered_dict,
     pairs_of,
-    read_graph,
     storage_of,
     tensor,
-    torch_size,
 )
 from zeroelastic.verbs.reshard.slice_tables import described, partition_groups
 from zeroelastic.verbs.reshard.slicing import EXPERT_WEIGHTS, INFO, ExpertLayer, strips_by_param
@@ -55,7 +55,9 @@ Root: TypeAlias = dict[object, object]
 Flats: TypeAlias = Mapping[tuple[int, str], Storage]
 """The storages of flat buffers, by the number of the buffer and the state key."""
 
-_FRAGMENT_ADDRESS = ("deepspeed.utils.tensor_fragment", "fragment_address")
+ZERO_STAGE = new_global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+LOSS_SCALER = new_global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
+_FRAGMENT_ADDRESS = new_global("deepspeed.utils.tensor_fragment", "fragment_address")
 
 
 class Weight(NamedTuple):
@@ -159,10 +161,10 @@ def _saved_expert(source: ReshardSource, layer: ExpertLayer, expert: int) -> Roo
     """What the saved file of an expert has; nothing at stage 3, where there is none."""
     if not source.whole_model:
         return {}
-    return dict(pairs_of(read_graph(source.state.checkpoint.tag_dir / expert_file_name(layer.number, expert))))
+    return dict(pairs_of(read_tree(source.state.checkpoint.tag_dir / expert_file_name(layer.number, expert))))
 
 
-def _flat(storage: Storage, shape: Sequence[int] | None = None, *, requires_grad: bool = False) -> Node:
+def _flat(storage: Storage, shape: Sequence[int] | None = None, *, requires_grad: bool = False) -> TensorRef:
     """The tensor at the beginning of a storage; by default all of it, flat."""
     return tensor(storage, 0, (storage.numel,) if shape is None else shape, requires_grad=requires_grad)
 
@@ -202,7 +204,7 @@ def _sub_group_state(
     scalars = _scalars(target)
     state: Root = {"zero_stage": inner.get("zero_stage")} if "zero_stage" in inner else {}
     if source.whole_model:
-        state["zero_stage"] = _zero_stage(3)
+        state["zero_stage"] = ZERO_STAGE(3)
     state |= _loss_scaler(source)
     state["partition_count"] = target.topology.data_size
     if (shared := partition_groups(target.slicing, layout, rank)) is not None:
@@ -217,7 +219,7 @@ def _sub_group_state(
     offset, length = layout.offset.tolist(), layout.owned(rank)[1].tolist()
     members = [np.flatnonzero(layout.sub_group == i).tolist() for i in range(layout.num_sub_groups)]
 
-    def lean(i: int, key: str) -> list[Node]:
+    def lean(i: int, key: str) -> list[TensorRef]:
         return [tensor(flats[i, key], offset[p], (length[p],)) for p in members[i]]
 
     state["base_optimizer_state"] = [
@@ -262,7 +264,7 @@ def _group_state(source: ReshardSource, target: ReshardTarget, rank: int, flats:
         for i, numel in enumerate((padded if is_bf16_optimizer else lean).tolist())
     ]
     if not is_bf16_optimizer:
-        state["zero_stage"] = _zero_stage(target.stage)
+        state["zero_stage"] = ZERO_STAGE(target.stage)
     state["group_paddings"] = paddings.tolist()
     if not is_bf16_optimizer:
         state["param_alignment_paddings"] = [list(gaps) for gaps in target.gaps]
@@ -282,16 +284,12 @@ def _shares(own: Layout, rank: int) -> tuple[Int64Array, Int64Array]:
     return own.slices.part_number(rank)[first], own.slices.num_parts[first]
 
 
-def _zero_stage(stage: int) -> Node:
-    return called("deepspeed.runtime.zero.config", "ZeroStageEnum", stage)
-
-
 def _loss_scaler(source: ReshardSource) -> Root:
     """The loss scaler as it was saved, with the flags beside it; a ``BF16_Optimizer`` has none and gets one."""
     keys = ("loss_scaler", "dynamic_loss_scale", "overflow")
     found: Root = {key: source.inner[key] for key in keys if key in source.inner}
     if source.whole_model and "loss_scaler" not in found:
-        scaler = instance("deepspeed.runtime.fp16.loss_scaler", "LossScaler", {"cur_scale": 1.0, "dynamic": False})
+        scaler = instance(LOSS_SCALER, {"cur_scale": 1.0, "dynamic": False})
         return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
     return found
 
@@ -309,7 +307,7 @@ def _version(source: ReshardSource) -> str:
     raise CheckpointError("the checkpoint names no version of DeepSpeed (ds_version), which stages 1 and 2 need.")
 
 
-def _slice_mappings(source: ReshardSource, target: ReshardTarget, rank: int) -> list[Node]:
+def _slice_mappings(source: ReshardSource, target: ReshardTarget, rank: int) -> list[Dict]:
     """``param_slice_mappings``: by group, where the rank's buffer has its part of each parameter.
 
     A resume does not read it, ``ds_to_universal`` does. Under ``round_robin_gradients`` DeepSpeed writes the places of
@@ -317,12 +315,12 @@ def _slice_mappings(source: ReshardSource, target: ReshardTarget, rank: int) -> 
     """
     number, names = target.layout.index(), target.slicing.file_names()
     length, offset = target.layout.owned(rank)[1].tolist(), target.layout.buffer_offset(rank).tolist()
-    mappings: list[Node] = []
+    mappings: list[Dict] = []
     for group in source.groups:
         own = [(name, number[name]) for name in group.params if name in number]
         held = ((names.get(name, name), p) for name, p in own if length[p] > 0)
         places = ((name, {"numel": length[p], "start": offset[p]}) for name, p in held)
-        mappings.append(ordered_dict((name, instance(*_FRAGMENT_ADDRESS, place)) for name, place in places))
+        mappings.append(Dict((name, instance(_FRAGMENT_ADDRESS, place)) for name, place in places))
     return mappings
 
 
@@ -336,8 +334,8 @@ def _model_root(source: ReshardSource, target: ReshardTarget, rank: int) -> Root
         root["shared_params"] = {}  # rank 0 alone has them
     root["dp_world_size"] = topology.data_size
     root["param_shapes"] = [
-        ordered_dict(
-            (names.get(name := layout.params[p].name, name), torch_size(layout.params[p].shape))
+        Dict(
+            (names.get(name := layout.params[p].name, name), Size(layout.params[p].shape))
             for p in np.flatnonzero(layout.sub_group == i).tolist()
         )
         for i in range(layout.num_sub_groups)
@@ -365,9 +363,9 @@ def _sharded_model(source: ReshardSource, target: ReshardTarget, rank: int, froz
         _shard_module(root, source, trained)
     for key in ("frozen_param_shapes", "frozen_param_fragments"):
         if (listed := pairs_of(root.get(key))) and trained & listed.keys():  # frozen after deepspeed.initialize
-            root[key] = ordered_dict([(name, value) for name, value in listed.items() if name not in trained])
+            root[key] = Dict([(name, value) for name, value in listed.items() if name not in trained])
     if source.frozen is not None:
-        root["frozen_param_fragments"] = ordered_dict((name, _flat(storage)) for name, storage in frozen.items())
+        root["frozen_param_fragments"] = Dict((name, _flat(storage)) for name, storage in frozen.items())
     if target.frozen is not None and target.frozen.slices is not None:
         root["frozen_param_shapes"] = _shapes(target.frozen.params)
     return root
@@ -378,7 +376,7 @@ def _shard_module(root: Root, source: ReshardSource, trained: Collection[str]) -
     frozen = () if source.frozen is None else source.frozen.params
     tied = names_in_module(source, source.model_root(0)).tied
     names = {*trained, *(param.name for param in frozen), *tied}
-    empty: dict[str, Node] = {}
+    empty: dict[str, TensorRef] = {}
 
     def without_elements(name: str, value: object) -> object:
         """What is under two names stays one tensor."""
@@ -387,7 +385,7 @@ def _shard_module(root: Root, source: ReshardSource, trained: Collection[str]) -
             return value
         return empty.setdefault(tied.get(name, name), tensor(new_storage(storage.dtype, 0), 0, (0,)))
 
-    root["module"] = ordered_dict(
+    root["module"] = Dict(
         (name, without_elements(str(name), value) if name in names else value)
         for name, value in pairs_of(root.get("module")).items()
     )
@@ -397,8 +395,8 @@ def _shard_module(root: Root, source: ReshardSource, trained: Collection[str]) -
     root["frozen_param_fragments"] = None
 
 
-def _shapes(params: Sequence[Param]) -> Node:
-    return ordered_dict((param.name, torch_size(param.shape)) for param in params)
+def _shapes(params: Sequence[Param]) -> Dict:
+    return Dict((param.name, Size(param.shape)) for param in params)
 
 
 def _whole_model(
@@ -420,14 +418,14 @@ def _whole_model(
         root["frozen_param_shapes"] = root["frozen_param_fragments"] = None
     else:
         root["frozen_param_shapes"] = _shapes(params)
-        root["frozen_param_fragments"] = ordered_dict(pieces.items())
+        root["frozen_param_fragments"] = Dict(pieces.items())
     return root
 
 
-def _made_weights(target: ReshardTarget, weights: Mapping[str, Weight]) -> dict[str, Node]:
+def _made_weights(target: ReshardTarget, weights: Mapping[str, Weight]) -> dict[str, TensorRef]:
     """The whole weights that are made of master weights."""
     return _whole_tensors(target.layout.params, {name: weight.storage for name, weight in weights.items()})
 
 
-def _whole_tensors(params: Sequence[Param], storages: Mapping[str, Storage]) -> dict[str, Node]:
+def _whole_tensors(params: Sequence[Param], storages: Mapping[str, Storage]) -> dict[str, TensorRef]:
     return {param.name: tensor(storages[param.name], 0, param.shape) for param in params if param.name in storages}

@@ -21,7 +21,7 @@ from zeroelastic.io.storage import file_size, file_sizes, folders, read_range
 from zeroelastic.runs.framework_files import NOTE, require_own_files
 from zeroelastic.runs.locate import Source
 from zeroelastic.runs.names import LATEST
-from zeroelastic.torch_file.graph import read_graph
+from zeroelastic.torch_file.header import read_tree
 from zeroelastic.verbs.new_files import write_archive
 
 _SCRIPTS = re.compile(r"zero_to_(fp32|torch)\.py")
@@ -141,7 +141,7 @@ def write_sidecar_files(source: Source, sidecar_files: SidecarFiles, root: Path,
 
 
 def _derive(origin: FilePath, path: Path, rank: int, identity: str, *, single: bool) -> list[str]:
-    root, left = read_graph(origin), list[str]()
+    root, left = read_tree(origin), list[str]()
     if rank >= 0:
         root, left = reseed(root, derived_seed(identity, rank))
     if isinstance(root, dict):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from zeroelastic.core.layout import Layout
-from zeroelastic.torch_file.graph import pairs_of
+from zeroelastic.torch_file.tree import pairs_of
 from zeroelastic.verbs.reshard.slicing import EXPERT_WEIGHTS, INFO, LAYERS, MAP_VERSION, Root, Slicing, even_cut
 
 _PARTITIONED, _PARTITIONED_VERSION = "zero3_partitioned", 1

@@ -38,7 +38,7 @@ from zeroelastic.core.layout import (
 )
 from zeroelastic.core.slices import Strip, row_major_strides
 from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, counted, shown, some
-from zeroelastic.torch_file.graph import entry, pairs_of
+from zeroelastic.torch_file.tree import entry, pairs_of
 
 Root = Mapping[object, object]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CommitRecord
-from zeroelastic.checkpoint.module_names import ModuleNames, names_in_graph
+from zeroelastic.checkpoint.module_names import ModuleNames, module_names, places_of
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import (
     FP32,
@@ -29,7 +29,8 @@ from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UnsupportedError, some
 from zeroelastic.executors.tables import cast_between
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.graph import Node, entry, ordered_dict, pairs_of, read_graph, storage_of
+from zeroelastic.torch_file.header import read_tree
+from zeroelastic.torch_file.tree import Dict, TensorRef, entry, pairs_of, storage_of
 from zeroelastic.verbs.reshard.slicing import INFO, Slicing, saved_slicing
 
 _BOTH = ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count", "base_optimizer_state")
@@ -123,7 +124,7 @@ def reshard_source(state: SavedState) -> ReshardSource:
 
     Raises UnsupportedError when an optimizer file holds something that is not known to be the same at every world size.
     """
-    root = pairs_of(read_graph(state.head.path))
+    root = pairs_of(read_tree(state.head.path))
     inner = pairs_of(root.get("optimizer_state_dict"))
     known = _STATE_KEYS if state.head.stage == 3 else _GROUP_STATE_KEYS
     unknown = sorted(str(key) for key in inner if key not in known)
@@ -206,7 +207,7 @@ def slicing_of(checkpoint: Checkpoint) -> Slicing:
     if checkpoint.layout.slices is None and not checkpoint.expert_files:
         return Slicing(checkpoint.topology)
     layouts = [layout for layout in (checkpoint.layout, checkpoint.frozen_layout) if layout is not None]
-    root = pairs_of(read_graph(checkpoint.model_files[0]))
+    root = pairs_of(read_tree(checkpoint.model_files[0]))
     try:
         return saved_slicing(root, layouts, checkpoint.topology, _own_layers(checkpoint))
     except (CheckpointError, UnsupportedError) as error:
@@ -221,7 +222,7 @@ def _own_layers(checkpoint: Checkpoint) -> list[str]:
         assert match is not None, "the files of experts are named by DeepSpeed"
         layer = int(match[1])
         if layer not in found:
-            experts = map(numbered_expert, map(str, pairs_of(read_graph(checkpoint.tag_dir / name))))
+            experts = map(numbered_expert, map(str, pairs_of(read_tree(checkpoint.tag_dir / name))))
             found[layer] = next((expert.prefix for expert in experts if expert is not None), "")
     return [found[layer] for layer in sorted(found) if found[layer]]
 
@@ -260,7 +261,7 @@ def model_roots(files: Sequence[FilePath]) -> Callable[[int], Mapping[object, ob
     """
 
     def read(rank: int) -> Mapping[object, object]:
-        return pairs_of(read_graph(files[rank]))
+        return pairs_of(read_tree(files[rank]))
 
     read_first = functools.cache(lambda: read(0))
     return lambda rank: read(rank) if 0 < rank < len(files) else read_first()
@@ -374,7 +375,8 @@ def refuse_own_weights(source: ReshardSource) -> None:
 
 def names_in_module(source: ReshardSource, root: Mapping[object, object]) -> ModuleNames:
     """What the names in the module's state of a model states file are, other than one parameter each."""
-    return names_in_graph(root, is_whole=source.whole_model)
+    module = pairs_of(root.get("module"))
+    return module_names(root, module, places_of(module), is_whole=source.whole_model)
 
 
 def check_entries(source: ReshardSource, names: Iterable[str]) -> None:
@@ -413,7 +415,7 @@ def check_module(source: ReshardSource) -> None:
         )
 
 
-def whole_module(root: Mapping[object, object], whole: Mapping[str, Node], shared: Mapping[str, str]) -> Node:
+def whole_module(root: Mapping[object, object], whole: Mapping[str, TensorRef], shared: Mapping[str, str]) -> Dict:
     """The module's state with these whole weights; what is tied to one of them (``shared``) is the same tensor.
 
     Every other entry stays as it is.
@@ -423,4 +425,4 @@ def whole_module(root: Mapping[object, object], whole: Mapping[str, Node], share
     def weight(name: object, value: object) -> object:
         return whole.get(str(name), tied.get(shared.get(str(name), str(name)), value))
 
-    return ordered_dict((name, weight(name, value)) for name, value in pairs_of(root.get("module")).items())
+    return Dict((name, weight(name, value)) for name, value in pairs_of(root.get("module")).items())

@@ -1,6 +1,8 @@
-"""The allow-list of the unpickler, and the inert objects that stand for tensors, dtypes and foreign objects.
+"""The objects of a torch.save file's tree: tensors without their bytes, dtypes, and stand-ins for foreign objects.
 
-``ALLOWED`` has the object that takes the place of each global that a pickle may name.
+``ALLOWED`` has the object that takes the place of each global that a pickle may name, ``EXACT`` those of a tree that is
+written again: what has no inert form that keeps all of it is a ``Stub`` there. Plain containers, numbers and text are
+themselves.
 """
 
 from __future__ import annotations
@@ -9,14 +11,17 @@ import math
 import operator
 import re
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from zeroelastic.errors import CheckpointError, UnsafePickleError, brief, shown
+from zeroelastic.errors import CheckpointError, UnsafePickleError, UnsupportedError, brief, shown
+
+if TYPE_CHECKING:
+    from zeroelastic.torch_file.header import Extent
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -70,7 +75,8 @@ STORAGE_DTYPES = {
 }
 """The element type of each of torch's storage classes."""
 
-_MAX_KEY = 40
+TYPED_STORAGES = {dtype: ("torch", name) for name, dtype in STORAGE_DTYPES.items() if name != "UntypedStorage"}
+"""The storage class of each dtype that has one."""
 
 T = TypeVar("T")
 
@@ -86,13 +92,32 @@ def sealed(cls: type[T]) -> type[T]:
 
 
 @sealed
-@dataclass(frozen=True, slots=True)
-class StorageRef:
-    """A storage record of the archive: its key, element type and number of elements."""
+@dataclass(eq=False, slots=True)
+class Storage:
+    """A storage of a torch.save file: its elements, and where their bytes are.
+
+    Compared by identity: tensors that share a storage hold the same object. ``key`` names its record in the file that
+    it was read from. ``dtype`` is a key of ``DTYPE_BYTES``; a dtype without a storage class of torch is in an untyped
+    storage, and the tensors name it. The bytes of a new storage are ``data``, where they are known, or at ``find``.
+    """
 
     key: str
     dtype: str
     numel: int
+    location: str = "cpu"
+    is_untyped: bool = False
+    data: bytes | None = field(default=None, repr=False)
+    find: Callable[[Storage], Extent] | None = field(default=None, repr=False)
+
+    @property
+    def extent(self) -> Extent | None:
+        """Where its bytes are in a file, looked up there; None for a new storage. Raises CheckpointError."""
+        return None if self.find is None else self.find(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.numel * DTYPE_BYTES[self.dtype]
 
 
 @sealed
@@ -100,11 +125,12 @@ class StorageRef:
 class TensorRef:
     """A tensor that was not read: which elements of which storage, in units of elements."""
 
-    storage: StorageRef
+    storage: Storage
     dtype: str
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    requires_grad: bool = False
 
     @property
     def numel(self) -> int:
@@ -132,72 +158,176 @@ class DType:
     name: str
 
 
-class Stub:
-    """An inert stand-in for an object of a class that is not loaded: its class path, arguments and attributes."""
+class Global(type):
+    """A class or function that a pickle names, which is not loaded: calling it makes a ``Stub`` of the call.
 
-    module: str = ""
-    qualname: str = ""
+    ``path`` is its module and name. A class within a class is an ``attribute``: the class that has it, and its name
+    there; protocol 2 has no other way to name it.
+    """
 
+    path: tuple[str, str]
+    attribute: tuple[Global, str] | None
+
+    def __call__(cls, *args: Any) -> Any:  # pickle's REDUCE; NEWOBJ goes to __new__ itself
+        node = Stub.__new__(cls, *args)  # type: ignore[arg-type]
+        node.by_new = False
+        return node
+
+
+class Stub(metaclass=Global):
+    """A stand-in for an object whose class is not loaded: how a pickle makes it, so that it can be written again.
+
+    ``function`` is the object that was called: its own class, unless another object was called to make it. ``items``
+    were appended, ``pairs`` were set by key, ``state`` was given to ``__setstate__`` (``NO_STATE``: nothing was);
+    ``by_new`` tells ``cls.__new__(cls, *args)`` from ``function(*args)``.
+    """
+
+    __slots__ = ("args", "by_new", "function", "items", "kwargs", "pairs", "state")
+
+    path = ("", "")
+    attribute = None
+
+    function: object
     args: tuple[object, ...]
+    kwargs: dict[str, object]
     items: list[object]
-    attributes: dict[str, object]
+    pairs: list[tuple[object, object]]
+    state: object
+    by_new: bool
 
-    def __new__(cls, *args: object) -> Stub:  # pickle's NEWOBJ skips __init__
-        self = super().__new__(cls)
-        self.args, self.items, self.attributes = args, [], {}
-        return self
+    def __new__(cls, *args: Any, **kwargs: Any) -> Stub:
+        node = object.__new__(cls)
+        node.function, node.by_new = cls, True
+        node.args, node.kwargs, node.items, node.pairs, node.state = args, kwargs, [], [], NO_STATE
+        return node
 
-    def __setstate__(self, state: object) -> None:
-        if isinstance(state, dict):
-            self.attributes.update({key if type(key) is str else shown(key): value for key, value in state.items()})
-        else:
-            self.attributes["__state__"] = state
+    def __call__(self, *args: Any) -> Stub:
+        """What pickle does with an object that can be called."""
+        node = Stub.__new__(Stub, *args)
+        node.function, node.by_new = self, False
+        return node
 
     def append(self, item: object) -> None:
-        """Take what a list-like class would take."""
+        """What pickle does to something like a list."""
         self.items.append(item)
 
-    def extend(self, items: list[object]) -> None:
-        """Take what a list-like class would take."""
+    def extend(self, items: Iterable[object]) -> None:
+        """What pickle does to something like a list."""
         self.items.extend(items)
 
+    def add(self, item: object) -> None:
+        """What pickle does to something like a set, of which torch.save writes none."""
+        raise UnsafePickleError(f"the pickle adds to a {self.module}.{self.qualname}")
+
     def __setitem__(self, key: object, value: object) -> None:
-        self.items.append((key, value))
+        self.pairs.append((key, value))
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+    @property
+    def module(self) -> str:
+        """The module of its class, shortened."""
+        return brief(type(self).path[0])
+
+    @property
+    def qualname(self) -> str:
+        """The name of its class, shortened."""
+        return brief(type(self).path[1])
+
+    @property
+    def attributes(self) -> dict[str, object]:
+        """Its attributes; a state that is no dictionary is one, ``__state__``."""
+        if isinstance(self.state, dict):
+            return {key if type(key) is str else shown(key): value for key, value in self.state.items()}
+        return {} if self.state is NO_STATE else {"__state__": self.state}
 
     def __repr__(self) -> str:
         return f"<{self.module}.{self.qualname} (not loaded)>"
 
 
-def new_stub(module: str, qualname: str) -> type[Stub]:
-    return type("Stub", (Stub,), {"module": brief(module), "qualname": brief(qualname)})
+NO_STATE = object()
 
 
-def storage_id(pid: object) -> tuple[object, str, object, int]:
-    """Class, key, location and number of elements of a storage, from its persistent id. Raises UnsafePickleError."""
-    if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-        raise UnsafePickleError("a persistent id is not a torch storage")
-    _, kind, key, location, numel = pid
-    if not isinstance(key, str) or type(numel) is not int:
-        raise UnsafePickleError(f"a storage is described by {shown(pid)}")
-    if not 0 <= numel < 1 << 62 or not key.isalnum() or len(key) > _MAX_KEY:
-        raise UnsafePickleError(f"a storage has key {shown(key)} and {shown(numel)} elements")
-    return kind, key, location, numel
+def new_global(module: str, name: str, attribute: tuple[Global, str] | None = None) -> Global:
+    return Global("Stub", (Stub,), {"__slots__": (), "path": (module, name), "attribute": attribute})
+
+
+class Dict(OrderedDict[object, object]):
+    """An OrderedDict. Attributes that are set on one, as torch does for module states, are only in ``state``."""
+
+    __slots__ = ("state",)
+
+    state: object
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+class Size(tuple[int, ...]):
+    """A ``torch.Size``."""
+
+    __slots__ = ()
+
+
+def new_storage(dtype: str, numel: int, data: bytes | None = None) -> Storage:
+    """A storage of these bytes, or whose bytes are yet to come.
+
+    Raises UnsupportedError for a dtype that torch.save does not write.
+    """
+    if dtype not in DTYPE_BYTES:
+        raise UnsupportedError(f"a storage of {dtype} cannot be written.")
+    return Storage("", dtype, numel, is_untyped=dtype not in TYPED_STORAGES, data=data)
+
+
+def tensor(storage: Storage, offset: int, shape: Sequence[int], *, requires_grad: bool = False) -> TensorRef:
+    """A contiguous tensor of ``shape`` that begins ``offset`` elements into its storage."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return TensorRef(storage, storage.dtype, offset, tuple(shape), tuple(strides), requires_grad)
+
+
+def instance(kind: Global, attributes: Mapping[str, object]) -> Stub:
+    """An object of a class without ``__init__`` arguments, with these attributes."""
+    node = Stub.__new__(kind)  # type: ignore[arg-type]
+    node.state = dict(attributes)
+    return node
+
+
+def entry(tree: object, *keys: object) -> object:
+    """What is under these keys of nested dictionaries; None where one is missing."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def pairs_of(tree: object) -> Mapping[object, object]:
+    """A dictionary; an empty one for anything else."""
+    return tree if isinstance(tree, dict) else {}
+
+
+def storage_of(value: object) -> Storage | None:
+    """The storage of a tensor; None for another object."""
+    return value.storage if isinstance(value, TensorRef) else None
 
 
 _NUMPY_CODE = re.compile(r"[<=|]?[biuf][1248]")
-_SET, _NUMPY_DTYPE = new_stub("builtins", "set"), new_stub("numpy", "dtype")
-_NUMPY_SCALAR = new_stub("numpy", "generic")
+_SET, _NUMPY_DTYPE = new_global("builtins", "set"), new_global("numpy", "dtype")
+_NUMPY_SCALAR = new_global("numpy", "generic")
 _MAX_DIMENSIONS = 64
 
 
 @sealed
 class StorageType:
-    """The class that a persistent id names; only its dtype matters."""
+    """The class of storages that a persistent id names."""
 
-    __slots__ = ("dtype",)
+    __slots__ = ("dtype", "is_untyped")
 
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
+    def __init__(self, name: str) -> None:
+        self.dtype, self.is_untyped = STORAGE_DTYPES[name], name == "UntypedStorage"
 
 
 @sealed
@@ -238,8 +368,8 @@ def _rebuild_tensor_v2(
 ) -> TensorRef | Stub:
     if isinstance(storage, Stub):
         return storage
-    dtype = storage.dtype if isinstance(storage, StorageRef) else ""
-    return _of_bits(_tensor_ref(storage, offset, size, stride, dtype), *rest[2:3])
+    dtype = storage.dtype if isinstance(storage, Storage) else ""
+    return _of_bits(_tensor_ref(storage, offset, size, stride, dtype, rest), *rest[2:3])
 
 
 def _rebuild_tensor_v3(
@@ -252,7 +382,7 @@ def _rebuild_tensor_v3(
         return dtype()
     if not isinstance(dtype, DType):
         raise UnsafePickleError(f"a tensor names {shown(dtype)} as its dtype")
-    return _of_bits(_tensor_ref(storage, offset, size, stride, dtype.name), *rest[3:4])
+    return _of_bits(_tensor_ref(storage, offset, size, stride, dtype.name, rest), *rest[3:4])
 
 
 def _of_bits(tensor: TensorRef, marks: object = None) -> TensorRef | Stub:
@@ -260,11 +390,14 @@ def _of_bits(tensor: TensorRef, marks: object = None) -> TensorRef | Stub:
     if not marks:
         return tensor
     name = " ".join(mark for mark in ("conj", "neg") if isinstance(marks, dict) and marks.get(mark)) or shown(marks)
-    return new_stub("torch.Tensor", f"{name} view")(tensor)
+    stub: Stub = new_global("torch.Tensor", f"{name} view")(tensor)
+    return stub
 
 
-def _tensor_ref(storage: object, offset: object, size: object, stride: object, dtype: str) -> TensorRef:
-    if not isinstance(storage, StorageRef) or not isinstance(size, tuple) or not isinstance(stride, tuple):
+def _tensor_ref(
+    storage: object, offset: object, size: object, stride: object, dtype: str, rest: tuple[object, ...]
+) -> TensorRef:
+    if not isinstance(storage, Storage) or not isinstance(size, tuple) or not isinstance(stride, tuple):
         raise UnsafePickleError("a tensor is not made of a storage, a size and a stride")
     if len(size) > _MAX_DIMENSIONS or len(stride) > _MAX_DIMENSIONS:
         raise UnsafePickleError(f"a tensor has {len(size)} dimensions")
@@ -276,7 +409,7 @@ def _tensor_ref(storage: object, offset: object, size: object, stride: object, d
     if dtype not in DTYPE_BYTES:
         raise UnsafePickleError(f"a tensor has the dtype {dtype}, which is not read")
     assert isinstance(offset, int)
-    ref = TensorRef(storage, dtype, offset, size, stride)
+    ref = TensorRef(storage, dtype, offset, size, stride, bool(rest and rest[0]))
     last = sum(map(operator.mul, size, stride)) - sum(stride) if math.prod(size) else -1
     if (offset + last + 1) * DTYPE_BYTES[dtype] > storage.numel * DTYPE_BYTES[storage.dtype]:
         raise CheckpointError(f"a tensor of shape {size} reaches behind its storage of {storage.numel} elements")
@@ -295,13 +428,6 @@ def _rebuild_parameter(data: object, *_: object) -> object:
     return data
 
 
-class Dict(OrderedDict[object, object]):
-    """A dictionary of a pickle. Attributes that are set on one, as torch does for module states, are left out."""
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-
 def _plain_dict(*_: object) -> dict[object, object]:
     return {}
 
@@ -314,7 +440,7 @@ def _ordered_dict(*items: object) -> Dict:
 
 def _size(items: object = ()) -> tuple[object, ...]:
     if isinstance(items, (list, tuple)) and len(items) <= _MAX_DIMENSIONS and all(type(n) is int for n in items):
-        return tuple(items)
+        return Size(items)
     raise UnsafePickleError(f"a torch.Size is made of {shown(items)}")
 
 
@@ -326,7 +452,8 @@ def _set(items: object = ()) -> set[object] | Stub:
     if any(len(item) > _MAX_DIMENSIONS or any(type(part) is tuple for part in item) for item in tuples):
         raise UnsafePickleError("a set is made of tuples of tuples, or of long ones")  # their hash may take forever
     parts = chain(items, *tuples)
-    return set(items) if all(isinstance(part, _HASHED) for part in parts) else _SET(items)
+    made: set[object] | Stub = set(items) if all(isinstance(part, _HASHED) for part in parts) else _SET(items)
+    return made
 
 
 _HASHED = (tuple, type(None), bool, int, float, complex, str, bytes)
@@ -346,7 +473,8 @@ def encode(text: object, encoding: object = "latin1") -> bytes:
 
 def _numpy_dtype(code: object, *rest: object) -> _NumpyDType | Stub:
     if not isinstance(code, str) or _NUMPY_CODE.fullmatch(code) is None:
-        return _NUMPY_DTYPE(code, *rest)  # of text, dates, records, ...
+        stub: Stub = _NUMPY_DTYPE(code, *rest)  # of text, dates, records, ...
+        return stub
     return _NumpyDType(code.lstrip("<=|"))
 
 
@@ -364,7 +492,8 @@ class _NumpyDType:
 
 def _numpy_scalar(dtype: object, data: object = b"") -> int | float | bool | Stub:
     if isinstance(dtype, Stub):
-        return _NUMPY_SCALAR(dtype, data)
+        stub: Stub = _NUMPY_SCALAR(dtype, data)
+        return stub
     if not isinstance(dtype, _NumpyDType) or not isinstance(data, bytes):
         raise UnsafePickleError("a numpy scalar is not made of a dtype and bytes")
     parsed = np.dtype(dtype.code)
@@ -401,7 +530,34 @@ ALLOWED: dict[tuple[str, str], object] = {
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"): Enumeration(
         disabled=0, optimizer_states=1, gradients=2, weights=3, max_stage=3
     ),
-    **{(module, name): new_stub(module, name) for module, name in _INERT},
-    **{(m, name): StorageType(dtype) for m in ("torch", "torch.storage") for name, dtype in STORAGE_DTYPES.items()},
+    **{path: new_global(*path) for path in _INERT},
+    **{(module, name): StorageType(name) for module in ("torch", "torch.storage") for name in STORAGE_DTYPES},
     **{("torch", name): DType(name) for name in DTYPE_BYTES},
 }
+"""The object that takes the place of each global of a tree that is read."""
+
+
+def _exactly(path: tuple[str, str], rebuild: Callable[..., object], num_args: int) -> Function:
+    """A rebuild function that leaves a tensor as a stub of its call unless a ``TensorRef`` is all that it is."""
+    call = new_global(*path)
+
+    def made(*args: object) -> object:
+        is_plain = len(args) == num_args and isinstance(args[4], bool) and isinstance(args[5], Dict) and not args[5]
+        ref = rebuild(*args) if is_plain else None
+        return ref if isinstance(ref, TensorRef) else call(*args)
+
+    return Function(made)
+
+
+_V2, _V3 = ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")
+_ORDERED_DICT, _TORCH_SIZE = ("collections", "OrderedDict"), ("torch", "Size")
+EXACT: dict[tuple[str, str], object] = {
+    _V2: _exactly(_V2, _rebuild_tensor_v2, 6),
+    _V3: _exactly(_V3, _rebuild_tensor_v3, 7),
+    **{path: made for path, made in ALLOWED.items() if isinstance(made, (StorageType, DType))},
+    **{path: ALLOWED[path] for path in (_ORDERED_DICT, _TORCH_SIZE)},
+}
+"""The object that takes the place of each global of a tree that is written again; a ``Stub`` that of every other."""
+
+PATHS = {made: path for path, made in (*ALLOWED.items(), *EXACT.items())}
+"""The module and name of each of these objects."""

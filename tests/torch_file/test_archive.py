@@ -1,4 +1,4 @@
-"""A pickle kept as a graph and written back: the same objects for whoever loads it, and nothing run on the way."""
+"""A pickle kept as a tree and written back: the same objects for whoever loads it, and nothing run on the way."""
 
 from __future__ import annotations
 
@@ -30,22 +30,10 @@ from hypothesis import strategies as st
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsafePickleError, UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, move_segments
 from zeroelastic.io.paths import local_paths
-from zeroelastic.torch_file import graph
-from zeroelastic.torch_file.graph import (
-    Archive,
-    Node,
-    Storage,
-    entry,
-    global_named,
-    new_storage,
-    ordered_dict,
-    pairs_of,
-    read_graph,
-    tensor,
-    torch_size,
-    write_graph,
-)
-from zeroelastic.torch_file.header import read_torch_file
+from zeroelastic.torch_file import archive as writer
+from zeroelastic.torch_file.archive import Archive, write_tree
+from zeroelastic.torch_file.header import read_torch_file, read_tree
+from zeroelastic.torch_file.tree import Dict, Size, Storage, Stub, entry, new_global, new_storage, pairs_of, tensor
 
 GOLDEN = sorted(places.GOLDEN.glob("*/*/*.pt"))
 
@@ -94,8 +82,8 @@ class ListOf(list):
 
 
 def rewrite(path: Path, target: Path) -> None:
-    """Read a file as a graph and write it to another, payload and all."""
-    archive = Archive(target, read_graph(path))
+    """Read the tree of a file and write it to another, payload and all."""
+    archive = Archive(target, read_tree(path))
     rows = [(s.extent.offset, archive.offsets[s], s.nbytes) for s in archive.storages if s.extent and s.nbytes]
     src, dst, nbytes = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)) if rows else (
         np.zeros(0, dtype=np.int64),
@@ -213,12 +201,12 @@ class Boom:
 def test_nothing_is_run_or_imported(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.pt", {"boom": Boom(tmp_path / "was-run")})
     rewrite(path, tmp_path / "b.pt")
-    boom = entry(read_graph(tmp_path / "b.pt"), "boom")
-    assert isinstance(boom, Node) and type(boom).name == "mkdir" and not (tmp_path / "was-run").exists()
+    boom = entry(read_tree(tmp_path / "b.pt"), "boom")
+    assert isinstance(boom, Stub) and boom.qualname == "mkdir" and not (tmp_path / "was-run").exists()
     torch.load(tmp_path / "b.pt", weights_only=False)
     assert (tmp_path / "was-run").is_dir()
-    made = read_graph(raw_pickle(tmp_path / "c.pt", b"\x80\x02cno_such_module\nThing\n)R}b."))
-    assert isinstance(made, Node) and made.has_state and "no_such_module" not in sys.modules
+    made = read_tree(raw_pickle(tmp_path / "c.pt", b"\x80\x02cno_such_module\nThing\n)R}b."))
+    assert isinstance(made, Stub) and made.state == {} and "no_such_module" not in sys.modules
 
 
 def raw_pickle(path: Path, data: bytes) -> Path:
@@ -247,7 +235,7 @@ def raw_pickle(path: Path, data: bytes) -> Path:
 )
 def test_damaged_and_hostile_pickles_are_refused(data: bytes, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"x\.pt"):
-        read_graph(raw_pickle(tmp_path / "x.pt", data))
+        read_tree(raw_pickle(tmp_path / "x.pt", data))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +246,7 @@ def test_damaged_and_hostile_pickles_are_refused(data: bytes, tmp_path: Path) ->
     ],
 )
 def test_a_storage_whose_record_is_not_there_is_refused_when_its_bytes_are_wanted(data: bytes, tmp_path: Path) -> None:
-    storage = read_graph(raw_pickle(tmp_path / "x.pt", data))
+    storage = read_tree(raw_pickle(tmp_path / "x.pt", data))
     assert isinstance(storage, Storage)
     with pytest.raises(CheckpointError, match=r"x\.pt"):
         assert storage.extent
@@ -266,7 +254,7 @@ def test_a_storage_whose_record_is_not_there_is_refused_when_its_bytes_are_wante
 
 def test_a_missing_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
-        read_graph(tmp_path / "x.pt")
+        read_tree(tmp_path / "x.pt")
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -274,15 +262,15 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for _ in range(2000):
         deep = [deep]
     with pytest.raises(UnsupportedError, match="deep"):
-        write_graph(deep)
+        write_tree(deep)
     with pytest.raises(UnsupportedError, match="complex"):
-        write_graph({"a": 1j})
+        write_tree({"a": 1j})
     with pytest.raises(UnsupportedError, match="2000 bits"):
-        write_graph(1 << 5000)
+        write_tree(1 << 5000)
     with pytest.raises(UnsupportedError, match="qint8"):
         new_storage("qint8", 3)
     with pytest.raises(UnsafePickleError):
-        global_named("x", "y")().add(1)
+        new_global("x", "y")().add(1)
 
 
 plain = st.recursive(
@@ -295,17 +283,17 @@ plain = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(plain)
 def test_plain_values_read_back_by_pickle_itself(value: Any) -> None:
-    data, storages = write_graph(value)
+    data, storages = write_tree(value)
     assert storages == [] and same(pickle.loads(data), value)
 
 
 def test_new_trees_are_what_torch_makes_of_them(tmp_path: Path) -> None:
     storage, empty = new_storage("float32", 6), new_storage("bfloat16", 0)
     root = {
-        "m": ordered_dict([("w", tensor(storage, 0, (2, 2), requires_grad=True)), ("b", tensor(storage, 4, (2,)))]),
+        "m": Dict([("w", tensor(storage, 0, (2, 2), requires_grad=True)), ("b", tensor(storage, 4, (2,)))]),
         "s": tensor(storage, 5, ()),
         "e": tensor(empty, 0, (0,)),
-        "size": torch_size((2, 0)),
+        "size": Size((2, 0)),
     }
     archive = Archive(tmp_path / "x.pt", root)
     payload = np.arange(6, dtype="<f4").tobytes()
@@ -323,7 +311,7 @@ def test_new_trees_are_what_torch_makes_of_them(tmp_path: Path) -> None:
 
 
 def test_entries_are_found_in_both_kinds_of_dictionary() -> None:
-    tree = {"a": ordered_dict([("b", {"c": 1})])}
+    tree = {"a": Dict([("b", {"c": 1})])}
     assert entry(tree, "a", "b", "c") == 1
     assert entry(tree, "a", "x") is None and entry(tree, "a", "b", "c", "d") is None
     assert pairs_of(tree["a"]) == {"b": {"c": 1}} and pairs_of(3) == {}
@@ -354,7 +342,7 @@ def test_zip_tools_find_nothing_wrong_and_an_unfinished_file_is_none(tmp_path: P
 
 def test_files_beyond_4_gib_are_archives_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sparse: the space is not really taken."""
-    monkeypatch.setattr(graph, "reserve_space", lambda fd, nbytes: None)
+    monkeypatch.setattr(writer, "reserve_space", lambda fd, nbytes: None)
     path = tmp_path / "x.pt"
     small, large, last = new_storage("uint8", 5), new_storage("float32", (1 << 30) + 7), new_storage("uint8", 3)
     made = Archive(path, {n: tensor(s, 0, (s.numel,)) for n, s in (("s", small), ("l", large), ("e", last))})
@@ -386,12 +374,12 @@ def test_a_full_disk_is_noticed_before_anything_is_moved(tmp_path: Path, monkeyp
     def full(fd: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(graph, "reserve_space", full)
+    monkeypatch.setattr(writer, "reserve_space", full)
     with pytest.raises(OSError, match=r"x\.pt") as error:
         Archive(tmp_path / "x.pt", {})
     assert error.value.errno == errno.ENOSPC
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys; from zeroelastic.torch_file import graph; print('torch' in sys.modules)"
+    code = "import sys; from zeroelastic.torch_file import archive; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
