@@ -23,7 +23,7 @@ def test_a_file_of_stage_0_is_refused(tmp_path: Path) -> None:
         open_model_states(path, 0, world_size=None)
 
 
-PARAMS = 100_000
+PARAMS = 10_000
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import random
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from zeroelastic.checkpoint.tag_headers import Problem
 from zeroelastic.errors import CheckpointError
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.torch_file import zip_check
-from zeroelastic.torch_file.image import ImageBlocks
 from zeroelastic.torch_file.zip_check import ZipRecord, read_zip_records
 from zeroelastic.verbs.verify.findings import full_report
 from zeroelastic.verbs.verify.payload_scan import file_rows, scan_ranks
@@ -275,9 +274,19 @@ def test_a_flipped_bit_of_a_modules_buffer_is_found(tag_dir: Path) -> None:
     assert problem.file == path.name and "no parameter or optimizer state" in problem.sentence
 
 
-def opened_as(content: bytearray) -> Callable[[Path], AbstractContextManager[ImageBlocks]]:
-    """What opens any file with this content."""
-    return lambda path: nullcontext(ImageBlocks(np.frombuffer(content, dtype=np.uint8)))
+class Content:
+    """A file of this content, which may change."""
+
+    bytes_read, capacity = 0, 1 << 20
+
+    def __init__(self, data: bytearray) -> None:
+        self.data, self.size = data, len(data)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return bytes(self.data[offset : offset + max(0, nbytes)])
+
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Nothing: all of it is here."""
 
 
 @pytest.mark.extended
@@ -289,7 +298,7 @@ def test_any_bit_of_an_archive_that_is_not_payload_matters(tmp_path: Path, monke
     assert not found.faults and found.directory.folder == "small"
     payload = {at for record in found for at in range(record.offset, record.offset + record.nbytes)}
     damaged = bytearray(data)
-    monkeypatch.setattr(zip_check, "LocalFile", opened_as(damaged))
+    monkeypatch.setattr(zip_check, "LocalFile", lambda path: nullcontext(Content(damaged)))
     unseen = []
     for at in range(len(data)):
         for bit in range(8) if at not in payload else ():
@@ -312,7 +321,7 @@ def test_no_damage_of_an_archive_brings_its_reader_down(data: st.DataObject) -> 
         at = data.draw(st.integers(max(0, len(content) - 2500), len(content) - 1))
         content[at : at + data.draw(st.integers(1, 8))] = data.draw(st.binary(min_size=1, max_size=8))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zip_check, "LocalFile", opened_as(content))
+        patch.setattr(zip_check, "LocalFile", lambda path: nullcontext(Content(content)))
         try:
             for record in read_zip_records(path, len(content)):
                 assert 0 <= record.offset <= record.offset + record.nbytes <= len(content)

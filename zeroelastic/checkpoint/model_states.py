@@ -7,16 +7,16 @@ writes the only one, ``mp_rank_XX_model_states.pt``, with the whole module.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from itertools import chain
 
 import numpy as np
 
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.optimizer_file import (
-    checked_param,
+    TensorForm,
     checked_params,
     checked_table,
     zero_option,
@@ -73,10 +73,6 @@ _OF_DEEPSPEED = frozenset(
 )
 
 
-Form: TypeAlias = tuple[str, tuple[int, ...]]
-"""The dtype and the shape of a tensor."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModelStates:
     """What one rank's ``*_model_states.pt`` says about the layout; the module itself is not looked at.
@@ -110,7 +106,7 @@ class ModelStates:
     header_bytes: int
     directory: str = ""
     values: Mapping[str, object] = field(default_factory=dict)
-    others: Mapping[str, Form | None] = field(default_factory=dict)
+    others: Mapping[str, TensorForm | None] = field(default_factory=dict)
     weights: Int64Array = field(default_factory=lambda: _NO_RANGES)
     weight_places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     params_alone: Int64Array = field(default_factory=lambda: _NO_RANGES)
@@ -217,7 +213,7 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         directory=file.directory,
         values={key: root[key] for key in (*COUNTERS, *_STATES) if key in root},
         others={
-            str(name): (value.dtype, value.shape) if isinstance(value, TensorRef) else None
+            str(name): TensorForm(value.dtype, value.shape) if isinstance(value, TensorRef) else None
             for name, value in others.items()
             if not isinstance(value, Stub)
         },
@@ -253,7 +249,7 @@ def trained_tables(root: Mapping[object, object], path: FilePath) -> tuple[tuple
         )
     if not isinstance(tables, list) or not all(isinstance(table, Mapping) for table in tables):
         raise CheckpointError(f"{path}: holds no param_shapes. It is not a ZeRO model states file.")
-    return tuple(tuple(checked_table([*table], [*table.values()], path)) for table in tables)
+    return tuple(tuple(checked_table(table.keys(), table.values(), path)) for table in tables)
 
 
 def _entries(module: Mapping[object, object], *, but: Collection[object]) -> dict[object, object]:
@@ -276,25 +272,6 @@ def _weights(
     return _distinct(ranges), {name: (refs[name].dtype, offsets[name]) for name in fitting}
 
 
-def _ranges_apart(
-    file: TorchFile, module: Mapping[object, object], others: Collection[object], apart_from: Int64Array
-) -> Int64Array:
-    """(offset, nbytes) of tensors that have elements, ascending, each once: shape ``(num_ranges, 2)``.
-
-    ``others`` are the names of those that are left out, and so are those that are not contiguous, and those in storages
-    of the numbers ``apart_from``.
-    """
-    if others is module:
-        return _NO_RANGES
-    refs = [
-        ref
-        for name, ref in module.items()
-        if name not in others and isinstance(ref, TensorRef) and ref.numel and ref.is_contiguous
-    ]
-    is_apart = ~np.isin(_numbers(ref.storage.key for ref in refs), apart_from)
-    return _distinct(file.ranges([ref for ref, apart in zip(refs, is_apart, strict=True) if apart]))
-
-
 def _distinct(ranges: Int64Array) -> Int64Array:
     begin, nbytes = ranges.T
     if (begin[1:] <= begin[:-1]).any():
@@ -304,29 +281,27 @@ def _distinct(ranges: Int64Array) -> Int64Array:
     return ranges
 
 
-def _numbers(keys: Iterable[str]) -> Int64Array:
-    """The keys of storages as torch numbers them; -1 for any other key."""
-    return np.array([int(key) if key.isdecimal() and len(key) < 19 else -1 for key in keys], dtype=np.int64)
-
-
 def _used_by_params_alone(
     file: TorchFile, others_of: Sequence[tuple[Mapping[object, object], Collection[object]]]
 ) -> Int64Array:
     """(offset, nbytes) of the parameters' tensors in storages that no other tensor of the file uses.
 
-    ``others_of`` are dictionaries of the file, and which of their names are no parameters. Shape ``(num_ranges, 2)``.
+    ``others_of`` are dictionaries of the file, and which of their names are no parameters. Those that are not
+    contiguous are left out. Shape ``(num_ranges, 2)``.
     """
     if all(len(others) == len(module) for module, others in others_of):
         return _NO_RANGES
-    used = [np.array([-1], dtype=np.int64)]  # keys that are no numbers are taken for shared ones
+    refs: list[TensorRef] = []
+    rest: list[object] = []
     for module, others in others_of:
-        rest = [value for name, value in module.items() if name in others or not isinstance(value, TensorRef)]
-        used.append(_numbers(ref.storage.key for ref in walk_refs(rest)))
-    refs = walk_refs(file.root, but=[module for module, _ in others_of])
-    used.append(_numbers(ref.storage.key for ref in refs))
-    shared = np.concatenate(used)
-    found = [_ranges_apart(file, module, others, shared) for module, others in others_of]
-    return _distinct(np.concatenate(found))
+        for name, value in module.items():
+            if name in others or not isinstance(value, TensorRef):
+                rest.append(value)
+            elif value.numel and value.is_contiguous:
+                refs.append(value)
+    users = chain(walk_refs(rest), walk_refs(file.root, but=[module for module, _ in others_of]))
+    shared = {ref.storage.key for ref in users}
+    return _distinct(file.ranges([ref for ref in refs if ref.storage.key not in shared]))
 
 
 def _frozen_parts(
@@ -342,13 +317,10 @@ def _frozen_parts(
     if not isinstance(shapes, Mapping) or not isinstance(fragments, Mapping):
         return None, None
     # DeepSpeed lists by requires_grad, which may change.
-    params = [checked_param(name, shape, path) for name, shape in _entries(shapes, but=trained).items()]
-    frozen = unpacked_layout(checked_params(params, path), count)
-    offset = np.full(len(params), -1, dtype=np.int64)
-    found = (fragments.get(param.name) for param in params)
-    file.locate(fragment.storage.key for fragment in found if isinstance(fragment, TensorRef))
-    dtype: dict[int, str] = {}
-    for i, param in enumerate(params):
+    entries = _entries(shapes, but=trained)
+    params = checked_table(entries.keys(), entries.values(), path)
+    refs: list[TensorRef] = []
+    for param in checked_params(params, path):
         fragment = fragments.get(param.name)
         want = partition_numel(param.numel, count)
         if not isinstance(fragment, TensorRef) or (param.numel > 0 and fragment.shape != (want,)):
@@ -357,10 +329,8 @@ def _frozen_parts(
                 f"{path}: the part of frozen parameter {brief(param.name)} is {got}; {count} ranks imply "
                 f"({want},). The file is damaged, or the parameter was offloaded to NVMe when it was saved."
             )
-        if param.numel > 0:
-            offset[i] = file.extent(fragment).offset
-        dtype[i] = fragment.dtype
-    return frozen, TensorExtents(path, dtype, offset)
+        refs.append(fragment)
+    return _placed(file, params, refs, count)
 
 
 def _whole_frozen_params(
@@ -377,23 +347,28 @@ def _whole_frozen_params(
     assert isinstance(root, dict)
     if not isinstance(root.get("module"), Mapping):
         return None, None
-    entries = _entries(others, but=but)
-    found = {str(name): value for name, value in entries.items() if isinstance(value, TensorRef)}
+    found = {str(name): ref for name, ref in _entries(others, but=but).items() if isinstance(ref, TensorRef)}
     if not found and not isinstance(root.get("frozen_param_shapes"), Mapping):
         return None, None
-    params = [checked_param(name, ref.shape, file.path) for name, ref in found.items()]
-    layout = unpacked_layout(checked_params(params, file.path), 1)
-    file.locate(ref.storage.key for ref in found.values())
-    offset = np.full(len(params), -1, dtype=np.int64)
-    for i, (name, ref) in enumerate(found.items()):
+    params = checked_table(found.keys(), [ref.shape for ref in found.values()], file.path)
+    for name, ref in found.items():
         if not ref.is_contiguous:
             raise UnsupportedError(
                 f"{file.path}: frozen parameter {name} was saved by DeepSpeed alone with the strides {ref.stride}, "
                 "which only DeepSpeed reads."
             )
-        if ref.numel > 0:
-            offset[i] = file.extent(ref).offset
-    return layout, TensorExtents(file.path, {i: ref.dtype for i, ref in enumerate(found.values())}, offset)
+    return _placed(file, checked_params(params, file.path), [*found.values()], 1)
+
+
+def _placed(
+    file: TorchFile, params: Sequence[Param], refs: Sequence[TensorRef], world_size: int
+) -> tuple[Layout, TensorExtents]:
+    """The layout of frozen parameters, and where the file has the tensor of each that has elements."""
+    there = [i for i, param in enumerate(params) if param.numel > 0]
+    offset = np.full(len(params), -1, dtype=np.int64)
+    offset[there] = file.ranges([refs[i] for i in there])[:, 0]
+    dtype = {i: ref.dtype for i, ref in enumerate(refs)}
+    return unpacked_layout(params, world_size), TensorExtents(file.path, dtype, offset)
 
 
 def client_state_keys(root: Mapping[object, object]) -> tuple[str, ...]:

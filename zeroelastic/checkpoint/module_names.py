@@ -79,7 +79,7 @@ def module_names(
 def places_of(entries: Mapping[object, object]) -> dict[str, Place]:
     """Return where each tensor of the module's state is."""
     return {
-        str(name): (ref.storage, ref.offset * DTYPE_BYTES[ref.dtype], ref.shape)
+        str(name): (ref.storage.key or ref.storage, ref.offset * DTYPE_BYTES[ref.dtype], ref.shape)
         for name, ref in entries.items()
         if isinstance(ref, TensorRef)
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,19 +80,17 @@ def scalar_bytes(value: ScalarValue) -> bytes | None:
     return None if dtype is None else np.array([value.value], dtype=dtype).tobytes()
 
 
-def read_options(file: TorchFile, group: Mapping[object, object], where: str) -> dict[str, OptionValue]:
-    """The hyper-parameters of an optimizer group: all of its entries but ``OF_THE_PARAMS``.
+def read_group(file: TorchFile, group: Mapping[object, object], where: str, params: tuple[str, ...] = ()) -> ParamGroup:
+    """An optimizer group, whose entries but ``OF_THE_PARAMS`` are hyper-parameters.
 
     Raises CheckpointError for a name that is no text, UnsupportedError for a value that is not plain.
     """
     if not all(isinstance(key, str) for key in group):
         raise damaged(file.path, f"{where} has a hyper-parameter whose name is not text")
-    return {str(k): read_option(file, v, f"{where}: {k}") for k, v in group.items() if k not in OF_THE_PARAMS}
-
-
-def tensor_forms(group: Mapping[object, object]) -> dict[str, TensorForm]:
-    """The forms of the hyper-parameters of an optimizer group that are tensors, once ``read_options`` has taken it."""
-    return {str(k): TensorForm(v.dtype, v.shape) for k, v in group.items() if isinstance(v, TensorRef)}
+    own = {str(key): value for key, value in group.items() if key not in OF_THE_PARAMS}
+    options = {key: read_option(file, value, f"{where}: {key}") for key, value in own.items()}
+    tensors = {key: TensorForm(ref.dtype, ref.shape) for key, ref in own.items() if isinstance(ref, TensorRef)}
+    return ParamGroup(options, params, tensors)
 
 
 def read_option(file: TorchFile, value: object, where: str, depth: int = 0) -> OptionValue:
@@ -119,7 +117,7 @@ def checked_param(name: object, shape: object, path: FilePath) -> Param:
     return Param(name, tuple(int(size) for size in shape))
 
 
-def checked_table(names: Sequence[object], shapes: Sequence[object], path: FilePath) -> list[Param]:
+def checked_table(names: Collection[object], shapes: Collection[object], path: FilePath) -> list[Param]:
     """The parameters of two columns of a file, of the same length. Raises CheckpointError when they are not ones."""
     with paused_collector():
         return [checked_param(name, shape, path) for name, shape in zip(names, shapes, strict=True)]
@@ -174,7 +172,7 @@ DEFAULT_SUB_GROUP_SIZE = 10**9
 
 
 class TensorForm(NamedTuple):
-    """The dtype and the shape of a tensor of one element."""
+    """The dtype and the shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]

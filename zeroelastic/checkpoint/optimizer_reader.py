@@ -24,7 +24,6 @@ from zeroelastic.checkpoint.optimizer_file import (
     FP32,
     FROZEN,
     GRAD_SCALER,
-    OF_THE_PARAMS,
     SCALERS,
     OptionValue,
     ParamGroup,
@@ -34,10 +33,9 @@ from zeroelastic.checkpoint.optimizer_file import (
     checked_params,
     checked_table,
     damaged,
+    read_group,
     read_option,
-    read_options,
     read_scalar,
-    tensor_forms,
     zero_option,
 )
 from zeroelastic.checkpoint.tag_files import SAVE_ID
@@ -329,7 +327,7 @@ def _nested_state(
                 )
             flat_of_index[index] = position
             positions.append(position)
-        groups.append((_group(file, group, g), positions))
+        groups.append((read_group(file, group, f"optimizer group {g}"), positions))
     if len(flat_of_index) != num_flats:
         raise damaged(file.path, f"optimizer groups hold {len(flat_of_index)} flat groups of {num_flats}")
     values: list[Mapping[object, object]] = [{} for _ in range(num_flats)]
@@ -370,9 +368,7 @@ def _read_groups(
     gaps = checked_gaps(state.get("param_alignment_paddings"), file.path)
     layout = cut.layout(groups, file.path, partial(group_split_layout, gaps=gaps))
     parts = cut.parts(len(groups), file.path)
-    flats = state.get(_GROUPS)
-    if not isinstance(flats, list) or not all(isinstance(flat, TensorRef) for flat in flats):
-        raise damaged(file.path, f"holds no {_GROUPS}")
+    flats = _tensors(file, state, _GROUPS)
     if len(flats) != len(groups):
         raise damaged(file.path, f"{_GROUPS} has {len(flats)} entries; the model states file has {len(groups)} groups")
     lean = lean_numel(layout, cut.rank)
@@ -392,7 +388,7 @@ def _read_groups(
         if len(base) != len(flats) or not all(isinstance(values, dict) for values in base):
             raise damaged(file.path, f"base_optimizer_state does not hold one entry for each of {len(flats)} groups")
         step = state.get("base_optimizer_state_step")  # of DeepSpeed's own optimizers; those of torch keep theirs
-        shared = ParamGroup({}, ()) if step is None else _group(file, {"step": step}, 0)
+        shared = read_group(file, {} if step is None else {"step": step}, "optimizer group 0")
         return make(values=base, groups=tuple(replace(shared, params=each) for each in names), unpadded=True)
     members, values = _nested_state(file, base, len(flats))
     if [len(indices) for _, indices in members] != [1] * len(flats):
@@ -493,14 +489,8 @@ def _table_groups(file: TorchFile, groups: object) -> tuple[ParamGroup, ...]:
         names = group.get("params") if isinstance(group, dict) else None
         if not isinstance(group, dict) or not isinstance(names, list) or not all(isinstance(n, str) for n in names):
             raise damaged(file.path, f"optimizer group {g} is not a group")
-        found.append(_group(file, group, g, tuple(names)))
+        found.append(read_group(file, group, f"optimizer group {g}", tuple(names)))
     return tuple(found)
-
-
-def _group(file: TorchFile, group: Mapping[object, object], number: int, params: tuple[str, ...] = ()) -> ParamGroup:
-    """An optimizer group, without or with the names of its parameters. Raises as ``read_options``."""
-    options = {key: value for key, value in group.items() if key not in OF_THE_PARAMS}
-    return ParamGroup(read_options(file, options, f"optimizer group {number}"), params, tensor_forms(options))
 
 
 def _grad_scaler(file: TorchFile, scaler: object) -> dict[str, OptionValue] | None:
@@ -512,7 +502,7 @@ def _grad_scaler(file: TorchFile, scaler: object) -> dict[str, OptionValue] | No
         or not all(isinstance(value, (int, float)) for value in scaler.values())
     ):
         raise damaged(file.path, f"has a grad_scaler {shown(scaler)}")
-    return read_options(file, scaler, "grad_scaler")
+    return {key: read_option(file, value, f"grad_scaler: {key}") for key, value in scaler.items()}
 
 
 def _digests(file: TorchFile, digests: object, layout: Layout) -> Extent | None:
@@ -523,10 +513,15 @@ def _digests(file: TorchFile, digests: object, layout: Layout) -> Extent | None:
     return file.extent(digests)
 
 
+def _tensors(file: TorchFile, state: _State, key: str) -> list[TensorRef]:
+    found = state.get(key)
+    if not isinstance(found, list) or not all(isinstance(ref, TensorRef) for ref in found):
+        raise damaged(file.path, f"holds no {key}")
+    return found
+
+
 def _flat_groups(file: TorchFile, state: _State, layout: Layout) -> list[TensorRef]:
-    flats = state.get("fp32_flat_groups")
-    if not isinstance(flats, list) or not all(isinstance(flat, TensorRef) for flat in flats):
-        raise damaged(file.path, "holds no fp32_flat_groups")
+    flats = _tensors(file, state, "fp32_flat_groups")
     if len(flats) != layout.num_sub_groups:
         raise damaged(
             file.path,

@@ -6,8 +6,8 @@ of its file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 
 from zeroelastic.dcp.metadata import StoredBytes
 from zeroelastic.errors import CheckpointError
@@ -36,12 +36,12 @@ class _Window:
         return self._file.capacity
 
 
-class Archives:
-    """The archives of a DCP directory. Files stay open within ``reading``."""
+class Archives(ExitStack):
+    """The archives of a DCP directory; a context within which files stay open."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._files: dict[FilePath, Blocks] = {}
-        self._stack = ExitStack()
 
     def open(self, place: StoredBytes) -> TorchFile:
         """One archive, whose objects are inert. Raises MissingFileError, CheckpointError, UnsafePickleError."""
@@ -71,20 +71,5 @@ class Archives:
             if isinstance(path, RemotePath):
                 self._files[path] = BlockFile(path)
             else:
-                self._files[path] = self._stack.enter_context(LocalFile(path))
+                self._files[path] = self.enter_context(LocalFile(path))
         return self._files[path]
-
-    def close(self) -> None:
-        """Close all files."""
-        self._files.clear()
-        self._stack.close()
-
-
-@contextmanager
-def open_archives() -> Iterator[Archives]:
-    """Archives whose files are closed behind the block."""
-    archives = Archives()
-    try:
-        yield archives
-    finally:
-        archives.close()

@@ -20,7 +20,7 @@ from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.core.layout import Layout, Param, unpacked_layout
 from zeroelastic.core.slice_plan import check_slices
 from zeroelastic.core.slices import RankSet, Strip, slices_of, strips_of_box
-from zeroelastic.dcp.archives import Archives, open_archives
+from zeroelastic.dcp.archives import Archives
 from zeroelastic.dcp.metadata import Chunk, StoredBytes, StoredTensor
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief
 from zeroelastic.torch_file.header import DTYPE_BYTES
@@ -67,7 +67,7 @@ class ChunkExtents(Mapping[int, Mapping[str, TensorExtents]]):
 
     def __getitem__(self, rank: int) -> Mapping[str, TensorExtents]:
         if rank not in self._found:
-            with open_archives() as archives:
+            with Archives() as archives:
                 self._found[rank] = {key: self._extents(rank, key, archives) for key in self._dtypes}
         return self._found[rank]
 

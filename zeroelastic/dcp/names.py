@@ -19,8 +19,8 @@ from zeroelastic.checkpoint.optimizer_file import (
     OF_THE_PARAMS,
     OptionValue,
     ParamGroup,
+    read_group,
     read_option,
-    read_options,
     read_scalar,
 )
 from zeroelastic.core.digest import ScalarValue
@@ -69,7 +69,7 @@ def named_state(found: DcpMetadata, archives: Archives) -> NamedState:
 
     Example::
 
-        with open_archives() as archives:
+        with Archives() as archives:
             named_state(read_metadata(folder), archives).groups[0].options["lr"]
     """
     at = str(found.folder)
@@ -227,7 +227,7 @@ class _Optimizer:
             raise CheckpointError(f"{self._at}: {_GROUPS} is no list of groups. The checkpoint is damaged.")
         file = self._archives.open(self._found.objects[f"{self._prefix}{_GROUPS}"])
         return [
-            ParamGroup(read_options(file, group, f"optimizer group {g}"), self._names(group.get("params")))
+            read_group(file, group, f"optimizer group {g}", self._names(group.get("params")))
             for g, group in enumerate(value)
         ]
 

@@ -187,5 +187,5 @@ def _model_root(
 def _stored(extent: Extent) -> Storage:
     """A storage whose bytes are in a chunk."""
     storage = new_storage(extent.dtype, extent.nbytes // DTYPE_BYTES[extent.dtype])
-    storage.find = lambda _: extent
+    storage.source = lambda _: extent
     return storage

@@ -16,7 +16,7 @@ from pathlib import Path
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.saved_state import SavedPart
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.dcp.archives import Archives, open_archives
+from zeroelastic.dcp.archives import Archives
 from zeroelastic.dcp.chunks import StateKeys, chunk_table
 from zeroelastic.dcp.metadata import METADATA, DcpMetadata, StoredTensor, read_metadata
 from zeroelastic.dcp.names import NATIVE, NamedState, named_state
@@ -114,7 +114,7 @@ def open_dcp(root: FilePath) -> DcpCheckpoint:
     """
     folders = dcp_folders(root)
     metadata = _joined(root, [read_metadata(folder) for folder in folders])
-    with open_archives() as archives:
+    with Archives() as archives:
         named = named_state(metadata, archives)
         native = _native(named, root)
         notes: list[str] = []

@@ -32,6 +32,7 @@ from zeroelastic.torch_file.tree import (
     Dict,
     DType,
     Enumeration,
+    ExactDict,
     Function,
     Global,
     Size,
@@ -120,7 +121,7 @@ class _TreeWriter:
         elif isinstance(value, Dict):
             self._reduce(value, ("collections", "OrderedDict"), ())
             self._pairs(value.items())
-            self._state(getattr(value, "state", NO_STATE))
+            self._state(value.state if isinstance(value, ExactDict) else NO_STATE)
         elif type(value) is list:
             self.out += b"]"
             self._put(value)

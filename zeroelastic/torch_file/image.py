@@ -17,7 +17,7 @@ import logging
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -232,23 +232,6 @@ class FileImage:
                         raise OSError(errno.EIO, "it has become shorter", os.fspath(self.path))
                     at += got
                 at = max(at, end)
-
-
-class ImageBlocks:
-    """A complete image, read as ``read_torch_file`` reads files; reading it costs no bytes of a disk."""
-
-    bytes_read, capacity = 0, 1 << 20
-
-    def __init__(self, data: ByteArray) -> None:
-        self._data = data
-        self.size = len(data)
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Up to ``nbytes`` bytes at ``offset``: fewer where the file ends."""
-        return self._data[offset : offset + max(0, nbytes)].tobytes()
-
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Nothing: all of it is here."""
 
 
 def write_past_cache(path: str, data: ByteArray, *, sync: bool) -> None:

@@ -414,11 +414,11 @@ class HeaderUnpickler(pickle.Unpickler):
             raise UnsafePickleError(f"{self._path}: a storage is described by {shown(pid)}")
         if type(numel) is not int or not 0 <= numel < 1 << 62 or not key.isalnum() or len(key) > _MAX_KEY:
             raise UnsafePickleError(f"a storage has key {shown(key)} and {shown(numel)} elements")
-        found = self._storages.get(key)
-        if found is None or (found.dtype, found.numel) != (kind.dtype, numel):
-            found = Storage(key, kind.dtype, numel, location, kind.is_untyped, find=self._find)
-            self._storages[key] = found
-        return found
+        made = Storage(key, kind.dtype, numel, location, kind.is_untyped, self._find)
+        if self._foreign != "exact":
+            return made
+        found = self._storages.setdefault(key, made)
+        return found if (found.dtype, found.numel) == (made.dtype, made.numel) else made
 
 
 def check_tree(root: object) -> None:

@@ -96,9 +96,10 @@ def sealed(cls: type[T]) -> type[T]:
 class Storage:
     """A storage of a torch.save file: its elements, and where their bytes are.
 
-    Compared by identity: tensors that share a storage hold the same object. ``key`` names its record in the file that
-    it was read from. ``dtype`` is a key of ``DTYPE_BYTES``; a dtype without a storage class of torch is in an untyped
-    storage, and the tensors name it. The bytes of a new storage are ``data``, where they are known, or at ``find``.
+    ``key`` names its record in the file that it was read from; in a tree that is written, tensors that share a storage
+    hold the same object. ``dtype`` is a key of ``DTYPE_BYTES``; a dtype without a storage class of torch is in an
+    untyped storage, and the tensors name it. ``source`` are the bytes of a new storage where they are known, or finds
+    them in a file.
     """
 
     key: str
@@ -106,13 +107,17 @@ class Storage:
     numel: int
     location: str = "cpu"
     is_untyped: bool = False
-    data: bytes | None = field(default=None, repr=False)
-    find: Callable[[Storage], Extent] | None = field(default=None, repr=False)
+    source: bytes | Callable[[Storage], Extent] | None = field(default=None, repr=False)
 
     @property
     def extent(self) -> Extent | None:
         """Where its bytes are in a file, looked up there; None for a new storage. Raises CheckpointError."""
-        return None if self.find is None else self.find(self)
+        return self.source(self) if callable(self.source) else None
+
+    @property
+    def data(self) -> bytes | None:
+        """The bytes of a new storage, where they are known."""
+        return self.source if isinstance(self.source, bytes) else None
 
     @property
     def nbytes(self) -> int:
@@ -254,11 +259,16 @@ def new_global(module: str, name: str, attribute: tuple[Global, str] | None = No
 
 
 class Dict(OrderedDict[object, object]):
-    """An OrderedDict. Attributes that are set on one, as torch does for module states, are only in ``state``."""
+    """An OrderedDict. Attributes that are set on one, as torch does for module states, are left out."""
 
-    __slots__ = ("state",)
+    def __setstate__(self, state: object) -> None:
+        pass
 
-    state: object
+
+class ExactDict(Dict):
+    """An OrderedDict with its attributes, in ``state``."""
+
+    state: object = NO_STATE
 
     def __setstate__(self, state: object) -> None:
         self.state = state
@@ -277,7 +287,7 @@ def new_storage(dtype: str, numel: int, data: bytes | None = None) -> Storage:
     """
     if dtype not in DTYPE_BYTES:
         raise UnsupportedError(f"a storage of {dtype} cannot be written.")
-    return Storage("", dtype, numel, is_untyped=dtype not in TYPED_STORAGES, data=data)
+    return Storage("", dtype, numel, is_untyped=dtype not in TYPED_STORAGES, source=data)
 
 
 def tensor(storage: Storage, offset: int, shape: Sequence[int], *, requires_grad: bool = False) -> TensorRef:
@@ -440,7 +450,7 @@ def _ordered_dict(*items: object) -> Dict:
 
 def _size(items: object = ()) -> tuple[object, ...]:
     if isinstance(items, (list, tuple)) and len(items) <= _MAX_DIMENSIONS and all(type(n) is int for n in items):
-        return Size(items)
+        return tuple(items)
     raise UnsafePickleError(f"a torch.Size is made of {shown(items)}")
 
 
@@ -550,12 +560,12 @@ def _exactly(path: tuple[str, str], rebuild: Callable[..., object], num_args: in
 
 
 _V2, _V3 = ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")
-_ORDERED_DICT, _TORCH_SIZE = ("collections", "OrderedDict"), ("torch", "Size")
 EXACT: dict[tuple[str, str], object] = {
     _V2: _exactly(_V2, _rebuild_tensor_v2, 6),
     _V3: _exactly(_V3, _rebuild_tensor_v3, 7),
     **{path: made for path, made in ALLOWED.items() if isinstance(made, (StorageType, DType))},
-    **{path: ALLOWED[path] for path in (_ORDERED_DICT, _TORCH_SIZE)},
+    ("collections", "OrderedDict"): Function(ExactDict),
+    ("torch", "Size"): Function(lambda *items: Size(_size(*items))),
 }
 """The object that takes the place of each global of a tree that is written again; a ``Stub`` that of every other."""
 

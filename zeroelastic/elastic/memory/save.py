@@ -31,7 +31,7 @@ from zeroelastic.elastic.memory.copies import Placement, protect
 from zeroelastic.elastic.memory.memory_file import Slot
 from zeroelastic.elastic.memory.place import RunPlace
 from zeroelastic.errors import SaveError
-from zeroelastic.torch_file.image import FileImage, ImageBlocks
+from zeroelastic.torch_file.image import FileImage
 from zeroelastic.torch_file.zip_directory import read_directory
 
 T = TypeVar("T")
@@ -103,9 +103,11 @@ class MemoryDirectory(Directory):
             self.slot.link(self.staging_dir / name)
         self.slot.trim()
         found = {name: image.numpy() for name, image in self.images.items()}
-        blocks = {name: ImageBlocks(data) for name, data in found.items()}
-        directories = {name: read_directory(image.read, image.size).digest for name, image in blocks.items()}
         sizes = {name: len(data) for name, data in found.items()}
+        directories = {
+            name: read_directory(lambda at, nbytes, data=data: data[at : at + nbytes].tobytes(), len(data)).digest
+            for name, data in found.items()
+        }
         return Written(sizes, directories, own_weights=save.own_weights)
 
     def _check_sizes(self, written: Sequence[Written]) -> None:

@@ -19,7 +19,7 @@ from zeroelastic.checkpoint.optimizer_file import FROZEN, Shard, configured_sub_
 from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.checkpoint.topology import Topology, numbered_expert
 from zeroelastic.core.layout import Layout, pack_sub_groups
-from zeroelastic.dcp.archives import open_archives
+from zeroelastic.dcp.archives import Archives
 from zeroelastic.dcp.metadata import StoredBytes
 from zeroelastic.dcp.names import NamedState
 from zeroelastic.dcp.native import VERSION, NativeForm, native_form
@@ -238,6 +238,6 @@ class _ChunkedCheckpoint(Checkpoint):
             for place in (chunk.place for tensor in tensors for chunk in tensor.chunks):
                 self._places.setdefault(place.path, {})[place.offset] = place
         places = self._places.get(path, {})
-        with open_archives() as archives:
+        with Archives() as archives:
             for begin in sorted(places):
                 yield begin, archives.records(places[begin])
