@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -565,7 +565,7 @@ EXACT: dict[tuple[str, str], object] = {
     _V3: _exactly(_V3, _rebuild_tensor_v3, 7),
     **{path: made for path, made in ALLOWED.items() if isinstance(made, (StorageType, DType))},
     ("collections", "OrderedDict"): Function(ExactDict),
-    ("torch", "Size"): Function(lambda *items: Size(_size(*items))),
+    ("torch", "Size"): Function(lambda *items: Size(cast(tuple[int, ...], _size(*items)))),
 }
 """The object that takes the place of each global of a tree that is written again; a ``Stub`` that of every other."""
 

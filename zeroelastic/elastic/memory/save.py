@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
+from zeroelastic.core.digest import ByteArray
 from zeroelastic.deepspeed.engine import Engine, options_of
 from zeroelastic.deepspeed.engine_state import LastSave, last_save_of
 from zeroelastic.deepspeed.live.digests import live_streams
@@ -104,10 +105,7 @@ class MemoryDirectory(Directory):
         self.slot.trim()
         found = {name: image.numpy() for name, image in self.images.items()}
         sizes = {name: len(data) for name, data in found.items()}
-        directories = {
-            name: read_directory(lambda at, nbytes, data=data: data[at : at + nbytes].tobytes(), len(data)).digest
-            for name, data in found.items()
-        }
+        directories = {name: _directory_digest(data) for name, data in found.items()}
         return Written(sizes, directories, own_weights=save.own_weights)
 
     def _check_sizes(self, written: Sequence[Written]) -> None:
@@ -120,6 +118,10 @@ class MemoryDirectory(Directory):
             for entry in os.scandir(self.staging_dir):
                 os.chmod(entry.path, 0o600)
         super()._publish(barrier)
+
+
+def _directory_digest(image: ByteArray) -> str:
+    return read_directory(lambda at, nbytes: image[at : at + nbytes].tobytes(), len(image)).digest
 
 
 @dataclass(eq=False, kw_only=True)

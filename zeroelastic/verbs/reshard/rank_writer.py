@@ -130,7 +130,7 @@ class RankWriter:
         if files.digests is not None:
             order = _numbers(target.layout.on_rank(rank), saved.trained.params)
             own = (digests + of_copies)[: len(saved.trained.tensors())]
-            files.digests.data = np.add.reduceat(own, self._first_streams(0))[order].astype("<u8").tobytes()
+            files.digests.source = np.add.reduceat(own, self._first_streams(0))[order].astype("<u8").tobytes()
         archives.copy_rest()
 
         def finish() -> WrittenRank:
