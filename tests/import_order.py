@@ -25,8 +25,8 @@ LEVELS = [
 
 
 ROOMS = {
-    "verbs": ["report", "options", "new_directory", "model_tensors", "new_files", "elements", "verify", "diff",
-              "reshard", "plan", "convert"],
+    "verbs": ["report", "options", "new_directory", "model_tensors", "reading", "new_files", "elements", "verify",
+              "diff", "reshard", "plan", "convert"],
     "deepspeed": ["patching", "options", "engine_state", "engine", "run_objects",
                   "client_state", "live", "storage_rules", "fill", "node_local", "load", "save", "install"],
     "elastic": ["memory"],

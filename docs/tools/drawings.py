@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from zeroelastic.core.layout import Layout, Param, group_split_of_run, layout_from_sub_groups
+from zeroelastic.core.layout import Layout, Param, buffer_order, group_split_layout, layout_from_sub_groups
 from zeroelastic.core.plan import make_plan
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -99,7 +99,7 @@ def layout_stage2() -> Drawing:
         ("3 ranks, round_robin_gradients", 3, True),
     )
     for number, (words, ranks, round_robin) in enumerate(rows):
-        layout, _ = group_split_of_run([PARAMS], ranks, round_robin=round_robin)
+        layout = group_split_layout(buffer_order([PARAMS], [ranks], round_robin=round_robin)[0], ranks)
         y, part = 36 + 92 * number, int(layout.part[0]) * CELL
         drawing.text(40, y - 12, words, kind="bold")
         drawing.box(40, y, part * ranks, 26)

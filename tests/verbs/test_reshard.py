@@ -331,7 +331,7 @@ def test_an_interruption_leaves_nothing_and_the_end_of_a_process_leaves_it_resum
 def end_before_publishing(directory: Path) -> None:
     """A run from "a" to "b" on 3 ranks whose process ends when all files are written."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr("zeroelastic.verbs.new_directory.publish", _end)
+        patch.setattr("zeroelastic.verbs.new_directory.flush_tree", _end)
         run(directory / "a", directory / "b", 3)
 
 
@@ -404,7 +404,7 @@ def test_two_runs_into_one_target_do_not_meet(tmp_path: Path, monkeypatch: pytes
         assert staging_of(tmp_path / "b").exists()
         raise SystemExit(143)
 
-    monkeypatch.setattr("zeroelastic.verbs.new_directory.publish", meet)
+    monkeypatch.setattr("zeroelastic.verbs.new_directory.flush_tree", meet)
     with pytest.raises(SystemExit):
         run(tmp_path / "a", tmp_path / "b", 3)
 

@@ -317,7 +317,7 @@ def test_a_killed_run_goes_on_at_the_same_stage_only(
         raise SystemExit(143)
 
     with monkeypatch.context() as patch:
-        patch.setattr("zeroelastic.verbs.new_directory.publish", end)
+        patch.setattr("zeroelastic.verbs.new_directory.flush_tree", end)
         with pytest.raises(SystemExit):
             zeroelastic.reshard(GOLDEN / "rigid2", tmp_path / "b", world_size=3, stage=killed)
     report = zeroelastic.reshard(GOLDEN / "rigid2", tmp_path / "b", world_size=3, stage=stage, verify=True)

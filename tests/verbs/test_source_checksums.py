@@ -19,7 +19,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.dcp.saved import open_dcp
 from zeroelastic.errors import CheckpointError, DigestMismatchError
 from zeroelastic.torch_file.zip_check import read_zip_records
-from zeroelastic.verbs import new_files
+from zeroelastic.verbs import reading
 
 Verb = Callable[[Path, Path], Any]
 
@@ -180,6 +180,6 @@ def test_a_source_that_states_no_checksums_is_named(tmp_path: Path) -> None:
         torch.save(content, path)
     finally:
         torch.serialization.set_crc32_options(True)
-    said = logged(new_files.logger, logging.WARNING)
+    said = logged(reading.logger, logging.WARNING)
     zeroelastic.reshard(tmp_path / "src", tmp_path / "dst", world_size=3)
     assert said == [f"{path}: states no CRC-32, so what is read of it is not checked"]

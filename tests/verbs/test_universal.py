@@ -127,7 +127,7 @@ def test_experts_and_missing_model_states_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "t", world_size=1, sub_group_size=None)
     make_universal(tmp_path / "t", tmp_path / "u")
     torch.save({"param": torch.zeros(5, 4)}, tmp_path / "u" / "t" / "zero" / "w" / "fp32.pt")
-    assert open_universal(tmp_path / "u" / "t")[0].state.parts[0].dtypes[0]["fp32"] == "float32"
+    assert open_universal(tmp_path / "u" / "t")[0].parts[0].dtypes[0]["fp32"] == "float32"
     torch.save({"param": torch.zeros(5, 4), "is_expert_param": True}, tmp_path / "u" / "t" / "zero" / "w" / "fp32.pt")
     with pytest.raises(UnsupportedError, match="AutoEP"):
         open_universal(tmp_path / "u" / "t")

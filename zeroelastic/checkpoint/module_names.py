@@ -97,15 +97,19 @@ def _are_two_empty(one: Place | None, other: Place | None) -> bool:
     return not math.prod(one[2]) and not math.prod(other[2]) and one != other
 
 
+def autoep_layers(root: Mapping[object, object]) -> list[Mapping[object, object]]:
+    """What a model states file says of the layers that AutoEP made."""
+    layers = root.get("ds_autoep_layers")
+    return [layer for layer in layers if isinstance(layer, Mapping)] if isinstance(layers, list) else []
+
+
 def second_routers(root: Mapping[object, object], module: Iterable[object]) -> dict[object, object]:
     """The further names of the routers of AutoEP's layers, each with the router's own.
 
     The layers have them for hooks of the model they replace; DeepSpeed's ``shared_params`` does not list them. Source:
     ``AutoEPMoELayer.__init__`` (deepspeed.module_inject.auto_ep_layer, 0.19.8).
     """
-    layers = root.get("ds_autoep_layers")
-    layers = [layer for layer in layers if isinstance(layer, Mapping)] if isinstance(layers, list) else []
-    paths = {layer.get("module_path") for layer in layers}
+    paths = {layer.get("module_path") for layer in autoep_layers(root)}
     names = dict.fromkeys(module) if paths else {}
     found: dict[object, object] = {}
     for name in names:

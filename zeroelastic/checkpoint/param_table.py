@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from heapq import merge
 from itertools import repeat
 from typing import Annotated, Any
@@ -107,7 +108,7 @@ class ParamTable:
         """The names of the trained parameters."""
         return frozenset(name for group in self.groups if group.trainable for name in group.names)
 
-    @property
+    @cached_property
     def digests(self) -> dict[tuple[str, str], tuple[str, int]]:
         """The dtype and the digest of each tensor by parameter and state key."""
         return {

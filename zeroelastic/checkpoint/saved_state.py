@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint.commit_record import excluded_from
 from zeroelastic.checkpoint.contradictions import MIXED, check_frozen, check_same_models, check_same_save
 from zeroelastic.checkpoint.expert_files import FrozenExperts
 from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table, extents_over_ranks
@@ -155,10 +154,6 @@ class SavedState:
         """Bytes of all tensors, padding excluded."""
         return sum(tensor.nbytes for part in self.parts for tensor in part.tensors())
 
-    def contents(self, digests: Mapping[tuple[str, str], int]) -> list[ParamContent]:
-        """What was saved of each parameter, given the digest of each (parameter, state key) that is in the files."""
-        return [*contents_of(self.parts, digests), *excluded_from(self.checkpoint.record)]
-
 
 def contents_of(parts: Iterable[SavedPart], digests: Mapping[tuple[str, str], int] | None = None) -> list[ParamContent]:
     """Each parameter of some parts, given the digest of each (parameter, state key); without them, with 0 for all."""
@@ -185,12 +180,17 @@ def open_state(checkpoint: Checkpoint, *, resizable: bool = True) -> SavedState:
     head = shards[0]
     check_same_save(shards, head, recorded=checkpoint.record is not None, resizable=resizable)
     check_same_models(models, head, checkpoint.record)
-    parts = [trained_part(shards, head, checkpoint.layout)]
+    return SavedState(checkpoint, head, models, saved_parts(checkpoint, shards, models))
+
+
+def saved_parts(
+    checkpoint: Checkpoint, shards: Mapping[int, Shard], models: Iterable[ModelStates]
+) -> tuple[SavedPart, ...]:
+    """The parts of a saved state, with the extents of the ranks whose headers are given."""
+    trained = trained_part(shards, next(iter(shards.values())), checkpoint.layout)
     layout, experts = checkpoint.frozen_layout, checkpoint.frozen_experts
     frozen = frozen_part({model.rank: model for model in models}, layout) if experts is None else experts_part(experts)
-    if frozen is not None:
-        parts.append(frozen)
-    return SavedState(checkpoint, head, models, tuple(parts))
+    return (trained,) if frozen is None else (trained, frozen)
 
 
 def trained_part(shards: Mapping[int, Shard], head: Shard, layout: Layout | None = None) -> SavedPart:

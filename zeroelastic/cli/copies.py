@@ -8,22 +8,50 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import (
-    DstArgument,
-    EpOption,
-    JsonOption,
-    LikeOption,
-    QuietOption,
-    TagOption,
-    TpOption,
-    reports,
-)
+from zeroelastic.cli.app import DstArgument, EpOption, JsonOption, LikeOption, QuietOption, TagOption, TpOption, reports
 from zeroelastic.cli.terminal import print_line
 from zeroelastic.errors import buffer_kind, counted
 
 if TYPE_CHECKING:
     from zeroelastic.verbs.convert.convert import ConvertReport, ExportReport
     from zeroelastic.verbs.reshard.reshard import ReshardReport
+
+SrcArgument = Annotated[
+    str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")
+]
+
+FormatOption = Annotated[
+    Literal["elastic", "rigid"] | None,
+    typer.Option(
+        help="elastic (default at stage 3) describes itself; rigid (always below 3) is what DeepSpeed writes. Stock "
+        "DeepSpeed loads both."
+    ),
+]
+
+SubGroupSizeOption = Annotated[
+    int | None, typer.Option(metavar="N", help="That of the run that will load it, if it is not the saved one's.")
+]
+
+StageOption = Annotated[
+    int | None, typer.Option(metavar="S", min=1, max=3, help="ZeRO stage of the result; default: the source's.")
+]
+
+RoundRobinOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--round-robin-gradients/--no-round-robin-gradients",
+        help="At stages 1 and 2: that of the run that will load it; default: the saved configuration's.",
+    ),
+]
+
+AlignmentOption = Annotated[
+    bool | None,
+    typer.Option("--parameter-alignment/--no-parameter-alignment", help="The same for parameter_alignment."),
+]
+
+MaxMemoryOption = Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")]
+
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")]
 
 _SHOWN_FILES = 12
 _BY_CHECKSUM = "no commit record to compare with: the files of the source have the CRC-32 that they state"
@@ -54,46 +82,21 @@ def _show_reshard(report: ReshardReport) -> None:
 
 @reports("zeroelastic.verbs.reshard.reshard", _show_reshard)
 def reshard(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a directory or a URL such as s3://...")],
+    src: SrcArgument,
     dst: DstArgument,
     world_size: Annotated[int, typer.Option("--world-size", "-n", metavar="M", help="Ranks that will load it.")],
     tag: TagOption = None,
-    format: Annotated[
-        Literal["elastic", "rigid"] | None,
-        typer.Option(
-            help="elastic (default at stage 3) describes itself; rigid (always below 3) is what DeepSpeed writes. "
-            "Stock DeepSpeed loads both."
-        ),
-    ] = None,
-    sub_group_size: Annotated[
-        int | None, typer.Option(metavar="N", help="That of the run that will load it, if it is not the saved one's.")
-    ] = None,
-    stage: Annotated[
-        int | None,
-        typer.Option(
-            metavar="S",
-            min=1,
-            max=3,
-            help="ZeRO stage of the result; default: the source's.",
-        ),
-    ] = None,
-    round_robin_gradients: Annotated[
-        bool | None,
-        typer.Option(
-            "--round-robin-gradients/--no-round-robin-gradients",
-            help="At stages 1 and 2: that of the run that will load it; default: the saved configuration's.",
-        ),
-    ] = None,
-    parameter_alignment: Annotated[
-        bool | None,
-        typer.Option("--parameter-alignment/--no-parameter-alignment", help="The same for parameter_alignment."),
-    ] = None,
-    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")] = "1GiB",
+    format: FormatOption = None,
+    sub_group_size: SubGroupSizeOption = None,
+    stage: StageOption = None,
+    round_robin_gradients: RoundRobinOption = None,
+    parameter_alignment: AlignmentOption = None,
+    max_memory: MaxMemoryOption = "1GiB",
     verify: Annotated[bool, typer.Option("--verify", help="Read the result again before it appears.")] = False,
     tp: TpOption = None,
     ep: EpOption = None,
     like: LikeOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; write nothing.")] = False,
+    dry_run: DryRunOption = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -138,11 +141,8 @@ def _show_export(report: ExportReport) -> None:
 
 @reports("zeroelastic.verbs.convert.convert", _show_export)
 def export(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")],
-    dst: Annotated[
-        Path,
-        typer.Argument(metavar="DST", help="The directory to make. Nothing is overwritten."),
-    ],
+    src: SrcArgument,
+    dst: DstArgument,
     tag: TagOption = None,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
@@ -157,8 +157,8 @@ def export(
         bool, typer.Option("--adapters", help="Write the trained weights alone; those of PEFT as PEFT does.")
     ] = False,
     adapter: Annotated[str | None, typer.Option(metavar="NAME", help="The same for one of several adapters.")] = None,
-    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that may be used.")] = "1GiB",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
+    max_memory: MaxMemoryOption = "1GiB",
+    dry_run: DryRunOption = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -199,7 +199,7 @@ def _show_convert(report: ConvertReport) -> None:
 
 @reports("zeroelastic.verbs.convert.convert", _show_convert)
 def convert(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")],
+    src: SrcArgument,
     dst: DstArgument,
     to: Annotated[
         str | None,
@@ -214,34 +214,11 @@ def convert(
     world_size: Annotated[
         int | None, typer.Option("--world-size", "-n", metavar="M", help="With --from: ranks that will load it.")
     ] = None,
-    format: Annotated[
-        Literal["elastic", "rigid"] | None,
-        typer.Option(
-            help="With --from: elastic (default at stage 3) describes itself; rigid (always at 1 and 2) is what stock "
-            "DeepSpeed writes."
-        ),
-    ] = None,
-    sub_group_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="With --from: that of the run that will load it, if it is not the saved one's."),
-    ] = None,
-    stage: Annotated[
-        int | None,
-        typer.Option(
-            metavar="S", min=1, max=3, help="With --from: ZeRO stage of the result; default: that which was saved."
-        ),
-    ] = None,
-    round_robin_gradients: Annotated[
-        bool | None,
-        typer.Option(
-            "--round-robin-gradients/--no-round-robin-gradients",
-            help="With --from, at stages 1 and 2: that of the run that will load it, if it is not the saved one's.",
-        ),
-    ] = None,
-    parameter_alignment: Annotated[
-        bool | None,
-        typer.Option("--parameter-alignment/--no-parameter-alignment", help="The same for parameter_alignment."),
-    ] = None,
+    format: FormatOption = None,
+    sub_group_size: SubGroupSizeOption = None,
+    stage: StageOption = None,
+    round_robin_gradients: RoundRobinOption = None,
+    parameter_alignment: AlignmentOption = None,
     layout: Annotated[
         Literal["torch", "accelerate"] | None,
         typer.Option(help="With --to fsdp2: one directory (the default), or the two that accelerate has."),
@@ -251,13 +228,15 @@ def convert(
         typer.Option(metavar="FILE", help="With --from fsdp2: DeepSpeed configuration of the run that will load it."),
     ] = None,
     tag: TagOption = None,
-    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory to stay within, such as 512MiB.")] = "1GiB",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
+    max_memory: MaxMemoryOption = "1GiB",
+    dry_run: DryRunOption = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Convert to or from a checkpoint of FSDP2, or from a Universal checkpoint.
 
+    --format, --sub-group-size, --stage, --round-robin-gradients and --parameter-alignment go with --from, as in
+    reshard.
     Weights, optimizer state and hyper-parameters of all ranks are brought together, every byte read once; where the
     checkpoint has a commit record, what was read is compared with it. DST appears complete or not at all. Exit code 0:
     done; 1: the state does not fit into that format; 2: wrong usage, or DST exists; 3: the checkpoint is damaged.

@@ -15,23 +15,36 @@ from typing import TYPE_CHECKING, Any
 
 from zeroelastic._version import __version__
 from zeroelastic.cli.tables import View
-from zeroelastic.cli.terminal import check_new_file, printable, write_new_file
+from zeroelastic.cli.terminal import printable
+from zeroelastic.errors import UsageError
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+_EXISTS = "{}: exists; nothing is overwritten without --force. Give another name."
 _MOST_ROWS = 1000
 
 
 def check_page(path: Path | None, *, force: bool = False) -> None:
     """Raise UsageError, with what to do, where no page can be written to ``path``; ``force`` replaces a file."""
-    if path is not None:
-        check_new_file(path, "a report is written", (".html", ".htm"), force=force)
+    if path is None:
+        return
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"{path}: a report is written as .html or .htm. Give a name that ends so.")
+    if path.exists() and not (force and path.is_file()):
+        raise UsageError(_EXISTS.format(path))
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: there is no directory {path.absolute().parent}. Make it first.")
 
 
 def write_page(path: Path, verb: str, view: View, *, force: bool = False) -> None:
-    """Write a view as a page. Raises UsageError where the file exists, without ``force``."""
-    write_new_file(path, page(verb, view).encode(), force=force)
+    """Write a view as a page. Raises UsageError where the file exists, without ``force``; OSError."""
+    from zeroelastic.io.atomic import write_atomically
+
+    try:
+        write_atomically(path, page(verb, view).encode(), replace=force)
+    except FileExistsError:
+        raise UsageError(_EXISTS.format(path)) from None
 
 
 def page(verb: str, view: View) -> str:

@@ -1,4 +1,4 @@
-"""The terminal: text, tables and progress, with control characters in names from files escaped; and new files.
+"""The terminal: text, tables and progress, with control characters in names from files escaped.
 
 Progress on stderr is for work that takes long, with bytes, rate and time left: a bar on a terminal, after a second, and
 a line every 10 s where there is none.
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from zeroelastic.verbs.options import Progress
     from zeroelastic.verbs.report import Report
 
-_EXISTS = "{}: exists; nothing is overwritten without --force. Give another name."
 _WIDE = 1 << 20
 _DELAY_S = 1.0
 LINE_S = 10.0
@@ -197,26 +195,3 @@ def _start_bar(what: str, nbytes: int, done: int, rate: str) -> RichProgress:
     bar.add_task(what, total=nbytes, completed=done, rate=rate)
     bar.start()
     return bar
-
-
-def check_new_file(path: Path, what: str, suffixes: Sequence[str], *, force: bool = False) -> None:
-    """Raise UsageError, with what to do, where no file can be put to ``path``; ``force`` replaces one.
-
-    ``what`` begins the sentence on a wrong suffix: "a report is written".
-    """
-    if path.suffix.lower() not in suffixes:
-        raise UsageError(f"{path}: {what} as {', '.join(suffixes[:-1])} or {suffixes[-1]}. Give a name that ends so.")
-    if path.exists() and not (force and path.is_file()):
-        raise UsageError(_EXISTS.format(path))
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: there is no directory {path.absolute().parent}. Make it first.")
-
-
-def write_new_file(path: Path, data: bytes, *, force: bool = False) -> None:
-    """Put a file in place, whole or not at all. Raises UsageError when it exists, without ``force``; OSError."""
-    from zeroelastic.io.atomic import write_atomically
-
-    try:
-        write_atomically(path, data, replace=force)
-    except FileExistsError:
-        raise UsageError(_EXISTS.format(path)) from None

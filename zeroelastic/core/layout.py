@@ -339,24 +339,6 @@ def param_alignment_gaps(params: Sequence[Param], itemsize: int) -> list[int]:
     return gaps
 
 
-def group_split_of_run(
-    groups: Sequence[Sequence[Param]],
-    world_size: int,
-    *,
-    round_robin: bool = False,
-    itemsizes: Sequence[int] | None = None,
-) -> tuple[Layout, list[list[int]]]:
-    """The group split that a run makes of its optimizer groups, and the gaps behind the parameters of each group.
-
-    ``groups`` list the parameters as the optimizer does; parameters without elements are in no buffer. ``itemsizes``
-    are the bytes of an element of each group's 16-bit buffer, under ``parameter_alignment``. Mirrors
-    ``DeepSpeedZeroOptimizer.__init__`` of stage_1_and_2.py (DeepSpeed 0.19.8).
-    """
-    parts = [world_size] * len(groups)
-    ordered, gaps = buffer_order(groups, parts, round_robin=round_robin, itemsizes=itemsizes)
-    return group_split_layout(ordered, world_size, gaps), gaps
-
-
 def buffer_order(
     groups: Sequence[Sequence[Param]],
     num_parts: Sequence[int],
@@ -366,7 +348,9 @@ def buffer_order(
 ) -> tuple[list[list[Param]], list[list[int]]]:
     """The parameters of each optimizer group in the order of its buffer, and the gaps behind them.
 
-    ``num_parts`` are the ranks that share each group; the rest as in ``group_split_of_run``.
+    ``groups`` list the parameters as the optimizer does; parameters without elements are in no buffer. ``num_parts``
+    are the ranks that share each group, ``itemsizes`` the bytes of an element of its 16-bit buffer, under
+    ``parameter_alignment``. Mirrors ``DeepSpeedZeroOptimizer.__init__`` of stage_1_and_2.py (DeepSpeed 0.19.8).
     """
     ordered = [[param for param in members if param.numel > 0] for members in groups]
     if round_robin:

@@ -6,7 +6,8 @@
     report                     what all reports have in common: each is the document of ``--json``
     options                    options that several verbs have
     new_directory              a directory that appears at once, whole; several processes fill it, a second run goes on
-    model_tensors, new_files   the tensors of the saved model, and new files that are filled with saved tensors
+    model_tensors, reading     the tensors of the saved model, and how they are read and compared
+    new_files                  files that are filled with saved tensors
 
 Imports ``runs`` and below; torch only where a format needs it, or a tensor is asked for as one. Read the module that is
 named like the verb. The functions are imported from ``zeroelastic``, which imports each module when it is first used.

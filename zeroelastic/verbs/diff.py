@@ -9,9 +9,9 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
-import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -19,23 +19,18 @@ from zeroelastic.checkpoint.commit_record import excluded_from
 from zeroelastic.checkpoint.module_names import module_names
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_committed
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, ParamGroup
-from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor, open_state
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
+from zeroelastic.checkpoint.saved_state import SavedState, open_state
 from zeroelastic.checkpoint.tag_files import SAVE_ID
-from zeroelastic.core.digest import ByteArray
+from zeroelastic.core.digest import ByteArray, ScalarValue
 from zeroelastic.errors import UsageError, brief, shown, with_remedy
 from zeroelastic.runs.locate import find_source
-from zeroelastic.torch_file.header import DTYPE_BYTES, DType, Stub, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torch_file.header import DType, Stub, TensorRef, TorchFile, read_torch_file
 from zeroelastic.torch_file.tree import Global
 from zeroelastic.verbs.elements import bits_of, values_of
-from zeroelastic.verbs.model_tensors import (
-    ModelTensor,
-    Place,
-    read_buffer,
-    stored_tensor,
-)
-from zeroelastic.verbs.new_files import RecordedDigests, SourceCheck
+from zeroelastic.verbs.model_tensors import ModelTensor, PartTensor, model_groups, part_tensors, stored_tensor
 from zeroelastic.verbs.options import Advance, Progress, no_progress
+from zeroelastic.verbs.reading import Reading
 from zeroelastic.verbs.report import Number, Part, Report, Sides
 
 WEIGHTS = (FP32, FROZEN)
@@ -43,9 +38,6 @@ WEIGHTS = (FP32, FROZEN)
 
 _BUFFER = "buffer"
 _WINDOW = 16 << 20
-_EXPERT_GROUP = re.compile(r"ep_size_\d+")
-"""The name of an optimizer group of experts (deepspeed.moe.utils, 0.19.8)."""
-_NO_LIMIT = 1 << 62
 _MAX_SHOWN = 120
 _OF_THE_SAVE = {
     "buffer_names",
@@ -68,7 +60,6 @@ _OF_THE_SAVE = {
 """Keys of a model states file that are compared elsewhere, or that say how it was saved."""
 
 _Name = tuple[str, str]  # the parameter or buffer, and the state key
-_Form = tuple[str, tuple[int, ...]]  # dtype and shape
 
 
 class Difference(Part):
@@ -166,7 +157,7 @@ def diff(
                 f"{params!r} fits no parameter of {left.checkpoint.tag_dir} or {right.checkpoint.tag_dir}. Give a glob "
                 "of their names, or a part of them; `zeroelastic inspect --params` lists them."
             )
-        return _compare(sides, params, progress)
+        return _compare(*sides, params, progress)
 
 
 class _Side:
@@ -176,70 +167,60 @@ class _Side:
     """
 
     def __init__(self, state: SavedState, params: str | None) -> None:
-        self.state = state
-        self.tensors: dict[_Name, ModelTensor] = {}
+        self.state, self.reading = state, Reading(state.checkpoint)
         pattern = "*" if params is None else params
-        for number, part in enumerate(state.parts):
-            for p, (param, dtypes) in enumerate(zip(part.params, part.dtypes, strict=True)):
-                if fnmatch.fnmatchcase(param.name, pattern):
-                    for key, dtype in dtypes.items():
-                        place = Place(number, p, key)
-                        self.tensors[param.name, key] = ModelTensor(param.name, param.shape, dtype, "state", place)
+        places = [(place, one) for part in state.parts for one in part_tensors(part) if (place := one.source)]
+        self.tensors: dict[_Name, ModelTensor] = {
+            (place.name, place.key): one
+            for place, one in places
+            if isinstance(place, PartTensor) and fnmatch.fnmatchcase(place.name, pattern)
+        }
         if params is None:
-            self.tensors |= {(tensor.name, _BUFFER): tensor for tensor in _buffers(state)}
+            self.tensors |= {(tensor.name, _BUFFER): tensor for tensor in _buffers(self.model, state)}
         record = state.checkpoint.record
         excluded = [one for one in excluded_from(record) if fnmatch.fnmatchcase(one.param.name, pattern)]
         self.forms = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
         self.forms |= {(one.param.name, FROZEN): (one.tensors[FROZEN][0], one.param.shape) for one in excluded}
         self.digests = {} if record is None else record.params.digests
         self.root = None if record is None else record.content_root
-        self.check = SourceCheck(RecordedDigests(state.checkpoint), state.checkpoint.archives)
 
-    def windows(self, tensor: ModelTensor) -> Iterator[ByteArray]:
-        """Yield the bytes of a tensor, at most 16 MiB at a time; they are compared with its digest in the end."""
-        place, size = tensor.source, DTYPE_BYTES[tensor.dtype]
-        if not isinstance(place, Place):
-            yield read_buffer(tensor, limit=_NO_LIMIT, read=self.check.read)
-            return
-        part = self.state.parts[place.part]
-        saved = SavedTensor(part.params[place.param], place.key, tensor.dtype)
-        step = _WINDOW // size
-        for start in range(0, tensor.numel, step):
-            rows = part.tensor_rows(place.param, place.key, start, min(start + step, tensor.numel))
-            data = np.empty(int(rows.nbytes.sum()), dtype=np.uint8)
-            self.check.fill(data, rows, rows.target_offset * rows.itemsize, [saved])
-            yield data
+    @cached_property
+    def model(self) -> TorchFile:
+        """The first model states file."""
+        return read_torch_file(self.state.models[0].path, foreign="inert")
 
 
-def _compare(sides: tuple[_Side, _Side], params: str | None, progress: Progress) -> DiffReport:
-    left, right = sides
+def _compare(left: _Side, right: _Side, params: str | None, progress: Progress) -> DiffReport:
     in_files, recorded = left.tensors.keys() & right.tensors.keys(), left.digests.keys() & right.digests.keys()
     common = [name for name in left.forms if name in right.forms and (name in in_files or name in recorded)]
     by_digest = {name for name in common if name in recorded and left.digests[name] == right.digests[name]}
-    both = set(common)
     unequal = [name for name in common if name not in by_digest]
-    pairs = [(name, left.tensors[name], right.tensors[name]) for name in unequal if name in in_files]
-    nbytes = sum(a.nbytes for _, a, b in pairs if _alike(a, b))  # of each side
-    differing = [_compared(name, left.forms[name], right.forms[name]) for name in unequal if name not in in_files]
+    read = {name for name in unequal if name in in_files and left.forms[name] == right.forms[name]}
+    nbytes = sum(left.tensors[name].nbytes for name in read)  # of each side
+    differing: list[ComparedTensor] = []
     with progress("diff", nbytes) as advance:
-        for name, a, b in pairs:
-            differing += _differences(name, sides, (a, b), advance)
-    for side in sides:
-        side.check.end()
+        for name in unequal:
+            values = _differences(left, right, name, advance) if name in read else {}
+            if values is not None:
+                (dtype, shape), (other_dtype, other_shape) = left.forms[name], right.forms[name]
+                dtypes, shapes = Sides(a=dtype, b=other_dtype), Sides(a=[*shape], b=[*other_shape])
+                differing.append(ComparedTensor(param=name[0], key=name[1], dtype=dtypes, shape=shapes, **values))
+    left.reading.end()
+    right.reading.end()
+    both = set(common)
     only = [
-        tuple(ParamAndKey(param=name[0], key=name[1]) for name in one.forms if name not in both)
+        tuple(ParamAndKey(param=param, key=key) for param, key in one.forms if (param, key) not in both)
         for one in (left, right)
     ]
     state = _scalar_differences(left.state, right.state, params)
     if params is None:
-        values = [_state_values(side.state) for side in sides]
+        ours, theirs = _state_values(left.state), _state_values(right.state)
         state += [
-            Difference(what=what, a=values[0].get(what), b=values[1].get(what))
-            for what in dict.fromkeys((*values[0], *values[1]))
-            if values[0].get(what) != values[1].get(what)
+            Difference(what=what, a=ours.get(what), b=theirs.get(what))
+            for what in dict.fromkeys((*ours, *theirs))
+            if ours.get(what) != theirs.get(what)
         ]
-        files = [read_torch_file(side.state.models[0].path, foreign="inert") for side in sides]
-        state += _object_differences(files[0], files[1])
+        state += _object_differences(left, right)
     changed = {*(tensor.key for tensor in differing), *(one.key for one in (*only[0], *only[1]))}
     return DiffReport(
         ok=not (differing or only[0] or only[1] or state),
@@ -258,9 +239,8 @@ def _compare(sides: tuple[_Side, _Side], params: str | None, progress: Progress)
     )
 
 
-def _buffers(state: SavedState) -> list[ModelTensor]:
+def _buffers(file: TorchFile, state: SavedState) -> list[ModelTensor]:
     """Return the tensors of the module but parameters, which are empty there at stage 3, and whole at 1 and 2."""
-    file = read_torch_file(state.models[0].path, foreign="inert")
     module = file.root.get("module") if isinstance(file.root, dict) else None
     if not isinstance(module, dict):
         return []
@@ -271,47 +251,22 @@ def _buffers(state: SavedState) -> list[ModelTensor]:
     return [stored_tensor(name, ref, file) for name, ref in tensors.items()]
 
 
-def _compared(name: _Name, a: _Form, b: _Form) -> ComparedTensor:
-    """Return a tensor that differs, without what only its bytes tell: one side may have its digest alone."""
-    dtype, shape = Sides(a=a[0], b=b[0]), Sides(a=list(a[1]), b=list(b[1]))
-    return ComparedTensor(param=name[0], key=name[1], dtype=dtype, shape=shape)
-
-
-def _alike(a: ModelTensor, b: ModelTensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape)
-
-
-def _differences(
-    name: _Name, sides: tuple[_Side, _Side], tensors: tuple[ModelTensor, ModelTensor], advance: Advance
-) -> list[ComparedTensor]:
-    """Read a tensor of both sides, and return how it differs; nothing where it does not."""
-    a, b = tensors
-    found = _compared(name, (a.dtype, a.shape), (b.dtype, b.shape))
-    if not _alike(a, b):
-        return [found]
+def _differences(left: _Side, right: _Side, name: _Name, advance: Advance) -> dict[str, Any] | None:
+    """Read a tensor of both sides, and return the values of ``ComparedTensor``; None where it does not differ."""
+    a, b = left.tensors[name], right.tensors[name]
     num_different, numel, largest = 0, 0, (-1.0, 0, 0.0, 0.0)
-    for left, right in zip(sides[0].windows(a), sides[1].windows(b), strict=True):
-        count, worst = compare_bytes(left, right, a.dtype)
+    for ours, theirs in zip(left.reading.windows(a, _WINDOW), right.reading.windows(b, _WINDOW), strict=True):
+        count, worst = compare_bytes(ours, theirs, a.dtype)
         num_different += count
         if worst is not None and worst[0] > largest[0]:
             largest = (worst[0], numel + worst[1], worst[2], worst[3])
-        numel += len(bits_of(left, a.dtype))
-        advance(len(left))
+        numel += len(bits_of(ours, a.dtype))
+        advance(len(ours))
     if not num_different:
-        return []
+        return None
     index = np.unravel_index(largest[1], a.shape if numel == a.numel else (*a.shape, 2))  # 2: a complex number
-    return [
-        found.model_copy(
-            update={
-                "num_elements": numel,
-                "num_different": num_different,
-                "max_abs": largest[0],
-                "index": [int(i) for i in index],
-                "a": largest[2],
-                "b": largest[3],
-            }
-        )
-    ]
+    values = {"num_elements": numel, "num_different": num_different, "max_abs": largest[0]}
+    return values | {"index": [int(i) for i in index], "a": largest[2], "b": largest[3]}
 
 
 def compare_bytes(left: ByteArray, right: ByteArray, dtype: str) -> tuple[int, tuple[float, int, float, float] | None]:
@@ -333,49 +288,35 @@ def compare_bytes(left: ByteArray, right: ByteArray, dtype: str) -> tuple[int, t
 
 def _scalar_differences(left: SavedState, right: SavedState, params: str | None) -> list[Difference]:
     """Replicated values such as ``step``; what is the same difference for many parameters is said once."""
-    tables = [
-        {
-            (param.name, key): value.canonical()
-            for part in state.parts
-            for p, param in enumerate(part.params)
-            if params is None or fnmatch.fnmatchcase(param.name, params)
-            for key, value in part.scalars[p].items()
-        }
+    ours, theirs = (
+        {param.name: scalars for part in state.parts for param, scalars in zip(part.params, part.scalars, strict=True)}
         for state in (left, right)
-    ]
-    names = [{param.name for part in state.parts for param in part.params} for state in (left, right)]
-    kinds: Counter[tuple[str, str | None, str | None]] = Counter()
-    example: dict[tuple[str, str | None, str | None], str] = {}
-    for name, key in dict.fromkeys((*tables[0], *tables[1])):
-        values = tables[0].get((name, key)), tables[1].get((name, key))
-        if values[0] != values[1] and name in names[0] and name in names[1]:
-            kind = (key, *values)
-            kinds[kind] += 1
-            example.setdefault(kind, name)
+    )
+    found: dict[tuple[str, str | None, str | None], list[str]] = {}
+    for name in ours:
+        if name in theirs and (params is None or fnmatch.fnmatchcase(name, params)):
+            for key in dict.fromkeys((*ours[name], *theirs[name])):
+                a, b = ours[name].get(key), theirs[name].get(key)
+                if (a and a.canonical()) != (b and b.canonical()):
+                    found.setdefault((key, _shown_scalar(a), _shown_scalar(b)), []).append(name)
     return [
-        Difference(
-            what=f"{kind[0]} of {example[kind]}" + (f" and {count - 1} more parameters" if count > 1 else ""),
-            a=_shown_scalar(kind[1]),
-            b=_shown_scalar(kind[2]),
-        )
-        for kind, count in kinds.items()
+        Difference(what=f"{key} of {first}" + (f" and {len(more)} more parameters" if more else ""), a=a, b=b)
+        for (key, a, b), (first, *more) in found.items()
     ]
 
 
-def _shown_scalar(text: str | None) -> str | None:
-    """Return a scalar's canonical text for people: floats in decimals, the kind behind it."""
-    if text is None:
+def _shown_scalar(scalar: ScalarValue | None) -> str | None:
+    """Return a scalar for people, with the kind of one that is a tensor."""
+    if scalar is None:
         return None
-    kind, _, value = text.partition(":")
-    if "0x" in value:
-        value = repr(float.fromhex(value))
-    return value if kind.startswith("py") or kind == "none" else f"{value} ({kind})"
+    text = repr(scalar.value)
+    return text if scalar.kind.startswith("py") or scalar.kind == "none" else f"{text} ({scalar.kind})"
 
 
 def _state_values(state: SavedState) -> dict[str, str]:
     """Return what a resumed run would feel of the optimizer and the counters, as text by what it is."""
     values = {"step": repr(state.models[0].global_steps)}
-    for number, group in enumerate(_logical_groups(state)):
+    for number, group in enumerate(model_groups(state)):
         values |= {f"group {number}: {key}": repr(value) for key, value in group.options.items()}
         values |= {f"group of {name}": str(number) for name in group.params}
     if (scaler := state.head.scaler) is not None:
@@ -385,33 +326,14 @@ def _state_values(state: SavedState) -> dict[str, str]:
     return values
 
 
-def _logical_groups(state: SavedState) -> list[ParamGroup]:
-    """The optimizer groups; groups of experts without what follows from the expert parallel size.
-
-    That is their name, ``ep_size_4``, and where DeepSpeed cuts a group that is large on a rank.
-    """
-    groups: list[ParamGroup] = []
-    experts: dict[str, int] = {}
-    for group in state.groups:
-        name = group.options.get("name")
-        if isinstance(name, str) and _EXPERT_GROUP.match(name):
-            options = {key: value for key, value in group.options.items() if key != "name"}
-            number = experts.setdefault(repr(sorted(options.items())), len(groups))
-            members = groups.pop(number).params if number < len(groups) else ()
-            groups.insert(number, ParamGroup(options, (*members, *group.params)))
-        else:
-            groups.append(group)
-    return groups
-
-
-def _object_differences(left: TorchFile, right: TorchFile) -> list[Difference]:
+def _object_differences(left: _Side, right: _Side) -> list[Difference]:
     """Compare the client state, the scheduler and what else is in two model states files, leaf by leaf.
 
     The parts of each pair of objects are looked at once: an object may hold itself, or be in many places.
     """
     found: list[Difference] = []
     seen: dict[tuple[int, int], tuple[object, object]] = {}  # with the objects, whose numbers nothing else gets then
-    ours, theirs = _objects(left), _objects(right)
+    ours, theirs = _objects(left.model), _objects(right.model)
     work = [(key, ours.get(key, _ABSENT), theirs.get(key, _ABSENT)) for key in dict.fromkeys((*ours, *theirs))]
     while work:
         what, a, b = work.pop()
@@ -441,12 +363,12 @@ def _objects(file: TorchFile) -> dict[str, object]:
     return objects | {str(key): value for key, value in root.items() if key not in _OF_THE_SAVE}
 
 
-def _leaf(value: object, file: TorchFile) -> str | None:
+def _leaf(value: object, side: _Side) -> str | None:
     """Return an object as text, of a container what it is; None where there is nothing."""
     if value is _ABSENT:
         return None
     if isinstance(value, TensorRef):
-        raw = read_buffer(stored_tensor("", value, file), limit=_NO_LIMIT).tobytes()
+        raw = side.reading.read(stored_tensor("", value, side.model), check=False).tobytes()
         text = raw.hex() if 2 * len(raw) <= _MAX_SHOWN else f"digest {hashlib.sha256(raw).hexdigest()[:12]}"
         return f"{value.dtype}{list(value.shape)} {text}"
     if isinstance(value, Stub):

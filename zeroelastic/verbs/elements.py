@@ -23,6 +23,13 @@ _PARTS = {
 }
 """The dtype whose numbers others are made of. A complex number is two; packed ones are their byte."""
 
+_FLOAT8 = {
+    "float8_e4m3fn": (3, 7, [127, 255]),
+    "float8_e4m3fnuz": (3, 8, [128]),
+    "float8_e5m2fnuz": (2, 16, [128]),
+}
+"""The bits of the mantissa, the bias of the exponent, and the bits that are no number."""
+
 
 def bits_of(data: ByteArray, dtype: str) -> BitsArray:
     """The elements as unsigned integers of their size."""
@@ -39,12 +46,8 @@ def values_of(bits: BitsArray, dtype: str) -> Float64Array:
         values = (bits.astype("<u4") << np.uint32(16)).view("<f4").astype(np.float64)
     elif dtype == "float8_e5m2":
         values = (bits.astype("<u2") << np.uint16(8)).view("<f2").astype(np.float64)
-    elif dtype == "float8_e4m3fn":
-        values = _e4m3fn()[bits]
-    elif dtype == "float8_e4m3fnuz":
-        values = _fnuz(3)[bits]
-    elif dtype == "float8_e5m2fnuz":
-        values = _fnuz(2)[bits]
+    elif dtype in _FLOAT8:
+        values = _float8(dtype)[bits]
     elif dtype == "float8_e8m0fnu":
         values = np.where(bits == 255, np.nan, 2.0 ** (bits.astype(np.float64) - 127))
     elif dtype == "bool":
@@ -54,25 +57,15 @@ def values_of(bits: BitsArray, dtype: str) -> Float64Array:
     return values
 
 
-@functools.lru_cache(maxsize=1)
-def _e4m3fn() -> Float64Array:
-    """The 256 values of 4 bits of exponent, 3 of mantissa, no infinity; NaN where all seven bits are set."""
-    bits = np.arange(256)
-    exponent, mantissa = bits >> 3 & 15, bits & 7
-    values = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
-    values[bits & 127 == 127] = np.nan
-    signed: Float64Array = np.where(bits & 128 != 0, -values, values)
-    return signed
-
-
 @functools.cache
-def _fnuz(mantissa_bits: int) -> Float64Array:
-    """The 256 values of 7 bits of exponent and mantissa, without infinity and -0, in whose place is the only NaN."""
+def _float8(dtype: str) -> Float64Array:
+    """The 256 values of a dtype without infinity."""
+    mantissa_bits, bias, nan = _FLOAT8[dtype]
     bits = np.arange(256)
-    steps, bias = 1 << mantissa_bits, 1 << (6 - mantissa_bits)
+    steps = 1 << mantissa_bits
     exponent, mantissa = bits >> mantissa_bits & (127 >> mantissa_bits), bits & (steps - 1)
     small, large = mantissa / steps * 2.0 ** (1 - bias), (1 + mantissa / steps) * 2.0 ** (exponent - float(bias))
     values = np.where(exponent == 0, small, large)
     signed: Float64Array = np.where(bits & 128 != 0, -values, values)
-    signed[128] = np.nan
+    signed[nan] = np.nan
     return signed

@@ -7,30 +7,27 @@ in DeepSpeed's ``zero_to_fp32`` (``buffer_names``, ``shared_params``; DeepSpeed 
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from zeroelastic.checkpoint.commit_record import excluded_from
-from zeroelastic.checkpoint.module_names import module_names, places_of
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
-from zeroelastic.checkpoint.read_ranges import ReadFiles
-from zeroelastic.checkpoint.saved_state import SavedState
+from zeroelastic.checkpoint.extents import ExtentTable
+from zeroelastic.checkpoint.module_names import autoep_layers, module_names, places_of
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, OptionValue, ParamGroup
+from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
 from zeroelastic.checkpoint.tag_files import EXPERT_FILE
 from zeroelastic.checkpoint.topology import numbered_expert
-from zeroelastic.core.digest import ByteArray
-from zeroelastic.errors import CheckpointError, UnsupportedError, shown
-from zeroelastic.io.storage import read_exactly
+from zeroelastic.errors import CheckpointError, shown
 from zeroelastic.torch_file.header import DTYPE_BYTES, Extent, TensorRef, TorchFile, read_torch_file
 
 Kind = Literal["trained", "frozen", "buffer", "state"]
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
+class StoredBuffer:
     """Where a buffer's elements are, in rank 0's module states.
 
     ``extent`` spans from the first element to the last; ``stride``, in elements, is None where they are one contiguous
@@ -42,12 +39,17 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter's tensor is: a part of the saved state, a parameter of its layout, and a state key."""
+class PartTensor:
+    """Where a parameter's tensor is: a part of the saved state, the number of the parameter there, and a state key."""
 
-    part: int
+    part: SavedPart = field(compare=False, repr=False)
     param: int
     key: str
+
+    @property
+    def name(self) -> str:
+        """The name of the parameter."""
+        return self.part.params[self.param].name
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class ModelTensor:
     shape: tuple[int, ...]
     dtype: str
     kind: Kind
-    source: Place | Buffer
+    source: PartTensor | StoredBuffer
 
     @property
     def numel(self) -> int:
@@ -69,6 +71,21 @@ class ModelTensor:
     def nbytes(self) -> int:
         """Bytes of all elements, in the dtype in which it was saved."""
         return self.numel * DTYPE_BYTES[self.dtype]
+
+    def rows(self, start: int = 0, stop: int | None = None) -> ExtentTable:
+        """Where the files have the elements from ``start`` to ``stop``, from which ``target_offset`` counts.
+
+        Of a buffer with strides it is one row, of all elements from the first to the last.
+        """
+        source, size = self.source, DTYPE_BYTES[self.dtype]
+        if isinstance(source, PartTensor):
+            return source.part.tensor_rows(source.param, source.key, start, stop)
+        extent = source.extent
+        if source.stride is not None:
+            start, stop = 0, extent.nbytes // size
+        numel = (self.numel if stop is None else stop) - start
+        row = (0, extent.offset + start * size, 0, 0, numel, size, 0, start)
+        return ExtentTable((extent.path,), *(np.array([value], dtype=np.int64) for value in row))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +112,12 @@ def model_tensors(state: SavedState) -> ModelTensors:
     if not isinstance(root, dict) or not isinstance(module, dict) or not isinstance(names, list):
         raise CheckpointError(f"{path}: holds no module and buffer_names. It is not a ZeRO model states file.")
     found: dict[str, ModelTensor] = {}
-    for p, part in enumerate(state.parts):
+    for part in state.parts:
         for i, param in enumerate(part.params):
             key = FP32 if FP32 in part.dtypes[i] else FROZEN
             kind: Kind = "trained" if key == FP32 else "frozen"
-            found[param.name] = ModelTensor(param.name, param.shape, part.dtypes[i][key], kind, Place(p, i, key))
+            place = PartTensor(part, i, key)
+            found[param.name] = ModelTensor(param.name, param.shape, part.dtypes[i][key], kind, place)
     left_out: list[str] = []
     for name in names:
         value = module.get(name) if isinstance(name, str) else None
@@ -125,7 +143,9 @@ def model_tensors(state: SavedState) -> ModelTensors:
     tied = _tied(file, module, found, left_out, state)
     order = {name: number for number, name in enumerate(module)}
     tensors = sorted(found.values(), key=lambda tensor: order.get(tensor.name, len(order)))
-    return ModelTensors(tuple(tensors), tied, tuple(left_out), _autoep_blocks(root))
+    prefixes = (layer.get("expert_key_prefix") for layer in autoep_layers(root))
+    blocks = tuple(prefix.removesuffix(".experts") for prefix in prefixes if isinstance(prefix, str))
+    return ModelTensors(tuple(tensors), tied, tuple(left_out), blocks)
 
 
 def _expert_buffers(state: SavedState, found: Mapping[str, ModelTensor]) -> list[str]:
@@ -141,61 +161,43 @@ def _expert_buffers(state: SavedState, found: Mapping[str, ModelTensor]) -> list
     ]
 
 
-def _autoep_blocks(root: Mapping[object, object]) -> tuple[str, ...]:
-    layers = root.get("ds_autoep_layers")
-    layers = [layer for layer in layers if isinstance(layer, Mapping)] if isinstance(layers, list) else []
-    prefixes = (layer.get("expert_key_prefix") for layer in layers)
-    return tuple(prefix.removesuffix(".experts") for prefix in prefixes if isinstance(prefix, str))
-
-
-def optimizer_tensors(state: SavedState, *, keys: frozenset[str] | None = None) -> tuple[ModelTensor, ...]:
-    """The tensors of the optimizer's state, master weights included, by parameter; named ``PARAM.STATE_KEY``.
-
-    ``keys`` chooses among the state keys.
-    """
-    trained = state.parts[0]
-    return tuple(
-        ModelTensor(f"{param.name}.{key}", param.shape, dtype, "state", Place(0, i, key))
-        for i, param in enumerate(trained.params)
-        for key, dtype in trained.dtypes[i].items()
+def part_tensors(part: SavedPart, keys: Collection[str] | None = None) -> list[ModelTensor]:
+    """The tensors of a part of the saved state by parameter, named ``PARAM.STATE_KEY``; ``keys`` chooses some."""
+    return [
+        ModelTensor(f"{param.name}.{key}", param.shape, dtype, "state", PartTensor(part, i, key))
+        for i, param in enumerate(part.params)
+        for key, dtype in part.dtypes[i].items()
         if keys is None or key in keys
-    )
+    ]
 
 
-def read_buffer(tensor: ModelTensor, *, limit: int, read: ReadFiles | None = None) -> ByteArray:
-    """All elements of a buffer of the module in row-major order: shape ``(nbytes,)``.
+def model_groups(state: SavedState) -> tuple[ParamGroup, ...]:
+    """The optimizer's groups, in which the experts are back in the groups from which DeepSpeed split them off."""
+    made: list[ParamGroup] = []
+    for group in state.groups:
+        plain = _without_experts(group)
+        number = next((i for i, before in enumerate(made) if _without_experts(before) == plain), None)
+        if not group.options.get("moe"):
+            made.append(group)
+        elif number is None:
+            made.append(ParamGroup(plain, group.params))
+        else:
+            made[number] = ParamGroup(made[number].options, (*made[number].params, *group.params))
+    return tuple(made)
 
-    What is read is added to ``read``. Raises UnsupportedError for one that needs more than ``limit`` bytes,
-    CheckpointError when the file has ended.
-    """
-    buffer = tensor.source
-    assert isinstance(buffer, Buffer)
-    extent = buffer.extent
-    if max(tensor.nbytes, extent.nbytes) > limit:
-        raise UnsupportedError(
-            f"buffer {tensor.name}: has {max(tensor.nbytes, extent.nbytes)} bytes, which go through memory. Give "
-            "--max-memory at least 4 times as many."
-        )
-    raw = read_exactly(extent.path, extent.offset, extent.nbytes)
-    if read is not None:
-        row = np.array([0, extent.offset, extent.nbytes], dtype=np.int64)
-        read.add((extent.path,), row[:1], row[1:2], row[2:], np.array([zlib.crc32(raw)], dtype=np.uint32))
-    data = np.frombuffer(bytearray(raw), dtype=np.uint8)
-    if buffer.stride is None or tensor.nbytes == 0:
-        return data[: tensor.nbytes]
-    size = DTYPE_BYTES[tensor.dtype]
-    strides = [stride * size for stride in buffer.stride]
-    view = np.lib.stride_tricks.as_strided(data.view(f"V{size}"), tensor.shape, strides)
-    return np.ascontiguousarray(view).reshape(-1).view(np.uint8)
+
+def _without_experts(group: ParamGroup) -> dict[str, OptionValue]:
+    """The options but those by which DeepSpeed tells a group of experts (deepspeed.moe.utils, 0.19.8)."""
+    return {key: value for key, value in group.options.items() if key not in ("name", "moe")}
 
 
 def stored_tensor(name: str, ref: TensorRef, file: TorchFile) -> ModelTensor:
     """A tensor that is whole in one file, such as a buffer in the module states."""
     if ref.is_contiguous:
-        return ModelTensor(name, ref.shape, ref.dtype, "buffer", Buffer(file.extent(ref), None))
+        return ModelTensor(name, ref.shape, ref.dtype, "buffer", StoredBuffer(file.extent(ref), None))
     last = sum((size - 1) * stride for size, stride in zip(ref.shape, ref.stride, strict=True))
     span = replace(ref, shape=(last + 1,), stride=(1,))
-    return ModelTensor(name, ref.shape, ref.dtype, "buffer", Buffer(file.extent(span), ref.stride))
+    return ModelTensor(name, ref.shape, ref.dtype, "buffer", StoredBuffer(file.extent(span), ref.stride))
 
 
 def _tied(

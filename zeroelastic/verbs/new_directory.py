@@ -123,7 +123,15 @@ def new_directory(target: Path, *, manifest: Mapping[str, object] | None = None)
         directory.mkdir(exist_ok=True)
         yield directory, identity
         flush_tree(directory)
-        publish(staging, directory, target)
+        try:
+            renamed = rename_new(directory, target)
+        except FileExistsError:
+            renamed = False
+        if not renamed:  # also where the file system cannot rename without replacing
+            check_free(target)
+            os.rename(directory, target)
+        sync_directory(target.parent)
+        shutil.rmtree(staging, ignore_errors=True)
     except BaseException as error:
         if held and (manifest is None or isinstance(error, (Exception, KeyboardInterrupt))):
             shutil.rmtree(staging, ignore_errors=True)
@@ -133,22 +141,6 @@ def new_directory(target: Path, *, manifest: Mapping[str, object] | None = None)
     finally:
         for lock in held:
             os.close(lock)
-
-
-def publish(staging: Path, directory: Path, target: Path) -> None:
-    """Rename ``directory``, inside the hidden one, to ``target``, but never over something that has come to be there.
-
-    Removes what is left. Raises UsageError, OSError.
-    """
-    try:
-        renamed = rename_new(directory, target)
-    except FileExistsError:
-        renamed = False
-    if not renamed:
-        check_free(target)
-        os.rename(directory, target)
-    sync_directory(target.parent)
-    shutil.rmtree(staging, ignore_errors=True)
 
 
 def _as_target(path: Path, staging: Path, target: Path) -> str:

@@ -1,40 +1,31 @@
 """Fill new files from saved ones, in one pass that moves, converts, digests and computes checksums.
 
-``NewFiles`` are the files, whose layout is known; ``Archives`` are such files as torch.save writes. ``copy_tensors``
+``NewFiles`` are the files, whose layout is known; ``NewArchives`` are such files as torch.save writes. ``copy_tensors``
 fills slots of them with whole tensors, which it gathers from the files of all saved ranks.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint.extents import ExtentTable, stream_seeds
-from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.read_ranges import ArchivesOf, ReadFiles, check_files
-from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor
+from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.errors import CheckpointError, DigestMismatchError
 from zeroelastic.executors.dispatch import (
     Cast,
     CopyTable,
     DigestRows,
     UInt32Array,
-    batches,
     join_crc32,
     join_crc32_groups,
     move_segments,
-    read_segments,
-    write_segments,
 )
 from zeroelastic.executors.numpy_executor import cast_bytes
 from zeroelastic.executors.tables import ProgressFunction, cast_between, cast_itemsizes
@@ -43,27 +34,13 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.archive import Archive
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.torch_file.tree import Storage
-from zeroelastic.torch_file.zip_check import check_records
-from zeroelastic.verbs.model_tensors import Buffer, ModelTensor, Place, read_buffer
+from zeroelastic.verbs.model_tensors import ModelTensor, PartTensor, StoredBuffer
+from zeroelastic.verbs.reading import Reading
 
 MINIMUM_MEMORY = 16 << 20
 
-logger = logging.getLogger(__name__)
-
 _ROW_BYTES = 600  # of the tables that one row is in, and of what they are computed from
-_NUMBERS = {
-    "bool": "?",
-    "uint8": "u1",
-    "int8": "i1",
-    "int16": "<i2",
-    "int32": "<i4",
-    "int64": "<i8",
-    "uint16": "<u2",
-    "uint32": "<u4",
-    "uint64": "<u8",
-    "float64": "<f8",
-}
-"""The dtypes that numpy converts to float32, as numpy calls them."""
+_FLOATS = ("float32", "bfloat16", "float16")
 
 
 class NewFiles:
@@ -101,8 +78,12 @@ class NewFiles:
         src_itemsize, dst_itemsize = cast_itemsizes(cast)
         begin = rows.target_offset * rows.itemsize // src_itemsize * dst_itemsize
         nbytes = rows.nbytes // src_itemsize * dst_itemsize
-        file, offset, crc32 = self._place(slots[rows.target], begin, nbytes)
-        table = CopyTable(rows.file, rows.file_offset, file, offset, rows.nbytes)
+        at = slots[rows.target]
+        crc32 = np.zeros(rows.num_rows, dtype=np.uint32) if self._checksums else None
+        if crc32 is not None:
+            self._runs.append((at, begin, nbytes, crc32))
+        file, offset = np.ascontiguousarray(self._slots[at].T)
+        table = CopyTable(rows.file, rows.file_offset, file, offset + begin, rows.nbytes)
         return move_segments(
             table,
             rows.paths,
@@ -114,31 +95,12 @@ class NewFiles:
             progress=progress,
         )
 
-    def write_rows(
-        self, data: ByteArray, offset: Int64Array, nbytes: Int64Array, slots: Int64Array, begin: Int64Array
-    ) -> None:
-        """Write runs of ``data``: run i into slot ``slots[i]``, from its byte ``begin[i]`` on."""
-        file, dst_offset, crc32 = self._place(slots, begin, nbytes)
-        table = CopyTable(np.zeros_like(file), offset, file, dst_offset, nbytes)
-        write_segments(table, [data], self.paths, crc32=crc32)
-
-    def write(self, slot: int, data: bytes) -> None:
-        """Write a slot whose bytes are known."""
+    def write(self, slot: int, data: bytes, begin: int = 0) -> None:
+        """Write bytes of a slot, from its byte ``begin`` on."""
         file, offset = self._slots[slot].tolist()
-        write_at(self.paths[file], data, offset)
-        run, crc32 = np.array([slot, 0, len(data)], dtype=np.int64), np.array([zlib.crc32(data)], dtype=np.uint32)
+        write_at(self.paths[file], data, offset + begin)
+        run, crc32 = np.array([slot, begin, len(data)], dtype=np.int64), np.array([zlib.crc32(data)], dtype=np.uint32)
         self._runs.append((run[:1], run[1:2], run[2:], crc32))
-
-    def _place(
-        self, slots: Int64Array, begin: Int64Array, nbytes: Int64Array
-    ) -> tuple[Int64Array, Int64Array, UInt32Array | None]:
-        """The file and the byte of each run that is about to be written, and where its checksum goes."""
-        file, offset = np.ascontiguousarray(self._slots[slots].T)
-        if not self._checksums:
-            return file, offset + begin, None
-        crc32 = np.zeros(len(slots), dtype=np.uint32)
-        self._runs.append((slots, begin, nbytes, crc32))
-        return file, offset + begin, crc32
 
     def checksums(self, nbytes: Sequence[int]) -> list[int]:
         """The CRC-32 of each slot, of ``nbytes[i]`` bytes: zeros where nothing was written."""
@@ -163,7 +125,7 @@ class NewFiles:
         return [int(value) for value in joined]
 
 
-class Archives(NewFiles):
+class NewArchives(NewFiles):
     """torch.save files that are being written: each path with its graph, whose storages are the slots.
 
     Raises OSError, UnsupportedError as ``Archive``.
@@ -217,105 +179,9 @@ class Archives(NewFiles):
 
 def write_archive(path: Path, root: object, *, sync: bool = False) -> None:
     """Write a torch.save file whose payload is known, or in other files. Raises OSError, CheckpointError."""
-    archives = Archives({path: root})
+    archives = NewArchives({path: root})
     archives.copy_rest()
     archives.finish(sync=sync)
-
-
-class RecordedDigests:
-    """The digests of a checkpoint's commit record, if it is ``known``; ``num_compared`` agreed with what was read."""
-
-    def __init__(self, source: Checkpoint) -> None:
-        self.known, self.num_compared = source.record is not None, 0
-        self._tag_dir = source.tag_dir
-        self._digests = {} if source.record is None else source.record.params.digests
-
-    def seeds(self, tensors: Sequence[SavedTensor]) -> UInt64Array | None:
-        """The seeds with which tensors are digested while they are read; None where there is no record."""
-        return stream_seeds([(tensor.param.name, tensor.key) for tensor in tensors]) if self.known else None
-
-    def compare(self, tensors: Sequence[SavedTensor], found: Sequence[int]) -> None:
-        """Compare the digests of tensors. Raises DigestMismatchError; CheckpointError for one that has no digest."""
-        for (param, key, dtype), digest in zip(tensors, found, strict=True):
-            expected = self._digests.get((param.name, key))
-            if expected is None or expected[0] != dtype:
-                raise CheckpointError(
-                    f"{self._tag_dir}: {param.name}: the files hold {key} in {dtype}, the commit record "
-                    f"{'does not have it' if expected is None else f'says {expected[0]}'}. Files of two saves are "
-                    "mixed."
-                )
-            if expected[1] != digest:
-                raise DigestMismatchError(
-                    f"{self._tag_dir}: {param.name}: {key} has digest {digest:016x}; the commit record says "
-                    f"{expected[1]:016x}. The files have changed since they were saved."
-                )
-        self.num_compared += len(tensors)
-
-
-class SourceCheck:
-    """What is read of a checkpoint, against its digests, and where it has none, against the CRC-32 of its files."""
-
-    def __init__(self, digests: RecordedDigests, archives: ArchivesOf) -> None:
-        self._digests, self._archives = digests, archives
-        self.read = ReadFiles()
-        self._sums: Counter[SavedTensor] = Counter()
-
-    def fill(
-        self,
-        buffer: ByteArray,
-        rows: ExtentTable,
-        begin: Int64Array,
-        tensors: Sequence[SavedTensor],
-        progress: ProgressFunction | None = None,
-    ) -> None:
-        """Read rows to the bytes ``begin`` of a buffer: of ``tensors``, by ``rows.target``; without these unchecked."""
-        table = CopyTable(rows.file, rows.file_offset, np.zeros_like(begin), begin, rows.nbytes)
-        digest = _digest_rows(rows, self._digests.seeds(tensors) if tensors else None)
-        crc32 = np.zeros(rows.num_rows, dtype=np.uint32) if tensors and digest is None else None
-        found = read_segments(table, rows.paths, [buffer], digest=digest, crc32=crc32, progress=progress).digests
-        if crc32 is not None:
-            self.read.add(rows.paths, rows.file, rows.file_offset, rows.nbytes, crc32)
-        elif found is not None:
-            self._sums.update({tensors[i]: int(found[i]) for i in np.unique(rows.target).tolist()})
-
-    def end(self) -> None:
-        """Raise DigestMismatchError where a tensor, all of which was read, or a record is not what was saved."""
-        self._digests.compare([*self._sums], [number % (1 << 64) for number in self._sums.values()])
-        check_files(self.read, self._archives)
-
-
-def check_source_checksums(state: SavedState) -> None:
-    """Compare the files of a checkpoint without a commit record with the CRC-32 that they state.
-
-    They have no digests that could be compared in the pass that copies, so they are read once more. A file that states
-    no checksums is named in a warning. Raises CheckpointError with the file and the record.
-    """
-    checkpoint = state.checkpoint
-    if checkpoint.record is not None:
-        return
-    experts = (checkpoint.tag_dir / name for name in checkpoint.expert_files)
-    files: dict[FilePath, None] = dict.fromkeys((*checkpoint.optim_files, *checkpoint.model_files, *experts))
-    for places in (places for part in state.parts for rank in part.extents for places in part.extents[rank].values()):
-        files.update(dict.fromkeys(places.param_paths or (places.path,)))
-
-    for path in files:
-        for begin, records in checkpoint.archives(path):
-            check_records(path, records, np.arange(len(records)), at=begin)
-            if not records.directory.states_checksums:
-                logger.warning("%s: states no CRC-32, so what is read of it is not checked", path)
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How the tensors of a checkpoint are read: in ``max_memory`` bytes, and compared with ``digests``.
-
-    ``progress`` is called with bytes of the sources.
-    """
-
-    state: SavedState
-    digests: RecordedDigests
-    max_memory: int
-    progress: ProgressFunction | None
 
 
 class TensorCopy(NamedTuple):
@@ -325,100 +191,85 @@ class TensorCopy(NamedTuple):
     dtype: str
     slot: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the new file."""
+        return self.tensor.numel * DTYPE_BYTES[self.dtype]
 
-def copy_tensors(files: NewFiles, copies: Sequence[TensorCopy], reading: Reading) -> None:
-    """Fill slots of files with whole tensors, converted to their dtypes; compare what is read with the digests.
 
-    Memory: that of ``reading``, most of it tables where there are many small parameters and many ranks. Raises
-    DigestMismatchError naming the parameter and the state key, UnsupportedError for a buffer that needs more memory,
+def copy_tensors(
+    files: NewFiles, copies: Sequence[TensorCopy], reading: Reading, progress: ProgressFunction | None = None
+) -> None:
+    """Fill slots of files with whole tensors, converted to their dtypes.
+
+    Memory: that of ``reading``, most of it tables where there are many small parameters and many ranks. ``progress``
+    is called with bytes of the files that are read. Raises UnsupportedError for a buffer that needs more memory,
     CheckpointError and OSError as ``move_segments``.
     """
     classes: dict[tuple[int, str, str, str, int], list[TensorCopy]] = {}
-    times: dict[Place, int] = {}
+    times: Counter[tuple[int, PartTensor]] = Counter()
     for copy in copies:
-        place = copy.tensor.source
-        if isinstance(place, Place):
+        tensor, place = copy.tensor, copy.tensor.source
+        is_strided = isinstance(place, StoredBuffer) and place.stride is not None
+        if is_strided or cast_between(tensor.dtype, copy.dtype) is None:
+            _copy_through_memory(files, copy, reading, progress)
+        elif isinstance(place, StoredBuffer):
+            _move_together(files, [copy], copy.tensor.rows(), reading, progress)
+        else:
             # Copies that are moved together have one conversion, and a parameter once.
-            number = times[place] = times.get(place, -1) + 1
-            kind = (place.part, place.key, copy.tensor.dtype, copy.dtype, number)
+            number = times[id(place.part), place]
+            times[id(place.part), place] += 1
+            kind = (id(place.part), place.key, tensor.dtype, copy.dtype, number)
             classes.setdefault(kind, []).append(copy)
-        elif copy.tensor.numel:
-            _copy_buffer(files, copy, place, reading)
-    for (part_number, key, saved, dtype, _), members in classes.items():
-        part = reading.state.parts[part_number]
+    for members in classes.values():
+        places = [copy.tensor.source for copy in members if isinstance(copy.tensor.source, PartTensor)]
+        part, key = places[0].part, places[0].key
         # A parameter has one row of each rank that holds some of it.
         at_once = max(1, reading.max_memory // 2 // _ROW_BYTES // part.layout.world_size)
         for begin in range(0, len(members), at_once):
-            together = members[begin : begin + at_once]
-            params = [copy.tensor.source.param for copy in together if isinstance(copy.tensor.source, Place)]
-            tensors, rows = part.whole_rows(params, keys=(key,))
-            seeds = reading.digests.seeds(tensors)
-            slots = np.array([copy.slot for copy in together], dtype=np.int64)
-            cast = cast_between(saved, dtype)
-            if cast is None:
-                found = _move_through_memory(files, rows, slots, (saved, dtype), seeds, reading)
-            else:
-                digest = _digest_rows(rows, seeds)
-                found = files.move(rows, slots, cast=cast, digest=digest, progress=reading.progress)
-            if found is not None:
-                reading.digests.compare(tensors, found.tolist())
+            params = [place.param for place in places[begin : begin + at_once]]
+            rows = part.whole_rows(params, keys=(key,))[1]
+            _move_together(files, members[begin : begin + at_once], rows, reading, progress)
 
 
-def _copy_buffer(files: NewFiles, copy: TensorCopy, place: Buffer, reading: Reading) -> None:
-    """Copy one buffer of the module; through memory where it is not one run, or no executor converts it."""
-    tensor, cast = copy.tensor, cast_between(copy.tensor.dtype, copy.dtype)
-    if cast is None or place.stride is not None:
-        data = convert_elements(read_buffer(tensor, limit=reading.max_memory // 4), tensor.dtype, copy.dtype)
-        files.write(copy.slot, data.tobytes())
-        if reading.progress is not None:
-            reading.progress(tensor.nbytes)
-        return
-    row = (0, place.extent.offset, 0, 0, tensor.numel, DTYPE_BYTES[tensor.dtype], 0, 0)
-    rows = ExtentTable((place.extent.path,), *(np.array([value], dtype=np.int64) for value in row))
-    files.move(rows, np.array([copy.slot], dtype=np.int64), cast=cast, progress=reading.progress)
-
-
-def _move_through_memory(
+def _move_together(
     files: NewFiles,
+    copies: Sequence[TensorCopy],
     rows: ExtentTable,
-    slots: Int64Array,
-    dtypes: tuple[str, str],
-    seeds: UInt64Array | None,
     reading: Reading,
-) -> UInt64Array | None:
-    """Convert rows in two steps, through float32, as torch does."""
-    totals = None if seeds is None else np.zeros(len(seeds), dtype=np.uint64)
-    src_itemsize, dst_itemsize = (DTYPE_BYTES[dtype] for dtype in dtypes)
-    for batch in batches(rows.nbytes, max(8, reading.max_memory // 8)):
-        some = rows.pieces(batch.row, batch.start // src_itemsize, batch.nbytes // src_itemsize)
-        buffer = np.empty(int(batch.offset[-1] + batch.nbytes[-1]), dtype=np.uint8)
-        zero = np.zeros(some.num_rows, dtype=np.int64)
-        table = CopyTable(some.file, some.file_offset, zero, batch.offset, some.nbytes)
-        digest = _digest_rows(some, seeds)
-        found = read_segments(table, some.paths, [buffer], digest=digest, progress=reading.progress).digests
-        made = convert_elements(buffer, *dtypes)
-        offset, numel = batch.offset // src_itemsize * dst_itemsize, some.numel * dst_itemsize
-        files.write_rows(made, offset, numel, slots[some.target], some.target_offset * dst_itemsize)
-        if totals is not None and found is not None:
-            totals += found
-    return totals
+    progress: ProgressFunction | None,
+) -> None:
+    """Move rows of tensors, by ``rows.target``, from file to file, with one conversion."""
+    slots = np.array([copy.slot for copy in copies], dtype=np.int64)
+    tensors, cast = [copy.tensor for copy in copies], cast_between(copies[0].tensor.dtype, copies[0].dtype)
+    assert cast is not None, "other conversions go through memory"
+    found = files.move(rows, slots, cast=cast, digest=reading.digest_rows(rows, tensors), progress=progress)
+    reading.add(tensors, found)
 
 
-def _digest_rows(rows: ExtentTable, seeds: UInt64Array | None) -> DigestRows | None:
-    return None if seeds is None else DigestRows(seeds, rows.target, rows.start, rows.itemsize)
+def _copy_through_memory(
+    files: NewFiles, copy: TensorCopy, reading: Reading, progress: ProgressFunction | None
+) -> None:
+    """Copy a tensor that is not contiguous, or that is converted in two steps, through float32, as torch does."""
+    begin = 0
+    for data in reading.windows(copy.tensor, reading.max_memory // 8):
+        made = convert_elements(data, copy.tensor.dtype, copy.dtype)
+        files.write(copy.slot, made.tobytes(), begin)
+        begin += len(made)
+        if progress is not None:
+            progress(len(data))
 
 
 def convertible(src: str, dst: str) -> bool:
     """Whether ``convert_elements`` takes elements of one dtype to another."""
-    floats = ("float32", "bfloat16", "float16")
-    return src == dst or (dst in floats and (src in floats or src in _NUMBERS))
+    return src == dst or (dst in _FLOATS and src in (*_FLOATS, "float64"))
 
 
 def convert_elements(data: ByteArray, src: str, dst: str) -> ByteArray:
     """Elements of dtype ``src`` in dtype ``dst``, through float32 where no single conversion exists."""
-    if src != dst and src in _NUMBERS:
+    if src != dst and src == "float64":
         with np.errstate(over="ignore"):
-            data, src = data.view(_NUMBERS[src]).astype("<f4").view(np.uint8), "float32"
+            data, src = data.view("<f8").astype("<f4").view(np.uint8), "float32"
     for step in ("float32", dst):
         if src == dst:
             break

@@ -12,29 +12,18 @@ import numpy as np
 
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import Checkpoint, open_committed
-from zeroelastic.checkpoint.optimizer_file import (
-    Shard,
-    configured_sub_group_size,
-    steps_with_bf16_optimizer,
-    zero_option,
-)
-from zeroelastic.checkpoint.saved_state import SavedPart, experts_part, frozen_part, trained_part
-from zeroelastic.checkpoint.topology import expert_sizes
+from zeroelastic.checkpoint.optimizer_file import Shard, configured_dtype, zero_option
+from zeroelastic.checkpoint.saved_state import SavedPart, saved_parts
+from zeroelastic.checkpoint.topology import Topology, expert_sizes
 from zeroelastic.core.global_batch import misfit_notes
-from zeroelastic.core.layout import (
-    Int64Array,
-    Layout,
-    group_split_of_run,
-    layout_from_sub_groups,
-    pack_sub_groups,
-    unpacked_layout,
-)
+from zeroelastic.core.layout import Int64Array, Layout, unpacked_layout
 from zeroelastic.core.plan import make_plan
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.runs.locate import find_source
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.options import whole_option
 from zeroelastic.verbs.report import Format, Framework, Part, Report
+from zeroelastic.verbs.reshard.slicing import Slicing
 from zeroelastic.verbs.reshard.source import train_batch_size
 
 _MOST_RANKS = 1 << 16
@@ -144,9 +133,8 @@ def plan(
     with one_save(source.tag_dir):
         checkpoint = open_committed(source.tag_dir)
         head, model = checkpoint.shard(0), checkpoint.model_states(0)
-        trained = trained_part({}, head, checkpoint.layout)
-        experts = checkpoint.frozen_experts
-        frozen = frozen_part({0: model}, checkpoint.frozen_layout) if experts is None else experts_part(experts)
+        parts = saved_parts(checkpoint, {0: head}, (model,))
+        trained, frozen = parts[0], parts[1] if len(parts) > 1 else None
         target_stage, topology = stage or head.stage, None
         if checkpoint.layout.slices is None and tp in (None, 1) and ep in (None, 1) and like is None:
             targets = [_run_layout(head, world_size, target_stage)]
@@ -168,7 +156,6 @@ def plan(
             )
             targets = [target.target.layout]
             targets += [] if frozen is None else [slicing.frozen_layout(frozen.params, 3)]  # a rank fills its part
-        parts = [trained] if frozen is None else [trained, frozen]
         ranks = tuple(_planned_rank(checkpoint, rank, parts, targets) for rank in range(world_size))
     data_size = checkpoint.topology.data_size
     batch = train_batch_size(checkpoint.record, head, data_size)
@@ -209,18 +196,9 @@ def _run_layout(head: Shard, world_size: int, stage: int) -> Layout:
     groups = [[by_name[name] for name in group.params if name in by_name] for group in head.groups]
     grouped = {param.name for group in groups for param in group}
     groups.append([param for param in head.layout.params if param.name not in grouped])
-    if stage == 3:
-        size = configured_sub_group_size(head.ds_config)
-        return layout_from_sub_groups(pack_sub_groups(groups, world_size=world_size, sub_group_size=size), world_size)
-    if stage == 1 and steps_with_bf16_optimizer(head.ds_config):  # which knows neither option
-        return group_split_of_run(groups, world_size)[0]
-    round_robin = bool(zero_option(head.ds_config, "round_robin_gradients"))
-    itemsizes = None
-    if zero_option(head.ds_config, "parameter_alignment"):
-        blocks = [head.ds_config.get(name) for name in ("bf16", "fp16")]
-        is_half = any(isinstance(block, dict) and block.get("enabled") for block in blocks)
-        itemsizes = [2 if is_half else 4] * len(groups)
-    return group_split_of_run(groups, world_size, round_robin=round_robin, itemsizes=itemsizes)[0]
+    itemsize = 4 if configured_dtype(head.ds_config) == "float32" else 2
+    slicing = Slicing(Topology(world_size))
+    return slicing.layout(groups, stage, head.ds_config, itemsizes=[itemsize] * len(groups))[0]
 
 
 def _sizes(part: SavedPart) -> list[int]:
@@ -228,7 +206,9 @@ def _sizes(part: SavedPart) -> list[int]:
     return [sum(DTYPE_BYTES[dtype] for dtype in dtypes.values()) for dtypes in part.dtypes]
 
 
-def _planned_rank(checkpoint: Checkpoint, rank: int, parts: list[SavedPart], targets: list[Layout]) -> PlannedRank:
+def _planned_rank(
+    checkpoint: Checkpoint, rank: int, parts: tuple[SavedPart, ...], targets: list[Layout]
+) -> PlannedRank:
     """Plan the trained and the frozen parameters of one target rank."""
     owned, files = 0, 0
     total: Int64Array = np.zeros(checkpoint.world_size, dtype=np.int64)

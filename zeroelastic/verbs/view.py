@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType, TracebackType
 
-import numpy as np
-
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.contradictions import check_same_models, check_same_save
 from zeroelastic.checkpoint.extents import TensorExtents
@@ -20,30 +18,20 @@ from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_committed
 from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup
-from zeroelastic.checkpoint.saved_state import SavedState, SavedTensor, experts_part, frozen_part, trained_part
+from zeroelastic.checkpoint.saved_state import SavedState, frozen_part, saved_parts
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.errors import CheckpointError, UnknownTensorError, UsageError, counted, printable, with_remedy
-from zeroelastic.executors.dispatch import CopyTable, read_segments
 from zeroelastic.io.paths import FilePath
 from zeroelastic.runs.locate import Source, find_source
-from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file
+from zeroelastic.torch_file.header import TensorRef, TorchFile, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords
-from zeroelastic.verbs.model_tensors import (
-    Buffer,
-    ModelTensor,
-    ModelTensors,
-    Place,
-    model_tensors,
-    read_buffer,
-    stored_tensor,
-)
-from zeroelastic.verbs.new_files import RecordedDigests, SourceCheck
+from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, StoredBuffer, model_tensors, stored_tensor
+from zeroelastic.verbs.reading import Reading
 from zeroelastic.verbs.tensor import TensorHandle
 
 _LISTED = 20
 _NEAR = 3
-_NO_LIMIT = 1 << 62
 
 
 @with_remedy()
@@ -135,11 +123,11 @@ class CheckpointView(Mapping[str, TensorHandle]):
         """
         tensor = self._tensor(name)
         place = tensor.source
-        if isinstance(place, Buffer):
+        if isinstance(place, StoredBuffer):
             raise UnknownTensorError(
                 f"{self.path}: {printable(name)} is a buffer; only parameters have optimizer state. Read it with [...]."
             )
-        part = self._state.parts[place.part]
+        part = place.part
         state: dict[str, TensorHandle | object] = {
             key: self._handle(
                 ModelTensor(f"{tensor.name}.{key}", tensor.shape, dtype, "state", replace(place, key=key))
@@ -154,25 +142,20 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
         Opens the headers of the ranks that hold it. Raises UnknownTensorError.
         """
-        tensor, state = self._tensor(name), self._state
-        source = tensor.source
-        if isinstance(source, Buffer):
-            extent = source.extent
-            return (TensorPlace(0, extent.path, extent.offset, extent.nbytes, 0, tensor.numel),)
+        tensor = self._tensor(name)
+        if key is not None and not isinstance(tensor.source, StoredBuffer):
+            tensor = replace(tensor, source=replace(tensor.source, key=key))
         with self._reading():
-            rows = state.parts[source.part].tensor_rows(source.param, key or source.key)
+            rows = tensor.rows()
         columns = (rows.file, rows.file_offset, rows.nbytes, rows.start, rows.numel)
-        ranks = [*map(self._rank_of, rows.paths)]
+        files = [parse_rank_file(path.name) for path in rows.paths]
+        topology = self._checkpoint.topology
+        ranks = [0 if file is None else topology.rank(file.rank, file.tp_rank) for file in files]
         places = [
             TensorPlace(ranks[file], rows.paths[file], *numbers)
             for file, *numbers in zip(*(column.tolist() for column in columns), strict=True)
         ]
         return tuple(sorted(places, key=lambda place: place.start))
-
-    def _rank_of(self, path: FilePath) -> int:
-        """The saved rank whose file it is."""
-        file = parse_rank_file(path.name)
-        return 0 if file is None else self._checkpoint.topology.rank(file.rank, file.tp_rank)
 
     def unknown(self, name: str) -> UnknownTensorError:
         """The error for a name that no tensor has, with the names that are near."""
@@ -309,9 +292,8 @@ class CheckpointView(Mapping[str, TensorHandle]):
         with self._reading():
             head, model = checkpoint.shard(0), checkpoint.model_states(0)
             check_same_models((model,), head, checkpoint.record)
-            trained = trained_part({0: head}, head, checkpoint.layout)
-            layout, experts = checkpoint.frozen_layout, checkpoint.frozen_experts
-            frozen = frozen_part({0: model}, layout) if experts is None else experts_part(experts)
+            trained, *frozen = saved_parts(checkpoint, {0: head}, (model,))
+            has_experts = checkpoint.frozen_experts is not None
 
         def trained_extents(rank: int) -> Mapping[str, TensorExtents]:
             shard = checkpoint.shard(rank)
@@ -321,13 +303,12 @@ class CheckpointView(Mapping[str, TensorHandle]):
         def frozen_extents(rank: int) -> Mapping[str, TensorExtents]:
             other = checkpoint.model_states(rank)
             check_same_models((model, other), head, checkpoint.record)
-            both = frozen_part({0: model, rank: other}, layout)
+            both = frozen_part({0: model, rank: other}, checkpoint.frozen_layout)
             assert both is not None
             return both.extents[rank]
 
         parts = [replace(trained, extents=_OnDemand(trained_extents))]
-        if frozen is not None:
-            parts.append(frozen if experts is not None else replace(frozen, extents=_OnDemand(frozen_extents)))
+        parts += [one if has_experts else replace(one, extents=_OnDemand(frozen_extents)) for one in frozen]
         return SavedState(checkpoint, head, (model,), tuple(parts))
 
     @cached_property
@@ -357,31 +338,12 @@ class CheckpointView(Mapping[str, TensorHandle]):
         A whole tensor is compared: with its digest if ``compared``, and where files have none, with the CRC-32 of
         records that are read whole, or nearly so. Raises DigestMismatchError.
         """
-        itemsize = DTYPE_BYTES[tensor.dtype]
-        source = tensor.source
-        data = np.empty(numel * itemsize, dtype=np.uint8)
         with self._reading():
-            if not numel:
-                return data
-            check, whole = SourceCheck(self._digests, self._archives), numel == tensor.numel
-            if isinstance(source, Place):
-                part = self._state.parts[source.part]
-                rows = part.tensor_rows(source.param, source.key, start, start + numel)
-                saved = SavedTensor(part.params[source.param], source.key, tensor.dtype)
-                checked = [saved] if whole and (compared or not self._digests.known) else []
-                check.fill(data, rows, rows.target_offset * rows.itemsize, checked)
-            elif whole or source.stride is not None:
-                data = read_buffer(tensor, limit=_NO_LIMIT, read=check.read)[start * itemsize :][: len(data)]
-            else:
-                row = (0, source.extent.offset + start * itemsize, 0, 0, len(data))
-                table = CopyTable(*(np.array([value], dtype=np.int64) for value in row))
-                read_segments(table, (source.extent.path,), [data])
-            check.end()
+            reading = Reading(self._checkpoint, archives=self._archives)
+            known = compared or not reading.is_recorded or isinstance(tensor.source, StoredBuffer)
+            data = reading.read(tensor, start, start + numel, check=known and numel == tensor.numel)
+            reading.end()
         return data
-
-    @cached_property
-    def _digests(self) -> RecordedDigests:
-        return RecordedDigests(self._checkpoint)
 
     def _archives(self, path: FilePath) -> Iterable[tuple[int, ZipRecords]]:
         if path not in self._records:

@@ -10,14 +10,14 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from zeroelastic.byte_sizes import size_option
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_committed
-from zeroelastic.checkpoint.saved_state import SavedState, open_state
+from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.dcp.saved import find_dcp
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
@@ -25,13 +25,14 @@ from zeroelastic.io.storage import file_size
 from zeroelastic.runs.locate import find_source
 from zeroelastic.verbs.convert.from_fsdp2 import plan_from_fsdp2, read_config
 from zeroelastic.verbs.convert.from_universal import find_universal, plan_from_universal
-from zeroelastic.verbs.convert.to_fsdp2 import FsdpLayout, plan_fsdp2
-from zeroelastic.verbs.convert.to_safetensors import ExportDtype, Tied, plan_export
+from zeroelastic.verbs.convert.to_fsdp2 import Fsdp2Plan, FsdpLayout, plan_fsdp2
+from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export
 from zeroelastic.verbs.new_directory import check_free, new_directory, sweep
-from zeroelastic.verbs.new_files import MINIMUM_MEMORY, Reading, RecordedDigests, check_source_checksums
+from zeroelastic.verbs.new_files import MINIMUM_MEMORY
 from zeroelastic.verbs.options import Progress, choice_option, local_sources, local_target, no_progress, whole_option
+from zeroelastic.verbs.reading import Reading, check_source_checksums
 from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
-from zeroelastic.verbs.reshard.reshard import ReshardPlan, check_target, run_reshard
+from zeroelastic.verbs.reshard.reshard import carry_out
 from zeroelastic.verbs.reshard.target import ReshardOptions
 
 To = Literal["fsdp2"]
@@ -168,21 +169,52 @@ def convert(
         given = [name.replace("_", "-") for name, value in of_native.items() if value is not None]
         if given:
             raise UsageError(f"--{given[0]} goes with --from; a checkpoint of FSDP2 is for every world size.")
-        made = _convert_to(src, target, tag, layout or "torch", memory, dry_run, progress)
+        source = find_source(src, tag=tag)
+        check_free(target.absolute(), sources=local_sources(source))
+        with one_save(source.tag_dir):
+            fsdp2 = plan_fsdp2(open_state(open_committed(source.tag_dir)), layout=layout or "torch")
+        compared = _carry_out(fsdp2, target, "converting", memory, dry_run, progress)
+        return ConvertReport(
+            ok=True,
+            path=str(source.tag_dir),
+            tag=source.tag,
+            target=str(dst),
+            from_="native",
+            to="fsdp2",
+            dry_run=dry_run,
+            world_size=fsdp2.state.checkpoint.world_size,
+            target_world_size=None,
+            bytes_read=fsdp2.nbytes,
+            tensors=fsdp2.num_tensors,
+            digests_compared=compared,
+            content_root=None,
+            notes=fsdp2.notes,
+            seconds=time.monotonic() - began,
+        )
+    if world_size is None:
+        raise UsageError("--from needs --world-size: the number of ranks that will load the new checkpoint.")
+    of_native["world_size"] = whole_option(world_size, "--world-size")
+    options = ReshardOptions(**of_native, max_memory=memory)
+    if from_ == "fsdp2":
+        if tag is not None:
+            raise UsageError("--tag: a checkpoint of FSDP2 has no tags. Give the path of the one to convert.")
+        config = None if ds_config is None else read_config(Path(ds_config))
+        plan = plan_from_fsdp2(find_dcp(src), options, config=config)
     else:
-        if world_size is None:
-            raise UsageError("--from needs --world-size: the number of ranks that will load the new checkpoint.")
-        of_native["world_size"] = whole_option(world_size, "--world-size")
-        options = ReshardOptions(**of_native, max_memory=memory)
-        if from_ == "fsdp2":
-            if tag is not None:
-                raise UsageError("--tag: a checkpoint of FSDP2 has no tags. Give the path of the one to convert.")
-            config = None if ds_config is None else read_config(Path(ds_config))
-            plan = plan_from_fsdp2(find_dcp(src), options, config=config)
-        else:
-            plan = plan_from_universal(find_universal(src, tag=tag), options)
-        made = _convert_from(from_ or "universal", plan, target, dry_run, progress)
-    return made.model_copy(update={"seconds": time.monotonic() - began})
+        plan = plan_from_universal(find_universal(src, tag=tag), options)
+    made = carry_out(plan, target, "converting", dry_run, progress)
+    return ConvertReport(
+        ok=True,
+        **made.model_dump(include={"path", "tag", "world_size", "target_world_size", "content_root", "notes"}),
+        target=str(dst),
+        from_=from_ or "universal",
+        to=made.format,
+        dry_run=dry_run,
+        bytes_read=plan.nbytes,
+        tensors=sum(len(part.tensors()) for part in plan.saved.parts),
+        digests_compared=None,
+        seconds=time.monotonic() - began,
+    )
 
 
 @with_remedy()
@@ -228,7 +260,6 @@ def export(
     source = find_source(src, tag=tag)
 
     check_free(target.absolute(), sources=local_sources(source))
-    compared: int | None = None
     with one_save(source.tag_dir):
         plan = plan_export(
             open_state(open_committed(source.tag_dir), resizable=False),
@@ -239,9 +270,7 @@ def export(
             adapters=adapters if adapter is None else adapter,
             model_dir=source.root,
         )
-    if not dry_run:
-        with progress("exporting", plan.nbytes) as advance:
-            compared = write_plan(plan, target, max_memory=memory, progress=advance)
+    compared = _carry_out(plan, target, "exporting", memory, dry_run, progress)
     files = [(file.name, file.nbytes, len(file.entries)) for file in plan.files]
     files += [(name, len(text), 0) for name, text in plan.texts.items()]
     files += [(name, file_size(path) or 0, 0) for name, path in plan.copied.items()]
@@ -268,85 +297,23 @@ def export(
     )
 
 
-def _convert_to(
-    src: str | os.PathLike[str],
-    dst: Path,
-    tag: str | None,
-    layout: FsdpLayout,
-    max_memory: int,
-    dry_run: bool,
-    progress: Progress,
-) -> ConvertReport:
-    source = find_source(src, tag=tag)
-    check_free(dst.absolute(), sources=local_sources(source))
-    compared: int | None = None
-    with one_save(source.tag_dir):
-        state = open_state(open_committed(source.tag_dir))
-        plan = plan_fsdp2(state, layout=layout)
-    if not dry_run:
-        with progress("converting", plan.nbytes) as advance:
-            compared = write_plan(plan, dst, max_memory=max_memory, progress=advance)
-    return ConvertReport(
-        ok=True,
-        path=str(source.tag_dir),
-        tag=source.tag,
-        target=str(dst),
-        from_="native",
-        to="fsdp2",
-        dry_run=dry_run,
-        world_size=state.checkpoint.world_size,
-        target_world_size=None,
-        bytes_read=plan.nbytes,
-        tensors=plan.num_tensors,
-        digests_compared=compared,
-        content_root=None,
-        notes=plan.notes,
-    )
-
-
-def _convert_from(
-    from_: From,
-    plan: ReshardPlan,
-    dst: Path,
-    dry_run: bool,
-    progress: Progress,
-) -> ConvertReport:
-    report = plan.report(dst)
+def _carry_out(
+    plan: ExportPlan | Fsdp2Plan, target: Path, title: str, max_memory: int, dry_run: bool, progress: Progress
+) -> int | None:
+    """Return what ``write_plan`` does; None for a dry run."""
     if dry_run:
-        check_target(plan, dst.absolute())
-    else:
-        with progress("converting", plan.nbytes) as advance:
-            report = run_reshard(plan, dst, progress=advance)
-    return ConvertReport(
-        ok=True,
-        path=report.path,
-        tag=report.tag,
-        target=str(dst),
-        from_=from_,
-        to=report.format,
-        dry_run=dry_run,
-        world_size=report.world_size,
-        target_world_size=report.target_world_size,
-        bytes_read=plan.nbytes,
-        tensors=sum(len(part.tensors()) for part in plan.saved.state.parts),
-        digests_compared=None,
-        content_root=report.content_root,
-        notes=report.notes,
-    )
+        return None
+    with progress(title, plan.nbytes) as advance:
+        return write_plan(plan, target, max_memory=max_memory, progress=advance)
 
 
-class Plan(Protocol):
-    """What a conversion reads and writes."""
-
-    @property
-    def state(self) -> SavedState:
-        """The checkpoint."""
-
-    def write(self, directory: Path, reading: Reading) -> None:
-        """Fill the new directory."""
-
-
-def write_plan(plan: Plan, target: Path, *, max_memory: int = 1 << 30, progress: ProgressFunction | None = None) -> int:
+def write_plan(
+    plan: ExportPlan | Fsdp2Plan,
+    target: Path,
+    *,
+    max_memory: int = 1 << 30,
+    progress: ProgressFunction | None = None,
+) -> int:
     """Write what was planned into the new directory ``target``; returns how many digests agreed with the commit record.
 
     Raises UsageError where the target exists, DigestMismatchError for state that is not what was saved, OSError; then
@@ -357,9 +324,11 @@ def write_plan(plan: Plan, target: Path, *, max_memory: int = 1 << 30, progress:
         plan = plan_export(open_state(open_committed("ckpt/global_step4")), dtype="bf16")
         write_plan(plan, Path("weights"))
     """
-    tag_dir, digests = plan.state.checkpoint.tag_dir, RecordedDigests(plan.state.checkpoint)
+    checkpoint = plan.state.checkpoint
+    reading = Reading(checkpoint, max_memory=max_memory, progress=progress, by_checksum=False)
     sweep(target.absolute().parent)
-    with new_directory(target) as (directory, _), one_save(tag_dir):
-        check_source_checksums(plan.state)
-        plan.write(directory, Reading(plan.state, digests, max_memory, progress))
-    return digests.num_compared
+    with new_directory(target) as (directory, _), one_save(checkpoint.tag_dir):
+        check_source_checksums(checkpoint, plan.state.parts)
+        plan.write(directory, reading)
+        reading.end()
+    return reading.num_compared

@@ -20,14 +20,12 @@ from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import (
     FP32,
     FROZEN,
-    OF_THE_PARAMS,
-    ParamGroup,
-    Shard,
     checked_params,
+    configured_batch,
     read_scalar,
     zero_option,
 )
-from zeroelastic.checkpoint.saved_state import SavedPart, SavedState, frozen_part
+from zeroelastic.checkpoint.saved_state import SavedPart, frozen_part
 from zeroelastic.checkpoint.tag_files import model_file_name, other_tp_size, parse_rank_file
 from zeroelastic.checkpoint.topology import Topology, numbered_expert
 from zeroelastic.core.digest import ScalarValue
@@ -135,10 +133,8 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
     root = file.root
     saved = root.get("optimizer_state_dict") if isinstance(root, dict) else None
     state = saved.get("state") if isinstance(saved, dict) else None
-    model = read_torch_file(first.path, foreign="inert").root
-    assert isinstance(model, dict), "one reader found a model, the other none"
-    ds_config = model.get("ds_config")
-    config = {str(key): value for key, value in ds_config.items()} if isinstance(ds_config, dict) else {}
+    model_root = model_roots([model.path for model in models])
+    config = {str(key): value for key, value in pairs_of(model_root(0).get("ds_config")).items()}
     whole = first.path.name == _WHOLE_MODEL
     if not isinstance(root, dict) or (not whole and not (isinstance(saved, dict) and isinstance(state, dict))):
         raise CheckpointError(f"{file.path}: holds no optimizer_state_dict with a state. It is not of ZeRO-3.")
@@ -146,8 +142,7 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
     if stage not in ((1, 2) if whole else (3,)):
         raise UnsupportedError(f"{file.path}: was saved with ZeRO stage {shown(stage)}; stages 1, 2 and 3 are read.")
     buffers = _buffers(file, root, config, first) if whole else first.sub_groups
-    module = model.get("module")
-    rest = frozenset(map(str, module)) if whole and isinstance(module, dict) else frozenset[str]()
+    rest = frozenset(map(str, pairs_of(model_root(0).get("module")))) if whole else frozenset[str]()
     dtypes, extents, files = _tensors(zero, layout, rest=rest, steps=whole)
     scalars: tuple[Mapping[str, ScalarValue], ...] = tuple(_saved_step(zero / param.name) for param in params)
     lost: tuple[str, ...] = ()
@@ -157,24 +152,6 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
     graph = pairs_of(read_tree(file.path))
     raw = entry(graph, "param_groups") if whole else entry(graph, "optimizer_state_dict", "param_groups")
     assert isinstance(raw, list), "one reader found groups, the other none"
-    head = Shard(
-        path=file.path,
-        size=file.size,
-        rank=0,
-        stage=int(stage),
-        format="rigid",
-        save_id=None,
-        layout=layout,
-        groups=groups,
-        tensor_keys=tuple(tuple(keys) for keys in dtypes),
-        scalars=scalars,
-        extents=extents,
-        digests=None,
-        scaler=None,
-        ds_config=config,
-        train_batch_size=None,
-        header_bytes=file.header_bytes,
-    )
     checkpoint = Checkpoint(
         tag_dir=tag_dir,
         topology=Topology(first.world_size),
@@ -182,14 +159,16 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
         model_files=tuple(model.path for model in models),
         record=None,
         stale_files=(),
-        whole_model=whole,
     )
     frozen = frozen_part({model.rank: model for model in models})
     trained = SavedPart(layout, layout.params, dtypes, scalars, {0: extents})
-    model_root = model_roots(checkpoint.model_files)
     source = ReshardSource(
-        state=SavedState(checkpoint, head, models, (trained,) if frozen is None else (trained, frozen)),
-        groups=tuple(make_group(pairs_of(options), group.params) for options, group in zip(raw, groups, strict=True)),
+        checkpoint=checkpoint,
+        parts=(trained,) if frozen is None else (trained, frozen),
+        stage=int(stage),
+        global_steps=first.global_steps,
+        train_batch_size=configured_batch(config, first.world_size),
+        groups=tuple(make_group(pairs_of(options), names) for options, names in zip(raw, groups, strict=True)),
         buffers=buffers,
         optim_root={
             "optimizer_state_dict": graph,
@@ -377,14 +356,11 @@ def _scalars(
     return tuple(scalars), tuple(sentences)
 
 
-def _groups(path: FilePath, groups: object, sub_groups: Sequence[Sequence[Param]]) -> tuple[ParamGroup, ...]:
-    """The optimizer's groups, whose parameters are given by the numbers of sub-groups.
-
-    Of their options those that are plain values; the files get all of them, as they are.
-    """
+def _groups(path: FilePath, groups: object, sub_groups: Sequence[Sequence[Param]]) -> list[tuple[str, ...]]:
+    """The parameters of the optimizer's groups, which list the numbers of sub-groups."""
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(f"{path}: holds no optimizer groups. The file is damaged.")
-    found: list[ParamGroup] = []
+    found: list[tuple[str, ...]] = []
     seen: set[int] = set()
     for g, group in enumerate(groups):
         numbers = group.get("params")
@@ -394,14 +370,7 @@ def _groups(path: FilePath, groups: object, sub_groups: Sequence[Sequence[Param]
         if seen & set(own):
             raise CheckpointError(f"{path}: sub-group {min(seen & set(own))} is in two optimizer groups.")
         seen |= set(own)
-        options = {str(key): value for key, value in group.items() if key not in OF_THE_PARAMS and _is_plain(value)}
-        found.append(ParamGroup(options, tuple(param.name for n in own for param in sub_groups[n])))
+        found.append(tuple(param.name for n in own for param in sub_groups[n]))
     if len(seen) != len(sub_groups):
         raise CheckpointError(f"{path}: optimizer groups hold {len(seen)} sub-groups of {len(sub_groups)}.")
-    return tuple(found)
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (bool, int, float, str))
+    return found

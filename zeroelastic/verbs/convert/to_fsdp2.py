@@ -28,12 +28,19 @@ from zeroelastic.dcp.notes import NativeNotes, kinds_of_scalars, with_kind
 from zeroelastic.dcp.saved import MODEL_FOLDER, OPTIMIZER_FOLDER, SCHEDULER_FILE
 from zeroelastic.errors import UnsupportedError, printable, some
 from zeroelastic.extras import require_torch
-from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import read_tree
 from zeroelastic.torch_file.tree import entry, pairs_of
 from zeroelastic.verbs.convert.state_dict_writer import TensorReader, scalar_value, write_state_dict
-from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, Place, model_tensors, optimizer_tensors
-from zeroelastic.verbs.new_files import Reading, write_archive
+from zeroelastic.verbs.model_tensors import (
+    ModelTensor,
+    ModelTensors,
+    PartTensor,
+    model_groups,
+    model_tensors,
+    part_tensors,
+)
+from zeroelastic.verbs.new_files import write_archive
+from zeroelastic.verbs.reading import Reading
 from zeroelastic.verbs.reshard.source import no_hyper_parameters
 
 if TYPE_CHECKING:
@@ -59,8 +66,6 @@ _ADAM: Mapping[str, OptionValue] = {
 """The options of torch.optim.AdamW and Adam (torch 2.13), of which a load asks for every one."""
 
 _ALSO_OF_TORCH = ("initial_lr",)
-_OF_EXPERTS = ("name", "moe")
-"""The options by which DeepSpeed tells a group of experts from the group that it was split from."""
 
 _FILE_BYTES = 8 << 20
 _SMALL_BYTES = 1 << 10  # of an object such as a number
@@ -92,9 +97,9 @@ class Fsdp2Plan:
         return sum(by_name.values()) + tied + sum(tensor.nbytes for tensor in self._of_optimizer)
 
     @property
-    def _of_optimizer(self) -> tuple[ModelTensor, ...]:
-        keys = {key for dtypes in self.state.parts[0].dtypes for key in dtypes}
-        return optimizer_tensors(self.state, keys=frozenset(keys - {FP32}))
+    def _of_optimizer(self) -> list[ModelTensor]:
+        trained = self.state.parts[0]
+        return part_tensors(trained, {key for dtypes in trained.dtypes for key in dtypes} - {FP32})
 
     def write(self, directory: Path, reading: Reading) -> None:
         """Write the files. Raises MissingPackageError without torch."""
@@ -123,7 +128,6 @@ class Fsdp2Plan:
             write_state_dict(state_dict, _writer(folder, min(_FILE_BYTES, reading.max_memory // 4)), reader)
         if self.layout == "accelerate" and self.scheduler:
             write_archive(directory / SCHEDULER_FILE, dict(self.scheduler))
-        reader.compare()
 
     def _optimizer(self, reader: TensorReader, name: str) -> dict[str, Any]:
         """The optimizer's state dict, with meta tensors in place of data; ``name`` is its key in what is written.
@@ -137,9 +141,8 @@ class Fsdp2Plan:
         }
         for tensor in self._of_optimizer:
             place = tensor.source
-            assert isinstance(place, Place)
-            param = trained.params[place.param].name
-            states[param][place.key] = reader.placeholder(f"{name}.state.{param}.{place.key}", tensor)
+            assert isinstance(place, PartTensor)
+            states[place.name][place.key] = reader.placeholder(f"{name}.state.{tensor.name}", tensor)
         groups = [{**group.options, "params": list(group.params)} for group in self.groups]
         return {"state": states, "param_groups": groups}
 
@@ -159,9 +162,14 @@ def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch") -> Fsdp2Plan:
             "other names and shapes than those of the model that it replaced, which a job of FSDP2 asks for. "
             "`zeroelastic export` writes them under DeepSpeed's names."
         )
-    if layout == "torch":
-        _check_numbers(model, state.checkpoint.tag_dir)
-    saved_groups = _saved_groups(state)
+    numbers = [tensor.name for tensor in model.tensors if tensor.kind == "trained" and tensor.name.isdecimal()]
+    if numbers and layout == "torch":
+        raise UnsupportedError(
+            f"{state.checkpoint.tag_dir}: {some(numbers)}: a parameter whose name is a number cannot be written "
+            "beside the optimizer's groups, which have numbers. Give --layout accelerate, or put it into a module of "
+            "the model."
+        )
+    saved_groups = model_groups(state)
     notes: list[str] = [f"left out: {sentence}" for sentence in model.left_out]
     groups = _torch_groups(state, saved_groups, notes)
     root = pairs_of(read_tree(state.checkpoint.model_files[0]))
@@ -172,7 +180,8 @@ def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch") -> Fsdp2Plan:
     of_torch = "last_epoch" in scheduler
     native = NativeNotes(
         counters={key: value for key in COUNTERS if type(value := root.get(key)) is int},
-        config=_config_of_result(state.head.ds_config),
+        # What comes back is a run of whole tensors under the model's names.
+        config={key: value for key, value in state.head.ds_config.items() if key != "tensor_parallel"},
         stage=state.head.stage,
         options=tuple(group.options for group in saved_groups),
         kinds=kinds_of_scalars(state.parts[0]),
@@ -186,38 +195,6 @@ def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch") -> Fsdp2Plan:
     if state.head.scaler is not None and state.head.scaler.dynamic:
         notes.append("not carried: the loss scale, for which a checkpoint of FSDP2 has no place")
     return Fsdp2Plan(state, model, groups, layout, native, scheduler if of_torch else {}, tuple(notes))
-
-
-def _check_numbers(model: ModelTensors, tag_dir: FilePath) -> None:
-    """Raise UnsupportedError for parameters with numbers for names, which have the keys of the optimizer's groups."""
-    numbers = [tensor.name for tensor in model.tensors if tensor.kind == "trained" and tensor.name.isdecimal()]
-    if numbers:
-        raise UnsupportedError(
-            f"{tag_dir}: {some(numbers)}: a parameter whose name is a number cannot be written beside the optimizer's "
-            "groups, which have numbers. Give --layout accelerate, or put it into a module of the model."
-        )
-
-
-def _config_of_result(config: Mapping[str, object]) -> dict[str, object]:
-    """The configuration for a run of what comes back: whole tensors under the model's names."""
-    return {key: value for key, value in config.items() if key != "tensor_parallel"}
-
-
-def _saved_groups(state: SavedState) -> tuple[ParamGroup, ...]:
-    """The optimizer's groups, without those that DeepSpeed split off for experts: they go back where they were."""
-    made: list[ParamGroup] = []
-    for group in state.groups:
-        if not group.options.get("moe"):
-            made.append(group)
-            continue
-        plain = {key: value for key, value in group.options.items() if key not in _OF_EXPERTS}
-        for i, before in enumerate(made):
-            if {key: value for key, value in before.options.items() if key not in _OF_EXPERTS} == plain:
-                made[i] = ParamGroup(before.options, (*before.params, *group.params))
-                break
-        else:
-            made.append(ParamGroup(plain, group.params))
-    return tuple(made)
 
 
 def _torch_groups(state: SavedState, groups: Sequence[ParamGroup], notes: list[str]) -> tuple[ParamGroup, ...]:

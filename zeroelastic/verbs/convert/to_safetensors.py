@@ -6,6 +6,7 @@ once and its other names are in the metadata, as ``safetensors.torch.save_model`
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -22,9 +23,10 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, folders, read_whole
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType
 from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, base_weights, folder_of
-from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, model_tensors, optimizer_tensors
+from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, model_tensors, part_tensors
 from zeroelastic.verbs.new_directory import reserve_file
-from zeroelastic.verbs.new_files import NewFiles, Reading, TensorCopy, convertible, copy_tensors
+from zeroelastic.verbs.new_files import NewFiles, TensorCopy, convertible, copy_tensors
+from zeroelastic.verbs.reading import Reading
 
 ExportDtype = Literal["fp32", "bf16", "fp16"]
 Tied = Literal["once", "all"]
@@ -80,26 +82,12 @@ _FLUSH_EVERY = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a file, its dtype there, and its place behind the header."""
-
-    tensor: ModelTensor
-    dtype: str
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return math.prod(self.tensor.shape) * DTYPE_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
 class SafetensorsFile:
     """One file to be: ``header`` with its length in front, then the entries without gaps."""
 
     name: str
     header: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorCopy, ...]
 
     @property
     def nbytes(self) -> int:
@@ -132,11 +120,10 @@ class ExportPlan:
         self._write_headers(directory)
         for file in self.files:
             path = directory / file.name
-            slots = [(0, len(file.header) + entry.offset) for entry in file.entries]
-            copies = [TensorCopy(entry.tensor, entry.dtype, i) for i, entry in enumerate(file.entries) if entry.nbytes]
-            copy_tensors(
-                NewFiles([path], slots), copies, replace(reading, progress=_flush_early(path, reading.progress))
-            )
+            ends = itertools.accumulate((entry.nbytes for entry in file.entries), initial=len(file.header))
+            files = NewFiles([path], [(0, begin) for begin in ends])
+            copies = [entry for entry in file.entries if entry.nbytes]
+            copy_tensors(files, copies, reading, _flush_early(path, reading.progress))
             start_writeback(path)
 
     def _write_headers(self, directory: Path) -> None:
@@ -236,8 +223,8 @@ def plan_export(
         files, texts = _lay_out("model", wanted, aliases, max_shard_size)
     if optimizer:
         masters = all(to == tensor.dtype for tensor, to in wanted if tensor.kind == "trained")
-        keys = frozenset(key for dtypes in state.parts[0].dtypes for key in dtypes if key != FP32 or not masters)
-        tensors = optimizer_tensors(state, keys=keys)
+        keys = {key for dtypes in state.parts[0].dtypes for key in dtypes if key != FP32 or not masters}
+        tensors = part_tensors(state.parts[0], keys)
         if len({tensor.name for tensor in tensors}) != len(tensors):
             raise UnsupportedError(
                 "two tensors of optimizer state have the same name PARAM.STATE_KEY. Export without them."
@@ -349,7 +336,7 @@ def _lay_out(
     shards: list[list[tuple[ModelTensor, str]]] = [[]]
     filled = 0
     for tensor, dtype in wanted:
-        nbytes = math.prod(tensor.shape) * DTYPE_BYTES[dtype]
+        nbytes = tensor.numel * DTYPE_BYTES[dtype]
         if shards[-1] and filled + nbytes > max_shard_size:
             shards.append([])
             filled = 0
@@ -377,12 +364,11 @@ def _one_file(name: str, shard: Sequence[tuple[ModelTensor, str]], metadata: Map
     that safetensors refuses to read.
     """
     header: dict[str, object] = {_METADATA: {**metadata, "format": "pt"}}
-    entries: list[Entry] = []
+    entries: list[TensorCopy] = []
     end = 0
     for tensor, dtype in sorted(shard, key=lambda one: -DTYPE_BYTES[one[1]]):
-        entries.append(entry := Entry(tensor, dtype, end))
-        end += entry.nbytes
-        offsets = [entry.offset, end]
+        entries.append(entry := TensorCopy(tensor, dtype, len(entries)))
+        offsets = [end, end := end + entry.nbytes]
         header[tensor.name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

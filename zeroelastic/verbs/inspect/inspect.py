@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,7 +14,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, excluded_note
 from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.one_save import one_save, saved_again, was_saved_again
-from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_sub_group_size
+from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup, Shard, configured_sub_group_size
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
 from zeroelastic.checkpoint.tag_files import (
     OFFLINE_TENSOR_PARALLEL,
@@ -24,7 +24,7 @@ from zeroelastic.checkpoint.tag_files import (
     list_tag,
 )
 from zeroelastic.checkpoint.tag_headers import TagHeaders
-from zeroelastic.core.layout import Param
+from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, counted, finding, some, with_remedy
 from zeroelastic.io.paths import RemotePath, as_path
 from zeroelastic.io.storage import file_sizes
@@ -78,7 +78,8 @@ def inspect(
     """
     found = _look(os.fspath(src), tag, all_ranks)
     if params is not None:
-        found = found.model_copy(update={"params": _matching(found.params, params)})
+        pattern = params if any(sign in params for sign in "*?[") else f"*{params}*"
+        found = found.model_copy(update={"params": [one for one in found.params if fnmatchcase(one.name, pattern)]})
     return found if tensor is None else found.model_copy(update={"tensor": inspect_tensor(src, tensor, tag=tag)})
 
 
@@ -98,13 +99,6 @@ def _look(src: str, tag: str | None, all_ranks: bool) -> InspectReport:
             path=str(path),
             tag=tag or "",
         )
-
-
-def _matching(params: Sequence[InspectedParam], pattern: str) -> list[InspectedParam]:
-    """The parameters whose names match a glob, or contain a text without ``*``, ``?`` and ``[``."""
-    if any(sign in pattern for sign in "*?["):
-        return [param for param in params if fnmatchcase(param.name, pattern)]
-    return [param for param in params if pattern in param.name]
 
 
 def inspect_source(source: Source, *, all_ranks: bool = False) -> InspectReport:
@@ -152,7 +146,9 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         numel[param.kind] += param.numel
     sizes = [param.bytes for param in params if param.bytes is not None]
     buffers = _buffers(root)
-    dtypes = _count_dtypes(root.get("module"), but={buffer.name for buffer in buffers})
+    module, known = root.get("module"), {buffer.name for buffer in buffers}
+    entries = module.items() if isinstance(module, Mapping) else ()
+    dtypes = Counter(ref.dtype for name, ref in entries if name not in known and isinstance(ref, TensorRef))
     own_config = root.get("ds_config")
     config = shard.ds_config if shard is not None else own_config if isinstance(own_config, dict) else None
     batches = (
@@ -313,19 +309,17 @@ def _buffers(root: Mapping[object, object]) -> list[Buffer]:
     ]
 
 
-def _count_dtypes(module: object, *, but: Collection[object]) -> Counter[str]:
-    """How many tensors of other names than these have each dtype."""
-    entries = module.items() if isinstance(module, Mapping) else ()
-    return Counter(ref.dtype for name, ref in entries if name not in but and isinstance(ref, TensorRef))
+def _over_ranks(checked: TagHeaders, shard: Shard) -> tuple[Layout, tuple[ParamGroup, ...]]:
+    """The layout of the trained parameters and the optimizer's groups, where ranks have slices those of all ranks."""
+    sliced = checked.sliced
+    return (shard.layout, shard.groups) if sliced is None else (sliced.layout, sliced.groups(shard))
 
 
 def _groups(checked: TagHeaders) -> list[Group]:
     shard = checked.first_shard
     if shard is None:
         return []
-    layout, groups = shard.layout, shard.groups
-    if checked.sliced is not None:
-        layout, groups = checked.sliced.layout, checked.sliced.groups(shard)
+    layout, groups = _over_ranks(checked, shard)
     numel = {param.name: param.numel for param in layout.whole_tensors}
     return [
         Group(
@@ -377,13 +371,12 @@ def _params(checked: TagHeaders) -> Iterator[InspectedParam]:
     groups: dict[str, int] = {}
     places: dict[str, tuple[int, int]] = {}
     if shard is not None:
-        layout = shard.layout if checked.sliced is None else checked.sliced.layout
+        layout, saved = _over_ranks(checked, shard)
         part = trained_part({}, shard, layout)
         trained = list(zip(part.params, part.dtypes, strict=True))
         if checked.sliced is None:
             rows = zip(layout.params, layout.sub_group.tolist(), layout.in_buffer.tolist(), strict=True)
             places = {param.name: (sub_group, offset) for param, sub_group, offset in rows}
-        saved = shard.groups if checked.sliced is None else checked.sliced.groups(shard)
         groups = {name: number for number, group in enumerate(saved) for name in group.params}
     elif model is not None:
         trained = [(param, {}) for members in model.sub_groups for param in members]
@@ -397,11 +390,8 @@ def _params(checked: TagHeaders) -> Iterator[InspectedParam]:
             if content.param not in known:
                 keys = {key: dtype for key, (dtype, _) in content.tensors.items()}
                 (trained if content.param.name in names else frozen).append((content.param, keys))
-    of_kind: tuple[tuple[ParamKind, list[tuple[Param, Mapping[str, str]]]], ...] = (
-        ("trained", trained),
-        ("frozen", frozen),
-    )
-    for kind, found in of_kind:
+    kinds: tuple[ParamKind, ParamKind] = ("trained", "frozen")
+    for kind, found in zip(kinds, (trained, frozen), strict=True):
         for param, dtypes in found:
             sub_group, offset = places.get(param.name, (None, None))
             yield InspectedParam(

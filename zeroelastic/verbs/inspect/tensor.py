@@ -25,7 +25,7 @@ class Place(Part):
     rank: int
     file: str
     offset: int
-    bytes: int
+    bytes: int = Field(validation_alias="nbytes")
     start: int
     numel: int
 
@@ -98,15 +98,5 @@ def _stored(ck: CheckpointView, name: str, key: str, handle: TensorHandle, state
         mean=total / num_finite if num_finite else None,
         nans=nans,
         first=first,
-        places=[
-            Place(
-                rank=place.rank,
-                file=place.file,
-                offset=place.offset,
-                bytes=place.nbytes,
-                start=place.start,
-                numel=place.numel,
-            )
-            for place in ck.places(name, key=state_key)
-        ],
+        places=[Place.model_validate(place, from_attributes=True) for place in ck.places(name, key=state_key)],
     )

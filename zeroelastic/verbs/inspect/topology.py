@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from zeroelastic.checkpoint.module_names import autoep_layers
 from zeroelastic.checkpoint.saved_state import SavedPart
 from zeroelastic.checkpoint.topology import Topology, expert_sizes, local_experts
 from zeroelastic.verbs.inspect.report import CutTensor, ExpertLayer, InspectedTopology
@@ -36,10 +37,9 @@ def inspected_topology(part: SavedPart, topology: Topology, root: Mapping[object
 
 def _expert_layers(part: SavedPart, root: Mapping[object, object]) -> list[ExpertLayer]:
     """The layers with experts: those of AutoEP, or DeepSpeed's own."""
-    tables = root.get("ds_autoep_layers")
     found: list[ExpertLayer] = []
-    for table in tables if isinstance(tables, list) else ():
-        name, count = (table.get(key) if isinstance(table, Mapping) else None for key in ("module_path", "num_experts"))
+    for layer in autoep_layers(root):
+        name, count = layer.get("module_path"), layer.get("num_experts")
         if isinstance(name, str) and type(count) is int:
             found.append(ExpertLayer(name=name, kind="autoep", num_experts=count))
     own = local_experts(param.name for param in part.params)

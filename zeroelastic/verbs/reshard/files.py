@@ -18,13 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from zeroelastic.checkpoint.optimizer_file import (
-    FP32,
-    FROZEN,
-    SAME_ON_ALL_RANKS,
-    elastic_table,
-    scalar_bytes,
-)
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, SAME_ON_ALL_RANKS, elastic_table, scalar_bytes
 from zeroelastic.checkpoint.optimizer_reader import lean_numel
 from zeroelastic.checkpoint.tag_files import SAVE_ID, expert_file_name
 from zeroelastic.checkpoint.topology import numbered_expert
@@ -47,7 +41,7 @@ from zeroelastic.torch_file.tree import (
     tensor,
 )
 from zeroelastic.verbs.reshard.slice_tables import described, partition_groups
-from zeroelastic.verbs.reshard.slicing import EXPERT_WEIGHTS, INFO, ExpertLayer, strips_by_param
+from zeroelastic.verbs.reshard.slicing import EXPERT_WEIGHTS, INFO, strips_by_param
 from zeroelastic.verbs.reshard.source import ReshardSource, names_in_module, whole_module
 from zeroelastic.verbs.reshard.target import ReshardTarget
 
@@ -134,7 +128,10 @@ def _module_weights(source: ReshardSource, target: ReshardTarget) -> dict[str, W
 def _expert_files(source: ReshardSource, target: ReshardTarget, rank: int) -> tuple[list[Root], list[Weight]]:
     """The files of the experts that a rank writes: what the saved ones have, and weights that are made; these."""
     experts = target.experts(rank)
-    graphs = {(layer.prefix, expert): _saved_expert(source, layer, expert) for layer, expert in experts}
+    graphs: dict[tuple[str, int], Root] = {(layer.prefix, expert): {} for layer, expert in experts}
+    for layer, expert in experts if source.whole_model else ():  # at stage 3 they have no files
+        path = source.checkpoint.tag_dir / expert_file_name(layer.number, expert)
+        graphs[layer.prefix, expert].update(pairs_of(read_tree(path)))
     weights: list[Weight] = []
     for whole in source.trained.params if experts else ():
         own = numbered_expert(whole.name)
@@ -155,13 +152,6 @@ def _expert_files(source: ReshardSource, target: ReshardTarget, rank: int) -> tu
                 weights.append(Weight(whole, (Strip(start, 0, numel),) if numel else (), storage))
                 graphs[prefix, number][name] = tensor(storage, 0, shape)
     return [*graphs.values()], weights
-
-
-def _saved_expert(source: ReshardSource, layer: ExpertLayer, expert: int) -> Root:
-    """What the saved file of an expert has; nothing at stage 3, where there is none."""
-    if not source.whole_model:
-        return {}
-    return dict(pairs_of(read_tree(source.state.checkpoint.tag_dir / expert_file_name(layer.number, expert))))
 
 
 def _flat(storage: Storage, shape: Sequence[int] | None = None, *, requires_grad: bool = False) -> TensorRef:
@@ -410,9 +400,8 @@ def _whole_model(
     root = _model_root(source, target, rank)
     params = () if target.frozen is None else target.frozen.params
     pieces = _whole_tensors(params, frozen)
-    root["module"] = whole_module(
-        root, {**_made_weights(target, weights), **pieces}, names_in_module(source, source.model_root(0)).tied
-    )
+    made = _whole_tensors(target.layout.params, {name: weight.storage for name, weight in weights.items()})
+    root["module"] = whole_module(root, {**made, **pieces}, names_in_module(source, source.model_root(0)).tied)
     excluded = root.get("frozen_param_shapes") is None and source.stage != 1 and not frozen
     if target.stage == 1 or excluded:  # stage 1 lists no frozen parameters
         root["frozen_param_shapes"] = root["frozen_param_fragments"] = None
@@ -420,11 +409,6 @@ def _whole_model(
         root["frozen_param_shapes"] = _shapes(params)
         root["frozen_param_fragments"] = Dict(pieces.items())
     return root
-
-
-def _made_weights(target: ReshardTarget, weights: Mapping[str, Weight]) -> dict[str, TensorRef]:
-    """The whole weights that are made of master weights."""
-    return _whole_tensors(target.layout.params, {name: weight.storage for name, weight in weights.items()})
 
 
 def _whole_tensors(params: Sequence[Param], storages: Mapping[str, Storage]) -> dict[str, TensorRef]:

@@ -26,7 +26,7 @@ from zeroelastic.core.slices import RankSet
 from zeroelastic.executors.dispatch import DigestRows
 from zeroelastic.executors.tables import ProgressFunction, cast_between
 from zeroelastic.io.atomic import write_atomically
-from zeroelastic.verbs.new_files import Archives
+from zeroelastic.verbs.new_files import NewArchives
 from zeroelastic.verbs.reshard.files import Flats, Weight, rank_files
 from zeroelastic.verbs.reshard.source import ReshardSource
 from zeroelastic.verbs.reshard.target import ReshardTarget, file_names
@@ -64,7 +64,7 @@ class RankWriter:
         self._saved, self._target, self._save_id = saved, target, save_id
         self._threads, self._progress = threads, progress
         self._tag_dir, self._notes = tag_dir, tag_dir.parent.parent / "done"
-        parts = saved.state.parts
+        parts = saved.parts
         self.streams = [(tensor.param.name, tensor.key) for part in parts for tensor in part.tensors()]
         # What is in several ranks' files counts once in the digests of whole tensors: the rest has streams of its own.
         self._seeds = np.tile(stream_seeds(self.streams), 2)
@@ -113,7 +113,7 @@ class RankWriter:
         files = rank_files(saved, target, rank, save_id=self._save_id)
         names = file_names(saved, target, rank)
         graphs = {self._tag_dir / name: graph for name, graph in zip(names, files.graphs, strict=True)}
-        archives = Archives(graphs, threads=self._threads)
+        archives = NewArchives(graphs, threads=self._threads)
         found_digests = np.zeros(len(self._seeds), dtype=np.uint64)
         moved = 0
         frozen_rank = rank if target.stage == 3 else target.topology.place(rank)[1]
@@ -152,7 +152,7 @@ class RankWriter:
         """The rows that fill flat buffers from part ``number`` of what was saved, with the streams of their digests."""
         if not flats or layout is None:
             return
-        part = self._saved.state.parts[number]
+        part = self._saved.parts[number]
         asked = [Destination(key, i, storage.dtype) for (i, key), storage in flats.items()]
         order = _numbers(layout, part.params)
         a_member = order[np.unique(layout.sub_group, return_index=True)[1]].tolist()
@@ -168,11 +168,11 @@ class RankWriter:
 
     def _first_streams(self, number: int) -> Int64Array:
         """The number of the first stream of each parameter of a part."""
-        parts = self._saved.state.parts
+        parts = self._saved.parts
         counts = np.array([len(dtypes) for dtypes in parts[number].dtypes], dtype=np.int64)
         return sum(len(part.tensors()) for part in parts[:number]) + np.cumsum(counts) - counts
 
-    def _make_weights(self, archives: Archives, weights: Sequence[Weight]) -> None:
+    def _make_weights(self, archives: NewArchives, weights: Sequence[Weight]) -> None:
         """Fill whole weights by rounding master weights to their dtypes, on the way from file to file."""
         part = self._saved.trained
         saved = {param.name: dtypes[FP32] for param, dtypes in zip(part.params, part.dtypes, strict=True)}

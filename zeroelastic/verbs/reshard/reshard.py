@@ -21,11 +21,18 @@ import numpy as np
 
 from zeroelastic._version import __version__
 from zeroelastic.byte_sizes import size_option
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION, CommitRecord, Versions, record_text
+from zeroelastic.checkpoint.commit_record import (
+    RECORD_NAME,
+    RECORD_VERSION,
+    CommitRecord,
+    Versions,
+    excluded_from,
+    record_text,
+)
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_committed
 from zeroelastic.checkpoint.param_table import param_records, params_digest
-from zeroelastic.checkpoint.saved_state import open_state
+from zeroelastic.checkpoint.saved_state import contents_of, open_state
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, some, with_remedy
@@ -36,8 +43,8 @@ from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST
 from zeroelastic.torch_file.header import directory_digest
 from zeroelastic.verbs.new_directory import check_free, new_directory, staged_bytes, sweep
-from zeroelastic.verbs.new_files import check_source_checksums
 from zeroelastic.verbs.options import Progress, choice_option, local_target, no_progress, whole_option
+from zeroelastic.verbs.reading import check_source_checksums
 from zeroelastic.verbs.report import Format, GivenPath, Report
 from zeroelastic.verbs.reshard.rank_writer import RankWriter, WrittenRank
 from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, plan_sidecar_files, write_sidecar_files
@@ -99,11 +106,11 @@ class ReshardPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that are written."""
-        return self.saved.state.nbytes
+        return self.saved.nbytes
 
     def report(self, dst: Path) -> ReshardReport:
         """The report of a dry run."""
-        target, state = self.target, self.saved.state
+        target = self.target
         return ReshardReport(
             ok=True,
             path=str(self.source.tag_dir),
@@ -111,11 +118,11 @@ class ReshardPlan:
             target=str(dst),
             dry_run=True,
             format=target.format,
-            world_size=state.checkpoint.world_size,
+            world_size=self.saved.checkpoint.world_size,
             target_world_size=target.world_size,
             target_stage=target.stage,
             state_bytes=self.nbytes,
-            params=sum(len(part.params) for part in state.parts),
+            params=sum(len(part.params) for part in self.saved.parts),
             sub_groups=target.layout.num_sub_groups,
             files=target.num_files,
             extras=tuple(sorted([*self.sidecar_files.copied, *self.sidecar_files.derived])),
@@ -185,11 +192,16 @@ def reshard(
     source = find_source(src, tag=tag)
     with one_save(source.tag_dir):
         plan = plan_reshard(source, options)
+    return carry_out(plan, target, f"resharding to {world_size}", dry_run, progress)
+
+
+def carry_out(plan: ReshardPlan, dst: Path, title: str, dry_run: bool, progress: Progress) -> ReshardReport:
+    """Carry out a plan with ``progress``; in a dry run, see that it could be. Raises as ``run_reshard``."""
     if dry_run:
-        check_target(plan, target)
-        return plan.report(target)
-    with progress(f"resharding to {world_size}", plan.nbytes) as advance:
-        return run_reshard(plan, target, progress=advance)
+        check_target(plan, dst.absolute())
+        return plan.report(dst)
+    with progress(title, plan.nbytes) as advance:
+        return run_reshard(plan, dst, progress=advance)
 
 
 def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
@@ -206,14 +218,26 @@ def plan_reshard(source: Source, options: ReshardOptions) -> ReshardPlan:
 
 
 def complete_plan(source: Source, saved: ReshardSource, options: ReshardOptions, notes: Sequence[str]) -> ReshardPlan:
-    """The plan for tensors and graphs that are opened; ``notes`` are on them. Raises UnsupportedError, UsageError."""
+    """The plan for tensors and graphs that ranks of ZeRO saved; ``notes`` are on them. Raises as ``make_plan_for``."""
+    plan = make_plan_for(source, saved, options, notes)
+    target, world_size = plan.target, saved.checkpoint.world_size
+    files = plan_sidecar_files(source, saved_world_size=world_size, world_size=options.world_size)
+    left: list[str] = []
+    if saved.has_grad_scaler and target.format == "rigid":
+        left = ["not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place"]
+    all_notes = (*stage_notes(plan.saved, target, options), *plan.notes, *left, *files.notes)
+    return replace(plan, sidecar_files=files, notes=all_notes)
+
+
+def make_plan_for(source: Source, saved: ReshardSource, options: ReshardOptions, notes: Sequence[str]) -> ReshardPlan:
+    """Compute the layout of the target, without sidecar files. Raises UnsupportedError, UsageError."""
     stage = saved.stage if options.stage is None else options.stage
     options.check(stage)
     saved = with_options(saved, {"zero_optimization": options.zero_options})
     if stage == 3 and options.sub_group_size is None:
         options = replace(options, sub_group_size=saved_sub_group_size(saved))
     like = None if options.like is None else slicing_of(open_committed(find_source(options.like).tag_dir))
-    params = [param for part in saved.state.parts for param in part.params]
+    params = [param for part in saved.parts for param in part.params]
     try:
         slicing = target_slicing(
             saved.slicing,
@@ -229,12 +253,7 @@ def complete_plan(source: Source, saved: ReshardSource, options: ReshardOptions,
         target = reshard_target(saved, options, stage, slicing)
     except UnsupportedError as error:
         raise UnsupportedError(f"{source.tag_dir}: {error}") from None
-    saved_world_size = saved.state.checkpoint.world_size
-    sidecar_files = plan_sidecar_files(source, saved_world_size=saved_world_size, world_size=options.world_size)
-    all_notes = [*stage_notes(saved, target, options), *cut, *notes]
-    if saved.state.head.grad_scaler is not None and target.format == "rigid":
-        all_notes.append("not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place")
-    return ReshardPlan(source, saved, target, sidecar_files, options, (*all_notes, *sidecar_files.notes))
+    return ReshardPlan(source, saved, target, SidecarFiles({}, {}, ()), options, (*cut, *notes))
 
 
 def run_reshard(plan: ReshardPlan, dst: Path, *, progress: ProgressFunction | None = None) -> ReshardReport:
@@ -255,7 +274,7 @@ def run_reshard(plan: ReshardPlan, dst: Path, *, progress: ProgressFunction | No
     check_target(plan, dst)
     manifest = _manifest(plan)
     with new_directory(dst, manifest=manifest) as (directory, save_id), one_save(plan.source.tag_dir):
-        check_source_checksums(plan.saved.state)
+        check_source_checksums(plan.saved.checkpoint, plan.saved.parts)
         writer = RankWriter(
             plan.saved,
             plan.target,
@@ -266,7 +285,7 @@ def run_reshard(plan: ReshardPlan, dst: Path, *, progress: ProgressFunction | No
         )
         done = writer.write_ranks()
         root, notes = _finish(plan, directory, save_id, done, writer.streams)
-    record = plan.saved.state.checkpoint.record
+    record = plan.saved.checkpoint.record
     return plan.report(given).model_copy(
         update={
             "dry_run": False,
@@ -288,7 +307,7 @@ def check_target(plan: ReshardPlan, dst: Path) -> None:
     """
     root = plan.source.root
     check_free(dst, sources=(root,) if isinstance(root, Path) else ())
-    needed = round(plan.nbytes * plan.target.times_written) + plan.target.weight_bytes
+    needed = plan.target.nbytes(plan.nbytes)
     free = shutil.disk_usage(dst.parent).free + staged_bytes(dst)
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free", str(dst.parent))
@@ -296,7 +315,7 @@ def check_target(plan: ReshardPlan, dst: Path) -> None:
 
 def _manifest(plan: ReshardPlan) -> dict[str, object]:
     """What must be equal in a killed run and the next one, so that the next one may continue."""
-    checkpoint = plan.saved.state.checkpoint
+    checkpoint = plan.saved.checkpoint
     files = (*checkpoint.optim_files, *checkpoint.model_files)
     return {
         "zeroelastic": __version__,
@@ -334,7 +353,7 @@ def _finish(
     for rank in done:
         totals += rank.digests
     digests = dict(zip(streams, totals.tolist(), strict=True))
-    contents = plan.saved.state.contents(digests)
+    contents = [*contents_of(plan.saved.parts, digests), *excluded_from(plan.saved.checkpoint.record)]
     root = content_root(contents)
     _compare(plan, contents, root)
     source, tag_dir = plan.source, directory / plan.source.tag
@@ -359,9 +378,9 @@ def _record(
     root: str,
 ) -> CommitRecord:
     """The commit record of the written files."""
-    state, params = plan.saved.state, plan.target.layout.whole_tensors
-    source = state.checkpoint.record
-    copies_weights = state.checkpoint.whole_model and plan.target.stage < 3 and not plan.target.weights
+    params = plan.target.layout.whole_tensors
+    source = plan.saved.checkpoint.record
+    copies_weights = plan.saved.whole_model and plan.target.stage < 3 and not plan.target.weights
     found = {name: directory_digest(tag_dir / name) for name in files}
     at = None if source is None else source.committed_at
     saved_by = plan.saved.optim_root.get("ds_version")
@@ -373,7 +392,7 @@ def _record(
         tag=plan.source.tag,
         world_size=plan.target.topology.data_size,
         tp_size=plan.target.topology.tensor_size,
-        global_steps=state.models[0].global_steps,
+        global_steps=plan.saved.global_steps,
         train_batch_size=plan.saved.train_batch_size or 0,
         committed_at=None if at is None else round(at + 1e-6, 6),  # among the source's tags it comes next to it
         trained_params=params_digest(params),
@@ -399,21 +418,18 @@ def _threads(max_memory: int) -> int | None:
 
 def _compare(plan: ReshardPlan, contents: Sequence[ParamContent], root: str) -> None:
     """Raise DigestMismatchError when the moved bytes have other digests than the source's commit record."""
-    record = plan.saved.state.checkpoint.record
+    record = plan.saved.checkpoint.record
     if record is None or record.content_root == root:
         return
-    saved = {content.param.name: content for content in record.contents()}
-    wrong: list[str] = []
-    for content in contents:
-        name, other = content.param.name, saved.pop(content.param.name, None)
-        if other is None:
-            wrong.append(f"{name} (not in the record)")
-            continue
-        keys = sorted({*content.tensors, *other.tensors})
-        wrong += [f"{name}: {key}" for key in keys if content.tensors.get(key) != other.tensors.get(key)]
-        ours, theirs = ({k: v.canonical() for k, v in one.scalars.items()} for one in (content, other))
-        wrong += [f"{name}: scalars"] if ours != theirs else []
-    wrong += [f"{name} (not in the files)" for name in saved]
+    saved, found = (
+        {
+            (content.param.name, key): value
+            for content in table
+            for key, value in (*content.tensors.items(), *((k, v.canonical()) for k, v in content.scalars.items()))
+        }
+        for table in (record.contents(), contents)
+    )
+    wrong = dict.fromkeys(f"{name}: {key}" for (name, key), _ in sorted(saved.items() ^ found.items(), key=repr))
     raise DigestMismatchError(
         f"{plan.source.tag_dir}: what was read differs from what its commit record says was saved: "
         f"{some(wrong)}. The checkpoint is damaged. Nothing was written."

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroelastic.checkpoint.rng_files import derived_seed, reseed
-from zeroelastic.errors import CheckpointError, MissingFileError, counted, some
+from zeroelastic.errors import MissingFileError, counted, some
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import file_size, file_sizes, folders, read_range
+from zeroelastic.io.storage import file_size, file_sizes, folders, read_exactly
 from zeroelastic.runs.framework_files import NOTE, require_own_files
 from zeroelastic.runs.locate import Source
 from zeroelastic.runs.names import LATEST
@@ -50,8 +50,8 @@ def plan_sidecar_files(source: Source, *, saved_world_size: int, world_size: int
     if NOTE in names:
         require_own_files(source.root)
     copied: dict[str, str] = {}
-    derived: dict[str, tuple[str, int]] = {}
     notes: list[str] = []
+    generators = SidecarFiles({}, {}, ())
     per_rank: dict[int, str] = {}
     left: list[str] = []
     carried = source.framework != "deepspeed"
@@ -66,7 +66,8 @@ def plan_sidecar_files(source: Source, *, saved_world_size: int, world_size: int
         else:
             left.append(name)
     if per_rank:
-        _plan_generators(per_rank, saved_world_size, world_size, copied, derived, notes)
+        generators = _plan_generators(per_rank, saved_world_size, world_size)
+        copied, notes = {**copied, **generators.copied}, [*generators.notes]
     if source.framework == "accelerate" and saved_world_size != world_size:
         schedulers = [name for name in copied if name.startswith("scheduler")]
         if schedulers:
@@ -82,47 +83,38 @@ def plan_sidecar_files(source: Source, *, saved_world_size: int, world_size: int
         notes.append(f"not carried: {some(others)} (other tags and directories)")
     if left:
         notes.append(f"not carried: {some(left)} (files that no framework of ours is known to need)")
-    return SidecarFiles(copied, derived, tuple(notes))
+    return SidecarFiles(copied, generators.derived, tuple(notes))
 
 
-def _plan_generators(
-    per_rank: dict[int, str],
-    saved_world_size: int,
-    world_size: int,
-    copied: dict[str, str],
-    derived: dict[str, tuple[str, int]],
-    notes: list[str],
-) -> None:
+def _plan_generators(per_rank: dict[int, str], saved_world_size: int, world_size: int) -> SidecarFiles:
     """``rng_state_3.pth`` of the Trainer (``rng_state.pth`` on one rank), ``random_states_3.pkl`` of accelerate."""
     match = _PER_RANK.fullmatch(next(iter(per_rank.values())))
     assert match is not None
     stem, kind = match["stem"], match["kind"]
-    missing = [rank for rank in range(min(saved_world_size, world_size)) if rank not in per_rank]
     if 0 not in per_rank:
-        notes.append(f"not carried: {stem}_*.{kind}, because that of rank 0 is missing")
-        return
+        return SidecarFiles({}, {}, (f"not carried: {stem}_*.{kind}, because that of rank 0 is missing",))
+    copied: dict[str, str] = {}
+    derived: dict[str, tuple[str, int]] = {}
     alone = stem == "rng_state"
     reshaped = alone and (saved_world_size == 1) != (world_size == 1)
-    kept: list[int] = []
+    kept = [rank for rank in range(min(saved_world_size, world_size)) if rank in per_rank]
     for rank in range(world_size):
         name = f"{stem}.{kind}" if alone and world_size == 1 else f"{stem}_{rank}.{kind}"
-        if rank in per_rank and rank < saved_world_size and not reshaped:
-            copied[name] = per_rank[rank]
-            kept.append(rank)
-        elif rank in per_rank and rank < saved_world_size:
-            derived[name] = (per_rank[rank], -1)  # the same state, in the shape for another number of ranks
-            kept.append(rank)
-        else:
+        if rank not in kept:
             derived[name] = (per_rank[0], rank)
-    new = world_size - len(kept)
-    if kept:
-        notes.append(f"random number generators: those of {counted(len(kept), 'rank')} are the saved ones")
-    if new:
-        notes.append(f"random number generators: {counted(new, 'rank')} new, seeded from the checkpoint and the rank")
-    if len(per_rank) > world_size:
-        notes.append(f"random number generators: those of {counted(len(per_rank) - world_size, 'rank')} are dropped")
-    if missing:
-        notes.append(f"random number generators: none was saved for ranks {some([str(rank) for rank in missing])}")
+        elif reshaped:  # the same state, in the shape for another number of ranks
+            derived[name] = (per_rank[rank], -1)
+        else:
+            copied[name] = per_rank[rank]
+    new, dropped = world_size - len(kept), len(per_rank) - world_size
+    missing = [str(rank) for rank in range(min(saved_world_size, world_size)) if rank not in per_rank]
+    said = (
+        f"those of {counted(len(kept), 'rank')} are the saved ones" if kept else "",
+        f"{counted(new, 'rank')} new, seeded from the checkpoint and the rank" if new else "",
+        f"those of {counted(dropped, 'rank')} are dropped" if dropped > 0 else "",
+        f"none was saved for ranks {some(missing)}" if missing else "",
+    )
+    return SidecarFiles(copied, derived, tuple(f"random number generators: {clause}" for clause in said if clause))
 
 
 def write_sidecar_files(source: Source, sidecar_files: SidecarFiles, root: Path, *, identity: str) -> tuple[str, ...]:
@@ -163,9 +155,6 @@ def _copy_file(origin: FilePath, path: Path) -> None:
         raise MissingFileError(f"{origin}: is no longer there.")
     with open(path, "wb") as file:
         for offset in range(0, size, _COPY_BYTES):
-            data = read_range(origin, offset, min(_COPY_BYTES, size - offset))
-            if len(data) != min(_COPY_BYTES, size - offset):
-                raise CheckpointError(f"{origin}: became shorter while it was read.")
-            file.write(data)
+            file.write(read_exactly(origin, offset, min(_COPY_BYTES, size - offset)))
         file.flush()
         os.fsync(file.fileno())

@@ -11,9 +11,10 @@ deepspeed.checkpoint.affine and autoep_affine (DeepSpeed 0.19.8).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
+from zeroelastic.checkpoint.optimizer_file import configured_sub_group_size, steps_with_bf16_optimizer, zero_option
 from zeroelastic.checkpoint.topology import (
     SliceMap,
     SliceMaps,
@@ -53,7 +54,7 @@ EXPERT_WEIGHTS = ("w1", "w2", "w3")
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertLayer:
+class MoeLayer:
     """A layer with experts: its number among these layers, and how the names of its parameters begin.
 
     ``table`` is its entry in ``ds_autoep_layers`` of AutoEP; DeepSpeed's own MoE layers have none.
@@ -76,7 +77,7 @@ class Slicing:
     topology: Topology
     maps: SliceMaps = field(default_factory=dict)
     expert_size: int = 1
-    layers: tuple[ExpertLayer, ...] = ()
+    layers: tuple[MoeLayer, ...] = ()
     info: Root | None = None
 
     @property
@@ -144,42 +145,45 @@ class Slicing:
                 buffers += pack_sub_groups([part], world_size=self.num_parts(part), sub_group_size=sub_group_size)
         return buffers
 
-    def sub_group_layout(self, groups: Sequence[Sequence[Param]], sub_group_size: int | None) -> Layout:
-        """The layout of stage 3 over all ranks. Raises UnsupportedError for sub-groups that differ between ranks."""
-        if not self.has_slices:
-            return layout_from_sub_groups(self.sub_groups(groups, sub_group_size), self.topology.world_size)
-        return self._layout([self.sub_groups(groups, sub_group_size, t) for t in self._tensor_ranks], stage=3)
-
-    def group_layout(
-        self, groups: Sequence[Sequence[Param]], *, round_robin: bool, itemsizes: Sequence[int] | None
+    def layout(
+        self,
+        groups: Sequence[Sequence[Param]],
+        stage: int,
+        config: Mapping[str, object],
+        *,
+        itemsizes: Sequence[int],
+        sub_group_size: int | None = None,
     ) -> tuple[Layout, list[list[int]]]:
-        """The layout of stages 1 and 2 over all ranks, and the gaps behind the parameters of each group.
+        """The layout that DeepSpeed makes of optimizer groups with a configuration, and the gaps below stage 3.
 
-        ``round_robin`` and ``itemsizes`` as in ``group_split_of_run``. Raises UnsupportedError for a group of experts
-        and others, and for gaps that differ between tensor parallel ranks.
+        ``itemsizes`` are the bytes of an element of each group's weights. Raises UnsupportedError for a group of
+        experts and others below stage 3, and for buffers or gaps that differ between tensor parallel ranks.
         """
-        found: list[Buffers] = []
-        gaps: list[list[list[int]]] = []
-        for t in self._tensor_ranks:
-            members = [self.in_files(group, t) for group in groups]
-            for number, group in enumerate(members):
-                if len({self.is_expert(param.name) for param in group}) > 1:
-                    raise UnsupportedError(
-                        f"optimizer group {number} has experts and other parameters, which DeepSpeed does not keep in "
-                        "one buffer at stages 1 and 2."
-                    )
-            parts = [self.num_parts(group) for group in members]
-            ordered, behind = buffer_order(members, parts, round_robin=round_robin, itemsizes=itemsizes)
-            found.append(ordered)
-            gaps.append(behind)
-        if not self.has_slices:
-            return group_split_layout(found[0], self.topology.world_size, gaps[0]), gaps[0]
-        if any(behind != gaps[0] for behind in gaps):
+        if stage == 3:
+            size = sub_group_size or configured_sub_group_size(config)
+            return self._over_ranks([self.sub_groups(groups, size, t) for t in self._tensor_ranks], stage), []
+        found = [[self.in_files(group, t) for group in groups] for t in self._tensor_ranks]
+        kinds = [{self.is_expert(param.name) for param in group} for group in found[0]]
+        if mixed := [number for number, kind in enumerate(kinds) if len(kind) > 1]:
+            raise UnsupportedError(
+                f"optimizer group {mixed[0]} has experts and other parameters, which DeepSpeed does not keep in one "
+                "buffer at stages 1 and 2."
+            )
+        knows_both = stage != 1 or not steps_with_bf16_optimizer(config)  # a BF16_Optimizer knows neither option
+        is_dealt = knows_both and bool(zero_option(config, "round_robin_gradients"))
+        is_aligned = knows_both and bool(zero_option(config, "parameter_alignment"))
+        parts = [self.num_parts(group) for group in found[0]]
+        ordered = [
+            buffer_order(members, parts, round_robin=is_dealt, itemsizes=itemsizes if is_aligned else None)
+            for members in found
+        ]
+        gaps = ordered[0][1]
+        if any(behind != gaps for _, behind in ordered):
             raise UnsupportedError(
                 "the slices of tensor parallel ranks have different sizes, which parameter_alignment places "
                 "differently: such checkpoints are not written. Leave parameter_alignment out."
             )
-        return self._layout(found, stage=2, gaps=gaps[0]), gaps[0]
+        return self._over_ranks([buffers for buffers, _ in ordered], stage, gaps), gaps
 
     def frozen_layout(self, params: Sequence[Param], stage: int) -> Layout:
         """The layout of frozen parameters, of which each is a buffer of its own.
@@ -193,13 +197,18 @@ class Slicing:
         if topology.tensor_size == 1:
             return unpacked_layout(params, topology.world_size)
         buffers = [[[param] for param in self.in_files(params, t)] for t in self._tensor_ranks]
-        return replace(self, topology=topology)._layout(buffers, stage=3)
+        return replace(self, topology=topology)._over_ranks(buffers, 3)
 
     @property
     def _tensor_ranks(self) -> range:
         return range(self.topology.tensor_size)
 
-    def _layout(self, buffers: Sequence[Buffers], *, stage: int, gaps: Sequence[Sequence[int]] | None = None) -> Layout:
+    def _over_ranks(self, buffers: Sequence[Buffers], stage: int, gaps: list[list[int]] | None = None) -> Layout:
+        """The layout over all ranks, from the buffers of each tensor parallel rank."""
+        if not self.has_slices:
+            if stage == 3:
+                return layout_from_sub_groups(buffers[0], self.topology.world_size)
+            return group_split_layout(buffers[0], self.topology.world_size, gaps)
         sizes = [self.expert_size_of(members) for members in buffers[0]]
         try:
             return layout_over_ranks(
@@ -248,8 +257,9 @@ def saved_slicing(root: Root, layouts: Sequence[Layout], topology: Topology, own
         views: dict[str, list[SliceView]] = {}
         for layout in layouts:
             for tensor_rank in range(topology.tensor_size):
-                for name, view in _views_of(layout.on_rank(topology.rank(0, tensor_rank))):
-                    views.setdefault(name, []).append(view)
+                own = layout.on_rank(topology.rank(0, tensor_rank))
+                for whole, param, strips in zip(own.tensors, own.params, strips_by_param(own), strict=True):
+                    views.setdefault(whole.name, []).append(SliceView(whole, param.shape, strips))
         maps = {name: SliceMap("tensor", tuple(found)) for name, found in views.items()}
         return Slicing(topology, maps, info=pairs_of(root.get(INFO)) or None)
     trained = layouts[0]
@@ -258,7 +268,7 @@ def saved_slicing(root: Root, layouts: Sequence[Layout], topology: Topology, own
     counts = local_experts(tensor.name for tensor in trained.whole_tensors)
     if frozen := [prefix for prefix in own_layers if prefix not in counts]:
         raise UnsupportedError(f"{some(frozen)}: has experts that are frozen, which are not written for another run.")
-    layers = [ExpertLayer(number, prefix, counts[prefix]) for number, prefix in enumerate(own_layers)]
+    layers = [MoeLayer(number, prefix, counts[prefix]) for number, prefix in enumerate(own_layers)]
     if tables:
         layers = [_expert_layer(table) for table in map(pairs_of, tables)]
         if sum(layer.num_experts for layer in layers) > _MOST_EXPERTS:
@@ -278,7 +288,7 @@ def saved_slicing(root: Root, layouts: Sequence[Layout], topology: Topology, own
     return _with_experts(Slicing(topology, layers=tuple(layers)), [*experts.values()], size)
 
 
-def _expert_layer(table: Root) -> ExpertLayer:
+def _expert_layer(table: Root) -> MoeLayer:
     """A layer of AutoEP."""
     number, prefix, count = (table.get(key) for key in ("moe_layer_id", "expert_key_prefix", "num_experts"))
     if type(number) is not int or not isinstance(prefix, str) or type(count) is not int or count < 1:
@@ -286,13 +296,7 @@ def _expert_layer(table: Root) -> ExpertLayer:
             f"a layer of ds_autoep_layers has moe_layer_id {shown(number)}, expert_key_prefix {shown(prefix)} and "
             f"num_experts {shown(count)}. The file is damaged."
         )
-    return ExpertLayer(number, prefix, count, table)
-
-
-def _views_of(own: Layout) -> Iterator[tuple[str, SliceView]]:
-    """What a rank has of each tensor, from its own layout."""
-    for whole, param, strips in zip(own.tensors, own.params, strips_by_param(own), strict=True):
-        yield whole.name, SliceView(whole, param.shape, strips)
+    return MoeLayer(number, prefix, count, table)
 
 
 def strips_by_param(layout: Layout) -> list[tuple[Strip, ...]]:

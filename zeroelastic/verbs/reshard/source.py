@@ -51,7 +51,7 @@ _GROUP_STATE_KEYS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OptimGroup:
     """One optimizer group: its hyper-parameters as the files have them, its parameters, and how often each is listed.
 
     ``repeats`` is 1 but for optimizers such as DeepSpeed's Adagrad, whose groups list every flat buffer twice.
@@ -66,15 +66,21 @@ class Group:
 class ReshardSource:
     """What the files of the new ranks are made from: the saved tensors, and the graphs of saved files for the rest.
 
-    ``optim_root`` is an optimizer file's graph; ``model_root(rank)`` the module states that target rank ``rank`` takes
-    over; ``config`` the saved DeepSpeed configuration, from the file ``config_path``.
+    ``parts`` are the trained parameters and, where frozen ones were saved, these. ``optim_root`` is an optimizer file's
+    graph; ``model_root(rank)`` the module states that target rank ``rank`` takes over; ``config`` the saved DeepSpeed
+    configuration, from the file ``config_path``, and ``train_batch_size`` the global batch of the save, where it is
+    known.
 
     ``buffers`` are the parameters of each flat buffer of the ranks that saved it, in the order of the optimizer.
     ``slicing`` says which slices of tensors these ranks had.
     """
 
-    state: SavedState
-    groups: tuple[Group, ...]
+    checkpoint: Checkpoint
+    parts: tuple[SavedPart, ...]
+    stage: int
+    global_steps: int
+    train_batch_size: int | None
+    groups: tuple[OptimGroup, ...]
     buffers: Sequence[Sequence[Param]]
     optim_root: Mapping[object, object]
     model_root: Callable[[int], Mapping[object, object]]
@@ -82,11 +88,12 @@ class ReshardSource:
     config_path: FilePath
     bf16_names: bool
     slicing: Slicing
+    has_grad_scaler: bool = False
 
     @property
-    def stage(self) -> int:
-        """The ZeRO stage that saved it."""
-        return self.state.head.stage
+    def nbytes(self) -> int:
+        """Bytes of all tensors, padding excluded."""
+        return sum(tensor.nbytes for part in self.parts for tensor in part.tensors())
 
     @property
     def whole_model(self) -> bool:
@@ -101,17 +108,12 @@ class ReshardSource:
     @property
     def trained(self) -> SavedPart:
         """The trained parameters."""
-        return self.state.parts[0]
+        return self.parts[0]
 
     @property
     def frozen(self) -> SavedPart | None:
         """The frozen parameters, where they were saved."""
-        return self.state.parts[1] if len(self.state.parts) > 1 else None
-
-    @property
-    def train_batch_size(self) -> int | None:
-        """The global batch of the save, where it is known."""
-        return train_batch_size(self.state.checkpoint.record, self.state.head, self.slicing.topology.data_size)
+        return self.parts[1] if len(self.parts) > 1 else None
 
     def grouped(self, params: Iterable[Param]) -> list[list[Param]]:
         """Of these parameters those of each optimizer group, in its order."""
@@ -138,7 +140,11 @@ def reshard_source(state: SavedState) -> ReshardSource:
     groups = _groups(state, inner)
     _check_order(groups, slicing, layout, state.head.path)
     return ReshardSource(
-        state=state,
+        checkpoint=checkpoint,
+        parts=state.parts,
+        stage=state.head.stage,
+        global_steps=state.models[0].global_steps,
+        train_batch_size=train_batch_size(checkpoint.record, state.head, slicing.topology.data_size),
         groups=groups,
         buffers=[
             [layout.params[p] for p in np.flatnonzero(layout.sub_group == i).tolist()]
@@ -150,6 +156,7 @@ def reshard_source(state: SavedState) -> ReshardSource:
         config_path=state.head.path,
         bf16_names=state.head.path.name.startswith("bf16_"),
         slicing=slicing,
+        has_grad_scaler=state.head.grad_scaler is not None,
     )
 
 
@@ -227,7 +234,7 @@ def _own_layers(checkpoint: Checkpoint) -> list[str]:
     return [found[layer] for layer in sorted(found) if found[layer]]
 
 
-def _check_order(groups: Sequence[Group], slicing: Slicing, first: Layout, path: FilePath) -> None:
+def _check_order(groups: Sequence[OptimGroup], slicing: Slicing, first: Layout, path: FilePath) -> None:
     """Raise UnsupportedError where DeepSpeed's own experts are in another order than in the module.
 
     ``first`` is the layout of the first rank, whose files have their parameters in the order of the optimizer.
@@ -286,7 +293,7 @@ def saved_sub_group_size(source: ReshardSource) -> int:
     return size
 
 
-def _groups(state: SavedState, inner: Mapping[object, object]) -> tuple[Group, ...]:
+def _groups(state: SavedState, inner: Mapping[object, object]) -> tuple[OptimGroup, ...]:
     """The optimizer groups, with hyper-parameters as the file's own objects, so that they are written unchanged."""
     own_state = "optimizer_state_dict" if state.head.stage == 3 else "base_optimizer_state"
     nested = entry(inner, own_state, "param_groups")
@@ -313,10 +320,10 @@ def no_hyper_parameters(path: FilePath) -> UnsupportedError:
     )
 
 
-def make_group(options: Mapping[object, object], params: tuple[str, ...], *, repeats: int | None = None) -> Group:
+def make_group(options: Mapping[object, object], params: tuple[str, ...], *, repeats: int | None = None) -> OptimGroup:
     """A group from its entry in a file; by default ``repeats`` is counted in its list of flat buffers."""
     kept = {key: value for key, value in options.items() if key != "params"}
-    return Group(kept, params, _repeats(options.get("params")) if repeats is None else repeats)
+    return OptimGroup(kept, params, _repeats(options.get("params")) if repeats is None else repeats)
 
 
 def _repeats(listed: object) -> int:
@@ -357,17 +364,24 @@ def made_weights(source: ReshardSource, slicing: Slicing) -> dict[str, str]:
                 f"{param.name}: its master weights are {saved[FP32]}, its weights {dtypes[param.name]}, which cannot "
                 "be made of them. Choose stage 3, with --stage 3."
             )
-    names = slicing.file_names()
-    check_entries(source, [name for name in dtypes if not slicing.is_expert(names.get(name, name))])
+    root, names = source.model_root(0), slicing.file_names()
+    module, shared = pairs_of(root.get("module")), names_in_module(source, root).tied
+    found = {*module, *(shared.get(str(name), str(name)) for name in module)}
+    wanted = sorted(name for name in dtypes if not slicing.is_expert(names.get(name, name)))
+    if missing := [name for name in wanted if name not in found and shared.get(name, name) not in found]:
+        raise UnsupportedError(
+            f"the module's state has no entry for {some(missing)}, whose weights stages 1 and 2 keep there. "
+            "Choose stage 3, with --stage 3."
+        )
     return dtypes
 
 
 def refuse_own_weights(source: ReshardSource) -> None:
     """Raise UnsupportedError where weights are not the master weights, cast, so that no other ones can be made."""
-    record = source.state.checkpoint.record
+    record = source.checkpoint.record
     if record is not None and record.own_weights:
         raise UnsupportedError(
-            f"{source.state.checkpoint.tag_dir}: the weights of the model were not the master weights when this was "
+            f"{source.checkpoint.tag_dir}: the weights of the model were not the master weights when this was "
             "saved, as those of a schedule-free optimizer in eval() are not. Only files of stages 1 and 2 have a place "
             "for them, of the same tensor and expert parallel sizes: pass --stage 1 or 2."
         )
@@ -377,19 +391,6 @@ def names_in_module(source: ReshardSource, root: Mapping[object, object]) -> Mod
     """What the names in the module's state of a model states file are, other than one parameter each."""
     module = pairs_of(root.get("module"))
     return module_names(root, module, places_of(module), is_whole=source.whole_model)
-
-
-def check_entries(source: ReshardSource, names: Iterable[str]) -> None:
-    """Raise UnsupportedError where the module's state has no place for the weight of one of these parameters."""
-    root = source.model_root(0)
-    module, shared = pairs_of(root.get("module")), names_in_module(source, root).tied
-    found = {*module, *(shared.get(str(name), str(name)) for name in module)}
-    missing = sorted(name for name in names if name not in found and shared.get(name, name) not in found)
-    if missing:
-        raise UnsupportedError(
-            f"the module's state has no entry for {some(missing)}, whose weights stages 1 and 2 keep there. "
-            "Choose stage 3, with --stage 3."
-        )
 
 
 def check_module(source: ReshardSource) -> None:

@@ -19,10 +19,10 @@ from zeroelastic.checkpoint.saved_state import SavedPart
 from zeroelastic.checkpoint.tag_files import expert_file_name, model_file_name
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.core.layout import Layout, Param
+from zeroelastic.core.layout import Layout
 from zeroelastic.errors import UnsupportedError, UsageError, rank_list
 from zeroelastic.torch_file.header import DTYPE_BYTES
-from zeroelastic.verbs.reshard.slicing import ExpertLayer, Slicing
+from zeroelastic.verbs.reshard.slicing import MoeLayer, Slicing
 from zeroelastic.verbs.reshard.source import (
     ReshardSource,
     check_module,
@@ -35,6 +35,7 @@ LEAST_MEMORY = 64 << 20
 """The smallest ``max_memory``: buffers of a few threads and the tables of one rank."""
 
 _TO_STAGE_3 = "Choose stage 3, with --stage 3."
+_APART = "--sub-group-size that keeps them apart; 1 gives each parameter a sub-group of its own."
 _ZERO_OPTIONS = ("round_robin_gradients", "parameter_alignment")
 
 
@@ -141,7 +142,7 @@ class ReshardTarget:
         experts = sum(layer.num_experts for layer in self.slicing.layers)
         return self.world_size + self.topology.tensor_size + experts
 
-    def experts(self, rank: int) -> list[tuple[ExpertLayer, int]]:
+    def experts(self, rank: int) -> list[tuple[MoeLayer, int]]:
         """The experts whose files a rank writes, of which DeepSpeed has one for each below stage 3."""
         if self.stage == 3:
             return []
@@ -156,17 +157,12 @@ class ReshardTarget:
             if expert // (layer.num_experts // size) == expert_rank
         ]
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights that are made from master weights."""
-        made = [param for param in self.layout.params if param.name in self.weights]
-        return sum(param.numel * DTYPE_BYTES[self.weights[param.name]] for param in made)
-
-    @property
-    def times_written(self) -> float:
-        """How often an element is written on average: more than once where tensor parallel ranks have copies."""
+    def nbytes(self, of_state: int) -> int:
+        """Bytes that are written of a state of so many: tensor parallel ranks have copies, and weights may be made."""
         numel = sum(tensor.numel for tensor in self.layout.whole_tensors)
-        return int(self.layout.numel.sum()) / numel if numel else 1.0
+        made = [param for param in self.layout.params if param.name in self.weights]
+        weights = sum(param.numel * DTYPE_BYTES[self.weights[param.name]] for param in made)
+        return weights + (round(of_state * (int(self.layout.numel.sum()) / numel)) if numel else of_state)
 
     def on_rank(self, rank: int) -> ReshardTarget:
         """The same with the layouts of one rank alone."""
@@ -195,92 +191,61 @@ def reshard_target(source: ReshardSource, options: ReshardOptions, stage: int, s
     Raises UnsupportedError when parameters that share a flat buffer there were saved with different kinds of state, and
     for what DeepSpeed does not run at the stage.
     """
+    size, weights, dtypes = options.sub_group_size, dict[str, str](), dict[str, str]()
     if stage == 3:
-        return _sub_group_target(source, options, slicing)
-    _check_optimizer(source, stage, slicing)
-    groups = source.grouped(param for param in source.trained.params if param.numel > 0)
-    return _group_target(source, groups, slicing, stage)
-
-
-def _sub_group_target(source: ReshardSource, options: ReshardOptions, slicing: Slicing) -> ReshardTarget:
-    size = options.sub_group_size
-    assert size is not None, "plan_reshard takes the saved one where none is given"
-    refuse_own_weights(source)
-    return _target(
-        source,
-        3,
-        slicing,
-        slicing.sub_group_layout(source.grouped(source.trained.params), size),
-        f"a sub-group on {slicing.topology.world_size} ranks",
-        advice="Choose a --sub-group-size that keeps them apart; 1 gives each parameter a sub-group of its own.",
-        format=options.format or "elastic",
-    )
-
-
-def _group_target(source: ReshardSource, groups: list[list[Param]], slicing: Slicing, stage: int) -> ReshardTarget:
-    for number, members in enumerate(groups):
-        if not members:
+        refuse_own_weights(source)
+        groups = source.grouped(source.trained.params)
+    else:
+        _check_optimizer(source, stage, slicing)
+        groups = source.grouped(param for param in source.trained.params if param.numel > 0)
+        if not all(groups):
             raise UnsupportedError(
-                f"optimizer group {number} has no trained parameters: DeepSpeed does not start with such a group at "
-                f"stages 1 and 2. {_TO_STAGE_3}"
+                f"optimizer group {groups.index([])} has no trained parameters: DeepSpeed does not start with such a "
+                f"group at stages 1 and 2. {_TO_STAGE_3}"
             )
-    check_module(source)
-    dtypes, itemsizes = weight_dtypes(source), None
-    round_robin = bool(zero_option(source.config, "round_robin_gradients"))
-    if zero_option(source.config, "parameter_alignment"):
-        # DeepSpeed takes the dtype of the parameter that the optimizer lists first.
-        itemsizes = [DTYPE_BYTES[dtypes[members[0].name]] for members in groups]
-    of_bf16_optimizer = stage == 1 and steps_with_bf16_optimizer(source.config)
-    if of_bf16_optimizer:
-        round_robin, itemsizes = False, None
-    layout, gaps = slicing.group_layout(groups, round_robin=round_robin, itemsizes=itemsizes)
-    advice = (
-        "An optimizer group has one state at stages 1 and 2: choose stage 3, with --stage 3, and a --sub-group-size "
-        "that keeps them apart; 1 gives each parameter a sub-group of its own."
-    )
-    target = _target(source, stage, slicing, layout, "an optimizer group", advice=advice)
-    weights = made_weights(source, slicing)
-    return replace(target, gaps=tuple(map(tuple, gaps)), weights=weights, of_bf16_optimizer=of_bf16_optimizer)
-
-
-def _target(
-    source: ReshardSource,
-    stage: int,
-    slicing: Slicing,
-    layout: Layout,
-    what: str,
-    *,
-    advice: str,
-    format: CheckpointFormat = "rigid",
-) -> ReshardTarget:
-    """A target with the flat buffers of a layout, whose contents are those of their parameters.
-
-    Raises UnsupportedError for parameters that share ``what`` with different contents; ``advice`` says what to do.
-    """
+        check_module(source)
+        dtypes, weights = weight_dtypes(source), made_weights(source, slicing)
+    # DeepSpeed takes the dtype of the parameter that the optimizer lists first.
+    itemsizes = [DTYPE_BYTES[dtypes[members[0].name]] for members in groups if dtypes]
+    layout, gaps = slicing.layout(groups, stage, source.config, itemsizes=itemsizes, sub_group_size=size)
     part = source.trained
+    firsts = _firsts(part, layout, stage, slicing.topology.world_size)
+    owner = {name: g for g, group in enumerate(source.groups) for name in group.params}
+    owners = [owner[part.params[first].name] for first in firsts]
+    return ReshardTarget(
+        stage=stage,
+        slicing=slicing,
+        format=(options.format or "elastic") if stage == 3 else "rigid",
+        layout=layout,
+        frozen=None if source.frozen is None else slicing.frozen_layout(source.frozen.params, stage),
+        keys=tuple(part.dtypes[first] for first in firsts),
+        scalars=tuple(part.scalars[first] for first in firsts),
+        members=tuple(tuple(i for i, g in enumerate(owners) if g == group) for group in range(len(source.groups))),
+        gaps=tuple(map(tuple, gaps)),
+        weights=weights,
+        of_bf16_optimizer=stage == 1 and steps_with_bf16_optimizer(source.config),
+    )
+
+
+def _firsts(part: SavedPart, layout: Layout, stage: int, world_size: int) -> list[int]:
+    """The first parameter of each flat buffer. Raises UnsupportedError for parameters that share one and differ."""
     number = {param.name: i for i, param in enumerate(part.params)}
     firsts: dict[int, int] = {}
     for param, buffer in zip(layout.params, layout.sub_group.tolist(), strict=True):
         first, other = firsts.setdefault(buffer, number[param.name]), number[param.name]
-        differ = _differing(part, first, other)
-        if differ:
+        if differ := _differing(part, first, other):
+            what, advice = f"a sub-group on {world_size} ranks", f"Choose a {_APART}"
+            if stage != 3:
+                what = "an optimizer group"
+                advice = (
+                    "An optimizer group has one state at stages 1 and 2: choose stage 3, with --stage 3, and a "
+                    f"{_APART}"
+                )
             raise UnsupportedError(
                 f"{part.params[first].name} and {param.name} share {what} but were saved with different optimizer "
                 f"state ({', '.join(differ)}). {advice}"
             )
-    in_order = [firsts[buffer] for buffer in range(layout.num_sub_groups)]
-    owner = {name: g for g, group in enumerate(source.groups) for name in group.params}
-    owners = [owner[part.params[first].name] for first in in_order]
-    return ReshardTarget(
-        stage=stage,
-        slicing=slicing,
-        format=format,
-        layout=layout,
-        frozen=None if source.frozen is None else slicing.frozen_layout(source.frozen.params, stage),
-        keys=tuple(part.dtypes[first] for first in in_order),
-        scalars=tuple(part.scalars[first] for first in in_order),
-        members=tuple(tuple(i for i, g in enumerate(owners) if g == group) for group in range(len(source.groups))),
-    )
+    return [firsts[buffer] for buffer in range(layout.num_sub_groups)]
 
 
 def _differing(part: SavedPart, first: int, other: int) -> list[str]:
@@ -335,7 +300,7 @@ def stage_notes(saved: ReshardSource, target: ReshardTarget, options: ReshardOpt
 def _notes_on_ranks(saved: ReshardSource, target: ReshardTarget) -> list[str]:
     """A sentence on what each rank of stage 3 saved for itself, where the result has no file for it."""
     kept = target.topology.data_size if target.stage == 3 else 1
-    left = range(kept, 1 if saved.whole_model else saved.state.checkpoint.topology.data_size)
+    left = range(kept, 1 if saved.whole_model else saved.checkpoint.topology.data_size)
     if not left:
         return []
     root = saved.model_root(0)
