@@ -35,7 +35,7 @@ from training import Job, build_engine, train_step  # noqa: E402
 from zeroelastic.elastic import resume  # noqa: E402
 from zeroelastic.elastic.memory import checkpoints  # noqa: E402
 from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints  # noqa: E402
-from zeroelastic.elastic.memory.place import Place  # noqa: E402
+from zeroelastic.elastic.memory.place import JobPlace  # noqa: E402
 from zeroelastic.io.paths import as_path  # noqa: E402
 from zeroelastic.testing import RankPool  # noqa: E402
 
@@ -47,9 +47,9 @@ COLD_TARGET = 5.0
 
 def use_node(shared: Path, number: int) -> None:
     """Let this rank be on a node of its own: a directory in shared memory."""
-    place = Place(path=shared / f"node{number}", node=f"node{number}")
-    Place.of_this_job = staticmethod(lambda *args, **kwargs: place)  # type: ignore[method-assign, assignment]
-    Place.create = lambda self: self.path.mkdir(parents=True, exist_ok=True)  # type: ignore[method-assign, assignment]
+    place = JobPlace(path=shared / f"node{number}", node=f"node{number}")
+    JobPlace.of_this_job = staticmethod(lambda *args, **kwargs: place)  # type: ignore[method-assign, assignment]
+    JobPlace.create = lambda self: self.path.mkdir(parents=True, exist_ok=True)  # type: ignore[method-assign, assignment]
 
 
 def job_of(rows: int, stage: int = 3) -> Job:

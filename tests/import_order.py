@@ -28,7 +28,7 @@ ROOMS = {
     "verbs": ["report", "options", "new_directory", "model_tensors", "reading", "new_files", "elements", "verify",
               "diff", "reshard", "plan", "convert"],
     "deepspeed": ["patching", "options", "engine_state", "engine", "run_objects",
-                  "client_state", "live", "storage_rules", "fill", "node_local", "load", "save", "install"],
+                  "client_state", "live", "fill", "node_local", "load", "save", "install"],
     "elastic": ["memory"],
     "cli": ["terminal", "figures", "tables", "page", "app", "doctor", "documents"],
 }  # fmt: skip

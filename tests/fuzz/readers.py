@@ -28,8 +28,9 @@ from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.dcp.metadata import METADATA
 from zeroelastic.dcp.saved import open_dcp
 from zeroelastic.errors import ZeroElasticError
-from zeroelastic.runs.candidates import check_quickly, find_newest, list_run
+from zeroelastic.runs.candidates import check_quickly, find_newest
 from zeroelastic.runs.locate import find_source, list_tags
+from zeroelastic.runs.run_store import RunStore
 from zeroelastic.torch_file.archive import write_tree
 from zeroelastic.torch_file.header import directory_digest, read_torch_file, read_tree, walk_refs
 from zeroelastic.torch_file.zip_check import read_zip_records
@@ -73,7 +74,7 @@ def commit_record(data: bytes, folder: Path) -> Reads:
     """``zeroelastic.json`` beside files that are as they should be."""
     tag = _golden_copy("elastic2", folder)
     (tag / RECORD_NAME).write_bytes(data)
-    return (lambda: read_record(tag), lambda: open_checkpoint(tag), lambda: list_run(tag.parent))
+    return (lambda: read_record(tag), lambda: open_checkpoint(tag), lambda: RunStore(tag.parent).require_tags())
 
 
 def tag_scan(data: bytes, folder: Path) -> Reads:
@@ -95,7 +96,7 @@ def tag_scan(data: bytes, folder: Path) -> Reads:
     return (
         lambda: find_source(root),
         lambda: list_tags(root),
-        lambda: find_newest(list_run(root).tags, check_quickly),
+        lambda: find_newest(RunStore(root).tags(), check_quickly),
         lambda: open_universal(find_universal(root).tag_dir),  # type: ignore[arg-type]
         lambda: open_checkpoint(find_source(root).tag_dir),
     )
@@ -117,7 +118,7 @@ def checkpoint(data: bytes, folder: Path) -> Reads:
     good = GOLDEN / name / "global_step2"
     others: Reads = (
         lambda: inspect_source(find_source(tag)),
-        lambda: find_newest(list_run(tag.parent).tags, check_quickly),
+        lambda: find_newest(RunStore(tag.parent).tags(), check_quickly),
         lambda: diff(good, tag),
     )
     return (state, *others[which // 32 % 6 : which // 32 % 6 + 1])

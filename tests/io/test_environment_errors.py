@@ -18,8 +18,9 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.cli.app import app
 from zeroelastic.io.paths import as_path
 from zeroelastic.io.storage import file_size
-from zeroelastic.runs.candidates import check_quickly, check_tag, list_run
+from zeroelastic.runs.candidates import check_quickly, check_tag
 from zeroelastic.runs.prune import plan_prune
+from zeroelastic.runs.run_store import RunStore
 
 TAG = "global_step4"
 FILES = {
@@ -174,7 +175,7 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over_in_silence(sample, un
         shutil.copytree(sample / TAG, tmp_path / f"checkpoint-{step}" / TAG)
         (tmp_path / f"checkpoint-{step}/latest").write_text(TAG)
     unreadable(tmp_path / "checkpoint-4", errno.EACCES)
-    newest, older = list_run(tmp_path).tags
+    newest, older = RunStore(tmp_path).tags()
     verdict = check_tag(newest, check_quickly)
     assert newest.name == "checkpoint-4" and verdict is not None and verdict.undecided
     assert check_tag(older, check_quickly) is None

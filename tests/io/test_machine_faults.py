@@ -23,7 +23,8 @@ from saved_files import record_of
 from training import Job, build_engine, train_step
 
 from zeroelastic.executors.build_info import describe_build
-from zeroelastic.runs.candidates import check_quickly, find_newest, list_run
+from zeroelastic.runs.candidates import check_quickly, find_newest
+from zeroelastic.runs.run_store import RunStore
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
@@ -182,7 +183,7 @@ def save_with_wrong_clocks(directory: str) -> None:
 def test_clocks_decide_nothing(rank_pool: RankPool, tmp_path: Path) -> None:
     """The newest checkpoint is that of the last step, whatever the times of its files and its name say."""
     rank_pool.run(save_with_wrong_clocks, 2, str(tmp_path))
-    run = list_run(tmp_path)
-    assert [(tag.name, tag.step) for tag in run.tags] == [("a", 3), ("b", 2), ("c", 1)]
-    newest, passed = find_newest(run.tags, check_quickly)
+    tags = RunStore(tmp_path).tags()
+    assert [(tag.name, tag.step) for tag in tags] == [("a", 3), ("b", 2), ("c", 1)]
+    newest, passed = find_newest(tags, check_quickly)
     assert newest is not None and newest.name == "a" and passed == ()

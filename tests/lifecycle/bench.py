@@ -128,7 +128,7 @@ class Bench:
                 self._require(seen == expected, f"job {name} holds {text_of(*seen)}, expected {text_of(*expected)}")
 
     def _compare_disk(self) -> None:
-        from zeroelastic.runs.candidates import list_run
+        from zeroelastic.runs.run_store import RunStore
 
         for name, model in self.directories.items():
             path = Path(name)
@@ -151,7 +151,7 @@ class Bench:
             self.listings[name] = files
             self._verify_new(path, model)
             if model.tags:
-                listed = [tag.name for tag in list_run(path).tags]
+                listed = [tag.name for tag in RunStore(path).tags()]
                 order = [saved.tag for saved in model.newest_first()]
                 self._require(
                     [tag for tag in listed if _tag_like(tag, model.tags)] == order,

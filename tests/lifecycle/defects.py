@@ -37,7 +37,7 @@ def the_last_commit_is_the_newest_state() -> None:
     def by_time(tag: Any, saved: Any, *others: Any) -> bool:
         return saved is None or bool(tag.committed_at > saved.saved_at)
 
-    _set("elastic.memory.resume", "MemoryTag.is_after", by_time)
+    _set("elastic.memory.resume", "_is_after", by_time)
 
 
 def workers_get_signals() -> None:

@@ -102,15 +102,15 @@ class Trained:
 def use_node(path: Path) -> None:
     """Let this process be on a node whose memory is a directory."""
     from zeroelastic.elastic.memory import checkpoints
-    from zeroelastic.elastic.memory.place import Place
+    from zeroelastic.elastic.memory.place import JobPlace
 
-    def create(self: Place) -> None:
+    def create(self: JobPlace) -> None:
         for directory in (self.path.parent, self.path):  # no other user may enter either
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    place = Place(path=path, node=path.name)
-    Place.of_this_job = staticmethod(lambda *args, **kwargs: place)  # type: ignore[method-assign, assignment]
-    Place.create = create  # type: ignore[method-assign]
+    place = JobPlace(path=path, node=path.name)
+    JobPlace.of_this_job = staticmethod(lambda *args, **kwargs: place)  # type: ignore[method-assign, assignment]
+    JobPlace.create = create  # type: ignore[method-assign]
     checkpoints.start_reaper = lambda *args: None  # type: ignore[assignment]
 
 

@@ -9,7 +9,6 @@ from synthetic import write_checkpoint
 
 import zeroelastic
 from zeroelastic.errors import CheckpointError
-from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.framework_files import (
     NOTE,
     UNFINISHED,
@@ -19,6 +18,7 @@ from zeroelastic.runs.framework_files import (
     saved_id,
 )
 from zeroelastic.runs.locate import find_source
+from zeroelastic.runs.run_store import RunStore
 from zeroelastic.verbs.reshard.sidecar_files import plan_sidecar_files
 
 TAG = "global_step4"
@@ -82,11 +82,11 @@ def test_a_damaged_note_is_said_and_written_anew(folder: Path, text: str) -> Non
 
 def test_verbs_do_not_take_it_for_whole(folder: Path) -> None:
     assert zeroelastic.verify(folder).valid
-    assert [tag.unfinished for tag in list_run(folder.parent).tags] == [None]
+    assert [tag.unfinished for tag in RunStore(folder.parent).tags()] == [None]
     note_files(folder, {TAG: UNFINISHED})
     report = zeroelastic.verify(folder)
     assert not report.valid and "was cut short" in report.problems[0].sentence
-    (tag,) = list_run(folder.parent).tags
+    (tag,) = RunStore(folder.parent).tags()
     assert tag.unfinished is not None and "was cut short" in tag.unfinished
     with pytest.raises(CheckpointError, match="cut short"):
         plan_sidecar_files(find_source(folder), saved_world_size=2, world_size=3)

@@ -21,10 +21,11 @@ from places import GOLDEN, ROOT
 from saved_files import record_of
 from synthetic import edit, edit_optim, model_name, optim_name, sealed, write_checkpoint
 
+import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.errors import CheckpointError, NewerFormatError, UnreadableError, UsageError
-from zeroelastic.runs.candidates import check_quickly, check_tag, find_newest, list_run
-from zeroelastic.runs.latest import fix_latest
+from zeroelastic.runs.candidates import check_quickly, check_tag, find_newest
+from zeroelastic.runs.run_store import RunStore
 
 latest = partial(run_command, "latest", env={"COLUMNS": "200", "TERM": "dumb"})
 
@@ -70,7 +71,7 @@ def test_the_step_decides_not_the_name(run: Path) -> None:
     for options in ([], ["--quick"]):
         assert latest(run, *options).stdout == "global_step11\n"
     (run / "latest").unlink()
-    assert [tag.name for tag in list_run(run).tags] == [f"global_step{n}" for n in (11, 10, 9, 8)]
+    assert [tag.name for tag in RunStore(run).tags()] == [f"global_step{n}" for n in (11, 10, 9, 8)]
     (run / "global_step8").rename(run / "global_step99")
     assert latest(run, "--quick").stdout == "global_step11\n"
     (run / "global_step11").rename(run / "a")
@@ -96,7 +97,7 @@ def test_any_names_and_any_headers_are_ordered_by_step(tmp_path_factory, data):
         record_path = root / name / RECORD_NAME
         if record and data.draw(st.booleans()):  # the same record, laid out by somebody else
             record_path.write_text(sealed(json.dumps(json.loads(record_path.read_text()), indent=4)))
-    tags = list_run(root).tags
+    tags = RunStore(root).tags()
     assert [(tag.step, tag.name) for tag in tags] == sorted(zip(steps, names, strict=True), reverse=True)
     assert find_newest(tags, check_quickly) == (tags[0], ())
 
@@ -106,7 +107,7 @@ def test_a_record_is_not_fooled_by_what_its_tag_is_called(tmp_path: Path) -> Non
     name = 'x", "global_steps": 77,'
     save(tmp_path / name, 5)
     save(tmp_path / "other", 6)
-    assert [(tag.name, tag.step) for tag in list_run(tmp_path).tags] == [("other", 6), (name, 5)]
+    assert [(tag.name, tag.step) for tag in RunStore(tmp_path).tags()] == [("other", 6), (name, 5)]
 
 
 # --- what is passed over ----------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def test_none_that_verifies_is_exit_code_3(run: Path) -> None:
 
 def test_what_cannot_be_judged_is_told_apart(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only damage counts against a tag: prune removes by it."""
-    tag = list_run(run).tags[0]
+    tag = RunStore(run).tags()[0]
     assert check_tag(tag, check_quickly) is None
     (run / "global_step11" / RECORD_NAME).write_text('{"format_version": 99}')
     verdict = check_tag(tag, check_quickly)
@@ -198,7 +199,7 @@ def test_other_kinds_are_passed_over_and_never_called_damaged(run: Path) -> None
     (universal / "zero" / "w").mkdir(parents=True)
     (universal / "zero" / "w" / "fp32.pt").write_bytes(b"")
     edit(universal / model_name(0), lambda data: data.update(global_steps=12))
-    tags = list_run(run).tags
+    tags = RunStore(run).tags()
     assert [tag.step for tag in tags[:2]] == [12, 11]
     newest, passed = find_newest(tags, check_quickly)
     assert newest is not None and newest.name == "global_step11"
@@ -210,7 +211,7 @@ def test_tags_of_stages_1_and_2_are_tags_like_others(run: Path) -> None:
     golden = GOLDEN / "stage2_round_robin_aligned_rank3" / "global_step2"
     shutil.copytree(golden, run / "stage2")
     edit(run / "stage2" / "mp_rank_00_model_states.pt", lambda data: data.update(global_steps=13))
-    newest, passed = find_newest(list_run(run).tags, check_quickly)
+    newest, passed = find_newest(RunStore(run).tags(), check_quickly)
     assert newest is not None and (newest.name, newest.step) == ("stage2", 13) and not passed
 
 
@@ -340,20 +341,20 @@ def test_5000_tags_are_quick(tmp_path: Path) -> None:
 
 def test_a_library_user_gets_the_same(run: Path) -> None:
     with pytest.raises(UsageError):
-        list_run(run / "logs")
+        RunStore(run / "logs").require_tags()
     edit_optim(run / "global_step11" / optim_name(0), lambda state: state.update(overflow=True, extra=1))
 
     def refuse(path: object) -> tuple[str, ...]:
         raise CheckpointError("no")
 
-    assert find_newest(list_run(run).tags, refuse)[0] is None
+    assert find_newest(RunStore(run).tags(), refuse)[0] is None
     assert find_newest((), refuse) == (None, ())
 
 
 @pytest.mark.parametrize("error", [UnreadableError, NewerFormatError])
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_fix_does_not_pass_over_a_newer_tag_that_cannot_be_read_now(
-    run: Path, error: type[Exception], dry_run: bool
+    run: Path, error: type[Exception], dry_run: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be whole; a job that went on from an older tag would lose the steps between."""
     (run / "latest").unlink()
@@ -363,8 +364,9 @@ def test_fix_does_not_pass_over_a_newer_tag_that_cannot_be_read_now(
             raise error(f"{tag_dir}: cannot be read.")
         return ()
 
+    monkeypatch.setattr("zeroelastic.verbs.latest._check_quickly", check)
     with pytest.raises(UnreadableError, match=r"global_step11: cannot be read.* latest was not changed"):
-        fix_latest(run, check, dry_run=dry_run)
+        zeroelastic.latest(run, quick=True, fix=True, dry_run=dry_run)
     assert not (run / "latest").exists()
 
 

@@ -16,9 +16,10 @@ from training import Job, build_engine, look, train_step
 
 from zeroelastic.elastic import resume
 from zeroelastic.errors import CheckpointError, UsageError
-from zeroelastic.runs.candidates import check_quickly, list_run, refuse_fresh_start
+from zeroelastic.runs.candidates import check_quickly, refuse_fresh_start
 from zeroelastic.runs.locate import find_source
 from zeroelastic.runs.names import list_tags, normal, read_latest, run_of, why_not_saved
+from zeroelastic.runs.run_store import RunStore
 from zeroelastic.testing import RankPool, compare_states
 
 JOB = Job(groups=1, frozen=False)
@@ -40,7 +41,7 @@ NAME = st.lists(PART, min_size=1, max_size=5).map("/".join)
 
 def is_found(root: Path, tag: str) -> bool:
     """Whether a tag that ``latest`` names is found by every reader."""
-    listed = [(found.name, found.tag_dir) for found in list_run(root).tags]
+    listed = [(found.name, found.tag_dir) for found in RunStore(root).tags()]
     source = find_source(root)
     return (
         read_latest(root) == tag == source.tag
@@ -70,7 +71,7 @@ def test_a_name_is_refused_by_a_save_or_found_by_every_reader(
         saved.append(tag)
         assert is_found(root, tag)
     if saved:
-        assert {found.name for found in list_run(root).tags} == set(saved) == set(list_tags(root))
+        assert {found.name for found in RunStore(root).tags()} == set(saved) == set(list_tags(root))
         with pytest.raises(CheckpointError, match="trains the parameters of this engine"):
             refuse_fresh_start(root)
     shutil.rmtree(root)
@@ -215,7 +216,7 @@ def test_every_verb_finds_tags_of_any_name(tmp_path: Path) -> None:
     document = json.loads(out)
     stay = {newest, FOUND[-2], "epoch1/step5", "epoch1/best"}
     assert code == 0 and set(document["removed"]) == {*FOUND} - stay, document
-    assert {tag.name for tag in list_run(tmp_path).tags} == stay - {"epoch1/best"}
+    assert {tag.name for tag in RunStore(tmp_path).tags()} == stay - {"epoch1/best"}
     assert all(check_quickly(tmp_path / tag) == () for tag in stay)
 
 

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from zeroelastic.cli.app import app
 from zeroelastic.errors import SavedAgainError
 from zeroelastic.runs import tag_directory
-from zeroelastic.runs.candidates import check_quickly, check_tag, list_run
+from zeroelastic.runs.candidates import check_quickly, check_tag
+from zeroelastic.runs.run_store import RunStore
 
 __all__ = ["counted"]
 
@@ -165,9 +166,9 @@ def test_a_tag_that_was_replaced_meanwhile_has_no_verdict_of_the_save_before(
             at,
             lambda: tag_directory.publish_tag(tag_directory.staging_dir_of(root / TAG, SAVE_ID), root / TAG).finish(),
         )
-        run = list_run(root)
+        tags = RunStore(root).tags()
         try:
-            verdict = check_tag(run.tags[0], check_quickly)
+            verdict = check_tag(tags[0], check_quickly)
         except SavedAgainError:
             assert at >= 0
             said_again += 1

@@ -54,7 +54,7 @@ class CommitRecord(Schema):
     committed before. ``follows`` are the saves on the disk after which a checkpoint in memory was made: that which was
     loaded or committed last, and that which was begun last. ``trained_params`` is the digest of the trained parameters'
     names and shapes (``params_digest``), of tensor parallel rank 0: it tells whose the checkpoints in one directory are
-    (``runs.order``). ``excluded_by`` says what kept frozen weights out of the files, the option ``"frozen"`` or the
+    (``runs.tags``). ``excluded_by`` says what kept frozen weights out of the files, the option ``"frozen"`` or the
     argument of ``save_checkpoint``. ``own_weights``: the weights of the model were not the master weights,
     cast; None: that is not known.
     """

@@ -13,8 +13,7 @@ from zeroelastic.cli.app import FAILED, INVALID, JsonOption, QuietOption, RunArg
 from zeroelastic.cli.terminal import log_line, print_columns, print_report, progress_of
 
 if TYPE_CHECKING:
-    from zeroelastic.runs.latest import Latest
-    from zeroelastic.verbs.latest import LatestReport
+    from zeroelastic.verbs.latest import LatestFile, LatestReport
     from zeroelastic.verbs.ls import ListReport, TagInfo
     from zeroelastic.verbs.prune import PruneReport
 
@@ -55,42 +54,38 @@ def ls(
 
 
 def _show_found(report: LatestReport, path: bool, dry_run: bool) -> None:
-    _show_newest(report.found, path)
-    _show_latest(report.found, dry_run)
+    for verdict in report.passed_over:
+        more = len(verdict.problems) - _SHOWN
+        what = " ".join(verdict.problems[:_SHOWN]) + (f" And {more} more problems." if more > 0 else "")
+        log_line(f"passed over {verdict.tag}: {what}")
+    if report.newer:
+        log_line(f"Committed after {report.tag_name}, and not taken: {', '.join(report.newer)}.")
+    if report.tag_name is not None:
+        typer.echo(report.tag.path if path and report.tag is not None else report.tag_name)
+        _show_latest(report, report.latest, dry_run)
+    elif report.passed_over:
+        log_line("No checkpoint verifies.")
+    else:
+        log_line("latest names no checkpoint, and none has a commit record; --set names one.")
 
 
 def _latest_code(report: LatestReport) -> int:
-    if report.found.tag is not None:
+    if report.tag_name is not None:
         return 0
-    return FAILED if any(verdict.undecided for verdict in report.found.passed) else INVALID
+    return FAILED if any(verdict.undecided for verdict in report.passed_over) else INVALID
 
 
-def _show_newest(found: Latest, path: bool) -> None:
-    for verdict in found.passed:
-        more = len(verdict.problems) - _SHOWN
-        what = " ".join(verdict.problems[:_SHOWN]) + (f" And {more} more problems." if more > 0 else "")
-        log_line(f"passed over {verdict.tag.name}: {what}")
-    if found.tag is not None and found.newer:
-        log_line(f"Committed after {found.tag.name}, and not taken: {', '.join(tag.name for tag in found.newer)}.")
-    if found.tag is None and not found.passed:
-        log_line("latest names no checkpoint, and none has a commit record; --set names one.")
-    elif found.tag is None:
-        log_line("No checkpoint verifies.")
-    else:
-        typer.echo(str(found.tag.path) if path else found.tag.name)
-
-
-def _show_latest(found: Latest, dry_run: bool) -> None:
+def _show_latest(report: LatestReport, file: LatestFile, dry_run: bool) -> None:
     """What the file says, where it does not say the newest."""
-    if found.tag is None or found.run.in_folders or (found.named == found.tag.name and not found.written):
+    if report.folder != report.path or (file.is_newest and not file.changes):
         return
-    said = found.problem or (f"latest names {found.named}." if found.named else "There is no file latest.")
-    if found.written:
-        log_line(f"{said} It {'would now name' if dry_run else 'now names'} {found.tag.name}.")
-    elif unread := [verdict.tag.name for verdict in found.passed if verdict.may_be_newest]:
+    said = file.problem or (f"latest names {file.names}." if file.names else "There is no file latest.")
+    if file.changes:
+        log_line(f"{said} It {'would now name' if dry_run else 'now names'} {report.tag_name}.")
+    elif unread := [verdict.tag for verdict in report.passed_over if verdict.may_be_newest]:
         log_line(f"{said} --fix changes it when {unread[0]} can be read, which may be whole; --set names a tag now.")
     else:
-        log_line(f"{said} --fix lets it name {found.tag.name}.")
+        log_line(f"{said} --fix lets it name {report.tag_name}.")
 
 
 @reports("zeroelastic.verbs.latest", _show_found, code=_latest_code)

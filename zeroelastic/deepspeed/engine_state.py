@@ -70,7 +70,7 @@ class EngineState:
     loads_in_progress: int = 0
     """How many loads, each within the next, are in progress (``changing``)."""
     options_agreed: bool = False
-    """Whether the options were found to be the same on every rank (``save.save``)."""
+    """Whether the options were found to be the same on every rank (``save.save_checkpoint``)."""
     strict: bool = False
     """Whether a caller loads with ``strict``, whatever the options say (``install.wrappers``)."""
     module_paths: tuple[str, ...] | None = None
@@ -90,7 +90,7 @@ class EngineState:
     warned_of_gone_params: bool = False
     """Whether parameters of the optimizer that the module no longer has were logged (``save.changed_modules``)."""
     warned_of_rigid_saves: bool = False
-    """Whether it was logged that saves are DeepSpeed's own in spite of ``elastic_checkpoint`` (``save.save``)."""
+    """Whether saves that are DeepSpeed's own in spite of ``elastic_checkpoint`` were logged (``save_checkpoint``)."""
 
 
 def state_of(engine: Any) -> EngineState:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroelastic.distributed.collective import all_gather_or_raise
-from zeroelastic.distributed.process_identity import Life, identity, life_of, machine
+from zeroelastic.distributed.process_identity import identity, machine
 from zeroelastic.errors import ConfigError, UsageError, rank_list, some
 
 _WAIT_S = 30.0
@@ -78,12 +78,6 @@ def withdraw() -> None:
             _get_default_store().set(_WITHDRAWN, "1")
             _get_default_store().delete_key(_key(dist.get_rank()))
         _known().announced = False
-
-
-def life_of_rank(rank: int) -> Life:
-    """Whether a rank's process runs, as far as this machine can see it."""
-    store = _get_default_store()
-    return life_of(store.get(_key(rank)).decode()) if store.check([_key(rank)]) else "unknown"
 
 
 def identities_on_this_machine() -> dict[int, str]:

@@ -147,7 +147,7 @@ def _place(position: Mapping[str, Any]) -> str:
 
 
 def _stacked(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What ``generators_of`` returned on each rank as one such dict: few tensors, however many ranks there are."""
+    """Stack the dicts of ``generators_of`` of all ranks into one: few tensors, however many ranks there are."""
     stacked: dict[str, Any] = {}
     for key, value in by_rank[0].items():
         column = [one[key] for one in by_rank]

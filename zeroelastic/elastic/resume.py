@@ -1,6 +1,6 @@
 """Resume a job from the newest checkpoint that loads, at its present world size, or begin where there is none.
 
-The newest is the tag that ``latest`` names, or the newest committed one of the engine's parameters (``runs.order``).
+The newest is the tag that ``latest`` names, or the newest committed one of the engine's parameters (``runs.tags``).
 The ranks agree on the tag before any of them opens it. A damaged tag is passed over, with a warning, for the one
 before it, in memory or on the disk. A problem of the run rather than of the tag (another model, another global batch)
 is raised.
@@ -25,7 +25,7 @@ from zeroelastic.errors import CheckpointError, brief, some, with_remedy
 from zeroelastic.io.paths import FilePath, absolute, as_path
 from zeroelastic.observers import Tier
 from zeroelastic.report import ResumeReport
-from zeroelastic.runs.order import Tag
+from zeroelastic.runs.tags import Tag
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,6 @@ def resume(
     install()
     require_partners()
     root = as_path(absolute(directory))
-    lost: tuple[str, ...] = ()
 
     def started(resumed: Resumed) -> Resumed:
         if memory is not None:
@@ -99,48 +98,38 @@ def resume(
             observers.publish(observers.Resumed(resumed.tag, resumed.tier, step, dist.get_world_size(), seconds))
         return resumed
 
-    def load_memory(saved: Tag | None) -> Resumed | None:
-        """The newest tag in memory that follows a tag and loads. Collective."""
-        nonlocal lost
-        if memory is None:
-            return None
-        resumed, problems = memory.load_after(engine, saved, tags, newer, finish, strict=strict)
-        lost += problems
-        return None if resumed is None else replace(resumed, tier="memory")
-
-    def follows_in_memory(tag: Tag, passed: tuple[str, ...]) -> Resumed | None:
-        resumed = load_memory(tag)
-        return None if resumed is None else replace(resumed, passed_over=passed)
-
-    def load(tag: Tag, passed: tuple[str, ...]) -> Resumed:
-        load_dir, name = tag.asked_for
+    def load(tag: Tag) -> Resumed:
+        load_dir, name = tag.asked_for if memory is None else memory.asked_for(tag)
         with loading_strictly(engine, strict):
             path, client_state = engine.load_checkpoint(str(load_dir), tag=name)
         if path is None:
             raise CheckpointError(f"{load_dir}: DeepSpeed did not load {name}.")
-        tier: Tier = "node-local" if engine.use_node_local_storage() else "directory"
-        return replace(finish(name, dict(client_state or {}), passed), tier=tier)
+        if memory is not None:
+            memory.loaded(engine, tag)
+        on_disk: Tier = "node-local" if engine.use_node_local_storage() else "directory"
+        return replace(finish(name, dict(client_state or {})), tier="memory" if tag.in_memory else on_disk)
 
     with changing(engine):
         finish_pending(engine, before="resume()")
         tags, newer, notes = find_tags_to_try(engine, root)
         memory = memory_tier(engine, root)
         finish = _Finish(engine, root, data, strict)
-        resumed, passed = load_first(tags, load, engine=engine, instead=follows_in_memory)
-        if resumed is None and (left := load_memory(None)) is not None:
-            resumed = replace(left, passed_over=passed)
+        ordered = tags if memory is None else memory.ordered(tags, newer)
+        resumed, passed = load_first(ordered, load, engine=engine)
         if resumed is not None:
-            resumed = replace(resumed, passed_over=(*lost, *resumed.passed_over))
+            resumed = replace(resumed, passed_over=passed)
             if resumed.tier == "memory":
                 return started(resumed)
             return started(replace(resumed, notes=(*notes, *resumed.notes), report=add_notes(engine, root, notes)))
-        if passed or (lost and any_rank(state_of(engine).damage is not None)):
-            raise none_loads(root, (*lost, *passed))
+        if memory is not None:
+            memory.wait_for_late_nodes()
+        if tags or (passed and any_rank(state_of(engine).damage is not None)):
+            raise none_loads(root, passed)
         must = required or options_of(engine).required
         if not must and not fresh:
             all_or_raise(partial(refuse_fresh_start, root))
         nothing_to_load(engine, root, required=must)
-        return started(Resumed(None, 0, {}, None, lost, ()))
+        return started(Resumed(None, 0, {}, None, passed, ()))
 
 
 class _Finish:
@@ -150,13 +139,13 @@ class _Finish:
         self._engine, self._root, self._data, self._strict = engine, root, data, strict
         self._has_moved = False
 
-    def __call__(self, name: str, client_state: dict[str, Any], passed: tuple[str, ...] = ()) -> Resumed:
+    def __call__(self, name: str, client_state: dict[str, Any]) -> Resumed:
         notes = self._restore(name, client_state.pop(KEY, None))
         if dist.get_rank() == 0:
             for note in notes:
                 logger.info("%s: %s", name, note)
         report: ResumeReport | None = getattr(self._engine, "zeroelastic_report", None)
-        return Resumed(name, int(self._engine.global_steps), client_state, report, passed, notes)
+        return Resumed(name, int(self._engine.global_steps), client_state, report, (), notes)
 
     def _restore(self, name: str, entry: Mapping[str, Any] | None) -> tuple[str, ...]:
         from zeroelastic.deepspeed.load.fallback import UnusableError

@@ -60,7 +60,7 @@ def is_loaded_here(engine: Any) -> bool:
 
 
 def read_on_rank_0(read: Callable[[], T | None]) -> T | None:
-    """What ``read`` returns on rank 0, on every rank. Collective, where there is a process group.
+    """Return what ``read`` returns on rank 0, on every rank. Collective, where there is a process group.
 
     None where it finds no ZeRO checkpoint that can be read: the engine's own load then raises the reason.
     """
@@ -74,7 +74,7 @@ def read_on_rank_0(read: Callable[[], T | None]) -> T | None:
 
 
 def on_rank_0(read: Callable[[], T]) -> T:
-    """What ``read`` returns on rank 0, on every rank. Collective, where there is a process group."""
+    """Return what ``read`` returns on rank 0, on every rank; its errors too. Collective."""
     if not dist.is_initialized():
         return read()
     require_partners()
@@ -90,7 +90,7 @@ def refuse_cut_short(directory: Path) -> None:
 
 
 def require_one_save(directory: Path) -> None:
-    """Do the same on one rank."""
+    """Raise CheckpointError, on this rank alone, where files beside a tag are of another save."""
     with suppress(OSError):  # nothing is there, or a directory that cannot be written: what is missing is reported
         recover_all(directory)
     require_own_files(directory)

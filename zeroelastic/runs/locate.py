@@ -27,7 +27,6 @@ from zeroelastic.errors import (
 )
 from zeroelastic.io.paths import FilePath, RemotePath, as_path
 from zeroelastic.io.storage import file_sizes, list_directory
-from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.names import (
     HERE,
     LATEST,
@@ -43,6 +42,7 @@ from zeroelastic.runs.names import (
     read_latest,
     why_no_tag,
 )
+from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.tag_directory import open_tag
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def _framework(names: Collection[str], tag: str) -> Framework:
 
 
 def _choose(path: FilePath, tags: Sequence[str]) -> str:
-    """What to give instead, in words that hold for verbs with and without ``--tag``."""
+    """Say which tag to give, in words that hold for verbs with and without ``--tag``."""
     there = some(map(printable, tags), _MAX_LISTED)
     if (ranks := _ranks_without_first(directory_of(path, tags[-1]))) is not None:
         return (
@@ -188,7 +188,7 @@ _MAX_LOOKED_AT = 64
 
 
 def other_format(path: FilePath, names: Collection[str]) -> str | None:
-    """What a directory with these files is, if it is in one of these formats."""
+    """Return the format of a directory with these files, if it is one of these."""
     if LATEST_UNIVERSAL in names or is_universal(path):
         return UNIVERSAL
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):
@@ -241,10 +241,7 @@ def about_absent_tag(root: FilePath, tag: str) -> str:
 
 
 def _tags(root: FilePath) -> list[str]:
-    try:
-        return [tag.name for tag in list_run(root).tags]
-    except UsageError:
-        return []
+    return [tag.name for tag in RunStore(root).tags()]
 
 
 def _are(names: Sequence[str], order: str = "") -> str:

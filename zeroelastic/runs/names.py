@@ -29,7 +29,7 @@ LATEST = "latest"
 """The file that names the tag to load."""
 
 LATEST_UNIVERSAL = "latest_universal"
-"""The same for Universal checkpoints."""
+"""The file that names the Universal checkpoint to load."""
 
 PARTIAL = ".zeroelastic-partial"
 """The end of the hidden name under which a verb makes a directory."""

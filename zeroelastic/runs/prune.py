@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from zeroelastic.errors import CheckpointError, UsageError
 from zeroelastic.io.storage import read_whole
-from zeroelastic.runs.candidates import Check, Run, check_quickly, check_tag, list_run
+from zeroelastic.runs.candidates import Check, check_quickly, check_tag
 from zeroelastic.runs.names import HERE, named_latest
-from zeroelastic.runs.order import Tag, by_params
 from zeroelastic.runs.run_store import CHANGED, MIN_AGE_S, Leftover, RunStore, Tree, survey
+from zeroelastic.runs.tags import Tag, by_params, in_folders
 
 OTHER_PARAMS = "its trained parameters are others"
 """The reason to keep a tag where only those with the same trained parameters are looked at."""
@@ -40,7 +40,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What to remove from a directory: ``decisions`` on its tags, newest first, and what killed saves have left."""
+    """A plan for a directory: ``decisions`` on the tags, newest first, and the leftovers of killed saves."""
 
     root: Path
     decisions: tuple[Decision, ...]
@@ -76,38 +76,43 @@ def plan_prune(
     """
     if keep < 1:
         raise UsageError(f"--keep {keep}: at least 1 checkpoint is kept. Give 1 or more.")
-    store = RunStore(Path(os.path.realpath(root)))
-    try:
-        run = list_run(store.root)
-    except UsageError:
-        unfinished = store.leftovers((), min_age_s)
-        if unfinished:  # a removal or a save that was killed has left nothing else
-            return PrunePlan(store.root, (), unfinished)
-        raise
-    links = store.links(run.tags)
+    root = Path(os.path.realpath(root))
+    store = RunStore(root)
+    tags = store.tags()
+    unfinished = store.leftovers(tags, min_age_s) if root.is_dir() else ()
+    if not tags and not unfinished:  # else a removal or a save that was killed has left nothing else
+        store.require_tags()
+    links = store.links(tags) if tags else {}
     decisions: dict[str, Decision] = {}
-    for tag in run.tags:
+    for tag in tags:
         reason = "its trained parameters are not known" if tag.trained_params is None else OTHER_PARAMS
         decisions[tag.name] = Decision(tag, False, reason, valid=False)
-    for tags in by_params(run.tags):
-        if of is None or any(tag.name == of for tag in tags):
-            one = replace(run, tags=tags)
-            for decision in _decide(one, links, keep=keep, invalid=invalid, min_age_s=min_age_s, check=check):
-                decisions[decision.tag.name] = decision
-    return PrunePlan(store.root, tuple(decisions.values()), store.leftovers(run.tags, min_age_s))
+    latest = named_latest(root)
+    for group in by_params(tags):
+        if of is None or any(tag.name == of for tag in group):
+            of_group = _decide(group, links, latest, keep=keep, invalid=invalid, min_age_s=min_age_s, check=check)
+            decisions |= {decision.tag.name: decision for decision in of_group}
+    return PrunePlan(root, tuple(decisions.values()), unfinished)
 
 
 def _decide(
-    run: Run, links: Mapping[str, str], *, keep: int, invalid: bool, min_age_s: float, check: Check
+    tags: Sequence[Tag],
+    links: Mapping[str, str],
+    named: tuple[str | None, str | None],
+    *,
+    keep: int,
+    invalid: bool,
+    min_age_s: float,
+    check: Check,
 ) -> Iterator[Decision]:
-    """What becomes of each of the tags with the same parameters."""
-    latest, problem = named_latest(run.root)
-    verdicts = [check_tag(tag, check) for tag in run.tags]
-    whole = [tag for tag, verdict in zip(run.tags, verdicts, strict=True) if verdict is None]
+    """Decide on each of the tags with the same parameters; ``named`` is what ``latest`` names, and its problem."""
+    latest, problem = named
+    verdicts = [check_tag(tag, check) for tag in tags]
+    whole = [tag for tag, verdict in zip(tags, verdicts, strict=True) if verdict is None]
     counted = [tag for tag in whole if tag.is_finished] or whole
     newest = {tag.name for tag in [tag for tag in counted if not os.path.islink(str(tag.path))][:keep]}
-    best = _best_of_trainer(whole[0]) if whole and run.in_folders else None
-    for tag, verdict in zip(run.tags, verdicts, strict=True):
+    best = _best_of_trainer(whole[0]) if whole and in_folders(tags) else None
+    for tag, verdict in zip(tags, verdicts, strict=True):
         tree = None
         valid = verdict is None
         reason = ""

@@ -12,15 +12,33 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError
 from zeroelastic.io.atomic import sync_directory, write_atomically
-from zeroelastic.io.paths import relative_name
-from zeroelastic.runs.names import LATEST, PARTIAL
-from zeroelastic.runs.order import Tag
+from zeroelastic.io.paths import FilePath, relative_name
+from zeroelastic.io.storage import folders
+from zeroelastic.runs.framework_files import require_own_files
+from zeroelastic.runs.names import (
+    CHECKPOINT_FOLDER,
+    HERE,
+    LATEST,
+    PARTIAL,
+    directory_of,
+    holds_checkpoint,
+    holds_something,
+    is_ours,
+    list_tags,
+    look_for_tags,
+    named_latest,
+    normal,
+    not_a_directory,
+)
 from zeroelastic.runs.tag_directory import (
     is_being_removed,
     is_unfinished,
@@ -28,6 +46,7 @@ from zeroelastic.runs.tag_directory import (
     removal_dir_of,
     replaces_nothing,
 )
+from zeroelastic.runs.tags import Tag, committed_after, committed_tag, modified_at, newest_first, step_of, tag_at
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +58,7 @@ CHANGED = "it changed while this ran"
 
 _TEMPORARY = re.compile(r"\.latest\.\d+(\.[0-9a-f]+)?\.tmp")
 _MIN_AGE_UNASKED_S = 24 * 3600.0
+_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +72,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What there is of a save that did not finish, or may still be running; ``remove``: it is dead."""
+    """The files of a save that did not finish, or may still be running; ``remove``: it is dead."""
 
     name: str
     tree: Tree
@@ -63,23 +83,93 @@ class Leftover:
 class RunStore:
     """The directory of a run."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: FilePath) -> None:
         self.root = root
+
+    @property
+    def _directory(self) -> Path:
+        assert isinstance(self.root, Path)
+        return self.root
+
+    def tags(self) -> tuple[Tag, ...]:
+        """Return every checkpoint in the directory, newest first; none where there is no directory.
+
+        Opens one file of each. Each is in a ``checkpoint-N`` folder of its own (``in_folders``), or none is::
+
+            [tag.name for tag in RunStore(Path("ckpt")).tags()]    # ["global_step10", "global_step9"]
+        """
+        root = self.root
+        try:
+            tags = look_for_tags(root, partial(tag_at, root))
+        except MissingFileError:
+            return ()
+        named, _ = named_latest(root)
+        if named is not None and all(tag.name != named for tag in tags):  # a link, or deeper than the search goes
+            tags += [tag for tag in (tag_at(root, named),) if tag is not None]
+        if all(tag.step_from == "name" and CHECKPOINT_FOLDER.fullmatch(tag.name) for tag in tags):  # none was read
+            names = [name for name in folders(root) if CHECKPOINT_FOLDER.fullmatch(name)]
+            with ThreadPoolExecutor(_THREADS) as pool:
+                tags = [tag for tag in pool.map(self._tag_in_folder, names) if tag is not None] or tags
+        return newest_first(tags)
+
+    def require_tags(self) -> tuple[Tag, ...]:
+        """Return the tags. Raises UsageError where there are none."""
+        tags = self.tags()
+        if not tags:
+            if not holds_something(self.root):
+                raise UsageError(not_a_directory(self.root))
+            if holds_checkpoint(self.root):
+                raise UsageError(f"{self.root}: is a tag itself; give the directory above.")
+            raise UsageError(f"{self.root}: holds no ZeRO checkpoint. Give the directory above the tags.")
+        return tags
+
+    def _tag_in_folder(self, name: str) -> Tag | None:
+        """The checkpoint in a ``checkpoint-N`` folder, None where there is none."""
+        folder, step = self.root / name, step_of(name)
+        try:
+            inside = list_tags(folder)
+        except MissingFileError:
+            return None
+        except UnreadableError:  # ``check_tag`` reports the reason, and that it is undecided
+            return Tag(name, folder, folder, step, "name", modified_at(folder))
+        latest, problem = named_latest(folder)
+        chosen = latest if latest in inside else inside[-1] if inside else None
+        tag = None if chosen is None else tag_at(folder, chosen)
+        if tag is None:
+            return None
+        problem = problem or _why_unfinished(folder, latest, inside)
+        if tag.step is None and step is not None:
+            tag = replace(tag, step=step, step_from="name")
+        return replace(tag, name=name, path=folder, unfinished=problem)
+
+    def committed_after(self, name: str) -> tuple[str, ...]:
+        """Return the tags with the same parameters that were committed after the tag ``name``, newest first.
+
+        Reads the records beside it.
+        """
+        above = name.rpartition("/")[0] or HERE
+        try:
+            names = [normal(f"{above}/{it}") for it in folders(directory_of(self.root, above)) if not is_ours(it)]
+        except (CheckpointError, UnreadableError):
+            return ()
+        with ThreadPoolExecutor(_THREADS) as pool:
+            tags = [tag for tag in pool.map(partial(committed_tag, self.root), names) if tag is not None]
+        chosen = next((tag for tag in tags if tag.name == name), None)
+        return () if chosen is None else tuple(tag.name for tag in committed_after(tags, chosen))
 
     def point(self, name: str) -> None:
         """Let ``latest`` name a tag. Raises OSError."""
-        write_atomically(self.root / LATEST, name.encode())
+        write_atomically(self._directory / LATEST, name.encode())
 
     def links(self, tags: Sequence[Tag]) -> dict[str, str]:
         """Why symbolic links in the folders of the tags keep directories, by the directory's name."""
-        kept: dict[str, str] = {}
+        root, kept = self._directory, dict[str, str]()
         for folder in self._folders(tags):
             for entry in os.scandir(folder):
                 if entry.is_symlink():
-                    name = relative_name(Path(entry.path), self.root)
-                    target = Path(os.path.realpath(entry.path))
-                    inside = [path for path in (target, *target.parents) if path.is_relative_to(self.root)]
-                    kept |= {relative_name(path, self.root): f"the symbolic link {name} leads to it" for path in inside}
+                    name, target = relative_name(Path(entry.path), root), Path(os.path.realpath(entry.path))
+                    inside = [path for path in (target, *target.parents) if path.is_relative_to(root)]
+                    kept |= {relative_name(path, root): f"the symbolic link {name} leads to it" for path in inside}
                     kept[name] = "is a symbolic link"
         return kept
 
@@ -88,7 +178,7 @@ class RunStore:
 
         Raises OSError.
         """
-        assert path.is_relative_to(self.root) and path != self.root
+        assert path.is_relative_to(self._directory) and path != self._directory
         gone = removal_dir_of(path)
         try:
             if replaces_nothing(path) or survey(path).mark != seen.mark:
@@ -107,7 +197,7 @@ class RunStore:
         return None
 
     def leftovers(self, tags: Sequence[Tag], min_age_s: float) -> tuple[Leftover, ...]:
-        """What saves and verbs have left, or are using now, in the folders that hold tags."""
+        """List the files that saves and verbs have left, or are using now, in the folders that hold tags."""
         found: list[Leftover] = []
         for folder in self._folders(tags):
             of_verbs = sorted(path.name for path in folder.glob(f".?*{PARTIAL}"))
@@ -116,25 +206,39 @@ class RunStore:
                 with suppress(FileNotFoundError):  # a save has just put it in place, or removed it
                     tree, kept = survey(path), why_kept(path, min_age_s, what)
                     reason = kept or f"of a {what} that did not finish"
-                    found.append(Leftover(relative_name(path, self.root), tree, kept is None, reason))
+                    found.append(Leftover(relative_name(path, self._directory), tree, kept is None, reason))
         return tuple(found)
 
     def sweep(self) -> None:
         """Remove what dead saves and removals have left in the directory itself. Never raises."""
-        for left in (self.root / name for name in leftover_names(self.root)):
+        for left in (self._directory / name for name in leftover_names(self._directory)):
             try:
-                if why_kept(left) is not None:
-                    continue
-                _delete(left)
+                if why_kept(left) is None:
+                    _delete(left)
+                    logger.info("%s: removed, left by a save that did not finish", left)
+            except FileNotFoundError:  # a save or another removal is changing it
+                continue
             except OSError as error:
                 logger.warning("%s: left by a save that did not finish, cannot be removed: %s", left, error.strerror)
-            else:
-                logger.info("%s: removed, left by a save that did not finish", left)
 
     def _folders(self, tags: Sequence[Tag]) -> list[Path]:
         """The directory itself, and the folders between it and its tags."""
-        above = {parent for tag in tags for parent in Path(str(tag.path)).parents if parent.is_relative_to(self.root)}
-        return sorted({self.root, *above})
+        root = self._directory
+        above = {parent for tag in tags for parent in Path(str(tag.path)).parents if parent.is_relative_to(root)}
+        return sorted({root, *above})
+
+
+def _why_unfinished(folder: FilePath, latest: str | None, inside: Collection[str]) -> str | None:
+    """Why the save in the folder of a framework did not finish; None where it did."""
+    if latest is None:
+        return f"has no {LATEST} file. The save did not finish."
+    if latest not in inside:
+        return f"its {LATEST} names {latest}, which is not there."
+    try:
+        require_own_files(folder)
+    except (CheckpointError, UnreadableError) as error:
+        return str(error).removeprefix(f"{folder}: ")
+    return None
 
 
 def leftover_names(directory: Path) -> tuple[str, ...]:
@@ -155,7 +259,7 @@ def why_kept(left: Path, min_age_s: float = _MIN_AGE_UNASKED_S, what: str = "sav
     """The reason to keep a leftover of a save, or of another ``what``; None where the save is dead.
 
     If it is unknown whether the process of the save still runs, the save counts as dead when nothing has changed for
-    ``min_age_s``.
+    ``min_age_s``. Raises FileNotFoundError where it is being removed.
     """
     if replaces_nothing(left):
         return "the tag that it belongs to is not there: a load or save of that tag puts it back"
@@ -164,7 +268,7 @@ def why_kept(left: Path, min_age_s: float = _MIN_AGE_UNASKED_S, what: str = "sav
     life = life_of_owner(left)
     if life == "lives":
         return f"its {what} is on its way: the process that makes it is running"
-    if life == "unknown" and time.time() - _changed_at(left) < min_age_s:
+    if life == "unknown" and time.time() - survey(left).changed_at < min_age_s:
         return f"a {what} may be on its way: it changed within the last {min_age_s / 60:.0f} minutes"
     return None
 
@@ -177,14 +281,6 @@ def _walk(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
         with os.scandir(path) as entries:  # closed also where something is removed meanwhile
             for entry in entries:
                 yield from _walk(Path(entry.path))
-
-
-def _changed_at(path: Path) -> float:
-    """When anything in a directory, or a file, changed last: now where something is being removed."""
-    try:
-        return max(found.st_mtime for _, found in _walk(path))
-    except FileNotFoundError:
-        return time.time()
 
 
 def survey(directory: Path) -> Tree:
@@ -200,11 +296,6 @@ def survey(directory: Path) -> Tree:
 def _files(tree: Tree) -> set[tuple[str, int, int, int]]:
     """The entries of a tree without the directory's own, which a rename may change."""
     return {entry for entry in tree.mark if entry[0] != "."}
-
-
-def removable(trees: Iterable[Tree | None]) -> int:
-    """Bytes that the removal of some trees frees."""
-    return sum(tree.nbytes for tree in trees if tree is not None)
 
 
 def _delete(path: Path) -> None:

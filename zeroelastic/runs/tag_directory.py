@@ -333,15 +333,10 @@ def is_note(name: str) -> bool:
 
 def life_of_owner(directory: Path) -> Life:
     """Whether the owner of a directory still runs; unknown where there is no note."""
-    return life_of(_owner(directory))
-
-
-def _owner(directory: Path) -> str:
-    try:
+    notes: list[str] = []
+    with suppress(OSError):
         notes = _notes(directory)
-    except OSError:
-        return ""
-    return unquote(notes[0].removeprefix(_OWNER)) if notes else ""
+    return life_of(unquote(notes[0].removeprefix(_OWNER)) if notes else "")
 
 
 def _notes(directory: Path) -> list[str]:

@@ -1,18 +1,27 @@
-"""``zeroelastic.latest``: the newest checkpoint of a run that verifies."""
+"""``zeroelastic.latest``: the newest checkpoint of a run that verifies, and the file ``latest``, repaired or set."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, PrivateAttr
 
-from zeroelastic.errors import UnsupportedError, UsageError, printable, with_remedy
+from zeroelastic.errors import (
+    CheckpointError,
+    UnreadableError,
+    UnsupportedError,
+    UsageError,
+    printable,
+    with_remedy,
+)
 from zeroelastic.io.paths import FilePath, absolute, as_path, local_directory
 from zeroelastic.io.storage import file_sizes
-from zeroelastic.runs.candidates import Check, check_quickly
-from zeroelastic.runs.latest import Latest, find_latest, fix_latest, set_latest
-from zeroelastic.runs.order import Tag
+from zeroelastic.runs.candidates import Check, Verdict, check_quickly, check_tag, find_newest
+from zeroelastic.runs.names import LATEST, named_latest
+from zeroelastic.runs.run_store import RunStore
+from zeroelastic.runs.tags import Tag, committed_after, in_folders, tags_to_try
 from zeroelastic.verbs.options import IN_A_STORE, Progress, no_progress
 from zeroelastic.verbs.report import Part, Report
 from zeroelastic.verbs.verify.report import VerifyReport
@@ -25,6 +34,8 @@ class PassedOver(Part):
     tag: str
     step: int | None
     problems: tuple[str, ...]
+    undecided: bool = Field(default=False, exclude=True)
+    may_be_newest: bool = Field(default=False, exclude=True)
 
 
 class LatestFile(Part):
@@ -33,6 +44,8 @@ class LatestFile(Part):
     names: str | None
     is_newest: bool
     fixed: bool
+    problem: str | None = Field(default=None, exclude=True)  # with the file
+    changes: bool = Field(default=False, exclude=True)  # it was, or would be, written
 
 
 class LatestReport(Report):
@@ -53,18 +66,12 @@ class LatestReport(Report):
     passed_over: tuple[PassedOver, ...]
     newer: tuple[str, ...]
     latest: LatestFile
-    dry_run: bool = Field(default=False, exclude=True)
-    _found: Latest = PrivateAttr()
-
-    @property
-    def found(self) -> Latest:
-        """The tags of the run, and what was found out about each; not in the document."""
-        return self._found
+    _tag: Tag | None = PrivateAttr()
 
     @property
     def tag(self) -> Tag | None:
         """The newest checkpoint that verifies, or None."""
-        return self._found.tag
+        return self._tag
 
 
 @with_remedy()
@@ -95,41 +102,87 @@ def latest(
         raise UsageError("--fix and --set: give only one of the two.")
     if dry_run and not fix and set_to is None:
         raise UsageError("--dry-run: goes with --fix or --set; without them nothing is written.")
-    root = as_path(directory)
-    check: Check = _check_quickly if quick else lambda tag_dir: _check_fully(tag_dir, progress)
-    if not fix and set_to is None:
-        found = find_latest(root, check)
-    elif set_to is not None:
-        found = set_latest(local_directory(directory, IN_A_STORE), set_to, _check_quickly, dry_run=dry_run)
+    check: Check = _check_quickly if quick or set_to is not None else lambda tag_dir: _check_fully(tag_dir, progress)
+    store = RunStore(local_directory(directory, IN_A_STORE) if fix or set_to is not None else as_path(directory))
+    tags = store.require_tags()
+    if in_folders(tags) and (fix or set_to is not None):
+        raise UsageError(
+            f"{store.root}: its checkpoints are in folders, which have a latest each; {'--fix' if fix else '--set'} is "
+            "for tags. Give one of the folders."
+        )
+    named, problem = (None, None) if in_folders(tags) else named_latest(store.root)
+    passed: tuple[Verdict, ...] = ()
+    if set_to is not None:
+        found: Tag | None = _require(store, tags, set_to, check)
     else:
-        found = fix_latest(local_directory(directory, IN_A_STORE), check, dry_run=dry_run)
-    return _report(found, "quick" if quick or set_to is not None else "full", dry_run)
-
-
-def _report(found: Latest, verified: Literal["quick", "full"], dry_run: bool) -> LatestReport:
-    tag = found.tag
-    passed = found.passed
+        params = next((tag.trained_params for tag in tags if tag.name == named), None)
+        found, passed = find_newest(tags_to_try(tags, named, params), check)
+    changes = found is not None and (set_to is not None or (fix and found.name != named))
+    if changes:
+        _refuse_unreadable(passed)
+    if found is not None and changes and not dry_run:
+        if fix and named_latest(store.root) != (named, problem):  # a save has written it meanwhile
+            return latest(directory, quick=quick, fix=True, progress=progress)
+        store.point(found.name)
+        later = [tag for tag in store.tags() if tag not in tags] if fix else []
+        if later:  # a save was committed in between, and may have written latest just before
+            store.point(later[0].name)
+    newer = () if found is None else committed_after(tags, found)
     report = LatestReport(
-        ok=tag is not None,
-        directory=absolute(str(found.run.root)),
-        tag=None if tag is None else tag.name,
-        path=None if tag is None else absolute(str(tag.tag_dir)),
-        folder=None if tag is None else absolute(str(tag.path)),
-        step=None if tag is None else tag.step,
-        saved_at=None if tag is None else tag.saved_at,
-        verified=verified,
-        num_tags=len(found.run.tags),
-        passed_over=tuple(PassedOver(tag=v.tag.name, step=v.tag.step, problems=tuple(v.problems)) for v in passed),
-        newer=tuple(newer.name for newer in found.newer),
-        latest=LatestFile(
-            names=found.named,
-            is_newest=tag is not None and found.named == tag.name,
-            fixed=found.written and not dry_run,
+        ok=found is not None,
+        directory=absolute(str(store.root)),
+        tag=None if found is None else found.name,
+        path=None if found is None else absolute(str(found.tag_dir)),
+        folder=None if found is None else absolute(str(found.path)),
+        step=None if found is None else found.step,
+        saved_at=None if found is None else found.saved_at,
+        verified="quick" if quick or set_to is not None else "full",
+        num_tags=len(tags),
+        passed_over=tuple(
+            PassedOver(
+                tag=verdict.tag.name,
+                step=verdict.tag.step,
+                problems=verdict.problems,
+                undecided=verdict.undecided,
+                may_be_newest=verdict.may_be_newest,
+            )
+            for verdict in passed
         ),
-        dry_run=dry_run,
+        newer=tuple(tag.name for tag in newer if all(tag is not verdict.tag for verdict in passed)),
+        latest=LatestFile(
+            names=named,
+            is_newest=found is not None and named == found.name,
+            fixed=changes and not dry_run,
+            problem=problem,
+            changes=changes,
+        ),
     )
-    report._found = found
+    report._tag = found
     return report
+
+
+def _require(store: RunStore, tags: Sequence[Tag], name: str, check: Check) -> Tag:
+    """The tag of this name, which ``latest`` is to name. Raises an error unless it is there and whole."""
+    tag = next((tag for tag in tags if tag.name == name), None)
+    if tag is None:
+        there = ", ".join(tag.name for tag in tags[:8])
+        raise UsageError(f"{store.root}: has no tag {name}. There are, newest first: {there}.")
+    verdict = check_tag(tag, check)
+    if verdict is not None:
+        kind = UnreadableError if verdict.undecided else CheckpointError
+        raise kind(f"{tag.tag_dir}: {verdict.problems[0]} {LATEST} was not changed.")
+    return tag
+
+
+def _refuse_unreadable(passed: Sequence[Verdict]) -> None:
+    for verdict in passed:
+        if verdict.may_be_newest:
+            raise UnreadableError(
+                f"{verdict.tag.tag_dir}: {verdict.problems[0].rstrip('.')}. It may be whole, and is newer than every "
+                f"tag that verifies: {LATEST} was not changed. Run it again where this tag can be read, or name a "
+                "tag with --set.",
+                remedy="",
+            )
 
 
 def _check_quickly(tag_dir: FilePath) -> tuple[str, ...]:

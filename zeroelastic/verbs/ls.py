@@ -13,9 +13,9 @@ from zeroelastic.checkpoint.optimizer_file import zero_option
 from zeroelastic.checkpoint.tag_files import TagListing, list_tag
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
 from zeroelastic.io.paths import local_directory
-from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.names import named_latest
-from zeroelastic.runs.order import Tag
+from zeroelastic.runs.run_store import RunStore
+from zeroelastic.runs.tags import Tag, in_folders
 from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.verbs.options import IN_A_STORE
 from zeroelastic.verbs.report import Part, Report
@@ -70,9 +70,9 @@ def ls(directory: str | os.PathLike[str]) -> ListReport:
         print([(tag.tag, tag.step, tag.status) for tag in zeroelastic.ls("ckpt").tags])
     """
     root = Path(os.path.abspath(local_directory(directory, IN_A_STORE)))
-    run = list_run(root)
-    latest = None if run.in_folders else named_latest(root)[0]
-    tags = tuple(_describe(tag, latest) for tag in run.tags)
+    found = RunStore(root).require_tags()
+    latest = None if in_folders(found) else named_latest(root)[0]
+    tags = tuple(_describe(tag, latest) for tag in found)
     return ListReport(
         ok=True,
         directory=str(root),

@@ -6,23 +6,15 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
 
 from pydantic import PrivateAttr
 
 from zeroelastic.errors import UnreadableError, with_remedy
 from zeroelastic.io.paths import absolute, local_directory
 from zeroelastic.runs.prune import Decision, PrunePlan, plan_prune, remove_tag
-from zeroelastic.runs.run_store import Leftover, RunStore, removable
+from zeroelastic.runs.run_store import Leftover, RunStore
 from zeroelastic.verbs.options import IN_A_STORE, Progress, no_progress, seconds_option, whole_option
 from zeroelastic.verbs.report import Part, Report
-
-
-class Outcome(NamedTuple):
-    """What became of something that was to be removed: ``why`` it is still there, empty where it is gone."""
-
-    why: str = ""
-    failed: bool = False
 
 
 class PrunedTag(Part):
@@ -84,7 +76,7 @@ class PruneReport(Report):
     @property
     def removable_bytes(self) -> int:
         """Bytes that all removals of the plan free."""
-        return removable([*(tag.tree for tag in self.plan.removals), *(found.tree for found in self.dead)])
+        return sum(tag.bytes or 0 for tag in self.tags) + sum(found.tree.nbytes for found in self.dead)
 
 
 @with_remedy()
@@ -122,33 +114,38 @@ def prune(
 
 def carry_out(report: PruneReport, *, progress: Progress = no_progress) -> PruneReport:
     """Remove what the plan of a report says; something that a save works on by now is kept, which is no failure."""
-    plan = report.plan
-    outcomes: dict[str, Outcome] = {}
-    store = RunStore(plan.root)
+    plan, store = report.plan, RunStore(report.plan.root)
+    work: list[tuple[str, Decision | Leftover, Callable[[], str | None]]] = [
+        (decision.tag.name, decision, partial(remove_tag, plan, decision)) for decision in plan.removals
+    ]
+    work += [(found.name, found, partial(store.remove, plan.root / found.name, found.tree)) for found in report.dead]
+    outcomes: dict[str, tuple[str, str]] = {}
     with progress("removing", report.removable_bytes) as advance:
-        for decision in plan.removals:
-            outcomes[decision.tag.name] = _outcome(partial(remove_tag, plan, decision))
-            advance(removable([decision.tree]))
-        for found in report.dead:
-            outcomes[found.name] = _outcome(partial(store.remove, plan.root / found.name, found.tree))
-            advance(found.tree.nbytes)
+        for name, item, remove in work:
+            try:
+                kept = remove()
+                outcomes[name] = ("removed", item.reason) if kept is None else ("kept", kept)
+            except UnreadableError as error:
+                outcomes[name] = "failed", str(error)
+            except OSError as error:
+                outcomes[name] = "failed", f"{error.filename}: {error.strerror}"
+            advance(0 if item.tree is None else item.tree.nbytes)
     return _report(plan, report.keep, dry_run=False, outcomes=outcomes)
 
 
 def _report(
-    plan: PrunePlan, keep: int, *, dry_run: bool, outcomes: Mapping[str, Outcome] = MappingProxyType({})
+    plan: PrunePlan, keep: int, *, dry_run: bool, outcomes: Mapping[str, tuple[str, str]] = MappingProxyType({})
 ) -> PruneReport:
-    def fate(item: Decision | Leftover, name: str) -> dict[str, str]:
-        outcome = outcomes.get(name, Outcome())
-        action = "failed" if outcome.failed else "kept" if outcome.why or not item.remove else "removed"
-        if item.remove and dry_run:
-            action = "would be removed"
-        return {"action": action, "reason": outcome.why or item.reason}
+    """``outcomes`` are what became of what was to be removed, and why, by name."""
 
-    removed = tuple(name for name, outcome in outcomes.items() if not outcome.why)
-    freed = removable(decision.tree for decision in plan.removals if decision.tag.name in removed)
-    freed += removable(found.tree for found in plan.unfinished if found.name in removed)
-    failed = any(outcome.failed for outcome in outcomes.values())
+    def fate(item: Decision | Leftover, name: str) -> dict[str, str]:
+        planned = "would be removed" if item.remove else "kept", item.reason
+        return dict(zip(("action", "reason"), outcomes.get(name, planned), strict=True))
+
+    removed = tuple(name for name, (action, _) in outcomes.items() if action == "removed")
+    trees = [decision.tree for decision in plan.removals if decision.tag.name in removed]
+    trees += [found.tree for found in plan.unfinished if found.name in removed]
+    failed = any(action == "failed" for action, _ in outcomes.values())
     report = PruneReport(
         ok=not failed and (plan.has_valid or not plan.decisions),
         directory=absolute(str(plan.root)),
@@ -172,16 +169,7 @@ def _report(
             for found in plan.unfinished
         ),
         removed=removed,
-        freed_bytes=freed,
+        freed_bytes=sum(tree.nbytes for tree in trees if tree is not None),
     )
     report._plan = plan
     return report
-
-
-def _outcome(remove: Callable[[], str | None]) -> Outcome:
-    try:
-        return Outcome(remove() or "")
-    except UnreadableError as error:
-        return Outcome(str(error), failed=True)
-    except OSError as error:
-        return Outcome(f"{error.filename}: {error.strerror}", failed=True)

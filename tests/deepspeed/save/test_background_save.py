@@ -39,13 +39,13 @@ def save_twice(job: Job, directory: str) -> tuple[dict[str, Any], list[str], dic
     Returns the state at that moment, the names of files that differ, and the state that was live when they were
     written. Both saves have the same id, so that nothing in their files is allowed to differ but the order of commits.
     """
-    from zeroelastic.deepspeed.save import save
+    from zeroelastic.deepspeed.save import save_checkpoint
     from zeroelastic.deepspeed.save.background import saving_in_background
 
     engine = build_engine(job)
     for step in range(3):
         train_step(engine, step)
-    save.new_save_id = lambda: "0123456789abcdef" * 2
+    save_checkpoint.new_save_id = lambda: "0123456789abcdef" * 2
     state, _ = look(engine)
     mine = {"note": ["as it was"], "rank": dist.get_rank()}
     with saving_in_background(engine, False):

@@ -123,7 +123,7 @@ def test_a_store_whose_process_is_stopped_is_named(monkeypatch: pytest.MonkeyPat
 
 
 def save_without_a_launcher(directory: str) -> tuple[str, str, float]:
-    from zeroelastic.deepspeed.save import save
+    from zeroelastic.deepspeed.save import save_checkpoint as save
 
     engine, gone = build_engine(Job()), dist.DistNetworkError("Failed to recv, got 0 bytes.")
     with mock.patch.object(save, "require_partners", side_effect=gone):
@@ -279,11 +279,6 @@ def requests_of_ranks(num_ranks: int, late_s: float, monkeypatch: pytest.MonkeyP
             counts[rank_of.rank] += 1
             return getattr(shared, name)
 
-    def life_of_rank(rank: int) -> str:
-        store.check([f"installed/{rank}"])
-        store.check([f"installed/{rank}"])  # as many requests as the real one
-        return "lives"
-
     def identities_on_this_machine() -> dict[int, str]:
         first = rank_of.rank // RANKS_PER_MACHINE * RANKS_PER_MACHINE
         return dict.fromkeys(range(first, first + RANKS_PER_MACHINE), "")
@@ -299,10 +294,8 @@ def requests_of_ranks(num_ranks: int, late_s: float, monkeypatch: pytest.MonkeyP
         "dist": world,
         "_get_default_store": lambda: store,
         "announce": lambda: None,
-        "life_of_rank": life_of_rank,
         "life_of": lambda name: "lives",
         "identities_on_this_machine": identities_on_this_machine,
-        "machine": lambda: f"machine {rank_of.rank // RANKS_PER_MACHINE}",
     }.items():
         monkeypatch.setattr(barrier, name, value)
     barriers = []
@@ -322,12 +315,11 @@ def requests_of_ranks(num_ranks: int, late_s: float, monkeypatch: pytest.MonkeyP
 def test_what_a_waiting_rank_asks_of_the_store_does_not_grow_with_the_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All but one rank wait for 1.5 s; one rank of each machine asks for the other seven as well."""
+    """All but one rank wait for 1.5 s."""
     for num_ranks in (8, 64, 512):
         requests = requests_of_ranks(num_ranks, 1.5, monkeypatch)
         print(f"{num_ranks} ranks: median {requests[num_ranks // 2]}, most {requests[-1]}, total {sum(requests)}")
-        assert requests[num_ranks // 2] <= 20 and requests[-1] <= 20 + 9 * 5
-        assert sum(requests) <= num_ranks * 27
+        assert requests[-1] <= 20
 
 
 def die_in_a_save(directory: str, moment: str, victim: int) -> None:

@@ -66,7 +66,7 @@ def test_what_the_fast_engine_wrote_loads_at_any_size(rank_pool: RankPool, tmp_p
 
 def save_decoupled(job: Job, directory: str) -> tuple[list[str], dict[str, Any], bool]:
     """A save that DeepSpeed's writer has finished before the next step; what was logged, and if there is a record."""
-    engine, said = build_engine(job), logged("deepspeed.save.save", logging.WARNING)
+    engine, said = build_engine(job), logged("deepspeed.save.save_checkpoint", logging.WARNING)
     train_step(engine, 0)
     state = look(engine)[0]
     engine.save_checkpoint(directory, tag="one", client_state={"note": "one"})

@@ -71,7 +71,7 @@ def test_keep_leaves_the_other_engine_s_tags_and_no_engine_takes_them(
 
 
 def save_under_one_tag(directory: str) -> list[str]:
-    said = logged("deepspeed.save.save", logging.WARNING)
+    said = logged("deepspeed.save.checks", logging.WARNING)
     for job in (G, G, D):
         build_engine(job).save_checkpoint(directory, tag="epoch")
     return said

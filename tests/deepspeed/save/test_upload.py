@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,14 +33,13 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.tag_files import UNFINISHED_NAME
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save import upload
-from zeroelastic.deepspeed.save.directory import Directory
+from zeroelastic.deepspeed.save.directory import SaveDirectory
 from zeroelastic.deepspeed.save.upload import Uploads, uploads
 from zeroelastic.io import objects
 from zeroelastic.io.objects import sizes_below
 from zeroelastic.io.paths import RemotePath, as_path
 from zeroelastic.observers import Uploaded
 from zeroelastic.testing import RankPool
-from zeroelastic.testing.pool import RankError
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 support = pytest.mark.support
@@ -64,11 +64,21 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     server.fault = None
 
 
+def in_store(url: str) -> RemotePath:
+    path = as_path(url)
+    return path if isinstance(path, RemotePath) else RemotePath("file", str(path))
+
+
 def names(url: str) -> set[str]:
     """The files below a URL."""
     forget_clients()
-    path = as_path(url)
-    return {*sizes_below(path if isinstance(path, RemotePath) else RemotePath("file", str(path)))}
+    return {*sizes_below(in_store(url))}
+
+
+def objects_below(url: str) -> dict[str, bytes]:
+    """The content of the files below a URL."""
+    place = in_store(url)
+    return {name: place.system.cat_file((place / name).path) for name in names(url)}
 
 
 def latest(url: str) -> str:
@@ -154,7 +164,7 @@ def test_a_save_to_a_url_says_what_to_do(rank_pool: RankPool, stage: int) -> Non
 # --- one process, without DeepSpeed -----------------------------------------------------------------------------------
 
 
-def committed(tag_dir: Path, **changes: Any) -> Directory:
+def committed(tag_dir: Path, **changes: Any) -> SaveDirectory:
     """What a save has left of the tag that it has committed there."""
     facts = {
         "run_dir": tag_dir.parent,
@@ -167,7 +177,7 @@ def committed(tag_dir: Path, **changes: Any) -> Directory:
         "leaders": (0, 0),
         "elsewhere": frozenset(),
     }
-    return cast(Directory, SimpleNamespace(**{**facts, **changes}))
+    return cast(SaveDirectory, SimpleNamespace(**{**facts, **changes}))
 
 
 def quick(url: str, **options: Any) -> Options:
@@ -175,17 +185,17 @@ def quick(url: str, **options: Any) -> Options:
 
 
 def step_often(step: Callable[[], None]) -> None:
-    """Have ``step`` called before and after each request that changes a store, and within the copy of a file."""
+    """Have ``step`` called after each request that changes a store, and within the copy of a file.
+
+    Between two requests a store of objects does not change: what a kill before the next one leaves is the same.
+    """
     import s3fs
 
     call_s3, copy = s3fs.S3FileSystem._call_s3, fsspec.implementations.local.LocalFileSystem.cp_file
 
     async def call(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-        changes = not method.startswith(("get", "head", "list"))
-        if changes:
-            step()
         answer = await call_s3(self, method, *args, **kwargs)
-        if changes:
+        if not method.startswith(("get", "head", "list")):
             step()
         return answer
 
@@ -231,40 +241,66 @@ def upload_until(run: str, url: str, at: int) -> int:
     return steps
 
 
+def upload_killed(run: str, url: str, at: int) -> int:
+    """``upload_until`` in a process that is forked from one with all modules; 0 where step ``at`` has ended it."""
+    import s3fs  # noqa: F401
+
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, str(upload_until(run, url, at)).encode())
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as steps:
+        said = steps.read()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (0 if said else -signal.SIGKILL)
+    return int(said or 0)
+
+
 @support(SECTION, "kill -9 at any moment of an upload", "exact", "no tag has a record without its files")
 def test_wherever_an_upload_is_killed_each_tag_with_a_record_is_whole(
     rank_pool: RankPool, saved: Saver, store: str, tmp_path: Path
 ) -> None:
-    """The store has an earlier save of the tag a; b is uploaded, then a again. Every third state is resumed from."""
+    """The store has an earlier save of the tag a; b is uploaded, then a again. Every third state is resumed from.
+
+    A tag with the same objects as in an earlier state is not verified again.
+    """
     first, second = saved(Job(), 2), saved(Job(lr=3e-2), 3)
     shutil.copytree(first.tag_dir, tmp_path / "before" / "a")
     for tag in ("a", "b"):
         shutil.copytree(second.tag_dir, tmp_path / "run" / tag)
     roots = {"a": {first.root, second.root}, "b": {second.root}}
-    at, seen = 0, set()
-    while True:
+    rank_pool.run(put_before, 1, str(tmp_path / "before"), f"{store}/before")
+    before = objects_below(f"{store}/before")
+    verified: list[dict[str, bytes]] = []
+    at, steps, seen = 0, 0, set()
+    while not steps:
         at += 1
         url = f"{store}/{at}"
-        rank_pool.run(put_before, 1, str(tmp_path / "before"), url)
-        try:
-            (steps,) = rank_pool.run(upload_until, 1, str(tmp_path / "run"), url, at)
-        except RankError:
-            steps = 0
-        there = names(url)
+        for name, data in before.items():
+            objects.put_object(in_store(url) / name, data)
+        (steps,) = rank_pool.run(upload_killed, 1, str(tmp_path / "run"), url, at)
+        there = objects_below(url)
         whole = [tag for tag in ("a", "b") if f"{tag}/{RECORD_NAME}" in there]
         for tag in whole:
-            report = verify_checkpoint(as_path(f"{url}/{tag}"))
-            assert report.valid and not report.problems, (at, tag, report.problems)
-            assert record_of(as_path(f"{url}/{tag}")).content_root in roots[tag], (at, tag)
+            own = {name: data for name, data in there.items() if name.startswith(f"{tag}/")}
+            if own not in verified:
+                report = verify_checkpoint(as_path(f"{url}/{tag}"))
+                assert report.valid and not report.problems, (at, tag, report.problems)
+                assert record_of(as_path(f"{url}/{tag}")).content_root in roots[tag], (at, tag)
+                verified.append(own)
         newest = latest(url)
         assert newest in whole, at
         seen.add((tuple(whole), newest))
-        if steps:
-            break
-        if at % 3 == 0 or at < 3:
+        if not steps and at % 3 == 1:
             report = rank_pool.run(resume, 3, Job().other(), url)[0].report
             assert report.root_matches and report.path == f"{as_path(url)}/{newest}", at
-            (steps,) = rank_pool.run(upload_until, 1, str(tmp_path / "run"), url, 0)
+            rank_pool.run(upload_killed, 1, str(tmp_path / "run"), url, 0)
             assert names(url) == {
                 *(f"{tag}/{n.name}" for tag in "ab" for n in (tmp_path / "run" / tag).iterdir()),
                 "latest",

@@ -22,19 +22,19 @@ SAVING = "Checkpoint engines and storage"
 
 def save_seen_otherwise(directory: str) -> list[tuple[int, str, str, str]]:
     """Saves in which the optimizer file of one rank is another one after that rank has read it back."""
-    from zeroelastic.deepspeed.save.directory import Directory
+    from zeroelastic.deepspeed.save.directory import SaveDirectory
 
     engine = build_engine(Job())
     train_step(engine, 0)
     engine.save_checkpoint(directory, tag="good")
     dist.barrier()
-    read_back: Callable[..., Any] = Directory._read_back
+    read_back: Callable[..., Any] = SaveDirectory._read_back
     found = []
     for victim in range(dist.get_world_size()):
         for change in ("shorter", "missing"):
 
             def read_back_and_change(
-                self: Directory, save: PendingCommit, *args: Any, victim: int = victim, change: str = change
+                self: SaveDirectory, save: PendingCommit, *args: Any, victim: int = victim, change: str = change
             ) -> Any:
                 written = read_back(self, save, *args)
                 path = self.staging_dir / save.file_names[1]
@@ -44,7 +44,7 @@ def save_seen_otherwise(directory: str) -> list[tuple[int, str, str, str]]:
                     path.unlink()
                 return written
 
-            with mock.patch.object(Directory, "_read_back", read_back_and_change):
+            with mock.patch.object(SaveDirectory, "_read_back", read_back_and_change):
                 found.append((victim, change, *raised(lambda: engine.save_checkpoint(directory, tag="bad"))))
     return found
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from zeroelastic.distributed.process_identity import machine, start_of
-from zeroelastic.elastic.memory.place import MEMORY_DIR, Place, RunPlace, launcher
+from zeroelastic.elastic.memory.place import MEMORY_DIR, JobPlace, RunPlace, launcher
 from zeroelastic.elastic.memory.reaper import LOCK_NAME, start_reaper
 from zeroelastic.errors import CheckpointError, SaveError
 
@@ -31,10 +31,10 @@ import zeroelastic
 package = types.ModuleType("zeroelastic.elastic")  # without its imports, of which torch takes each worker a second
 package.__path__ = [str(Path(zeroelastic.__file__).parent / "elastic")]
 sys.modules[package.__name__] = package
-from zeroelastic.elastic.memory.place import Place, RunPlace
+from zeroelastic.elastic.memory.place import JobPlace, RunPlace
 from zeroelastic.elastic.memory.reaper import start_reaper
 out, wait = Path(sys.argv[1]), sys.argv[2]
-place = Place.of_this_job()
+place = JobPlace.of_this_job()
 place.create()
 start_reaper(*place.launcher, str(place.path))
 restart, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
@@ -129,17 +129,17 @@ def test_a_process_that_nobody_launched_is_its_own_launcher(monkeypatch: pytest.
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place.of_this_job({MEMORY_DIR: str(tmp_path)})
+def place(tmp_path: Path) -> JobPlace:
+    return JobPlace.of_this_job({MEMORY_DIR: str(tmp_path)})
 
 
-def test_the_directory_is_for_this_user_alone(place: Place) -> None:
+def test_the_directory_is_for_this_user_alone(place: JobPlace) -> None:
     place.create()
     place.create()
     assert place.path.stat().st_mode & 0o777 == place.path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_link_or_an_open_directory_is_refused(place: Place, tmp_path: Path) -> None:
+def test_a_link_or_an_open_directory_is_refused(place: JobPlace, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     place.path.parent.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SaveError, match="this user alone"):
@@ -151,7 +151,7 @@ def test_a_link_or_an_open_directory_is_refused(place: Place, tmp_path: Path) ->
         place.create()
 
 
-def test_what_a_launcher_that_ended_has_left_is_removed(place: Place) -> None:
+def test_what_a_launcher_that_ended_has_left_is_removed(place: JobPlace) -> None:
     """By its process id: of a process that has ended, be it before its start was asked for; of another one that has the
     same id; not of other namespaces."""
     place.create()
@@ -168,9 +168,9 @@ def test_what_a_launcher_that_ended_has_left_is_removed(place: Place) -> None:
 
 IN_A_CONTAINER = """
 import os, sys, time
-from zeroelastic.elastic.memory.place import Place
+from zeroelastic.elastic.memory.place import JobPlace
 from zeroelastic.elastic.memory.reaper import start_reaper
-place = Place.of_this_job({"ZEROELASTIC_MEMORY_DIR": sys.argv[1]})
+place = JobPlace.of_this_job({"ZEROELASTIC_MEMORY_DIR": sys.argv[1]})
 place.create()
 start_reaper(*place.launcher, str(place.path))
 (place.path / "kept").write_text("x")
@@ -179,7 +179,7 @@ time.sleep(60)
 """
 
 
-def test_what_a_container_that_was_killed_has_left_is_removed(place: Place, tmp_path: Path) -> None:
+def test_what_a_container_that_was_killed_has_left_is_removed(place: JobPlace, tmp_path: Path) -> None:
     """Not before: its processes cannot be seen from here, and the lock of its reaper can."""
     unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if os.getuid() != 0 or subprocess.run([*unshare, "true"], check=False).returncode != 0:
@@ -203,7 +203,7 @@ def test_what_a_container_that_was_killed_has_left_is_removed(place: Place, tmp_
 
 
 @pytest.mark.parametrize("held", [LOCK_NAME, "none", "another boot", "no reaper"])
-def test_what_is_in_another_pid_namespace_stays_unless_its_lock_is_free(place: Place, held: str) -> None:
+def test_what_is_in_another_pid_namespace_stays_unless_its_lock_is_free(place: JobPlace, held: str) -> None:
     place.create()
     namespace, _, _ = place.path.name.partition("-")
     other = place.path.parent / f"1{namespace}-7-12345"
@@ -299,7 +299,7 @@ def test_one_reaper_waits_and_one_that_comes_late_finds_nothing_to_do(tmp_path: 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[RunPlace]:
     """A run with one complete tag, in a job's directory."""
-    place = Place(tmp_path / "memory" / "user" / "job", "node")
+    place = JobPlace(tmp_path / "memory" / "user" / "job", "node")
     place.path.parents[1].mkdir()
     place.create()
     run = RunPlace.of(place.path, tmp_path / "ckpt", "params")

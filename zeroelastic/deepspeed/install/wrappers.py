@@ -34,9 +34,9 @@ from zeroelastic.deepspeed.save.background import (
     refuse_background,
     wants_background,
 )
-from zeroelastic.deepspeed.save.save import save_checkpoint as save_checkpoint
+from zeroelastic.deepspeed.save.checks import refuse_unwritable
+from zeroelastic.deepspeed.save.save_checkpoint import save_checkpoint as save_checkpoint
 from zeroelastic.deepspeed.save.shard_writer import elastic_state_dict
-from zeroelastic.deepspeed.storage_rules import refuse_unwritable
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.partners import announce, require_partners
 from zeroelastic.errors import UnsupportedError, counted, with_remedy

@@ -18,11 +18,11 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import opaque_tensor_parallel
 from zeroelastic.deepspeed.node_local.node_tags import find_tags_to_try, problem_over_nodes
 from zeroelastic.distributed.collective import all_or_raise, broadcast, broadcast_or_raise
-from zeroelastic.errors import CheckpointError, SavedAgainError, UnreadableError, finding
+from zeroelastic.errors import CheckpointError, SavedAgainError, SaveError, UnreadableError, finding
 from zeroelastic.io.paths import FilePath
 from zeroelastic.report import ResumeReport
 from zeroelastic.runs.candidates import check_quickly, check_tag, refuse_fresh_start
-from zeroelastic.runs.order import Tag
+from zeroelastic.runs.tags import Tag
 
 logger = logging.getLogger(__name__)
 
@@ -35,53 +35,47 @@ class UnusableError(CheckpointError):
 
 def load_first(
     tags: Sequence[Tag],
-    load: Callable[[Tag, tuple[str, ...]], T],
+    load: Callable[[Tag], T],
     *,
     engine: Engine,
-    instead: Callable[[Tag, tuple[str, ...]], T | None] = lambda tag, passed: None,
 ) -> tuple[T | None, tuple[str, ...]]:
     """The result of the first load that succeeds, None where none does, and the tags before it with the reasons.
 
-    ``tags`` are the same on every rank. ``load(tag, passed over so far)`` runs on every rank and raises the same there.
+    ``tags`` are the same on every rank. ``load(tag)`` runs on every rank and raises the same there.
     Errors of ``load`` other than CheckpointError and UnreadableError end the walk, and so does a SavedAgainError: the
-    tag before the one that is being saved is not the newest. ``instead`` is asked before a tag is looked at, and may
-    load something else in its place. Collective.
+    tag before the one that is being saved is not the newest. Collective.
     """
     passed: list[str] = []
     for tag in tags:
-        if (found := instead(tag, tuple(passed))) is not None:
-            return found, tuple(passed)
-        problem = broadcast_or_raise(partial(_problem, tag))
+        problem = None
+        if not tag.in_memory:
+            verdict = broadcast_or_raise(partial(check_tag, tag, check_quickly))  # opens no file of a committed tag
+            problem = None if verdict is None else " ".join(verdict.problems)
         if problem is not None:
             problem = problem_over_nodes(tag.tag_dir, problem, opaque_tensor_parallel(engine))
         if problem is None:
             try:
-                return load(tag, tuple(passed)), tuple(passed)
-            except SavedAgainError:
-                raise
-            except (CheckpointError, UnreadableError) as error:
+                return load(tag), tuple(passed)
+            except (CheckpointError, UnreadableError, SaveError) as error:
+                if isinstance(error, (SavedAgainError, SaveError)) and not tag.in_memory:
+                    raise
                 problem = finding(error)
-        passed.append(broadcast(f"{tag.name}: {problem}"))
+        name = f"step {tag.step} in memory" if tag.in_memory else tag.name
+        passed.append(broadcast(f"{name}: {problem}"))
         if dist.get_rank() == 0:
             logger.warning("passed over %s", passed[-1])
     return None, tuple(passed)
 
 
-def _problem(tag: Tag) -> str | None:
-    """What rank 0 sees wrong with a tag without opening its files."""
-    verdict = check_tag(tag, check_quickly)
-    return None if verdict is None else " ".join(verdict.problems)
-
-
 def load_newest(root: FilePath, load: Callable[[str, str], T], engine: Engine) -> tuple[T] | None:
-    """What ``load(directory, tag)`` returns for the first of the directory's tags to try (``runs.order``) that loads.
+    """Return ``load(directory, tag)`` of the first of the directory's tags to try (``runs.tags``) that loads.
 
     None where there is no checkpoint. Raises CheckpointError where there are some and none can be loaded. Collective.
     """
     found = find_tags_to_try(engine, root)
     tags = [tag for tag in found.tags if tag.path == tag.tag_dir]  # folders of a framework have a ``latest`` each
 
-    def attempt(tag: Tag, passed: tuple[str, ...]) -> tuple[str, T]:
+    def attempt(tag: Tag) -> tuple[str, T]:
         directory, name = tag.asked_for
         return tag.name, load(str(directory), name)
 

@@ -66,8 +66,8 @@ from zeroelastic.io.paths import FilePath, absolute, is_url
 from zeroelastic.io.remote import retrying
 from zeroelastic.report import ResumeReport
 from zeroelastic.runs.names import read_latest
-from zeroelastic.runs.order import about_newer
 from zeroelastic.runs.tag_directory import open_tag
+from zeroelastic.runs.tags import about_newer
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
 logger = logging.getLogger(__name__)

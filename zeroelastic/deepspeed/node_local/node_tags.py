@@ -10,13 +10,11 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.checkpoint.tag_files import TensorParallel
@@ -35,20 +33,18 @@ from zeroelastic.errors import (
     UndescribedSlicesError,
     UnreadableError,
     UnsupportedError,
-    UsageError,
     printable,
     shown,
 )
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import folders
-from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.names import LATEST, named_latest
-from zeroelastic.runs.order import Tag, about_newer, committed_after, newest_first, tags_to_try
+from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.tag_directory import recover_all
+from zeroelastic.runs.tags import Tag, about_newer, committed_after, newest_first, tags_to_try
 
 logger = logging.getLogger(__name__)
 
-_ABSENT = (-1.0, -1)
 _SOURCE_RANK = {"record": 3, "header": 2, "name": 1, None: 0}
 
 
@@ -61,78 +57,58 @@ def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
     names = sorted({name for name in named if name is not None})
     if len(names) <= 1:
         return names[0] if names else None
-    own = named[dist.get_rank()]
+    tags = [tag for tag in tags_of_all_nodes(load_dir)[0] if tag.name in names]
 
-    def age() -> tuple[float, int] | None:
-        """Of the tag that is named here; ``_ABSENT`` for one that is not there, None for one that does not tell."""
-        if own is None or not (load_dir / own).is_dir():
-            return _ABSENT
-        try:
-            record = read_record(load_dir / own)
-        except (CheckpointError, UnreadableError):
-            return None
-        return None if record is None else (record.committed_at or 0.0, record.global_steps)
-
-    _, ages = all_gather_or_raise(age)
-    newest: dict[str, tuple[float, int]] = {}  # of the tags that are there; _ABSENT where no rank knows
-    for name, found in zip(named, ages, strict=True):
-        if name is not None and found != _ABSENT:
-            newest[name] = max(newest.get(name, _ABSENT), found or _ABSENT)
-    known = {name: found for name, found in newest.items() if found != _ABSENT}
-    if not known or len(known) < len(newest) or len(set(known.values())) < len(known):
-        raise CheckpointError(
-            f"{load_dir}: the ranks do not see the same tag ({', '.join(map(printable, names))}), and no commit record "
-            "tells which is newer. Pass the tag to load.",
-            remedy="",
-        )
-    chosen = max(known, key=lambda name: known[name])
-    if dist.get_rank() == 0:
-        old = [rank for rank, name in enumerate(named) if name not in (None, chosen)]
+    def choose() -> str:
+        ages = {(tag.committed_at, tag.step) for tag in tags}
+        if not tags or len(ages) < len(tags) or any(tag.step_from != "record" for tag in tags):
+            raise CheckpointError(
+                f"{load_dir}: the ranks do not see the same tag ({', '.join(map(printable, names))}), and no commit "
+                "record tells which is newer. Pass the tag to load.",
+                remedy="",
+            )
+        old = [rank for rank, name in enumerate(named) if name not in (None, tags[0].name)]
         logger.warning(
             "%s: latest names %s, which is the newest and is loaded, and another tag where ranks %s are",
-            load_dir,
-            chosen,
-            ", ".join(map(str, old)),
+            *(load_dir, tags[0].name, ", ".join(map(str, old))),
         )
-    return chosen
+        return tags[0].name
+
+    return broadcast_or_raise(choose)
 
 
-def _digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()
+def tags_of_all_nodes(root: FilePath) -> tuple[list[Tag], list[tuple[str | None, str | None]]]:
+    """The tags that any rank sees in a directory, newest first, and by rank what ``latest`` names. Collective.
 
-
-def tags_of_all_nodes(root: FilePath) -> list[Tag]:
-    """The tags that any rank sees in a directory, newest first: complete on rank 0, any list elsewhere. Collective.
-
-    Where several nodes have a tag, the node that knows most about it counts: a commit record before a header before a
-    name.
+    The tags are complete on rank 0, and any list elsewhere. Where several nodes have a tag, the node that knows most
+    about it counts: a commit record before a header before a name. Of a URL, rank 0 alone asks for ``latest``.
     """
     if isinstance(root, RemotePath):
-        return broadcast_or_raise(lambda: _tags(root))
+        return broadcast_or_raise(lambda: (list(RunStore(root).tags()), [named_latest(root)]))
 
     rank = dist.get_rank()
 
-    def look() -> str:
+    def look() -> tuple[str, tuple[str | None, str | None]]:
         with suppress(OSError):  # missing or read-only: opening it reports what is missing
             if rank == 0:  # finish replacements that were cut short, where `latest` may name a tag
                 recover_all(root)
-                if "/" in (named := named_latest(root)[0] or ""):
-                    recover_all((root / named).parent)
-        try:
-            return _digest((folders(root), named_latest(root)))
-        except MissingFileError:
-            return ""
+                if "/" in (name := named_latest(root)[0] or ""):
+                    recover_all((root / name).parent)
+        named, seen = named_latest(root), tuple[str, ...]()
+        with suppress(MissingFileError):
+            seen = folders(root)
+        return hashlib.sha256(repr((seen, named)).encode("utf-8", "surrogatepass")).hexdigest(), named
 
-    mark, marks = all_gather_or_raise(look)
+    (mark, _), looks = all_gather_or_raise(look)
+    marks = [other for other, _ in looks]
     differ = len(set(marks)) > 1
     asked = marks.index(mark) == rank if differ else rank == 0
-    own = all_or_raise(partial(_tags, root) if asked else list[Tag])
-    lists = all_gather(own) if differ else [own]
+    own = all_or_raise(RunStore(root).tags if asked else tuple[Tag, ...])
     best: dict[str, Tag] = {}
-    for tag in (tag for one in lists for tag in one):
+    for tag in (tag for tags in (all_gather(own) if differ else [own]) for tag in tags):
         if tag.name not in best or _knowledge(tag) > _knowledge(best[tag.name]):
             best[tag.name] = tag
-    return list(newest_first(best.values()))
+    return list(newest_first(best.values())), [named for _, named in looks]
 
 
 class TagsToTry(NamedTuple):
@@ -147,12 +123,11 @@ class TagsToTry(NamedTuple):
 
 
 def find_tags_to_try(engine: Engine, root: FilePath) -> TagsToTry:
-    """The tags of a directory that an engine may go on from (``runs.order``), the same on every rank. Collective.
+    """The tags of a directory that an engine may go on from (``runs.tags``), the same on every rank. Collective.
 
     Where nodes have disks of their own, ``latest`` is the newest tag that it names on any of them.
     """
-    tags = tags_of_all_nodes(root)
-    named = all_gather(named_latest(root) if isinstance(root, Path) or dist.get_rank() == 0 else (None, None))
+    tags, named = tags_of_all_nodes(root)
 
     def choose() -> TagsToTry:
         names = {name for name, _ in named}
@@ -175,14 +150,6 @@ def find_tags_to_try(engine: Engine, root: FilePath) -> TagsToTry:
 
 def _knowledge(tag: Tag) -> tuple[bool, int, int]:
     return tag.unfinished is None, _SOURCE_RANK[tag.step_from], tag.step or 0
-
-
-def _tags(root: FilePath) -> list[Tag]:
-    """The checkpoints that are seen here, newest first; none where there is no directory yet."""
-    try:
-        return list(list_run(root).tags)
-    except UsageError:
-        return []
 
 
 def problem_over_nodes(tag_dir: FilePath, problem: str, tp: TensorParallel) -> str | None:

@@ -1,12 +1,14 @@
-"""Saving: ``save`` from the call to the commit, which is made at once, by a thread, or at a later step.
+"""Saving: from the call to the commit, which is made at once or by a thread.
 
-    save                        checks, the choice of a destination, and the class of one save
+    save_checkpoint             the call: who commits, where, and when
+    checks                      what is checked before anything is written
+    save                        ``Save``: one save, written now or as a snapshot
     directory                   the steps of a commit
     shard_writer, engine_proxy  what a rank writes, and how DeepSpeed's save is redirected
     commit                      files read back, what each rank wrote, the commit record
     barrier                     barriers that name the ranks which do not arrive
-    pending, background         saves that go on
-    after_save                  what follows a commit
+    background                  saves that go on
+    retention, upload           old tags that go, and copies in a store, after a commit
 
 Read ``save``, then ``directory``.
 """

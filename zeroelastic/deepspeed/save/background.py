@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -27,13 +26,11 @@ from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
+from zeroelastic.deepspeed.save.save import Save
 from zeroelastic.deepspeed.save.shard_writer import HostMemory, writes_with_torch
 from zeroelastic.distributed.collective import all_or_raise, collectives_over, end_group
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import SaveError, UnsupportedError, ZeroElasticError
-
-if TYPE_CHECKING:
-    from zeroelastic.deepspeed.save.save import Save
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +75,14 @@ def refuse_background(engine: Engine) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """What the saves of one engine share: the process group of their threads, and the memory of the snapshot."""
+    """The process group and the snapshot memory that the background saves of one engine share."""
 
     group: dist.ProcessGroup
     memory: HostMemory = field(default_factory=HostMemory)
 
 
 def background_for(engine: Engine, live: LiveOptimizer) -> Background | None:
-    """What the next save of an engine needs to be asynchronous, or None for a synchronous save. Collective.
+    """Return the ``Background`` for the next save of an engine, or None for a synchronous save. Collective.
 
     Why a save has to be synchronous all the same is the same on every rank, and logged once. Raises UnsupportedError
     where a checkpoint engine writes that has a background of its own.
@@ -136,7 +133,7 @@ class BackgroundSave:
 
     def __init__(self, save: Save, group: dist.ProcessGroup) -> None:
         self.tag_dir, self.group, self._process, self._rank = save.request.tag_dir, group, os.getpid(), dist.get_rank()
-        self._save, self._barrier, self._after = save, save.barrier, save.after
+        self._save, self._barrier = save, save.barrier
         self._failure: ZeroElasticError | None = None
         _unfinished.add(self)
         self._thread = threading.Thread(target=self._run, name="zeroelastic-save", daemon=True)
@@ -147,10 +144,10 @@ class BackgroundSave:
         try:
             with collectives_over(self.group):
                 self._save.commit(self.group)
-            if self._after.note:
-                logger.info("%s: saved%s", self.tag_dir, self._after.note)
+            if self._save.note:
+                logger.info("%s: saved%s", self.tag_dir, self._save.note)
             if self._rank == 0:
-                seconds = self._after.seconds
+                seconds = self._save.seconds
                 logger.info("%s", f"{self.tag_dir}: saved in the background, {seconds:.2f} s after it began")
         except ZeroElasticError as error:
             self._fail(error)
@@ -168,7 +165,7 @@ class BackgroundSave:
                 )
             )
         finally:
-            self.seconds = self._after.seconds
+            self.seconds = self._save.seconds
             del self._save
             _unfinished.discard(self)
 
@@ -216,11 +213,14 @@ def unfinished() -> list[BackgroundSave]:
     return [save for save in list(_unfinished) if save.created_by_this_process()]
 
 
-@atexit.register
 def finish_at_exit() -> None:
     """Wait for what is unfinished when the interpreter ends."""
     for save in unfinished():
         save.at_exit()
+
+
+# Registered after the same of ``upload``, and so called before it, which uploads the tags of these saves, too.
+getattr(threading, "_register_atexit", atexit.register)(finish_at_exit)
 
 
 def finish_all() -> None:
@@ -269,7 +269,7 @@ def drop_pending(engine: Engine) -> BackgroundSave | None:
 
 
 def _lower_priority() -> None:
-    """Of this thread: under Linux a thread has a priority of its own."""
+    """Lower the priority of this thread alone, which Linux can."""
     with suppress(OSError, AttributeError):
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICER))

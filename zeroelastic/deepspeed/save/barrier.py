@@ -2,11 +2,11 @@
 
 A collective that one rank never enters ends after torch's own limit, half an hour or never, and names no rank. So
 before each collective of a save the ranks wait for one another through the key-value store of their process group.
-Each rank adds to one counter, sets one key of its own and waits for the one key that holds the outcome. Only one rank
-of each machine, the watcher, looks for missing ranks: it decides the outcome when ``timeout_s`` have passed, or when
-the process of a missing rank on its machine has ended. Every rank then raises the same error. The number of requests
-that a waiting rank makes does not depend on the number of ranks. The outcome also says whether what any rank did before
-has failed: where nothing has, no collective follows.
+Each rank adds to one counter, sets one key of its own and waits for the one key that holds the outcome. The last rank
+to arrive decides it, or one that waits: when the process of a missing rank on its machine has ended, or ``timeout_s``
+have passed. Every rank then raises the same error. The number of requests that a waiting rank makes does not depend on
+the number of ranks. The outcome also says whether what any rank did before has failed: where nothing has, no collective
+follows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroelastic.distributed.collective import all_or_raise, limit
-from zeroelastic.distributed.partners import absent_ranks, announce, identities_on_this_machine, life_of_rank
-from zeroelastic.distributed.process_identity import life_of, machine
+from zeroelastic.distributed.partners import absent_ranks, announce, identities_on_this_machine
+from zeroelastic.distributed.process_identity import life_of
 from zeroelastic.errors import AbsentRankError, ZeroElasticError, rank_list
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ _STAGES = {
     "latest": "`latest` was written",
     "end": "its end was waited for",
 }
-"""What a save does before each of its barriers, as error messages say it."""
+"""Error messages say by these what a save did before each barrier."""
 
 
 @dataclass(slots=True)
@@ -192,9 +192,7 @@ class SaveBarrier:
         def judge(waited: float) -> str | None:
             if self._store.check([self._key(0, "alarm")]):
                 return _ALARM
-            here = identities_on_this_machine()
-            ended = [rank for rank in self._missing(meeting, sorted(here)) if life_of(here[rank]) == "ended"]
-            if ended:
+            if ended := self._ended(meeting):
                 return _have_ended(ended)
             if not self._polls_all_ranks(meeting, waited, self.timeout_s):
                 return None
@@ -213,9 +211,7 @@ class SaveBarrier:
         """
 
         def judge(waited: float) -> str | None:
-            here = identities_on_this_machine()
-            absent = self._missing(0, sorted(here))
-            ended = [rank for rank in absent if life_of(here[rank]) == "ended"]
+            ended = self._ended(0)
             if self._store.add(self._key(0, "count"), 0) + len(ended) == self._world_size:
                 return _have_ended(ended) if ended else _EVERYBODY
             patience_s = min(_GRACE_S, self.timeout_s)
@@ -224,7 +220,7 @@ class SaveBarrier:
             if not self._polls_all_ranks(0, waited, patience_s):
                 return None
             missing = self._missing(0, range(self._world_size))
-            silent = [rank for rank in missing if rank not in here]
+            silent = [rank for rank in missing if rank not in identities_on_this_machine()]
             if silent:
                 return f"{rank_list(silent)} did not answer for {waited:.0f} s"
             return self._late(missing) if missing and waited > self.timeout_s else None
@@ -239,29 +235,20 @@ class SaveBarrier:
         return int(self._store.add(self._key(meeting, "count"), 1))
 
     def _outcome(self, meeting: int, judge: Callable[[float], str | None]) -> str:
-        """Wait for the outcome of a meeting, which the last rank to arrive or a watcher decides.
-
-        A watcher asks ``judge`` for an outcome after each pause, with the seconds waited so far. The first rank of a
-        machine whose pause ends is its watcher; another takes over when the watcher's process has ended, or when no
-        watcher decides although the time is up.
-        """
-        key, post = self._key(meeting, "outcome"), self._key(meeting, f"watcher/{machine()}")
-        began, pause, watcher = time.monotonic(), _TICK_S, None
+        """Wait for the outcome of a meeting; ``judge`` is asked for one after each pause, with the seconds waited."""
+        key, began, pause = self._key(meeting, "outcome"), time.monotonic(), _TICK_S
         while not self._appears(key, pause):
             waited = time.monotonic() - began
             pause = min(2 * pause, _MAX_PAUSE_S, max(_TICK_S, self.timeout_s - waited))
-            if watcher is None:
-                watcher = self._decide(post, str(self._rank))
-            elif watcher != str(self._rank) and (
-                waited > self.timeout_s + _GRACE_S or life_of_rank(int(watcher)) == "ended"
-            ):
-                watcher = str(self._store.compare_set(post, watcher, str(self._rank)).decode())
-            if watcher == str(self._rank):
-                self._keys += (post,) if meeting and post not in self._keys else ()
-                verdict = judge(waited)
-                if verdict is not None:
-                    return self._decide(key, verdict)
+            verdict = judge(waited)
+            if verdict is not None:
+                return self._decide(key, verdict)
         return str(self._store.get(key).decode())
+
+    def _ended(self, meeting: int) -> list[int]:
+        """The ranks of this machine whose processes have ended before they came to a meeting."""
+        here = identities_on_this_machine()
+        return self._missing(meeting, [rank for rank in sorted(here) if life_of(here[rank]) == "ended"])
 
     def _late(self, ranks: list[int]) -> str:
         return f"{rank_list(ranks)} did not arrive within {self.timeout_s:g} s ({self._limited_by})"
@@ -281,9 +268,9 @@ class SaveBarrier:
         return absent_ranks(self._store, ranks, lambda rank: self._key(meeting, rank))
 
     def _polls_all_ranks(self, meeting: int, waited: float, patience_s: float) -> bool:
-        """Whether this watcher is the one of all machines that asks for every rank, when ``patience_s`` have passed.
+        """Whether this rank is the one that asks for every rank, when ``patience_s`` have passed.
 
-        Another one does so too when that took longer than ``_GRACE_S``: the first may be dead.
+        The others do so too when that took longer than ``_GRACE_S``: the first may be dead.
         """
         if waited <= patience_s:
             return False

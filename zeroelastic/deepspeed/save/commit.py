@@ -1,4 +1,4 @@
-"""What every way of committing a save shares: the files read back, what each rank wrote, and the commit record.
+"""The parts of a commit: the files read back, the sizes that each rank wrote, and the commit record.
 
 The files of a rank are read back by the readers of a load, headers alone, and compared with the run that saved them. A
 save that a load of the same run would refuse is not committed.
@@ -24,12 +24,12 @@ from zeroelastic.checkpoint.commit_record import (
     CommitRecord,
     Versions,
 )
-from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
+from zeroelastic.checkpoint.model_states import model_states_of
 from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_layout import saved_maps
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
-from zeroelastic.checkpoint.topology import SliceMaps, numbered_expert
+from zeroelastic.checkpoint.topology import numbered_expert
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
@@ -37,7 +37,7 @@ from zeroelastic.deepspeed.engine_state import LastSave
 from zeroelastic.deepspeed.live.topology import Sharing
 from zeroelastic.distributed.collective import all_gather, maximum
 from zeroelastic.errors import CheckpointError, SaveError
-from zeroelastic.torch_file.header import TorchFile, read_torch_file
+from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.torch_file.safe_unpickler import allow_globals
 
 
@@ -82,7 +82,7 @@ class PendingCommit:
 
 
 class Written(NamedTuple):
-    """What a rank has written: sizes and zip directories' digests by file name, and why only DeepSpeed reads them.
+    """A rank's files: sizes and zip directories' digests by name, and why only DeepSpeed reads them.
 
     ``own_weights`` is that of the rank's ``PendingCommit``.
     """
@@ -186,9 +186,19 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
         for content in save.contents
         if content.tp_rank == sharing.tp.rank and content.param.name in here
     }
-    of_model = _facts_of_model(model, save)
-    if layout.slices is not None:
-        of_model |= {"the maps of slices": _differing(*_maps(model_file, save))}
+    of_model: dict[str, tuple[object, object]] = {
+        "the step": (model.global_steps, save.global_steps),
+        "the save id": (model.save_id, save.save_id),
+        "the trained parameters": ([list(table) for table in model.sub_groups], [*map(list, save.sub_groups)]),
+        "the frozen parameters": (
+            _by_name(None if model.frozen is None else model.frozen.params),
+            _by_name(save.frozen),
+        ),
+    }
+    if layout.slices is not None:  # the names of DeepSpeed's own experts are their maps
+        own_maps = {name: one for name, one in sharing.maps.items() if numbered_expert(name) is None}
+        found_maps = saved_maps(model_file.root, tp.size, model_file.path).maps
+        of_model["the maps of slices"] = _differing(found_maps, own_maps)
     of_optimizer = {
         "the format": (shard.format, save.checkpoint_format),
         "the save id": (shard.save_id, save.save_id),
@@ -202,26 +212,6 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
                 raise CheckpointError(f"{path}: {what} read back as {_brief(got)}; the run has {_brief(wanted)}.")
     directories = {file.path.name: file.directory for file in experts}
     return {model_path.name: model.directory, **directories, optim_path.name: shard.directory}
-
-
-def _facts_of_model(model: ModelStates, save: PendingCommit) -> dict[str, tuple[object, object]]:
-    """What a module states file says, and what it has to."""
-    return {
-        "the step": (model.global_steps, save.global_steps),
-        "the save id": (model.save_id, save.save_id),
-        "the trained parameters": ([list(table) for table in model.sub_groups], [*map(list, save.sub_groups)]),
-        "the frozen parameters": (
-            _by_name(None if model.frozen is None else model.frozen.params),
-            _by_name(save.frozen),
-        ),
-    }
-
-
-def _maps(model_file: TorchFile, save: PendingCommit) -> tuple[SliceMaps, SliceMaps]:
-    """The maps in a module states file, and those of the run; the names of DeepSpeed's own experts are their maps."""
-    maps, tp = save.sharing.maps, save.sharing.place[1]
-    found = saved_maps(model_file.root, tp.size, model_file.path).maps
-    return found, {name: one for name, one in maps.items() if numbered_expert(name) is None}
 
 
 def _by_name(params: Iterable[Param] | None) -> list[Param]:

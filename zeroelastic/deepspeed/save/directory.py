@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ from zeroelastic.deepspeed.save.commit import (
     record_of,
 )
 from zeroelastic.deepspeed.save.shard_writer import Snapshot
-from zeroelastic.deepspeed.storage_rules import saves_nothing
+from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise, broadcast
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -36,6 +37,7 @@ from zeroelastic.errors import (
     UnsupportedError,
 )
 from zeroelastic.io.atomic import sync_path, write_atomically
+from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_names, file_size
 from zeroelastic.runs.names import LATEST, run_of
 from zeroelastic.runs.run_store import RunStore
@@ -44,7 +46,7 @@ from zeroelastic.runs.tag_directory import PublishedTag, carry_over, make_stagin
 logger = logging.getLogger(__name__)
 
 
-class Directory:
+class SaveDirectory:
     """Where a save is written, and how its files become the tag ``tag_dir``: a hidden directory is renamed to the tag.
 
     DeepSpeed saves to ``deepspeed_dir``; what it writes for the tag goes into ``staging_dir``. ``run_dir`` has the tags
@@ -159,10 +161,26 @@ class Directory:
                 raise not_committed(self.tag_dir, f"no load would take it: {str(error).rstrip('.')}") from error
 
     def _record(self, save: PendingCommit, written: Sequence[Written], committed_at: float) -> None:
-        """Check what this rank sees of another's files, and write the record, on the leader."""
+        """Check what this rank sees of another's files; a leader writes the record of the whole save to its directory.
+
+        There is none where only DeepSpeed reads the files.
+        """
         self._check_sizes(written)
-        if self.is_leader:
-            self._write_record(save, written, committed_at)
+        if not self.is_leader:
+            return
+        found = file_names(self.staging_dir)
+        here = [each.sizes if self.leaders[rank] == self.rank else {} for rank, each in enumerate(written)]
+        self._require_seen({rank: [name for name in sizes if name not in found] for rank, sizes in enumerate(here)})
+        unreadable = next((each.unreadable for each in written if each.unreadable is not None), None)
+        if unreadable is not None and self.rank == 0:
+            logger.warning("%s: saved without a commit record, only DeepSpeed loads it: %s", self.tag_dir, unreadable)
+        record = record_of(save, written, committed_at)
+        owners = {name: rank for rank in (*range(len(written)), 0) for name in written[rank].sizes}
+        self.elsewhere = frozenset(name for name, rank in owners.items() if self.leaders[rank] != self.rank)
+        with self.as_not_committed():
+            carry_over(self.place, self.staging_dir)
+            if unreadable is None:
+                write_atomically(self.staging_dir / RECORD_NAME, record_text(record), sync=self._fsync)
 
     def _check_sizes(self, written: Sequence[Written]) -> None:
         """Raise SaveError if this rank does not see the files of another one as that one does.
@@ -185,22 +203,6 @@ class Directory:
                 f"({', '.join(unseen[ranks[0]])}): the directory is not the same on all nodes (which "
                 '"use_node_local_storage": true allows), or another save is using it',
             )
-
-    def _write_record(self, save: PendingCommit, written: Sequence[Written], committed_at: float) -> None:
-        """Write the record of the whole save to each directory with a part of it, unless only DeepSpeed reads it."""
-        found = file_names(self.staging_dir)
-        here = [each.sizes if self.leaders[rank] == self.rank else {} for rank, each in enumerate(written)]
-        self._require_seen({rank: [name for name in sizes if name not in found] for rank, sizes in enumerate(here)})
-        unreadable = next((each.unreadable for each in written if each.unreadable is not None), None)
-        if unreadable is not None and self.rank == 0:
-            logger.warning("%s: saved without a commit record, only DeepSpeed loads it: %s", self.tag_dir, unreadable)
-        record = record_of(save, written, committed_at)
-        owners = {name: rank for rank in (*range(len(written)), 0) for name in written[rank].sizes}
-        self.elsewhere = frozenset(name for name, rank in owners.items() if self.leaders[rank] != self.rank)
-        with self.as_not_committed():
-            carry_over(self.place, self.staging_dir)
-            if unreadable is None:
-                write_atomically(self.staging_dir / RECORD_NAME, record_text(record), sync=self._fsync)
 
     def _publish(self, barrier: SaveBarrier) -> None:
         """The one rename that makes the tag. This process may have been stopped since the save began.
@@ -225,3 +227,48 @@ class Directory:
                     f"{self.run_dir / LATEST}: cannot be written: {error.strerror}. The checkpoint {save.tag} is "
                     "complete; load it by its tag."
                 ) from error
+
+
+def directory_leaders(tag_dir: Path) -> tuple[int, ...]:
+    """For each rank, the first rank that sees the same parent directory of the tag. Collective.
+
+    The ranks create files there for a moment to find out. A rank that does not see the one of rank 0 lists the
+    directory, which has those of the ranks of its node. Raises SaveError on every rank if any rank cannot.
+    """
+    stem = f".zeroelastic.{broadcast(uuid.uuid4().hex)}."
+    place, rank = tag_dir.parent, dist.get_rank()
+    probe = place / f"{stem}{rank}"
+
+    def make() -> None:
+        with saves_nothing(tag_dir):
+            place.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+
+    def leader() -> int:
+        if (place / f"{stem}0").exists():
+            return 0
+        with saves_nothing(tag_dir):
+            seen = [name.removeprefix(stem) for name in os.listdir(place) if name.startswith(stem)]
+        return min([rank, *map(int, seen)])
+
+    all_or_raise(make)
+    try:
+        return tuple(all_gather_or_raise(leader)[1])
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+@contextmanager
+def saves_nothing(tag_dir: FilePath) -> Iterator[None]:
+    """An error of the disk within becomes the SaveError of a save that has not begun."""
+    try:
+        yield
+    except SaveError:
+        raise
+    except UnreadableError as error:
+        raise SaveError(f"{tag_dir}: cannot be written: {error} Nothing was saved.") from error
+    except OSError as error:
+        raise SaveError(
+            f"{tag_dir}: cannot be written: {error.strerror} ({error.filename or tag_dir}). Nothing was saved, and "
+            "`latest` is unchanged."
+        ) from error

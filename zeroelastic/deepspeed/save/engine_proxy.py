@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from zeroelastic.checkpoint.tag_files import SAVE_ID, parse_rank_file
-from zeroelastic.deepspeed.storage_rules import NOT_SEEN
 from zeroelastic.errors import SaveError, ZeroElasticError
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,10 @@ class CheckpointEngineProxy:
                 logger.debug("a save failed", exc_info=True)
                 self._failure = not_written(where if where is not None else args[0], error)
                 if not self._staging_dir.is_dir():
-                    self._failure = SaveError(f"{self._failure} {NOT_SEEN}")
+                    self._failure = SaveError(
+                        f"{self._failure} This rank does not see the directory that another one made for the save: "
+                        'the directory is not the same on all nodes, which "use_node_local_storage": true allows.'
+                    )
 
         return attempt
 
@@ -79,7 +81,7 @@ class CheckpointEngineProxy:
 
 
 def with_save_id(state_dict: Any, name: str, save_id: str) -> Any:
-    """What a file of this name holds; in those of ranks, other than files of experts, with the id of the save."""
+    """Add the id of the save to the content of a rank's file, other than a file of an expert."""
     return state_dict if parse_rank_file(name) is None else {**state_dict, SAVE_ID: save_id}
 
 

@@ -1,4 +1,4 @@
-"""What a rank writes, and how: the elastic optimizer state, files digested while they are written, and snapshots.
+"""A rank writes its files: the elastic optimizer state, digests made while files are written, and snapshots.
 
 A snapshot is taken while training waits, and written later. The pickled part of each file is on the disk when ``save``
 returns (``torch_file.save``). Only storages are copied, each once, to their places in memory images of the files
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _SLACK = 64 << 10
 _TORCH_SAVE = TorchCheckpointEngine.save
-"""As DeepSpeed defines it: somebody may put another in its place later."""
+"""DeepSpeed's own method: somebody may put another in its place later."""
 
 
 def elastic_state_dict(
@@ -151,7 +151,7 @@ class ShardWriter:
         self._save_by_torch, self._live, self._streams, self._options = original.save, live, streams, options
         self._known: list[int | None] = [None] * len(streams.pieces)
         self._runs = _runs_of(streams)
-        """What is digested while it is written: the pieces that are one run of a tensor."""
+        """The pieces that are digested while they are written: each is one run of a tensor."""
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file; a layout of torch that is not known here is left to torch, with the digests made apart."""
@@ -209,7 +209,7 @@ class OtherEngineWriter(ShardWriter):
 
 
 def _runs_of(streams: LiveStreams) -> list[DigestRange]:
-    """What is digested while it is written; the others are digested apart."""
+    """Return the pieces that are digested while they are written; the others are digested apart."""
     return [
         DigestRange(piece.tensor, stream_seed(piece.param, piece.key), piece.start)
         for piece in streams.pieces

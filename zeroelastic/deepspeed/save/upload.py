@@ -21,14 +21,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.tag_files import UNFINISHED_NAME
 from zeroelastic.deepspeed.options import Options
-from zeroelastic.deepspeed.save.background import finish_at_exit
-from zeroelastic.deepspeed.save.directory import Directory
+from zeroelastic.deepspeed.save.directory import SaveDirectory
 from zeroelastic.errors import CheckpointError, MissingFileError, SaveError
 from zeroelastic.io.objects import put_file, put_object, remove_objects, sizes_below
 from zeroelastic.io.paths import RemotePath, as_path, missing_directory, reason, relative_name
@@ -42,26 +40,20 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 1.0
 
 
-@dataclass(eq=False)
 class Upload:
-    """What the leader of this node's directory uploads of the tag that was committed there."""
+    """The upload of a tag that was committed, as far as this node's leader does it.
 
-    saved: Directory
-    options: Options
-    began: float = field(default_factory=time.monotonic)
+    ``run`` is the directory of the run in the store, or in it the folder that a framework has for this checkpoint;
+    ``target`` is the tag directory there.
+    """
 
-    @property
-    def run(self) -> RemotePath:
-        """The directory of the run in the store, or in it the folder that a framework has for this checkpoint."""
-        path = as_path(str(self.options.upload))
+    def __init__(self, saved: SaveDirectory, options: Options) -> None:
+        self.saved, self.options, self.began = saved, options, time.monotonic()
+        path = as_path(str(options.upload))
         root = path if isinstance(path, RemotePath) else RemotePath("file", str(path), (("auto_mkdir", True),))
-        folder = relative_name(self.saved.run_dir, run_of(self.saved.run_dir))
-        return root if folder == "." else root / folder
-
-    @property
-    def target(self) -> RemotePath:
-        """The tag directory in the store."""
-        return self.run / self.saved.tag
+        folder = relative_name(saved.run_dir, run_of(saved.run_dir))
+        self.run = root if folder == "." else root / folder
+        self.target = self.run / saved.tag
 
     def send(self) -> int:
         """Upload what is not up yet, as far as it is this node's task; returns the bytes of the tag's files.
@@ -135,25 +127,21 @@ class Uploads:
     """The uploads of this process, oldest first: those that wait, after the one that is under way, and that failed."""
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Have none, as a process that was forked: they are its parent's."""
+        """Have none; also called in a process that was forked: they are its parent's."""
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="zeroelastic-upload", daemon=True)
         self._waiting: list[Upload] = []
         self._failed: list[Upload] = []
         self._latest: dict[RemotePath, float] = {}
 
-    def add(self, saved: Directory, options: Options) -> None:
+    def add(self, saved: SaveDirectory, options: Options) -> None:
         """Have a tag that was just committed uploaded, if the options say where to. Called on leaders."""
         if options.upload is None:
             return
         with self._changed:
             others = [one for one in (*self._failed, *self._waiting[1:]) if one.saved.place != saved.place]
             self._waiting, self._failed = [*self._waiting[:1], *others, Upload(saved, options)], []
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="zeroelastic-upload", daemon=True)
+            if not self._thread.is_alive():
                 self._thread.start()
             self._changed.notify_all()
 
@@ -169,7 +157,6 @@ class Uploads:
 
     def at_exit(self) -> None:
         """Wait for the last upload, ``save_timeout_s`` at most, and say what is not uploaded."""
-        finish_at_exit()  # the tag of a save in the background is uploaded, too
         for one in self.wait(max((one.options.save_timeout_s for one in self._waiting), default=0.0)):
             logger.error("%s: NOT UPLOADED to %s. Copy it, %s last.", one.saved.place, one.target, RECORD_NAME)
 
@@ -206,6 +193,6 @@ class Uploads:
 
 
 uploads = Uploads()
-os.register_at_fork(after_in_child=uploads.forget)
+os.register_at_fork(after_in_child=uploads.__init__)  # type: ignore[misc]
 # This is called before executors end, without which the name of a host is not looked up; ``atexit`` is called later.
 getattr(threading, "_register_atexit", atexit.register)(uploads.at_exit)

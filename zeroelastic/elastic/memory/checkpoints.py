@@ -17,7 +17,7 @@ import traceback
 import uuid
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.load import is_of_all_ranks
 from zeroelastic.deepspeed.options import MemoryOptions
-from zeroelastic.deepspeed.save.after_save import AfterSave
 from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
 from zeroelastic.deepspeed.save.save import SaveRequest
 from zeroelastic.distributed.collective import (
@@ -44,7 +43,7 @@ from zeroelastic.distributed.collective import (
 )
 from zeroelastic.elastic.memory.copies import Placement, nodes_of
 from zeroelastic.elastic.memory.memory_file import Slot
-from zeroelastic.elastic.memory.place import Place, RunPlace, tag_of
+from zeroelastic.elastic.memory.place import JobPlace, RunPlace
 from zeroelastic.elastic.memory.reaper import start_reaper
 from zeroelastic.elastic.memory.save import GroupBarrier, MemoryDirectory, MemorySave
 from zeroelastic.errors import ConfigError, SaveError, UnsupportedError
@@ -61,7 +60,7 @@ _MOST_LOST = 2
 _EXIT_S = 5.0
 _threads = weakref.WeakSet[threading.Thread]()
 _open = weakref.WeakValueDictionary[Path, "MemoryCheckpoints"]()
-"""Those of this process that are not closed, by the directory of their run."""
+"""The MemoryCheckpoints of this process that are not closed, by the directory of the run."""
 
 
 @atexit.register
@@ -70,21 +69,6 @@ def _await_threads() -> None:
     deadline = time.monotonic() + _EXIT_S
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
-
-
-@dataclass(slots=True)
-class _Making:
-    """A checkpoint in the making: its save, or the error with which this rank could not copy its state."""
-
-    step: int
-    node: MemoryDirectory
-    captured: MemorySave | Exception
-
-    def save(self) -> MemorySave:
-        """The save. Raises that error."""
-        if isinstance(self.captured, Exception):
-            raise self.captured
-        return self.captured
 
 
 class MemoryCheckpoints:
@@ -97,7 +81,7 @@ class MemoryCheckpoints:
     """
 
     def __init__(self, engine: Engine, directory: FilePath, *, after: MemoryCheckpoints | None = None) -> None:
-        """Those ``after`` leave out more checkpoints each time, unless one was complete: each failure may take long.
+        """Leave out more checkpoints each time that these follow ``after`` others of which none was complete.
 
         Raises ConfigError without ``"memory"`` in the options, UnsupportedError for a run that is not covered.
         """
@@ -111,7 +95,9 @@ class MemoryCheckpoints:
         live = all_or_raise(lambda: _require_covered(engine))
         place = all_or_raise(_own_place)
         rack = os.environ.get(RACK, "")
-        self.placement = _placement(all_gather((f"{place.node} {place.path}", rack)), self.options)
+        by_rank = all_gather((f"{place.node} {place.path}", rack))
+        nodes = nodes_of([node for node, _ in by_rank])
+        self.placement = Placement(nodes, tuple(by_rank[ranks[0]][1] for ranks in nodes), self.options.copies)
         self._run = RunPlace.of(place.path, directory, params_digest(live.layout.params))
         all_or_raise(lambda: self._require_no_twin(directory))
         self._attempt = broadcast(uuid.uuid4().hex)
@@ -157,28 +143,22 @@ class MemoryCheckpoints:
             return
         step = int(self._engine.global_steps)
         save_id = hashlib.sha256(f"{self._attempt} {self._number}".encode()).hexdigest()[:32]
-        slot, tag = self._slots[self._next], tag_of(step, save_id)
+        slot, tag = self._slots[self._next], f"step{step}-{save_id}"
         node = MemoryDirectory(self._run, slot, tag, save_id, self._leaders)
-        after = AfterSave(self._engine, node.tag_dir, tag, began=began, tier="memory")
-        if node.is_leader:
-            after.remove_old = node.remove_others
         captured: MemorySave | Exception
         try:
             refuse_to_save(self._engine, "memory")
-            captured = self._copy(node, after, save_id, client_state)
+            captured = self._copy(node, began, save_id, client_state)
+            captured.stalled = captured.seconds + self._stall_seconds
         except Exception as error:  # raised on all ranks by the thread, for which they wait
             captured = error
-        after.returns()
-        after.waited(self._stall_seconds)
         self._stall_seconds = 0.0
-        made = _Making(step, node, captured)
-        self._thread = threading.Thread(target=self._complete, args=(made,), name="zeroelastic-memory", daemon=True)
+        args = step, node, captured
+        self._thread = threading.Thread(target=self._complete, args=args, name="zeroelastic-memory", daemon=True)
         _threads.add(self._thread)
         self._thread.start()
 
-    def _copy(
-        self, node: MemoryDirectory, after: AfterSave, save_id: str, client_state: Mapping[str, Any]
-    ) -> MemorySave:
+    def _copy(self, node: MemoryDirectory, began: float, save_id: str, client_state: Mapping[str, Any]) -> MemorySave:
         """Copy the state of this rank, which may change when this returns. Raises SaveError where memory is lacking."""
         engine = self._engine
         if not (node.slot.directory.is_dir() and self._run.complete.is_dir()):  # somebody has emptied the shared memory
@@ -192,10 +172,13 @@ class MemoryCheckpoints:
             node,
             live,
             GroupBarrier(lambda: self.is_broken),
-            after,
+            options_of(engine).model_copy(update={"upload": None}),
             save_id,
             elastic=live.per_param,
             memory=node.slot,
+            tier="memory",
+            step=int(engine.global_steps),
+            began=began,
             node=node,
             placement=self.placement,
             tied=self._tied,
@@ -263,14 +246,14 @@ class MemoryCheckpoints:
                 'Leave out "memory", or set ZEROELASTIC_MEMORY_DIR to a directory in memory that can be written.'
             ) from error
 
-    def _complete(self, made: _Making) -> None:
-        """What the thread does. Collective over the threads."""
+    def _complete(self, step: int, node: MemoryDirectory, captured: MemorySave | Exception) -> None:
+        """Complete a checkpoint in the thread. Collective over the threads."""
         self.error = None
         try:
             with collectives_over(self._group):
-                self._finish(made)
+                self._finish(node, captured)
             self._next ^= 1
-            self.complete_step = made.step
+            self.complete_step = step
         except Exception as caught:
             self.error = caught
             self.is_broken |= not is_of_all_ranks(caught)
@@ -280,13 +263,19 @@ class MemoryCheckpoints:
                 dist.destroy_process_group(self._group)
                 del self._group
             if dist.is_initialized():
-                self._log(made.step, caught)
+                self._log(step, caught)
 
-    def _finish(self, made: _Making) -> None:
-        """Complete a checkpoint on all nodes, or raise on all ranks."""
+    def _finish(self, node: MemoryDirectory, captured: MemorySave | Exception) -> None:
+        """Complete a checkpoint on all nodes, or raise on all ranks, also where one could not copy its state."""
+
+        def give() -> MemorySave:
+            if isinstance(captured, Exception):
+                raise captured
+            return captured
+
         try:
-            with made.node.discarded_on_failure():
-                save = all_or_raise(made.save)
+            with node.discarded_on_failure():
+                save = all_or_raise(give)
             save.commit(self._group)
         except Exception as error:
             if is_of_all_ranks(error):
@@ -309,18 +298,12 @@ class MemoryCheckpoints:
         return f"memory checkpoints every {every} steps in {self._run.path}: {kept}"
 
 
-def _own_place() -> Place:
-    place = Place.of_this_job()
+def _own_place() -> JobPlace:
+    place = JobPlace.of_this_job()
     place.create()
     if place.launcher is not None:
         start_reaper(*place.launcher, str(place.path))
     return place
-
-
-def _placement(found: list[tuple[str, str]], options: MemoryOptions) -> Placement:
-    nodes = nodes_of([node for node, _ in found])
-    racks = tuple(found[ranks[0]][1] for ranks in nodes)
-    return Placement(nodes, racks, options.copies)
 
 
 def _require_covered(engine: Engine) -> LiveOptimizer:

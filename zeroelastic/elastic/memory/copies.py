@@ -1,4 +1,4 @@
-"""Copies of a checkpoint's files for other nodes: which rank keeps what of which, and what is sent between them.
+"""Copies of a checkpoint's files for other nodes: which rank keeps what of which.
 
 A node is the ranks that share one memory. The nodes form a ring, in which each keeps the copy of the one before;
 neighbours are in different racks as far as that is possible, so that a copy is never on the same node, and seldom in
@@ -8,14 +8,9 @@ between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
-import torch.distributed as dist
-
-from zeroelastic.distributed.exchange import Transfer, run_transfers
 
 Nodes = tuple[tuple[int, ...], ...]
 """The ranks of each node, ascending; the nodes by their first rank."""
@@ -88,31 +83,3 @@ class Placement:
     def _place_of(self) -> dict[int, int]:
         """The place of each node in the ring."""
         return {node: place for place, node in enumerate(self.order)}
-
-
-Take = Callable[[int], torch.Tensor]
-"""Gives the memory of a file by its size."""
-
-
-def protect(
-    files: Sequence[Mapping[str, int]],
-    placement: Placement,
-    own: Mapping[str, torch.Tensor],
-    take: Take,
-    group: dist.ProcessGroup,
-) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    """The copies of others' files that this rank is going to keep, by name, in memory that ``take`` gives; and a call.
-
-    ``files`` are the files of each rank that others keep, with their sizes; ``own`` has this rank's. The call runs the
-    transfers of this rank, as all ranks do (``run_transfers``). Raises OSError where memory is lacking.
-    """
-    rank = dist.get_rank()
-    keepers, owners = placement.keepers(rank), placement.kept(rank)
-    kept = {name: take(nbytes) for owner in owners for name, nbytes in files[owner].items()}
-
-    def run() -> None:
-        transfers = [Transfer(rank, keeper, own[name]) for keeper in keepers for name in files[rank]]
-        transfers += [Transfer(owner, rank, kept[name]) for owner in owners for name in files[owner]]
-        run_transfers(transfers, group)
-
-    return kept, run

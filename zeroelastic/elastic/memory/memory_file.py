@@ -185,7 +185,7 @@ def _available() -> list[int]:
 
 
 def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """What the control group (version 2, or 1) of this process may still take; shared memory counts there."""
+    """Return the bytes that this process's control group (version 2, or 1) may still take, shared memory included."""
     for limit, usage in (("memory.max", "memory.current"), *_OLD_GROUP):
         try:
             most, used = (root / limit).read_text().strip(), int((root / usage).read_text())

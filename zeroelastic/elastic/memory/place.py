@@ -28,7 +28,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +64,7 @@ def launcher() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class JobPlace:
     """A job's directory on this node. ``node`` names the node: two launchers on one machine are two nodes.
 
     ``launcher`` is a process by its id and its start (``start_of``), as ids are used again.
@@ -75,13 +75,13 @@ class Place:
     launcher: tuple[int, str] | None = None
 
     @staticmethod
-    def of_this_job(environment: Mapping[str, str] = os.environ) -> Place:
+    def of_this_job(environment: Mapping[str, str] = os.environ) -> JobPlace:
         """The place of this worker's job; the same for all workers of a launcher."""
         pid = launcher()
         started = start_of(pid)
         root = Path(environment.get(MEMORY_DIR) or "/dev/shm").absolute()
         path = root / f"zeroelastic-{os.getuid()}" / f"{_namespace()}-{pid}-{started}"
-        return Place(path, f"{machine()} {pid} {started}", (pid, started))
+        return JobPlace(path, f"{machine()} {pid} {started}", (pid, started))
 
     def create(self) -> None:
         """Make the directory, and remove directories whose launchers have ended. Raises SaveError."""
@@ -239,7 +239,7 @@ class RunPlace:
                 ) from None
 
     def tags(self) -> list[str]:
-        """The complete tags of this node, newest step first, but for those that another user could have put there."""
+        """The complete tags of this node, except those that another user could have put there."""
         try:
             found = [name for name in os.listdir(self.complete) if _TAG.fullmatch(name)]
         except OSError:
@@ -251,24 +251,21 @@ class RunPlace:
                 names.append(name)
             except CheckpointError as error:
                 logger.warning("%s", error)
-        return sorted(names, key=lambda name: int(name.split("-")[0].removeprefix("step")), reverse=True)
+        return names
 
     def others(self) -> Iterator[RunPlace]:
         """The places of other engines of the job: they train other parameters, or save elsewhere."""
         with suppress(OSError):
-            yield from (RunPlace(self.path.parent / name) for name in os.listdir(self.path.parent))
+            names = (name for name in os.listdir(self.path.parent) if name != self.path.name)
+            yield from (RunPlace(self.path.parent / name) for name in names)
 
-    def remove_tags(self, *, but: Iterable[str] = ()) -> None:
-        """Remove all other complete tags."""
-        for tag in set(self.tags()) - set(but):
-            self.remove_tag(tag)
-
-    def remove_tag(self, tag: str) -> None:
-        """Remove a complete tag, if it is there, by a rename first, so that it is never seen in part."""
-        gone = self.path / _WRITING / f"removed-{tag}"
-        with suppress(OSError):
-            os.rename(self.complete / tag, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+    def remove_tags(self, *, but: str | None = None) -> None:
+        """Remove all other complete tags, by a rename first, so that none is ever seen in part."""
+        for tag in {*self.tags()} - {but}:
+            gone = self.path / _WRITING / f"removed-{tag}"
+            with suppress(OSError):
+                os.rename(self.complete / tag, gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
     def remove_writing(self, *, but: str) -> None:
         """Remove what earlier starts of the job were filling; complete tags keep their links to it."""
@@ -276,8 +273,3 @@ class RunPlace:
             for directory, is_old in ((self.path / _WRITING, but.__ne__), (self.complete, is_unfinished)):
                 for name in filter(is_old, os.listdir(directory)):
                     shutil.rmtree(directory / name, ignore_errors=True)
-
-
-def tag_of(step: int, save_id: str) -> str:
-    """The name of a tag."""
-    return f"step{step}-{save_id}"

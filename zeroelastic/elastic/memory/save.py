@@ -24,11 +24,12 @@ from zeroelastic.deepspeed.live.digests import live_streams
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.commit import PendingCommit, Written
-from zeroelastic.deepspeed.save.directory import Directory
+from zeroelastic.deepspeed.save.directory import SaveDirectory
 from zeroelastic.deepspeed.save.save import Save
 from zeroelastic.deepspeed.save.shard_writer import Snapshot, write_local_files
 from zeroelastic.distributed.collective import all_gather_alike, all_gather_or_raise, all_or_raise
-from zeroelastic.elastic.memory.copies import Placement, protect
+from zeroelastic.distributed.exchange import Transfer, run_transfers
+from zeroelastic.elastic.memory.copies import Placement
 from zeroelastic.elastic.memory.memory_file import Slot
 from zeroelastic.elastic.memory.place import RunPlace
 from zeroelastic.errors import SaveError
@@ -65,7 +66,7 @@ class GroupBarrier(SaveBarrier):
         yield
 
 
-class MemoryDirectory(Directory):
+class MemoryDirectory(SaveDirectory):
     """The directory of this node that has the tags of a run in memory, of which the files of ``slot`` become one.
 
     ``leaders`` are the first ranks of the nodes, by rank. ``images`` are this rank's own files, when they are complete,
@@ -93,13 +94,8 @@ class MemoryDirectory(Directory):
 
         snapshot.write(put)
 
-    def remove_others(self) -> tuple[str, ...]:
-        """Remove the other tags of the run."""
-        self.run.remove_tags(but=[self.place.name])
-        return ()
-
     def _read_back(self, save: PendingCommit) -> Written:
-        """What this rank has in memory, of which nothing is read back; the copies for others are put beside it."""
+        """Put the copies for others into the directory, and list this rank's files, which are not read back."""
         for name in self.kept:
             self.slot.link(self.staging_dir / name)
         self.slot.trim()
@@ -167,11 +163,17 @@ class MemorySave(Save):
         assert group is not None
         self._copy(group)
 
+    def remove_old(self) -> tuple[str, ...]:
+        """Remove the other tags of the run."""
+        self.node.run.remove_tags(but=self.request.tag)
+        return ()
+
     def commit(self, group: dist.ProcessGroup | None = None) -> None:
         super().commit(group)
         self.barrier.all_or_raise(lambda: None, "end")  # only now may the files of the tag before be written to
 
     def _copy(self, group: dist.ProcessGroup) -> None:
+        """Send this rank's files to the ranks that keep them, and receive what this rank keeps for others."""
         node = self.node
         own = {name: data for name, data in sorted(node.images.items()) if WHOLE_MODEL_FILE.match(name) is None}
 
@@ -182,7 +184,13 @@ class MemorySave(Save):
             return {name: len(data) for name, data in own.items()}
 
         _, sizes = all_gather_or_raise(files)
-        take = node.slot.take
-        kept, run = self.barrier.all_or_raise(lambda: protect(sizes, self.placement, own, take, group), "write")
+        keepers, owners = self.placement.keepers(node.rank), self.placement.kept(node.rank)
+
+        def take() -> dict[str, torch.Tensor]:
+            return {name: node.slot.take(nbytes) for owner in owners for name, nbytes in sizes[owner].items()}
+
+        kept = self.barrier.all_or_raise(take, "write")
         node.kept = tuple(kept)
-        run()
+        transfers = [Transfer(node.rank, keeper, own[name]) for keeper in keepers for name in sizes[node.rank]]
+        transfers += [Transfer(owner, node.rank, kept[name]) for owner in owners for name in sizes[owner]]
+        run_transfers(transfers, group)

@@ -21,10 +21,10 @@ from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.paths import FilePath, as_path
-from zeroelastic.runs.candidates import list_run
 from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.locate import UNIVERSAL, find_source
 from zeroelastic.runs.names import holds_something
+from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.verbs.options import Progress, no_progress
 from zeroelastic.verbs.verify.findings import full_report, not_opened, quick_report
@@ -80,7 +80,7 @@ def verify_all(
     began = time.monotonic()
     root = as_path(src)
     reports: list[VerifyReport] = []
-    for name in [str(tag.tag_dir) for tag in list_run(root).tags]:
+    for name in [str(tag.tag_dir) for tag in RunStore(root).require_tags()]:
         try:
             found = _verified(partial(_open_native, as_path(name)), name, quick=quick, progress=progress)
         except (UnreadableError, UnsupportedError) as error:

@@ -1,23 +1,45 @@
-"""The order of a run's tags, and the one rule for the newest: what ``latest`` names, else the newest committed tag.
+"""A tag of a run, and the one rule for the newest: what ``latest`` names, else the newest committed tag.
 
 A *finished* tag has a commit record, or is in a folder of a framework whose own ``latest`` names it. Tags are ordered
 by the time in the commit record, then by step; tags without a record, which DeepSpeed alone has saved, come before all
 others. Only tags that train the same parameters, by name and shape, are compared: several engines may save to one
-directory. Pure.
+directory. A name counts only for a damaged tag, which has nothing else.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
-from zeroelastic.errors import printable, some
-from zeroelastic.io.paths import FilePath
-from zeroelastic.runs.names import HERE, LATEST
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.model_states import trained_tables
+from zeroelastic.checkpoint.one_save import was_saved_again
+from zeroelastic.checkpoint.param_table import params_digest
+from zeroelastic.checkpoint.tag_files import is_rank_file, model_file_name
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    UnreadableError,
+    UnsafePickleError,
+    UnsupportedError,
+    printable,
+    some,
+)
+from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.io.storage import file_sizes
+from zeroelastic.runs.names import HERE, LATEST, directory_of
+from zeroelastic.runs.tag_directory import open_tag
+from zeroelastic.torch_file.header import read_torch_file
 
 StepFrom = Literal["record", "header", "name"]
+
+_MAX_LOOKS = 5
+"""How often a listing looks at a tag that is saved again or removed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +50,8 @@ class Tag:
     unknown; then, and where only the name has it, the tag cannot be whole. ``committed_at`` is the time in its record,
     in seconds since 1970; ``modified_at`` that of its record or first header on the disk, 0 behind a URL. ``save_id``
     is that of its record; ``trained_params`` is the digest of its trained parameters' names and shapes, by its record
-    or its header. ``unfinished`` is the problem with the folder around it.
+    or its header. ``unfinished`` is the problem with the folder around it. ``content_root`` and ``follows`` are in its
+    record. ``in_memory``: it is in the memory of the nodes.
     """
 
     name: str
@@ -41,6 +64,9 @@ class Tag:
     save_id: str | None = None
     trained_params: str | None = None
     unfinished: str | None = None
+    content_root: str | None = None
+    follows: tuple[str, ...] = ()
+    in_memory: bool = False
 
     @property
     def saved_at(self) -> float:
@@ -81,7 +107,7 @@ def tags_to_try(tags: Sequence[Tag], latest: str | None, trained_params: str | N
     older, newest first. Where ``latest`` names none of the tags, they are all finished tags with these parameters.
     With None as parameters all tags count. Example::
 
-        tags_to_try(list_run(root).tags, "global_step2", None)    # global_step2, then global_step1
+        tags_to_try(RunStore(root).tags(), "global_step2", None)    # global_step2, then global_step1
     """
     named = next((tag for tag in tags if tag.name == latest), None)
     own = newest_first(tag for tag in tags if tag.is_finished and trained_params in (None, tag.trained_params))
@@ -108,6 +134,11 @@ def about_newer(root: FilePath, chosen: str, newer: Sequence[str]) -> list[str]:
     ]
 
 
+def in_folders(tags: Iterable[Tag]) -> bool:
+    """Whether tags are in folders of a framework, which have a ``latest`` each."""
+    return any(tag.path != tag.tag_dir for tag in tags)
+
+
 def by_params(tags: Sequence[Tag]) -> tuple[tuple[Tag, ...], ...]:
     """The tags by the parameters that they train, each group in the order given.
 
@@ -118,3 +149,84 @@ def by_params(tags: Sequence[Tag]) -> tuple[tuple[Tag, ...], ...]:
     if len(known) <= 1:
         return (tuple(tags),) if tags else ()
     return tuple(tuple(tag for tag in tags if tag.trained_params == params) for params in known)
+
+
+def tag_at(root: FilePath, name: str) -> Tag | None:
+    """The tag in a directory, None where there is none. A tag that is saved again meanwhile is read again."""
+    path = directory_of(root, name)
+    for _ in range(_MAX_LOOKS):
+        opened = open_tag(path)
+        found = _look_at(path, opened, name)
+        if (found is not None and found.step_from == "record") or not was_saved_again(opened):
+            break
+    return found
+
+
+def _look_at(path: FilePath, opened: FilePath, name: str) -> Tag | None:
+    with suppress(CheckpointError, UnreadableError):  # there is no such file, or it is damaged
+        return _of_record(path, name, opened) or _of_header(path, name, opened)
+    step = step_of(name)
+    try:
+        is_tag = any(file == RECORD_NAME or is_rank_file(file) for file in file_sizes(opened))
+    except MissingFileError:
+        return None
+    except (CheckpointError, UnreadableError):  # it cannot be listed, so it cannot be loaded
+        is_tag = step is not None
+    return Tag(name, path, path, step, None if step is None else "name", modified_at(path)) if is_tag else None
+
+
+def _of_record(path: FilePath, name: str, opened: FilePath) -> Tag | None:
+    record, changed = read_record(opened), modified_at(opened / RECORD_NAME)
+    if record is None:
+        return None
+    return Tag(
+        name,
+        path,
+        path,
+        record.global_steps,
+        "record",
+        changed,
+        record.committed_at,
+        record.save_id,
+        record.trained_params,
+        content_root=record.content_root,
+        follows=record.follows,
+    )
+
+
+def committed_tag(root: FilePath, name: str) -> Tag | None:
+    """The tag in a directory by its commit record; None where there is none, or a damaged one."""
+    path = directory_of(root, name)
+    with suppress(CheckpointError, UnreadableError):
+        return _of_record(path, name, open_tag(path))
+    return None
+
+
+def _of_header(path: FilePath, name: str, opened: FilePath) -> Tag:
+    """A tag, from its first model states file; step 0 where the file has none, as in a load."""
+    present = file_sizes(opened)
+    own, whole = (model_file_name(0, 0, whole=whole) for whole in (False, True))
+    file = opened / (whole if whole in present and own not in present else own)
+    states = read_torch_file(file, foreign="inert").root
+    if not isinstance(states, dict):
+        raise UnsafePickleError(f"{file}: is not a DeepSpeed model states file.")
+    step, changed, params = states.get("global_steps"), modified_at(file), None
+    with suppress(CheckpointError, UnsupportedError):
+        params = params_digest(chain.from_iterable(trained_tables(states, file)))
+    return Tag(name, path, path, step if type(step) is int else 0, "header", changed, trained_params=params)
+
+
+def step_of(name: str) -> int | None:
+    """The number at the end of a name."""
+    match = re.search(r"(\d{1,18})(\.ckpt)?$", name)
+    return None if match is None else int(match[1])
+
+
+def modified_at(path: FilePath) -> float:
+    """When a file or directory changed, in seconds since 1970; 0 where that is not known."""
+    if isinstance(path, RemotePath):
+        return 0.0
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import write_checkpoint, write_history
 
+import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.runs import latest as latest_module
-from zeroelastic.runs.candidates import check_quickly, committed_after, list_run
-from zeroelastic.runs.latest import find_latest, fix_latest, set_latest
-from zeroelastic.runs.order import Tag, about_newer, by_params, newest_first, tags_to_try
+from zeroelastic.runs.run_store import RunStore
+from zeroelastic.runs.tags import Tag, about_newer, by_params, committed_after, newest_first, tags_to_try
+from zeroelastic.verbs import latest as latest_module
 
 G, D = "a" * 32, "b" * 32
 
@@ -74,7 +75,7 @@ def test_newer_tags_of_the_same_parameters_are_named() -> None:
     (note,) = about_newer(root, "G_1", ["G_2"])
     assert note.startswith("NOT THE NEWEST: ckpt/latest names G_1, and G_2 was committed later.")
     assert about_newer(root, "G_2", []) == []
-    found = latest_module.committed_after(tuple(by_name.values()), by_name["G_1"])
+    found = committed_after(tuple(by_name.values()), by_name["G_1"])
     assert [tag.name for tag in found] == ["G_2"]
 
 
@@ -102,8 +103,11 @@ def test_whatever_the_tags_are_latest_is_first_and_the_rest_is_older(saves, name
 # --- on a disk --------------------------------------------------------------------------------------------------------
 
 
+newest = partial(zeroelastic.latest, quick=True)
+
+
 def names(root: Path) -> list[str]:
-    return [tag.name for tag in list_run(root).tags]
+    return [tag.name for tag in RunStore(root).tags()]
 
 
 @pytest.fixture
@@ -114,10 +118,11 @@ def run(tmp_path: Path) -> Path:
 
 def test_what_was_committed_last_is_the_newest(run: Path) -> None:
     assert names(run) == ["s4", "s6", "s3", "s2", "s1"]
-    found = find_latest(run, check_quickly)
-    assert found.tag is not None and found.tag.name == "s4" and found.newer == ()
-    assert committed_after(run, "s6") == ("s4",) and committed_after(run, "s4") == ()
-    assert fix_latest(run, check_quickly).written is False and (run / "latest").read_text() == "s4"
+    found = newest(run)
+    assert found.tag_name == "s4" and found.newer == ()
+    store = RunStore(run)
+    assert store.committed_after("s6") == ("s4",) and store.committed_after("s4") == ()
+    assert not newest(run, fix=True).latest.fixed and (run / "latest").read_text() == "s4"
 
 
 def test_a_copy_with_new_times_keeps_the_order_of_commits(run: Path, tmp_path: Path) -> None:
@@ -128,8 +133,7 @@ def test_a_copy_with_new_times_keeps_the_order_of_commits(run: Path, tmp_path: P
     os.utime(copy / "latest")
     (copy / "latest").unlink()
     assert names(copy) == names(run)
-    found = find_latest(copy, check_quickly)
-    assert found.tag is not None and found.tag.name == "s4"
+    assert newest(copy).tag_name == "s4"
 
 
 def test_tags_without_a_time_come_before_those_with_one(tmp_path: Path) -> None:
@@ -138,19 +142,17 @@ def test_tags_without_a_time_come_before_those_with_one(tmp_path: Path) -> None:
         write_checkpoint(tmp_path / f"s{step}", world_size=1, global_steps=step, format="rigid")
     assert names(tmp_path) == ["s8", "s5", "s9", "s3"]
     (tmp_path / "latest").write_text("s9")
-    found = find_latest(tmp_path, check_quickly)
-    assert found.tag is not None and found.tag.name == "s9", "latest names what DeepSpeed alone has saved, too"
+    assert newest(tmp_path).tag_name == "s9", "latest names what DeepSpeed alone has saved, too"
 
 
 def test_a_damaged_tag_that_latest_names_leads_to_an_older_one(run: Path) -> None:
-    set_latest(run, "s3")
+    assert newest(run, set_to="s3").latest.fixed
     next((run / "s3").glob("*_optim_states.pt")).unlink()
-    assert fix_latest(run, check_quickly).written and (run / "latest").read_text() == "s2"
+    assert newest(run, fix=True).latest.fixed and (run / "latest").read_text() == "s2"
 
 
-def test_fix_keeps_what_a_save_has_written_meanwhile(run: Path) -> None:
+def test_fix_keeps_what_a_save_has_written_meanwhile(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run / "latest").unlink()
-    to_come = ["s4"]
 
     def check(tag_dir: Path) -> tuple[str, ...]:
         """Between the look and the write the job moves latest."""
@@ -159,4 +161,5 @@ def test_fix_keeps_what_a_save_has_written_meanwhile(run: Path) -> None:
         return () if tag_dir.name != "s4" else ("is damaged as far as this test goes.",)
 
     to_come = ["s6"]
-    assert fix_latest(run, check).written is False and (run / "latest").read_text() == "s6"
+    monkeypatch.setattr(latest_module, "_check_quickly", check)
+    assert not newest(run, fix=True).latest.fixed and (run / "latest").read_text() == "s6"

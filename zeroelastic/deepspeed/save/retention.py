@@ -1,4 +1,4 @@
-"""What follows a commit: tags beyond the newest ``"keep"`` are removed, and observers are told.
+"""Tags beyond the newest ``"keep"`` are removed after a commit.
 
 The rules of a removal are the rules of ``runs.prune``, and stricter, because nobody is asked: only tags with the
 trained parameters of the engine and a commit record count, and only they are removed. A removal that fails warns; the
@@ -8,20 +8,14 @@ save is committed by then.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
 from zeroelastic.checkpoint.commit_record import read_record
-from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save.upload import uploads
 from zeroelastic.errors import ZeroElasticError, printable, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
-from zeroelastic.observers import Saved, Tier, publish
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.runs.names import CHECKPOINT_FOLDER
 from zeroelastic.runs.prune import OTHER_PARAMS, Decision, PrunePlan, plan_prune, remove_tag
@@ -29,62 +23,6 @@ from zeroelastic.runs.prune import OTHER_PARAMS, Decision, PrunePlan, plan_prune
 logger = logging.getLogger(__name__)
 
 _warned: set[str] = set()
-
-
-class AfterSave:
-    """One save from the call of ``save_checkpoint`` to its commit; on every rank.
-
-    ``began`` is the monotonic time of the call. ``remove_old`` is called after the commit, and returns the tags that it
-    removed; then ``upload`` is called. The save sets both when it knows its options. ``tier`` is that of the directory,
-    if none is given.
-    """
-
-    def __init__(self, engine: Engine, tag_dir: Path, tag: str, *, began: float, tier: Tier | None = None) -> None:
-        self.remove_old: Callable[[], tuple[str, ...]] = tuple
-        self.upload: Callable[[], object] = tuple
-        self.removed: tuple[str, ...] = ()
-        self._tag_dir, self._tag, self._began = tag_dir, tag, began
-        self._step, self._world_size, self._rank = int(engine.global_steps), dist.get_world_size(), dist.get_rank()
-        self._tier: Tier = tier or ("node-local" if engine.use_node_local_storage() else "directory")
-        self._stall: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the call."""
-        return time.monotonic() - self._began
-
-    def returns(self) -> None:
-        """``save_checkpoint`` returns now, and the save goes on."""
-        self._stall = self.seconds
-
-    def waited(self, seconds: float) -> None:
-        """The training loop waited again for this save."""
-        self._stall = (self._stall or 0.0) + seconds
-
-    def committed(self, nbytes: int) -> None:
-        """The save is committed, with ``nbytes`` in its files: old tags are removed now."""
-        self.removed = self.remove_old()
-        if self._rank == 0:
-            seconds = self.seconds
-            publish(
-                Saved(
-                    tag=self._tag,
-                    path=str(self._tag_dir),
-                    step=self._step,
-                    world_size=self._world_size,
-                    bytes=nbytes,
-                    seconds=seconds,
-                    stall_seconds=seconds if self._stall is None else self._stall,
-                    background=self._stall is not None,
-                    tier=self._tier,
-                )
-            )
-        self.upload()
-
-    @property
-    def note(self) -> str:
-        """The end of the line about a save: which tags are gone; mostly empty."""
-        return f"; removed {', '.join(self.removed)}" if self.removed else ""
 
 
 def remove_old_tags(root: Path, tag: str, options: Options, *, over_nodes: bool) -> tuple[str, ...]:

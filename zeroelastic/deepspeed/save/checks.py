@@ -1,0 +1,188 @@
+"""The checks before a save: the ranks agree on it, and a load would take what it writes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.io import fast_file_writer
+
+from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.checkpoint.param_table import params_digest
+from zeroelastic.deepspeed.client_state import checked_client_state, saved_step
+from zeroelastic.deepspeed.engine import (
+    Engine,
+)
+from zeroelastic.deepspeed.engine_state import refuse_to_save
+from zeroelastic.deepspeed.live.digests import (
+    copies_that_differ,
+)
+from zeroelastic.deepspeed.live.kinds import (
+    covered_live,
+    listed_by_optimizer,
+    trained_params,
+)
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
+from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
+from zeroelastic.deepspeed.save.directory import saves_nothing
+from zeroelastic.deepspeed.save.save import SaveRequest
+from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise
+from zeroelastic.errors import (
+    CheckpointError,
+    UnreadableError,
+    UnsupportedError,
+    UsageError,
+    ZeroElasticError,
+    printable,
+    some,
+)
+from zeroelastic.runs.names import why_not_saved
+
+logger = logging.getLogger(__name__)
+
+
+def refuse_unwritable(engine: Engine) -> None:
+    """Raise UnsupportedError for a ``checkpoint`` block of the configuration whose files could not be loaded again."""
+    config: Mapping[str, Any] = engine._config.checkpoint_config
+    writer: Mapping[str, Any] | None = config.get("writer")
+    no_fast_writer = str(fast_file_writer.UtilsBuilder.__name__) == "NotImplementedBuilder"
+    problem = None
+    if not config.get("checkpoint_serialization", True):
+        problem = (
+            '"checkpoint_serialization": false writes torch.save\'s old format without a zip archive, whose payload '
+            "cannot be addressed. Leave it out"
+        )
+    elif writer is not None and writer["type"] == "MOCK":
+        problem = 'the checkpoint writer "mock" writes nothing. Use "python" or "fast"'
+    elif writer is not None and writer["type"] == "FAST" and no_fast_writer:
+        problem = (
+            'the checkpoint writer "fast" needs DeepSpeed\'s op "utils", which it does not have for this accelerator. '
+            'Use "type": "python"'
+        )
+    elif writer is not None and writer["decoupled"]:
+        problem = (
+            'a decoupled checkpoint writer writes after save_checkpoint has returned. Use "decoupled": false, with '
+            '"async_save": true in the "zeroelastic" block for saves in the background'
+        )
+    if problem is not None:
+        raise UnsupportedError(
+            f"elastic checkpoints do not cover this: {problem}, or save with elastic_checkpoint off and resume at the "
+            "world size that saved."
+        )
+
+
+def refuse_experts_on_nodes(engine: Engine, live: LiveOptimizer) -> None:
+    """Raise UnsupportedError for a run whose nodes keep their own files, and whose experts each have one file."""
+    if live.sharing.expert_sizes and not live.per_param and engine.use_node_local_storage():
+        raise UnsupportedError(
+            '"use_node_local_storage" does not go with mixture-of-experts layers at ZeRO stages 1 and 2: DeepSpeed '
+            "writes the file of the module and of each expert on one node only, and reads them on every node. Save to "
+            "a directory that all nodes share."
+        )
+
+
+def refuse_to_exclude_experts(live: LiveOptimizer) -> None:
+    """Raise UnsupportedError for frozen experts that are to be left out: DeepSpeed writes their files all the same."""
+    names = [param.name for members in live.local_params(live.frozen) for param in members]
+    experts = [name for name in names if name in live.sharing.expert_sizes]
+    if experts and not live.per_param:
+        raise UnsupportedError(
+            'a save without frozen weights ("frozen": "exclude", exclude_frozen_parameters) does not go with frozen '
+            f"experts, as {experts[0]}, at ZeRO stages 1 and 2: DeepSpeed writes the files of experts all the same. "
+            "Save with them."
+        )
+
+
+def prepare(
+    engine: Engine, request: SaveRequest, *, elastic: bool
+) -> tuple[LiveOptimizer, dict[str, Any]] | ZeroElasticError:
+    """The live state of this rank, read once for the whole save, and the client state to save. Collective.
+
+    Or the error that says why the save gets no commit record, the same on all ranks.
+    """
+
+    def look() -> tuple[LiveOptimizer, dict[str, Any], dict[str, str]]:
+        with saves_nothing(request.tag_dir):
+            problem = why_not_saved(request.directory, request.tag)
+        if problem is not None:
+            raise UsageError(
+                f"{request.directory}: nothing can be saved under the tag {printable(request.tag)}: {problem}. Nothing "
+                "was written; pass another tag."
+            )
+        if dist.get_rank() == 0:
+            _warn_of_other_params(engine, request.tag_dir)
+        refuse_to_save(engine, request.tag_dir)
+        live = covered_live(engine, engine.optimizer)
+        refuse_changed_module(engine, live, request.tag_dir, with_frozen=request.excluded_by != "argument")
+        refuse_unwritable(engine)
+        refuse_experts_on_nodes(engine, live)
+        if request.excludes_frozen:
+            refuse_to_exclude_experts(live)
+        facts = replicated_facts(live)
+        with listed_by_optimizer(engine, live.trained):
+            client_state = checked_client_state(engine, request.client_state)
+        return live, client_state, facts | {"the step to save": str(saved_step(engine, client_state))}
+
+    try:
+        (live, client_state, facts), outcomes = all_gather_of_or_raise(
+            look, lambda found: (token_of(found[2], found[0].tp.rank), request.named)
+        )
+        different = difference(facts, [token for token, _ in outcomes])
+        if different is None and live.topology.tensor_size > 1:
+            live = _with_copies(engine, live, request.tag_dir)
+    except (UnsupportedError, UsageError) as error:
+        return error
+    if different is not None:
+        return different
+    lost = None if elastic else live.lost_in_stock_files()
+    if lost is not None:
+        return UnsupportedError(
+            f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it."
+        )
+    places = sorted({named for _, named in outcomes})
+    if len(places) > 1:
+        return UsageError(
+            f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
+            "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
+        )
+    return live, client_state
+
+
+def _with_copies(engine: Engine, live: LiveOptimizer, tag_dir: Path) -> LiveOptimizer:
+    """The live state of a run whose tensor parallel ranks are to have copies of some values. Collective.
+
+    Where copies differ, no other size of tensor parallelism has a place for all of them: each tensor parallel rank is
+    then saved as a run of its own. Raises UnsupportedError at stages 1 and 2, where only DeepSpeed saves these.
+    """
+    differing = copies_that_differ(live, device=engine.device)
+    if not differing:
+        return live
+    named = some([f"{name}: {key}" for name, key in differing])
+    why = f"the copies that tensor parallel ranks have of the same values differ ({named})"
+    if not live.per_param:
+        raise UnsupportedError(f"{why}.")
+    if dist.get_rank() == 0:
+        logger.warning(
+            "%s: %s. The checkpoint resumes at this tensor parallel size only. Dropout and other random numbers in a "
+            "layer that is copied have to be the same on all ranks that share a batch.",
+            *(tag_dir, why),
+        )
+    return all_or_raise(lambda: covered_live(engine, engine.optimizer, opaque=True))
+
+
+def _warn_of_other_params(engine: Engine, tag_dir: Path) -> None:
+    """Say that a save replaces a checkpoint with other trained parameters, which may be another engine's."""
+    try:
+        record = read_record(tag_dir)
+    except (CheckpointError, UnreadableError):
+        return
+    if record is not None and record.trained_params not in (None, params_digest(trained_params(engine) or ())):
+        logger.warning(
+            "%s: this save replaces a checkpoint whose trained parameters are not those of the engine. If another "
+            "engine saves under this tag, give each engine a directory of its own.",
+            tag_dir,
+        )
