@@ -97,6 +97,9 @@ def test_every_conversion_rounds_as_torch_does(tmp_path: Path, dtype: Any, maste
     edit_optim(tag_dir / optim_name(0), lambda s: s["fp32_flat_groups"][0].data[-10:].copy_(special.to(torch.float64)))
     add_to_model(tag_dir, 1)
     found, expected = export(tag_dir, tmp_path / "out", dtype=dtype, max_memory=1 << 14), merged(tag_dir)
+    plan, read = plan_export(open_state(open_checkpoint(tag_dir)), dtype=dtype), list[int]()
+    write_plan(plan, tmp_path / "again", progress=read.append)
+    assert sum(read) == plan.nbytes
     to = getattr(torch, DTYPES[dtype])
     for name, tensor in found.items():
         saved = buffers().get(name, expected[name])

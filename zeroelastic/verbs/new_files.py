@@ -197,14 +197,11 @@ class TensorCopy(NamedTuple):
         return self.tensor.numel * DTYPE_BYTES[self.dtype]
 
 
-def copy_tensors(
-    files: NewFiles, copies: Sequence[TensorCopy], reading: Reading, progress: ProgressFunction | None = None
-) -> None:
+def copy_tensors(files: NewFiles, copies: Sequence[TensorCopy], reading: Reading) -> None:
     """Fill slots of files with whole tensors, converted to their dtypes.
 
-    Memory: that of ``reading``, most of it tables where there are many small parameters and many ranks. ``progress``
-    is called with bytes of the files that are read. Raises UnsupportedError for a buffer that needs more memory,
-    CheckpointError and OSError as ``move_segments``.
+    Memory: that of ``reading``, most of it tables where there are many small parameters and many ranks. Raises
+    UnsupportedError for a buffer that needs more memory, CheckpointError and OSError as ``move_segments``.
     """
     classes: dict[tuple[int, str, str, str, int], list[TensorCopy]] = {}
     times: Counter[tuple[int, PartTensor]] = Counter()
@@ -212,9 +209,9 @@ def copy_tensors(
         tensor, place = copy.tensor, copy.tensor.source
         is_strided = isinstance(place, StoredBuffer) and place.stride is not None
         if is_strided or cast_between(tensor.dtype, copy.dtype) is None:
-            _copy_through_memory(files, copy, reading, progress)
+            _copy_through_memory(files, copy, reading)
         elif isinstance(place, StoredBuffer):
-            _move_together(files, [copy], copy.tensor.rows(), reading, progress)
+            _move_together(files, [copy], copy.tensor.rows(), reading)
         else:
             # Copies that are moved together have one conversion, and a parameter once.
             number = times[id(place.part), place]
@@ -229,35 +226,25 @@ def copy_tensors(
         for begin in range(0, len(members), at_once):
             params = [place.param for place in places[begin : begin + at_once]]
             rows = part.whole_rows(params, keys=(key,))[1]
-            _move_together(files, members[begin : begin + at_once], rows, reading, progress)
+            _move_together(files, members[begin : begin + at_once], rows, reading)
 
 
-def _move_together(
-    files: NewFiles,
-    copies: Sequence[TensorCopy],
-    rows: ExtentTable,
-    reading: Reading,
-    progress: ProgressFunction | None,
-) -> None:
+def _move_together(files: NewFiles, copies: Sequence[TensorCopy], rows: ExtentTable, reading: Reading) -> None:
     """Move rows of tensors, by ``rows.target``, from file to file, with one conversion."""
     slots = np.array([copy.slot for copy in copies], dtype=np.int64)
     tensors, cast = [copy.tensor for copy in copies], cast_between(copies[0].tensor.dtype, copies[0].dtype)
     assert cast is not None, "other conversions go through memory"
-    found = files.move(rows, slots, cast=cast, digest=reading.digest_rows(rows, tensors), progress=progress)
-    reading.add(tensors, found)
+    digest = reading.digest_rows(rows, tensors)
+    reading.add(tensors, files.move(rows, slots, cast=cast, digest=digest, progress=reading.progress))
 
 
-def _copy_through_memory(
-    files: NewFiles, copy: TensorCopy, reading: Reading, progress: ProgressFunction | None
-) -> None:
+def _copy_through_memory(files: NewFiles, copy: TensorCopy, reading: Reading) -> None:
     """Copy a tensor that is not contiguous, or that is converted in two steps, through float32, as torch does."""
     begin = 0
     for data in reading.windows(copy.tensor, reading.max_memory // 8):
         made = convert_elements(data, copy.tensor.dtype, copy.dtype)
         files.write(copy.slot, made.tobytes(), begin)
         begin += len(made)
-        if progress is not None:
-            progress(len(data))
 
 
 def convertible(src: str, dst: str) -> bool:

@@ -22,7 +22,7 @@ from zeroelastic.dcp.saved import find_dcp
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.storage import file_size
-from zeroelastic.runs.locate import find_source
+from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.verbs.convert.from_fsdp2 import plan_from_fsdp2, read_config
 from zeroelastic.verbs.convert.from_universal import find_universal, plan_from_universal
 from zeroelastic.verbs.convert.to_fsdp2 import Fsdp2Plan, FsdpLayout, plan_fsdp2
@@ -53,11 +53,11 @@ class ConvertReport(Report):
     to: Literal["fsdp2", "elastic", "rigid"]
     dry_run: bool
     world_size: int
-    target_world_size: int | None
+    target_world_size: int | None = None
     bytes_read: int
     tensors: int
-    digests_compared: int | None
-    content_root: str | None
+    digests_compared: int | None = None
+    content_root: str | None = None
     notes: tuple[str, ...]
     seconds: Seconds = 0.0
 
@@ -169,28 +169,8 @@ def convert(
         given = [name.replace("_", "-") for name, value in of_native.items() if value is not None]
         if given:
             raise UsageError(f"--{given[0]} goes with --from; a checkpoint of FSDP2 is for every world size.")
-        source = find_source(src, tag=tag)
-        check_free(target.absolute(), sources=local_sources(source))
-        with one_save(source.tag_dir):
-            fsdp2 = plan_fsdp2(open_state(open_committed(source.tag_dir)), layout=layout or "torch")
-        compared = _carry_out(fsdp2, target, "converting", memory, dry_run, progress)
-        return ConvertReport(
-            ok=True,
-            path=str(source.tag_dir),
-            tag=source.tag,
-            target=str(dst),
-            from_="native",
-            to="fsdp2",
-            dry_run=dry_run,
-            world_size=fsdp2.state.checkpoint.world_size,
-            target_world_size=None,
-            bytes_read=fsdp2.nbytes,
-            tensors=fsdp2.num_tensors,
-            digests_compared=compared,
-            content_root=None,
-            notes=fsdp2.notes,
-            seconds=time.monotonic() - began,
-        )
+        made = _to_fsdp2(find_source(src, tag=tag), target, layout or "torch", memory, dry_run, progress)
+        return made.model_copy(update={"target": str(dst), "seconds": time.monotonic() - began})
     if world_size is None:
         raise UsageError("--from needs --world-size: the number of ranks that will load the new checkpoint.")
     of_native["world_size"] = whole_option(world_size, "--world-size")
@@ -202,18 +182,40 @@ def convert(
         plan = plan_from_fsdp2(find_dcp(src), options, config=config)
     else:
         plan = plan_from_universal(find_universal(src, tag=tag), options)
-    made = carry_out(plan, target, "converting", dry_run, progress)
+    written = carry_out(plan, target, "converting", dry_run, progress)
     return ConvertReport(
         ok=True,
-        **made.model_dump(include={"path", "tag", "world_size", "target_world_size", "content_root", "notes"}),
+        **written.model_dump(include={"path", "tag", "world_size", "target_world_size", "content_root", "notes"}),
         target=str(dst),
         from_=from_ or "universal",
-        to=made.format,
+        to=written.format,
         dry_run=dry_run,
         bytes_read=plan.nbytes,
         tensors=sum(len(part.tensors()) for part in plan.saved.parts),
-        digests_compared=None,
         seconds=time.monotonic() - began,
+    )
+
+
+def _to_fsdp2(
+    source: Source, target: Path, layout: FsdpLayout, max_memory: int, dry_run: bool, progress: Progress
+) -> ConvertReport:
+    check_free(target.absolute(), sources=local_sources(source))
+    with one_save(source.tag_dir):
+        plan = plan_fsdp2(open_state(open_committed(source.tag_dir)), layout=layout)
+    compared = _carry_out(plan, target, "converting", max_memory, dry_run, progress)
+    return ConvertReport(
+        ok=True,
+        path=str(source.tag_dir),
+        tag=source.tag,
+        target=str(target),
+        from_="native",
+        to="fsdp2",
+        dry_run=dry_run,
+        world_size=plan.state.checkpoint.world_size,
+        bytes_read=plan.nbytes,
+        tensors=plan.num_tensors,
+        digests_compared=compared,
+        notes=plan.notes,
     )
 
 

@@ -118,12 +118,14 @@ class ExportPlan:
     def write(self, directory: Path, reading: Reading) -> None:
         """Write the files."""
         self._write_headers(directory)
+        progress = reading.progress
         for file in self.files:
             path = directory / file.name
+            reading.progress = _flush_early(path, progress)
             ends = itertools.accumulate((entry.nbytes for entry in file.entries), initial=len(file.header))
             files = NewFiles([path], [(0, begin) for begin in ends])
             copies = [entry for entry in file.entries if entry.nbytes]
-            copy_tensors(files, copies, reading, _flush_early(path, reading.progress))
+            copy_tensors(files, copies, reading)
             start_writeback(path)
 
     def _write_headers(self, directory: Path) -> None:

@@ -239,15 +239,8 @@ def make_plan_for(source: Source, saved: ReshardSource, options: ReshardOptions,
     like = None if options.like is None else slicing_of(open_committed(find_source(options.like).tag_dir))
     params = [param for part in saved.parts for param in part.params]
     try:
-        slicing = target_slicing(
-            saved.slicing,
-            params,
-            options.world_size,
-            stage=stage,
-            tensor_size=options.tp,
-            expert_size=options.ep,
-            like=like,
-        )
+        sizes = options.world_size, options.tp, options.ep
+        slicing = target_slicing(saved.slicing, params, *sizes, stage=stage, like=like)
         cut = slicing_notes(saved.slicing, slicing, params, like=like is not None)
         saved = for_slicing(saved, slicing)
         target = reshard_target(saved, options, stage, slicing)

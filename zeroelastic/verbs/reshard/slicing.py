@@ -336,11 +336,11 @@ def target_slicing(
     saved: Slicing,
     params: Sequence[Param],
     world_size: int,
+    tensor_size: int | None,
+    expert_size: int | None,
     *,
     stage: int,
-    tensor_size: int | None = None,
-    expert_size: int | None = None,
-    like: Slicing | None = None,
+    like: Slicing | None,
 ) -> Slicing:
     """The slicing of a run of ``world_size`` ranks, by default with the saved tensor and expert parallel sizes.
 
