@@ -9,7 +9,6 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +25,7 @@ from zeroelastic.core.digest import ByteArray, ScalarValue
 from zeroelastic.errors import UsageError, brief, shown, with_remedy
 from zeroelastic.runs.locate import find_source
 from zeroelastic.torch_file.header import DType, Stub, TensorRef, TorchFile, read_torch_file
-from zeroelastic.torch_file.tree import Global
+from zeroelastic.torch_file.tree import Global, pairs_of
 from zeroelastic.verbs.elements import bits_of, values_of
 from zeroelastic.verbs.model_tensors import ModelTensor, PartTensor, model_groups, part_tensors, stored_tensor
 from zeroelastic.verbs.options import Advance, Progress, no_progress
@@ -241,9 +240,7 @@ def _compare(left: _Side, right: _Side, params: str | None, progress: Progress) 
 
 def _buffers(file: TorchFile, state: SavedState) -> list[ModelTensor]:
     """Return the tensors of the module but parameters, which are empty there at stage 3, and whole at 1 and 2."""
-    module = file.root.get("module") if isinstance(file.root, dict) else None
-    if not isinstance(module, dict):
-        return []
+    module = pairs_of(pairs_of(file.root).get("module"))
     names = state.models[0].others if state.checkpoint.whole_model else module
     tensors = {str(key): value for key, value in module.items() if key in names and isinstance(value, TensorRef)}
     tensors = {name: ref for name, ref in tensors.items() if ref.numel}
@@ -353,11 +350,8 @@ _ABSENT = object()
 
 def _objects(file: TorchFile) -> dict[str, object]:
     """Return what a model states file has beside what is compared elsewhere."""
-    root = file.root
-    if not isinstance(root, dict):
-        return {}
-    module = root.get("module")
-    entries = module if isinstance(module, Mapping) else {}
+    root = pairs_of(file.root)
+    entries = pairs_of(root.get("module"))
     extra = module_names(root, entries, {}, is_whole=True).extra_states
     objects = {name: entries[name] for name in sorted(extra) if not isinstance(entries[name], TensorRef)}
     return objects | {str(key): value for key, value in root.items() if key not in _OF_THE_SAVE}

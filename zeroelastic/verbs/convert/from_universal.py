@@ -26,7 +26,7 @@ from zeroelastic.checkpoint.optimizer_file import (
     zero_option,
 )
 from zeroelastic.checkpoint.saved_state import SavedPart, frozen_part
-from zeroelastic.checkpoint.tag_files import model_file_name, other_tp_size, parse_rank_file
+from zeroelastic.checkpoint.tag_files import list_tag, model_file_name, other_tp_size
 from zeroelastic.checkpoint.topology import Topology, numbered_expert
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param, original_order, unpacked_layout
@@ -89,9 +89,7 @@ def find_universal(text: str | os.PathLike[str], *, tag: str | None = None) -> S
 
 
 def _universal_source(tag_dir: Path) -> Source:
-    names = os.listdir(tag_dir)
-    files = filter(None, map(parse_rank_file, names))
-    if _WHOLE_MODEL not in names and not any(file.kind == "model" for file in files):
+    if not list_tag(tag_dir).files.models:
         raise MissingFileError(
             f"{tag_dir}: has neither {_WHOLE_MODEL} (stages 1 and 2) nor zero_pp_rank_0_{_WHOLE_MODEL} (stage 3). The "
             "Universal checkpoint is incomplete."
@@ -196,22 +194,18 @@ def _models(tag_dir: Path) -> tuple[ModelStates, ...]:
 
     At stages 1 and 2 there is one file.
     """
-    kind = "whole_model" if (tag_dir / _WHOLE_MODEL).exists() else "model"
-    names: dict[int, str] = {}
-    for name in sorted(os.listdir(tag_dir)):
-        file = parse_rank_file(name)
-        if file is not None and file.kind == kind:
-            if file.tp_rank != 0:
-                raise UnsupportedError(
-                    f"{tag_dir}: {name} is of a tensor parallel rank, which cannot be taken yet. {_RESHARD}"
-                )
-            names[file.rank] = name
+    files = list_tag(tag_dir).files
+    names = files.models
+    if sliced := [name for rank, name in names.items() if rank % files.tensor_size]:
+        raise UnsupportedError(
+            f"{tag_dir}: {sliced[0]} is of a tensor parallel rank, which cannot be taken yet. {_RESHARD}"
+        )
     if 0 not in names:
         raise MissingFileError(f"{tag_dir}: zero_pp_rank_0_mp_rank_00_model_states.pt is missing.")
     first = open_model_states(tag_dir / names[0], 0, world_size=None)
     if first.tensor_size > 1:
         raise other_tp_size(first.path, first.tensor_size, None)
-    if kind == "whole_model":
+    if files.whole_model:
         return (first,)
     missing = [rank for rank in range(first.world_size) if rank not in names]
     if missing and first.frozen is not None and first.frozen.num_params:

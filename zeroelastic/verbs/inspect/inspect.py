@@ -32,6 +32,7 @@ from zeroelastic.runs.locate import UNIVERSAL, Source, find_source
 from zeroelastic.runs.names import holds_checkpoint
 from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType, TensorRef
+from zeroelastic.torch_file.tree import pairs_of
 from zeroelastic.verbs.inspect.report import (
     Buffer,
     Group,
@@ -146,8 +147,7 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         numel[param.kind] += param.numel
     sizes = [param.bytes for param in params if param.bytes is not None]
     buffers = _buffers(root)
-    module, known = root.get("module"), {buffer.name for buffer in buffers}
-    entries = module.items() if isinstance(module, Mapping) else ()
+    known, entries = {buffer.name for buffer in buffers}, pairs_of(root.get("module")).items()
     dtypes = Counter(ref.dtype for name, ref in entries if name not in known and isinstance(ref, TensorRef))
     own_config = root.get("ds_config")
     config = shard.ds_config if shard is not None else own_config if isinstance(own_config, dict) else None
@@ -410,8 +410,7 @@ def _params(checked: TagHeaders) -> Iterator[InspectedParam]:
 def _tied(root: Mapping[object, object], params: Sequence[InspectedParam], *, is_whole: bool) -> list[InspectedParam]:
     """The further names of tied parameters."""
     shapes = {param.name: param.shape for param in params}
-    module = root.get("module")
-    entries = module if isinstance(module, Mapping) else {}
+    entries = pairs_of(root.get("module"))
     shared = module_names(root, entries, places_of(entries), is_whole=is_whole).tied
     return [
         InspectedParam(
