@@ -20,7 +20,7 @@ from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard
 from zeroelastic.core.digest import ParamContent, ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param, unpacked_layout
 from zeroelastic.core.plan import held_plan, make_plan
-from zeroelastic.errors import CheckpointError
+from zeroelastic.errors import CheckpointError, brief
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 
@@ -225,39 +225,34 @@ def frozen_part(models: Mapping[int, ModelStates], layout: Layout | None = None)
     if first.frozen is None or first.frozen_extents is None or not first.frozen.num_params:
         return None
     layout = first.frozen if layout is None else layout
-    dtype_of: dict[str, str] = {}
     extents: dict[int, Mapping[str, TensorExtents]] = {}
     for model in models.values():
         check_frozen(model, layout.on_rank(model.rank))
-        assert model.frozen is not None and model.frozen_extents is not None
-        own = {param.name: model.frozen_extents.dtype[i] for i, param in enumerate(model.frozen.params)}
-        if any(dtype_of.setdefault(name, dtype) != dtype for name, dtype in own.items()):
-            raise CheckpointError(f"{model.path} and {first.path} differ in the dtypes of frozen parameters. {MIXED}")
+        assert model.frozen_extents is not None
         extents[model.rank] = extents_over_ranks(layout, model.rank, {FROZEN: model.frozen_extents})
-    return _frozen(layout, dtype_of, extents)
+    return _frozen(layout, extents)
 
 
-def _frozen(
-    layout: Layout, dtype_of: Mapping[str, str], extents: Mapping[int, Mapping[str, TensorExtents]]
-) -> SavedPart:
+def _frozen(layout: Layout, extents: Mapping[int, Mapping[str, TensorExtents]]) -> SavedPart:
+    """Frozen parameters. Raises CheckpointError where the files of two ranks differ in the dtype of one."""
+    dtype_of: dict[str, str] = {}
+    for rank, places in extents.items():
+        own, dtypes = layout.on_rank(rank), places[FROZEN].dtype
+        for param, buffer in zip(own.params, own.sub_group.tolist(), strict=True):
+            if dtype_of.setdefault(param.name, dtypes[buffer]) != dtypes[buffer]:
+                raise CheckpointError(
+                    f"{places[FROZEN].path}: {brief(param.name)} is {dtypes[buffer]}, and {dtype_of[param.name]} in "
+                    f"files of other ranks. {MIXED}"
+                )
     params = layout.whole_tensors
-    dtypes = tuple({FROZEN: dtype_of[param.name]} for param in params)
-    return SavedPart(layout, params, dtypes, tuple({} for _ in params), extents)
+    dtypes_by_param = tuple({FROZEN: dtype_of[param.name]} for param in params)
+    return SavedPart(layout, params, dtypes_by_param, tuple({} for _ in params), extents)
 
 
 def experts_part(experts: FrozenExperts) -> SavedPart:
     """The frozen parameters of a save with frozen experts; opens their files. Raises CheckpointError."""
-    layout = experts.layout
-    extents = {rank: experts.extents(rank) for rank in range(layout.world_size)}
-    dtype_of: dict[str, str] = {}
-    for rank, places in extents.items():
-        own = layout.on_rank(rank)
-        for param, buffer in zip(own.params, own.sub_group.tolist(), strict=True):
-            if dtype_of.setdefault(param.name, places.dtype[buffer]) != places.dtype[buffer]:
-                raise CheckpointError(
-                    f"{experts.directory}: files of experts differ in the dtype of {param.name}. {MIXED}"
-                )
-    return _frozen(layout, dtype_of, {rank: {FROZEN: places} for rank, places in extents.items()})
+    ranks = range(experts.layout.world_size)
+    return _frozen(experts.layout, {rank: {FROZEN: experts.extents(rank)} for rank in ranks})
 
 
 def whole_numbers(layout: Layout, params: Sequence[Param]) -> Int64Array:

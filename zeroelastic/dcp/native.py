@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup, configured_batch, configured_dtype
 from zeroelastic.checkpoint.saved_state import SavedPart
-from zeroelastic.dcp.notes import NativeNotes, read_notes, with_kind, with_native_options
+from zeroelastic.dcp.notes import NativeNotes, with_kind, with_native_options
 from zeroelastic.dcp.saved import SCHEDULER_FILE, DcpCheckpoint
 from zeroelastic.errors import UnsupportedError, printable, some
 from zeroelastic.io.storage import file_sizes
@@ -47,7 +47,7 @@ class NativeForm:
 
 def native_form(found: DcpCheckpoint, config: Mapping[str, object], world_size: int) -> NativeForm:
     """The form for a run of ``world_size`` ranks. Raises CheckpointError, UnsupportedError."""
-    native = read_notes(found.native)
+    native = found.native
     if configured_dtype(config) == "float16":
         raise UnsupportedError(
             "a run in fp16 has a loss scale, of which a checkpoint of FSDP2 has no state. Use it for a run in bf16."
@@ -123,7 +123,7 @@ def _scheduler(
     """The state of the LR scheduler, in the form of the scheduler that the run makes."""
     state = dict(found.named.scheduler) or _scheduler_of_accelerate(found)
     if not state and native.counters:  # the run that was converted is known, with its scheduler or without one
-        return None if native.scheduler is None else dict(native.scheduler)
+        return native.lr_scheduler
     name = entry(config, "scheduler", "type")
     if isinstance(name, str) and "last_batch_iteration" not in state:
         notes.append(f"lr_scheduler: {name} of DeepSpeed goes on at step {steps}; the saved scheduler is another")

@@ -6,80 +6,60 @@ the way back takes it. A job of FSDP2 that saves again does not write it: what i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from zeroelastic.checkpoint.model_states import COUNTERS
-from zeroelastic.checkpoint.optimizer_file import OptionValue, ParamGroup
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from zeroelastic.checkpoint.optimizer_file import ParamGroup
 from zeroelastic.checkpoint.saved_state import SavedPart
 from zeroelastic.core.digest import ScalarValue
 
 NOTES_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class NativeNotes:
+def _with_tuples(value: object) -> object:
+    """A value of JSON, which has lists in place of tuples."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Option = Annotated[Any, BeforeValidator(_with_tuples)]
+
+
+class NativeNotes(BaseModel):
     """The facts of a ZeRO checkpoint that FSDP2 has no place for.
 
     ``options`` are the hyper-parameters of each group as the ZeRO run had them; ``kinds`` the type of each value of the
     optimizer's state that is no tensor, such as "pyint" for ``step``, where all parameters have the same.
-    ``scheduler`` is the state of a scheduler that torch does not have.
+    ``lr_scheduler`` is the state of a scheduler that torch does not have. ``buffers`` and ``tied`` say which tensors of
+    the model are no parameters of their own; None where that is not known.
     """
 
-    counters: Mapping[str, int] = field(default_factory=dict)
-    config: Mapping[str, object] | None = None
-    stage: int | None = None
-    options: tuple[Mapping[str, OptionValue], ...] = ()
-    kinds: Mapping[str, str] = field(default_factory=dict)
-    scheduler: Mapping[str, object] | None = None
+    model_config = ConfigDict(frozen=True, strict=True)
 
-    def document(self, *, buffers: Sequence[str], tied: Mapping[str, str]) -> dict[str, object]:
-        """The JSON object. ``buffers`` and ``tied`` say which of the model's tensors are no parameters of their own."""
-        return {
-            "format_version": NOTES_VERSION,
-            "counters": dict(self.counters),
-            "ds_config": None if self.config is None else dict(self.config),
-            "stage": self.stage,
-            "options": [dict(options) for options in self.options],
-            "kinds": dict(self.kinds),
-            "lr_scheduler": None if self.scheduler is None else dict(self.scheduler),
-            "buffers": list(buffers),
-            "tied": dict(tied),
-        }
+    format_version: int = NOTES_VERSION
+    counters: dict[str, _Count] = {}
+    ds_config: dict[str, Any] | None = None
+    stage: Annotated[int, Field(ge=1, le=3)] | None = None
+    options: tuple[dict[str, _Option], ...] = ()
+    kinds: dict[str, str] = {}
+    lr_scheduler: dict[str, Any] | None = None
+    buffers: tuple[str, ...] | None = None
+    tied: dict[str, str] | None = None
+
+    def text(self) -> str:
+        """The notes as JSON."""
+        return json.dumps(self.model_dump())
 
 
-def read_notes(found: Mapping[str, object]) -> NativeNotes:
-    """The notes of a JSON object; what is not as ``document`` writes it counts as not there."""
-    counters, config, stage, options, kinds, scheduler = map(
-        found.get, ("counters", "ds_config", "stage", "options", "kinds", "lr_scheduler")
-    )
-    if found.get("format_version") != NOTES_VERSION:
-        return NativeNotes()
-    return NativeNotes(
-        counters={
-            key: value
-            for key in COUNTERS
-            if isinstance(counters, dict) and type(value := counters.get(key)) is int and 0 <= value < 1 << 62
-        },
-        config=config if isinstance(config, dict) else None,
-        stage=stage if type(stage) is int and 1 <= stage <= 3 else None,
-        options=tuple(_options(group) for group in options if isinstance(group, dict))
-        if isinstance(options, list)
-        else (),
-        kinds={str(key): str(kind) for key, kind in kinds.items()} if isinstance(kinds, dict) else {},
-        scheduler=scheduler if isinstance(scheduler, dict) else None,
-    )
-
-
-def _options(group: Mapping[object, object]) -> dict[str, OptionValue]:
-    """The options of a group, of which JSON has lists in place of tuples."""
-    return {str(key): _option(value) for key, value in group.items()}
-
-
-def _option(value: object) -> OptionValue:
-    if isinstance(value, list):
-        return tuple(_option(item) for item in value)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+def read_notes(text: str) -> NativeNotes:
+    """The notes of a JSON object; of another version none is known. Raises ValueError for what is none."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    return NativeNotes.model_validate_json(text) if found.get("format_version") == NOTES_VERSION else NativeNotes()
 
 
 def kinds_of_scalars(part: SavedPart) -> dict[str, str]:

@@ -7,7 +7,6 @@ or the directory of accelerate's ``save_state`` and of the Trainer, whose folder
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from zeroelastic.dcp.archives import Archives
 from zeroelastic.dcp.chunks import StateKeys, chunk_table
 from zeroelastic.dcp.metadata import METADATA, DcpMetadata, StoredTensor, read_metadata
 from zeroelastic.dcp.names import NATIVE, NamedState, named_state
+from zeroelastic.dcp.notes import NativeNotes, read_notes
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError, brief, printable, some
 from zeroelastic.io.paths import FilePath, as_path
 from zeroelastic.io.storage import list_directory, read_exactly
@@ -54,16 +54,14 @@ class DcpCheckpoint:
     frozen: SavedPart | None
     buffers: Mapping[str, tuple[tuple[int, ...], Extent]]
     tied: Mapping[str, str]
-    native: Mapping[str, object]
+    native: NativeNotes
     notes: tuple[str, ...]
 
     @property
     def steps(self) -> int:
         """The number of optimizer steps: as a conversion kept it, as the job counted, or as the optimizer did."""
-        counters = self.native.get("counters")
-        kept = counters.get("global_steps") if isinstance(counters, dict) else None
-        if type(kept) is int and kept >= 0:
-            return kept
+        if "global_steps" in self.native.counters:
+            return self.native.counters["global_steps"]
         own = [int(scalars["step"].value or 0) for scalars in self.named.scalars.values() if "step" in scalars]
         return max(own, default=0) if self.named.steps is None else self.named.steps
 
@@ -150,17 +148,12 @@ def _joined(root: FilePath, found: Sequence[DcpMetadata]) -> DcpMetadata:
     return DcpMetadata(root, tensors, objects)
 
 
-def _native(named: NamedState, root: FilePath) -> Mapping[str, object]:
+def _native(named: NamedState, root: FilePath) -> NativeNotes:
     """What a conversion of a ZeRO run kept beside the state; empty where there was none."""
-    if named.native is None:
-        return {}
     try:
-        found = json.loads(named.native)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{root}: {NATIVE} is no JSON object. The checkpoint is damaged.")
-    return found
+        return NativeNotes() if named.native is None else read_notes(named.native)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{root}: {NATIVE} is no JSON object of ours. The checkpoint is damaged.") from error
 
 
 def _part(
@@ -197,15 +190,14 @@ class _Others:
     tied: Mapping[str, str]
 
 
-def _others(named: NamedState, native: Mapping[str, object], parts: int, notes: list[str]) -> _Others:
+def _others(named: NamedState, native: NativeNotes, parts: int, notes: list[str]) -> _Others:
     """Distinguish frozen parameters, buffers and further names of tied parameters.
 
     DCP does not say which they are. Tensors of a conversion are what its own list says. Of others, FSDP2 cuts
     parameters alone; where one rank saved, names and dtypes are what is left to go by. ``notes`` get what was inferred.
     """
-    stated, ties = native.get("buffers"), native.get("tied")
-    if isinstance(stated, list) and isinstance(ties, dict):
-        known = {str(alias): str(name) for alias, name in ties.items() if name in named.trained or name in named.others}
+    if (stated := native.buffers) is not None and native.tied is not None:
+        known = {a: name for a, name in native.tied.items() if name in named.trained or name in named.others}
         tied = {name: known[name] for name in named.others if name in known}
         buffers = tuple(name for name in named.others if name in stated and name not in tied)
         frozen = tuple(name for name in named.others if name not in buffers and name not in tied)

@@ -2,7 +2,7 @@
 
 Every byte that is not the payload of a record is looked at here: the header before each record, the padding that aligns
 it, what follows it, and the directory at the end. All of these say the same things twice, so damage shows: any one bit.
-What is expected: archives of torch.save (PyTorchStreamWriter and miniz, torch 1.6 to 2.13) and of ``graph.Archive``.
+What is expected: archives of torch.save (PyTorchStreamWriter and miniz, torch 1.6 to 2.13) and of ``archive.Archive``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from zeroelastic.dcp.archives import Archives
 from zeroelastic.dcp.metadata import StoredBytes
 from zeroelastic.dcp.names import NamedState
 from zeroelastic.dcp.native import VERSION, NativeForm, native_form
-from zeroelastic.dcp.notes import read_notes
 from zeroelastic.dcp.saved import DcpCheckpoint, open_dcp
 from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, printable, shown, some
 from zeroelastic.io.paths import FilePath
@@ -67,8 +66,8 @@ def plan_from_fsdp2(
     root = watch(root)
     found = open_dcp(root)
     _check_experts(found)
-    native = read_notes(found.native)
-    known = config if config is not None else native.config
+    native = found.native
+    known = config if config is not None else native.ds_config
     options = replace(options, stage=options.stage or native.stage or 3)
     form = native_form(found, known or {}, options.world_size)
     notes = form.notes

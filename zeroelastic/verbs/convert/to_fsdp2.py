@@ -14,7 +14,6 @@ and under ``optimizer``, in ``optimizer_0``. What torch has no place for is kept
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,7 +105,7 @@ class Fsdp2Plan:
         require_torch("convert --to fsdp2")
         reader = TensorReader(reading)
         buffers = [tensor.name for tensor in self.model.tensors if tensor.kind == "buffer"]
-        kept = json.dumps(self.native.document(buffers=buffers, tied=dict(self.model.tied)))
+        kept = self.native.model_copy(update={"buffers": tuple(buffers), "tied": dict(self.model.tied)}).text()
         by_name = {tensor.name: tensor for tensor in self.model.tensors}
         named = {**by_name, **{alias: by_name[name] for alias, name in self.model.tied.items()}}
         model = {name: reader.placeholder(f"model.{name}", tensor) for name, tensor in named.items()}
@@ -181,11 +180,11 @@ def plan_fsdp2(state: SavedState, *, layout: FsdpLayout = "torch") -> Fsdp2Plan:
     native = NativeNotes(
         counters={key: value for key in COUNTERS if type(value := root.get(key)) is int},
         # What comes back is a run of whole tensors under the model's names.
-        config={key: value for key, value in state.head.ds_config.items() if key != "tensor_parallel"},
+        ds_config={key: value for key, value in state.head.ds_config.items() if key != "tensor_parallel"},
         stage=state.head.stage,
-        options=tuple(group.options for group in saved_groups),
+        options=tuple(dict(group.options) for group in saved_groups),
         kinds=kinds_of_scalars(state.parts[0]),
-        scheduler=None if of_torch or not scheduler else scheduler,
+        lr_scheduler=None if of_torch or not scheduler else scheduler,
     )
     if scheduler and not of_torch:
         notes.append(f"lr_scheduler: it is DeepSpeed's own, which torch does not have; kept under {NATIVE} alone")
