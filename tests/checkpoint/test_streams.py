@@ -12,7 +12,7 @@ from saved_files import flip
 from sliced import Topology, sliced_part, tensor_lists, topologies
 
 from zeroelastic.checkpoint.saved_state import SavedPart
-from zeroelastic.checkpoint.streams import Streams, fold, streams_of
+from zeroelastic.checkpoint.streams import Streams, streams_of, sum_copies
 from zeroelastic.core.digest import stream_seed
 from zeroelastic.core.layout import Param
 from zeroelastic.executors.dispatch import digest_range
@@ -45,7 +45,7 @@ def test_the_sums_are_of_whole_tensors_whatever_copies_there_are(tmp_path_factor
     part = sliced_part(tmp_path_factory.mktemp("tag"), tensors, topology)
     streams = streams_of([part])
     digests, covered = scanned(part, streams, topology.world_size)
-    found = fold(streams, digests, covered, [None] * len(part.params))
+    found = sum_copies(streams, digests, covered, [None] * len(part.params))
     assert found.covered.tolist() == [param.numel for param in part.params]
     number = {tensor.name: i for i, (tensor, _) in enumerate(tensors)}
     values = [np.arange(param.numel, dtype="<i8") + number[param.name] * 10**6 for param in part.params]
@@ -71,7 +71,7 @@ def test_a_copy_that_differs_is_told_from_the_others(tmp_path: Path, tp: int, kn
     digests, covered = scanned(part, streams, tp)
     want: list[int | None] = [None] * len(part.params)
     want[norm] = sound if known else None
-    found = fold(streams, digests, covered, want)
+    found = sum_copies(streams, digests, covered, want)
     certain = known or tp > 2
     assert found.unsure.any() != certain
     assert found.covered[norm] == 8 and (found.digests[norm] == sound or not certain)
@@ -83,5 +83,5 @@ def test_a_copy_that_differs_is_told_from_the_others(tmp_path: Path, tp: int, kn
 def test_a_copy_that_was_not_read_is_not_compared(tmp_path: Path) -> None:
     part, streams, norm = one_norm(tmp_path, 2)
     digests, covered = scanned(part, streams, 1)  # of rank 0 alone
-    found = fold(streams, digests, covered, [None, None])
+    found = sum_copies(streams, digests, covered, [None, None])
     assert found.covered[norm] == 8 and not found.differs.any()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroelastic.torch_file.header import Storage, read_torch_file
-from zeroelastic.torch_file.zip_directory import ENTRY, Directory, read_directory
+from zeroelastic.torch_file.zip_directory import ENTRY, ZipDirectory, read_directory
 
 NAMES = st.one_of(
     st.integers(0, 2000).map(lambda number: f"f/data/{number}"),
@@ -23,7 +23,7 @@ NAMES = st.one_of(
 )
 
 
-def directory_of(data: bytes) -> Directory:
+def directory_of(data: bytes) -> ZipDirectory:
     return read_directory(lambda offset, nbytes: data[offset : offset + nbytes], len(data))
 
 

@@ -62,7 +62,7 @@ def params_digest(params: Iterable[Param]) -> str:
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:32]
 
 
-class _Group(Schema):
+class _GroupRows(Schema):
     """A group of the table, as JSON has it: each row is a name, a shape, and a digest of each tensor."""
 
     trainable: bool
@@ -145,7 +145,7 @@ class ParamTable:
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """A table is read from the JSON of its groups."""
-        groups = handler.generate_schema(list[_Group])
+        groups = handler.generate_schema(list[_GroupRows])
         return core_schema.json_or_python_schema(
             json_schema=core_schema.no_info_after_validator_function(
                 lambda found: cls([group.columns() for group in found]), groups

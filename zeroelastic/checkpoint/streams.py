@@ -97,7 +97,7 @@ def streams_of(parts: Sequence[SavedPart]) -> Streams:
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
+class CopySums:
     """The sums of all streams as those of the tensors, each copied strip taken once.
 
     ``digests`` and ``covered`` are by tensor. ``differs`` is by stream: a copy that is not what most others are, of
@@ -110,7 +110,7 @@ class Folded:
     unsure: npt.NDArray[np.bool_]
 
 
-def fold(streams: Streams, digests: UInt64Array, covered: Int64Array, want: Sequence[int | None]) -> Folded:
+def sum_copies(streams: Streams, digests: UInt64Array, covered: Int64Array, want: Sequence[int | None]) -> CopySums:
     """Add up the streams by tensor. ``want`` is what each tensor's digest should be, where that is known.
 
     Of copies that differ the one is taken with which a tensor's digest is as it should be, else that of most ranks.
@@ -137,7 +137,7 @@ def fold(streams: Streams, digests: UInt64Array, covered: Int64Array, want: Sequ
             np.add.at(total, tensor, chosen)
             differs[members] = digests[members] != chosen
             unsure[members] = not confirmed and (counts == counts.max()).sum() > 1
-    return Folded(total, elements, differs, unsure)
+    return CopySums(total, elements, differs, unsure)
 
 
 def _groups(streams: Streams, chosen: npt.NDArray[np.bool_]) -> list[Int64Array]:

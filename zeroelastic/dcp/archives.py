@@ -17,7 +17,7 @@ from zeroelastic.torch_file.header import Blocks, TensorRef, TorchFile, read_tor
 from zeroelastic.torch_file.zip_check import ZipRecords, read_zip_records
 
 
-class _Window:
+class _ArchiveInFile:
     """Some bytes of a file as if they were one: what the header of an archive is read through."""
 
     def __init__(self, file: Blocks, place: StoredBytes) -> None:
@@ -36,7 +36,7 @@ class _Window:
         return self._file.capacity
 
 
-class Archives(ExitStack):
+class ChunkArchives(ExitStack):
     """The archives of a DCP directory; a context within which files stay open."""
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class Archives(ExitStack):
 
     def open(self, place: StoredBytes) -> TorchFile:
         """One archive, whose objects are inert. Raises MissingFileError, CheckpointError, UnsafePickleError."""
-        return read_torch_file(place.path, foreign="inert", through=_Window(self._file(place.path), place))
+        return read_torch_file(place.path, foreign="inert", through=_ArchiveInFile(self._file(place.path), place))
 
     def records(self, place: StoredBytes) -> ZipRecords:
         """The records of one archive. Raises MissingFileError, CheckpointError."""
-        return read_zip_records(place.path, place.nbytes, through=_Window(self._file(place.path), place))
+        return read_zip_records(place.path, place.nbytes, through=_ArchiveInFile(self._file(place.path), place))
 
     def payload(self, place: StoredBytes, dtype: str, shape: Sequence[int], what: str) -> int:
         """The byte of the file where the elements of a chunk begin, as one run in row-major order.

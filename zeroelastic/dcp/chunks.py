@@ -20,12 +20,12 @@ from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.core.layout import Layout, Param, unpacked_layout
 from zeroelastic.core.slice_plan import check_slices
 from zeroelastic.core.slices import RankSet, Strip, slices_of, strips_of_box
-from zeroelastic.dcp.archives import Archives
-from zeroelastic.dcp.metadata import Chunk, StoredBytes, StoredTensor
+from zeroelastic.dcp.archives import ChunkArchives
+from zeroelastic.dcp.metadata import Chunk, ChunkedTensor, StoredBytes
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
-StateKeys = Mapping[str, StoredTensor]
+StateKeys = Mapping[str, ChunkedTensor]
 """The tensors of a parameter by state key, all of its shape."""
 
 
@@ -41,7 +41,7 @@ class ChunkTable:
     extents: ChunkExtents
 
 
-class _Place(NamedTuple):
+class _PlacedChunk(NamedTuple):
     """What a rank has of a tensor of the layout, number ``number``: a chunk, and the elements of it that are before."""
 
     number: int
@@ -54,11 +54,14 @@ class _Place(NamedTuple):
 class ChunkExtents(Mapping[int, Mapping[str, TensorExtents]]):
     """By rank and state key where the chunks are. The archives of a rank's chunks are opened when it is asked for.
 
-    Raises what ``Archives.payload`` raises.
+    Raises what ``ChunkArchives.payload`` raises.
     """
 
     def __init__(
-        self, layout: Layout, dtypes: Mapping[str, Mapping[int, str]], places: Mapping[tuple[int, str], list[_Place]]
+        self,
+        layout: Layout,
+        dtypes: Mapping[str, Mapping[int, str]],
+        places: Mapping[tuple[int, str], list[_PlacedChunk]],
     ) -> None:
         self._layout, self._dtypes, self._places = layout, dtypes, places
         self._path = next(iter(places.values()))[0].chunk.place.path if places else Path()
@@ -67,7 +70,7 @@ class ChunkExtents(Mapping[int, Mapping[str, TensorExtents]]):
 
     def __getitem__(self, rank: int) -> Mapping[str, TensorExtents]:
         if rank not in self._found:
-            with Archives() as archives:
+            with ChunkArchives() as archives:
                 self._found[rank] = {key: self._extents(rank, key, archives) for key in self._dtypes}
         return self._found[rank]
 
@@ -77,7 +80,7 @@ class ChunkExtents(Mapping[int, Mapping[str, TensorExtents]]):
     def __len__(self) -> int:
         return self._layout.world_size
 
-    def _extents(self, rank: int, key: str, archives: Archives) -> TensorExtents:
+    def _extents(self, rank: int, key: str, archives: ChunkArchives) -> TensorExtents:
         offset = np.full(self._layout.num_params, -1, dtype=np.int64)
         paths = [self._path] * self._layout.num_params
         for number, chunk, skipped, dtype, what in self._places.get((rank, key), ()):
@@ -89,7 +92,7 @@ class ChunkExtents(Mapping[int, Mapping[str, TensorExtents]]):
         return TensorExtents(self._path, self._dtypes[key], offset, tuple(paths))
 
 
-class _Piece(NamedTuple):
+class _ParamPiece(NamedTuple):
     """A part of a parameter that each of its state keys has as one run of bytes.
 
     ``strips`` are what it is of the whole parameter; ``runs`` are by state key the chunk that it is in, and the number
@@ -120,18 +123,18 @@ def chunk_table(params: Mapping[str, StateKeys], *, parts: int) -> ChunkTable:
         layout = _plain_layout(whole, [part or 0 for part in rows], parts)
         numbers = [[i] * len(own) for i, own in enumerate(pieces)]
     dtypes: dict[str, dict[int, str]] = {}
-    places: dict[tuple[int, str], list[_Place]] = {}
+    places: dict[tuple[int, str], list[_PlacedChunk]] = {}
     for (name, keys), own, its_pieces in zip(params.items(), numbers, pieces, strict=True):
         for key, tensor in keys.items():
             dtypes.setdefault(key, {}).update(dict.fromkeys(layout.sub_group[own].tolist(), tensor.dtype))
         for rank, (number, piece) in enumerate(zip(own, its_pieces, strict=True)):
             for key, (chunk, skipped) in piece.runs.items():
-                place = _Place(number, chunk, skipped, keys[key].dtype, f"{key} of {brief(name)}")
+                place = _PlacedChunk(number, chunk, skipped, keys[key].dtype, f"{key} of {brief(name)}")
                 places.setdefault((rank, key), []).append(place)
     return ChunkTable(layout, whole, ChunkExtents(layout, dtypes, places))
 
 
-def _cuts(tensor: StoredTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _cuts(tensor: ChunkedTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [(chunk.begin, chunk.shape) for chunk in tensor.chunks]
 
 
@@ -156,11 +159,11 @@ def _plain_layout(params: Sequence[Param], parts: Sequence[int], world_size: int
     return replace(unpacked_layout(params, world_size), part=part, sub_group_numel=part)
 
 
-def _chunks_as_pieces(keys: StateKeys) -> list[_Piece]:
+def _chunks_as_pieces(keys: StateKeys) -> list[_ParamPiece]:
     """The chunks of a parameter all of whose tensors are cut in the same way."""
     tensor = next(iter(keys.values()))
     return [
-        _Piece(
+        _ParamPiece(
             chunk.shape,
             strips_of_box(tensor.shape, [*zip(chunk.begin, chunk.shape, strict=True)]),
             {key: (other.chunks[i], 0) for key, other in keys.items()},
@@ -169,7 +172,7 @@ def _chunks_as_pieces(keys: StateKeys) -> list[_Piece]:
     ]
 
 
-def _pieces(name: str, keys: StateKeys) -> list[_Piece]:
+def _pieces(name: str, keys: StateKeys) -> list[_ParamPiece]:
     """The pieces of a parameter. Raises UnsupportedError for tensors cut in different ways into what is no run."""
     tensor, *others = keys.values()
     try:
@@ -185,15 +188,15 @@ def _pieces(name: str, keys: StateKeys) -> list[_Piece]:
         if [run.begin for run in own] != [0, *(run.end for run in own[:-1])]:
             raise CheckpointError(f"the chunks of {brief(name)} overlap, or leave a gap. The table is damaged.")
     ends = sorted({run.end for own in runs.values() for run in own})
-    found: list[_Piece] = []
+    found: list[_ParamPiece] = []
     for begin, end in zip([0, *ends[:-1]], ends, strict=True):
         within = {key: next(run for run in own if run.begin <= begin < run.end) for key, own in runs.items()}
         places = {key: (run.chunk, begin - run.begin) for key, run in within.items()}
-        found.append(_Piece((end - begin,), (Strip(begin, 0, end - begin),), places))
+        found.append(_ParamPiece((end - begin,), (Strip(begin, 0, end - begin),), places))
     return found
 
 
-class _Run(NamedTuple):
+class _ChunkRange(NamedTuple):
     """A chunk that is one range of its flattened tensor."""
 
     begin: int
@@ -201,15 +204,15 @@ class _Run(NamedTuple):
     chunk: Chunk
 
 
-def _run(shape: Sequence[int], chunk: Chunk) -> _Run:
+def _run(shape: Sequence[int], chunk: Chunk) -> _ChunkRange:
     """Raises ValueError for a chunk that is no range."""
     strips = strips_of_box(shape, [*zip(chunk.begin, chunk.shape, strict=True)])
     if len(strips) != 1 or strips[0].num_runs != 1:
         raise ValueError("a chunk is not one range")
-    return _Run(strips[0].start, strips[0].start + strips[0].numel, chunk)
+    return _ChunkRange(strips[0].start, strips[0].start + strips[0].numel, chunk)
 
 
-def _sliced_layout(params: Sequence[Param], pieces: Sequence[Sequence[_Piece]], world_size: int) -> Layout:
+def _sliced_layout(params: Sequence[Param], pieces: Sequence[Sequence[_ParamPiece]], world_size: int) -> Layout:
     """The layout whose slices are the pieces, each whole on one rank, in a buffer for each parameter.
 
     Raises CheckpointError where they overlap.

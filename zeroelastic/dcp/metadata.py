@@ -71,7 +71,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class ChunkedTensor:
     """A tensor of the table. ``chunks`` are those with elements, in the order of where they begin.
 
     ``num_listed`` is the number of its chunks, empty ones included: more than one for a DTensor of several ranks.
@@ -93,7 +93,7 @@ class DcpMetadata:
     """What a DCP directory holds by key: ``tensors``, and ``objects``, which are anything that is no tensor."""
 
     folder: FilePath
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, ChunkedTensor]
     objects: Mapping[str, StoredBytes]
 
     @property
@@ -127,7 +127,7 @@ def read_metadata(folder: FilePath) -> DcpMetadata:
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise _damaged(path, "has no table of tensors and of where they are")
     places = _places(stored, folder, path)
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, ChunkedTensor] = {}
     objects: dict[str, StoredBytes] = {}
     for key, entry in described.items():
         if not isinstance(key, str) or not 0 < len(key) <= _MAX_NAME:
@@ -206,7 +206,7 @@ def _size_of(name: str, folder: FilePath, path: FilePath) -> int:
     return size
 
 
-def _tensor(key: str, entry: object, places: Mapping[tuple[str, object], StoredBytes], path: FilePath) -> StoredTensor:
+def _tensor(key: str, entry: object, places: Mapping[tuple[str, object], StoredBytes], path: FilePath) -> ChunkedTensor:
     """A tensor of the table, whose chunks are inside of it and have as many elements as it has."""
     shape = _numbers(_attribute(entry, "TensorStorageMetadata", "size", path), f"the shape of {brief(key)}", path)
     listed = _attribute(entry, "TensorStorageMetadata", "chunks", path)
@@ -233,7 +233,7 @@ def _tensor(key: str, entry: object, places: Mapping[tuple[str, object], StoredB
             f"{path}: the chunks of {brief(key)} do not make up the tensor of shape {shape}. The save did not finish, "
             "or two are mixed."
         )
-    return StoredTensor(dtype, shape, tuple(chunks), len(listed))
+    return ChunkedTensor(dtype, shape, tuple(chunks), len(listed))
 
 
 def _dtype(properties: object, key: str, path: FilePath) -> str:

@@ -24,9 +24,9 @@ from zeroelastic.checkpoint.optimizer_file import (
     read_scalar,
 )
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.dcp.archives import Archives
+from zeroelastic.dcp.archives import ChunkArchives
 from zeroelastic.dcp.chunks import StateKeys
-from zeroelastic.dcp.metadata import DcpMetadata, StoredBytes, StoredTensor
+from zeroelastic.dcp.metadata import ChunkedTensor, DcpMetadata, StoredBytes
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, some
 
 NATIVE = "zeroelastic"
@@ -51,7 +51,7 @@ class NamedState:
 
     trained: Mapping[str, StateKeys]
     scalars: Mapping[str, Mapping[str, ScalarValue]]
-    others: Mapping[str, StoredTensor]
+    others: Mapping[str, ChunkedTensor]
     groups: tuple[ParamGroup, ...]
     scheduler: Mapping[str, object]
     steps: int | None
@@ -64,12 +64,12 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def named_state(found: DcpMetadata, archives: Archives) -> NamedState:
+def named_state(found: DcpMetadata, archives: ChunkArchives) -> NamedState:
     """Sort the entries of a directory by kind. Raises CheckpointError, UnsupportedError for what is no such state.
 
     Example::
 
-        with Archives() as archives:
+        with ChunkArchives() as archives:
             named_state(read_metadata(folder), archives).groups[0].options["lr"]
     """
     at = str(found.folder)
@@ -171,7 +171,7 @@ def _model_prefix(names: Iterable[str], keys: Iterable[str], at: str) -> str:
 class _Optimizer:
     """Reads the optimizer's entries, which begin with a prefix."""
 
-    def __init__(self, found: DcpMetadata, archives: Archives, prefix: str) -> None:
+    def __init__(self, found: DcpMetadata, archives: ChunkArchives, prefix: str) -> None:
         self._found, self._archives, self._prefix = found, archives, prefix
         self._at = str(found.folder)
         self._state: dict[str, dict[str, str]] = {}
@@ -194,9 +194,9 @@ class _Optimizer:
             )
         return [*self._state]
 
-    def state(self, name: str, weight: StoredTensor) -> tuple[dict[str, StoredTensor], dict[str, ScalarValue]]:
+    def state(self, name: str, weight: ChunkedTensor) -> tuple[dict[str, ChunkedTensor], dict[str, ScalarValue]]:
         """The tensors and the other values of a parameter's state."""
-        tensors: dict[str, StoredTensor] = {}
+        tensors: dict[str, ChunkedTensor] = {}
         scalars: dict[str, ScalarValue] = {}
         for state_key, key in self._state.get(name, {}).items():
             tensor = self._found.tensors.get(key)
@@ -289,7 +289,7 @@ class _Optimizer:
 
 
 def _beside(
-    keys: Iterable[str], found: DcpMetadata, archives: Archives
+    keys: Iterable[str], found: DcpMetadata, archives: ChunkArchives
 ) -> tuple[dict[str, object], int | None, str | None, list[str]]:
     """Of keys that are neither of the model nor the optimizer: a scheduler's state, steps, what a conversion left."""
     scheduler: dict[str, object] = {}

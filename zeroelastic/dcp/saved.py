@@ -15,9 +15,9 @@ from pathlib import Path
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.saved_state import SavedPart
 from zeroelastic.core.digest import ScalarValue
-from zeroelastic.dcp.archives import Archives
+from zeroelastic.dcp.archives import ChunkArchives
 from zeroelastic.dcp.chunks import StateKeys, chunk_table
-from zeroelastic.dcp.metadata import METADATA, DcpMetadata, StoredTensor, read_metadata
+from zeroelastic.dcp.metadata import METADATA, ChunkedTensor, DcpMetadata, read_metadata
 from zeroelastic.dcp.names import NATIVE, NamedState, named_state
 from zeroelastic.dcp.notes import NativeNotes, read_notes
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError, brief, printable, some
@@ -112,7 +112,7 @@ def open_dcp(root: FilePath) -> DcpCheckpoint:
     """
     folders = dcp_folders(root)
     metadata = _joined(root, [read_metadata(folder) for folder in folders])
-    with Archives() as archives:
+    with ChunkArchives() as archives:
         named = named_state(metadata, archives)
         native = _native(named, root)
         notes: list[str] = []
@@ -169,7 +169,9 @@ def _part(
     )
 
 
-def _buffer(name: str, tensor: StoredTensor, archives: Archives, root: FilePath) -> tuple[tuple[int, ...], Extent]:
+def _buffer(
+    name: str, tensor: ChunkedTensor, archives: ChunkArchives, root: FilePath
+) -> tuple[tuple[int, ...], Extent]:
     """The shape of a buffer, and where it is. Raises UnsupportedError for one that is in several chunks."""
     if not tensor.numel:
         return tensor.shape, Extent(root / METADATA, 0, 0, tensor.dtype)
@@ -220,7 +222,7 @@ def _others(named: NamedState, native: NativeNotes, parts: int, notes: list[str]
     return _Others(frozen, buffers, tied)
 
 
-def _twin(tensor: StoredTensor, trained: Mapping[str, StateKeys]) -> str | None:
+def _twin(tensor: ChunkedTensor, trained: Mapping[str, StateKeys]) -> str | None:
     """The trained parameter that a matrix is equal to, byte for byte."""
     if len(tensor.shape) < 2 or not tensor.numel:
         return None
@@ -230,7 +232,7 @@ def _twin(tensor: StoredTensor, trained: Mapping[str, StateKeys]) -> str | None:
     return None
 
 
-def _same(tensor: StoredTensor, other: StoredTensor) -> bool:
+def _same(tensor: ChunkedTensor, other: ChunkedTensor) -> bool:
     """Whether two tensors are cut in the same way and their archives hold the same bytes."""
     if (tensor.dtype, tensor.shape, len(tensor.chunks)) != (other.dtype, other.shape, len(other.chunks)):
         return False

@@ -270,7 +270,7 @@ _VERSION64 = 45
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _NewRecord:
     """One record: where its header and its payload begin, and its bytes if they are known when it is placed."""
 
     name: bytes
@@ -301,7 +301,7 @@ class Archive:
     def __init__(self, path: Path, root: object) -> None:
         pickled, self.storages = write_tree(root)
         self.path = path
-        self._records: list[_Record] = []
+        self._records: list[_NewRecord] = []
         self._end = 0
         folder = path.name.removesuffix(".tmp").rpartition(".")[0] or path.name
         self._folder = folder.encode()
@@ -346,10 +346,10 @@ class Archive:
         full = self._folder + b"/" + name.encode()
         begin = self._end + LOCAL.size + len(full) + (20 if nbytes >= WIDE else 0)
         payload = -(-(begin + 4) // _ALIGNMENT) * _ALIGNMENT
-        self._records.append(_Record(full, self._end, payload, nbytes, data, storage))
+        self._records.append(_NewRecord(full, self._end, payload, nbytes, data, storage))
         self._end = payload + nbytes
 
-    def _local_header(self, record: _Record, checksum: int) -> bytes:
+    def _local_header(self, record: _NewRecord, checksum: int) -> bytes:
         wide = FIELD.pack(ZIP64, 16) + struct.pack("<QQ", record.nbytes, record.nbytes) if record.is_wide else b""
         room = record.payload - record.header - LOCAL.size - len(record.name) - len(wide) - FIELD.size
         extra = wide + FIELD.pack(PADDING, room) + b"Z" * room

@@ -34,8 +34,8 @@ from zeroelastic.torch_file.zip_directory import (
     LOCAL,
     LOCAL_MARK,
     LOCATED_BYTES,
-    Directory,
-    Entry,
+    ZipDirectory,
+    ZipEntry,
     ZipError,
     payload_offset,
     read_directory,
@@ -90,7 +90,7 @@ class TorchFile:
     header_bytes: int
     directory: str
     folder: str
-    _records: Directory = field(repr=False)
+    _records: ZipDirectory = field(repr=False)
     _offsets: dict[tuple[str, int], int] = field(default_factory=dict, repr=False)  # by key and bytes
     _blocks: Blocks | None = field(default=None, repr=False)
     _stack: ExitStack | None = field(default=None, repr=False)
@@ -203,7 +203,7 @@ class TorchFile:
         return data
 
 
-def _payload_offset(data: bytes, entry: Entry, path: FilePath, size: int) -> int:
+def _payload_offset(data: bytes, entry: ZipEntry, path: FilePath, size: int) -> int:
     """As ``payload_offset``; raises CheckpointError."""
     try:
         return payload_offset(data, entry, size)
@@ -303,7 +303,7 @@ def directory_digest(path: Path) -> str | None:
             return None
 
 
-def _check_apart(records: Directory, path: FilePath) -> None:
+def _check_apart(records: ZipDirectory, path: FilePath) -> None:
     """Refuse records that share bytes of the file, so that a small one cannot pass for a large one."""
     order = np.argsort(records.header, kind="stable")
     begins = records.header[order]
@@ -315,7 +315,7 @@ def _check_apart(records: Directory, path: FilePath) -> None:
         raise CheckpointError(f"{path}: a record ends behind the directory. The file is truncated or damaged.")
 
 
-def _content(file: Blocks, records: Directory, entry: Entry, path: FilePath, limit: int) -> bytes:
+def _content(file: Blocks, records: ZipDirectory, entry: ZipEntry, path: FilePath, limit: int) -> bytes:
     """The content of one of the records, of at most ``limit`` bytes and as many as it takes in the file."""
     if entry.method or entry.stored_bytes != entry.nbytes or entry.nbytes > limit:
         raise CheckpointError(

@@ -44,8 +44,8 @@ from zeroelastic.torch_file.zip_directory import (
     DESCRIPTOR_MARK,
     ENTRY_CRC32,
     LOCATED_BYTES,
-    Directory,
     ReadAt,
+    ZipDirectory,
     ZipError,
     payload_offset,
     read_directory,
@@ -205,7 +205,7 @@ class TorchSaveSkeleton:
 
     path: Path
     nbytes: int
-    directory: Directory
+    directory: ZipDirectory
     storages: tuple[torch.UntypedStorage, ...]
     rows: Int64Array
     offsets: Int64Array
@@ -316,7 +316,7 @@ def _find_storages(
     return TorchSaveSkeleton(path, size, directory, in_order, rows[order], offsets[order], sizes[order])
 
 
-def _payload_offset(directory: Directory, row: int, read: ReadAt, size: int) -> int:
+def _payload_offset(directory: ZipDirectory, row: int, read: ReadAt, size: int) -> int:
     entry = directory[row]
     return payload_offset(read(entry.header, LOCATED_BYTES), entry, size)
 
@@ -365,7 +365,7 @@ def _other_layout(path: Path, problem: str) -> UnsupportedError:
     )
 
 
-def _serialization_id(before: bytes, directory: Directory, identity: int, crc32: UInt32Array) -> bytes:
+def _serialization_id(before: bytes, directory: ZipDirectory, identity: int, crc32: UInt32Array) -> bytes:
     """torch's identity of a file: 20 digits made of the records' names, which stay, and 20 of their checksums.
 
     ``identity`` is the row of its record: those before it count. Source: PyTorchStreamWriter::writeSerializationId and

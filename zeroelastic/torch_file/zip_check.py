@@ -32,9 +32,9 @@ from zeroelastic.torch_file.zip_directory import (
     VERSIONS,
     WIDE,
     ZIP64,
-    Directory,
-    Entry,
     Fault,
+    ZipDirectory,
+    ZipEntry,
     ZipError,
     gather,
     read_directory,
@@ -70,7 +70,7 @@ class ZipRecords:
     the directory.
     """
 
-    directory: Directory
+    directory: ZipDirectory
     row: Int64Array
     offset: Int64Array
     nbytes: Int64Array
@@ -149,7 +149,7 @@ def _read_records(path: FilePath, size: int, window: _Window) -> ZipRecords:
     return ZipRecords(directory, rows, offset, nbytes, crc32, tuple(faults), bytes_read)
 
 
-def _usual_payloads(window: _Window, directory: Directory, rows: Int64Array, following: Int64Array) -> Int64Array:
+def _usual_payloads(window: _Window, directory: ZipDirectory, rows: Int64Array, following: Int64Array) -> Int64Array:
     """Where the payload of records begins whose headers and sums are what torch.save writes for their entries.
 
     -1 for the others, which ``_payload`` and ``_header_agrees`` look at. ``rows`` are in the order of their headers,
@@ -198,7 +198,7 @@ def _is_padding(data: bytes, at: Int64Array, nbytes: Int64Array) -> npt.NDArray[
     return is_padding
 
 
-def _payload(window: _Window, entry: Entry, following: int) -> tuple[int, int, bool]:
+def _payload(window: _Window, entry: ZipEntry, following: int) -> tuple[int, int, bool]:
     """Where a record's payload begins and ends, given where the next header does; whether the sums between are right.
 
     Computed from the end of the record, so that a damaged header hides no payload.
@@ -216,7 +216,7 @@ def _payload(window: _Window, entry: Entry, following: int) -> tuple[int, int, b
     return end - entry.nbytes, end, right
 
 
-def _header_agrees(window: _Window, entry: Entry, begin: int) -> bool:
+def _header_agrees(window: _Window, entry: ZipEntry, begin: int) -> bool:
     """Whether the header before a record says what the directory says."""
     head = window.read(entry.header, begin - entry.header)
     fields = LOCAL.unpack_from(head)

@@ -78,7 +78,7 @@ class Fault(NamedTuple):
     nbytes: int
 
 
-class Entry(NamedTuple):
+class ZipEntry(NamedTuple):
     """A record as the directory describes it; ``at`` is the place of the entry itself in the file.
 
     ``stored_bytes`` is what the record takes in the file: ``nbytes``, unless it is compressed. ``when`` is time and
@@ -106,7 +106,7 @@ class Entry(NamedTuple):
         return repr(without_folder(self.text))[1:-1]
 
 
-class Directory:
+class ZipDirectory:
     """The directory of an archive: its records by row, first those of storages by number, then the others.
 
     It is what the file has from byte ``offset`` to ``end``; ``digest`` is the SHA-256 of the file from there on.
@@ -157,13 +157,13 @@ class Directory:
         """False where all are 0, as ``torch.serialization.set_crc32_options(False)`` leaves them."""
         return bool(self.crc32.any()) or not self.nbytes.any()
 
-    def __getitem__(self, row: int) -> Entry:
+    def __getitem__(self, row: int) -> ZipEntry:
         if row < len(self.number):
             name, method = self._prefix + str(self.number[row]).encode(), 0
         else:
             name, method = self._others[row - len(self.number)]
         columns = (self.when, self.crc32, self.stored_bytes, self.nbytes, self.header, self.at)
-        return Entry(name, int(self.flags[row]), method, *(int(column[row]) for column in columns))
+        return ZipEntry(name, int(self.flags[row]), method, *(int(column[row]) for column in columns))
 
     def _add_faults(self, heads: npt.NDArray[np.void], rows: Int64Array, is_right: npt.NDArray[np.bool_]) -> None:
         """What is wrong with entries, which are in the order of the file."""
@@ -187,12 +187,12 @@ class Directory:
                 return None
         return row
 
-    def find(self, name: str) -> Entry | None:
+    def find(self, name: str) -> ZipEntry | None:
         """The record of this name, which is without the archive's folder."""
         row = self.row(name)
         return None if row is None else self[row]
 
-    def storage(self, key: str) -> Entry | None:
+    def storage(self, key: str) -> ZipEntry | None:
         """The record of a storage."""
         return self.find(_DATA + key)
 
@@ -267,7 +267,7 @@ class Directory:
         return heads, names + name_bytes, good
 
 
-def payload_offset(data: bytes, entry: Entry, size: int) -> int:
+def payload_offset(data: bytes, entry: ZipEntry, size: int) -> int:
     """Where a record's payload begins in a file of ``size`` bytes, from the first bytes of its own header.
 
     The header's name is compared with the directory's, and its length with the fields inside. Raises ZipError.
@@ -293,14 +293,14 @@ def without_folder(name: str) -> str:
     return name.partition("/")[2] or name
 
 
-def read_directory(read: ReadAt, size: int) -> Directory:
+def read_directory(read: ReadAt, size: int) -> ZipDirectory:
     """The directory of an archive of ``size`` bytes. Raises ZipError where the records cannot be found by it."""
     faults: list[Fault] = []
     offset, nbytes, count = _directory_place(read, size, faults)
     data = read(offset, size - offset)
     if len(data) != size - offset:
         raise ZipError("its directory cannot be read")
-    directory = Directory(data, offset, nbytes, faults)
+    directory = ZipDirectory(data, offset, nbytes, faults)
     if len(directory) != count:
         faults.append(Fault(f"the directory has {len(directory)} entries and its end says {count}", offset, nbytes))
     return directory

@@ -16,7 +16,7 @@ from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import configured_sub_group_size
 from zeroelastic.checkpoint.topology import Topology, numbered_expert
 from zeroelastic.core.layout import pack_sub_groups
-from zeroelastic.dcp.archives import Archives
+from zeroelastic.dcp.archives import ChunkArchives
 from zeroelastic.dcp.metadata import StoredBytes
 from zeroelastic.dcp.names import NamedState
 from zeroelastic.dcp.native import VERSION, NativeForm, native_form
@@ -156,6 +156,6 @@ class _ChunkedCheckpoint(Checkpoint):
             for place in (chunk.place for tensor in tensors for chunk in tensor.chunks):
                 self._places.setdefault(place.path, {})[place.offset] = place
         places = self._places.get(path, {})
-        with Archives() as archives:
+        with ChunkArchives() as archives:
             for begin in sorted(places):
                 yield begin, archives.records(places[begin])

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, excluded_note
 from zeroelastic.checkpoint.module_weights import compare_weights, other_weights
-from zeroelastic.checkpoint.streams import Folded, fold
+from zeroelastic.checkpoint.streams import CopySums, sum_copies
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
 from zeroelastic.core.digest import content_root
@@ -66,7 +66,7 @@ def full_report(headers: TagHeaders, scan: RankScan) -> VerifyReport:
     record = headers.record
     numel = np.array([tensor.param.numel for tensor in headers.tensors], dtype=np.int64)
     saved = _saved_digests(headers)
-    whole_tensors = fold(headers.streams, scan.digests, scan.covered, saved)
+    whole_tensors = sum_copies(headers.streams, scan.digests, scan.covered, saved)
     complete = whole_tensors.covered == numel
     comparable = complete & np.array([digest is not None for digest in saved], dtype=bool)
     want = np.array([digest or 0 for digest in saved], dtype=np.uint64)
@@ -161,7 +161,7 @@ def _merged(problems: Iterable[Problem], scan: RankScan) -> Iterable[Problem]:
 
 
 def _placed(
-    headers: TagHeaders, scan: RankScan, whole_tensors: Folded, tensor_right: _Flags, tensor_wrong: _Flags
+    headers: TagHeaders, scan: RankScan, whole_tensors: CopySums, tensor_right: _Flags, tensor_wrong: _Flags
 ) -> list[Problem]:
     """Bad records and digests as problems: which tensor, in which file, at which bytes."""
     tensor_of = headers.streams.tensor
@@ -204,7 +204,7 @@ def _placed(
     return problems + _unplaced(headers, unplaced.tolist())
 
 
-def _differing_copies(headers: TagHeaders, whole_tensors: Folded, explained: _Flags) -> list[Problem]:
+def _differing_copies(headers: TagHeaders, whole_tensors: CopySums, explained: _Flags) -> list[Problem]:
     """Copies that are not what the other ranks have, although their checksums are right; they are then explained."""
     streams = headers.streams
     problems: list[Problem] = []
@@ -307,7 +307,7 @@ def _unplaced(headers: TagHeaders, wrong: Sequence[int]) -> list[Problem]:
 
 
 def _words(
-    headers: TagHeaders, scan: RankScan, whole_tensors: Folded, right: _Flags, comparable: _Flags
+    headers: TagHeaders, scan: RankScan, whole_tensors: CopySums, right: _Flags, comparable: _Flags
 ) -> tuple[list[str], list[str]]:
     """The clauses of ``VerifyReport.checked`` and ``unchecked``."""
     record, num_whole = headers.record, int(comparable.sum())
