@@ -130,17 +130,6 @@ def checked_params(params: Sequence[Param], path: FilePath) -> Sequence[Param]:
     return params
 
 
-def checked_gaps(gaps: object, path: FilePath) -> list[list[int]] | None:
-    """What is left free behind each parameter of each group, where a file states it. Raises CheckpointError."""
-    if gaps is None:
-        return None
-    if not isinstance(gaps, list) or not all(
-        isinstance(group, list) and all(type(n) is int and 0 <= n < 16 for n in group) for group in gaps
-    ):
-        raise damaged(path, f"param_alignment_paddings is {shown(gaps)}")
-    return gaps
-
-
 FP32 = "fp32"
 """The state key of the master weights; every other key is the optimizer's own."""
 

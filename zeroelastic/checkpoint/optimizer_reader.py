@@ -29,7 +29,6 @@ from zeroelastic.checkpoint.optimizer_file import (
     ParamGroup,
     ScalerState,
     Shard,
-    checked_gaps,
     checked_params,
     checked_table,
     damaged,
@@ -86,9 +85,18 @@ class OptimizerFile(NamedTuple):
     save_id: object = None
 
     @property
-    def gaps(self) -> object:
-        """What is left free behind each parameter of each group, as the file states it."""
-        return self.state.get("param_alignment_paddings")
+    def gaps(self) -> list[list[int]] | None:
+        """The elements left free behind each parameter of each group, where a file of stages 1 and 2 states them.
+
+        Raises CheckpointError.
+        """
+        gaps = self.state.get("param_alignment_paddings") if self.stage != 3 else None
+        if gaps is not None and not (
+            isinstance(gaps, list)
+            and all(isinstance(group, list) and all(type(n) is int and 0 <= n < 16 for n in group) for group in gaps)
+        ):
+            raise damaged(self.file.path, f"param_alignment_paddings is {shown(gaps)}")
+        return gaps
 
 
 class RankSlices(NamedTuple):
@@ -209,7 +217,7 @@ def shard_of(
         elif stage == 3:
             shard = _read_rigid(file, state, make, rigid_params, cut)
         else:
-            shard = _read_groups(file, state, make, config, rigid_params, cut)
+            shard = _read_groups(file, state, make, config, rigid_params, opened.gaps, cut)
     if shard.save_id is None and isinstance(save_id, str):
         shard = replace(shard, save_id=save_id)
     return shard if slices is None else _of_whole_tensors(shard, slices)
@@ -362,10 +370,10 @@ def _read_groups(
     make: _Make,
     config: object,
     groups: Sequence[Sequence[Param]],
+    gaps: Sequence[Sequence[int]] | None,
     cut: _Cut,
 ) -> Shard:
     """Read a file of stage 1 or 2, of ``DeepSpeedZeroOptimizer`` or ``BF16_Optimizer`` (DeepSpeed 0.19.8)."""
-    gaps = checked_gaps(state.get("param_alignment_paddings"), file.path)
     layout = cut.layout(groups, file.path, partial(group_split_layout, gaps=gaps))
     parts = cut.parts(len(groups), file.path)
     flats = _tensors(file, state, _GROUPS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from zeroelastic.checkpoint.model_states import ModelStates, trained_tables
 from zeroelastic.checkpoint.module_names import module_names, places_of
-from zeroelastic.checkpoint.optimizer_file import ParamGroup, Shard, checked_gaps, checked_param, checked_params
+from zeroelastic.checkpoint.optimizer_file import ParamGroup, Shard, checked_param, checked_params
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.checkpoint.topology import (
@@ -193,7 +193,7 @@ def sliced_layout(
             maps,
             stage=opened.stage,
             expert_sizes=sizes,
-            gaps=checked_gaps(opened.gaps, opened.file.path) if opened.stage != 3 else None,
+            gaps=opened.gaps,
         )
     except (ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: {error}. The file is damaged.") from None

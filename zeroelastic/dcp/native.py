@@ -63,7 +63,10 @@ def native_form(found: DcpCheckpoint, config: Mapping[str, object], world_size: 
     scalars = tuple(
         {key: with_kind(value, kinds.get(key)) for key, value in own.items()} for own in found.trained.scalars
     )
-    steps = _steps(found, native, notes)
+    steps = found.steps
+    if "global_steps" not in native.counters:
+        counted = "the optimizer's step: the checkpoint has no counter that is known"
+        notes.append(f"global_steps is {steps}, {counted if found.named.steps is None else 'as the job counted'}")
     batch = configured_batch(config, world_size)
     scheduler = _scheduler(found, native, config, steps, notes)
     samples, rederived = native.counters.get("global_samples"), list[str]()
@@ -103,18 +106,6 @@ def _groups(found: DcpCheckpoint, native: NativeNotes) -> tuple[ParamGroup, ...]
     is_adam = all("exp_avg_sq" in keys for keys in found.trained.dtypes)
     added = {"bias_correction": True} if is_adam else {}
     return tuple(ParamGroup({**added, **group.options}, group.params) for group in found.named.groups)
-
-
-def _steps(found: DcpCheckpoint, native: NativeNotes, notes: list[str]) -> int:
-    """The number of optimizer steps: as it was kept, as the job counted, or as the optimizer did."""
-    steps = found.steps
-    if "global_steps" in native.counters:
-        return steps
-    if found.named.steps is not None:
-        notes.append(f"global_steps is {steps}, as the job counted")
-    else:
-        notes.append(f"global_steps is {steps}, the optimizer's step: the checkpoint has no counter that is known")
-    return steps
 
 
 def _scheduler(

@@ -81,8 +81,7 @@ class _TreeWriter:
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
-        self._numbers: dict[int, int] = {}
-        self._described: dict[int, tuple[object, ...]] = {}  # by number: what a pickle says of a storage
+        self._described: dict[int, tuple[object, ...]] = {}  # by the id of a storage: what a pickle says of it
         self.out = bytearray(b"\x80\x02")
         self._memo: dict[object, int] = {}
         self._kept: list[object] = []  # whatever the memo knows by its id must live on
@@ -185,14 +184,14 @@ class _TreeWriter:
         self._put(value)
 
     def _storage(self, storage: Storage) -> None:
-        number = self._numbers.get(id(storage))
-        if number is None:
-            number = self._numbers[id(storage)] = len(self.storages)
-            self.storages.append(storage)
+        found = self._described.get(id(storage))
+        if found is None:
             numel = storage.nbytes if storage.is_untyped else storage.numel
             kind = ALLOWED[("torch.storage", "UntypedStorage") if storage.is_untyped else TYPED_STORAGES[storage.dtype]]
-            self._described[number] = ("storage", kind, str(number), storage.location, numel)
-        self.save(self._described[number])
+            found = ("storage", kind, str(len(self.storages)), storage.location, numel)
+            self._described[id(storage)] = found
+            self.storages.append(storage)
+        self.save(found)
         self.out += b"Q"
 
     def _tuple(self, value: tuple[object, ...]) -> None:

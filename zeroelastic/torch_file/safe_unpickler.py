@@ -319,18 +319,6 @@ def split_global(name: str) -> tuple[str, str]:
     return module, qualname
 
 
-def pickle_file(data: bytes | memoryview) -> io.BufferedReader:
-    """A pickle as a file of which an unpickler reads thousands of bytes at a time; it reads a BytesIO by opcodes."""
-    return io.BufferedReader(io.BytesIO(data), _READ_BYTES)
-
-
-def global_names(data: bytes | memoryview) -> Callable[[str, str], tuple[str, str]]:
-    """What the globals of a pickle are named today: protocol 2, which torch.save writes, names some as Python 2 did."""
-    if data[:1] == b"\x80" and data[1] > 2:
-        return lambda module, name: (module, name)
-    return lambda module, name: NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-
-
 class HeaderUnpickler(pickle.Unpickler):
     """The allow-listed unpickler: every global resolves to one of our own objects, or is refused or inert.
 
@@ -345,7 +333,8 @@ class HeaderUnpickler(pickle.Unpickler):
         foreign: ForeignGlobals,
         find: Callable[[Storage], Extent] | None = None,
     ) -> None:
-        super().__init__(pickle_file(data), encoding="utf-8")
+        # A buffer is read thousands of bytes at a time, a BytesIO opcode by opcode.
+        super().__init__(io.BufferedReader(io.BytesIO(data), _READ_BYTES), encoding="utf-8")
         self._path = path
         self._foreign = foreign
         self._find = find
@@ -353,10 +342,12 @@ class HeaderUnpickler(pickle.Unpickler):
         self._globals: dict[tuple[str | Global, str], Global] = {}
         self._storages: dict[str, Storage] = {}
         self._encodable = len(data) + _MAX_REPEATED
-        self._global_name = global_names(data)
+        self._has_old_names = data[:1] != b"\x80" or data[1] <= 2  # torch.save's protocol 2 names some as Python 2 did
 
     def find_class(self, module: str, name: str) -> object:
-        path = self._global_name(module, name)
+        path = module, name
+        if self._has_old_names:
+            path = NAME_MAPPING.get(path, (IMPORT_MAPPING.get(module, module), name))
         if path == ("_codecs", "encode"):
             return Function(self._encode)
         if path == ("builtins", "getattr"):
