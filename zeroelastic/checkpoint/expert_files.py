@@ -35,7 +35,7 @@ class _Frozen:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What one expert's file has of it."""
+        """The shape of its part in one expert's file."""
         return self.tensor.shape if self.expert is not None else self.tensor.shape[1:]
 
     @property
@@ -111,7 +111,7 @@ def frozen_experts(model: ModelStates, maps: SavedMaps) -> FrozenExperts | None:
 
 
 def _of_layer(file: TorchFile, layer: int, count: int, trained: set[str], maps: SavedMaps) -> Iterator[_Frozen]:
-    """What is frozen of the experts of a layer, by the file of its expert 0."""
+    """The frozen tensors of the experts of a layer, by the file of expert 0."""
     for name, ref in _entries(file).items():
         if not isinstance(ref, TensorRef):
             continue

@@ -22,7 +22,7 @@ from zeroelastic.io.storage import read_exactly
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 _WINDOW_ROWS = 1 << 17
-"""Of an extent table: 8 MiB for its columns, and less than five times as much while it is made."""
+"""The most rows of an extent table: 8 MiB of columns, and less than five times as much while it is made."""
 
 _CHUNK_BYTES = 4 << 20
 
@@ -41,7 +41,7 @@ class TensorExtents:
     param_paths: tuple[FilePath, ...] | None = None
 
     def among(self, number: Int64Array, num_params: int) -> TensorExtents:
-        """The same places in a layout of more parameters, where parameter i has the number ``number[i]``."""
+        """Return the places in a layout of more parameters, where parameter i has the number ``number[i]``."""
         offset = np.full(num_params, -1, dtype=np.int64)
         offset[number] = self.offset
         paths = None
@@ -132,7 +132,7 @@ class ExtentTable:
 def extent_table(
     plan: Plan, extents: Mapping[int, Mapping[str, TensorExtents]], targets: Sequence[Destination]
 ) -> ExtentTable:
-    """What fills every target as ``plan`` says, from ``extents[source rank][key]``: each row once, sorted by place.
+    """Return the rows that fill every target as ``plan`` says, from ``extents[source rank][key]``, sorted by place.
 
     Every source rank that the plan names must be among the extents, with every key that a target asks of it. Each run
     of a row of the plan is a row.

@@ -36,7 +36,7 @@ from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import DTYPE_BYTES, Stub, TensorRef, TorchFile, read_torch_file, walk_refs
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-"""What DeepSpeed sets an engine's counters to."""
+"""The counters of an engine that DeepSpeed loads."""
 
 _NO_RANGES = np.empty((0, 2), dtype=np.int64)
 _MAX_WORLD_SIZE = 1 << 24
@@ -75,7 +75,7 @@ _OF_DEEPSPEED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """What one rank's ``*_model_states.pt`` says about the layout; the module itself is not looked at.
+    """The header of one rank's ``*_model_states.pt``; the payload of the module is not read.
 
     ``world_size`` are the data parallel ranks, and ``tensor_size`` the tensor parallel ones. Names and shapes are those
     on the rank: of slices, under the names that DeepSpeed has there.

@@ -26,7 +26,7 @@ Place = tuple[Hashable, int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """What the names in a module's state are, other than one parameter each.
+    """The names in a module's state that are not one parameter each.
 
     ``tied`` are further names of parameters, each with the name that is listed; ``buffers`` the names of buffers, each
     with the first one of its tensor; ``extra_states`` those of what ``get_extra_state`` returned.
@@ -86,12 +86,12 @@ def places_of(entries: Mapping[object, object]) -> dict[str, Place]:
 
 
 def _comparable(place: Place) -> Hashable:
-    """What places of one tensor have in common: a tied weight may have another shape, as DeepSpeed compares them."""
+    """Return the part that places of one tensor share: a tied weight may have another shape, as in DeepSpeed."""
     return place[:2] if math.prod(place[2]) else place
 
 
 def _are_two_empty(one: Place | None, other: Place | None) -> bool:
-    """Whether these are two tensors, without elements."""
+    """Return whether these are two tensors, without elements."""
     if one is None or other is None:
         return False
     return not math.prod(one[2]) and not math.prod(other[2]) and one != other

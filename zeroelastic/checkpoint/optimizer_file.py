@@ -124,7 +124,7 @@ def checked_table(names: Collection[object], shapes: Collection[object], path: F
 
 
 def checked_params(params: Sequence[Param], path: FilePath) -> Sequence[Param]:
-    """The same parameters. Raises CheckpointError when they are more than 64-bit offsets can address."""
+    """Return the parameters. Raises CheckpointError for more elements than 64-bit offsets can address."""
     if sum(map(math.prod, map(_SHAPE, params))) >= _MAX_NUMEL:
         raise CheckpointError(f"{path}: its parameters have more elements than any file holds. The file is damaged.")
     return params
@@ -252,7 +252,7 @@ def configured_sub_group_size(config: Mapping[str, object]) -> int:
 
 
 def steps_with_bf16_optimizer(config: Mapping[str, object]) -> bool:
-    """Whether a run with a DeepSpeed configuration has a ``BF16_Optimizer`` at stage 1.
+    """Return whether a run with a DeepSpeed configuration has a ``BF16_Optimizer`` at stage 1.
 
     Source: ``DeepSpeedEngine._do_optimizer_sanity_check`` (DeepSpeed 0.19.8).
     """
@@ -264,7 +264,7 @@ def steps_with_bf16_optimizer(config: Mapping[str, object]) -> bool:
 
 
 _FLOAT32_NAMES = ("fp32", "float32", "float", "torch.float32")
-"""What DeepSpeed's configuration calls float32."""
+"""The names of float32 in a DeepSpeed configuration."""
 
 
 def zero_option(config: object, key: str) -> object:
@@ -279,7 +279,7 @@ SAME_ON_ALL_RANKS = ("optimizer", "grad_scaler")
 """Entries of the table that are the same in every file of a save, at every world size."""
 
 GRAD_SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-"""What the state of torch's GradScaler holds."""
+"""The entries of the state of torch's GradScaler."""
 
 
 def elastic_table(

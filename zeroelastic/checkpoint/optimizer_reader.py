@@ -170,7 +170,7 @@ def _num_parts(path: FilePath, state: _State, stage: int, world_size: int) -> tu
 
 
 def _has_experts_alone(state: _State) -> bool:
-    """Whether all optimizer groups of a file of stage 1 or 2 are groups of experts."""
+    """Return whether all optimizer groups of a file of stage 1 or 2 are groups of experts."""
     base = state.get("base_optimizer_state")
     groups = base.get("param_groups") if isinstance(base, dict) else None
     return isinstance(groups, list) and all(isinstance(group, dict) and group.get("moe") is True for group in groups)
@@ -198,7 +198,7 @@ def shard_of(
     tp_rank: int = 0,
     slices: RankSlices | None = None,
 ) -> Shard:
-    """What ``open_shard`` returns, of a file that was read already."""
+    """Place the tensors of a file that was read already; arguments and errors as of ``open_shard``."""
     file, state, config, stage, num_parts, save_id = opened
     path = file.path
     if num_parts is not None and slices is None:

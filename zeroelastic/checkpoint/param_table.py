@@ -119,7 +119,7 @@ class ParamTable:
         }
 
     def contents(self) -> list[ParamContent]:
-        """What was saved of each parameter, sorted by name and tensor parallel rank."""
+        """Return the content of each parameter, sorted by name and tensor parallel rank."""
         places = [
             zip(group.names, repeat(group.tp_rank), repeat(number), range(len(group.names)))
             for number, group in enumerate(self.groups)

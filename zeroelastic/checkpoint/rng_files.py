@@ -28,7 +28,7 @@ def derived_seed(identity: str, rank: int) -> int:
 
 
 def reseed(root: object, seed: int) -> tuple[object, list[str]]:
-    """The same tree with every generator that is known seeded with ``seed``.
+    """Return the tree with every generator that is known seeded with ``seed``.
 
     With it the places of what looks like a generator of another kind, which kept the state that it had.
     """
@@ -53,7 +53,7 @@ def _walk(value: object, seed: int, left: list[str], where: str) -> object:
 
 
 def _numpy_state(value: tuple[object, ...], seed: int, left: list[str], where: str) -> tuple[object, ...]:
-    """What ``numpy.random.get_state()`` gives; its array is made as the old one, for the numpy that loads it."""
+    """A state of ``numpy.random``; its array is made as the old one, for the numpy that loads it."""
     old = value[1]
     if not isinstance(old, Stub) or not isinstance(old.state, tuple) or len(old.state) != 5:
         left.append(where)

@@ -43,7 +43,7 @@ _FOLDING = "folding"
 
 @dataclass(frozen=True, slots=True)
 class SavedMaps:
-    """What a model states file says of the slices of all ranks.
+    """The slices of all ranks, as a model states file describes them.
 
     ``maps`` are those of AutoTP and AutoEP, by the names that parameters have on a rank, and ``ep`` the expert parallel
     size of AutoEP. ``num_experts`` are those of each mixture-of-experts layer, ``buffers`` the names of the module's

@@ -79,7 +79,7 @@ class SavedPart:
         return [SavedTensor(self.params[p], key, dtype) for p in chosen for key, dtype in self.dtypes[p].items()]
 
     def rank_rows(self, rank: int) -> tuple[list[SavedTensor], ExtentTable]:
-        """What one saved rank's files hold: ``rows.target`` is an index into the tensors that are returned with them.
+        """Return the rows of one saved rank's files; ``rows.target`` is an index into the tensors returned with them.
 
         ``rows.start`` is where a row begins in its whole parameter, and ``rows.param`` the parameter of the layout that
         it is of; padding is in no row. What several ranks have copies of is in the rows of each of them.

@@ -1,4 +1,4 @@
-"""What is digested when a save is read as a whole: each tensor, and by itself each copy that several ranks have.
+"""The digests of a save that is read as a whole: of each tensor, and of each copy that several ranks have.
 
 Under tensor parallelism ranks have copies of the same elements. They count once, and have to be the same.
 """

@@ -75,7 +75,7 @@ class Topology:
 
 
 class SliceView(NamedTuple):
-    """What one rank has of a tensor: the whole tensor, the shape of the slice and its strips."""
+    """The slice of a tensor that one rank has: the whole tensor, the shape and the strips of the slice."""
 
     tensor: Param
     shape: tuple[int, ...]
@@ -83,13 +83,13 @@ class SliceView(NamedTuple):
 
 
 class SliceMap(NamedTuple):
-    """What each ``"tensor"`` or ``"expert"`` parallel rank has of a parameter."""
+    """The slices of a parameter that the ``"tensor"`` or ``"expert"`` parallel ranks have."""
 
     axis: Literal["tensor", "expert"]
     views: tuple[SliceView, ...]
 
     def view(self, topology: Topology, rank: int) -> SliceView:
-        """What a rank has."""
+        """Return the slice of a rank."""
         if self.axis == "tensor":
             return self.views[topology.place(rank)[1]]
         return self.views[topology.expert_rank(rank, len(self.views))]
@@ -176,7 +176,7 @@ def local_experts(names: Iterable[str]) -> dict[str, int]:
 
 
 def in_order_of_experts(names: Sequence[str]) -> list[str]:
-    """The same names, those of one of DeepSpeed's own MoE layers together and by the number of the expert."""
+    """Return the names with the experts of each of DeepSpeed's own MoE layers together, by number."""
     first: dict[str, int] = {}
 
     def place(numbered: tuple[int, str]) -> tuple[int, int, int]:
@@ -284,7 +284,7 @@ def expert_sizes(layout: Layout, topology: Topology) -> tuple[int, ...]:
 
 
 def view_of(maps: SliceMaps, param: Param, tensor_rank: int, expert_rank: int) -> SliceView:
-    """What a rank has of a parameter; all of it where there is no map. Raises ValueError for a rank without a map."""
+    """Return a rank's slice of a parameter, all of it without a map. Raises ValueError for a rank that a map lacks."""
     found = maps.get(param.name)
     if found is None:
         return _whole_view(param)
@@ -411,7 +411,7 @@ def _strips(view: SliceView, piece: object, where: object) -> tuple[Strip, ...]:
 
 
 def _is_inside(shape: Sequence[int], start: int, strides: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether all elements of a view are elements of a tensor of the shape ``whole``."""
+    """Return whether all elements of a view are elements of a tensor of the shape ``whole``."""
     last = start + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return 0 in shape or last < math.prod(whole)
 

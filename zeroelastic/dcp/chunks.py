@@ -42,7 +42,7 @@ class ChunkTable:
 
 
 class _PlacedChunk(NamedTuple):
-    """What a rank has of a tensor of the layout, number ``number``: a chunk, and the elements of it that are before."""
+    """A rank's part of the layout's tensor ``number``: a chunk, and how many of its elements come before the part."""
 
     number: int
     chunk: Chunk

@@ -44,7 +44,7 @@ _CLASSES = (
     "pathlib._local.PosixPath",
     "pathlib._local.WindowsPath",
 )
-"""What a table names, and nothing of which is needed but its attributes."""
+"""The classes that a table names, of whose objects only the attributes are needed."""
 
 _MAX_METADATA_BYTES = 1 << 31
 _MAX_DIMENSIONS = 64
@@ -90,7 +90,7 @@ class ChunkedTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """What a DCP directory holds by key: ``tensors``, and ``objects``, which are anything that is no tensor."""
+    """The entries of a DCP directory by key: ``tensors``, and ``objects``, which are everything else."""
 
     folder: FilePath
     tensors: Mapping[str, ChunkedTensor]

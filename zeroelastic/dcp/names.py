@@ -41,7 +41,7 @@ _STEPS = re.compile(r"(?:.*\.)?(?:global_)?steps?")
 
 @dataclass(frozen=True, slots=True)
 class NamedState:
-    """What a DCP directory holds by the names of the module's parameters.
+    """The entries of a DCP directory by the names of the module's parameters.
 
     ``trained[name]`` are the weight, under "fp32", and the tensors of the optimizer's state; ``scalars`` its other
     values. ``others`` are the rest of the model's tensors: frozen parameters, buffers, and further names of tied
@@ -121,7 +121,7 @@ def named_state(found: DcpMetadata, archives: ChunkArchives) -> NamedState:
 
 
 def _optimizer_prefix(found: DcpMetadata, at: str) -> str:
-    """What stands before ``state.`` and ``param_groups`` in the optimizer's keys."""
+    """Return the text before ``state.`` and ``param_groups`` in the optimizer's keys."""
     prefixes: dict[str, bool] = {}  # and whether it is that of values, which a model does not have
     for key in (*found.tensors, *found.objects):
         if (match := re.search(rf"(?<![^.]){_GROUPS}(?=\.|$)", key)) is not None:
@@ -148,7 +148,7 @@ def _optimizer_prefix(found: DcpMetadata, at: str) -> str:
 
 
 def _model_prefix(names: Iterable[str], keys: Iterable[str], at: str) -> str:
-    """What stands before the names of parameters in the model's keys."""
+    """Return the text before the names of parameters in the model's keys."""
     cleaned = {clean_name(key) for key in keys}
     common: set[str] | None = None
     for name in names:
@@ -291,7 +291,7 @@ class _Optimizer:
 def _beside(
     keys: Iterable[str], found: DcpMetadata, archives: ChunkArchives
 ) -> tuple[dict[str, object], int | None, str | None, list[str]]:
-    """Of keys that are neither of the model nor the optimizer: a scheduler's state, steps, what a conversion left."""
+    """Sort keys that are neither model nor optimizer: a scheduler's state, steps, a conversion's notes, the rest."""
     scheduler: dict[str, object] = {}
     steps: set[int] = set()
     native: str | None = None

@@ -28,7 +28,7 @@ _OWN_ADAM = frozenset(["adam", "adamw"])
 
 @dataclass(frozen=True, slots=True)
 class NativeForm:
-    """What a checkpoint of FSDP2 is to a run of ZeRO with the configuration ``config``, which may be empty.
+    """A checkpoint of FSDP2 in the form of a ZeRO run with the configuration ``config``, which may be empty.
 
     ``trained`` and ``groups`` are those of ``found`` in the form that DeepSpeed's optimizers have; ``batch`` is the
     global batch that the configuration states; ``model_root`` are the module states, a graph for a torch file.
@@ -89,7 +89,7 @@ def native_form(found: DcpCheckpoint, config: Mapping[str, object], world_size: 
 
 
 def _has_own_adam(config: Mapping[str, object]) -> bool:
-    """Whether DeepSpeed makes an Adam of its own for a run with this configuration."""
+    """Return whether DeepSpeed makes an Adam of its own for a run with this configuration."""
     name = entry(config, "optimizer", "type")
     return (
         isinstance(name, str) and name.lower() in _OWN_ADAM and not entry(config, "optimizer", "params", "torch_adam")

@@ -72,7 +72,7 @@ def kinds_of_scalars(part: SavedPart) -> dict[str, str]:
 
 
 def with_kind(value: ScalarValue, kind: str | None) -> ScalarValue:
-    """The same number in another type; as it is where the type does not hold it."""
+    """Return the number in another type, or as it is where the type does not hold it."""
     if kind is None or value.value is None:
         return value
     made = ScalarValue(kind, int(value.value) if kind in _INTEGERS else float(value.value))

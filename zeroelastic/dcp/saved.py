@@ -26,7 +26,7 @@ from zeroelastic.io.storage import list_directory, read_exactly
 from zeroelastic.torch_file.header import DTYPE_BYTES, Extent
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
-"""What accelerate calls the DCP directories of the first model and the first optimizer."""
+"""The names that accelerate gives to the DCP directories of the first model and the first optimizer."""
 
 SCHEDULER_FILE = "scheduler.bin"
 """Where accelerate keeps the state of the first scheduler, beside these folders."""
@@ -38,7 +38,7 @@ _COMPARED_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class DcpCheckpoint:
-    """What a checkpoint of FSDP2 holds.
+    """A checkpoint of FSDP2, opened.
 
     ``trained`` and ``frozen`` are the parameters, as of ``world_size`` ranks; ``buffers`` where the model's other
     tensors are, with their shapes; ``tied`` gives further names of parameters. ``notes`` are sentences on what the
@@ -116,10 +116,10 @@ def open_dcp(root: FilePath) -> DcpCheckpoint:
         named = named_state(metadata, archives)
         native = _native(named, root)
         notes: list[str] = []
-        others = _others(named, native, metadata.parts, notes)
+        frozen_names, buffer_names, tied = _others(named, native, metadata.parts, notes)
         trained = _part(named.trained, metadata.parts, named.scalars)
-        frozen = {name: {FROZEN: named.others[name]} for name in others.frozen}
-        buffers = {name: _buffer(name, named.others[name], archives, root) for name in others.buffers}
+        frozen = {name: {FROZEN: named.others[name]} for name in frozen_names}
+        buffers = {name: _buffer(name, named.others[name], archives, root) for name in buffer_names}
         kept = _part(frozen, metadata.parts) if frozen else None
         for part in (trained, kept):
             if part is not None:
@@ -133,7 +133,7 @@ def open_dcp(root: FilePath) -> DcpCheckpoint:
             trained=trained,
             frozen=kept,
             buffers=buffers,
-            tied=others.tied,
+            tied=tied,
             native=native,
             notes=tuple(notes),
         )
@@ -149,7 +149,7 @@ def _joined(root: FilePath, found: Sequence[DcpMetadata]) -> DcpMetadata:
 
 
 def _native(named: NamedState, root: FilePath) -> NativeNotes:
-    """What a conversion of a ZeRO run kept beside the state; empty where there was none."""
+    """Return the notes that a conversion of a ZeRO run kept; empty ones where there was none."""
     try:
         return NativeNotes() if named.native is None else read_notes(named.native)
     except (ValueError, RecursionError) as error:
@@ -183,17 +183,10 @@ def _buffer(
     return tensor.shape, Extent(place.path, offset, nbytes, tensor.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _Others:
-    """What the model's tensors are of which the optimizer has no state; ``tied`` maps a name to a parameter's."""
-
-    frozen: tuple[str, ...]
-    buffers: tuple[str, ...]
-    tied: Mapping[str, str]
-
-
-def _others(named: NamedState, native: NativeNotes, parts: int, notes: list[str]) -> _Others:
-    """Distinguish frozen parameters, buffers and further names of tied parameters.
+def _others(
+    named: NamedState, native: NativeNotes, parts: int, notes: list[str]
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
+    """Return the frozen parameters, the buffers, and the further names of tied parameters with the parameter's.
 
     DCP does not say which they are. Tensors of a conversion are what its own list says. Of others, FSDP2 cuts
     parameters alone; where one rank saved, names and dtypes are what is left to go by. ``notes`` get what was inferred.
@@ -203,7 +196,7 @@ def _others(named: NamedState, native: NativeNotes, parts: int, notes: list[str]
         tied = {name: known[name] for name in named.others if name in known}
         buffers = tuple(name for name in named.others if name in stated and name not in tied)
         frozen = tuple(name for name in named.others if name not in buffers and name not in tied)
-        return _Others(frozen, buffers, tied)
+        return frozen, buffers, tied
     tied = {name: twin for name, tensor in named.others.items() if (twin := _twin(tensor, named.trained)) is not None}
     rest = {name: tensor for name, tensor in named.others.items() if name not in tied}
     frozen = tuple(
@@ -219,7 +212,7 @@ def _others(named: NamedState, native: NativeNotes, parts: int, notes: list[str]
     ):
         if names:
             notes.append(f"{some(names)}: {what}")
-    return _Others(frozen, buffers, tied)
+    return frozen, buffers, tied
 
 
 def _twin(tensor: ChunkedTensor, trained: Mapping[str, StateKeys]) -> str | None:
@@ -233,7 +226,7 @@ def _twin(tensor: ChunkedTensor, trained: Mapping[str, StateKeys]) -> str | None
 
 
 def _same(tensor: ChunkedTensor, other: ChunkedTensor) -> bool:
-    """Whether two tensors are cut in the same way and their archives hold the same bytes."""
+    """Return whether two tensors are cut in the same way and their archives hold the same bytes."""
     if (tensor.dtype, tensor.shape, len(tensor.chunks)) != (other.dtype, other.shape, len(other.chunks)):
         return False
     for one, two in zip(tensor.chunks, other.chunks, strict=True):

@@ -58,7 +58,7 @@ class Extent:
 
 
 class Blocks(Protocol):
-    """What a header is read through: ``LocalFile``, ``BlockFile``, or ranges that another rank sent."""
+    """A file through which a header is read: ``LocalFile``, ``BlockFile``, or ranges that another rank sent."""
 
     @property
     def size(self) -> int: ...
@@ -204,7 +204,7 @@ class TorchFile:
 
 
 def _payload_offset(data: bytes, entry: ZipEntry, path: FilePath, size: int) -> int:
-    """As ``payload_offset``; raises CheckpointError."""
+    """Call ``payload_offset``; raises CheckpointError in place of ZipError."""
     try:
         return payload_offset(data, entry, size)
     except ZipError as error:

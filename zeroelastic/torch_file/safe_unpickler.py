@@ -289,8 +289,8 @@ Container: TypeAlias = "dict[object, object] | list[object] | tuple[object, ...]
 
 
 ForeignGlobals = Literal["refuse", "inert", "exact"]
-"""What becomes of globals outside the allow-list: they are refused, or stand-ins. With "exact" so is every object of
-which the inert form does not keep all."""
+"""Globals outside the allow-list are refused or become stand-ins. With "exact" so does every object whose inert form
+does not keep all of it."""
 
 _allowed_by_user: ContextVar[frozenset[tuple[str, str]]] = ContextVar("allowed_by_user", default=frozenset())
 

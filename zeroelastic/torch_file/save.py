@@ -56,7 +56,7 @@ _MASK64 = (1 << 64) - 1
 _PLAIN_TYPES = frozenset(
     {str, int, float, bool, type(None), tuple, list, dict, OrderedDict, torch.Tensor, torch.Size, type, FunctionType}
 )
-"""Of objects that are no storages."""
+"""The types of nearly all objects in a pickle that are no storages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class TorchSaveSkeleton:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether any of the storages is on a GPU."""
+        """Return whether any storage is on a GPU."""
         return any(storage.device.type == "cuda" for storage in self.storages)
 
     def payload(self, digest_ranges: Sequence[DigestRange], last: Sequence[torch.Tensor]) -> Payload:

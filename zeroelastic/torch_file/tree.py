@@ -144,7 +144,7 @@ class TensorRef:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in the storage as one run in row-major order; true where there are none."""
+        """Return whether the elements are one run of the storage in row-major order; true where there are none."""
         if 0 in self.shape:
             return True
         expected = 1
@@ -207,21 +207,21 @@ class Stub(metaclass=Global):
         return node
 
     def __call__(self, *args: Any) -> Stub:
-        """What pickle does with an object that can be called."""
+        """Pickle calls an object that was made by a call."""
         node = Stub.__new__(Stub, *args)
         node.function, node.by_new = self, False
         return node
 
     def append(self, item: object) -> None:
-        """What pickle does to something like a list."""
+        """Pickle appends to a list-like object."""
         self.items.append(item)
 
     def extend(self, items: Iterable[object]) -> None:
-        """What pickle does to something like a list."""
+        """Pickle extends a list-like object."""
         self.items.extend(items)
 
     def add(self, item: object) -> None:
-        """What pickle does to something like a set, of which torch.save writes none."""
+        """Pickle adds to a set-like object; torch.save writes none."""
         raise UnsafePickleError(f"the pickle adds to a {self.module}.{self.qualname}")
 
     def __setitem__(self, key: object, value: object) -> None:
@@ -308,7 +308,7 @@ def instance(kind: Global, attributes: Mapping[str, object]) -> Stub:
 
 
 def entry(tree: object, *keys: object) -> object:
-    """What is under these keys of nested dictionaries; None where one is missing."""
+    """Return the value under these keys of nested dictionaries; None where one is missing."""
     for key in keys:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree

@@ -89,7 +89,7 @@ class ZipRecords:
         return map(self.__getitem__, range(len(self)))
 
     def contradiction(self, number: int, found: int, *, at: int = 0) -> str:
-        """What is wrong with a record whose content has another checksum; the archive begins at byte ``at``."""
+        """Say that the content of a record has another checksum; the archive begins at byte ``at``."""
         name, offset, nbytes, stated = self[number]
         begin = at + offset
         return (
@@ -186,7 +186,7 @@ def _usual_payloads(window: _Window, directory: ZipDirectory, rows: Int64Array, 
 
 
 def _is_padding(data: bytes, at: Int64Array, nbytes: Int64Array) -> npt.NDArray[np.bool_]:
-    """Whether an extra area of so many bytes at each place has nothing in it but what aligns the payload."""
+    """Return whether the extra area of so many bytes at each place has only the padding that aligns the payload."""
     fields = gather(data, at, FIELD.size).view(EXTRA_FIELD)
     content = nbytes - FIELD.size
     is_padding: npt.NDArray[np.bool_] = (fields["kind"] == PADDING) & (fields["nbytes"] == content)
@@ -217,7 +217,7 @@ def _payload(window: _Window, entry: ZipEntry, following: int) -> tuple[int, int
 
 
 def _header_agrees(window: _Window, entry: ZipEntry, begin: int) -> bool:
-    """Whether the header before a record says what the directory says."""
+    """Return whether the header before a record agrees with the directory."""
     head = window.read(entry.header, begin - entry.header)
     fields = LOCAL.unpack_from(head)
     name, extra = head[LOCAL.size :][: fields[9]], head[LOCAL.size + fields[9] :]

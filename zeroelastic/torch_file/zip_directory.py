@@ -166,7 +166,7 @@ class ZipDirectory:
         return ZipEntry(name, int(self.flags[row]), method, *(int(column[row]) for column in columns))
 
     def _add_faults(self, heads: npt.NDArray[np.void], rows: Int64Array, is_right: npt.NDArray[np.bool_]) -> None:
-        """What is wrong with entries, which are in the order of the file."""
+        """Add the faults of entries, which are in the order of the file."""
         attributes = heads["internal"].astype(np.int64) << 32 | heads["external"]
         odd = ~is_right
         if len(heads) and (attributes != attributes[0]).any():
@@ -178,7 +178,7 @@ class ZipDirectory:
             self.faults.append(Fault("its directory " + what.format(entry.short_name), entry.at, nbytes))
 
     def row(self, name: str) -> int | None:
-        """Of the record of this name, which is without the archive's folder."""
+        """Return the row of the record of this name, which is without the archive's folder."""
         row = self._named.get(name)
         key = name.removeprefix(_DATA)
         if row is None and key != name and key.isdecimal() and key.isascii() and len(key) <= _MAX_DIGITS:
