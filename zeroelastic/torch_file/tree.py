@@ -13,6 +13,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -442,10 +443,10 @@ def _plain_dict(*_: object) -> dict[object, object]:
     return {}
 
 
-def _ordered_dict(*items: object) -> Dict:
+def _ordered_dict(*items: object, kind: type[Dict] = Dict) -> Dict:
     if items not in ((), ([],)):  # as Python 2 did; check_opcodes does not see such keys
         raise UnsafePickleError("an OrderedDict gets its items when it is made, not afterwards")
-    return Dict()
+    return kind()
 
 
 def _size(items: object = ()) -> tuple[object, ...]:
@@ -564,7 +565,7 @@ EXACT: dict[tuple[str, str], object] = {
     _V2: _exactly(_V2, _rebuild_tensor_v2, 6),
     _V3: _exactly(_V3, _rebuild_tensor_v3, 7),
     **{path: made for path, made in ALLOWED.items() if isinstance(made, (StorageType, DType))},
-    ("collections", "OrderedDict"): Function(ExactDict),
+    ("collections", "OrderedDict"): Function(partial(_ordered_dict, kind=ExactDict)),
     ("torch", "Size"): Function(lambda *items: Size(cast(tuple[int, ...], _size(*items)))),
 }
 """The object that takes the place of each global of a tree that is written again; a ``Stub`` that of every other."""
