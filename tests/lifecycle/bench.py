@@ -48,10 +48,10 @@ class Skipped(Exception):
 
 
 class Bench:
-    """Some directories and up to two jobs ("a", "b") that use them."""
+    """Some directories and up to two jobs ("a", "b") that use them; ``kind`` is what all jobs have in common."""
 
-    def __init__(self, server: Server, root: Path, *, precision: str = "bf16", stage: int = 3) -> None:
-        self.server, self.root, self.precision, self.stage = server, root, precision, stage
+    def __init__(self, server: Server, root: Path, *, kind: Mapping[str, Any] | None = None) -> None:
+        self.server, self.root, self.kind = server, root, dict(kind or {})
         for place in ("home", "elsewhere"):
             (root / place).mkdir(parents=True)
         self.directories: dict[str, Directory] = {}
@@ -170,9 +170,10 @@ class Bench:
 
     # The rest is how.
 
-    def _build(self, salt: int) -> dict[str, Any]:
+    def _build(self, salt: int, own: Mapping[str, Any]) -> dict[str, Any]:
         """How an engine is built. Sub-groups are cut in one of several ways."""
-        return {"stage": self.stage, "sub_group_size": 150 + 50 * (salt % 4), "seed": salt, "precision": self.precision}
+        kind = {**self.kind, **own, "zero": {**self.kind.get("zero", {}), **own.get("zero", {})}}
+        return {"sub_group_size": 150 + 50 * (salt % 4), "seed": salt, **kind}
 
     def _live(self, job: str) -> Live:
         if job not in self.live:

@@ -35,7 +35,9 @@ from lifecycle.machine import Plan, run  # noqa: E402
 from lifecycle.world import Failed, World  # noqa: E402
 
 Sequence_ = list[tuple[str, dict[str, Any]]]
-STEPS = 25
+STEPS, PROGRAM_STEPS = 25, 16
+SAVING, COMPARING = {"save", "preempt"}, {"load", "resume", "load_during_save", "reshard", "read"}
+"""Actions; a program has one of each."""
 
 
 @dataclass
@@ -44,7 +46,8 @@ class Failure:
 
     says: str
     sequence: Sequence_
-    precision: str
+    kind: dict[str, Any]
+    """Of the jobs."""
     times: int = 1
     replays: int = 0
     repeated: bool = True
@@ -60,25 +63,28 @@ def kind_of(says: str) -> str:
 class Campaign:
     """Counts what was done, and keeps one failure of each kind."""
 
-    def __init__(self, server: Server, scratch: Path, *, replays: int = 30, stage: int = 3) -> None:
+    def __init__(self, server: Server, scratch: Path, *, replays: int = 30, stage: int | None = 3) -> None:
         self.server, self.scratch, self.replays, self.stage = server, scratch, replays, stage
         self.counts: Counter[str] = Counter()
         self.sequences = 0
         self.slowest: tuple[float, str] = (0.0, "")
         self.failures: dict[str, Failure] = {}
+        self.programs: list[dict[str, Any]] = []
         self._number = 0
 
     def ended(self, world: World, failed: Failed | None) -> None:
         self.counts.update(world.counts)
         self.sequences += 1
         self.slowest = max(self.slowest, world.slowest)
+        if not (SAVING.isdisjoint(world.counts) or COMPARING.isdisjoint(world.counts)):
+            self.programs.append({**world.kind, "actions": dict(world.counts), "failed": failed and kind_of(str(failed))})
         if failed is None:
             return
         kind = kind_of(str(failed))
         if kind in self.failures:
             self.failures[kind].times += 1
             return
-        self.failures[kind] = Failure(str(failed), list(world.log), world.precision)
+        self.failures[kind] = Failure(str(failed), list(world.log), world.kind)
         print(f"FAILED {kind}", file=sys.stderr, flush=True)
 
     def shorten(self) -> None:
@@ -88,7 +94,7 @@ class Campaign:
     def _shorten(self, kind: str, failure: Failure) -> None:
         def fails(sequence: Sequence_) -> bool:
             failure.replays += 1
-            says = self.replay(sequence, precision=failure.precision)
+            says = self.replay(sequence, failure.kind)
             if says is None or kind_of(says) != kind:
                 return False
             failure.says = says
@@ -99,10 +105,10 @@ class Campaign:
             return
         failure.sequence = shortened(failure.sequence, fails, self.replays)
 
-    def replay(self, sequence: Sequence_, *, precision: str = "bf16") -> str | None:
+    def replay(self, sequence: Sequence_, kind: dict[str, Any]) -> str | None:
         """What fails in a sequence, if anything does."""
         self._number += 1
-        world = World(self.server, self.scratch / f"replay{self._number}", precision=precision, stage=self.stage)
+        world = World(self.server, self.scratch / f"replay{self._number}", kind=kind)
         try:
             for name, params in sequence:
                 world.act(name, **params)
@@ -120,6 +126,15 @@ class Campaign:
             run(plan, examples=10, steps=STEPS, chosen=seed)
             seed += 1
             print(f"{plan.actions} actions, {len(self.failures)} kinds of failures", file=sys.stderr, flush=True)
+
+    def run_programs(self, *, number: int, seed: int) -> None:
+        """Draw sequences until so many of them have saved and loaded something, each with its own kind of jobs."""
+        plan = Plan(self.server, self.scratch, collect=True, stage=None)
+        plan.ended = self.ended
+        while len(self.programs) < number:
+            run(plan, examples=min(10, number - len(self.programs) + 1), steps=PROGRAM_STEPS, chosen=seed)
+            seed += 1
+            print(f"{len(self.programs)} programs, {plan.actions} actions, {list(self.failures)}", file=sys.stderr, flush=True)
 
     def find(self, *, actions: int, seed: int) -> int:
         """Draw sequences until one fails, or so many actions are done; returns how many were."""
@@ -185,7 +200,7 @@ def defects_found(directory: Path, names: Sequence[str], *, actions: int, seed: 
         began = time.monotonic()
         with Server(directory / name, name) as server:
             campaign = Campaign(server, directory / name, stage=stage)
-            fixed = ((known, campaign.replay(sequence)) for known, sequence in LATER.items())
+            fixed = ((known, campaign.replay(sequence, {"stage": stage})) for known, sequence in LATER.items())
             noticed = next(([known, said] for known, said in fixed if said is not None), None)
             done = campaign.find(actions=actions, seed=seed)
         failure = next(iter(campaign.failures.values()), None)
@@ -216,7 +231,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--replays", type=int, default=30, help="at most, to make a failing sequence shorter")
     parser.add_argument("--replay", help="a sequence, as JSON")
-    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--kind", type=json.loads, default={}, help="of the jobs of --replay, as JSON")
+    parser.add_argument("--programs", type=int, help="that many sequences, each with another kind of jobs")
     parser.add_argument(
         "--defects",
         nargs="*",
@@ -238,12 +254,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, Server(Path(directory) / "jobs") as server:
         campaign = Campaign(server, Path(directory), replays=chosen.replays, stage=chosen.stage)
         if chosen.replay:
-            says = campaign.replay(json.loads(chosen.replay), precision=chosen.precision)
+            says = campaign.replay(json.loads(chosen.replay), chosen.kind)
             print(says or "nothing fails")
             sys.exit(says is not None)
-        campaign.run(actions=chosen.actions, seed=chosen.seed)
+        if chosen.programs:
+            campaign.run_programs(number=chosen.programs, seed=chosen.seed)
+        else:
+            campaign.run(actions=chosen.actions, seed=chosen.seed)
         campaign.shorten()
     result = document(campaign, seed=chosen.seed, seconds=time.monotonic() - began)
+    if chosen.programs:
+        del result["stage"]
+        name, result["programs"] = "programs", campaign.programs
     write(chosen.out, name, result)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -10,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 RECORD = "zeroelastic.json"
-_HIDDEN = re.compile(r"\.(.+\.[0-9a-f]{32}\.(tmp|old|gone)|latest\..+\.tmp)", re.DOTALL)
+_HIDDEN = re.compile(r"\..+\.[0-9a-f]{32}\.(tmp|old|gone)", re.DOTALL)
+"""What the next save removes where its process is gone. A temporary ``latest``, which names no process, stays a day."""
 
 
 @dataclass
@@ -48,6 +50,28 @@ def look(root: Path) -> Seen:
     if latest.exists():
         seen.latest = latest.read_text()
     return seen
+
+
+def trained(tag_dir: Path) -> str:
+    """Master weights and optimizer state of every trained parameter, as ``zeroelastic.open`` reads them, as a hash.
+
+    It is the one that ranks make of what DeepSpeed's accessors gather.
+    """
+    import torch
+    from lifecycle.rank import short_hash
+
+    import zeroelastic
+
+    found = {}
+    with zeroelastic.open(tag_dir) as checkpoint:
+        for name in {name for group in checkpoint.groups for name in group.params}:
+            values = {"fp32": checkpoint[name], **checkpoint.optimizer(name)}
+            for key, value in values.items():
+                if hasattr(value, "torch"):
+                    tensor = value.torch()
+                    raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+                    found[f"{name}/{key}"] = f"{tensor.dtype}:{hashlib.sha256(raw).hexdigest()}"
+    return short_hash(found)
 
 
 def damage(tag_dir: Path, kind: str) -> Path:

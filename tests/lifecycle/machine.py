@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from lifecycle.bench import process_of
 from lifecycle.jobs import Server
+from lifecycle.kinds import KINDS, variant
 from lifecycle.world import ODD_TAGS, OWN_KEYS, Failed, World
 
 SIZES = st.sampled_from([1, 2, 2, 3])
@@ -32,8 +33,10 @@ EVENTS = st.integers(1, 60)
 PICKS = st.integers(0, 7)
 WITH_MEMORY = st.sampled_from(MEMORY).map(lambda memory: {"memory": memory})
 OPTIONS = st.one_of(st.just({}), WITH_MEMORY, st.sampled_from([{"keep": 1}, {"keep": 2}]))
-STARTS = st.fixed_dictionaries({"world_size": SIZES, "options": OPTIONS})
-IN_MEMORY = st.fixed_dictionaries({"world_size": SIZES, "options": WITH_MEMORY})
+OWN = st.integers(0, 2**16)
+"""Chooses what a job has in another way than others of its world (``kinds.variant``)."""
+STARTS = st.fixed_dictionaries({"world_size": SIZES, "options": OPTIONS, "own": OWN})
+IN_MEMORY = st.fixed_dictionaries({"world_size": SIZES, "options": WITH_MEMORY, "own": OWN})
 VERIFIED = st.sampled_from(["full", "quick", "off"])
 CLIENT_STATES = st.sampled_from([None, None, {"note": "n", "epoch": 3}]) | st.sampled_from(OWN_KEYS).map(
     lambda key: {key: 7}
@@ -49,8 +52,8 @@ class Plan:
     collect: bool = False
     """Whether a failure is noted, and the next machine begins, instead of being raised."""
     most_actions: int | None = None
-    stage: int = 3
-    """The ZeRO stage of all jobs."""
+    stage: int | None = 3
+    """The ZeRO stage of all jobs; None: every sequence has its own kind of jobs (``kinds``)."""
     ended: Callable[[World, Failed | None], None] = lambda world, failed: None
     actions: int = 0
     numbers: Any = field(default_factory=itertools.count)
@@ -103,14 +106,16 @@ class Lifecycle(RuleBasedStateMachine):
     def start(self, job: str, how: dict[str, Any]) -> None:
         """Start the job, if it is not there."""
         if self.world is not None and process_of(job) not in self.world.jobs:
-            self.act("start", job=process_of(job), **how)
+            own = variant(self.world.kind, how.get("own", 0)) if self.plan.stage is None else {}
+            self.act("start", job=process_of(job), **{**how, "own": own})
 
-    @initialize(precision=st.sampled_from(["bf16", "bf16", "fp16"]), how=STARTS)
-    def begin(self, precision: str, how: dict[str, Any]) -> None:
+    @initialize(precision=st.sampled_from(["bf16", "bf16", "fp16"]), drawn=KINDS, how=STARTS)
+    def begin(self, precision: str, drawn: dict[str, Any], how: dict[str, Any]) -> None:
         plan = self.plan
         if plan.most_actions is None or plan.actions < plan.most_actions:
             root = plan.scratch / f"world{next(plan.numbers)}"
-            self.world = World(plan.server, root, precision=precision, stage=plan.stage)
+            kind = drawn if plan.stage is None else {"precision": precision, "stage": plan.stage}
+            self.world = World(plan.server, root, kind=kind)
             self.start("a", how)
 
     @rule()
@@ -304,6 +309,29 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(directory=DISK_PLACES, to=st.sampled_from(["/copy1", "/copy2"]))
     def copy(self, **drawn: Any) -> None:
         self.act("copy", **drawn)
+
+    @alive
+    @rule(
+        directory=DISK_PLACES, to=st.sampled_from(["/copy1", "/copy2"]), pick=PICKS, world_size=SIZES, own=OWN,
+        job=st.sampled_from([None, "a", "b"]), how=STARTS,
+    )  # fmt: skip
+    def reshard(
+        self, directory: str, to: str, pick: int, world_size: int, own: int, job: str | None, how: dict[str, Any]
+    ) -> None:
+        """Make a tag for another size, and perhaps go on from it."""
+        if self.world is None or (tag := self.tag(directory, pick)) is None:
+            return
+        stage = variant(self.world.kind, own)["stage"] if self.plan.stage is None else self.plan.stage
+        self.act("reshard", directory=directory, tag=tag, to=to, world_size=world_size, stage=stage)
+        if job is not None and self.world.directory(self.world.path(to)).tags:
+            self.start(job, how)
+            self.act("load", job=job, directory=to)
+
+    @alive
+    @rule(directory=DISK_PLACES, pick=PICKS)
+    def read(self, directory: str, pick: int) -> None:
+        if (tag := self.tag(directory, pick)) is not None:
+            self.act("read", directory=directory, tag=tag)
 
     def teardown(self) -> None:
         if self.world is not None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from training import VOCABULARY, Job, build_engine
+from training import VOCABULARY, Job, build_engine, gathered
 
 BATCH = 6  # divisible by 1, 2 and 3
 LENGTH = 6000
@@ -91,6 +91,11 @@ def hold(gate: str) -> None:
         time.sleep(0.002)
 
 
+def short_hash(found: Mapping[str, Any]) -> str:
+    """Values by name as one text."""
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:16]
+
+
 @dataclass
 class Trained:
     """An engine, and its position in the data."""
@@ -142,14 +147,23 @@ class Rank:
         return build_engine(Job(extra=EXTRA[self.net], perturb=seed / 1000, batch=batch, options=options, **how))
 
     def state(self) -> dict[str, Any]:
-        """What is compared after every action: the whole training state as one hash, and where this process is."""
+        """What is compared after every action: the training state as two hashes, and where this process is.
+
+        The second one is of what DeepSpeed's own accessors gather: master weights and optimizer state.
+        """
         from zeroelastic.testing import fingerprint, gather_state
 
         found = fingerprint(gather_state(self.engine))
         del found["engine/global_steps"]  # compared on its own: client state may say another one
-        text = repr(sorted(found.items()))
+        up = self.engine.module.up.bias  # accessors have no value of what is frozen meanwhile (``freeze``)
+        trained = up.requires_grad
+        up.requires_grad_(True)
+        try:
+            seen = gathered(self.engine)
+        finally:
+            up.requires_grad_(trained)
         return {
-            "state": hashlib.sha256(text.encode()).hexdigest()[:16],
+            "state": f"{short_hash(found)}-{short_hash(seen)}",
             "step": int(self.engine.global_steps),
             "position": self.data.global_step * BATCH,
             "cwd": os.getcwd(),
@@ -168,8 +182,9 @@ class Rank:
     def _step(self, mine: torch.Tensor) -> None:
         engine = self.engine
         before = engine.global_steps
-        engine.backward(engine(mine, mine.roll(1, 1)))
-        engine.step()
+        for part in mine.chunk(engine.gradient_accumulation_steps()):
+            engine.backward(engine(part, part.roll(1, 1)))
+            engine.step()
         assert engine.global_steps == before + 1
 
     def save(self, *, directory: str, tag: str | None, background: bool, client_state: dict[str, Any] | None) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from lifecycle import disk
 from lifecycle.bench import IN_MEMORY, ODD_TAGS, OWN_KEYS, REFUSED_KEYS, Bench, Failed, Skipped, process_of
-from lifecycle.model import Live, Memory, Origin, Pending, Saved
+from lifecycle.model import Directory, Live, Memory, Origin, Pending, Saved
 
 __all__ = ["ODD_TAGS", "OWN_KEYS", "Failed", "Skipped", "World"]
 
@@ -30,9 +30,17 @@ class World(Bench):
     # Jobs.
 
     def do_start(
-        self, job: str, world_size: int, elastic: bool = True, options: Mapping[str, Any] | None = None
+        self,
+        job: str,
+        world_size: int,
+        elastic: bool = True,
+        options: Mapping[str, Any] | None = None,
+        own: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start a job, on the nodes that it had before as far as there are some. "a_D" is one more engine of "a"."""
+        """Start a job, on the nodes that it had before as far as there are some. "a_D" is one more engine of "a".
+
+        ``own``: the stage and what else it has in another way than the world's other jobs.
+        """
         if job in self.jobs or (process_of(job) != job and process_of(job) not in self.jobs):
             raise Skipped
         cwd = self.root / "home"
@@ -47,19 +55,20 @@ class World(Bench):
             self._settle(first)
             self.jobs[job], cwd = replace(self.jobs[first], net="D"), Path(self.live[first].cwd)
             world_size = self.live[first].world_size
-        salt = next(self._salt)
+        salt, own = next(self._salt), dict(own or {})
+        options = {**own.pop("options", {}), **(options or {})}
         nodes, origin = self.nodes[process_of(job)], Origin(salt, self.jobs[job].net)
         answers = self.jobs[job].call(
             "build",
-            **self._build(salt),
+            **self._build(salt, own),
             elastic=elastic,
-            options=dict(options or {}),
+            options=options,
             nodes=[str(self._memory_of(job) / f"node{node}") for node in nodes],
         )
         found = self._all_ok("build", answers)[0]
         self.live[job] = Live(
             world_size, found["state"], found["step"], str(cwd), found["position"], origin,
-            dict(options or {}), nodes, elastic,
+            options, nodes, elastic,
         )  # fmt: skip
 
     def do_train(self, job: str, steps: int = 1) -> None:
@@ -485,6 +494,31 @@ class World(Bench):
         shutil.copytree(path, target, copy_function=shutil.copyfile, symlinks=True)
         self.directories[str(target)] = self.directory(path).copy()
         self.listings.pop(str(target), None)
+
+    def do_reshard(self, directory: str, tag: str, to: str, world_size: int, stage: int) -> None:
+        """``zeroelastic reshard`` into a directory of its own."""
+        path, target = self.path(directory), self.path(to)
+        model = self.directory(path)
+        if tag in ODD_TAGS or tag not in model.tags or self._in_flight(path) or target.exists():
+            raise Skipped
+        args = ["reshard", str(path / tag), str(target), "--world-size", str(world_size), "--stage", str(stage)]
+        code, text = self._tool(args, path, "", None, 0)
+        if saved_damage := model.tags[tag].damage:
+            self._require(code == 3 and not target.exists(), f"reshard of {saved_damage} files exits with {code}: {text[-600:]}")
+            return
+        self._require(code == 0, f"reshard of {tag!r} exits with {code}: {text[-600:]}")
+        made = replace(model.tags[tag], save_id="", world_size=world_size)
+        self.directories[str(target)] = Directory({tag: made}, tag)
+        self.listings.pop(str(target), None)
+
+    def do_read(self, directory: str, tag: str) -> None:
+        """What ``zeroelastic.open`` reads of a tag is what DeepSpeed's accessors gathered when it was saved."""
+        path = self.path(directory)
+        model = self.directory(path)
+        if tag not in model.tags or model.tags[tag].damage:
+            raise Skipped
+        found, saved = disk.trained(path / tag), model.tags[tag].state
+        self._require(saved.endswith(f"-{found}"), f"{path / tag}: what is read of it, {found}, is not what was saved, {saved}")
 
     def _tool(self, args: list[str], path: Path, job: str, tag: str | None, at: int) -> tuple[int, str]:
         """A verb in a process of its own; with ``job``, stopped at an event while that job saves."""
