@@ -35,7 +35,7 @@ from lifecycle.machine import Plan, run  # noqa: E402
 from lifecycle.world import Failed, World  # noqa: E402
 
 Sequence_ = list[tuple[str, dict[str, Any]]]
-STEPS, PROGRAM_STEPS = 25, 16
+STEPS, PROGRAM_STEPS = 25, 10
 SAVING, COMPARING = {"save", "preempt"}, {"load", "resume", "load_during_save", "reshard", "read"}
 """Actions; a program has one of each."""
 
@@ -77,7 +77,9 @@ class Campaign:
         self.sequences += 1
         self.slowest = max(self.slowest, world.slowest)
         if not (SAVING.isdisjoint(world.counts) or COMPARING.isdisjoint(world.counts)):
-            self.programs.append({**world.kind, "actions": dict(world.counts), "failed": failed and kind_of(str(failed))})
+            self.programs.append(
+                {**world.kind, "actions": dict(world.counts), "failed": failed and kind_of(str(failed))}
+            )
         if failed is None:
             return
         kind = kind_of(str(failed))
@@ -85,7 +87,7 @@ class Campaign:
             self.failures[kind].times += 1
             return
         self.failures[kind] = Failure(str(failed), list(world.log), world.kind)
-        print(f"FAILED {kind}", file=sys.stderr, flush=True)
+        print(f"FAILED {kind}: {json.dumps(asdict(self.failures[kind]))}", file=sys.stderr, flush=True)
 
     def shorten(self) -> None:
         for kind, failure in self.failures.items():
@@ -134,7 +136,11 @@ class Campaign:
         while len(self.programs) < number:
             run(plan, examples=min(10, number - len(self.programs) + 1), steps=PROGRAM_STEPS, chosen=seed)
             seed += 1
-            print(f"{len(self.programs)} programs, {plan.actions} actions, {list(self.failures)}", file=sys.stderr, flush=True)
+            print(
+                f"{len(self.programs)} programs, {plan.actions} actions, {list(self.failures)}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def find(self, *, actions: int, seed: int) -> int:
         """Draw sequences until one fails, or so many actions are done; returns how many were."""

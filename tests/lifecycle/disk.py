@@ -55,7 +55,7 @@ def look(root: Path) -> Seen:
 def trained(tag_dir: Path) -> str:
     """Master weights and optimizer state of every trained parameter, as ``zeroelastic.open`` reads them, as a hash.
 
-    It is the one that ranks make of what DeepSpeed's accessors gather.
+    It is the one that ranks make of what DeepSpeed's accessors gather, at stage 3 in fp32.
     """
     import torch
     from lifecycle.rank import short_hash
@@ -68,7 +68,7 @@ def trained(tag_dir: Path) -> str:
             values = {"fp32": checkpoint[name], **checkpoint.optimizer(name)}
             for key, value in values.items():
                 if hasattr(value, "torch"):
-                    tensor = value.torch()
+                    tensor = value.torch().float() if checkpoint.stage == 3 else value.torch()
                     raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
                     found[f"{name}/{key}"] = f"{tensor.dtype}:{hashlib.sha256(raw).hexdigest()}"
     return short_hash(found)

@@ -366,3 +366,5 @@ def serve(connection: Connection, below: str) -> None:
         if name != "arm":
             rank.counter.disarm()
         connection.send(answer)
+        if name == "loop" and answer[0] == "error":
+            os._exit(1)  # as a job does: others may wait for this rank

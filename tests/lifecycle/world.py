@@ -189,8 +189,8 @@ class World(Bench):
             live = self.live[job]
             held = (live.state, live.step, live.position)
             (kept,) = [one for one in memory.kept if (one.saved.state, one.saved.step, one.saved.position) == held][:1]
-            numbers = {saved.number for saved in self.directory(path).tags.values()}
-            live.loaded(kept.saved, kept.begun if kept.begun in numbers else kept.parent)
+            on_disk = self.directory(path).resumable(live.origin.net)
+            live.loaded(kept.saved, on_disk[0].number if on_disk else kept.parent)
             self.memory[job, str(path)] = Memory([kept])
 
     def do_load_during_save(
@@ -504,7 +504,9 @@ class World(Bench):
         args = ["reshard", str(path / tag), str(target), "--world-size", str(world_size), "--stage", str(stage)]
         code, text = self._tool(args, path, "", None, 0)
         if saved_damage := model.tags[tag].damage:
-            self._require(code == 3 and not target.exists(), f"reshard of {saved_damage} files exits with {code}: {text[-600:]}")
+            self._require(
+                code == 3 and not target.exists(), f"reshard of {saved_damage} files exits with {code}: {text[-600:]}"
+            )
             return
         self._require(code == 0, f"reshard of {tag!r} exits with {code}: {text[-600:]}")
         made = replace(model.tags[tag], save_id="", world_size=world_size)
@@ -518,7 +520,9 @@ class World(Bench):
         if tag not in model.tags or model.tags[tag].damage:
             raise Skipped
         found, saved = disk.trained(path / tag), model.tags[tag].state
-        self._require(saved.endswith(f"-{found}"), f"{path / tag}: what is read of it, {found}, is not what was saved, {saved}")
+        self._require(
+            saved.endswith(f"-{found}"), f"{path / tag}: what is read of it, {found}, is not what was saved, {saved}"
+        )
 
     def _tool(self, args: list[str], path: Path, job: str, tag: str | None, at: int) -> tuple[int, str]:
         """A verb in a process of its own; with ``job``, stopped at an event while that job saves."""

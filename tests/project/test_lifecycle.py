@@ -6,6 +6,7 @@ The long form is `make lifecycle`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,9 @@ def test_a_sequence_that_once_failed_holds(server: Server, tmp_path: Path, seque
         world.close()
 
 
-@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
-def test_drawn_sequences_leave_what_the_model_says(server: Server, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("stage", with_swept((3, 2, None), {2, None}))
+def test_drawn_sequences_leave_what_the_model_says(server: Server, tmp_path: Path, stage: int | None) -> None:
+    """Without a stage each sequence has its own kind of jobs."""
     plan = Plan(server, tmp_path, stage=stage)
     run(plan, examples=8, steps=20)
     assert plan.actions > 60
@@ -52,13 +54,34 @@ def test_a_state_that_is_not_the_saved_one_fails(server: Server, tmp_path: Path)
         model.tags["one"] = Saved("one", "another", right.step, 1, {}, right.save_id)
         with pytest.raises(Failed, match="loaded state"):
             world.act("load", job="a", tag="one")
+        model.tags["one"] = replace(right, state=f"{right.state}0")
+        with pytest.raises(Failed, match="is not what was saved"):
+            world.act("read", directory="/home/run", tag="one")
         model.tags["one"] = right
+        world.act("read", directory="/home/run", tag="one")
         (tmp_path / "world/home/run/one/zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
         with pytest.raises(Failed, match="files changed that nothing wrote"):
             world.act("train", job="a")
         del model.tags["one"]
         with pytest.raises(Failed, match="tags differ"):
             world.act("chdir", job="a", to="elsewhere")
+    finally:
+        world.close()
+
+
+@pytest.mark.extended
+def test_what_is_made_for_another_size_and_stage_is_what_was_saved(server: Server, tmp_path: Path) -> None:
+    world = World(server, tmp_path / "world", kind={"precision": "fp16", "optimizer": "amsgrad"})
+    try:
+        world.act("start", job="a", world_size=2, own={"stage": 2, "zero": {"round_robin_gradients": True}})
+        world.act("train", job="a")
+        world.act("save", job="a", tag="one")
+        world.act("reshard", directory="/home/run", tag="one", to="/copy1", world_size=3, stage=3)
+        world.act("read", directory="/copy1", tag="one")
+        world.act("start", job="b", world_size=3, own={"stage": 3})
+        world.act("load", job="b", directory="/copy1")
+        world.act("damage", directory="/copy1", tag="one", kind="flip")
+        world.act("reshard", directory="/copy1", tag="one", to="/copy2", world_size=1, stage=1)
     finally:
         world.close()
 
