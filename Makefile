@@ -272,6 +272,7 @@ bench-memory: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 lifecycle: warm
 	$(PY) tests/lifecycle/campaign.py --actions 2000 --seed 1 --out benchmarks/results
 	$(PY) tests/lifecycle/campaign.py --stage 2 --actions 400 --seed 1 --out benchmarks/results
+	$(PY) tests/lifecycle/campaign.py --programs 300 --seed 1 --out benchmarks/results
 	$(PY) tests/lifecycle/campaign.py --defects --actions 600 --seed 1 --out benchmarks/results
 
 # Readers under atheris, the C++ engine under libFuzzer (clang); the raw result goes to benchmarks/results.

@@ -58,9 +58,9 @@ def trained(tag_dir: Path) -> str:
     It is the one that ranks make of what DeepSpeed's accessors gather, at stage 3 in fp32.
     """
     import torch
-    from lifecycle.rank import short_hash
 
     import zeroelastic
+    from lifecycle.rank import short_hash
 
     found = {}
     with zeroelastic.open(tag_dir) as checkpoint:

@@ -14,18 +14,30 @@ from typing import Any
 from deepspeed.runtime import engine as ds_engine
 
 from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.run_objects import LOADED, states_to_load
 from zeroelastic.errors import UnsupportedError, shown
 
 STEP = "global_steps"
 
+_CHANGING = frozenset({STEP, "global_samples", "skipped_steps", "ds_config", "ds_version", *LOADED})
+"""DeepSpeed's own values of the moment. A load returns some of them, those that it does not restore as well."""
+
+
+def changing_values(client_state: Mapping[str, object] | None) -> dict[str, object]:
+    """What a client state that a load returns has of DeepSpeed's own values of the moment."""
+    return {key: value for key, value in (client_state or {}).items() if key in _CHANGING}
+
 
 def checked_client_state(engine: Engine, client_state: Any) -> dict[str, Any]:
     """The client state to pass on to DeepSpeed. Raises UnsupportedError, naming the key, for what no load would take.
 
-    Without the keys whose value says of the model what DeepSpeed's own says.
+    Without the keys whose value says of the model what DeepSpeed's own says, and without counters, scheduler and
+    configuration that are passed on as the last load returned them: they would replace those of now.
     """
-    kept = dict(client_state)
+    returned = state_of(engine).returned
+    given = dict(client_state)
+    kept = {key: value for key, value in given.items() if key not in returned or value is not returned[key]}
     loaded = states_to_load(engine) if not kept.keys().isdisjoint(LOADED) else {}
     for key in sorted(kept.keys() & {*_OWN, *LOADED, STEP}):
         value = kept[key]

@@ -81,6 +81,8 @@ class EngineState:
     """Whether the next saves are asynchronous; None: as the options say (``save.background``)."""
     background: object = None
     """The ``Background`` that the engine's asynchronous saves share (``save.background``)."""
+    returned: Mapping[str, object] = field(default_factory=dict)
+    """What the last load returned of DeepSpeed's own values that training changes (``install.wrappers``)."""
     memory: object = None
     """Whatever makes checkpoints in memory (``memory.checkpoints``); True once their absence was logged."""
     fresh_common_state: Mapping[str, object] = field(default_factory=dict)

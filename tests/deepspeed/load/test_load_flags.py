@@ -42,7 +42,7 @@ def load_buffers(src: dict[str, Any], dst: torch.nn.Module) -> None:
 FLAGS: tuple[dict[str, Any], ...] = (
     {"load_optimizer_states": False},
     {"load_module_only": True, "custom_load_fn": load_buffers},
-    {"load_lr_scheduler_states": False},
+    {"load_lr_scheduler_states": False, "custom_load_fn": load_buffers},
 )
 
 
@@ -69,8 +69,8 @@ def test_what_a_flag_leaves_out_is_the_runs_and_the_rest_is_exact(
     assert pick(weights.state, "scheduler/last_epoch") == pick(saved.state, "scheduler/last_epoch")
     assert "optimizer" in weights.client_state
     assert any("not asked for" in line for line in weights.report.reset)
-    said = [any(note.startswith("custom_load_fn decides") for note in o.report.notes) for o in (weights, module)]
-    assert said == [False, True]
+    notes = [outcome.report.notes for outcome in (weights, module, unscheduled)]
+    assert [any(note.startswith("custom_load_fn decides") for note in said) for said in notes] == [False, True, True]
     rest = ("engine/", "scheduler/", "group/", "loss_scaler/")
     assert pick(module.state, *rest) == pick(fresh, *rest)
     assert pick(unscheduled.state, "scheduler/") == pick(fresh, "scheduler/")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from client_states import COUNTERS, FREE, REFUSED
 from extended import with_swept
 from saved_files import contents, logged, record_of
-from training import Job, build_engine, train_step
+from training import Job, build_engine, train_and_save, train_step
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
@@ -88,6 +89,40 @@ def test_counters_of_client_state_are_what_a_load_resumes_at(
             assert compare_states(state, restored) == []
         assert loaded[0][1]["micro_steps"] == 3
         assert loaded[1][1]["epoch"] == 1 == loaded[2][1]["epoch"] and loaded[1][1]["ds_version"] == "mine"
+
+
+def go_on_and_pass_on(job: Job, directory: str, **flags: bool) -> dict[str, Any]:
+    """As DeepSpeed's tutorial does: the client state of the load, with a value of the caller's, is the next save's."""
+    engine = build_engine(job)
+    _, client_state = engine.load_checkpoint(directory, tag="one", **flags)
+    train_step(engine, 7)
+    client_state["epoch"] = 1
+    engine.save_checkpoint(directory, tag="two", client_state=client_state)
+    return fingerprint(gather_state(engine))
+
+
+def load_passed_on(job: Job, directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    engine = build_engine(job)
+    _, client_state = engine.load_checkpoint(directory, tag="two")
+    return fingerprint(gather_state(engine)), client_state
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"load_module_only": True}, {"load_lr_scheduler_states": False}],
+    ids=lambda flags: next(iter(flags), "all"),
+)
+def test_what_is_passed_on_from_a_load_does_not_replace_what_training_has_changed(
+    rank_pool: RankPool, tmp_path: Path, stage: int, flags: dict[str, bool]
+) -> None:
+    job = Job(stage=stage)
+    rank_pool.run(train_and_save, 2, job, str(tmp_path), tag="one")
+    saved = rank_pool.run(go_on_and_pass_on, 2, replace(job, micro=20, lr=3e-3), str(tmp_path), **flags)[0]
+    loaded, client_state = rank_pool.run(load_passed_on, 3, job.other(), str(tmp_path))[0]
+    assert compare_states(saved, loaded) == []
+    assert client_state["epoch"] == 1 and client_state["note"] == "hello"
+    assert client_state["ds_config"]["train_micro_batch_size_per_gpu"] == 20
 
 
 def pass_on(job: Job, directory: str, source: str, target: str) -> None:

@@ -180,12 +180,12 @@ def notes_before_load(engine: Engine, load_plan: LoadPlan, pending: int) -> tupl
     if request.load_module_only:
         batch = None
     notes = [batch, *base_notes(load_plan), steps_note(load_plan.model, load_plan.head, record)]
+    if request.custom_load_fn is not None:
+        notes.append(
+            "custom_load_fn decides about buffers and other module state only: after it, each parameter gets the "
+            "value that the checkpoint has under its name. To keep another value, set it after the load"
+        )
     if load_plan.weights_only:
-        if request.custom_load_fn is not None:
-            notes.append(
-                "custom_load_fn decides about buffers and other module state only: after it, each parameter gets the "
-                "value that the checkpoint has under its name. To keep another value, set it after the load"
-            )
         return list(filter(None, notes)), batch is not None
     if not _has_hyper_parameters(load_plan):
         notes.append(
