@@ -25,7 +25,8 @@ from typer.testing import CliRunner
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.cli.app import app
-from zeroelastic.cli.terminal import columns, printable
+from zeroelastic.cli.tables import Table, print_table, row
+from zeroelastic.cli.terminal import printable
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.runs.locate import find_source
@@ -267,7 +268,7 @@ def test_notes_name_what_is_left_over_and_odd(sample: Path) -> None:
     assert "notes.txt" in inspect(sample, "--tag", "global_step2").stdout
 
 
-def test_names_in_files_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+def test_names_in_files_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evil = "evil\x1b]0;title\x07\n\u202ename"
     write_checkpoint(tmp_path / "tag", world_size=1, groups=[[Param(evil, (3,))]], frozen=(), format="rigid")
     edit(tmp_path / "tag" / model_name(0), lambda data: data.update({"\x1b[2J": 1}))
@@ -275,7 +276,8 @@ def test_names_in_files_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     assert done.returncode == 0 and "\x1b" not in done.stdout and "\x07" not in done.stdout
     assert "\\x1b]0;title\\x07" in done.stdout and "\u202e" not in done.stdout
     assert document(tmp_path / "tag")[0]["params"][0]["name"] == evil
-    assert printable("plain name") == "plain name" and columns([("a\x07", "b")]) == ["a\\x07  b"]
+    print_table(Table("", (row("a\x07", "b"),)), indent="")
+    assert printable("plain name") == "plain name" and capsys.readouterr().out == "a\\x07  b\n"
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import typer
 
 from zeroelastic.byte_sizes import format_size
 from zeroelastic.cli.app import FAILED, INVALID, JsonOption, QuietOption, RunArgument, complete_tag, reports
-from zeroelastic.cli.terminal import log_line, print_columns, print_report, progress_of
+from zeroelastic.cli.tables import Table, print_table, row
+from zeroelastic.cli.terminal import log_line, print_report, progress_of
 
 if TYPE_CHECKING:
     from zeroelastic.verbs.latest import LatestFile, LatestReport
@@ -22,15 +23,12 @@ _COPY_ONE = "Copy one again from where it is sound; `zeroelastic verify` lists w
 
 
 def _show_tags(report: ListReport) -> None:
-    rows: list[tuple[str, ...]] = [
-        ("tag", "step", "ranks", "stage", "size", "saved", "status"),
-        *map(_row, report.tags),
-    ]
-    texts = {"tag", "saved", "status"}
-    print_columns(rows, right=frozenset(i for i, name in enumerate(rows[0]) if name not in texts))
+    columns = ("tag", "step", "ranks", "stage", "size", "saved", "status")
+    rows = tuple(row(*_cells(tag)) for tag in report.tags)
+    print_table(Table("", rows, columns, frozenset({1, 2, 3, 4}), most=len(rows)), indent="")
 
 
-def _row(tag: TagInfo) -> tuple[str, ...]:
+def _cells(tag: TagInfo) -> tuple[str, ...]:
     numbers = ("" if value is None else str(value) for value in (tag.step, tag.world_size, tag.stage))
     saved = "" if tag.saved_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(tag.saved_at))
     return (tag.tag, *numbers, format_size(tag.bytes), saved, tag.status + (", latest" if tag.latest else ""))
@@ -192,12 +190,12 @@ def _what(report: PruneReport) -> str:
 
 def _show_pruned(report: PruneReport) -> None:
     rows = [
-        (item.action, item.tag, "" if item.bytes is None else format_size(item.bytes), item.reason)
+        row(item.action, item.tag, None if item.bytes is None else format_size(item.bytes), item.reason)
         for item in report.tags
     ]
-    rows += [(item.action, item.name, format_size(item.bytes), item.reason) for item in report.unfinished]
+    rows += [row(item.action, item.name, format_size(item.bytes), item.reason) for item in report.unfinished]
     if rows:
-        print_columns(rows, right=frozenset({2}))
+        print_table(Table("", tuple(rows), right=frozenset({2}), most=len(rows)), indent="")
     if report.plan.removals and report.dry_run:
         log_line(
             "Sizes and records were checked, not contents; `zeroelastic latest DIR` reads every byte of the newest."

@@ -98,7 +98,7 @@ def print_view(view: View) -> None:
     print_wrapped(view.sentence, first="", rest="", style=_STYLES[view.severity])
 
 
-def print_table(table: Table) -> None:
+def print_table(table: Table, indent: str = "  ") -> None:
     """Print a table: columns are aligned, and a terminal breaks the lines of the last column only."""
     if table.title:
         print_styled((f"\n{table.title}", "bold"))
@@ -111,7 +111,7 @@ def print_table(table: Table) -> None:
             cell.rjust(width) if i in table.right else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
         )
-        start = "  " + "".join(f"{cell}  " for cell in before)
+        start = indent + "".join(f"{cell}  " for cell in before)
         print_wrapped(last.rstrip(), first=start, rest=" " * len(start), style=_STYLES[line.severity])
     if (more := table.more_than(len(shown))) > 0:
         print_styled(f"  ... and {more:,} more; {table.more}")

@@ -12,7 +12,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,24 +82,6 @@ def _coloured() -> bool | None:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown"):
         return False
     return True if os.environ.get("FORCE_COLOR") else None
-
-
-def print_columns(rows: Sequence[Sequence[str]], *, right: frozenset[int]) -> None:
-    """Print rows of cells in aligned columns; those in ``right`` are aligned to the right."""
-    typer.echo("\n".join(columns(rows, right=right)))
-
-
-def columns(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:
-    """Rows of cells as lines whose columns are aligned; those in ``right`` to the right."""
-    safe = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*safe, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in safe
-    ]
 
 
 def print_written(report: Path | None) -> None:
