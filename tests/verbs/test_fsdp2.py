@@ -284,7 +284,7 @@ def test_changed_bytes_are_found_and_nothing_is_left(tmp_path: Path) -> None:
     with zeroelastic.open(tmp_path / "tag") as ck:
         name = next(name for name in ck if ck[name].kind == "trained")
         place = ck.places(name, key="exp_avg")[0]
-    with open(place.path, "r+b") as file:
+    with open(ck.path / place.file, "r+b") as file:
         file.seek(place.offset)
         file.write(b"\x01\x02\x03\x04")
     with pytest.raises(DigestMismatchError):

@@ -87,21 +87,21 @@ def frozen(src: Path) -> tuple[Path, int]:
     shutil.copytree(GOLDEN / "rigid2", src)
     with zeroelastic.open(src) as ck:
         (place, *_) = ck.places(next(name for name in ck if ck[name].kind == "frozen"))
-    return Path(str(place.path)), place.offset
+    return Path(str(ck.path / place.file)), place.offset
 
 
 def recorded(src: Path) -> tuple[Path, int]:
     shutil.copytree(GOLDEN / "elastic2", src)
     with zeroelastic.open(src) as ck:
         (place, *_) = ck.places(next(name for name in ck if len(ck[name]) > 1))
-    return Path(str(place.path)), place.offset
+    return Path(str(ck.path / place.file)), place.offset
 
 
 def buffer(src: Path) -> tuple[Path, int]:
     shutil.copytree(GOLDEN / "rigid2", src)
     with zeroelastic.open(src) as ck:
         (place, *_) = ck.places(next(name for name in ck if ck[name].kind == "buffer"))
-    return Path(str(place.path)), place.offset
+    return Path(str(ck.path / place.file)), place.offset
 
 
 @pytest.mark.parametrize("make", [frozen, buffer, recorded])

@@ -134,7 +134,7 @@ def test_parts_of_slices_are_shown_with_their_places(saved: Saved) -> None:
         assert {place.rank for place in places} == {0, 1, 2, 3}
         assert sum(place.numel for place in places) == tensor.numel()
         for place in places:
-            raw = bytearray(place.path.read_bytes()[place.offset : place.offset + place.nbytes])
+            raw = bytearray((ck.path / place.file).read_bytes()[place.offset : place.offset + place.bytes])
             assert torch.equal(torch.frombuffer(raw, dtype=torch.float32), tensor[place.start :][: place.numel])
         assert torch.equal(ck[name][1:3].torch(), state[f"{name}/fp32"][1:3])
     shown = zeroelastic.inspect(tag_dir, tensor=name).tensor

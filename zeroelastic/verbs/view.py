@@ -7,7 +7,7 @@ import html
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType, TracebackType
 
@@ -28,6 +28,7 @@ from zeroelastic.torch_file.header import TensorRef, TorchFile, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords
 from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, StoredBuffer, model_tensors, stored_tensor
 from zeroelastic.verbs.reading import Reading
+from zeroelastic.verbs.report import Part
 from zeroelastic.verbs.tensor import TensorHandle
 
 _LISTED = 20
@@ -55,24 +56,15 @@ def open(path: str | os.PathLike[str], *, tag: str | None = None) -> CheckpointV
     return CheckpointView(find_source(path, tag=tag))
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlace:
-    """A run of a tensor's elements in a file: ``numel`` from element ``start`` on are ``nbytes`` bytes from ``offset``.
-
-    ``rank`` is the saved rank whose file it is.
-    """
+class TensorPlace(Part):
+    """A run of elements in the file of a saved rank: ``numel`` from ``start`` on are ``bytes`` from ``offset``."""
 
     rank: int
-    path: FilePath
+    file: str
     offset: int
-    nbytes: int
+    bytes: int
     start: int
     numel: int
-
-    @property
-    def file(self) -> str:
-        """The name of the file in the tag directory."""
-        return self.path.name
 
 
 class CheckpointView(Mapping[str, TensorHandle]):
@@ -147,13 +139,13 @@ class CheckpointView(Mapping[str, TensorHandle]):
             tensor = replace(tensor, source=replace(tensor.source, key=key))
         with self._reading():
             rows = tensor.rows()
-        columns = (rows.file, rows.file_offset, rows.nbytes, rows.start, rows.numel)
         files = [parse_rank_file(path.name) for path in rows.paths]
         topology = self._checkpoint.topology
         ranks = [0 if file is None else topology.rank(file.rank, file.tp_rank) for file in files]
+        columns = (rows.file, rows.file_offset, rows.nbytes, rows.start, rows.numel)
         places = [
-            TensorPlace(ranks[file], rows.paths[file], *numbers)
-            for file, *numbers in zip(*(column.tolist() for column in columns), strict=True)
+            TensorPlace(rank=ranks[i], file=rows.paths[i].name, offset=at, bytes=nbytes, start=start, numel=numel)
+            for i, at, nbytes, start, numel in zip(*(column.tolist() for column in columns), strict=True)
         ]
         return tuple(sorted(places, key=lambda place: place.start))
 

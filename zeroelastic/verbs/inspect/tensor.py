@@ -13,21 +13,10 @@ from zeroelastic.errors import with_remedy
 from zeroelastic.verbs.elements import bits_of, values_of
 from zeroelastic.verbs.report import Number, Part
 from zeroelastic.verbs.tensor import TensorHandle
-from zeroelastic.verbs.view import CheckpointView
+from zeroelastic.verbs.view import CheckpointView, TensorPlace
 from zeroelastic.verbs.view import open as open_view
 
 _FIRST = 4
-
-
-class Place(Part):
-    """A run of elements in the file of a saved rank: ``numel`` from ``start`` on are ``bytes`` from ``offset``."""
-
-    rank: int
-    file: str
-    offset: int
-    bytes: int = Field(validation_alias="nbytes")
-    start: int
-    numel: int
 
 
 class StoredTensor(Part):
@@ -41,7 +30,7 @@ class StoredTensor(Part):
     mean: Number | None
     nans: int
     first: list[Number]
-    places: list[Place]
+    places: list[TensorPlace]
 
 
 class InspectedTensor(Part):
@@ -98,5 +87,5 @@ def _stored(ck: CheckpointView, name: str, key: str, handle: TensorHandle, state
         mean=total / num_finite if num_finite else None,
         nans=nans,
         first=first,
-        places=[Place.model_validate(place, from_attributes=True) for place in ck.places(name, key=state_key)],
+        places=list(ck.places(name, key=state_key)),
     )
