@@ -234,7 +234,7 @@ def complete_tag(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _is_tag(folder: Path) -> bool:
-    """Whether ranks have files in a folder, or a Universal checkpoint its parameters. Opens no file."""
+    """Return whether ranks have files in a folder, or a Universal checkpoint its parameters. Opens no file."""
     from zeroelastic.checkpoint.tag_files import is_rank_file
 
     try:

@@ -46,7 +46,7 @@ class Component(Part):
 
 
 class Doctor(Report):
-    """What was found. Any of ``problems`` makes the exit code 1; each says what to do."""
+    """The report of ``doctor``. Any of ``problems`` makes the exit code 1; each says what to do."""
 
     problems: list[str]
     versions: dict[str, str | None]
@@ -190,7 +190,7 @@ def compiled_ops() -> tuple[list[str], list[str]]:
 
 
 def _is_stale(lock: Path) -> bool:
-    """Whether nothing was written beside a lock for half an hour."""
+    """Return whether nothing was written beside a lock for half an hour."""
     try:
         written = max(path.stat().st_mtime for path in lock.parent.iterdir()) if lock.exists() else time.time()
     except FileNotFoundError:  # removed meanwhile: something builds there

@@ -41,7 +41,7 @@ DOCUMENTS: dict[str, type[Report]] = {
     "prune": PruneReport,
     "doctor": Doctor,
 }
-"""What each verb prints, unless it fails; ``verify --all`` prints another document than ``verify``."""
+"""The document of each verb, unless it fails; ``verify --all`` prints another document than ``verify``."""
 
 
 def check(verb: str, text: str) -> Report:

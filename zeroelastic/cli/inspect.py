@@ -96,7 +96,7 @@ def _save(found: InspectReport) -> Table:
 
 
 def _contents(found: InspectReport) -> Table:
-    """What is in it: parameters, state keys, scalars, groups, bytes."""
+    """Return the contents: parameters, state keys, scalars, groups, bytes."""
     totals = found.totals
     trained, frozen, tied = totals.trained_params, totals.frozen_params, totals.tied_params
     experts = [] if found.topology is None else found.topology.experts
@@ -180,7 +180,7 @@ def _names(title: str, rows: Iterable[tuple[str, ...]], severity: Severity = "pl
 
 
 def _tensor(tensor: InspectedTensor) -> list[Table]:
-    """What a tensor holds, by state key, and where it lies."""
+    """Return the values of a tensor by state key, and where it lies."""
     values = [
         ("tensor", tensor.name),
         ("kind", tensor.kind),

@@ -1,4 +1,4 @@
-"""What a verb shows of its report: a sentence and tables, the same in the terminal and on the page of ``--html``."""
+"""The view of a report: a sentence and tables, the same in the terminal and on the page of ``--html``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a report says: the checkpoint in the ``title``, tables, a figure for the page, and the answer."""
+    """The view of a report: the checkpoint in the ``title``, tables, a figure for the page, and the answer."""
 
     title: str
     tables: Sequence[Table]

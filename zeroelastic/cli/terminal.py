@@ -78,7 +78,7 @@ def print_wrapped(text: str, *, first: str, rest: str, style: str = "") -> None:
 
 
 def _coloured() -> bool | None:
-    """Whether to print colours; None: where stdout is a terminal."""
+    """Return whether to print colours; None: where stdout is a terminal."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown"):
         return False
     return True if os.environ.get("FORCE_COLOR") else None

@@ -120,7 +120,7 @@ class DiffReport(Report):
 
     @property
     def equal(self) -> bool:
-        """Whether a run that resumes from one side is the run that resumes from the other."""
+        """Return whether a run that resumes from one side is the run that resumes from the other."""
         return self.ok
 
 

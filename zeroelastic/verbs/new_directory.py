@@ -77,7 +77,7 @@ def staging_of(dst: Path) -> Path:
 
 
 def staged_bytes(dst: Path) -> int:
-    """What an earlier run has left of ``dst`` takes this much of the disk."""
+    """Return how many bytes of the disk an earlier run has left of ``dst``."""
     sizes = []
     for file in staging_of(dst).rglob("*"):
         with suppress(OSError):

@@ -248,7 +248,7 @@ def _copy_through_memory(files: NewFiles, copy: TensorCopy, reading: Reading) ->
 
 
 def convertible(src: str, dst: str) -> bool:
-    """Whether ``convert_elements`` takes elements of one dtype to another."""
+    """Return whether ``convert_elements`` takes elements of one dtype to another."""
     return src == dst or (dst in _FLOATS and src in (*_FLOATS, "float64"))
 
 

@@ -26,7 +26,7 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # pathlib makes one sl
 IN_A_STORE = (
     "Give the directory into which the run saves; what was uploaded is listed and removed with the tools of the store."
 )
-"""What to do where a command that looks after a run is given a URL."""
+"""The advice where a command that looks after a run is given a URL."""
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 

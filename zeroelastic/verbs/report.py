@@ -1,4 +1,4 @@
-"""What all reports have in common.
+"""Common parts of all reports.
 
 The report of a verb is one pydantic model: its function returns it, ``--json`` prints it, the terminal and the page of
 ``--html`` render it. Its fields are the keys of the document, in this order; an unknown or missing key is an error.
@@ -47,7 +47,7 @@ class Part(BaseModel):
 
 
 class Report(Part):
-    """What every report begins with; ``ok`` is whether the command exits with 0.
+    """The first fields of every report; ``ok`` is whether the command exits with 0.
 
     The document has the fields ``only_where_given`` where they are not None.
     """
@@ -71,7 +71,7 @@ class Report(Part):
 
 
 class Failure(Report):
-    """What every verb prints when it fails: the sentence that is on stderr, too."""
+    """The document of a verb that failed: the sentence that is on stderr, too."""
 
     ok: Literal[False]
     error: str

@@ -104,7 +104,7 @@ class TensorHandle:
             yield self._read(self._start + at, min(step, self.numel - at), False)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        """What ``np.asarray`` calls."""
+        """Return the elements, for ``np.asarray``."""
         if copy is False:
             raise UsageError(
                 f"{self.name}: its elements are in files; an array of them is always a copy. Leave copy=False out."

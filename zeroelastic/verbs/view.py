@@ -223,7 +223,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What the model has and this mapping has not, as sentences that say why."""
+        """Return a sentence on each tensor of the model that this mapping does not have, and why."""
         return self._model.left_out
 
     @cached_property

@@ -28,7 +28,7 @@ _OTHER_TUNERS = (
     *("vblora", "shira", "pvera", "frod", "tinylora", "unilora", "supertuning", "deft", "glora", "poly", "adamss"),
     *("peanut", "hira", "psoft", "beft", "shadow", "lily", "bone"),
 )
-"""Those whose files have something else as well, or of which that is not known."""
+"""The methods whose files have something else as well, or may have."""
 
 
 def _of(tuners: str) -> re.Pattern[str]:

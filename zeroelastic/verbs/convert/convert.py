@@ -40,7 +40,7 @@ From = Literal["universal", "fsdp2"]
 
 
 class ConvertReport(Report):
-    """What a conversion wrote, or would write; ``target_world_size`` and ``content_root`` are of a native checkpoint.
+    """The result of a conversion; ``target_world_size`` and ``content_root`` are those of a native checkpoint.
 
     ``from_`` and ``to`` are formats. ``digests_compared`` is the number of tensors that were compared with the commit
     record.
@@ -71,7 +71,7 @@ class ExportedFile(Part):
 
 
 class ExportReport(Report):
-    """What an export wrote, or would write. ``trained``, ``frozen`` and ``buffers`` are numbers of tensors.
+    """The result of an export. ``trained``, ``frozen`` and ``buffers`` are numbers of tensors.
 
     ``digests_compared`` is the number of tensors that were compared with the commit record, None after a dry run;
     ``left_out`` says of each tensor of the model that is not there why, ``notes`` which have other names than the model

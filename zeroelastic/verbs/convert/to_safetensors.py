@@ -51,7 +51,7 @@ HF_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-"""What the Hugging Face Trainer leaves beside the tag that ``from_pretrained`` asks for."""
+"""The files that the Hugging Face Trainer leaves beside the tag and ``from_pretrained`` asks for."""
 
 _DTYPE_NAMES = {
     "float64": "F64",
@@ -73,7 +73,7 @@ _DTYPE_NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""What safetensors calls the dtypes of torch that it has."""
+"""The names that safetensors has for dtypes of torch."""
 
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # safetensors reads no larger one
@@ -97,7 +97,7 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """What an export writes; ``texts`` are its small JSON files by name, ``copied`` are files taken as they are.
+    """The files of an export; ``texts`` are its small JSON files by name, ``copied`` are files taken as they are.
 
     Names of files may begin with a folder.
     """
@@ -272,7 +272,7 @@ def _adapters(model: ModelTensors) -> dict[str, dict[str, str]]:
 
 
 def optimizer_document(state: SavedState) -> dict[str, object]:
-    """What is not a tensor: groups with the names of their parameters, scalars by parameter, step, loss scale.
+    """Return what is no tensor: groups with the names of their parameters, scalars by parameter, step, loss scale.
 
     Numbers that JSON does not have are the texts "NaN", "Infinity" and "-Infinity".
     """
@@ -394,7 +394,7 @@ def _text(document: object) -> bytes:
 
 
 def _model_files(model_dir: FilePath | None, folder: str = "", names: Sequence[str] = HF_FILES) -> dict[str, FilePath]:
-    """Those of the files that are in a folder of ``model_dir``, by their names with the folder."""
+    """Return the files that are in a folder of ``model_dir``, by their names with the folder."""
     inside = folder.removesuffix("/")
     if model_dir is None or (inside and inside not in folders(model_dir)):
         return {}

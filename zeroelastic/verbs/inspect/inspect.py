@@ -239,7 +239,7 @@ def _missing(checked: TagHeaders) -> tuple[int, Sequence[str]]:
 
 
 def _problems(checked: TagHeaders) -> list[str]:
-    """What is wrong: missing files and parameters that contradict the record as one sentence each."""
+    """Return the problems: missing files, and parameters that contradict the record, as one sentence each."""
     directory = checked.tag_dir
     gone = {*checked.missing}
     found = [problem for problem in checked.problems if problem not in gone]

@@ -1,4 +1,4 @@
-"""What one tensor of a checkpoint holds, for ``inspect --tensor``: where it lies, statistics, the first values."""
+"""One tensor of a checkpoint, for ``inspect --tensor``: where it lies, statistics, the first values."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _OWN_EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."
 
 
 def inspected_topology(part: SavedPart, topology: Topology, root: Mapping[object, object]) -> InspectedTopology | None:
-    """What of a save's trained parameters ranks have; None where all have parts of whole tensors.
+    """Return how ranks share the trained parameters; None where all have parts of whole tensors.
 
     ``root`` is the tree of a model states file.
     """

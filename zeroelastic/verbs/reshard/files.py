@@ -171,7 +171,7 @@ def _scalars(target: ReshardTarget) -> list[Root]:
 
 
 def _optimizer_state(source: ReshardSource, target: ReshardTarget, flats: Flats, scalars: Sequence[Root]) -> Root:
-    """What ``torch.optim.Optimizer.state_dict`` has of the flat buffers."""
+    """Return ``torch.optim.Optimizer.state_dict`` of the flat buffers."""
     states: dict[int, Root] = {}
     for i, keys in enumerate(target.keys):
         own: Root = {**scalars[i]}
@@ -315,7 +315,7 @@ def _slice_mappings(source: ReshardSource, target: ReshardTarget, rank: int) -> 
 
 
 def _model_root(source: ReshardSource, target: ReshardTarget, rank: int) -> Root:
-    """What the module states have at every stage of ZeRO."""
+    """Return the module states that every stage of ZeRO has."""
     layout, topology, names = target.layout, target.topology, target.slicing.file_names()
     root = dict(source.model_root(_saved_model(source, target, rank)))
     if source.slicing.has_slices or target.slicing.has_slices:
@@ -369,7 +369,7 @@ def _shard_module(root: Root, source: ReshardSource, trained: Collection[str]) -
     empty: dict[str, TensorRef] = {}
 
     def without_elements(name: str, value: object) -> object:
-        """What is under two names stays one tensor."""
+        """Return one tensor without elements for all names of a tensor."""
         storage = storage_of(value)
         if storage is None:
             return value

@@ -63,7 +63,7 @@ _THREAD_BYTES = 2 << 20
 
 
 class ReshardReport(Report):
-    """What a reshard did, or would do: ``state_bytes`` of state in ``files`` files, and ``extras``, the files beside.
+    """The result of a reshard: ``state_bytes`` of state in ``files`` files, and ``extras`` beside the tag.
 
     ``world_size`` is that of the source, ``target_world_size`` that of the result. ``content_root`` is that of the
     written files, ``recorded_root`` that of the source's commit record, or None. ``resumed_ranks`` ranks were complete
@@ -307,7 +307,7 @@ def check_target(plan: ReshardPlan, dst: Path) -> None:
 
 
 def _manifest(plan: ReshardPlan) -> dict[str, object]:
-    """What must be equal in a killed run and the next one, so that the next one may continue."""
+    """Return the facts that must be equal in a killed run and in the next one, for it to continue."""
     checkpoint = plan.saved.checkpoint
     files = (*checkpoint.optim_files, *checkpoint.model_files)
     return {

@@ -1,4 +1,4 @@
-"""What DeepSpeed's files say of the slices that ranks have of tensors: the tables of AutoTP and AutoEP of a new file.
+"""The tables of AutoTP and AutoEP in a new file, which say what slices of tensors the ranks have.
 
 Source: ``DeepSpeedEngine._save_moe_checkpoint``, ``DeepSpeedZeroOptimizer_Stage3._zero3_partition_group_metadata``,
 deepspeed.checkpoint.affine and autoep_affine (DeepSpeed 0.19.8).

@@ -82,21 +82,21 @@ class Slicing:
 
     @property
     def has_slices(self) -> bool:
-        """Whether some ranks have other parts of whole tensors than others, or could have at another size."""
+        """Return whether some ranks have other parts of whole tensors than others, or could have at another size."""
         return self.topology.tensor_size > 1 or self.has_experts
 
     @property
     def has_experts(self) -> bool:
-        """Whether some parameters are those of experts."""
+        """Return whether some parameters are those of experts."""
         return bool(self.layers)
 
     @property
     def has_own_experts(self) -> bool:
-        """Whether experts are those of DeepSpeed's own MoE layers."""
+        """Return whether experts are those of DeepSpeed's own MoE layers."""
         return bool(self.layers) and self.layers[0].table is None
 
     def is_expert(self, name: str) -> bool:
-        """Whether a parameter, by its name in files, is of experts."""
+        """Return whether a parameter, by its name in files, is of experts."""
         return (found := self.maps.get(name)) is not None and found.axis == "expert"
 
     def expert_size_of(self, members: Sequence[Param]) -> int:

@@ -1,4 +1,4 @@
-"""What the files of new ranks are made from: a saved checkpoint's tensors, and the graphs of its files for the rest.
+"""The source of new ranks' files: the tensors of a saved checkpoint, and the trees of its files for the rest.
 
 Checkpoints of all ZeRO stages are taken. Everything that is not partitioned is taken unchanged from the saved files,
 including objects of unknown classes.
@@ -35,7 +35,7 @@ from zeroelastic.verbs.reshard.slicing import INFO, Slicing, saved_slicing
 
 _BOTH = ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count", "base_optimizer_state")
 _STATE_KEYS = {*_BOTH, "ds_zero_partition_groups", "optimizer_state_dict", "fp32_flat_groups", "zeroelastic"}
-"""What stage 3 keeps in a file's optimizer_state_dict, and what the elastic format adds."""
+"""The keys of optimizer_state_dict in a file of stage 3, with those that the elastic format adds."""
 
 _GROUP_STATE_KEYS = {
     *_BOTH,
@@ -47,7 +47,7 @@ _GROUP_STATE_KEYS = {
     "param_slice_mappings",
     INFO,
 }
-"""What stages 1 and 2 keep there."""
+"""The keys there in a file of stage 1 or 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class OptimGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReshardSource:
-    """What the files of the new ranks are made from: the saved tensors, and the graphs of saved files for the rest.
+    """The source of new ranks' files: the saved tensors, and the trees of saved files for the rest.
 
     ``parts`` are the trained parameters and, where frozen ones were saved, these. ``optim_root`` is an optimizer file's
     graph; ``model_root(rank)`` the module states that target rank ``rank`` takes over; ``config`` the saved DeepSpeed
@@ -97,7 +97,7 @@ class ReshardSource:
 
     @property
     def whole_model(self) -> bool:
-        """Whether the module states have the whole weights, as at stages 1 and 2."""
+        """Return whether the module states have the whole weights, as at stages 1 and 2."""
         return self.stage != 3
 
     @property
@@ -388,7 +388,7 @@ def refuse_own_weights(source: ReshardSource) -> None:
 
 
 def names_in_module(source: ReshardSource, root: Mapping[object, object]) -> ModuleNames:
-    """What the names in the module's state of a model states file are, other than one parameter each."""
+    """Return the names in the module's state of a model states file that are not one parameter each."""
     module = pairs_of(root.get("module"))
     return module_names(root, module, places_of(module), is_whole=source.whole_model)
 

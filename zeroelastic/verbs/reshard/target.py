@@ -1,4 +1,4 @@
-"""What the new ranks will hold: the layout of every buffer at the target's world size and ZeRO stage, rebuilt.
+"""The layout of every buffer of the new ranks, at their world size and ZeRO stage.
 
 At stage 3 the layout follows from the optimizer groups and ``sub_group_size``, as ``_create_fp16_sub_groups`` makes it;
 at stages 1 and 2 from the groups, ``round_robin_gradients`` and ``parameter_alignment``, as
@@ -165,13 +165,13 @@ class ReshardTarget:
         return weights + (round(of_state * (int(self.layout.numel.sum()) / numel)) if numel else of_state)
 
     def on_rank(self, rank: int) -> ReshardTarget:
-        """The same with the layouts of one rank alone."""
+        """Return the target with the layouts of one rank alone."""
         frozen_rank = rank if self.stage == 3 else self.topology.place(rank)[1]
         frozen = None if self.frozen is None else self.frozen.on_rank(frozen_rank)
         return replace(self, layout=self.layout.on_rank(rank), frozen=frozen)
 
     def has_model(self, rank: int) -> bool:
-        """Whether a rank writes module states."""
+        """Return whether a rank writes module states."""
         return self.stage == 3 or self.topology.place(rank)[0] == 0
 
 
