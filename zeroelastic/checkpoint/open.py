@@ -11,13 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import overload
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.contradictions import (
-    OVERWRITTEN,
-    check_frozen,
-    not_committed,
-    other_directory,
-    other_save,
-)
+from zeroelastic.checkpoint.contradictions import OVERWRITTEN, check_frozen, not_committed, other_directory, other_save
 from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
@@ -37,13 +31,7 @@ from zeroelastic.checkpoint.tag_files import (
 )
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.layout import Layout, Param
-from zeroelastic.errors import (
-    CheckpointError,
-    MissingFileError,
-    UndescribedSlicesError,
-    counted,
-    some,
-)
+from zeroelastic.errors import CheckpointError, MissingFileError, UndescribedSlicesError, counted, some
 from zeroelastic.io.paths import FilePath, RemotePath, as_path, missing_file
 from zeroelastic.io.storage import file_size, file_sizes
 from zeroelastic.torch_file.header import Blocks, TorchFile, read_torch_file

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -20,23 +19,12 @@ from zeroelastic import observers
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.checkpoint.tag_files import SAVE_ID
-from zeroelastic.deepspeed.engine import (
-    Engine,
-    accumulated_micro_batches,
-    agree_on_options,
-    options_of,
-    refuse_merged,
-)
+from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agree_on_options, options_of, refuse_merged
 from zeroelastic.deepspeed.engine_state import begin_change, changing, refuse_damaged, state_of
-from zeroelastic.deepspeed.live.kinds import kind_of, why_left_to_deepspeed
+from zeroelastic.deepspeed.live.kinds import kind_of
 from zeroelastic.deepspeed.load.fallback import load_newest
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
-from zeroelastic.deepspeed.load.module_states import (
-    ModuleKeys,
-    buffer_casts,
-    model_states_reader,
-    recorded_keys,
-)
+from zeroelastic.deepspeed.load.module_states import ModuleKeys, buffer_casts, model_states_reader, recorded_keys
 from zeroelastic.deepspeed.load.preflight import preflight
 from zeroelastic.deepspeed.load.report import (
     gather_costs,
@@ -49,23 +37,17 @@ from zeroelastic.deepspeed.load.report import (
     replaced_options_notes,
 )
 from zeroelastic.deepspeed.load.restore import restore
-from zeroelastic.deepspeed.load.stock import choose_loader, refuse_other_arrangement, refuse_state_of_zero
+from zeroelastic.deepspeed.load.stock import check_left, choose_loader
 from zeroelastic.deepspeed.load.tag_choice import choose_tag, nothing_to_load
 from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.deepspeed.run_objects import loading_sampler
 from zeroelastic.distributed.collective import all_or_raise, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.errors import (
-    CheckpointError,
-    SavedAgainError,
-    UnsupportedError,
-    ZeroElasticError,
-)
+from zeroelastic.errors import CheckpointError, SavedAgainError, UnsupportedError, ZeroElasticError
 from zeroelastic.io.paths import FilePath, absolute, is_url
 from zeroelastic.io.remote import retrying
 from zeroelastic.report import ResumeReport
-from zeroelastic.runs.names import read_latest
 from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.runs.tags import about_newer
 from zeroelastic.torch_file.safe_unpickler import allow_globals
@@ -113,7 +95,7 @@ def load(
         if engine.load_universal_checkpoint():
             return _load_by_deepspeed(call, request)
         if kind_of(engine.optimizer, to_load=True) is None:
-            _check_left(engine, request)
+            check_left(engine, request)
             return _load_by_deepspeed(call, request)
         require_partners()
         agree_on_options(engine)
@@ -142,21 +124,6 @@ def _loaded_event(engine: Engine, report: ResumeReport) -> observers.Loaded:
         seconds=report.seconds,
         root_matches=report.root_matches,
     )
-
-
-def _check_left(engine: Engine, request: LoadRequest) -> None:
-    """Check what DeepSpeed does not, of a run that is left to it and whose files say how they are cut. Collective."""
-    if is_url(request.load_dir):
-        return
-    if not (engine.zero_optimization() or getattr(engine, "has_moe_layers", False)):
-        if (tag := request.tag if request.tag is not None else read_latest(request.directory)) is not None:
-            refuse_state_of_zero(engine, Path(request.load_dir) / str(tag), request)
-        return
-    require_partners()
-    tag = request.tag if request.tag is not None else all_or_raise(lambda: read_latest(request.directory))
-    if tag is not None:
-        why = why_left_to_deepspeed(engine.optimizer) or type(engine.optimizer).__name__
-        refuse_other_arrangement(engine, Path(request.load_dir) / str(tag), request, why)
 
 
 def _load_by_deepspeed(call: Call, request: LoadRequest) -> Loaded:

@@ -48,8 +48,8 @@ class TargetState(NamedTuple):
 class LoadPlan:
     """What one rank is going to load into ``live``, as the ``request`` says, all of it checked.
 
-    ``model`` is the module states file this rank takes, and ``head`` the first optimizer file; ``layout`` is that of
-    the saved trained parameters over all ranks, ``saved_frozen`` are the frozen ones, whether files have them or not.
+    ``model`` is the module states file this rank takes, and ``head`` the first optimizer file; ``saved_frozen`` are the
+    saved frozen parameters, whether files have them or not.
     ``plan`` moves trained parameters, ``frozen_plan`` frozen ones (None when there are none to restore).
     ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to a buffer of its own, which is its part
     of the master weights; ``newly_frozen_plan`` the other way. ``states[i]`` is what target sub-group i gets.
@@ -66,7 +66,6 @@ class LoadPlan:
     model: ModelStates
     shards: Mapping[int, Shard]
     head: Shard
-    layout: Layout
     plan: Plan
     membership: Membership
     saved_frozen: tuple[Param, ...]
@@ -80,6 +79,11 @@ class LoadPlan:
     other_frozen: tuple[str, ...] = ()
     checked_bytes: int = 0
     renamed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the saved trained parameters over all ranks."""
+        return self.checkpoint.layout
 
     @property
     def tag_dir(self) -> FilePath:
@@ -116,7 +120,7 @@ def plan_load(
 
     Raises CheckpointError, LayoutMismatchError (every disagreement listed), UnsupportedError.
     """
-    rank, record = live.rank, checkpoint.record
+    record = checkpoint.record
     own, nearest = ranks_taken(checkpoint, live)
     model = checkpoint.model_states(own)
     needed = sources_by_size(checkpoint, live, live.layout) or (nearest,)
@@ -133,12 +137,12 @@ def plan_load(
     if not renamed:  # else the caller compares again, with these names
         _check_membership(membership, saved, checkpoint, live, request)
     if not request.weights_only:
-        _check_optimizer(membership, head, live, checkpoint.tag_dir)
+        _check_optimizer(membership, head, live)
         if model.global_steps > 0:
             refuse_lost_state(head)
-    plan = make_plan(checkpoint.layout, live.layout.only(set(membership.restored)), rank)
+    plan = make_plan(checkpoint.layout, live.layout.only(set(membership.restored)), live.rank)
     check_plan(plan)
-    newly_frozen = _planned(checkpoint.layout, live.frozen.only(set(membership.newly_frozen)), rank)
+    newly_frozen = _planned(checkpoint.layout, live.frozen.only(set(membership.newly_frozen)), live.rank)
     for part in (plan, newly_frozen):
         shards |= {source: checkpoint.shard(source) for source in (part.source_ranks if part else ())}
     check_same_save(shards, head, recorded=record is not None, resizable=not request.weights_only)
@@ -158,7 +162,6 @@ def plan_load(
         model=model,
         shards=shards,
         head=head,
-        layout=checkpoint.layout,
         plan=plan,
         membership=membership,
         saved_frozen=saved.frozen or (),
@@ -278,7 +281,7 @@ def _check_membership(
     )
 
 
-def _check_optimizer(membership: Membership, head: Shard, live: LiveOptimizer, tag_dir: FilePath) -> None:
+def _check_optimizer(membership: Membership, head: Shard, live: LiveOptimizer) -> None:
     """Raise where the run's optimizer cannot continue from the saved state of its parameters.
 
     UnsupportedError if Muon would continue from the state of Adam, or the other way, else LayoutMismatchError.
@@ -297,7 +300,8 @@ def _check_optimizer(membership: Membership, head: Shard, live: LiveOptimizer, t
     taken = [(g, groups[s]) for g, match in enumerate(membership.groups) for s in match.shared]
     problems = misfits(taken, live.base)
     if problems:
-        raise LayoutMismatchError(f"{tag_dir}: the checkpoint does not fit the optimizer:", sorted(set(problems)))
+        where = head.path.parent
+        raise LayoutMismatchError(f"{where}: the checkpoint does not fit the optimizer:", sorted(set(problems)))
 
 
 def _planned(src: Layout, dst: Layout, rank: int) -> Plan | None:

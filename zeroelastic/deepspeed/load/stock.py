@@ -39,12 +39,13 @@ from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
 from zeroelastic.checkpoint.saved_layout import DATA_FIRST
 from zeroelastic.checkpoint.tag_files import TensorParallel, other_tp_size, parse_rank_file, rank_files
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names
+from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.topology import tensor_parallel
 from zeroelastic.deepspeed.load.load_plan import refuse_lost_state
 from zeroelastic.deepspeed.options import VERIFY_LEVELS, LoadRequest, Verify
-from zeroelastic.distributed.collective import all_gather_of_or_raise
+from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise
+from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -54,8 +55,9 @@ from zeroelastic.errors import (
     UnsupportedError,
     some,
 )
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.paths import FilePath, is_url
 from zeroelastic.io.storage import file_sizes
+from zeroelastic.runs.names import read_latest
 from zeroelastic.torch_file.header import read_torch_file
 from zeroelastic.torch_file.zip_check import check_archive
 
@@ -262,6 +264,21 @@ def _own_names(engine: Engine, tag_dir: Path) -> list[str]:
     """The names of this rank's module states and optimizer file, as DeepSpeed looks for them."""
     where = str(tag_dir.parent), tag_dir.name
     return [os.path.basename(path) for path in (engine._get_ckpt_name(*where), engine._get_zero_ckpt_name(*where))]
+
+
+def check_left(engine: Engine, request: LoadRequest) -> None:
+    """Check what DeepSpeed does not, of a run that is left to it and whose files say how they are cut. Collective."""
+    if is_url(request.load_dir):
+        return
+    if not (engine.zero_optimization() or getattr(engine, "has_moe_layers", False)):
+        if (tag := request.tag if request.tag is not None else read_latest(request.directory)) is not None:
+            refuse_state_of_zero(engine, Path(request.load_dir) / str(tag), request)
+        return
+    require_partners()
+    tag = request.tag if request.tag is not None else all_or_raise(lambda: read_latest(request.directory))
+    if tag is not None:
+        why = why_left_to_deepspeed(engine.optimizer) or type(engine.optimizer).__name__
+        refuse_other_arrangement(engine, Path(request.load_dir) / str(tag), request, why)
 
 
 def refuse_state_of_zero(engine: Engine, tag_dir: Path, request: LoadRequest) -> None:

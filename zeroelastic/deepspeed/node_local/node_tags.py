@@ -21,12 +21,7 @@ from zeroelastic.checkpoint.tag_files import TensorParallel
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import trained_params
 from zeroelastic.deepspeed.node_local.visibility import gather_visibility
-from zeroelastic.distributed.collective import (
-    all_gather,
-    all_gather_or_raise,
-    all_or_raise,
-    broadcast_or_raise,
-)
+from zeroelastic.distributed.collective import all_gather, all_gather_or_raise, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
