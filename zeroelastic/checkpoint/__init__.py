@@ -1,9 +1,9 @@
 """The files of one checkpoint: opened, checked and described; nothing here knows a running engine.
 
-    open              opens a tag directory
+    open              opens a tag directory; ``inventory`` says which files it has, and which ranks read which
     checker           checks all files of a tag and lists what is wrong, in ``tag_headers``; ``contradictions`` has the
                       sentences
-    tag_files         the names of ranks' files, and all files of a directory by what they are
+    tag_files         the names of ranks' files, all files of a directory by what they are, and the mark of an upload
     model_states      the model states file of one rank
     optimizer_file    the optimizer file of one rank as data, and its values; ``optimizer_reader`` reads it
     topology          how ranks are grouped, and which slices of tensors they have, by DeepSpeed's maps
@@ -14,7 +14,6 @@
     streams           what of a save is digested by itself, copies included
     extents           where the bytes of a plan are in files
     param_changes     parameters that one side has and the other has not
-    marks             the mark of a tag in a store whose upload is not finished
     one_save          everything that is read belongs to one save
     rng_files         the random generators of front ends
 

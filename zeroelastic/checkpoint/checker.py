@@ -28,8 +28,8 @@ from zeroelastic.checkpoint.contradictions import (
     steps_note,
     values_by_rank,
 )
+from zeroelastic.checkpoint.inventory import stated_sizes
 from zeroelastic.checkpoint.model_states import ModelStates
-from zeroelastic.checkpoint.open import stated_sizes
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.checkpoint.saved_state import SavedPart, contents_of, experts_part, frozen_part, trained_part

@@ -6,14 +6,15 @@ Only directory names, the commit record, and the headers of the files that are a
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import overload
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.contradictions import OVERWRITTEN, check_frozen, not_committed, other_directory, other_save
+from zeroelastic.checkpoint.commit_record import CommitRecord
+from zeroelastic.checkpoint.contradictions import check_frozen, not_committed, other_directory, other_save
 from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
+from zeroelastic.checkpoint.inventory import Inventory, check_sizes, list_files
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.one_save import watch
 from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard
@@ -33,37 +34,11 @@ from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, MissingFileError, UndescribedSlicesError, counted, some
 from zeroelastic.io.paths import FilePath, RemotePath, as_path, missing_file
-from zeroelastic.io.storage import file_size, file_sizes
+from zeroelastic.io.storage import file_size
 from zeroelastic.torch_file.header import Blocks, TorchFile, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords, read_zip_records
 
 _ON_NO_NODE = "The nodes that hold it have to take part, or use an older tag."
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """What the ranks of a job found in a tag directory together: the ``names`` of its files, and its ``record``.
-
-    ``sizes`` are those of the files that this rank has looked at for all: where many ranks share the work, few of them.
-    ``world_size`` is what headers say where there is no record, if that is known. ``over_nodes``: the ranks see
-    different directories, and this is what any of them sees; ``remote_files`` are the files that only other ranks see.
-    ``record_bytes`` is what this rank read of the record.
-    """
-
-    names: Collection[str]
-    sizes: Mapping[str, int]
-    record: CommitRecord | None
-    world_size: int | None = None
-    remote_files: frozenset[str] = frozenset()
-    record_bytes: int = 0
-    over_nodes: bool = False
-
-
-def list_files(tag_dir: FilePath) -> Listing:
-    """List a tag directory and read its record. Raises as ``file_sizes`` and ``read_record``."""
-    sizes = file_sizes(tag_dir)
-    record = read_record(tag_dir) if RECORD_NAME in sizes else None
-    return Listing(sizes, sizes, record, record_bytes=sizes.get(RECORD_NAME, 0))
 
 
 class FilesByRank(Sequence[FilePath]):
@@ -95,8 +70,8 @@ class Checkpoint:
     ``topology``. Where files of several tensor parallel ranks do not say which slices they have, these are the files of
     one of these ranks, ``tp``, and ``topology`` has its data parallel ranks alone.
 
-    ``near_rank`` chooses among headers of which any will do. ``remote_files`` are names of files that only other ranks
-    see: their headers are parsed from bytes that a rank which sees the file has read (``through``).
+    ``near_rank`` chooses among headers of which any will do. Headers of files that only other ranks read
+    (``inventory``) are parsed from the bytes that these have read (``through``).
     ``compare_directories``: whether a file that is opened must have the zip directory that the record states.
     ``models`` are the model states headers that were parsed; ``sliced`` is the layout of the trained parameters where
     there are slices, known when the first optimizer file is open.
@@ -108,9 +83,8 @@ class Checkpoint:
     model_files: Sequence[FilePath] = ()
     record: CommitRecord | None = None
     stale_files: tuple[str, ...] = ()
-    record_bytes: int = 0
+    inventory: Inventory = field(default_factory=lambda: Inventory((), {}, None), repr=False)
     tp: TensorParallel = NO_TENSOR_PARALLEL
-    remote_files: frozenset[str] = frozenset()
     compare_directories: bool = True
     whole_model: bool = False
     near_rank: int = 0
@@ -318,14 +292,14 @@ class Checkpoint:
     def header_bytes(self) -> int:
         """Bytes read so far for headers, scalars and the commit record."""
         shards = sum(shard.header_bytes for shard in self._shards.values())
-        return shards + sum(model.header_bytes for model in self.models.values()) + self.record_bytes
+        return shards + sum(model.header_bytes for model in self.models.values()) + self.inventory.record_bytes
 
     @property
     def opened(self) -> tuple[FilePath, ...]:
         """The checkpoint files whose headers were read here so far."""
         shards = tuple(shard.path for shard in self._shards.values())
         opened = shards + tuple(model.path for model in self.models.values())
-        return tuple(path for path in opened if path.name not in self.remote_files)
+        return tuple(path for path in opened if self.inventory.reads(path.name))
 
 
 def open_checkpoint(
@@ -333,7 +307,7 @@ def open_checkpoint(
     *,
     near_rank: int = 0,
     tp: TensorParallel | None = None,
-    listing: Listing | None = None,
+    inventory: Inventory | None = None,
     compare_directories: bool = True,
 ) -> Checkpoint:
     """Look at a tag directory: which files, how many ranks, which record. Opens at most one model states header.
@@ -356,19 +330,18 @@ def open_checkpoint(
         checkpoint.shard(0).groups[0].options["lr"]
     """
     tag_dir = watch(as_path(tag_dir))
-    if listing is None:
-        listing = list_files(tag_dir)
-    names, record = listing.names, listing.record
+    if inventory is None:
+        inventory = list_files(tag_dir)
+    names, record = inventory.names, inventory.record
     refuse_unfinished(tag_dir, names)
     files = _state_files(tag_dir, names, record, tp)
-    data_size = listing.world_size if record is None else record.world_size
+    data_size = inventory.world_size if record is None else record.world_size
     checkpoint = Checkpoint(
         tag_dir=tag_dir,
         topology=Topology(0, files.tensor_size),
         record=record,
-        record_bytes=0 if record is None else listing.record_bytes,
+        inventory=inventory,
         tp=tp or NO_TENSOR_PARALLEL,
-        remote_files=listing.remote_files,
         compare_directories=compare_directories,
         near_rank=near_rank,
     )
@@ -378,9 +351,9 @@ def open_checkpoint(
         if first.tensor_size != files.tensor_size and checkpoint.tp.size == 1:
             files = rank_files(tag_dir, names, tensor_size=first.tensor_size)
     checkpoint.use_files(files, data_size)
-    _check_none_missing(checkpoint, files, over_nodes=listing.over_nodes)
+    _check_none_missing(checkpoint, files)
     if record is not None:
-        check_sizes(tag_dir, names, listing.sizes, record)
+        check_sizes(tag_dir, inventory, record)
     checkpoint.stale_files = files.stale(data_size)
     return checkpoint
 
@@ -430,13 +403,13 @@ def _read_first_model(checkpoint: Checkpoint, files: StateFiles, tp: TensorParal
         raise UndescribedSlicesError(f"{other_tp_size(tag_dir, saved, tp)} {error}") from None
 
 
-def _check_none_missing(checkpoint: Checkpoint, files: StateFiles, *, over_nodes: bool) -> None:
-    """Raise MissingFileError unless each rank has both files; ``over_nodes``: the files that any rank sees."""
+def _check_none_missing(checkpoint: Checkpoint, files: StateFiles) -> None:
+    """Raise MissingFileError unless each rank has both files."""
     num_missing, names = files.missing(checkpoint.topology.data_size)
     if not num_missing:
         return
     why = "incomplete, or its files are on other nodes (use_node_local_storage)."
-    if over_nodes:
+    if checkpoint.inventory.over_nodes:
         seen = (files.optim, range(checkpoint.world_size)), (files.models, range(len(checkpoint.model_files)))
         gone = sorted({rank for has, due in seen for rank in due if rank not in has})
         ranks = some(map(str, gone))
@@ -445,51 +418,3 @@ def _check_none_missing(checkpoint: Checkpoint, files: StateFiles, *, over_nodes
         f"{checkpoint.tag_dir}: {num_missing} of the files of {counted(checkpoint.world_size, 'rank')} "
         f"{'is' if num_missing == 1 else 'are'} missing: {some(names, count=num_missing)}. The checkpoint is {why}"
     )
-
-
-def saved_sizes(tag_dir: FilePath) -> tuple[int, int]:
-    """The data parallel and the tensor parallel size of a save, also of one whose layout is not covered.
-
-    From the record, or else from one model states file. Raises MissingFileError, CheckpointError, UnsupportedError.
-    """
-    record = read_record(tag_dir)
-    if record is not None:
-        return record.world_size, record.tp_size
-    names = file_sizes(tag_dir)
-    sizes = stated_sizes(tag_dir, names)
-    if sizes is None:
-        rank_files(tag_dir, names)  # raises the error for what this is
-        raise MissingFileError(f"{tag_dir}: holds no zero_pp_rank_*_model_states.pt. The checkpoint is incomplete.")
-    return sizes
-
-
-def stated_sizes(tag_dir: FilePath, names: Iterable[str]) -> tuple[int, int] | None:
-    """The data and the tensor parallel size by the first model states file; None where there is none.
-
-    Raises CheckpointError.
-    """
-    models = [(file, name) for name in names if (file := parse_rank_file(name)) and file.kind != "optimizer"]
-    if not models:
-        return None
-    path = tag_dir / min(models)[1]
-    root = read_torch_file(path, foreign="inert").root
-    sizes = (root.get("dp_world_size"), root.get("mp_world_size", 1)) if isinstance(root, dict) else (None, None)
-    if type(sizes[0]) is not int or type(sizes[1]) is not int:
-        raise CheckpointError(f"{path}: states no world size. It is not a ZeRO model states file.")
-    return sizes[0], sizes[1]
-
-
-def check_sizes(tag_dir: FilePath, names: Collection[str], sizes: Mapping[str, int], record: CommitRecord) -> None:
-    """Raise CheckpointError unless all files of the record are there, with its sizes where these are known."""
-    want = record.files
-    missing = [name for name in want if name not in names]
-    other = [name for name, size in sizes.items() if name in want and size != want[name]]
-    wrong = [
-        f"{name} has {sizes[name]} bytes, not {want[name]}" if name in sizes else f"{name} is missing"
-        for name in sorted([*missing, *other])
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{tag_dir}: contradicts its commit record: {some(wrong)}. Files are truncated, damaged or from another "
-            f"save. {OVERWRITTEN}"
-        )

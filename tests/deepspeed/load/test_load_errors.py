@@ -356,8 +356,8 @@ def test_ranks_exchange_few_of_the_names_that_are_wrong(monkeypatch: pytest.Monk
     monkeypatch.setattr(verify, "all_gather", exchange)
     monkeypatch.setattr(verify, "gather_over_tp", exchange)
     live: Any = SimpleNamespace(tp=NO_TENSOR_PARALLEL, rank=1)
-    visibility = SimpleNamespace(reads_headers=True)
-    plan: Any = SimpleNamespace(live=live, tag_dir="run/t", checkpoint=None, visibility=visibility)
+    checkpoint = SimpleNamespace(inventory=SimpleNamespace(reads_headers=True))
+    plan: Any = SimpleNamespace(live=live, tag_dir="run/t", checkpoint=checkpoint)
     wrong = tuple((f"layers.{i:05}.weight", "fp32") for i in range(10_000))
     with pytest.raises(DigestMismatchError, match="10000 tensors differ") as caught:
         verify.raise_mismatch(verify.Verification("a", None, False, None, wrong), plan)

@@ -13,13 +13,14 @@ from sample import write_sample
 from saved_files import record_of
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord
+from zeroelastic.checkpoint.inventory import Inventory
 from zeroelastic.deepspeed.node_local import visibility
-from zeroelastic.deepspeed.node_local.visibility import FileVisibility, gather_visibility
+from zeroelastic.deepspeed.node_local.visibility import gather_inventory
 
 NODE = 8
 """Ranks on a node."""
 
-Look = Callable[[int, bool], tuple[FileVisibility, float]]
+Look = Callable[[int, bool], tuple[Inventory, float]]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def seen_by_rank_9(monkeypatch: pytest.MonkeyPatch, record: CommitRecord) -> Loo
     The ranks are on nodes with disks of their own.
     """
 
-    def look(num_ranks: int, with_record: bool) -> tuple[FileVisibility, float]:
+    def look(num_ranks: int, with_record: bool) -> tuple[Inventory, float]:
         saved = {name: size for rank in range(num_ranks) for name, size in files_of(rank).items()}
         whole = record.model_copy(update={"files": saved, "directories": {}, "world_size": num_ranks})
         own = {RECORD_NAME: 100} if with_record else {}
@@ -65,7 +66,7 @@ def seen_by_rank_9(monkeypatch: pytest.MonkeyPatch, record: CommitRecord) -> Loo
         for name, replacement in replaced.items():
             monkeypatch.setattr(visibility, name, replacement)
         began = time.thread_time()
-        found = gather_visibility(Path("tag"))
+        found = gather_inventory(Path("tag"))
         return found, time.thread_time() - began
 
     return look
@@ -74,12 +75,12 @@ def seen_by_rank_9(monkeypatch: pytest.MonkeyPatch, record: CommitRecord) -> Loo
 @pytest.mark.parametrize("with_record", [True, False])
 def test_each_file_is_read_by_the_ranks_of_its_node(seen_by_rank_9: Look, with_record: bool) -> None:
     found, _ = seen_by_rank_9(24, with_record)
-    assert found.listing.sizes == {name: size for rank in range(24) for name, size in files_of(rank).items()}
+    assert found.sizes == {name: size for rank in range(24) for name, size in files_of(rank).items()}
     for rank in range(24):
         node = tuple(range(rank // NODE * NODE, rank // NODE * NODE + NODE))
         assert [found.readers_of[name] for name in files_of(rank)] == [node, node]
-    assert found.listing.world_size == 24 and found.partial_ranks == tuple(range(24))
-    assert {name for name in found.listing.sizes if name not in found.listing.remote_files} == {
+    assert found.world_size == 24 and found.partial_ranks == tuple(range(24))
+    assert {name for name in found.sizes if name not in found.remote_files} == {
         name for rank in range(8, 16) for name in files_of(rank)
     }
 

@@ -3,6 +3,7 @@
     load                one load from beginning to end
     tag_choice          which tag is loaded; ``fallback`` walks back to the newest tag that loads
     preflight           everything that is checked before a tensor is touched; its result is a ``LoadPlan``
+    load_plan           the save and the run compared, and what each rank reads from where
     saved_copies        whether copies of tensor parallel ranks agree, where no commit record says it
     stock               whether DeepSpeed alone loads what we refuse, and whether that would go right
     restore             fills the live engine

@@ -26,7 +26,6 @@ from zeroelastic.core.plan import Plan, check_plan, make_plan
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, misfits
 from zeroelastic.deepspeed.node_local.peer_checkpoint import ranks_taken, sources_by_size
-from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.errors import CheckpointError, LayoutMismatchError, MissingFileError, UnsupportedError, some
 from zeroelastic.io.paths import FilePath
@@ -62,7 +61,6 @@ class LoadPlan:
     live: LiveOptimizer
     request: LoadRequest
     checkpoint: Checkpoint
-    visibility: FileVisibility
     model: ModelStates
     shards: Mapping[int, Shard]
     head: Shard
@@ -108,14 +106,11 @@ class LoadPlan:
     @property
     def reads_model(self) -> bool:
         """Whether this rank reads ``model`` itself, from a disk."""
-        return self.visibility.reads_headers or (
-            self.visibility.listing.over_nodes and self.model.path.name not in self.checkpoint.remote_files
-        )
+        seen = self.checkpoint.inventory
+        return seen.reads_headers or (seen.over_nodes and seen.reads(self.model.path.name))
 
 
-def plan_load(
-    checkpoint: Checkpoint, visibility: FileVisibility, live: LiveOptimizer, request: LoadRequest
-) -> LoadPlan:
+def plan_load(checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest) -> LoadPlan:
     """Compare a save with the run, and plan what this rank loads.
 
     Raises CheckpointError, LayoutMismatchError (every disagreement listed), UnsupportedError.
@@ -130,7 +125,7 @@ def plan_load(
         raise MissingFileError(missing)
     if (mixed := other_step(model, record) or other_models(model, head, record)) is not None:
         raise CheckpointError(mixed)
-    saved = _saved_params(checkpoint, visibility, live)
+    saved = _saved_params(checkpoint, live)
     current = ParamSet(live.whole.whole_tensors, live.whole_frozen.whole_tensors, tied=live.tied)
     membership = compare(saved, current, checkpoint.groups(head), live.groups)
     renamed = other_names(saved, current)
@@ -158,7 +153,6 @@ def plan_load(
         live=live,
         request=request,
         checkpoint=checkpoint,
-        visibility=visibility,
         model=model,
         shards=shards,
         head=head,
@@ -176,7 +170,7 @@ def plan_load(
     )
 
 
-def _saved_params(checkpoint: Checkpoint, visibility: FileVisibility, live: LiveOptimizer) -> ParamSet:
+def _saved_params(checkpoint: Checkpoint, live: LiveOptimizer) -> ParamSet:
     """Return the parameters of a save; their further names, which at stage 3 rank 0 alone lists, where names differ."""
     layout, frozen = checkpoint.layout, checkpoint.frozen_layout
     params = None if frozen is None else frozen.whole_tensors
@@ -186,7 +180,7 @@ def _saved_params(checkpoint: Checkpoint, visibility: FileVisibility, live: Live
     if excluded:
         params = tuple(content.param for content in excluded if content.tp_rank == live.tp.rank)
     differs = not live.whole.index().keys() <= layout.index().keys()
-    all_see = checkpoint.whole_model or visibility.reads_headers  # all ranks have to find the same names
+    all_see = checkpoint.whole_model or checkpoint.inventory.reads_headers  # all ranks have to find the same names
     tied = checkpoint.model_states(0).tied if differs and all_see and not live.sharing.has_slices else {}
     return ParamSet(layout.whole_tensors, params, has_frozen=not excluded, tied=tied)
 

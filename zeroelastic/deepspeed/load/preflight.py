@@ -21,7 +21,7 @@ from zeroelastic.deepspeed.load.load_plan import LoadPlan, plan_load
 from zeroelastic.deepspeed.load.module_states import check_loaded_values
 from zeroelastic.deepspeed.load.saved_copies import refuse_other_copies
 from zeroelastic.deepspeed.node_local.peer_checkpoint import open_with_peers
-from zeroelastic.deepspeed.node_local.visibility import gather_visibility, stat_assigned_files
+from zeroelastic.deepspeed.node_local.visibility import gather_inventory, stat_assigned_files
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise
 from zeroelastic.errors import CheckpointError, UndescribedSlicesError, UnsupportedError
@@ -61,20 +61,20 @@ def preflight(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir
 def _check(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: FilePath) -> LoadPlan:
     """``preflight`` into a live state as it is. Collective."""
     compare_directories = request.options.verify != "off"
-    visibility = gather_visibility(tag_dir)
+    inventory = gather_inventory(tag_dir)
     received = None
-    if not visibility.reads_headers:
-        received = open_with_peers(visibility, live, compare_directories=compare_directories)
+    if not inventory.reads_headers:
+        received = open_with_peers(tag_dir, inventory, live, compare_directories=compare_directories)
 
     def check() -> LoadPlan:
         checkpoint = received or open_checkpoint(
             tag_dir,
             near_rank=live.rank,
             tp=live.tp,
-            listing=stat_assigned_files(tag_dir, visibility.listing),
+            inventory=stat_assigned_files(tag_dir, inventory),
             compare_directories=compare_directories,
         )
-        plan = plan_load(checkpoint, visibility, live, request)
+        plan = plan_load(checkpoint, live, request)
         check_loaded_values(engine, plan.model, request)
         return replace(plan, checked_bytes=_check_checksums(plan)) if request.options.verifies_content else plan
 
@@ -83,7 +83,7 @@ def _check(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: F
     tensor_size = plan.checkpoint.topology.tensor_size
     if plan.record is None and tensor_size not in (1, live.topology.tensor_size):
         keys = sorted({key for own in plan.head.tensor_keys for key in own})
-        refuse_other_copies(plan.checkpoint, visibility, keys=keys, device=next(live.module.parameters()).device)
+        refuse_other_copies(plan.checkpoint, keys=keys, device=next(live.module.parameters()).device)
     if plan.record is None and plan.checkpoint.whole_model and request.options.verifies_content:
         _refuse_other_weights(plan)
     return plan
@@ -107,12 +107,12 @@ def _refuse_other_weights(plan: LoadPlan) -> None:
 
     Each rank compares a sample of each parameter in the files that it reads.
     """
-    is_remote = plan.checkpoint.remote_files.__contains__
+    reads = plan.checkpoint.inventory.reads
 
     def compare() -> ComparedWeights:
         if plan.model.save_id is not None or not plan.reads_model:
             return ComparedWeights()
-        shards = {rank: shard for rank, shard in plan.shards.items() if not is_remote(shard.path.name)}
+        shards = {rank: shard for rank, shard in plan.shards.items() if reads(shard.path.name)}
         return compare_weights(trained_part(shards, plan.head, plan.layout), shards, plan.model, sample=SAMPLE)
 
     _, found = all_gather_of_or_raise(compare, tuple)
@@ -150,13 +150,13 @@ def _check_checksums(plan: LoadPlan) -> int:
 
     Returns the number of bytes read. Raises CheckpointError.
     """
-    checkpoint, visibility = plan.checkpoint, plan.visibility
+    checkpoint, inventory = plan.checkpoint, plan.checkpoint.inventory
     shards, models = dict(plan.shards), {plan.model.rank: plan.model}
     for rank, path in enumerate(checkpoint.optim_files):
-        if visibility.reads_for_all(path.name, shared=False):
+        if inventory.reads_for_all(path.name, shared=False):
             shards[rank] = checkpoint.shard(rank)
     for rank, path in enumerate(checkpoint.model_files):
-        if visibility.reads_for_all(path.name, shared=False):
+        if inventory.reads_for_all(path.name, shared=False):
             models[rank] = checkpoint.model_states(rank)
     own_weights = plan.record is not None and plan.record.own_weights  # which no digest is of
     parts = {
@@ -173,8 +173,8 @@ def _check_checksums(plan: LoadPlan) -> int:
         parts[shard.path] = (shard.size, [extents.offset for extents in shard.extents.values()])
     nbytes = 0
     for path, (size, places) in parts.items():
-        if path.name not in checkpoint.remote_files:
-            with visibility.named_in_errors(path):
+        if inventory.reads(path.name):
+            with inventory.named_in_errors(path):
                 executor = plan.request.options.host_io_engine
                 nbytes += check_archive(path, size, digested=np.concatenate(places), executor=executor)
     return nbytes

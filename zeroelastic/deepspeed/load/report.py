@@ -66,8 +66,8 @@ def load_report(
     """
     live, request, checkpoint = load_plan.live, load_plan.request, load_plan.checkpoint
     texts = [*warnings, *restored.notes]
-    if not load_plan.visibility.reads_payload:
-        partial = load_plan.visibility.partial_ranks
+    if not checkpoint.inventory.reads_payload:
+        partial = checkpoint.inventory.partial_ranks
         few = f"{counted(len(partial), 'rank')} of {dist.get_world_size()} ({some(map(str, partial))})"
         texts.append(f"node-local disks: {few} did not see all files, and had them read and sent by ranks that did")
     texts += module_notes
@@ -140,9 +140,9 @@ def notes_of_modules(load_plan: LoadPlan) -> list[str]:
     The nodes of a save at stage 1 or 2 each write one, with buffers and client state of their own.
     """
     model, checkpoint = load_plan.model, load_plan.checkpoint
-    if load_plan.visibility.reads_payload:
+    if checkpoint.inventory.reads_payload:
         return []
-    taken = all_gather_alike((model.path.name, model.directory, model.path.name in checkpoint.remote_files))
+    taken = all_gather_alike((model.path.name, model.directory, not checkpoint.inventory.reads(model.path.name)))
     if not checkpoint.whole_model:
         return []
     notes: list[str] = []

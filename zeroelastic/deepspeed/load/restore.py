@@ -55,11 +55,11 @@ def restore(engine: Engine, load_plan: LoadPlan, load_module: Callable[[str], tu
     that ``model_states_reader`` serves from the path that it is given.
     """
     live, options = load_plan.live, load_plan.request.options
-    payload = RelayCost()
+    inventory, payload = load_plan.checkpoint.inventory, RelayCost()
     live.begin_load()
     with (
         live.filling(),
-        module_file(load_plan.visibility, load_plan.checkpoint, load_plan.model, executor=options.io_engine) as (
+        module_file(load_plan.checkpoint, load_plan.model, executor=options.io_engine) as (
             module_path,
             module,
         ),
@@ -96,12 +96,12 @@ def restore(engine: Engine, load_plan: LoadPlan, load_module: Callable[[str], tu
                 lost=lost,
             )
 
-        if load_plan.visibility.reads_payload:  # and waits for no other rank until it is complete
+        if inventory.reads_payload:  # and waits for no other rank until it is complete
             restored = all_or_raise(lambda: complete(*load_and_fill()))
         else:
             loaded, filled = all_or_raise(load_and_fill)
             payload = fill_from_others(
-                load_plan.visibility,
+                load_plan.checkpoint,
                 filled,
                 executor=options.io_engine,
                 digest=options.verify == "read",
@@ -116,7 +116,7 @@ def restore(engine: Engine, load_plan: LoadPlan, load_module: Callable[[str], tu
 def _fill(load_plan: LoadPlan) -> list[Filled]:
     """Fill master weights and optimizer tensors, then what is frozen on either side, in place."""
     live, weights_only, options = load_plan.live, load_plan.weights_only, load_plan.request.options
-    targets: list[Target] = []
+    inventory, targets = load_plan.checkpoint.inventory, list[Target]()
     on_disk = not is_url(load_plan.tag_dir)
     for i, (source, keys, scalars) in enumerate(load_plan.states):
         if source is None:
@@ -139,7 +139,7 @@ def _fill(load_plan: LoadPlan) -> list[Filled]:
         fill(
             *part,
             executor=options.io_engine,
-            remote_files=frozenset() if load_plan.visibility.reads_payload else load_plan.checkpoint.remote_files,
+            remote_files=() if inventory.reads_payload else inventory.remote_files,
             digest=options.verify == "read",
         )
         for part in parts

@@ -21,16 +21,13 @@ from zeroelastic.core.digest import UInt64Array, combine
 from zeroelastic.core.layout import Layout
 from zeroelastic.core.plan import held_plan
 from zeroelastic.deepspeed.live.digests import sum_over_ranks
-from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import UnsupportedError, some
 
 _Extents = Callable[[int], Mapping[str, TensorExtents]]
 
 
-def refuse_other_copies(
-    checkpoint: Checkpoint, visibility: FileVisibility, *, keys: list[str], device: torch.device
-) -> None:
+def refuse_other_copies(checkpoint: Checkpoint, *, keys: list[str], device: torch.device) -> None:
     """Raise UnsupportedError where tensor parallel ranks saved different copies of the same values. Collective.
 
     Every copy is read once, by some rank that sees its file. ``keys`` are those of optimizer state, on all ranks alike.
@@ -45,6 +42,7 @@ def refuse_other_copies(
         (checkpoint.frozen_layout, [FROZEN], frozen),
     ]
     differing: list[str] = []
+    num_ranks, here = dist.get_world_size(), dist.get_rank()
     for layout, own, extents in parts:
         if layout is None or layout.slices is None:
             continue
@@ -52,7 +50,9 @@ def refuse_other_copies(
         ranks = [
             rank
             for rank in range(layout.world_size)
-            if visibility.reads_for_all(files[rank].name, shared=rank % dist.get_world_size() == dist.get_rank())
+            if checkpoint.inventory.reads_for_all(
+                files[rank].name, shared=rank % dist.get_world_size() == dist.get_rank()
+            )
         ]
         sums = all_or_raise(partial(_sums, layout, own, extents, ranks))
         totals = np.array(sum_over_ranks(sums.ravel(), device=device), dtype=np.uint64)

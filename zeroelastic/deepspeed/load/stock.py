@@ -32,8 +32,8 @@ from zeroelastic.checkpoint.contradictions import (
     shard_values,
     values_sentence,
 )
+from zeroelastic.checkpoint.inventory import saved_sizes
 from zeroelastic.checkpoint.model_states import model_states_of
-from zeroelastic.checkpoint.open import saved_sizes
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
 from zeroelastic.checkpoint.saved_layout import DATA_FIRST

@@ -197,10 +197,10 @@ def _describe(own: Sequence[TensorKey], named: Sequence[TensorKey], num_wrong: i
 
     The first rank of each data parallel group looks; if it does not see all files, the reader of each file does.
     """
-    visibility = load_plan.visibility
+    inventory = load_plan.checkpoint.inventory
     looks = load_plan.live.rank == 0
-    if not visibility.reads_headers:
-        looks = any(visibility.reader(name) == visibility.rank for name in visibility.names)
+    if not inventory.reads_headers:
+        looks = any(inventory.reader(name) == inventory.rank for name in inventory.readers_of)
     found = all_gather(_damaged_files(own[:_NAMED], load_plan) if looks and own else None)
     reports = [report for report in found if report is not None]
     any_named = any(are_named for are_named, _ in reports)
@@ -219,10 +219,10 @@ def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[boo
 
     They are files whose payload is not what their own digests or checksums state, among those that this rank reads.
     """
-    checkpoint, visibility = load_plan.checkpoint, load_plan.visibility
+    checkpoint, inventory = load_plan.checkpoint, load_plan.checkpoint.inventory
 
     def is_read_here(path: FilePath) -> bool:
-        return visibility.reads_for_all(path.name, shared=True)
+        return inventory.reads_for_all(path.name, shared=True)
 
     names = sorted({name for name, _ in wrong})
     bad: set[str] = set()
@@ -248,7 +248,7 @@ def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[boo
         sizes = file_sizes(checkpoint.tag_dir)
         experts = () if checkpoint.frozen_experts is None else checkpoint.expert_files
         for path in filter(is_read_here, (*checkpoint.model_files, *(checkpoint.tag_dir / name for name in experts))):
-            label = visibility.label(path.name)
+            label = inventory.label(path.name)
             holders.add(label)
             bad |= {label} if _contradicts_itself(path, sizes.get(path.name, 0)) else set()
     if bad:

@@ -20,7 +20,7 @@ from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.checkpoint.tag_files import TensorParallel
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.kinds import trained_params
-from zeroelastic.deepspeed.node_local.visibility import gather_visibility
+from zeroelastic.deepspeed.node_local.visibility import gather_inventory
 from zeroelastic.distributed.collective import all_gather, all_gather_or_raise, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import (
     CheckpointError,
@@ -155,10 +155,10 @@ def problem_over_nodes(tag_dir: FilePath, problem: str, tp: TensorParallel) -> s
     if isinstance(tag_dir, RemotePath):
         return problem
     try:
-        visibility = gather_visibility(tag_dir)
-        if visibility.reads_headers:
+        inventory = gather_inventory(tag_dir)
+        if inventory.reads_headers:
             return problem
-        all_or_raise(lambda: open_checkpoint(tag_dir, tp=tp, listing=visibility.listing))
+        all_or_raise(lambda: open_checkpoint(tag_dir, tp=tp, inventory=inventory))
     except UndescribedSlicesError:  # a load may take them into the same slices
         return None
     except (CheckpointError, UnreadableError, UnsupportedError) as error:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from zeroelastic.checkpoint.extents import ExtentTable
+from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.deepspeed.fill import Filled, RowStreams
-from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
 from zeroelastic.executors.dispatch import (
@@ -42,7 +42,7 @@ class RelayCost:
 
 
 def fill_from_others(
-    visibility: FileVisibility,
+    checkpoint: Checkpoint,
     filled: Sequence[Filled],
     *,
     executor: Executor,
@@ -53,9 +53,10 @@ def fill_from_others(
     Raises the same error on every rank. Adds the digests of those rows that were cast, and with ``digest`` of the
     others.
     """
-    names = visibility.names
+    inventory = checkpoint.inventory
+    names = sorted(inventory.readers_of)  # a number for each that means the same on every rank
     numbers = {name: number for number, name in enumerate(names)}
-    paths = tuple(map(visibility.path, names))
+    paths = tuple(checkpoint.tag_dir / name for name in names)
     tables: list[Int64Array] = [np.empty((0, 4), dtype=np.int64)]  # number of the file, offset, nbytes, reader
     first_row = [0]
     for one in filled:
@@ -63,7 +64,7 @@ def fill_from_others(
         count = 0 if unread is None else unread.num_rows
         if unread is not None and count:
             file = np.array([numbers[path.name] for path in unread.paths], dtype=np.int64)
-            reader = np.array([visibility.reader(path.name, visibility.rank) for path in unread.paths], dtype=np.int64)
+            reader = np.array([inventory.reader(path.name, inventory.rank) for path in unread.paths], dtype=np.int64)
             columns = (file[unread.file], unread.file_offset, unread.nbytes, reader[unread.file])
             tables.append(np.stack(columns, axis=1))
         first_row.append(first_row[-1] + count)

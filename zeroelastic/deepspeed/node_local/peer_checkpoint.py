@@ -17,6 +17,7 @@ from functools import partial
 
 import numpy as np
 
+from zeroelastic.checkpoint.inventory import Inventory
 from zeroelastic.checkpoint.model_states import ModelStates, open_model_states
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.tag_files import TensorParallel, parse_rank_file
@@ -24,7 +25,6 @@ from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.node_local.payload import RelayCost
-from zeroelastic.deepspeed.node_local.visibility import FileVisibility
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.multicast import Request, multicast
@@ -107,20 +107,19 @@ class _Headers:
     others.
     """
 
-    visibility: FileVisibility
     own: Checkpoint
     checkpoints: dict[int, Checkpoint]
     recorded: dict[str, tuple[int, Ranges]] = field(default_factory=dict)
 
     def read(self, name: str) -> None:
         """Parse a header now, wherever the file is, in such a way that it can be sent to others. Collective."""
-        all_or_raise(partial(self.record, [name] if name not in self.own.remote_files else []))
+        all_or_raise(partial(self.record, [name] if self.own.inventory.reads(name) else []))
         self.fetch([name])
 
     def fetch(self, wanted: Iterable[str]) -> None:
         """Parse the wanted headers of files that other ranks see, and send theirs to other ranks. Collective."""
-        remote = [name for name in wanted if name in self.own.remote_files]
-        requests = [Request(self.visibility.reader(name), name) for name in remote]
+        remote = [name for name in wanted if not self.own.inventory.reads(name)]
+        requests = [Request(self.own.inventory.reader(name), name) for name in remote]
         answers = multicast(requests, self.content)
         all_or_raise(partial(self.take, answers.content))
 
@@ -134,10 +133,10 @@ class _Headers:
         for name in dict.fromkeys(names):
             if name in self.recorded:
                 continue
-            path = self.visibility.tag_dir / name
+            path, inventory = self.own.tag_dir / name, self.own.inventory
             with (
-                self.visibility.named_in_errors(path),
-                recording(path, self.visibility.listing.sizes.get(name)) as (file, ranges),
+                inventory.named_in_errors(path),
+                recording(path, inventory.sizes.get(name)) as (file, ranges),
             ):
                 self.parse(name, file)
             self.recorded[name] = (file.size, joined(ranges))
@@ -146,7 +145,7 @@ class _Headers:
         """Parse headers that others have read."""
         for name, content in answers.items():
             size, ranges = pickle.loads(content)
-            self.parse(name, ReceivedFile(self.visibility.tag_dir / name, size, ranges))
+            self.parse(name, ReceivedFile(self.own.tag_dir / name, size, ranges))
 
     def parse(self, name: str, through: Blocks) -> None:
         file = parse_rank_file(name)
@@ -158,7 +157,7 @@ class _Headers:
             checkpoint.model_states(rank, through=through)
             return
         model = checkpoint.model_file(rank).name
-        if not checkpoint.has_models and model not in self.own.remote_files:
+        if not checkpoint.has_models and self.own.inventory.reads(model):
             self.record([model])  # rigid optimizer files do not name their parameters
         checkpoint.shard(rank, through=through)
 
@@ -166,9 +165,9 @@ class _Headers:
         if tp_rank not in self.checkpoints:
             tp = TensorParallel(tp_rank, self.own.tp.size)
             self.checkpoints[tp_rank] = open_checkpoint(
-                self.visibility.tag_dir,
+                self.own.tag_dir,
                 tp=tp,
-                listing=self.visibility.listing,
+                inventory=self.own.inventory,
                 compare_directories=self.own.compare_directories,
             )
         return self.checkpoints[tp_rank]
@@ -200,7 +199,9 @@ def sources_by_size(checkpoint: Checkpoint, live: LiveOptimizer, *layouts: Layou
     return source_ranks(numels, saved_world_size=saved, world_size=current, rank=live.rank)
 
 
-def open_with_peers(visibility: FileVisibility, live: LiveOptimizer, *, compare_directories: bool = True) -> Checkpoint:
+def open_with_peers(
+    tag_dir: FilePath, inventory: Inventory, live: LiveOptimizer, *, compare_directories: bool = True
+) -> Checkpoint:
     """The checkpoint, with every header that this rank needs and does not see from one that does. Collective.
 
     ``compare_directories`` is that of ``open_checkpoint``.
@@ -208,14 +209,14 @@ def open_with_peers(visibility: FileVisibility, live: LiveOptimizer, *, compare_
     """
     checkpoint = all_or_raise(
         lambda: open_checkpoint(
-            visibility.tag_dir,
+            tag_dir,
             near_rank=live.rank,
             tp=live.tp,
-            listing=visibility.listing,
+            inventory=inventory,
             compare_directories=compare_directories,
         )
     )
-    headers = _Headers(visibility, checkpoint, {live.tp.rank: checkpoint})
+    headers = _Headers(checkpoint, {live.tp.rank: checkpoint})
     own, nearest = ranks_taken(checkpoint, live)
     first = checkpoint.model_file(own).name
     headers.read(first)
@@ -257,39 +258,36 @@ def _holders(src: Layout, dst: Layout, rank: int) -> set[int]:
 
 
 @contextmanager
-def module_file(
-    visibility: FileVisibility, checkpoint: Checkpoint, model: ModelStates, *, executor: Executor
-) -> Iterator[tuple[str, RelayCost]]:
+def module_file(checkpoint: Checkpoint, model: ModelStates, *, executor: Executor) -> Iterator[tuple[str, RelayCost]]:
     """Where a rank reads its module states file, ``model``, and what it cost to get it there. Collective.
 
     That is the file itself for a rank that sees it on a disk. Others have the bytes that DeepSpeed reads in memory,
     which is all but parameters, under a name that lasts as long as the context.
     """
     local = str(model.path)
-    if visibility.reads_headers:
+    inventory = checkpoint.inventory
+    if inventory.reads_headers:
         yield local, RelayCost()
         return
-    is_remote = visibility.reads_payload or model.path.name in visibility.listing.remote_files
+    is_remote = inventory.reads_payload or not inventory.reads(model.path.name)
     held = os.memfd_create(model.path.name, os.MFD_CLOEXEC) if is_remote else None
     try:
-        cost = _fetch(visibility, checkpoint, model, held, executor)
+        cost = _fetch(checkpoint, model, held, executor)
         yield local if held is None else f"/proc/self/fd/{held}", cost
     finally:
         if held is not None:
             os.close(held)
 
 
-def _fetch(
-    visibility: FileVisibility, checkpoint: Checkpoint, model: ModelStates, held: int | None, executor: Executor
-) -> RelayCost:
+def _fetch(checkpoint: Checkpoint, model: ModelStates, held: int | None, executor: Executor) -> RelayCost:
     """Read module states for others, and fill ``held`` with what another has read, if it is given. Collective."""
-    requests = [] if held is None else [Request(visibility.reader(model.path.name), model.path.name)]
+    requests = [] if held is None else [Request(checkpoint.inventory.reader(model.path.name), model.path.name)]
     read: dict[FilePath, int] = {}
 
     def content(names: Sequence[str]) -> dict[str, bytes]:
         found = {}
         for name in names:
-            asked = _model_states(visibility, checkpoint, name)
+            asked = _model_states(checkpoint, name)
             found[name] = _read(asked, executor)
             read[asked.path] = len(found[name])
         return found
@@ -299,7 +297,7 @@ def _fetch(
     return RelayCost(sum(read.values()), tuple(read), answers.sent, answers.received)
 
 
-def _model_states(visibility: FileVisibility, checkpoint: Checkpoint, name: str) -> ModelStates:
+def _model_states(checkpoint: Checkpoint, name: str) -> ModelStates:
     """A module states file that this rank reads for others."""
     file = parse_rank_file(name)
     assert file is not None
@@ -308,7 +306,7 @@ def _model_states(visibility: FileVisibility, checkpoint: Checkpoint, name: str)
     if file.tp_rank == checkpoint.tp.rank:
         return checkpoint.model_states(file.rank)
     tp = TensorParallel(file.tp_rank, checkpoint.tp.size)
-    return open_model_states(visibility.tag_dir / name, file.rank, world_size=None, tp=tp)
+    return open_model_states(checkpoint.tag_dir / name, file.rank, world_size=None, tp=tp)
 
 
 def _read(model: ModelStates, executor: Executor) -> bytes:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.open import Listing, list_files, stated_sizes
+from zeroelastic.checkpoint.inventory import Inventory, list_files, stated_sizes
 from zeroelastic.checkpoint.tag_files import (
     WHOLE_MODEL_FILE,
     is_rank_file,
@@ -35,69 +34,6 @@ from zeroelastic.distributed.collective import all_gather, all_gather_alike, all
 from zeroelastic.errors import CheckpointError, MissingFileError, rank_list
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_names, file_size, file_sizes
-
-
-@dataclass(frozen=True, slots=True)
-class FileVisibility:
-    """The files of a tag over all ranks: their ``listing``, and the ranks that read each, ascending.
-
-    The same on every rank, but for ``rank``, and for what is said of files of the whole module: there ``listing`` and
-    ``readers_of`` are of the file that this rank takes. ``readers_of`` has the files of one save: those of its record,
-    or all of them without a record. It is empty where every rank sees all files on a disk, and reads them itself; of
-    files behind a URL, which every rank can read, it says who reads a header for all. ``partial_ranks`` are the ranks
-    that do not see all files.
-    """
-
-    tag_dir: FilePath
-    rank: int
-    listing: Listing
-    readers_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    partial_ranks: tuple[int, ...] = ()
-
-    @property
-    def reads_payload(self) -> bool:
-        """Whether this rank reads all payload of its own state itself."""
-        return not self.listing.over_nodes
-
-    @property
-    def reads_headers(self) -> bool:
-        """Whether this rank reads all headers that it needs itself."""
-        return not self.readers_of
-
-    def path(self, name: str) -> FilePath:
-        """Where a file is."""
-        return self.tag_dir / name
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The files, sorted: a number for each that means the same on every rank."""
-        return tuple(sorted(self.readers_of))
-
-    def reader(self, name: str, requester: int = 0) -> int:
-        """The rank that reads a file for others; ``requester`` spreads requests over all ranks that see the file."""
-        ranks, file = self.readers_of[name], parse_rank_file(name)
-        return ranks[(requester + (file.rank if file is not None else 0)) % len(ranks)]
-
-    def reads_for_all(self, name: str, *, shared: bool) -> bool:
-        """Whether this rank is the one that reads a file for all; ``shared`` where every rank sees all files."""
-        return self.reader(name) == self.rank if self.readers_of else shared
-
-    def label(self, name: str) -> str:
-        """A file's name, with the ranks that see it where other nodes have other files of that name."""
-        if not self.listing.over_nodes or not _is_whole_module(name):
-            return name
-        return f"{name} (of {rank_list(self.readers_of[name])})"
-
-    @contextmanager
-    def named_in_errors(self, path: FilePath) -> Iterator[None]:
-        """Errors of reading a file say which it is, where the nodes have different ones under its name."""
-        try:
-            yield
-        except CheckpointError as error:
-            if not self.listing.over_nodes or not _is_whole_module(path.name):
-                raise
-            raise type(error)(f"{error} It is the {self.label(path.name)}.") from error
-
 
 _Identity = tuple[int, int, int]
 
@@ -133,8 +69,8 @@ class _Place(NamedTuple):
     holders: tuple[int, ...]
 
 
-def gather_visibility(tag_dir: FilePath) -> FileVisibility:
-    """Find out which rank sees which file of a tag directory. Collective.
+def gather_inventory(tag_dir: FilePath) -> Inventory:
+    """List a tag directory, and find out which rank sees which file of it. Collective.
 
     Of the ranks that see one directory, the first lists it and sends the others what it found: on a file system that
     all ranks share, one rank lists the names and reads the record; ``stat_assigned_files`` is for the sizes.
@@ -148,7 +84,7 @@ def gather_visibility(tag_dir: FilePath) -> FileVisibility:
     firsts: dict[_Identity | None, int] = {}
     node_of = [firsts.setdefault(one, other) for other, one in enumerate(all_gather_alike(_identity(tag_dir)))]
     if len(firsts) == 1:
-        return FileVisibility(tag_dir, rank, _list_together(tag_dir))
+        return _list_together(tag_dir)
     record, own = all_or_raise(lambda: _look(tag_dir) if node_of[rank] == rank else (None, None))
     nodes = {first: node for first, node in enumerate(all_gather(own)) if node is not None}
     members: dict[int, list[int]] = {}
@@ -158,13 +94,13 @@ def gather_visibility(tag_dir: FilePath) -> FileVisibility:
         node.ranks = tuple(members[first])
     here = nodes[node_of[rank]]
     if all(node.files == here.files for node in nodes.values()):
-        return FileVisibility(tag_dir, rank, all_or_raise(lambda: list_files(tag_dir)))
+        return replace(all_or_raise(lambda: list_files(tag_dir)), rank=rank)
     saves = {node.save for node in nodes.values() if node.save is not None}
     leaders = {save: _leader_of_save(save, nodes) for save in saves}
     sent = all_gather(record if rank in leaders.values() else None)
     record_bytes = here.files[RECORD_NAME] if record is not None else 0
     found = [
-        (led.global_steps, _visibility_of_record(tag_dir, led, save, nodes, nodes[leader], here, record_bytes))
+        (led.global_steps, _of_record(led, save, nodes, nodes[leader], here, record_bytes))
         for save, leader in sorted(leaders.items())
         if (led := sent[leader]) is not None
     ]
@@ -173,12 +109,12 @@ def gather_visibility(tag_dir: FilePath) -> FileVisibility:
         for first, sizes in enumerate(all_gather(said)):
             if first in nodes and sizes is not None:
                 nodes[first].world_size = sizes[0]
-        return _visibility_without_record(tag_dir, nodes, here)
+        return _without_record(tag_dir, nodes, here)
 
-    def order(one: tuple[int, FileVisibility]) -> tuple[bool, int]:
+    def order(one: tuple[int, Inventory]) -> tuple[bool, int]:
         step, seen = one
-        assert seen.listing.record is not None
-        return dict(seen.listing.record.files) == dict(seen.listing.sizes), step
+        assert seen.record is not None
+        return dict(seen.record.files) == dict(seen.sizes), step
 
     return max(found, key=order)[1]  # the newest of the complete saves, or else of all
 
@@ -201,13 +137,13 @@ def _look(tag_dir: Path) -> tuple[CommitRecord | None, _Node]:
     return record, node
 
 
-def _of_store(tag_dir: RemotePath) -> FileVisibility:
+def _of_store(tag_dir: RemotePath) -> Inventory:
     """A directory behind a URL: rank 0 lists it and reads the record; each header is read by one rank. Collective.
 
     A saved rank's files are read by the rank of its number, which needs them itself in most resumes.
     """
 
-    def look() -> Listing:
+    def look() -> Inventory:
         found = list_files(tag_dir)
         refuse_unfinished(tag_dir, found.names)
         if found.record is not None:
@@ -222,30 +158,25 @@ def _of_store(tag_dir: RemotePath) -> FileVisibility:
     files = {name: file for name in found.names if (file := parse_rank_file(name)) is not None}
     tensor_size = max((file.tp_rank + 1 for file in files.values()), default=1)
     readers = {name: ((file.rank * tensor_size + file.tp_rank) % num_ranks,) for name, file in files.items()}
-    listing = replace(
-        found,
-        remote_files=frozenset(name for name, ranks in readers.items() if rank not in ranks),
-        record_bytes=found.record_bytes if rank == 0 else 0,
-    )
-    return FileVisibility(tag_dir, rank, listing, readers)
+    return replace(found, readers_of=readers, rank=rank, record_bytes=found.record_bytes if rank == 0 else 0)
 
 
-def _list_together(tag_dir: Path) -> Listing:
+def _list_together(tag_dir: Path) -> Inventory:
     """A directory that all ranks see: rank 0 lists it and reads the record. Collective."""
 
-    def look() -> Listing:
+    def look() -> Inventory:
         try:
             names = file_names(tag_dir)
         except MissingFileError:
             names = frozenset()
         record = read_record(tag_dir) if RECORD_NAME in names else None
-        return Listing(names, {}, record, record_bytes=file_size(tag_dir / RECORD_NAME) or 0)
+        return Inventory(names, {}, record, record_bytes=file_size(tag_dir / RECORD_NAME) or 0)
 
-    found = broadcast_or_raise(look)
-    return found if dist.get_rank() == 0 else replace(found, record_bytes=0)
+    found, rank = broadcast_or_raise(look), dist.get_rank()
+    return found if rank == 0 else replace(found, rank=rank, record_bytes=0)
 
 
-def stat_assigned_files(tag_dir: FilePath, listing: Listing) -> Listing:
+def stat_assigned_files(tag_dir: FilePath, listing: Inventory) -> Inventory:
     """Add the sizes of this rank's share of the files, where the listing has none. Raises UnreadableError."""
     if listing.record is None or listing.sizes:
         return listing
@@ -308,15 +239,14 @@ def _ranks(nodes: Iterable[_Node]) -> tuple[int, ...]:
     return tuple(sorted(rank for node in nodes for rank in node.ranks))
 
 
-def _visibility_of_record(
-    tag_dir: Path,
+def _of_record(
     record: CommitRecord,
     save: str,
     nodes: Mapping[int, _Node],
     leader: _Node,
     here: _Node,
     record_bytes: int,
-) -> FileVisibility:
+) -> Inventory:
     """The files of one save, of which ``record`` is that of the ``leader``, as a rank of the node ``here`` takes them.
 
     Files that a node has beside another record are left out.
@@ -342,30 +272,28 @@ def _visibility_of_record(
             | {name: version.directory for name, version in taken.items() if version.directory is not None},
         }
     )
-    return _visibility(tag_dir, places, record, record.world_size, record_bytes)
+    return _inventory(places, record, record.world_size, record_bytes)
 
 
-def _visibility(
-    tag_dir: Path, places: Mapping[str, _Place], record: CommitRecord | None, world_size: int, record_bytes: int
-) -> FileVisibility:
-    rank = dist.get_rank()
+def _inventory(
+    places: Mapping[str, _Place], record: CommitRecord | None, world_size: int, record_bytes: int
+) -> Inventory:
     num_held = Counter(rank for place in places.values() for rank in place.holders)
     sizes = {name: place.size for name, place in places.items()}
-    listing = Listing(
+    return Inventory(
         names=sizes.keys(),
         sizes=sizes,
         record=record,
         world_size=world_size,
-        remote_files=frozenset(name for name, place in places.items() if rank not in place.readers),
         record_bytes=record_bytes,
         over_nodes=True,
+        readers_of={name: place.readers for name, place in places.items()},
+        rank=dist.get_rank(),
+        partial_ranks=tuple(rank for rank in range(dist.get_world_size()) if num_held[rank] < len(places)),
     )
-    readers_of = {name: place.readers for name, place in places.items()}
-    partial = tuple(rank for rank in range(dist.get_world_size()) if num_held[rank] < len(places))
-    return FileVisibility(tag_dir, rank, listing, readers_of, partial)
 
 
-def _visibility_without_record(tag_dir: Path, nodes: Mapping[int, _Node], here: _Node) -> FileVisibility:
+def _without_record(tag_dir: Path, nodes: Mapping[int, _Node], here: _Node) -> Inventory:
     """The files of a save without a record, of which the nodes must not contradict each other.
 
     ``here`` is the node of this rank.
@@ -393,4 +321,4 @@ def _visibility_without_record(tag_dir: Path, nodes: Mapping[int, _Node], here: 
     if not world_sizes:
         rank_files(tag_dir, places)
         raise MissingFileError(f"{tag_dir}: no rank sees a *_model_states.pt. It is incomplete.")
-    return _visibility(tag_dir, places, None, world_sizes.popitem()[0], 0)
+    return _inventory(places, None, world_sizes.popitem()[0], 0)

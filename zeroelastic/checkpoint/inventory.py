@@ -1,0 +1,142 @@
+"""The files of a tag, as the ranks of a job see them together: names, sizes, the record, and who reads which."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
+from zeroelastic.checkpoint.contradictions import OVERWRITTEN
+from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, parse_rank_file, rank_files
+from zeroelastic.errors import CheckpointError, MissingFileError, rank_list, some
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import file_sizes
+from zeroelastic.torch_file.header import read_torch_file
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The files of a tag: their ``names``, its commit ``record``, and which of the ranks read each file.
+
+    ``sizes`` are those of the files that this rank has looked at for all: where many ranks share the work, few of them.
+    ``world_size`` is what headers say where there is no record, if that is known. ``record_bytes`` is what this rank
+    read of the record.
+
+    ``over_nodes``: the ranks see different directories, and this is what any of them sees. ``readers_of`` has the ranks
+    that read each file, ascending: on disks of nodes, those that see it; behind a URL, the one that reads its header
+    for all. It is empty where every rank sees all files on a disk, and reads them itself. ``partial_ranks`` do not see
+    all files. All is the same on every rank, but for ``rank``, for ``sizes`` and ``record_bytes``, and for what is said
+    of files of the whole module on disks of nodes: it is of the file that this rank takes.
+    """
+
+    names: Collection[str]
+    sizes: Mapping[str, int]
+    record: CommitRecord | None
+    world_size: int | None = None
+    record_bytes: int = 0
+    over_nodes: bool = False
+    readers_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    rank: int = 0
+    partial_ranks: tuple[int, ...] = ()
+
+    @property
+    def reads_payload(self) -> bool:
+        """Whether this rank reads all payload of its own state itself."""
+        return not self.over_nodes
+
+    @property
+    def reads_headers(self) -> bool:
+        """Whether this rank reads all headers that it needs itself."""
+        return not self.readers_of
+
+    @property
+    def remote_files(self) -> frozenset[str]:
+        """The names of files that only other ranks read."""
+        return frozenset(name for name in self.readers_of if not self.reads(name))
+
+    def reads(self, name: str) -> bool:
+        """Whether this rank reads a file, rather than having it from another rank."""
+        readers = self.readers_of.get(name)
+        return readers is None or self.rank in readers
+
+    def reader(self, name: str, requester: int = 0) -> int:
+        """The rank that reads a file for others; ``requester`` spreads requests over all ranks that see the file."""
+        ranks, file = self.readers_of[name], parse_rank_file(name)
+        return ranks[(requester + (file.rank if file is not None else 0)) % len(ranks)]
+
+    def reads_for_all(self, name: str, *, shared: bool) -> bool:
+        """Whether this rank is the one that reads a file for all; ``shared`` where every rank sees all files."""
+        return self.reader(name) == self.rank if self.readers_of else shared
+
+    def label(self, name: str) -> str:
+        """A file's name, with the ranks that see it where other nodes have other files of that name."""
+        return f"{name} (of {rank_list(self.readers_of[name])})" if self._is_of_node(name) else name
+
+    @contextmanager
+    def named_in_errors(self, path: FilePath) -> Iterator[None]:
+        """Errors of reading a file say which it is, where the nodes have different ones under its name."""
+        try:
+            yield
+        except CheckpointError as error:
+            if not self._is_of_node(path.name):
+                raise
+            raise type(error)(f"{error} It is the {self.label(path.name)}.") from error
+
+    def _is_of_node(self, name: str) -> bool:
+        return self.over_nodes and WHOLE_MODEL_FILE.match(name) is not None
+
+
+def list_files(tag_dir: FilePath) -> Inventory:
+    """List a tag directory and read its record. Raises as ``file_sizes`` and ``read_record``."""
+    sizes = file_sizes(tag_dir)
+    record = read_record(tag_dir) if RECORD_NAME in sizes else None
+    return Inventory(sizes, sizes, record, record_bytes=sizes.get(RECORD_NAME, 0))
+
+
+def check_sizes(tag_dir: FilePath, inventory: Inventory, record: CommitRecord) -> None:
+    """Raise CheckpointError unless all files of the record are there, with its sizes where these are known."""
+    want, sizes = record.files, inventory.sizes
+    missing = [name for name in want if name not in inventory.names]
+    other = [name for name, size in sizes.items() if name in want and size != want[name]]
+    wrong = [
+        f"{name} has {sizes[name]} bytes, not {want[name]}" if name in sizes else f"{name} is missing"
+        for name in sorted([*missing, *other])
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{tag_dir}: contradicts its commit record: {some(wrong)}. Files are truncated, damaged or from another "
+            f"save. {OVERWRITTEN}"
+        )
+
+
+def saved_sizes(tag_dir: FilePath) -> tuple[int, int]:
+    """The data parallel and the tensor parallel size of a save, also of one whose layout is not covered.
+
+    From the record, or else from one model states file. Raises MissingFileError, CheckpointError, UnsupportedError.
+    """
+    record = read_record(tag_dir)
+    if record is not None:
+        return record.world_size, record.tp_size
+    names = file_sizes(tag_dir)
+    sizes = stated_sizes(tag_dir, names)
+    if sizes is None:
+        rank_files(tag_dir, names)  # raises the error for what this is
+        raise MissingFileError(f"{tag_dir}: holds no zero_pp_rank_*_model_states.pt. The checkpoint is incomplete.")
+    return sizes
+
+
+def stated_sizes(tag_dir: FilePath, names: Iterable[str]) -> tuple[int, int] | None:
+    """The data and the tensor parallel size by the first model states file; None where there is none.
+
+    Raises CheckpointError.
+    """
+    models = [(file, name) for name in names if (file := parse_rank_file(name)) and file.kind != "optimizer"]
+    if not models:
+        return None
+    path = tag_dir / min(models)[1]
+    root = read_torch_file(path, foreign="inert").root
+    sizes = (root.get("dp_world_size"), root.get("mp_world_size", 1)) if isinstance(root, dict) else (None, None)
+    if type(sizes[0]) is not int or type(sizes[1]) is not int:
+        raise CheckpointError(f"{path}: states no world size. It is not a ZeRO model states file.")
+    return sizes[0], sizes[1]
