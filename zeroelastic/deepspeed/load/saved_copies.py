@@ -50,9 +50,7 @@ def refuse_other_copies(checkpoint: Checkpoint, *, keys: list[str], device: torc
         ranks = [
             rank
             for rank in range(layout.world_size)
-            if checkpoint.inventory.reads_for_all(
-                files[rank].name, shared=rank % dist.get_world_size() == dist.get_rank()
-            )
+            if checkpoint.inventory.reads_for_all(files[rank].name, shared=rank % num_ranks == here)
         ]
         sums = all_or_raise(partial(_sums, layout, own, extents, ranks))
         totals = np.array(sum_over_ranks(sums.ravel(), device=device), dtype=np.uint64)
