@@ -145,7 +145,7 @@ class _Checker(TagHeaders):
         return self.checkpoint.tp.size > 1
 
     def _use_files(self, files: StateFiles, data_size: int) -> None:
-        """Take these files for those of the save."""
+        """Take these files as the files of the save."""
         self.num_rank_files = files.tensor_size * data_size + files.num_models(data_size)
         self.optim_files, self.model_files = self._paths(files.optim), self._paths(files.models)
         self.checkpoint.use_files(files, data_size)
@@ -425,7 +425,7 @@ class _Checker(TagHeaders):
         self._keep_most_common(self.shards, facts, fitting)
 
     def _keep_most_common(self, headers: dict[int, T], facts: _Facts, fitting: _Facts) -> None:
-        """Drop the headers whose facts are not those of the largest group among ``fitting``, each with a problem."""
+        """Drop the headers whose facts differ from the largest group's among ``fitting``, each with a problem."""
         counts = Counter(tuple(fact.values()) for fact in fitting.values())
         keep = max(fitting, key=lambda rank: counts[tuple(fitting[rank].values())], default=None)
         for rank, fact in facts.items():

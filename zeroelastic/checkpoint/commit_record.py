@@ -80,7 +80,7 @@ class CommitRecord(Schema):
     content_root: _Digest
 
     def contents(self) -> list[ParamContent]:
-        """What was saved of each parameter, by every tensor parallel rank."""
+        """Return the saved tensors of each parameter, by every tensor parallel rank."""
         return self.params.contents()
 
     def excluded(self) -> list[ParamContent]:
@@ -114,8 +114,8 @@ def excluded_from(record: CommitRecord | None) -> list[ParamContent]:
 def read_record(tag_dir: FilePath) -> CommitRecord | None:
     """The commit record of a tag directory, or None where there is none.
 
-    Raises CheckpointError when it is there and cannot be believed: not JSON, not the schema, another version, a root
-    that is not the root of its own table, a checksum that is not that of the rest, or more than 1 GiB.
+    Raises CheckpointError when it is there and cannot be believed: not JSON, not the schema, another version, a wrong
+    root or checksum, or more than 1 GiB.
     """
     path = tag_dir / RECORD_NAME
     try:
@@ -177,7 +177,7 @@ def record_text(record: CommitRecord) -> bytes:
 
 
 def _lines(value: object, depth: int = 0) -> Iterator[str]:
-    """A value as JSON, with what is in lists and objects of the first four levels on lines of their own."""
+    """Yield a value as JSON; entries of lists and objects of the first four levels each begin a line."""
     if depth == 4 or not value or not isinstance(value, (dict, list)):
         yield json.dumps(value)
         return

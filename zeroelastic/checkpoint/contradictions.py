@@ -94,10 +94,7 @@ def _steps(shard: Shard) -> int:
 
 
 def _learning_rates(model: ModelStates, shard: Shard) -> tuple[list[float], list[float]]:
-    """The learning rates that the scheduler has set last, and those of the optimizer groups; none where one lacks them.
-
-    A tensor has them in float32.
-    """
+    """Return the scheduler's last learning rates and the optimizer groups' in six digits; none where one lacks them."""
     schedule = model.values.get("lr_scheduler")
     scheduled = schedule.get("_last_lr") if isinstance(schedule, Mapping) else None
     used = [group.options.get("lr") for group in shard.groups]
@@ -204,7 +201,7 @@ def values_by_rank(shards: Iterable[Shard], head: Shard) -> str | None:
 
 
 def values_sentence(tables: Sequence[tuple[int, Values]]) -> str | None:
-    """As ``values_by_rank``, given the saved rank of each file and its ``shard_values``."""
+    """Return the sentence of ``values_by_rank``, given the saved rank of each file and its ``shard_values``."""
     first, ours = tables[0]
     named: dict[str, str] = {}
     for rank, theirs in tables[1:]:
@@ -241,7 +238,7 @@ def shard_values(shard: Shard) -> Values:
 
 
 def shard_facts(shard: Shard) -> dict[str, str]:
-    """What every shard of one save must say.
+    """Return the facts that are the same in every shard of one save.
 
     Of a checkpoint with slices ranks have other parameters, which are compared with the maps of slices.
     """
@@ -282,7 +279,7 @@ OF_THE_SAVE = ("the step", "the save id")
 
 
 def model_facts(model: ModelStates) -> dict[str, Hashable]:
-    """What the module states of one save must say; of other tensor parallel ranks ``OF_THE_SAVE`` alone."""
+    """Return the facts that module states of one tensor parallel rank share; all of one save share ``OF_THE_SAVE``."""
     extents = model.frozen_extents
     return {
         "the step": model.global_steps,

@@ -42,7 +42,7 @@ class Inventory:
 
     @property
     def reads_payload(self) -> bool:
-        """Whether this rank reads all payload of its own state itself."""
+        """Whether this rank reads all payload that it needs itself."""
         return not self.over_nodes
 
     @property

@@ -35,7 +35,7 @@ _LEAST = 2.0**-24  # the difference of two float16 next to zero
 
 
 class ComparedWeights(NamedTuple):
-    """The names of parameters whose weights were compared, and those of them whose weights are other ones."""
+    """The names of parameters whose weights were compared, and of the ones whose weights differ."""
 
     compared: frozenset[str] = frozenset()
     differing: frozenset[str] = frozenset()
@@ -86,7 +86,7 @@ def compare_weights(
 
 
 def other_weights(model: ModelStates, shard: Shard, found: ComparedWeights) -> str | None:
-    """Whether the weights of the module are those of another save than the master weights."""
+    """Whether the weights of the module and the master weights are of two saves."""
     differing, compared = len(found.differing), len(found.compared)
     if not differing or 2 * differing < compared or steps_agree(model, shard):
         return None

@@ -62,7 +62,7 @@ class FilesByRank(Sequence[FilePath]):
 
 @dataclass(slots=True)
 class Checkpoint:
-    """The files of one tag and what is known of them.
+    """The files of one tag and their headers, each opened when it is asked for.
 
     Invariants: each of ``world_size`` ranks has an optimizer file in ``optim_files``; ``model_files`` has a file of
     each rank at ZeRO stage 3, and at stages 1 and 2 (``whole_model``) one file of the whole model of each tensor
@@ -186,7 +186,7 @@ class Checkpoint:
         return next((model.expert_files for model in self.models.values()), ())
 
     def use_files(self, files: StateFiles, data_size: int) -> None:
-        """Take ``files`` for those of the save, and number them, and the headers that are open, by rank."""
+        """Take ``files`` as the files of the save, and number them, and the headers that are open, by rank."""
         self.topology, self.whole_model = Topology(data_size, files.tensor_size), files.whole_model
         self.optim_files = FilesByRank(self.tag_dir, files.optim, self.world_size)
         self.model_files = FilesByRank(self.tag_dir, files.models, files.num_models(data_size))
@@ -242,7 +242,7 @@ class Checkpoint:
         return self.sliced.of_rank(rank)
 
     def model_states(self, rank: int, *, through: Blocks | None = None) -> ModelStates:
-        """The layout part of a rank's model states file, or of its tensor parallel rank's; parsed once.
+        """The layout part of ``model_file``; parsed once.
 
         Raises CheckpointError, UndescribedSlicesError.
         """
@@ -266,7 +266,7 @@ class Checkpoint:
         return model
 
     def model_file(self, rank: int) -> FilePath:
-        """The model states file that is a saved rank's: its own, or the one of its tensor parallel rank."""
+        """The model states file of a saved rank, or at stages 1 and 2 of the whole tensor parallel rank."""
         return self.model_files[self.topology.place(rank)[1] if self.whole_model else rank]
 
     def archives(self, path: FilePath) -> Iterator[tuple[int, ZipRecords]]:
@@ -359,7 +359,7 @@ def open_checkpoint(
 
 
 def open_committed(tag_dir: str | os.PathLike[str] | RemotePath) -> Checkpoint:
-    """As ``open_checkpoint``, and raise MissingFileError for an elastic save that lacks its commit record."""
+    """Open a checkpoint. Raises as ``open_checkpoint``, and MissingFileError for an elastic save without a record."""
     checkpoint = open_checkpoint(tag_dir)
     if checkpoint.record is None and (missing := not_committed(checkpoint.shard(0), None)) is not None:
         raise MissingFileError(missing)

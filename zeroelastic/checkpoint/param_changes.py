@@ -51,7 +51,7 @@ class GroupMatch:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What becomes of every parameter. Invariant: each live one is in exactly one of the lists, all but ``dropped``.
+    """The outcome of a load for every parameter. Invariant: each live one is in one of the lists, all but ``dropped``.
 
     ``restored``: trained then and now. ``frozen``: frozen then and now. ``unfrozen``: frozen then, trained now.
     ``newly_frozen``: trained then, frozen now. ``added_trained`` and ``added_frozen``: not in the save. ``excluded``:
@@ -99,7 +99,7 @@ class Membership:
 
 
 def other_names(saved: ParamSet, live: ParamSet) -> dict[str, str]:
-    """The saved name of each parameter of a run that the save lists by another one of its names."""
+    """Return the saved name of each parameter of a run that the save lists under another name."""
     was, now = _listed(saved), _listed(live)
     aliases: dict[str, list[str]] = {}
     for alias, name in live.tied.items():
@@ -118,7 +118,7 @@ def other_names(saved: ParamSet, live: ParamSet) -> dict[str, str]:
 def compare(
     saved: ParamSet, live: ParamSet, saved_groups: Sequence[ParamGroup], live_groups: Sequence[Sequence[str]]
 ) -> Membership:
-    """What becomes of every parameter of a run that loads a save.
+    """Compare the parameters and optimizer groups of a save with a run's.
 
     Example::
 
@@ -305,7 +305,7 @@ def _options(group: ParamGroup) -> Mapping[str, str]:
 def renamed_base_weights(
     *, saved_frozen: _Shapes, live_frozen: _Shapes, saved: Iterable[str], live: Iterable[str]
 ) -> dict[str, str]:
-    """The saved name of each frozen base weight that PEFT has renamed, putting an adapter on a module or taking it off.
+    """Return the saved name of each frozen base weight that PEFT has renamed with an adapter put on or taken off.
 
     PEFT keeps the module itself as ``base_layer`` of an adapter's layer, and as ``original_module`` beside a trained
     copy: ``o_proj.weight`` is ``o_proj.base_layer.weight`` then (peft 0.19).

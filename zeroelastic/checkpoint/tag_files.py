@@ -27,7 +27,7 @@ SAVE_ID = "zeroelastic_save_id"
 
 
 class RankFile(NamedTuple):
-    """What a file name says: which kind of file it is, and of which rank. ``whole_model`` is that of stages 0, 1, 2."""
+    """The kind and the rank that a file name states. ``whole_model`` is written at stages 0, 1 and 2."""
 
     kind: Literal["optimizer", "model", "whole_model"]
     rank: int
@@ -35,7 +35,7 @@ class RankFile(NamedTuple):
 
 
 def parse_rank_file(name: str) -> RankFile | None:
-    """What a file name says, or None for one that no rank of a ZeRO run writes."""
+    """Parse a file name; None for one that no rank of a ZeRO run writes."""
     match = OPTIM_FILE.match(name)
     if match is not None:
         return RankFile("optimizer", int(match[2]), int(match[3]))
@@ -75,7 +75,7 @@ def is_rank_file(name: str) -> bool:
 
 
 class TensorParallel(NamedTuple):
-    """One tensor parallel rank of several, each of which is a ZeRO-3 run of its own with its own files and slices."""
+    """One of several tensor parallel ranks, each of which writes files of its own with its slices."""
 
     rank: int = 0
     size: int = 1
@@ -235,7 +235,7 @@ def _by_rank(
 
 @dataclass(frozen=True, slots=True)
 class TagListing:
-    """What is in a tag directory.
+    """All files of a tag directory.
 
     ``files`` are those of ranks, numbered over as many tensor parallel ranks as there are names of. ``duplicates`` are
     further files of a rank that already has one, each with the error about it. ``temporaries`` are files of a save
@@ -308,7 +308,7 @@ def is_temporary(name: str) -> bool:
 
 
 def is_universal(directory: FilePath) -> bool:
-    """Whether a directory is what ``ds_to_universal`` writes: a folder of whole parameters, each one of its own."""
+    """Whether a directory was written by ``ds_to_universal``: one folder for each whole parameter."""
     try:
         names, inside = list_directory(directory)
     except (CheckpointError, UnreadableError):

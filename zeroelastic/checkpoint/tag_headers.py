@@ -1,4 +1,4 @@
-"""What the headers of a tag's files say, as far as they agree, and what is wrong with the others.
+"""The headers of a tag's files, as far as they agree, and the problems of the others.
 
 ``checker`` fills it; ``inspect`` describes what can be read, and ``verify`` reads the payload.
 """
@@ -49,7 +49,7 @@ class Problem:
 
 
 class TagHeaders:
-    """The files of a tag and what their headers say.
+    """The files of a tag and their headers.
 
     ``sizes`` are those of all files in the directory. ``optim_files`` and ``model_files`` are, by rank, the files that
     are there and have the size that the commit record states. ``shards`` and ``models`` are the headers that agree with
@@ -123,7 +123,7 @@ class TagHeaders:
 
     @cached_property
     def streams(self) -> Streams:
-        """What of ``tensors`` is digested by itself."""
+        """The digests that are computed of ``tensors``: of each, or of each copy."""
         return streams_of(self.parts)
 
     @cached_property
@@ -171,7 +171,7 @@ class TagHeaders:
         return sum(self.sizes[path.name] for rank in self.ranks for path in self.files(rank))
 
     def contents(self, digests: UInt64Array) -> list[ParamContent]:
-        """What was saved of each parameter, given the digest of each of ``tensors``."""
+        """Return the saved tensors of each parameter, given the digest of each of ``tensors``."""
         names = [(tensor.param.name, tensor.key) for tensor in self.tensors]
         found = contents_of(self.parts, dict(zip(names, digests.tolist(), strict=True)))
         return [*found, *excluded_from(self.record)]

@@ -1,4 +1,4 @@
-"""What a load is going to do: the save and the run compared, and what each rank reads from where.
+"""The plan of a load: the save and the run compared, and which bytes each rank reads.
 
 Nothing here waits for another rank, and nothing of the engine is changed. Headers are opened as they are needed.
 """
@@ -33,7 +33,7 @@ from zeroelastic.torch_file.tree import entry
 
 
 class TargetState(NamedTuple):
-    """What one sub-group of the run gets: ``keys`` of tensors and scalars, like those of saved sub-group ``source``.
+    """The optimizer state that one sub-group of the run gets: ``keys`` of tensors and scalars of sub-group ``source``.
 
     ``source`` is None if all parameters of the sub-group are new to the optimizer: then it gets nothing.
     """
@@ -45,7 +45,7 @@ class TargetState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What one rank is going to load into ``live``, as the ``request`` says, all of it checked.
+    """Everything that one rank loads into ``live``, as the ``request`` says; all of it is checked.
 
     ``model`` is the module states file this rank takes, and ``head`` the first optimizer file; ``saved_frozen`` are the
     saved frozen parameters, whether files have them or not.
@@ -186,7 +186,7 @@ def _saved_params(checkpoint: Checkpoint, live: LiveOptimizer) -> ParamSet:
 
 
 def _without_buffers(frozen: Sequence[Param], module: torch.nn.Module) -> tuple[Param, ...]:
-    """The frozen parameters of a file of the whole module, without what is a buffer of the run.
+    """Return the frozen parameters of a file of the whole module, without the buffers of the run.
 
     DeepSpeed's list of buffers lacks some (``all_buffer_names``); its load of the module restores them all.
     """
@@ -358,7 +358,7 @@ def _weights_plan(
 
 
 def saved_groups(head: Shard) -> list[SavedGroup]:
-    """What the checkpoint says of each optimizer group, with the state keys of all its sub-groups."""
+    """Return each saved optimizer group with the state keys of all sub-groups."""
     group_of = {name: g for g, group in enumerate(head.groups) for name in group.params}
     keys: list[set[str]] = [set() for _ in head.groups]
     for name, sub_group in zip(head.layout.index(), head.layout.sub_group.tolist(), strict=True):
@@ -374,7 +374,7 @@ def saved_groups(head: Shard) -> list[SavedGroup]:
 def target_state(
     membership: Membership, head: Shard, layout: Layout, live: LiveOptimizer, *, weights_only: bool
 ) -> tuple[TargetState, ...]:
-    """What each sub-group of the run gets, from the saved sub-groups that its restored parameters come from.
+    """Choose for each sub-group of the run the saved sub-group whose optimizer state it gets.
 
     Sub-groups have the same numbers on all saved ranks, whose ``layout`` has parameters that ``head`` has not.
     Raises UnsupportedError where these were saved with different optimizer state.

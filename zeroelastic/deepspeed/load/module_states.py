@@ -166,7 +166,7 @@ class _ModelStatesReader:
 
 
 def _enum_member(owner: Any, name: str) -> ZeroStageEnum:
-    """What ``getattr`` may do in a pickle: Python 3.11.2 and its neighbours pickle members of enumerations by name."""
+    """Stand in for ``getattr`` in a pickle: Python 3.11.2 and its neighbours pickle members of enumerations by name."""
     if owner is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
         raise pickle.UnpicklingError(f"getattr of {owner!r} is not on the allow-list.")
     return ZeroStageEnum[name]

@@ -103,7 +103,7 @@ def _renamed(plan: LoadPlan) -> dict[str, str]:
 
 
 def _refuse_other_weights(plan: LoadPlan) -> None:
-    """Raise CheckpointError where the weights of the module are those of another save than the optimizer's. Collective.
+    """Raise CheckpointError where the weights of the module and the optimizer are of two saves. Collective.
 
     Each rank compares a sample of each parameter in the files that it reads.
     """

@@ -1,4 +1,4 @@
-"""The report of a load: what it cost over all ranks, what is exact, and what is not."""
+"""The report of a load: its cost over all ranks, and the state that is exact, re-derived or reset."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def notes_of_modules(load_plan: LoadPlan) -> list[str]:
 
 
 def _has_hyper_parameters(load_plan: LoadPlan) -> bool:
-    """With elastic_checkpoint DeepSpeed saves none at stages 1 and 2, but the step of its own optimizers."""
+    """Whether hyper-parameters were saved; DeepSpeed leaves them out at stages 1 and 2 with elastic_checkpoint."""
     groups = load_plan.head.groups
     return not groups or any(group.options.keys() - {"step"} for group in groups)
 
@@ -269,7 +269,7 @@ def check_batch(saved: int | None, current: int, world_size: int, *, strict: boo
 
 
 def _module_bytes(load_plan: LoadPlan) -> int:
-    """What DeepSpeed reads of the module states file: all of it but the parameters, whose payload is only mapped."""
+    """Return how many bytes DeepSpeed reads of the module states file: all but the parameters."""
     if not load_plan.reads_model:
         return 0
     model = load_plan.model
@@ -326,7 +326,7 @@ def _inventory(
 
 
 def _kept_by_each_rank(engine: Engine, client_state: Any) -> str:
-    """What there is that each rank saves for itself, in words; empty where there is nothing."""
+    """Name the state that each rank saves for itself; empty where there is none."""
     users = set(client_state_keys(client_state or {})) - {"zeroelastic"}  # the position in the data, the same on all
     there = {"buffers": bool(engine._get_buffer_names()), "client state": bool(users)}
     return " and ".join(what for what, is_there in there.items() if is_there)

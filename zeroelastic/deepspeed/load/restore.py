@@ -26,7 +26,7 @@ from zeroelastic.io.paths import FilePath, is_url
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a load put into the engine: what DeepSpeed's own part returned, and the cost.
+    """The result of filling the engine: what DeepSpeed's own part returned, and the cost.
 
     Digests are partial ones: ``cast_digests`` of what was cast or is rounded afterwards, ``changed_digests`` of what
     the save has as trained and the run as frozen, or the other way. ``module`` and ``payload`` are what it cost to have
@@ -114,7 +114,7 @@ def restore(engine: Engine, load_plan: LoadPlan, load_module: Callable[[str], tu
 
 
 def _fill(load_plan: LoadPlan) -> list[Filled]:
-    """Fill master weights and optimizer tensors, then what is frozen on either side, in place."""
+    """Fill master weights and optimizer tensors, then parameters frozen on either side, in place."""
     live, weights_only, options = load_plan.live, load_plan.weights_only, load_plan.request.options
     inventory, targets = load_plan.checkpoint.inventory, list[Target]()
     on_disk = not is_url(load_plan.tag_dir)

@@ -1,4 +1,4 @@
-"""What DeepSpeed alone loads: ``install()`` must not take it away, and must not hide that it would go wrong.
+"""Loads that DeepSpeed does alone: ``install()`` must neither take them away nor hide that they would go wrong.
 
 ``choose_loader`` decides once who loads, before the checkpoint is opened for a load: DeepSpeed has runs that we do not
 cover, and rigid checkpoints of the same size that only DeepSpeed reads. ``refuse_other_arrangement`` compares the sizes
@@ -214,7 +214,7 @@ def _check_module(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: L
 
 
 def _names_that_differ(engine: Engine, live: LiveOptimizer, model: Table, request: LoadRequest) -> str | None:
-    """In what a checkpoint names other parameters than the run, although DeepSpeed, which goes by position, loads it.
+    """Say which other parameters a checkpoint names, although DeepSpeed, which goes by position, loads it.
 
     With ``load_module_strict=False`` the trained parameters may have other names, if their shapes are the run's in the
     same order. At stage 3 DeepSpeed saves no parameter that requires a gradient and that no optimizer group has.
@@ -316,7 +316,7 @@ class _Arrangement(NamedTuple):
 
     @classmethod
     def of(cls, model: Table, optimizer: Table) -> _Arrangement:
-        """That of the trees of a rank's model states and optimizer file."""
+        """Read it from the trees of a rank's model states and optimizer file."""
         state, config = _table(optimizer.get("optimizer_state_dict")), optimizer.get("ds_config")
         data_size, count = _size(model.get("dp_world_size")), state.get("partition_count")
         layers = next((layers for layers in map(model.get, _AUTO_EP) if isinstance(layers, list)), [])

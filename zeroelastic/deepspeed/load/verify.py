@@ -45,7 +45,7 @@ TensorKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The saved and the loaded content root, whether they match, and what is to be known about that.
+    """The saved and the loaded content root, whether they match, and a note on that.
 
     ``wrong`` is every (parameter, state key) that differs; ``matches`` is False also where the live state has more.
     """
@@ -193,7 +193,7 @@ def _sums(live: LiveOptimizer, digests: Mapping[Stream, int], device: torch.devi
 
 
 def _describe(own: Sequence[TensorKey], named: Sequence[TensorKey], num_wrong: int, load_plan: LoadPlan) -> str:
-    """The message: what is wrong on any rank, with the damaged files that some ranks look for. Collective.
+    """Name the tensors that differ on any rank, and the damaged files that some ranks look for. Collective.
 
     The first rank of each data parallel group looks; if it does not see all files, the reader of each file does.
     """
@@ -215,7 +215,7 @@ def _describe(own: Sequence[TensorKey], named: Sequence[TensorKey], num_wrong: i
 
 
 def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[bool, str]:
-    """Whether damaged files are known, and a sentence that names them, or else what is known.
+    """Whether damaged files are known, and a sentence that names them, or else the files with the tensors.
 
     They are files whose payload is not what their own digests or checksums state, among those that this rank reads.
     """
@@ -281,7 +281,7 @@ def _part_digest(shard: Shard, index: int) -> int:
 
 
 def _own_runs(shard: Shard, index: int) -> list[tuple[int, int, int]]:
-    """What a shard has of one parameter: where in its part, where in the whole tensor, and how many elements."""
+    """The runs of one parameter in a shard: offset in its part, offset in the whole tensor, number of elements."""
     layout = shard.layout
     if layout.slices is None:
         start, length = (int(column[index]) for column in layout.owned(shard.rank))

@@ -148,7 +148,7 @@ def _knowledge(tag: Tag) -> tuple[bool, int, int]:
 
 
 def problem_over_nodes(tag_dir: FilePath, problem: str, tp: TensorParallel) -> str | None:
-    """What is wrong with a tag, over all nodes, in which rank 0 alone saw a ``problem``; None where nothing is.
+    """Check over all nodes a tag in which rank 0 alone saw a ``problem``; None where nothing is wrong.
 
     ``tp`` is this rank's place in tensor parallelism that is opaque. Headers are not opened. Collective.
     """

@@ -33,7 +33,7 @@ from zeroelastic.io.paths import FilePath
 
 @dataclass(frozen=True, slots=True)
 class RelayCost:
-    """What reading for other ranks cost this rank: bytes read, from which files, bytes sent and received."""
+    """The cost of reading for other ranks: bytes read, from which files, bytes sent and received."""
 
     bytes_read: int = 0
     files: tuple[FilePath, ...] = ()

@@ -42,7 +42,7 @@ Ranges = Sequence[tuple[int, bytes]]
 def recording(
     path: FilePath, size: int | None = None
 ) -> Iterator[tuple[LocalFile | BlockFile, list[tuple[int, bytes]]]]:
-    """A file that is open within this context, and the list of what is read of it then: (offset, bytes).
+    """Open a file within this context, and list the ranges that are read then: (offset, bytes).
 
     ``size``, if it is known, saves a question about a file behind a URL. Raises as the readers do.
     """
@@ -61,7 +61,7 @@ def recording(
 
 
 def joined(ranges: Ranges) -> Ranges:
-    """The same bytes, each once, in ranges that neither overlap nor touch, ascending."""
+    """Join ranges: each byte once, in ranges that neither overlap nor touch, ascending."""
     merged: list[tuple[int, bytearray]] = []
     for offset, data in sorted(ranges, key=lambda one: one[0]):
         end = merged[-1][0] + len(merged[-1][1]) if merged else -1
@@ -81,7 +81,7 @@ class ReceivedFile:
         self._ranges = ranges
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """As of the file itself. Raises CheckpointError for a range that was not read where the file is."""
+        """Read as the file does. Raises CheckpointError for a range that was not read where the file is."""
         nbytes = max(0, min(nbytes, self.size - offset))
         if nbytes == 0:
             return b""
@@ -124,7 +124,7 @@ class _Headers:
         all_or_raise(partial(self.take, answers.content))
 
     def content(self, names: Sequence[str]) -> dict[str, bytes]:
-        """What parsing these headers reads, by file name, for ranks that do not see the files."""
+        """Return the ranges that parsing these headers reads, by file name, for ranks that do not see the files."""
         self.record(names)
         return {name: pickle.dumps(self.recorded[name]) for name in names}
 

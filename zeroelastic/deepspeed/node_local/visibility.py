@@ -39,7 +39,7 @@ _Identity = tuple[int, int, int]
 
 
 class _Version(NamedTuple):
-    """What a commit record states of one node's file of the whole module: its size, and its zip directory's digest."""
+    """One node's file of the whole module, by its commit record: its size, and its zip directory's digest."""
 
     size: int
     directory: str | None
@@ -47,7 +47,7 @@ class _Version(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """What the first of the ``ranks`` that see one directory found there: the files of ranks and the commit record.
+    """A directory that ``ranks`` see, as the first of them found it: the files of ranks and the commit record.
 
     ``save`` is the save of that record; ``world_size`` is what a header states where there is no record. ``modules``
     are the files of the whole module that are as the record states; ``lacks_module``: it states others, too.
@@ -62,7 +62,7 @@ class _Node:
 
 
 class _Place(NamedTuple):
-    """Of one file: its size, the ranks that see what this rank takes, and all ranks that see one of the save."""
+    """A file's size, the ranks that see the file that this rank takes, and all ranks that see one of the save."""
 
     size: int
     readers: tuple[int, ...]
@@ -120,7 +120,7 @@ def gather_inventory(tag_dir: FilePath) -> Inventory:
 
 
 def _look(tag_dir: Path) -> tuple[CommitRecord | None, _Node]:
-    """What this rank finds in a directory, for the ranks of its node."""
+    """Look at a directory for all ranks of a node."""
     sizes = _list(tag_dir)
     record = read_record(tag_dir) if RECORD_NAME in sizes else None
     node = _Node({name: size for name, size in sizes.items() if is_rank_file(name) or name == RECORD_NAME})
@@ -138,9 +138,9 @@ def _look(tag_dir: Path) -> tuple[CommitRecord | None, _Node]:
 
 
 def _of_store(tag_dir: RemotePath) -> Inventory:
-    """A directory behind a URL: rank 0 lists it and reads the record; each header is read by one rank. Collective.
+    """List a directory behind a URL on rank 0, and assign each header to one rank. Collective.
 
-    A saved rank's files are read by the rank of its number, which needs them itself in most resumes.
+    A saved rank's files are read by the rank of that number, which needs them itself in most resumes.
     """
 
     def look() -> Inventory:
@@ -162,7 +162,7 @@ def _of_store(tag_dir: RemotePath) -> Inventory:
 
 
 def _list_together(tag_dir: Path) -> Inventory:
-    """A directory that all ranks see: rank 0 lists it and reads the record. Collective."""
+    """List a directory that all ranks see, and read the record, on rank 0. Collective."""
 
     def look() -> Inventory:
         try:
@@ -186,7 +186,7 @@ def stat_assigned_files(tag_dir: FilePath, listing: Inventory) -> Inventory:
 
 
 def _identity(tag_dir: Path) -> _Identity | None:
-    """What tells one directory, in one state, from all others: alike on all nodes that share its file system.
+    """Identify one directory in one state; the same on all nodes that share its file system.
 
     Copies of a directory on several disks differ in the time of their last change, which no tool sets. The device's
     number is left out, because each node numbers what it has mounted.

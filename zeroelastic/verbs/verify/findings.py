@@ -1,4 +1,4 @@
-"""What the headers and the scan of a checkpoint say about it: each problem with its place, and what was checked."""
+"""The report of headers and scan: each problem with its place, and what was checked."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Damage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankScan:
-    """What reading some ranks' files found.
+    """The result of reading some ranks' files.
 
     ``digests`` and ``covered`` run parallel to ``TagHeaders.streams``: the sum of the partial digests of the elements
     that were read, and their number. ``unread`` are files that could not be read to their end. ``tables`` are the files
@@ -122,7 +122,7 @@ _Scan = Callable[[ProgressFunction], RankScan]
 
 
 def _scans(headers: TagHeaders) -> Iterator[_Scan]:
-    """What reads each file, prepared while the caller reads the file before."""
+    """Yield a function that reads each file, prepared while the caller reads the file before."""
     prepared = [partial(_prepare, headers, rank, path) for rank in headers.ranks for path in headers.files(rank)]
     with ThreadPoolExecutor(1) as worker:
         found: Future[_Scan] | None = None
