@@ -22,6 +22,7 @@ from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, r
 from zeroelastic.checkpoint.saved_layout import SavedMaps, SlicedLayout, frozen_layout, saved_maps, sliced_layout
 from zeroelastic.checkpoint.tag_files import (
     NO_TENSOR_PARALLEL,
+    RankFile,
     StateFiles,
     TensorParallel,
     model_file_name,
@@ -92,6 +93,7 @@ class Checkpoint:
     sliced: SlicedLayout | None = field(default=None, repr=False)
     _shards: dict[int, Shard] = field(default_factory=dict, repr=False)
     _maps: SavedMaps | None = field(default=None, repr=False)
+    _others: dict[int, Checkpoint] = field(default_factory=dict, repr=False)
     _frozen: Layout | None = field(default=None, repr=False)
     _experts: tuple[FrozenExperts | None] | None = field(default=None, repr=False)
 
@@ -269,6 +271,19 @@ class Checkpoint:
         """The model states file of a saved rank, or at stages 1 and 2 of the whole tensor parallel rank."""
         return self.model_files[self.topology.place(rank)[1] if self.whole_model else rank]
 
+    def holding(self, file: RankFile) -> tuple[Checkpoint, int]:
+        """The checkpoint that a file belongs to, and its rank in it; opaque tensor parallel ranks each have one."""
+        if self.tp.size == 1:
+            return self, self.topology.rank(file.rank, file.tp_rank)
+        if file.tp_rank not in (self.tp.rank, *self._others):
+            self._others[file.tp_rank] = open_checkpoint(
+                self.tag_dir,
+                tp=TensorParallel(file.tp_rank, self.tp.size),
+                inventory=self.inventory,
+                compare_directories=self.compare_directories,
+            )
+        return self if file.tp_rank == self.tp.rank else self._others[file.tp_rank], file.rank
+
     def archives(self, path: FilePath) -> Iterator[tuple[int, ZipRecords]]:
         """The archives in a file: the byte at which each begins, and its records.
 
@@ -282,11 +297,6 @@ class Checkpoint:
     def _check_directory(self, path: FilePath, found: str) -> None:
         if self.compare_directories and self.recorded_directories.get(path.name, found) != found:
             raise CheckpointError(other_directory(path))
-
-    @property
-    def has_models(self) -> bool:
-        """Whether a model states header was parsed, which names the parameters of a rigid checkpoint."""
-        return bool(self.models)
 
     @property
     def header_bytes(self) -> int:

@@ -18,9 +18,9 @@ from functools import partial
 import numpy as np
 
 from zeroelastic.checkpoint.inventory import Inventory
-from zeroelastic.checkpoint.model_states import ModelStates, open_model_states
+from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
-from zeroelastic.checkpoint.tag_files import TensorParallel, parse_rank_file
+from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
@@ -101,14 +101,9 @@ class ReceivedFile:
 
 @dataclass(slots=True)
 class _Headers:
-    """The headers of a checkpoint that this rank reads, for itself and for others, each once; by file name.
-
-    ``checkpoints`` are by opaque tensor parallel rank: this rank's ``own``, and those of which it has read a header for
-    others.
-    """
+    """The headers of a checkpoint that this rank reads, for itself and for others, each once; by file name."""
 
     own: Checkpoint
-    checkpoints: dict[int, Checkpoint]
     recorded: dict[str, tuple[int, Ranges]] = field(default_factory=dict)
 
     def read(self, name: str) -> None:
@@ -150,27 +145,14 @@ class _Headers:
     def parse(self, name: str, through: Blocks) -> None:
         file = parse_rank_file(name)
         assert file is not None
-        checkpoint, rank = self.own, self.own.topology.rank(file.rank, file.tp_rank)
-        if self.own.tp.size > 1:
-            checkpoint, rank = self._opaque(file.tp_rank), file.rank
+        checkpoint, rank = self.own.holding(file)
         if file.kind != "optimizer":
             checkpoint.model_states(rank, through=through)
             return
         model = checkpoint.model_file(rank).name
-        if not checkpoint.has_models and self.own.inventory.reads(model):
+        if not checkpoint.models and self.own.inventory.reads(model):
             self.record([model])  # rigid optimizer files do not name their parameters
         checkpoint.shard(rank, through=through)
-
-    def _opaque(self, tp_rank: int) -> Checkpoint:
-        if tp_rank not in self.checkpoints:
-            tp = TensorParallel(tp_rank, self.own.tp.size)
-            self.checkpoints[tp_rank] = open_checkpoint(
-                self.own.tag_dir,
-                tp=tp,
-                inventory=self.own.inventory,
-                compare_directories=self.own.compare_directories,
-            )
-        return self.checkpoints[tp_rank]
 
 
 def ranks_taken(checkpoint: Checkpoint, live: LiveOptimizer) -> tuple[int, int]:
@@ -216,7 +198,7 @@ def open_with_peers(
             compare_directories=compare_directories,
         )
     )
-    headers = _Headers(checkpoint, {live.tp.rank: checkpoint})
+    headers = _Headers(checkpoint)
     own, nearest = ranks_taken(checkpoint, live)
     first = checkpoint.model_file(own).name
     headers.read(first)
@@ -287,7 +269,10 @@ def _fetch(checkpoint: Checkpoint, model: ModelStates, held: int | None, executo
     def content(names: Sequence[str]) -> dict[str, bytes]:
         found = {}
         for name in names:
-            asked = _model_states(checkpoint, name)
+            file = parse_rank_file(name)
+            assert file is not None
+            holding, rank = checkpoint.holding(file)
+            asked = holding.model_states(rank)
             found[name] = _read(asked, executor)
             read[asked.path] = len(found[name])
         return found
@@ -295,18 +280,6 @@ def _fetch(checkpoint: Checkpoint, model: ModelStates, held: int | None, executo
     answers = multicast(requests, content)
     all_or_raise(lambda: None if held is None else _write(held, model, answers.content[model.path.name]))
     return RelayCost(sum(read.values()), tuple(read), answers.sent, answers.received)
-
-
-def _model_states(checkpoint: Checkpoint, name: str) -> ModelStates:
-    """A module states file that this rank reads for others."""
-    file = parse_rank_file(name)
-    assert file is not None
-    if checkpoint.tp.size == 1:
-        return checkpoint.model_states(checkpoint.topology.rank(file.rank, file.tp_rank))
-    if file.tp_rank == checkpoint.tp.rank:
-        return checkpoint.model_states(file.rank)
-    tp = TensorParallel(file.tp_rank, checkpoint.tp.size)
-    return open_model_states(checkpoint.tag_dir / name, file.rank, world_size=None, tp=tp)
 
 
 def _read(model: ModelStates, executor: Executor) -> bytes:
