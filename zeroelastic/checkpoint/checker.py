@@ -309,15 +309,18 @@ class _Checker(TagHeaders):
             for rank, name in sorted(names.items()):
                 if rank < num_ranks and name not in recorded:
                     self._add(name, f"{self.tag_dir / name}: is not in the commit record, which lists all files.")
-        count, missing = files.missing(self.topology.data_size)
+        self.num_missing, self.missing_files = count, missing = files.missing(self.topology.data_size)
         for name in missing[: max(0, _NAMED - len(self.problems))]:
             if not {name, f"bf16_{name}"} & recorded.keys():
                 why = "The checkpoint is incomplete, or its files are on other nodes (use_node_local_storage)."
                 self.missing.append(self._add(name, f"{self.tag_dir / name}: is missing. {why}"))
         if count > _NAMED:
             self.missing.append(self._add("", f"{count} files of {self.world_size} ranks are missing."))
-        if stale := files.stale(self.topology.data_size):
-            self.notes.append(f"{some(stale)}: left by an earlier save with more ranks, not part of this checkpoint")
+        self.stale_files = files.stale(self.topology.data_size)
+        if self.stale_files:
+            self.notes.append(
+                f"{some(self.stale_files)}: left by an earlier save with more ranks, not part of this checkpoint"
+            )
 
     def _find_experts(self) -> None:
         """Find which files of experts the save wrote: those in the record, or those that the model states count."""

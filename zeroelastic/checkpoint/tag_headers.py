@@ -59,7 +59,8 @@ class TagHeaders:
     Ranks are counted over all of ``topology``. ``sliced`` is the layout of the trained parameters where there are
     slices. Where tensor parallel ranks do not say which slices they have, ranks are those of the first one.
 
-    ``problems`` are about the files by their paths, ``missing`` those of them about files that are not there.
+    ``problems`` are about the files by their paths, ``missing`` the ones about files that are not there. Of ranks'
+    files, ``num_missing`` are missing, the first of them are ``missing_files``; ``stale_files`` are of further ranks.
     ``unsupported`` says what of a checkpoint that may be sound is not read here; ``notes`` are observations that are
     not problems. ``stated_world_size`` is the data parallel size, None where no file states one, and ``topology`` then
     a guess.
@@ -84,7 +85,9 @@ class TagHeaders:
         self.parts: tuple[SavedPart, ...] = ()
         self.tensors: tuple[SavedTensor, ...] = ()
         self.is_stage_0 = False
-        self.num_rank_files = 0
+        self.num_rank_files = self.num_missing = 0
+        self.missing_files: tuple[str, ...] = ()
+        self.stale_files: tuple[str, ...] = ()
         self._has_frozen_experts = False
         pipelines = (name for name in listing.unknown_files if name.endswith("_states.pt"))
         self._other_names = [*listing.expert_files, *pipelines]

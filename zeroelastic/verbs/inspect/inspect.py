@@ -136,7 +136,6 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         ranks = f"was saved with {listing.tp_size} tensor parallel ranks, of which the first is shown."
         others = [sentence for sentence in unsupported if OFFLINE_TENSOR_PARALLEL not in sentence]
         unsupported = [*others, f"{checked.tag_dir}: {ranks} {OFFLINE_TENSOR_PARALLEL}"]
-    num_missing, missing = _missing(checked)
     damaged = any(problem.file == RECORD_NAME for problem in checked.problems)
     params = list(_params(checked))
     whole = model is not None and WHOLE_MODEL_FILE.match(model.path.name) is not None
@@ -217,9 +216,9 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         scheduler=root.get("lr_scheduler") is not None if root else None,
         client_state=list(client_state_keys(root)) if root else None,
         files=TagFiles(
-            num_missing=num_missing,
-            missing=list(missing),
-            stale=list(listing.files.stale(checked.topology.data_size)),
+            num_missing=checked.num_missing,
+            missing=list(checked.missing_files),
+            stale=list(checked.stale_files),
             odd=list(listing.unknown_files),
             leftovers=list(listing.temporaries),
             folders=list(listing.folders),
@@ -231,11 +230,6 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
 def _integer(root: Mapping[object, object], key: str) -> int | None:
     value = root.get(key)
     return value if type(value) is int else None
-
-
-def _missing(checked: TagHeaders) -> tuple[int, Sequence[str]]:
-    """How many files of ranks are missing, and the names of the first of them."""
-    return (0, ()) if checked.is_stage_0 else checked.listing.files.missing(checked.topology.data_size)
 
 
 def _problems(checked: TagHeaders) -> list[str]:
@@ -250,12 +244,12 @@ def _problems(checked: TagHeaders) -> list[str]:
         problems.append(f"{directory}: {len(of_params) - _NAMED} more parameters contradict the commit record.")
     if checked.stated_world_size is None:
         problems.append(f"{directory}: no file tells how many ranks saved it. The checkpoint is incomplete.")
-    num_missing, missing = _missing(checked)
-    if num_missing:
+    if num_missing := checked.num_missing:
+        missing = some(checked.missing_files, count=num_missing)
         problems.append(
             f"{directory}: {num_missing} of the files of {counted(checked.world_size, 'rank')} "
-            f"{'is' if num_missing == 1 else 'are'} missing: {some(missing, count=num_missing)}. The checkpoint is "
-            "incomplete, or its files are on other nodes (use_node_local_storage)."
+            f"{'is' if num_missing == 1 else 'are'} missing: {missing}. The checkpoint is incomplete, or its files are "
+            "on other nodes (use_node_local_storage)."
         )
     elif checked.missing:
         names = some(problem.file for problem in checked.missing)
@@ -282,8 +276,8 @@ def _notes(source: Source, checked: TagHeaders) -> list[str]:
     version = root.get("ds_version")
     if record is not None and isinstance(version, str) and version != record.versions.deepspeed:
         notes.append(f"the model states file was written by DeepSpeed {version}")
-    if stale := listing.files.stale(checked.topology.data_size):
-        notes.append(f"files of ranks that this save does not have are left over: {some(stale)}")
+    if checked.stale_files:
+        notes.append(f"files of ranks that this save does not have are left over: {some(checked.stale_files)}")
     if note := excluded_note(record):
         notes.append(note)
     elif checked.first_model is not None and checked.first_model.frozen is None:
