@@ -28,7 +28,7 @@ from zeroelastic.checkpoint.contradictions import (
     steps_note,
     values_by_rank,
 )
-from zeroelastic.checkpoint.inventory import stated_sizes
+from zeroelastic.checkpoint.inventory import Inventory, stated_sizes
 from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import open_shard
@@ -92,7 +92,7 @@ class _Checker(TagHeaders):
     def check(self) -> None:
         """Check everything once."""
         with self._noting(RECORD_NAME):
-            self.checkpoint.record = read_record(self.tag_dir)
+            self.checkpoint.inventory = Inventory(self.sizes, self.sizes, read_record(self.tag_dir))
         for error in self.listing.duplicates.values():
             self._add("", error)
         record = self.record

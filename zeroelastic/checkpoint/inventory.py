@@ -87,6 +87,9 @@ class Inventory:
         return self.over_nodes and WHOLE_MODEL_FILE.match(name) is not None
 
 
+NO_FILES = Inventory((), {}, None)
+
+
 def list_files(tag_dir: FilePath) -> Inventory:
     """List a tag directory and read its record. Raises as ``file_sizes`` and ``read_record``."""
     sizes = file_sizes(tag_dir)

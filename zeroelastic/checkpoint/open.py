@@ -14,7 +14,7 @@ from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.contradictions import check_frozen, not_committed, other_directory, other_save
 from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
-from zeroelastic.checkpoint.inventory import Inventory, check_sizes, list_files
+from zeroelastic.checkpoint.inventory import NO_FILES, Inventory, check_sizes, list_files
 from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
 from zeroelastic.checkpoint.one_save import watch
 from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard
@@ -82,9 +82,8 @@ class Checkpoint:
     topology: Topology
     optim_files: Sequence[FilePath] = ()
     model_files: Sequence[FilePath] = ()
-    record: CommitRecord | None = None
     stale_files: tuple[str, ...] = ()
-    inventory: Inventory = field(default_factory=lambda: Inventory((), {}, None), repr=False)
+    inventory: Inventory = field(default=NO_FILES, repr=False)
     tp: TensorParallel = NO_TENSOR_PARALLEL
     compare_directories: bool = True
     whole_model: bool = False
@@ -101,6 +100,11 @@ class Checkpoint:
     def world_size(self) -> int:
         """How many ranks saved."""
         return self.topology.world_size
+
+    @property
+    def record(self) -> CommitRecord | None:
+        """The commit record."""
+        return self.inventory.record
 
     @property
     def recorded_sizes(self) -> Mapping[str, int]:
@@ -349,7 +353,6 @@ def open_checkpoint(
     checkpoint = Checkpoint(
         tag_dir=tag_dir,
         topology=Topology(0, files.tensor_size),
-        record=record,
         inventory=inventory,
         tp=tp or NO_TENSOR_PARALLEL,
         compare_directories=compare_directories,

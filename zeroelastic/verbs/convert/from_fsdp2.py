@@ -123,8 +123,6 @@ def _source(form: NativeForm) -> ReshardSource:
             topology=topology,
             optim_files=found.files,
             model_files=found.tables,
-            record=None,
-            stale_files=(),
             named=found.named,
         ),
         parts=(trained,) if found.frozen is None else (trained, found.frozen),

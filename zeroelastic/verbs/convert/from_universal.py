@@ -155,8 +155,6 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
         topology=Topology(first.world_size),
         optim_files=(file.path, *files),
         model_files=tuple(model.path for model in models),
-        record=None,
-        stale_files=(),
     )
     frozen = frozen_part({model.rank: model for model in models})
     trained = SavedPart(layout, layout.params, dtypes, scalars, {0: extents})
