@@ -152,11 +152,11 @@ def _check_checksums(plan: LoadPlan) -> int:
     """
     checkpoint, inventory = plan.checkpoint, plan.checkpoint.inventory
     shards, models = dict(plan.shards), {plan.model.rank: plan.model}
-    for rank, path in enumerate(checkpoint.optim_files):
-        if inventory.reads_for_all(path.name, shared=False):
+    for rank, path in enumerate(() if inventory.reads_headers else checkpoint.optim_files):
+        if inventory.reader(path.name) == inventory.rank:
             shards[rank] = checkpoint.shard(rank)
-    for rank, path in enumerate(checkpoint.model_files):
-        if inventory.reads_for_all(path.name, shared=False):
+    for rank, path in enumerate(() if inventory.reads_headers else checkpoint.model_files):
+        if inventory.reader(path.name) == inventory.rank:
             models[rank] = checkpoint.model_states(rank)
     own_weights = plan.record is not None and plan.record.own_weights  # which no digest is of
     parts = {
