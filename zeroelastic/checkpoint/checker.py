@@ -8,7 +8,7 @@ payload of the files that agree with each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Literal, TypeVar
@@ -18,6 +18,7 @@ from zeroelastic.checkpoint.contradictions import (
     MIXED,
     OF_THE_SAVE,
     VALUE_FACTS,
+    differences,
     model_facts,
     not_committed,
     other_models,
@@ -28,7 +29,7 @@ from zeroelastic.checkpoint.contradictions import (
     steps_note,
     values_by_rank,
 )
-from zeroelastic.checkpoint.inventory import Inventory, stated_sizes
+from zeroelastic.checkpoint.inventory import Inventory, stage_0_root, stated_sizes
 from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.optimizer_file import Shard
 from zeroelastic.checkpoint.optimizer_reader import open_shard
@@ -43,7 +44,6 @@ from zeroelastic.checkpoint.tag_files import (
     require_files,
 )
 from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
-from zeroelastic.core.digest import ParamContent
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
@@ -423,7 +423,7 @@ class _Checker(TagHeaders):
             for rank, shard in self.shards.items():
                 said = tuple(facts[rank].values())
                 if said not in fits:
-                    fits[said] = not _differences(want, contents_of([self._trained({}, shard)]))
+                    fits[said] = not differences(want, contents_of([self._trained({}, shard)]))
             fitting = {rank: fact for rank, fact in facts.items() if fits[tuple(fact.values())]} or facts
         self._keep_most_common(self.shards, facts, fitting)
 
@@ -484,7 +484,7 @@ class _Checker(TagHeaders):
             want = {name: content for name, content in want.items() if name in have}
         head = next(iter(self.shards.values()), None)
         path = head.path if head is not None else next(iter(self.models.values())).path
-        for name, what in _differences(want, found):
+        for name, what in differences(want, found):
             sentence = f"{path} and the other ranks' files contradict the commit record: {what}."
             self._add(path.name, sentence, param=name)
         if head is None:
@@ -500,44 +500,3 @@ class _Checker(TagHeaders):
         ):
             if ours != theirs:
                 self._add(path.name, f"{path}: the {what} is {ours}; the commit record says {theirs}. {MIXED}")
-
-
-def is_stage_0(listing: TagListing) -> bool:
-    """Whether there are no optimizer files because the model states file has the optimizer. Opens that file."""
-    return stage_0_root(listing) is not None
-
-
-def stage_0_root(listing: TagListing) -> dict[object, object] | None:
-    """The tree of the model states file of a save at ZeRO stage 0; None for any other save."""
-    if not listing.files.whole_model or listing.files.optim or RECORD_NAME in listing.sizes:
-        return None
-    for name in listing.files.models.values():
-        with suppress(CheckpointError, UnsupportedError):
-            root = read_torch_file(listing.directory / name, foreign="inert").root
-            if isinstance(root, dict) and isinstance(root.get("optimizer"), dict):
-                return root
-    return None
-
-
-def _differences(want: Mapping[str, ParamContent], contents: Iterable[ParamContent]) -> list[tuple[str, str]]:
-    """(parameter, clause) for every way in which two parameter tables disagree, digests aside."""
-    have = {content.param.name: content for content in contents}
-    found = [(name, f"they do not hold {name}") for name in want if name not in have]
-    found += [(name, f"it does not have {name}") for name in have if name not in want]
-    for name, content in want.items():
-        if (other := have.get(name)) is not None:
-            ours, theirs = _said(content), _said(other)
-            found += [
-                (name, f"the {what} of {name} are {theirs[what]} there and {ours[what]} in the record")
-                for what in ours
-                if ours[what] != theirs[what]
-            ]
-    return found
-
-
-def _said(content: ParamContent) -> dict[str, object]:
-    return {
-        "shape": list(content.param.shape),
-        "state keys and dtypes": {key: dtype for key, (dtype, _) in sorted(content.tensors.items())},
-        "scalars": {key: value.canonical() for key, value in sorted(content.scalars.items())},
-    }

@@ -13,6 +13,7 @@ from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.optimizer_file import Shard, configured_batch
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.core.collector import paused_collector
+from zeroelastic.core.digest import ParamContent
 from zeroelastic.core.layout import Layout
 from zeroelastic.errors import CheckpointError, UnsupportedError, buffer_kind, counted, some
 from zeroelastic.io.paths import FilePath
@@ -287,4 +288,28 @@ def model_facts(model: ModelStates) -> dict[str, Hashable]:
         "parameters": model.sub_groups,
         "frozen parameters": None if model.frozen is None else model.frozen.params,
         "the dtypes of frozen parameters": None if extents is None else tuple(sorted(extents.dtype.items())),
+    }
+
+
+def differences(want: Mapping[str, ParamContent], contents: Iterable[ParamContent]) -> list[tuple[str, str]]:
+    """(parameter, clause) for every way in which two parameter tables disagree, digests aside."""
+    have = {content.param.name: content for content in contents}
+    found = [(name, f"they do not hold {name}") for name in want if name not in have]
+    found += [(name, f"it does not have {name}") for name in have if name not in want]
+    for name, content in want.items():
+        if (other := have.get(name)) is not None:
+            ours, theirs = _said(content), _said(other)
+            found += [
+                (name, f"the {what} of {name} are {theirs[what]} there and {ours[what]} in the record")
+                for what in ours
+                if ours[what] != theirs[what]
+            ]
+    return found
+
+
+def _said(content: ParamContent) -> dict[str, object]:
+    return {
+        "shape": list(content.param.shape),
+        "state keys and dtypes": {key: dtype for key, (dtype, _) in sorted(content.tensors.items())},
+        "scalars": {key: value.canonical() for key, value in sorted(content.scalars.items())},
     }

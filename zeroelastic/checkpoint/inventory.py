@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.contradictions import OVERWRITTEN
-from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, parse_rank_file, rank_files
-from zeroelastic.errors import CheckpointError, MissingFileError, rank_list, some
+from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, TagListing, parse_rank_file, rank_files
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, rank_list, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.torch_file.header import read_torch_file
@@ -143,3 +143,20 @@ def stated_sizes(tag_dir: FilePath, names: Iterable[str]) -> tuple[int, int] | N
     if type(sizes[0]) is not int or type(sizes[1]) is not int:
         raise CheckpointError(f"{path}: states no world size. It is not a ZeRO model states file.")
     return sizes[0], sizes[1]
+
+
+def is_stage_0(listing: TagListing) -> bool:
+    """Whether there are no optimizer files because the model states file has the optimizer. Opens that file."""
+    return stage_0_root(listing) is not None
+
+
+def stage_0_root(listing: TagListing) -> dict[object, object] | None:
+    """The tree of the model states file of a save at ZeRO stage 0; None for any other save."""
+    if not listing.files.whole_model or listing.files.optim or RECORD_NAME in listing.sizes:
+        return None
+    for name in listing.files.models.values():
+        with suppress(CheckpointError, UnsupportedError):
+            root = read_torch_file(listing.directory / name, foreign="inert").root
+            if isinstance(root, dict) and isinstance(root.get("optimizer"), dict):
+                return root
+    return None

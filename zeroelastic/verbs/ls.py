@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from zeroelastic.checkpoint.checker import is_stage_0
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
+from zeroelastic.checkpoint.inventory import is_stage_0
 from zeroelastic.checkpoint.optimizer_file import zero_option
 from zeroelastic.checkpoint.tag_files import TagListing, list_tag
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
