@@ -18,13 +18,13 @@ from zeroelastic.checkpoint.contradictions import (
     MIXED,
     OF_THE_SAVE,
     VALUE_FACTS,
-    differences,
     model_facts,
     not_committed,
     other_models,
     other_save,
     other_step,
     other_trained_params,
+    param_differences,
     shard_facts,
     steps_note,
     values_by_rank,
@@ -423,7 +423,7 @@ class _Checker(TagHeaders):
             for rank, shard in self.shards.items():
                 said = tuple(facts[rank].values())
                 if said not in fits:
-                    fits[said] = not differences(want, contents_of([self._trained({}, shard)]))
+                    fits[said] = not param_differences(want, contents_of([self._trained({}, shard)]))
             fitting = {rank: fact for rank, fact in facts.items() if fits[tuple(fact.values())]} or facts
         self._keep_most_common(self.shards, facts, fitting)
 
@@ -484,7 +484,7 @@ class _Checker(TagHeaders):
             want = {name: content for name, content in want.items() if name in have}
         head = next(iter(self.shards.values()), None)
         path = head.path if head is not None else next(iter(self.models.values())).path
-        for name, what in differences(want, found):
+        for name, what in param_differences(want, found):
             sentence = f"{path} and the other ranks' files contradict the commit record: {what}."
             self._add(path.name, sentence, param=name)
         if head is None:

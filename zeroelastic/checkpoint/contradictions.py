@@ -291,7 +291,7 @@ def model_facts(model: ModelStates) -> dict[str, Hashable]:
     }
 
 
-def differences(want: Mapping[str, ParamContent], contents: Iterable[ParamContent]) -> list[tuple[str, str]]:
+def param_differences(want: Mapping[str, ParamContent], contents: Iterable[ParamContent]) -> list[tuple[str, str]]:
     """(parameter, clause) for every way in which two parameter tables disagree, digests aside."""
     have = {content.param.name: content for content in contents}
     found = [(name, f"they do not hold {name}") for name in want if name not in have]
