@@ -18,7 +18,7 @@ from zeroelastic.checkpoint.contradictions import check_same_save, not_committed
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.model_states import ModelStates
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.optimizer_file import FP32, Shard, configured_batch
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard, configured_batch
 from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, other_names, wrapper_advice
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, in_own_buffers, unpacked_layout
@@ -43,19 +43,34 @@ class TargetState(NamedTuple):
     scalars: Mapping[str, ScalarValue] = {}
 
 
+class Move(NamedTuple):
+    """Parameters that the save or the run has frozen: the plan that moves them, their saved state key and extents.
+
+    ``trains``: they go into master weights, each parameter into a buffer of its own; else into frozen parameters.
+    """
+
+    plan: Plan
+    key: str
+    extents: Mapping[int, Mapping[str, TensorExtents]]
+    trains: bool
+
+    @property
+    def changes(self) -> bool:
+        """Whether only the save, or only the run, trains the parameters."""
+        return (self.key == FP32) != self.trains
+
+
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
     """Everything that one rank loads into ``live``, as the ``request`` says; all of it is checked.
 
-    ``model`` is the module states file this rank takes, and ``head`` the first optimizer file; ``saved_frozen`` are the
-    saved frozen parameters, whether files have them or not.
-    ``plan`` moves trained parameters, ``frozen_plan`` frozen ones (None when there are none to restore).
-    ``unfrozen_plan`` moves what was frozen and is trained now, each parameter to a buffer of its own, which is its part
-    of the master weights; ``newly_frozen_plan`` the other way. ``states[i]`` is what target sub-group i gets.
-    ``weights_plan`` moves the weights of the model from ``model``, where the master weights may not say what they are.
-    ``other_frozen`` are the frozen parameters of another base model than the save's, which the run keeps.
-    ``checked_bytes`` were read for checksums alone. ``renamed`` has the saved name of each parameter that has another
-    one in the model; every other field uses the saved names, once they are known.
+    ``model`` is the module states file this rank takes, ``head`` the first optimizer file; ``saved_frozen`` are the
+    saved frozen parameters, whether files have them or not. ``plan`` moves trained parameters, ``moves`` the ones that
+    either side has frozen, and ``weights_plan`` the weights of the model from ``model``, where the master weights may
+    not say what they are. ``states[i]`` is what target sub-group i gets. ``other_frozen`` are the frozen parameters of
+    another base model than the save's, which the run keeps. ``checked_bytes`` were read for checksums alone.
+    ``renamed`` has the saved name of each parameter that has another one in the model; every other field uses the
+    saved names, once they are known.
     """
 
     live: LiveOptimizer
@@ -67,11 +82,8 @@ class LoadPlan:
     plan: Plan
     membership: Membership
     saved_frozen: tuple[Param, ...]
-    frozen_plan: Plan | None
-    unfrozen_plan: Plan | None
-    newly_frozen_plan: Plan | None
+    moves: tuple[Move, ...]
     weights_plan: Plan | None
-    frozen_extents: Mapping[int, TensorExtents]
     states: tuple[TargetState, ...]
     train_batch_size: int | None
     other_frozen: tuple[str, ...] = ()
@@ -141,7 +153,7 @@ def plan_load(checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest)
     for part in (plan, newly_frozen):
         shards |= {source: checkpoint.shard(source) for source in (part.source_ranks if part else ())}
     check_same_save(shards, head, recorded=record is not None, resizable=not request.weights_only)
-    frozen_plan, unfrozen_plan, extents = _open_frozen(checkpoint, live, membership)
+    moves = _moves(checkpoint, live, membership, newly_frozen)
     try:
         states = target_state(membership, head, checkpoint.layout, live, weights_only=request.weights_only)
     except UnsupportedError:
@@ -159,11 +171,8 @@ def plan_load(checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest)
         plan=plan,
         membership=membership,
         saved_frozen=saved.frozen or (),
-        frozen_plan=frozen_plan,
-        unfrozen_plan=unfrozen_plan,
-        newly_frozen_plan=newly_frozen,
+        moves=moves,
         weights_plan=_weights_plan(checkpoint, model, live, membership),
-        frozen_extents=extents,
         states=states,
         train_batch_size=configured_batch(head.ds_config, checkpoint.topology.data_size) if batch is None else batch,
         renamed=renamed,
@@ -307,25 +316,29 @@ def _planned(src: Layout, dst: Layout, rank: int) -> Plan | None:
     return plan
 
 
-def _open_frozen(
-    checkpoint: Checkpoint, live: LiveOptimizer, membership: Membership
-) -> tuple[Plan | None, Plan | None, Mapping[int, TensorExtents]]:
-    """Plan what was frozen, and find where it is."""
-    frozen = checkpoint.frozen_layout
-    if frozen is None:
-        return None, None, {}
-    unfrozen = set(membership.unfrozen)
-    own_buffers = in_own_buffers(live.layout.only(unfrozen))
-    plans = (
-        _planned(frozen, live.frozen.only(set(membership.frozen)), live.rank),
-        _planned(frozen, own_buffers, live.rank),
-    )
-    extents: dict[int, TensorExtents] = {}
-    for source in sorted({source for plan in plans if plan for source in plan.source_ranks}):
-        piece = checkpoint.frozen_extents(source)
-        assert piece is not None, "a rank that a plan names has parts"
-        extents[source] = piece
-    return *plans, extents
+def _moves(
+    checkpoint: Checkpoint, live: LiveOptimizer, membership: Membership, newly_frozen: Plan | None
+) -> tuple[Move, ...]:
+    """Plan the parameters that were frozen, and find where they and the ``newly_frozen`` ones are."""
+    moves: list[Move] = []
+    if newly_frozen is not None:
+        weights = {source: checkpoint.extents(source) for source in newly_frozen.source_ranks}
+        moves.append(Move(newly_frozen, FP32, weights, trains=False))
+    frozen, extents = checkpoint.frozen_layout, dict[int, Mapping[str, TensorExtents]]()
+    for dst, trains in (
+        (in_own_buffers(live.layout.only(set(membership.unfrozen))), True),
+        (live.frozen.only(set(membership.frozen)), False),
+    ):
+        plan = None if frozen is None else _planned(frozen, dst, live.rank)
+        if plan is None:
+            continue
+        for source in plan.source_ranks:
+            if source not in extents:
+                piece = checkpoint.frozen_extents(source)
+                assert piece is not None, "a rank that a plan names has parts"
+                extents[source] = {FROZEN: piece}
+        moves.append(Move(plan, FROZEN, extents, trains))
+    return tuple(moves)
 
 
 def _weights_plan(

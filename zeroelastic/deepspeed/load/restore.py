@@ -73,7 +73,8 @@ def restore(engine: Engine, load_plan: LoadPlan, load_module: Callable[[str], tu
         def complete(loaded: tuple[Any, Any], filled: Sequence[Filled]) -> Restored:
             check_one_save(load_plan.tag_dir)  # nothing is read after this
             _complete(load_plan)
-            moved = [part for part in filled if _has_moved(part, load_plan)]
+            changing = [move.plan for move in load_plan.moves if move.changes]
+            moved = [part for part in filled if any(part.plan is plan for plan in changing)]
             others = [part for part in filled if part not in moved]
             read = {stream: found for part in others for stream, found in part.read_digests.items()}
             cast = {stream: digest for part in others for stream, digest in part.cast_digests.items()}
@@ -156,11 +157,6 @@ def _complete(load_plan: LoadPlan) -> None:
     live.zero_frozen_padding()
 
 
-def _has_moved(part: Filled, load_plan: LoadPlan) -> bool:
-    """Whether a part is of parameters that only the save, or only the run, trains."""
-    return part.plan is load_plan.unfrozen_plan or part.plan is load_plan.newly_frozen_plan
-
-
 def _casts(targets: Sequence[Target]) -> list[str]:
     """A sentence for each kind of tensor that is not kept in the dtype that it was saved in."""
     names = {FP32: "master weights", FROZEN: "frozen parameters"}
@@ -169,42 +165,26 @@ def _casts(targets: Sequence[Target]) -> list[str]:
 
 
 def _frozen_parts(load_plan: LoadPlan) -> list[Part]:
-    """Saved frozen parameters into master weights, saved master weights into frozen parameters, frozen into frozen.
-
-    Each parameter is a target of its own.
-    """
+    """The parameters that either side has frozen; each is a target of its own."""
     live, here = load_plan.live, load_plan.live.layout.index()
-
-    def weights(number: int, name: str) -> torch.Tensor:
-        return live.fp32(int(live.layout.sub_group[here[name]]))
-
-    def frozen(number: int, name: str) -> torch.Tensor:
-        return live.frozen_tensor(number).view(-1)
-
-    saved_frozen = {rank: {FROZEN: piece} for rank, piece in load_plan.frozen_extents.items()}
-    saved_weights = {rank: load_plan.checkpoint.extents(rank) for rank in load_plan.shards}
-    of_model = load_plan.model.frozen_extents
-    saved_dtypes = {
-        FP32: dict(load_plan.head.extents[FP32].dtype),
-        FROZEN: {} if of_model is None else dict(of_model.dtype),
-    }
-    for piece in load_plan.frozen_extents.values():  # files of experts have more
-        saved_dtypes[FROZEN] |= piece.dtype
     parts: list[Part] = []
-    for plan, key, extents, tensor_of in (
-        (load_plan.unfrozen_plan, FROZEN, saved_frozen, weights),
-        (load_plan.newly_frozen_plan, FP32, saved_weights, frozen),
-        (load_plan.frozen_plan, FROZEN, saved_frozen, frozen),
-    ):
-        if plan is None:
-            continue
-        place, targets = plan.src.index(), list[Target]()
+    for move in load_plan.moves:
+        plan, extents, targets = move.plan, move.extents, list[Target]()
+        saved_dtypes = load_plan.head.extents[FP32].dtype
+        if move.key == FROZEN:
+            pieces = [load_plan.model.frozen_extents, *(piece[FROZEN] for piece in extents.values())]
+            saved_dtypes = {i: dtype for piece in pieces if piece for i, dtype in piece.dtype.items()}
+        place = plan.src.index()
         for p, param in zip(plan.dst.sub_group.tolist(), plan.dst.params, strict=True):
-            if param.numel or plan is not load_plan.frozen_plan:
-                tensor = tensor_of(p, param.name)
-                own = str(tensor.dtype).removeprefix("torch.")  # of an expert that this rank reads nothing of
-                saved = saved_dtypes[key].get(int(plan.src.sub_group[place[param.name]]), own)
-                targets.append(Target(key, p, tensor, saved))
+            if not param.numel and not move.changes:
+                continue
+            if move.trains:
+                tensor = live.fp32(int(live.layout.sub_group[here[param.name]]))
+            else:
+                tensor = live.frozen_tensor(p).view(-1)
+            own = str(tensor.dtype).removeprefix("torch.")  # of an expert that this rank reads nothing of
+            saved = saved_dtypes.get(int(plan.src.sub_group[place[param.name]]), own)
+            targets.append(Target(move.key, p, tensor, saved))
         parts.append(Part(plan, extents, targets))
     return parts
 
