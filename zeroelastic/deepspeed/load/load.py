@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -23,8 +22,7 @@ from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agre
 from zeroelastic.deepspeed.engine_state import begin_change, changing, refuse_damaged, state_of
 from zeroelastic.deepspeed.live.kinds import kind_of
 from zeroelastic.deepspeed.load.fallback import load_newest
-from zeroelastic.deepspeed.load.load_plan import LoadPlan
-from zeroelastic.deepspeed.load.module_states import ModuleKeys, buffer_casts, model_states_reader, recorded_keys
+from zeroelastic.deepspeed.load.module_states import ModuleKeys, buffer_casts
 from zeroelastic.deepspeed.load.preflight import preflight
 from zeroelastic.deepspeed.load.report import (
     gather_costs,
@@ -41,10 +39,9 @@ from zeroelastic.deepspeed.load.stock import check_left, choose_loader
 from zeroelastic.deepspeed.load.tag_choice import choose_tag, nothing_to_load
 from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
 from zeroelastic.deepspeed.options import LoadRequest
-from zeroelastic.deepspeed.run_objects import loading_sampler
 from zeroelastic.distributed.collective import all_or_raise, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.errors import CheckpointError, SavedAgainError, UnsupportedError, ZeroElasticError
+from zeroelastic.errors import SavedAgainError, UnsupportedError, ZeroElasticError
 from zeroelastic.io.paths import FilePath, absolute, is_url
 from zeroelastic.io.remote import retrying
 from zeroelastic.report import ResumeReport
@@ -196,7 +193,7 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
     if call.configured is None and not engine.global_steps:
         call.configured = optimizer_options(engine, plan.live)
     keys = ModuleKeys()
-    restored = restore(engine, plan, partial(_load_module, engine, plan, keys))
+    restored = restore(engine, plan, keys)
     verified = verify(engine, plan, restored)
     module_notes = [*buffer_casts(engine, plan), *notes_of_modules(plan)]
     failed, costs = gather_costs(plan, restored, verified)
@@ -227,25 +224,6 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
 
     call.log = log
     return restored.loaded
-
-
-def _load_module(engine: Engine, plan: LoadPlan, keys: ModuleKeys, module_path: str) -> Loaded:
-    """DeepSpeed's own part: module, counters, scheduler and client state, out of the file at ``module_path``."""
-    request = plan.request
-    begin_change(engine)
-    with (
-        model_states_reader(engine, plan, module_path),
-        recorded_keys(engine.module, keys, forgive=request.options.on_mismatch == "initialize"),
-        loading_sampler(engine),
-    ):
-        # load_optimizer_states=False would merge the full model on every rank
-        flags = {**request.flags(), "load_optimizer_states": True}
-        path, state = engine._load_checkpoint(request.load_dir, str(request.tag), **flags)
-    if path is None:
-        raise CheckpointError(f"{plan.model.path}: DeepSpeed did not load it.")
-    if not request.load_optimizer_states:
-        state.setdefault("optimizer", None)
-    return str(plan.model.path), state
 
 
 def is_of_all_ranks(error: Exception) -> bool:

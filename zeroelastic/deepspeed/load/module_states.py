@@ -25,12 +25,12 @@ from zeroelastic.checkpoint.model_states import COUNTERS, ModelStates
 from zeroelastic.checkpoint.param_changes import GroupMatch
 from zeroelastic.checkpoint.tag_files import SAVE_ID
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.engine_state import state_of
+from zeroelastic.deepspeed.engine_state import begin_change, state_of
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
 from zeroelastic.deepspeed.load.states_file import StatesFile
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.deepspeed.patching import patched
-from zeroelastic.deepspeed.run_objects import SAMPLER, sampler_problem, states_to_load, without_missing
+from zeroelastic.deepspeed.run_objects import SAMPLER, loading_sampler, sampler_problem, states_to_load, without_missing
 from zeroelastic.errors import (
     CheckpointError,
     ConfigError,
@@ -43,6 +43,28 @@ from zeroelastic.io.storage import read_range
 from zeroelastic.torch_file.safe_unpickler import split_global
 
 _FRAGMENTS = "frozen_param_fragments"
+
+
+def load_module(engine: Engine, load_plan: LoadPlan, path: str, keys: ModuleKeys) -> tuple[Any, Any]:
+    """DeepSpeed's own part: module, counters, scheduler and client state, out of the file at ``path``.
+
+    ``keys`` gets the entries that only the checkpoint, or only the module, has.
+    """
+    request = load_plan.request
+    begin_change(engine)
+    with (
+        model_states_reader(engine, load_plan, path),
+        recorded_keys(engine.module, keys, forgive=request.options.on_mismatch == "initialize"),
+        loading_sampler(engine),
+    ):
+        # load_optimizer_states=False would merge the full model on every rank
+        flags = {**request.flags(), "load_optimizer_states": True}
+        loaded, state = engine._load_checkpoint(request.load_dir, str(request.tag), **flags)
+    if loaded is None:
+        raise CheckpointError(f"{load_plan.model.path}: DeepSpeed did not load it.")
+    if not request.load_optimizer_states:
+        state.setdefault("optimizer", None)
+    return str(load_plan.model.path), state
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from zeroelastic.deepspeed.live.digests import LiveStreams, known_digests, local
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import restore_clipping, restore_scales, set_groups
 from zeroelastic.deepspeed.load.load_plan import LoadPlan, saved_groups
+from zeroelastic.deepspeed.load.module_states import ModuleKeys, load_module
 from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others
 from zeroelastic.deepspeed.node_local.peer_checkpoint import module_file
 from zeroelastic.distributed.collective import all_or_raise, any_rank
@@ -48,11 +49,10 @@ class Restored:
     own_weights: bool = False
 
 
-def restore(engine: Engine, load_plan: LoadPlan, load_module: Callable[[str], tuple[Any, Any]]) -> Restored:
+def restore(engine: Engine, load_plan: LoadPlan, keys: ModuleKeys) -> Restored:
     """Fill the engine from a checked checkpoint. Collective; raises the same error on every rank.
 
-    ``load_module`` runs DeepSpeed's own ``_load_checkpoint`` (module, counters, scheduler, client state) on the file
-    that ``model_states_reader`` serves from the path that it is given.
+    ``keys`` as of ``load_module``, DeepSpeed's own part.
     """
     live, options = load_plan.live, load_plan.request.options
     inventory, payload = load_plan.checkpoint.inventory, RelayCost()
@@ -66,7 +66,7 @@ def restore(engine: Engine, load_plan: LoadPlan, load_module: Callable[[str], tu
     ):
 
         def load_and_fill() -> tuple[tuple[Any, Any], list[Filled]]:
-            loaded = load_module(module_path)
+            loaded = load_module(engine, load_plan, module_path, keys)
             live.refresh()
             return loaded, _fill(load_plan)
 
