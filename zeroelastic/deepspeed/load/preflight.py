@@ -10,7 +10,7 @@ import numpy as np
 
 from zeroelastic.checkpoint.contradictions import VALUE_FACTS, shard_facts, shard_values, values_sentence
 from zeroelastic.checkpoint.module_weights import SAMPLE, ComparedWeights, compare_weights, other_weights
-from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.checkpoint.param_changes import renamed_base_weights
 from zeroelastic.checkpoint.saved_state import trained_part
 from zeroelastic.deepspeed.engine import Engine
@@ -20,10 +20,10 @@ from zeroelastic.deepspeed.load.base_model import other_frozen
 from zeroelastic.deepspeed.load.load_plan import LoadPlan, plan_load
 from zeroelastic.deepspeed.load.module_states import check_loaded_values
 from zeroelastic.deepspeed.load.saved_copies import refuse_other_copies
-from zeroelastic.deepspeed.node_local.peer_checkpoint import open_with_peers
+from zeroelastic.deepspeed.node_local.peer_checkpoint import receive_headers
 from zeroelastic.deepspeed.node_local.visibility import gather_inventory, stat_assigned_files
 from zeroelastic.deepspeed.options import LoadRequest
-from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise
+from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise, all_or_raise
 from zeroelastic.errors import CheckpointError, UndescribedSlicesError, UnsupportedError
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.zip_check import check_archive
@@ -60,21 +60,21 @@ def preflight(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir
 
 def _check(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: FilePath) -> LoadPlan:
     """``preflight`` into a live state as it is. Collective."""
-    compare_directories = request.options.verify != "off"
     inventory = gather_inventory(tag_dir)
-    received = None
-    if not inventory.reads_headers:
-        received = open_with_peers(tag_dir, inventory, live, compare_directories=compare_directories)
 
-    def check() -> LoadPlan:
-        checkpoint = received or open_checkpoint(
+    def open_here() -> Checkpoint:
+        return open_checkpoint(
             tag_dir,
             near_rank=live.rank,
             tp=live.tp,
             inventory=stat_assigned_files(tag_dir, inventory),
-            compare_directories=compare_directories,
+            compare_directories=request.options.verify != "off",
         )
-        plan = plan_load(checkpoint, live, request)
+
+    received = None if inventory.reads_headers else receive_headers(all_or_raise(open_here), live)
+
+    def check() -> LoadPlan:
+        plan = plan_load(received or open_here(), live, request)
         check_loaded_values(engine, plan.model, request)
         return replace(plan, checked_bytes=_check_checksums(plan)) if request.options.verifies_content else plan
 

@@ -17,9 +17,8 @@ from functools import partial
 
 import numpy as np
 
-from zeroelastic.checkpoint.inventory import Inventory
 from zeroelastic.checkpoint.model_states import ModelStates
-from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
+from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import make_plan, source_ranks
@@ -181,23 +180,11 @@ def sources_by_size(checkpoint: Checkpoint, live: LiveOptimizer, *layouts: Layou
     return source_ranks(numels, saved_world_size=saved, world_size=current, rank=live.rank)
 
 
-def open_with_peers(
-    tag_dir: FilePath, inventory: Inventory, live: LiveOptimizer, *, compare_directories: bool = True
-) -> Checkpoint:
-    """The checkpoint, with every header that this rank needs and does not see from one that does. Collective.
+def receive_headers(checkpoint: Checkpoint, live: LiveOptimizer) -> Checkpoint:
+    """Parse every header that this rank needs, also the ones that only other ranks read. Collective.
 
-    ``compare_directories`` is that of ``open_checkpoint``.
-    Raises on every rank what ``open_checkpoint`` and the parsing of headers raise on any.
+    Raises on every rank what the parsing of headers raises on any.
     """
-    checkpoint = all_or_raise(
-        lambda: open_checkpoint(
-            tag_dir,
-            near_rank=live.rank,
-            tp=live.tp,
-            inventory=inventory,
-            compare_directories=compare_directories,
-        )
-    )
     headers = _Headers(checkpoint)
     own, nearest = ranks_taken(checkpoint, live)
     first = checkpoint.model_file(own).name
