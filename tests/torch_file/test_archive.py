@@ -169,6 +169,7 @@ def test_any_object_that_torch_saves_is_the_same_after_being_rewritten(
 ) -> None:
     path = saved(tmp_path / "a.pt", {name: values()[name]}, pickle_protocol=protocol)
     rewrite(path, tmp_path / "b.pt")
+    assert list(read_torch_file(path, foreign="inert").root) == [name], "and it is inert for who only reads"
     now = torch.load(tmp_path / "b.pt", weights_only=False)[name]
     if name == "loop":
         assert now[1][1] is now and now[0] == 1

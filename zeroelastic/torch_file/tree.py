@@ -553,8 +553,9 @@ def _exactly(path: tuple[str, str], rebuild: Callable[..., object], num_args: in
     call = new_global(*path)
 
     def made(*args: object) -> object:
-        is_plain = len(args) == num_args and isinstance(args[4], bool) and isinstance(args[5], Dict) and not args[5]
-        ref = rebuild(*args) if is_plain else None
+        requires_grad, hooks = args[4:6] if len(args) == num_args else (None, None)
+        has_no_hooks = isinstance(hooks, ExactDict) and not hooks and hooks.state is NO_STATE
+        ref = rebuild(*args) if has_no_hooks and isinstance(requires_grad, bool) else None
         return ref if isinstance(ref, TensorRef) else call(*args)
 
     return Function(made)
