@@ -31,7 +31,7 @@ class NativeForm:
     """A checkpoint of FSDP2 in the form of a ZeRO run with the configuration ``config``, which may be empty.
 
     ``trained`` and ``groups`` are those of ``found`` in the form that DeepSpeed's optimizers have; ``batch`` is the
-    global batch that the configuration states; ``model_root`` are the module states, a graph for a torch file.
+    global batch that the configuration states; ``model_root`` are the module states, a tree for a torch file.
     ``notes`` are sentences on what was inferred, and on what no file of DeepSpeed has a place for.
     """
 
