@@ -1,8 +1,11 @@
-"""Checkpoint engines as the tests configure them, and what DeepSpeed's fast writer needs to run without a GPU."""
+"""Checkpoint engines and background saves of the tests, and what DeepSpeed's fast writer lacks without a GPU."""
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,3 +72,23 @@ class LateEngine:
     def cleanup(self) -> None:
         if self.info is not None:
             self.commit(self.info)
+
+
+@contextmanager
+def held_writers() -> Iterator[threading.Event]:
+    """While it lasts, nothing is written in the background before the event is set; and no longer than it lasts."""
+    from zeroelastic.deepspeed.save.shard_writer import Snapshot
+
+    write, gate = Snapshot.write, threading.Event()
+
+    def wait_and_write(self: Snapshot, *args: Any) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        assert gate.wait(60)
+        write(self, *args)
+
+    Snapshot.write = wait_and_write  # type: ignore[method-assign]
+    try:
+        yield gate
+    finally:
+        gate.set()
+        Snapshot.write = write  # type: ignore[method-assign]

@@ -1,14 +1,17 @@
-"""DCP directories written by hand: any chunks, with torch's own classes and archives, without ranks."""
+"""DCP directories written by hand, any chunks, with torch's own classes, without ranks; and as ``dcp.load`` has them."""
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -107,3 +110,22 @@ def job_state(
         tensors[f"{optim}state.{name}.step"] = torch.tensor(5.0), [[]]
     group = {"lr": 0.25, "betas": (0.9, 0.95), "weight_decay": 0.5, "params": list(shapes)}
     return tensors, {f"{optim}param_groups.0.{key}": value for key, value in group.items()}
+
+
+def load_alone(state: dict[str, Any], folder: Path) -> None:
+    """torch's own load in this process alone, which torch 2.6 does where there are no process groups."""
+    alone = {"no_dist": True} if "no_dist" in inspect.signature(dcp.load).parameters else {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+        dcp.load(state, checkpoint_id=folder, **alone)
+
+
+def read_dcp(folder: Path) -> dict[str, object]:
+    """What is in a directory, loaded into empty tensors of the shapes and dtypes that its table states."""
+    table = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state: dict[str, object] = {
+        key: torch.empty(found.size, dtype=found.properties.dtype) if isinstance(found, TensorStorageMetadata) else None
+        for key, found in table.items()
+    }
+    load_alone(state, folder)
+    return state

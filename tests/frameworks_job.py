@@ -117,10 +117,8 @@ def schedule_of(kind: str, optimizer: torch.optim.Optimizer, world_size: int) ->
         return lr_scheduler.LambdaLR(optimizer, lambda tick: max(0.05, 1 - tick / (20 * world_size)))
     if kind == "fixed lambda":  # written without a thought of it
         return lr_scheduler.LambdaLR(optimizer, lambda tick: max(0.05, 1 - tick / 60))
-    if kind == "cosine":
-        return lr_scheduler.CosineAnnealingLR(optimizer, T_max=20 * world_size)
-    assert kind == "one cycle"
-    return lr_scheduler.OneCycleLR(optimizer, max_lr=[0.02, 0.01], total_steps=20 * world_size)
+    assert kind == "cosine"
+    return lr_scheduler.CosineAnnealingLR(optimizer, T_max=20 * world_size)
 
 
 def of_deepspeed(model: torch.nn.Module, config: dict[str, Any], kind: str) -> tuple[Any, Any]:

@@ -43,3 +43,9 @@ def copy_sources(target: Path) -> Path:
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target)
     return target
+
+
+def run_benchmark(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A script of benchmarks/ with these arguments."""
+    path = os.pathsep.join([os.fspath(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return run_program(sys.executable, f"benchmarks/{script}", *arguments, cwd=ROOT, timeout=400, PYTHONPATH=path)

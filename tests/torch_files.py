@@ -1,10 +1,11 @@
-"""An object of every kind that torch.save writes, and what torch.save makes of it."""
+"""An object of every kind that torch.save writes, what it makes of it, and archives laid out as it lays them out."""
 
 from __future__ import annotations
 
 import io
 import math
 import warnings
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from zeroelastic.executors.dispatch import Executor, describe_build
+from zeroelastic.torch_file.header import TensorRef
 
 EXECUTORS = ["numpy", "native"]
 
@@ -90,3 +92,25 @@ SAVED_DTYPES = tuple(
     if not dtype.startswith("q") and _is_saved(dtype)
 )
 """Every dtype whose tensors torch.save writes, but for the quantized ones, whose tensors have scales too."""
+
+
+def saved(path: Path, value: object, **kwargs: object) -> Path:
+    torch.save(value, path, **kwargs)
+    return path
+
+
+def bytes_at(file, ref: TensorRef) -> bytes:
+    extent = file.extent(ref)
+    assert extent.offset >= 0 and extent.offset + extent.nbytes <= file.size
+    return extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes]
+
+
+def archive(path: Path, pickled: bytes, *, storages=(), name="archive", compression=zipfile.ZIP_STORED) -> Path:
+    """A zip archive laid out as torch.save lays it out, around any pickle."""
+    with zipfile.ZipFile(path, "w", compression) as out:
+        out.writestr(f"{name}/data.pkl", pickled)
+        out.writestr(f"{name}/byteorder", b"little")
+        for key, data in storages:
+            out.writestr(f"{name}/data/{key}", data)
+        out.writestr(f"{name}/version", b"3\n")
+    return path

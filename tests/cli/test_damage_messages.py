@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from commands import run_command
+from misuse_cases import says_what_to_do
 from places import ROOT
 from sample import write_sample
 from saved_files import flip as flip_bit
-from what_to_do import says_what_to_do
 
 import zeroelastic
 from zeroelastic import errors

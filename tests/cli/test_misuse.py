@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 from commands import no_result, run_command
-from misuse_cases import OTHERS, Misuse, cases
+from misuse_cases import OTHERS, Misuse, cases, says_what_to_do
 from places import ROOT
 from sample import write_sample
 from stock_programs import make_universal
-from what_to_do import says_what_to_do
 
 import zeroelastic
 from zeroelastic.cli.app import FAILED, INVALID, MISUSE, VERBS

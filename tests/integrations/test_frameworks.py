@@ -437,22 +437,6 @@ def test_generators_are_the_saved_ones_or_derived_for_new_ranks(
     assert "1 new" in " ".join(first[1].notes)
 
 
-@pytest.mark.support("Frameworks", "accelerate: learning rate schedulers", "exact", "LambdaLR and those of torch")
-@pytest.mark.parametrize(
-    ("schedule", "stage"),
-    [("fixed lambda", 3), ("one cycle", 3), ("cosine", 2), pytest.param("cosine", 3, marks=pytest.mark.sweep)],
-)
-def test_any_schedule_goes_on(rank_pool: RankPool, tmp_path: Path, schedule: str, stage: int) -> None:
-    """Down, and back up from what the smaller run saved."""
-    job = replace(ACCELERATED, schedule=schedule, stage=stage)
-    whole = rank_pool.run(accelerate_run, 3, job.at(3), 6, save=(2, str(tmp_path / "a")))[0]
-    assert len(set(whole.rates)) == 6
-    down = rank_pool.run(accelerate_run, 2, job.at(2), 4, load=str(tmp_path / "a"), save=(4, str(tmp_path / "b")))[0]
-    up = rank_pool.run(accelerate_run, 3, job.at(3), 6, load=str(tmp_path / "b"))[0]
-    assert [*down.rates, *up.rates] == pytest.approx(whole.rates[2:], rel=1e-9)
-    assert any("3 times per optimizer step" in line for line in down.said)
-
-
 def test_a_second_load_scales_the_counter_of_a_schedule_once(rank_pool: RankPool, tmp_path: Path) -> None:
     job, path = AccelerateJob(stage=2), str(tmp_path / "a")
     whole = rank_pool.run(accelerate_run, 2, job.at(2), 4, save=(2, path))[0]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark_runs import run_benchmark
 from extended import with_swept
 from made_once import made_once
+from programs import run_benchmark
 
 from zeroelastic.executors.dispatch import describe_build
 

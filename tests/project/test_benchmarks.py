@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_runs import run_benchmark
 from engines import REPOSITORY
+from programs import run_benchmark
 from support_table import COLLECTED
 from warm_python import executable
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import raw
-from torch_archives import bytes_at, saved
+from torch_files import bytes_at, saved
 
 from zeroelastic.errors import CheckpointError, UnsafePickleError
 from zeroelastic.io.storage import LocalFile

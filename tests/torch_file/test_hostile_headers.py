@@ -19,7 +19,7 @@ from bounded import process_status, reset_peak
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import raw
-from torch_archives import archive, bytes_at, saved
+from torch_files import archive, bytes_at, saved
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UnsafePickleError
 from zeroelastic.torch_file.header import Stub, TensorRef, read_torch_file, walk_refs

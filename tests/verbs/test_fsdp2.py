@@ -10,13 +10,12 @@ import pytest
 import torch
 from commands import peak_memory
 from commands import run_command as verb
-from dcp_writers import grid, job_state, rows, write_dcp
+from dcp_writers import grid, job_state, load_alone, rows, write_dcp
 from documentation import documented_keys
 from exports import add_to_model, buffers, keys_of, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import TESTS
-from read_dcp import load_alone
 from sample import write_sample
 from synthetic import Param, edit, model_name, raw, write_checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import topologies
+from dcp_writers import read_dcp
 from exports import same
-from read_dcp import read_dcp
 from safetensors.torch import load_file
 from topologies import TopologyJob, differences
 

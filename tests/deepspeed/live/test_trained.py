@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from extended import with_swept
-from model_changes import (
+from changed_runs import (
     add_a_group,
     freeze,
     freeze_a_weight,
@@ -25,6 +24,7 @@ from model_changes import (
     thaw,
     thaw_and_freeze,
 )
+from extended import with_swept
 from saved_files import contents, logged, record_of
 from training import Job, build_engine, train_step
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from checkpoint_writers import LateEngine, writer_job
-from held_writers import held_writers
+from checkpoint_writers import LateEngine, held_writers, writer_job
 from saved_files import committed, file_bytes, latest, logged
 from training import Job, Outcome, build_engine, look, raised, resume, train_step
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from client_states import COUNTERS, FREE, REFUSED
+from changed_runs import COUNTERS, FREE, REFUSED
 from extended import with_swept
 from saved_files import contents, logged, record_of
 from training import Job, build_engine, train_and_save, train_step

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bounded import process_status, reset_peak
-from io_counts import WIDTH, build, state_bytes
-from opens import watch_opens
+from io_counts import WIDTH, build, state_bytes, watch_opens
 from saved_files import record_of
 
 from zeroelastic.testing import RankPool

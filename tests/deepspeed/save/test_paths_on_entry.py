@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from held_writers import held_writers
+from checkpoint_writers import held_writers
 from saved_files import file_bytes
 from training import Job, build_engine, train_step
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from client_states import COUNTERS, FREE, REFUSED
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from model_changes import (
+from changed_runs import (
+    COUNTERS,
+    FREE,
+    REFUSED,
     add_a_group,
     freeze,
     register_a_buffer,
@@ -26,6 +26,8 @@ from model_changes import (
     thaw,
     thaw_and_freeze,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from saved_files import contents
 from training import Job, build_engine, train_step
 

@@ -1,9 +1,10 @@
-"""Changes to a model or an optimizer between deepspeed.initialize and a save."""
+"""What runs may change before a save: the model or the optimizer, and client states that a save takes or refuses."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -53,3 +54,25 @@ def register_a_parameter(engine: Any) -> None:
 def replace_a_module(engine: Any) -> None:
     """By one whose parameters the optimizer does not have."""
     engine.module.down = torch.nn.Linear(33, 16)
+
+
+COUNTERS = {"global_steps": 77, "global_samples": 5, "skipped_steps": 2, "micro_steps": 3}
+
+
+FREE = {"optimizer": "adam", "ds_config": {}, "ds_version": "mine", "data_sampler": 4, "random_ltd": [], "epoch": 1}
+FREE |= {"labels": {frozenset({"a"})}, "best": np.str_("step 7")}  # a file has them as what our readers do not make
+
+
+REFUSED: dict[str, Any] = {
+    "module": "resnet",
+    "param_shapes": {"conv": (3, 3)},
+    "frozen_param_shapes": {"conv": (3, 3)},
+    "frozen_param_fragments": 3,
+    "shared_params": {"a": "b"},
+    "buffer_names": "none",
+    "dp_world_size": 9,
+    "mp_world_size": 7,
+    "lr_scheduler": "cosine",
+    "global_steps": "seven",
+    "checkpoint_parallel_dimensions": {},
+}

@@ -1,13 +1,15 @@
-"""A few rounds of the kill campaigns of benchmarks/crash_*.py, whose full runs are committed with their results."""
+"""Campaigns at a small size: kills (`make crash`) and damage (`make damage`); results of the long ones are committed."""
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from crash_memory import Campaign
 from crash_reshard import campaign as kill_reshards
-from crash_training import campaign
+from crash_training import campaign as kill_jobs
+from damage import LOADED, SAVED, Damage, choose, load_all, regions, save, verdict
+from damage import campaign as damage_each
 from report import words_of_lines
 
 
@@ -78,7 +82,7 @@ def test_the_committed_campaign_of_memory_has_so_many_kills() -> None:
 def test_a_killed_training_job_resumes_at_another_size_from_a_whole_checkpoint(
     rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    result = campaign(tmp_path, rank_pool, kills=4, seed=3, stage=3)
+    result = kill_jobs(tmp_path, rank_pool, kills=4, seed=3, stage=3)
     outcomes = result["outcomes"]
     assert isinstance(outcomes, dict) and outcomes["killed while saving"] >= 1
     assert outcomes["resumed on 2 ranks"] + outcomes["resumed on 3 ranks"] >= 2
@@ -110,3 +114,69 @@ def test_the_committed_campaign_has_so_many_kills(name: str, kills: int) -> None
     assert outcomes["killed while saving"] >= kills // 2
     resumed = sum(outcomes.get(f"resumed on {size} ranks", 0) for size in (2, 3))
     assert resumed + outcomes.get("no save yet", 0) == result["kills"]
+
+
+DETECTED = {"tensor", "pickle", "directory", "header", "small record", "frozen fragment", "text"}
+"""Parts of files in which no bit may be flipped unnoticed, where the file is one that the run reads as a whole."""
+
+
+@pytest.mark.support(
+    "Checkpoint engines and storage",
+    "any damage of a checkpoint",
+    "refused",
+    "a file is named; unused bytes may differ",
+)
+@pytest.mark.parametrize(
+    ("stage", "slices"),
+    [(3, ""), (2, ""), (3, "AutoTP"), pytest.param(3, "AutoEP", marks=pytest.mark.sweep), (2, "MoE")],
+)
+def test_damage_of_every_class_is_noticed_or_harmless(
+    rank_pool: RankPool, tmp_path: Path, stage: int, slices: str
+) -> None:
+    sizes = {"flips": 40, "truncations": 25, "blocks": 3, "seed": 11, "only": 24}
+    result = damage_each(rank_pool, tmp_path, **sizes, stage=stage, slices=slices)
+    assert result["failed"] == [] and result["damages"] == 24
+    assert {row["damage"] for row in result["counts"]} == {
+        "flip", "truncate", "zero", "swap", "older", "of another run",
+    }  # fmt: skip
+
+
+def test_the_campaign_would_see_damage_that_is_loaded(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Without verification: damaged tensors are loaded, and a file that is not damaged is not named."""
+    pristine, work = tmp_path / "pristine", tmp_path / "work"
+    rank_pool.run(save, SAVED, str(pristine), 1.0, 3)
+    shutil.copytree(pristine, work)
+    places = regions(pristine)
+    largest = {kind: max(found, key=lambda place: place[2], default=None) for kind, found in places.items()}
+    damages = [
+        Damage("flip", ": ".join(kind), *largest[kind][:2], 1)
+        for kind in (("optimizer", "tensor"), ("model", "buffer"), ("model", "frozen fragment"))
+    ]
+    ranks = rank_pool.run(load_all, LOADED, str(work), str(pristine), damages, 3, "off")
+    told = [verdict(damage, outcomes) for damage, outcomes in zip(damages, zip(*ranks, strict=True), strict=True)]
+    assert told == ["FAILED: state of neither tag: "] * 3 or [text.partition(":")[0] for text in told] == ["FAILED"] * 3
+    named = [("error", "CheckpointError", "another.pt: is damaged")] * LOADED
+    assert verdict(damages[0], named).startswith("FAILED: names no damaged file")
+    assert verdict(damages[0], [("foreign", "KeyError", damages[0].file)] * LOADED).startswith("FAILED")
+    assert verdict(damages[0], [named[0], ("state of global_step3", "", "")]).startswith("FAILED: the ranks differ")
+    chosen = choose(pristine, pristine, flips=40, truncations=5, blocks=3, seed=11)
+    assert chosen == choose(pristine, pristine, flips=40, truncations=5, blocks=3, seed=11), "the seed does not decide"
+
+
+@pytest.mark.parametrize(
+    ("name", "flips", "truncations"),
+    [("damage", 1000, 200), ("damage_stage2", 400, 80)],
+)
+def test_the_committed_campaign_missed_nothing(name: str, flips: int, truncations: int) -> None:
+    result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    rows = result["raw"]
+    counts = Counter(row[0] for row in rows)
+    assert counts["flip"] >= flips and counts["truncate"] >= truncations
+    assert {row[0] for row in rows} == {"flip", "truncate", "zero", "swap", "older", "of another run"}
+    assert result["failed"] == [] and {row[6] for row in rows} == {"detected", "warned", "harmless"}
+    harmless = {(row[1], row[2]) for row in rows if row[6] == "harmless"}
+    # At stage 2 each file is read, and a directory ends with fields that say nothing of what is in it.
+    parts = DETECTED - {"directory"} if name.endswith("stage2") else DETECTED
+    whole = {file for where, file in harmless if where.partition(": ")[2] in parts}
+    last = f"zero_pp_rank_{SAVED - 1}_mp_rank_00_model_states.pt"
+    assert all(file.endswith(last) for file in whole), "only of the rank that is no more"
