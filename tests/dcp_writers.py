@@ -1,4 +1,4 @@
-"""DCP directories written by hand, any chunks, with torch's own classes, without ranks; and as ``dcp.load`` has them."""
+"""DCP directories written by hand, any chunks, with torch's own classes, without ranks; as ``dcp.load`` reads them."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record, record_text
@@ -66,10 +67,11 @@ def record_again(tag_dir: Path) -> None:
 
 
 def flip(path: Path, offset: int | None = None, mask: int = 1) -> None:
-    """Turn bits of one byte of a file, of the one in the middle by default; the size stays."""
-    data = bytearray(path.read_bytes())
+    """Turn bits of one byte of a file, of the one in the middle by default, as a disk does it: size and time stay."""
+    found, data = path.stat(), bytearray(path.read_bytes())
     data[len(data) // 2 if offset is None else offset] ^= mask
     path.write_bytes(data)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def swap(one: Path, other: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from commands import run_command
 from sample import write_sample
+from saved_files import flip
 from synthetic import optim_name, write_checkpoint
 
 import zeroelastic
@@ -170,9 +171,7 @@ def hostile_page(verb: str, tmp_path: Path) -> Path:
         )
     damaged = run / "global_step2" / optim_name(1)
     if verb == "verify":
-        data = bytearray(damaged.read_bytes())
-        data[data.index(b"data/0") + 200] ^= 1
-        damaged.write_bytes(data)
+        flip(damaged, damaged.read_bytes().index(b"data/0") + 200)
     first = {"diff": [run / "global_step1"]}.get(verb, [])
     options = ["-n", "3"] if verb == "plan" else []
     done = run_command(verb, *first, run / "global_step2", *options, "--html", tmp_path / "r.html")

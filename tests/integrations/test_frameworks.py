@@ -18,7 +18,6 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from documentation import blocks, zero_block
 from documentation import run as run_command
-from extended import with_swept
 from frameworks_job import (
     OFFLOADED,
     PRELOAD,
@@ -57,11 +56,6 @@ def case(mark: tuple[str, ...], *values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, marks=pytest.mark.support(*mark), id=id)
 
 
-def swept(case: Any) -> Any:
-    """A case that only `make sweep` runs: others have each of its values, too."""
-    return pytest.param(*case.values, marks=[*case.marks, pytest.mark.sweep], id=case.id)
-
-
 @dataclass(frozen=True)
 class Framework:
     """How a job of a framework is run, and saved after ``step`` of ``steps`` optimizer steps."""
@@ -91,13 +85,10 @@ def rank_pool(frameworks_pool: RankPool) -> RankPool:
     ("script", "flags", "sizes"),
     [
         case(STATE, "accelerate/train.py", ["--mixed-precision", "no"], (3, 2)),
-        swept(case(STATE, "accelerate/train.py", ["--lora"], (3, 2))),
         case(STATE, "accelerate/train.py", ["--lora", "--stage", "2"], (3, 2)),
         case(FIT, "lightning/train.py", ["--precision", "32-true"], (3, 2)),
-        swept(case(FIT, "lightning/train.py", ["--precision", "bf16-mixed"], (3,))),
         case(FIT, "lightning/train.py", ["--precision", "bf16-mixed", "--stage", "2"], (3,)),
         case(FABRIC, "lightning/train_fabric.py", [], (3, 2)),
-        swept(case(FABRIC, "lightning/train_fabric.py", ["--stage", "2"], (3, 2))),
         case(FABRIC, "lightning/train_fabric.py", ["--stage", "1"], (3,)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -177,7 +168,7 @@ def test_the_code_of_the_documentation_of_lightning_runs() -> None:
             exec(block.text, {})
 
 
-@pytest.mark.parametrize("stages", [(3, 3), pytest.param((2, 2), marks=pytest.mark.sweep), (2, 3)])
+@pytest.mark.parametrize("stages", [(3, 3), (2, 3)])
 def test_the_script_of_the_documentation_goes_on(rank_pool: RankPool, tmp_path: Path, stages: tuple[int, int]) -> None:
     """It saves after 4 and 8 of its 9 steps; what is left is done again on more ranks."""
     (text,) = [block.text for block in blocks("docs/guides/accelerate.md") if block.language == "python"]
@@ -205,32 +196,23 @@ def saved(
     return directory, rank_pool.run(framework.run, 2, job, framework.steps, save=(framework.step, directory))
 
 
-def at_one_stage(*names: str) -> pytest.MarkDecorator:
-    """At stage 3; `make sweep` has stage 2, at which test_state_schedule_and_data_go_on shows the frameworks, too."""
-    return pytest.mark.parametrize(
-        ("saved", "stage"),
-        with_swept([((name, stage), stage) for name in names for stage in (3, 2)], {((name, 2), 2) for name in names}),
-        indirect=["saved"],
-    )
+def saved_by(name: str) -> pytest.MarkDecorator:
+    """At stage 3; test_state_schedule_and_data_go_on has the other stages."""
+    return pytest.mark.parametrize("saved", [(name, 3)], indirect=True)
 
 
 @pytest.mark.parametrize(
     ("saved", "stage", "world_size", "accumulation", "workers"),
     [
         case(STATE, (ACCELERATE, 3), 3, 3, 4, 0),
-        swept(case(STATE, (ACCELERATE, 3), 3, 3, 2, 0)),
         case(STATE, (ACCELERATE, 3), 3, 1, 4, 0),
         case(STATE_LOW, (ACCELERATE, 2), 2, 3, 4, 0),
-        swept(case(STATE_LOW, (ACCELERATE, 2), 3, 1, 2, 0)),
         case(STATE_LOW, (ACCELERATE, 2), 1, 3, 2, 0),
         case(STATE_LOW, (ACCELERATE, 3), 2, 3, 2, 0),
         case(STATE_LOW, (ACCELERATE, 1), 2, 3, 4, 0),
         case(FIT, (LIGHTNING, 3), 3, 3, 2, 0),
         case(FIT, (LIGHTNING, 3), 3, 3, 4, 1),
-        swept(case(FIT, (LIGHTNING, 3), 3, 1, 3, 0)),
-        swept(case(FIT, (LIGHTNING, 3), 3, 2, 4, 0)),
         case(FIT_LOW, (LIGHTNING, 2), 2, 2, 4, 1),
-        swept(case(FIT_LOW, (LIGHTNING, 2), 3, 3, 4, 0)),
         case(FIT_LOW, (LIGHTNING, 3), 2, 1, 3, 0),
         case(FIT_LOW, (LIGHTNING, 1), 2, 3, 2, 0),
         case(FIT_LOW, (LIGHTNING, 2), 1, 1, 3, 0),
@@ -354,21 +336,17 @@ CHANGED = ("refused", 'with `"strict": true`; else a warning')
 
 
 @pytest.mark.parametrize(
-    ("saved", "stage"),
-    [
-        how(case(("Frameworks", f"{name}: a changed global batch", *CHANGED), (name, stage), stage))
-        for name in FRAMEWORKS
-        for stage, how in ((3, lambda case: case), (2, swept))
-    ],
-    indirect=["saved"],
+    "saved",
+    [case(("Frameworks", f"{name}: a changed global batch", *CHANGED), (name, 3)) for name in FRAMEWORKS],
+    indirect=True,
 )
 def test_a_changed_global_batch_is_loud_and_an_error_when_strict(
-    rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int, request: pytest.FixtureRequest
+    rank_pool: RankPool, saved: tuple[str, list[Seen]], request: pytest.FixtureRequest
 ) -> None:
     directory, before = saved
     name = request.node.callspec.params["saved"][0]
     framework = FRAMEWORKS[name]
-    job = replace(framework.job, micro=framework.other_micro, stage=stage)
+    job = replace(framework.job, micro=framework.other_micro)
     changed = f"GLOBAL BATCH CHANGED from 24 to {framework.other_micro}"
     for seen in rank_pool.run(framework.run, 1, job, framework.step, load=directory):
         kind, text = seen.error
@@ -383,7 +361,6 @@ def test_a_changed_global_batch_is_loud_and_an_error_when_strict(
             assert position == before[0].samples[6], "the position is in samples"
 
 
-@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 @pytest.mark.parametrize(
     ("name", "saving", "how", "lost"),
     [
@@ -392,13 +369,13 @@ def test_a_changed_global_batch_is_loud_and_an_error_when_strict(
     ],
 )
 def test_a_save_between_optimizer_steps_is_loud_and_an_error_when_strict(
-    rank_pool: RankPool, tmp_path: Path, stage: int, name: str, saving: Any, how: Any, lost: str
+    rank_pool: RankPool, tmp_path: Path, name: str, saving: Any, how: Any, lost: str
 ) -> None:
     directory, framework = str(tmp_path / "middle"), FRAMEWORKS[name]
-    job = replace(framework.job, stage=stage, **saving).at(2)
+    job = replace(framework.job, **saving).at(2)
     steps = 1 if how else 3
     whole = rank_pool.run(framework.run, 2, job, steps, save=(1, directory), **how)[0]
-    job = replace(framework.job, stage=stage, accumulation=4).at(3)
+    job = replace(framework.job, accumulation=4).at(3)
     for seen in rank_pool.run(framework.run, 3, job, steps, load=directory):
         assert seen.error[0] == "StrictError" and lost in seen.error[1]
     loose = rank_pool.run(framework.run, 3, replace(job, options={}), 3 - len(how), load=directory)
@@ -416,12 +393,12 @@ ACCELERATED = FRAMEWORKS[ACCELERATE].job
 
 
 @pytest.mark.support("Frameworks", "accelerate: random number generators", "exact", "saved ranks; new ranks are seeded")
-@at_one_stage(ACCELERATE)
+@saved_by(ACCELERATE)
 def test_generators_are_the_saved_ones_or_derived_for_new_ranks(
-    rank_pool: RankPool, stage: int, saved: tuple[str, list[Seen]], tmp_path: Path
+    rank_pool: RankPool, saved: tuple[str, list[Seen]], tmp_path: Path
 ) -> None:
     directory, before = saved
-    job = replace(ACCELERATED, stage=stage, accumulation=4, seed=98)
+    job = replace(ACCELERATED, accumulation=4, seed=98)
     same = rank_pool.run(accelerate_run, 2, replace(job, seed=99).at(2), 3, load=directory)
     assert [seen.draws for seen in same] == [seen.draws for seen in before]
     job = job.at(3)
@@ -523,7 +500,7 @@ def install_and_uninstall() -> tuple[bool, bool]:
 
 
 @pytest.mark.support("Frameworks", "accelerate: `use_stateful_dataloader`", "refused", "at another size or micro batch")
-@pytest.mark.parametrize("saved", [(ACCELERATE, 3)], indirect=True)
+@saved_by(ACCELERATE)
 def test_a_stateful_dataloader_of_another_size_is_refused(
     rank_pool: RankPool, saved: tuple[str, list[Seen]], tmp_path: Path
 ) -> None:
@@ -579,15 +556,15 @@ FITTED = FRAMEWORKS[LIGHTNING].job
     "exact",
     "weights and buffers; engines without an optimizer",
 )
-@at_one_stage(LIGHTNING)
-def test_a_model_is_tested_at_any_size(rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int) -> None:
+@saved_by(LIGHTNING)
+def test_a_model_is_tested_at_any_size(rank_pool: RankPool, saved: tuple[str, list[Seen]]) -> None:
     """Lightning builds an engine without an optimizer for that, which DeepSpeed alone does not load at stage 3."""
     directory, _ = saved
     with zeroelastic.open(directory) as checkpoint:
         weights = {name: checkpoint[name].torch().flatten().tolist() for name in checkpoint}
     losses = {}
     for world_size in (2, 3):
-        ranks = rank_pool.run(lightning_test, world_size, replace(FITTED, stage=stage), directory)
+        ranks = rank_pool.run(lightning_test, world_size, FITTED, directory)
         assert all(found == weights for found, _, _ in ranks) and "net.batches_seen" in weights
         assert sum(number for _, _, number in ranks) == FITTED.samples
         losses[world_size] = sum(loss for _, loss, _ in ranks)
@@ -595,10 +572,9 @@ def test_a_model_is_tested_at_any_size(rank_pool: RankPool, saved: tuple[str, li
 
 
 @pytest.mark.support(*FIT)
-@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
-def test_saves_of_other_moments_go_on(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
+def test_saves_of_other_moments_go_on(rank_pool: RankPool, tmp_path: Path) -> None:
     """At an epoch's end, and before a batch that then comes again."""
-    job = replace(FITTED, stage=stage, accumulation=2).at(2)
+    job = replace(FITTED, accumulation=2).at(2)
     whole = rank_pool.run(lightning_run, 2, job, 8, save=(4, str(tmp_path / "end")))[0]
     rank_pool.run(lightning_run, 2, replace(job, save_in="batch start"), 6, save=(5, str(tmp_path / "start")))
     for moment, first in (("end", 4), ("start", 5)):
@@ -608,12 +584,12 @@ def test_saves_of_other_moments_go_on(rank_pool: RankPool, tmp_path: Path, stage
 
 
 @pytest.mark.support(*FIT)
-@at_one_stage(LIGHTNING)
-def test_a_run_goes_on_twice(rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int, tmp_path: Path) -> None:
+@saved_by(LIGHTNING)
+def test_a_run_goes_on_twice(rank_pool: RankPool, saved: tuple[str, list[Seen]], tmp_path: Path) -> None:
     """Each time with another accumulation: gradients keep the scale of the first run."""
     directory, before = saved
     again = str(tmp_path / "again")
-    job = replace(FITTED, stage=stage, accumulation=2).at(3)
+    job = replace(FITTED, accumulation=2).at(3)
     first = rank_pool.run(lightning_run, 3, job, 8, load=directory, save=(7, again))[0]
     kept = "GRADIENTS are divided by 4 besides the mean, not by 2"
     assert any(line.startswith("WARNING") and kept in line for line in first.said)
@@ -622,13 +598,13 @@ def test_a_run_goes_on_twice(rank_pool: RankPool, saved: tuple[str, list[Seen]],
     assert second.losses == pytest.approx(before[0].losses[7:], rel=2e-5)
 
 
-@at_one_stage(LIGHTNING)
+@saved_by(LIGHTNING)
 def test_a_second_load_into_the_same_engine_keeps_the_scale_of_gradients(
-    rank_pool: RankPool, saved: tuple[str, list[Seen]], stage: int
+    rank_pool: RankPool, saved: tuple[str, list[Seen]]
 ) -> None:
     """And an option leaves it to Lightning, which is said: the same once more is another run then."""
     directory, before = saved
-    job = replace(FITTED, stage=stage, accumulation=2).at(3)
+    job = replace(FITTED, accumulation=2).at(3)
     seen = rank_pool.run(lightning_run, 3, job, 9, load=directory, loads=2)[0]
     assert seen.losses == pytest.approx(before[0].losses[6:], rel=2e-5)
     left = replace(job, options={**job.options, "keep_gradient_scale": False})
@@ -638,9 +614,8 @@ def test_a_second_load_into_the_same_engine_keeps_the_scale_of_gradients(
 
 
 @pytest.mark.support("Frameworks", "Lightning: a stream (`IterableDataset`)", "exact", "strided over the ranks")
-@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
-def test_a_stream_goes_on(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
-    job = replace(FITTED, stage=stage, loader="stream", accumulation=2)
+def test_a_stream_goes_on(rank_pool: RankPool, tmp_path: Path) -> None:
+    job = replace(FITTED, loader="stream", accumulation=2)
     whole = rank_pool.run(lightning_run, 2, job.at(2), 4, save=(2, str(tmp_path / "a")))[0]
     seen = rank_pool.run(lightning_run, 3, replace(job, accumulation=4).at(3), 4, load=str(tmp_path / "a"))[0]
     assert seen.samples == whole.samples[2:] and sorted(index for step in whole.samples for index in step) == list(
@@ -659,7 +634,7 @@ def test_a_stateful_loader_is_refused_at_another_size(rank_pool: RankPool, tmp_p
 
 
 @pytest.mark.support("Frameworks", "Lightning: `ElasticStatefulDataLoader`", "exact")
-@pytest.mark.parametrize(("step", "accumulation"), with_swept([(3, 1), (5, 2), (2, 1)], {(2, 1)}))
+@pytest.mark.parametrize(("step", "accumulation"), [(3, 1), (5, 2)])
 def test_an_elastic_loader_goes_on_at_another_size(
     rank_pool: RankPool, tmp_path: Path, step: int, accumulation: int
 ) -> None:

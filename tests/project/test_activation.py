@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import sysconfig
 import textwrap
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from places import ROOT
+from programs import Environment
 
 import zeroelastic
 from zeroelastic import ConfigError, activation
@@ -26,47 +24,20 @@ from zeroelastic import ConfigError, activation
 LINE = activation.LINE
 
 
-@dataclass(frozen=True)
-class Environment:
-    """A virtual environment with zeroelastic.pth, run with ``path`` on its module path."""
+class Activated(Environment):
+    """One that has zeroelastic.pth, with ``path`` on its module path."""
 
-    python: Path
-    path: tuple[Path, ...]
-    work: Path
+    def __init__(self, folder: Path, *path: Path) -> None:
+        super().__init__(folder, "--without-pip", PYTHONPATH=os.pathsep.join(map(str, path)))
+        (self.site / activation.FILE).write_text(LINE)
+        (self.site / "repository.pth").write_text(f"{ROOT}\n")
 
-    def run(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith(("ZEROELASTIC", "COVERAGE"))
-        }
-        return subprocess.run(
-            [str(self.python), *arguments],
-            env={**inherited, "PYTHONPATH": os.pathsep.join(map(str, self.path)), **env},
-            cwd=self.work,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-
-    def output(self, code: str, **env: str) -> str:
-        done = self.run("-c", textwrap.dedent(code), **env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-
-def make_environment(folder: Path, *path: Path) -> Environment:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=120)
-    python = folder / "venv/bin/python"
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
-    (site / activation.FILE).write_text(LINE)
-    (site / "repository.pth").write_text(f"{ROOT}\n")
-    work = folder / "work"
-    work.mkdir()
-    return Environment(python, path, work)
+    def code(self, code: str, **env: str) -> str:
+        return self.output("python", "-c", textwrap.dedent(code), **env)
 
 
 @pytest.fixture(scope="module")
-def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Activated:
     """deepspeed, and what of zeroelastic the hook calls, as a few lines each."""
     folder = tmp_path_factory.mktemp("stand-ins")
     files = {
@@ -80,11 +51,10 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(f"{text}\n")
-    made = make_environment(folder, folder)
+    made = Activated(folder, folder)
     # In the environment itself too, for Pythons that do not look at PYTHONPATH.
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
     for name in ("deepspeed", "zeroelastic"):
-        shutil.copytree(folder / name, site / name)
+        shutil.copytree(folder / name, made.site / name)
     return made
 
 
@@ -96,8 +66,8 @@ def test_the_file_is_one_line_that_can_be_read():
 def test_nothing_is_imported_unless_it_is_asked_for(stand_ins, value):
     env = {} if value is None else {"ZEROELASTIC": value}
     code = "import sys; print(len(sys.meta_path)); import deepspeed; print('zeroelastic' in sys.modules)"
-    bare = stand_ins.run("-S", "-c", "import sys; print(len(sys.meta_path))").stdout
-    assert stand_ins.output(code, **env) == f"{bare}deepspeed\nFalse\n"
+    bare = stand_ins.run("python", "-S", "-c", "import sys; print(len(sys.meta_path))").stdout
+    assert stand_ins.code(code, **env) == f"{bare}deepspeed\nFalse\n"
 
 
 USES = {
@@ -133,7 +103,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_it_starts_once_after_deepspeed_was_imported(stand_ins, use):
     code = USES[use] + "\nimport deepspeed, zeroelastic.activation as a; assert a.is_active()"
-    assert stand_ins.output(code, ZEROELASTIC="1") == "deepspeed\nstarted\n"
+    assert stand_ins.code(code, ZEROELASTIC="1") == "deepspeed\nstarted\n"
 
 
 def test_asking_whether_it_exists_starts_nothing(stand_ins):
@@ -144,7 +114,7 @@ def test_asking_whether_it_exists_starts_nothing(stand_ins):
         assert importlib.util.find_spec("deepspeeed") is None
         print("deepspeed" in sys.modules)
     """
-    assert stand_ins.output(code, ZEROELASTIC="1") == "False\n"
+    assert stand_ins.code(code, ZEROELASTIC="1") == "False\n"
 
 
 def test_the_module_is_what_it_is_without_the_hook(stand_ins):
@@ -156,12 +126,12 @@ def test_the_module_is_what_it_is_without_the_hook(stand_ins):
         print(pkgutil.get_data("deepspeed", "data.txt").decode().strip())
         print([module.name for module in pkgutil.iter_modules(deepspeed.__path__)])
     """
-    assert stand_ins.output(code, ZEROELASTIC="1").replace("started\n", "") == stand_ins.output(code)
+    assert stand_ins.code(code, ZEROELASTIC="1").replace("started\n", "") == stand_ins.code(code)
 
 
 def test_a_reload_starts_it_again(stand_ins):
     code = "import importlib, deepspeed; importlib.reload(deepspeed)"
-    assert stand_ins.output(code, ZEROELASTIC="1") == "deepspeed\nstarted\n" * 2
+    assert stand_ins.code(code, ZEROELASTIC="1") == "deepspeed\nstarted\n" * 2
 
 
 def test_processes_that_a_program_starts_have_it_too(stand_ins):
@@ -175,29 +145,27 @@ def test_processes_that_a_program_starts_have_it_too(stand_ins):
         "    subprocess.run([sys.executable, '-c', 'import deepspeed'], check=True)\n"
     )
     for how in (["job.py"], ["-m", "job"]):
-        done = stand_ins.run(*how, ZEROELASTIC="1")
+        done = stand_ins.run("python", *how, ZEROELASTIC="1")
         assert done.stdout == "deepspeed\nstarted\n" * 4, done.stderr
 
 
 def test_isolated_pythons_have_it_and_those_without_site_do_not(stand_ins):
-    assert stand_ins.run("-I", "-c", "import deepspeed", ZEROELASTIC="1").stdout == "deepspeed\nstarted\n"
-    assert stand_ins.run("-S", "-c", "import deepspeed", ZEROELASTIC="1").stdout == "deepspeed\n"
+    assert stand_ins.run("python", "-I", "-c", "import deepspeed", ZEROELASTIC="1").stdout == "deepspeed\nstarted\n"
+    assert stand_ins.run("python", "-S", "-c", "import deepspeed", ZEROELASTIC="1").stdout == "deepspeed\n"
 
 
 def test_an_environment_with_the_packages_of_another_has_it(stand_ins, tmp_path):
     """``--system-site-packages``, where the .pth lies with the other environment: two files start it once."""
-    other = make_environment(tmp_path)
-    site = next((tmp_path / "venv/lib").glob("python*/site-packages"))
-    (site / "zeroelastic.pth").unlink()
-    below = next((stand_ins.path[0] / "venv/lib").glob("python*/site-packages"))
-    (site / "other.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n" * 2)
-    assert other.output("import deepspeed", ZEROELASTIC="1") == "deepspeed\nstarted\n"
+    other = Activated(tmp_path)
+    (other.site / activation.FILE).unlink()
+    (other.site / "other.pth").write_text(f"import site; site.addsitedir({str(stand_ins.site)!r})\n" * 2)
+    assert other.code("import deepspeed", ZEROELASTIC="1") == "deepspeed\nstarted\n"
 
 
 @pytest.mark.parametrize("value", ["yes", "true", "2", "on"])
 def test_another_value_stops_what_imports_deepspeed_and_nothing_else(stand_ins, value):
-    assert stand_ins.output("print('fine')", ZEROELASTIC=value) == "fine\n"
-    done = stand_ins.run("-c", "import deepspeed; print('went on')", ZEROELASTIC=value)
+    assert stand_ins.code("print('fine')", ZEROELASTIC=value) == "fine\n"
+    done = stand_ins.run("python", "-c", "import deepspeed; print('went on')", ZEROELASTIC=value)
     assert done.returncode == 1 and "went on" not in done.stdout
     assert f"RuntimeError: ZEROELASTIC={value}: " in done.stderr and f"1 (on) or 0 (off), not {value!r}" in done.stderr
 
@@ -215,7 +183,8 @@ def test_a_failure_is_said_though_the_program_takes_deepspeed_for_missing(stand_
             except Exception as error:
                 print(type(error).__name__)
     """
-    done = stand_ins.run("-c", textwrap.dedent(code), ZEROELASTIC="1", PYTHONPATH=f"{tmp_path}:{stand_ins.path[0]}")
+    path = f"{tmp_path}:{stand_ins.env['PYTHONPATH']}"
+    done = stand_ins.run("python", "-c", textwrap.dedent(code), ZEROELASTIC="1", PYTHONPATH=path)
     assert done.stdout == "deepspeed\nRuntimeError\n" * 2
     line = "ZEROELASTIC=1: zeroelastic could not be installed into DeepSpeed: ValueError: it has changed."
     assert done.stderr.count(line) == 2
@@ -224,7 +193,7 @@ def test_a_failure_is_said_though_the_program_takes_deepspeed_for_missing(stand_
 def test_a_start_that_never_imports_deepspeed_costs_less_than_20_ms(stand_ins):
     def seconds(**env: str) -> float:
         begin = time.perf_counter()
-        stand_ins.output("pass", **env)
+        stand_ins.code("pass", **env)
         return time.perf_counter() - begin
 
     pairs = [(seconds(), seconds(ZEROELASTIC="1")) for _ in range(15)]
@@ -252,12 +221,10 @@ print("RANK", os.environ["RANK"], installed, wrapped, before)
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def real(tmp_path_factory: pytest.TempPathFactory) -> Activated:
     """An environment that has the packages of this one."""
-    folder = tmp_path_factory.mktemp("real")
-    made = make_environment(folder)
-    site = next((folder / "venv/lib").glob("python*/site-packages"))
-    (site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    made = Activated(tmp_path_factory.mktemp("real"))
+    (made.site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (made.work / "train.py").write_text(SCRIPT)
     return made
 
@@ -275,7 +242,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.extended) for name in LAUNCHERS i
 @pytest.mark.support("Frameworks", "`ZEROELASTIC=1`: torchrun, `deepspeed`, `accelerate launch`", "exact")
 @pytest.mark.parametrize("launcher", ["torchrun", *OTHERS])
 def test_every_rank_of_a_launcher_has_it(real, launcher):
-    done = real.run(*LAUNCHERS[launcher].split(), ZEROELASTIC="1")
+    done = real.run("python", *LAUNCHERS[launcher].split(), ZEROELASTIC="1")
     assert done.returncode == 0, done.stderr
     ranks = sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
     # The last number: how often DeepSpeed said that elastic checkpoints are unsupported, while zeroelastic was there.

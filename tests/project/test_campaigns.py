@@ -1,4 +1,4 @@
-"""Campaigns at a small size: kills (`make crash`) and damage (`make damage`); results of the long ones are committed."""
+"""Campaigns at a small size: kills (`make crash`) and damage (`make damage`), whose long results are committed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from places import GOLDEN, ROOT
-from programs import copy_sources
+from programs import Environment, copy_sources
 
 from zeroelastic import __version__, activation
 from zeroelastic.cli.app import VERBS
@@ -117,34 +117,11 @@ def test_it_requires_neither_torch_nor_deepspeed_without_an_extra(wheel: Path) -
     assert required("train") - required("") == {"torch", "deepspeed"}
 
 
-class Environment:
-    """A virtual environment with the wheel and what it requires, used from a directory outside of the repository."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "venv"
-        self.work = folder / "work"
-        self.work.mkdir()
-        self.env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COVERAGE"))}
-        self.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
-
-    def run(self, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [str(self.folder / "bin" / program), *map(str, arguments)]
-        return subprocess.run(
-            command, cwd=self.work, env=self.env, capture_output=True, text=True, timeout=300, check=False
-        )
-
-    def output(self, program: str, *arguments: object) -> str:
-        done = self.run(program, *arguments)
-        assert done.returncode == 0, f"{program} {arguments}\n{done.stdout}{done.stderr}"
-        return done.stdout
-
-
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Environment, float]:
     """The environment, with a checkpoint of two ranks that DeepSpeed saved; and the seconds from pip to `inspect`."""
     there = Environment(tmp_path_factory.mktemp("installed"))
     shutil.copytree(GOLDEN / "elastic2", there.work / "ckpt")
-    subprocess.run([sys.executable, "-m", "venv", there.folder], env=there.env, timeout=120, check=True)
     begin = time.monotonic()
     there.output("pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel)
     shown = there.output("zeroelastic", "inspect", "ckpt")
@@ -186,36 +163,26 @@ def test_the_activation_lies_where_python_reads_it_and_goes_with_the_package(
     """The file is in the wheel's root, which pip unpacks into site-packages, and in RECORD."""
     there, _ = installed
     assert re.search(r"^zeroelastic\.pth,sha256=\S+,\d+\r?$", read(wheel, ".dist-info/RECORD"), flags=re.MULTILINE)
-    (path,) = there.folder.glob("lib/python*/site-packages/zeroelastic.pth")
-    assert path.read_text() == activation.LINE
+    assert (there.site / activation.FILE).read_text() == activation.LINE
     asked = "import sys; print('zeroelastic.activation' in sys.modules, 'numpy' in sys.modules)"
-    there.env["ZEROELASTIC"] = "1"
-    try:
-        assert there.output("python", "-c", asked) == "True False\n"
-    finally:
-        del there.env["ZEROELASTIC"]
+    assert there.output("python", "-c", asked, ZEROELASTIC="1") == "True False\n"
     assert there.output("python", "-c", asked) == "False False\n"
 
 
 def test_an_editable_install_has_the_activation_and_takes_it_with_it(tmp_path: Path) -> None:
     source = copy_sources(tmp_path / "source")
-    there = Environment(tmp_path)
-    there.env["ZEROELASTIC_BUILD_NATIVE"] = "0"
-    create = [sys.executable, "-m", "venv", "--without-pip", str(there.folder)]
-    subprocess.run(create, env=there.env, timeout=120, check=True)
+    there = Environment(tmp_path, "--without-pip", ZEROELASTIC_BUILD_NATIVE="0")
     pip = [sys.executable, "-m", "pip", "-q", "--python", str(there.folder / "bin/python")]
     options = ["--no-deps", "--no-build-isolation", "--ignore-installed"]
-    (site,) = there.folder.glob("lib/python*/site-packages")
-    (site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")  # for setuptools, numpy
-    before = sorted(path.name for path in site.iterdir())
+    (there.site / "packages.pth").write_text(sysconfig.get_path("purelib") + "\n")  # for setuptools, numpy
+    before = sorted(path.name for path in there.site.iterdir())
     subprocess.run([*pip, "install", *options, "-e", source], env=there.env, timeout=300, check=True)
-    assert (site / activation.FILE).read_text() == activation.LINE
-    there.env["ZEROELASTIC"] = "1"
+    assert (there.site / activation.FILE).read_text() == activation.LINE
     asked = "import sys; h = sys.modules['zeroelastic.activation']; print(h._finder in sys.meta_path, h.__file__)"
     expected = f"True {source}/zeroelastic/activation.py\n"
-    assert there.output("python", "-c", asked) == expected
+    assert there.output("python", "-c", asked, ZEROELASTIC="1") == expected
     subprocess.run([*pip, "uninstall", "-y", "zeroelastic"], env=there.env, timeout=120, check=True)
-    assert sorted(path.name for path in site.iterdir()) == before
+    assert sorted(path.name for path in there.site.iterdir()) == before
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from commands import Done, no_result, run_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sample import write_sample
+from saved_files import flip
 from synthetic import GROUPS, Truth, edit, edit_optim, model_name, optim_name, write_checkpoint
 
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -111,13 +112,9 @@ def nudged(truth: Truth, tag_dir: Path, world_size: int, changes: list[tuple[str
             tensors, rows = part.whole_rows([index], keys={key})
             size = DTYPE_BYTES[tensors[0].dtype]
             row = next(i for i in range(rows.num_rows) if 0 <= element - rows.start[i] < rows.numel[i])
-            with open(rows.paths[int(rows.file[row])], "r+b") as file:
-                at = int(rows.file_offset[row]) + (element - int(rows.start[row])) * size
-                file.seek(at)
-                byte = file.read(1)[0] ^ 1
-                file.seek(at)
-                file.write(bytes([byte]))
-            edit(Path(rows.paths[int(rows.file[row])]), lambda data: None)
+            path = Path(rows.paths[int(rows.file[row])])
+            flip(path, int(rows.file_offset[row]) + (element - int(rows.start[row])) * size)
+            edit(path, lambda data: None)
             changed[name][key][1][element * size] ^= 1
     return {name: {key: (dtype, bytes(data)) for key, (dtype, data) in t.items()} for name, t in changed.items()}
 

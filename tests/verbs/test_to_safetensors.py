@@ -22,6 +22,7 @@ from places import GOLDEN, ROOT
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from sample import BUFFER, EMBEDDING, TIED, write_sample
+from saved_files import flip
 from synthetic import Param, edit, edit_optim, model_name, optim_name, raw, write_checkpoint
 
 from zeroelastic.checkpoint.open import open_checkpoint
@@ -234,11 +235,7 @@ def test_changed_bytes_are_found_by_the_record_and_nothing_is_left(tmp_path: Pat
     state = open_state(open_checkpoint(tag_dir))
     assert write_plan(plan_export(state), tmp_path / "good") == 7
     tensors, rows = state.parts[0].whole_rows([1], keys=["fp32"])
-    with open(rows.paths[int(rows.file[0])], "r+b") as file:
-        file.seek(int(rows.file_offset[0]))
-        byte = file.read(1)
-        file.seek(int(rows.file_offset[0]))
-        file.write(bytes([byte[0] ^ 1]))
+    flip(Path(rows.paths[int(rows.file[0])]), int(rows.file_offset[0]))
     for dtype in (None, "bf16"):
         with pytest.raises(DigestMismatchError, match=f"{tensors[0].param.name}: fp32 has digest"):
             write_plan(plan_export(state, dtype=dtype), tmp_path / "bad")

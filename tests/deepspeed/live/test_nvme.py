@@ -17,7 +17,7 @@ import pytest
 import torch
 from bounded import process_status
 from saved_files import logged
-from saves import Saved, check_resumed
+from saves import Saved, Saver, check_resumed, save_once
 from training import Job, Outcome, attempt, build_engine, resume, resume_and_save, train_and_save, train_step
 
 from zeroelastic.checkpoint.commit_record import read_record
@@ -43,48 +43,29 @@ def _needs_the_op(rank_pool: RankPool) -> None:
         pytest.skip(reason)
 
 
-def on_nvme(job: Job, folder: Path, *, params: bool = False, pipelined: bool = False, pin: bool = True) -> Job:
+def on_nvme(job: Job, folder: Path, *, params: bool = False, pipelined: bool = False) -> Job:
     """The job with its optimizer state on NVMe, and with ``params`` its parameters as well."""
     folder.mkdir(parents=True, exist_ok=True)
-    zero: dict[str, Any] = {
-        "offload_optimizer": {
-            "device": "nvme",
-            "nvme_path": str(folder),
-            "buffer_count": 10,
-            "pin_memory": pin,
-            "pipeline_read": pipelined,
-            "pipeline_write": pipelined,
-        }
-    }
+    device = {"device": "nvme", "nvme_path": str(folder), "pin_memory": True}
+    pipelines = {"buffer_count": 10, "pipeline_read": pipelined, "pipeline_write": pipelined}
+    zero: dict[str, Any] = {"offload_optimizer": {**device, **pipelines}}
     if params:
-        zero["offload_param"] = {
-            "device": "nvme",
-            "nvme_path": str(folder),
-            "max_in_cpu": 0,
-            "buffer_size": 2_000_000,
-            "pin_memory": pin,
-        }
+        zero["offload_param"] = {**device, "max_in_cpu": 0, "buffer_size": 2_000_000}
     return replace(job, zero=zero)
 
 
 JOB = Job(tables=TABLES)
-Saver = Callable[..., Saved]
 
 
 @pytest.fixture(scope="module")
 def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saver:
-    made: dict[str, Saved] = {}
+    return save_once(rank_pool, tmp_path_factory)
 
-    def save(job: Job, world_size: int, *, nvme: bool = True, **options: bool) -> Saved:
-        key = f"{job}@{world_size}{nvme}{options}"
-        if key not in made:
-            directory = tmp_path_factory.mktemp("save")
-            run = on_nvme(job, directory / "nvme", **options) if nvme else job
-            outcomes = rank_pool.run(train_and_save, world_size, run, str(directory / "ckpt"))
-            made[key] = Saved(str(directory / "ckpt"), outcomes[0])
-        return made[key]
 
-    return save
+@pytest.fixture(scope="module")
+def nvme(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs that save have their swap files."""
+    return tmp_path_factory.mktemp("nvme")
 
 
 def in_swap_files(job: Job, directory: str) -> tuple[Outcome, list[bool], list[bool]]:
@@ -98,11 +79,8 @@ def in_swap_files(job: Job, directory: str) -> tuple[Outcome, list[bool], list[b
 
     import training
 
-    original, training.build_engine = training.build_engine, build
-    try:
-        outcome = resume(job, directory)
-    finally:
-        training.build_engine = original
+    training.build_engine = build
+    outcome = resume(job, directory)
     optimizer = kept[0].optimizer
     swapped = [optimizer._swappable_optimizer_subgroup(i) for i in range(len(optimizer.fp16_groups))]
     flats = optimizer.fp32_partitioned_groups_flat
@@ -129,13 +107,14 @@ def in_swap_files(job: Job, directory: str) -> tuple[Outcome, list[bool], list[b
 def test_state_on_nvme_resumes_bit_exact(
     rank_pool: RankPool,
     saved: Saver,
+    nvme: Path,
     tmp_path: Path,
     save_world_size: int,
     world_size: int,
     pipelined: bool,
     job: Job,
 ) -> None:
-    checkpoint = saved(job, save_world_size, pipelined=pipelined)
+    checkpoint = saved(on_nvme(job, nvme, pipelined=pipelined), save_world_size)
     assert not (checkpoint.tag_dir / "offloaded_tensors").exists()
     run = on_nvme(job.other(), tmp_path / "nvme", pipelined=pipelined)
     results = rank_pool.run(in_swap_files, world_size, run, checkpoint.directory)
@@ -148,9 +127,9 @@ def test_state_on_nvme_resumes_bit_exact(
 @pytest.mark.support("Offload", "`offload_optimizer: nvme`", "exact", "also to and from runs without NVMe")
 @pytest.mark.parametrize(("to_nvme", "world_size"), [(True, 2), (False, 3)], ids=["to_nvme", "from_nvme"])
 def test_checkpoints_move_between_nvme_and_memory(
-    rank_pool: RankPool, saved: Saver, tmp_path: Path, to_nvme: bool, world_size: int
+    rank_pool: RankPool, saved: Saver, nvme: Path, tmp_path: Path, to_nvme: bool, world_size: int
 ) -> None:
-    checkpoint = saved(JOB, 5 - world_size, nvme=not to_nvme)
+    checkpoint = saved(JOB if to_nvme else on_nvme(JOB, nvme), 5 - world_size)
     run = on_nvme(JOB.other(), tmp_path / "nvme") if to_nvme else JOB.other()
     outcomes = rank_pool.run(resume, world_size, run, checkpoint.directory)
     check_resumed(checkpoint, outcomes, JOB)
@@ -162,11 +141,11 @@ def test_checkpoints_move_between_nvme_and_memory(
 @pytest.mark.support("Offload", "`offload_param: nvme`", "exact", "frozen parameters included")
 @pytest.mark.parametrize(("save_world_size", "world_size", "back"), [(2, 3, True), (2, 1, False)])
 def test_parameters_on_nvme_resume_bit_exact(
-    rank_pool: RankPool, saved: Saver, tmp_path: Path, save_world_size: int, world_size: int, back: bool
+    rank_pool: RankPool, saved: Saver, nvme: Path, tmp_path: Path, save_world_size: int, world_size: int, back: bool
 ) -> None:
     """The frozen table is on NVMe at every size here; DeepSpeed alone saves one element of it."""
     job = Job(tables=(110_000,), frozen_table=110_000)
-    checkpoint = saved(job, save_world_size, params=True)
+    checkpoint = saved(on_nvme(job, nvme, params=True), save_world_size)
     run = on_nvme(job.other(), tmp_path / "nvme", params=True) if back else job.other()
     outcomes = rank_pool.run(resume, world_size, run, checkpoint.directory)
     check_resumed(checkpoint, outcomes, job)
@@ -268,14 +247,14 @@ def test_memory_does_not_grow_with_the_swapped_state(rank_pool: RankPool, tmp_pa
     assert saving < largest and loading < largest
 
 
-@pytest.mark.parametrize("nvme", [True, False])
+@pytest.mark.parametrize("is_swapped", [True, False])
 def test_what_is_new_to_the_optimizer_has_no_moments_yet(
-    rank_pool: RankPool, saved: Saver, tmp_path: Path, nvme: bool
+    rank_pool: RankPool, saved: Saver, nvme: Path, tmp_path: Path, is_swapped: bool
 ) -> None:
     """Unfrozen parameters share swapped and other sub-groups with restored ones: zero moments, at their step."""
-    checkpoint = saved(JOB, 2)
+    checkpoint = saved(on_nvme(JOB, nvme), 2)
     job = JOB.other(frozen=False, sub_group_size=10**7, options={"verify": True, "on_mismatch": "initialize"})
-    outcome = rank_pool.run(resume, 3, on_nvme(job, tmp_path / "nvme") if nvme else job, checkpoint.directory)[0]
+    outcome = rank_pool.run(resume, 3, on_nvme(job, tmp_path / "nvme") if is_swapped else job, checkpoint.directory)[0]
     adapter = {"adapter.weight": (7, 16), "adapter.bias": (7,)}
     lines = compare_states(checkpoint.outcome.state, outcome.state)
     known = (*adapter, "/params: ")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from saved_files import logged
+from saved_files import flip, logged
 from sliced_model import without_maps
 from training import Job, build_engine, raised
 
@@ -278,8 +278,7 @@ CASES = {
 def check_damage(directory: str, expert: Path) -> None:
     """A file of an expert that is damaged, or missing, makes the checkpoint invalid; it is put back."""
     data = expert.read_bytes()
-    middle = len(data) // 2
-    expert.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    flip(expert)
     assert {problem.file for problem in verify(directory).problems} == {expert.name}
     expert.unlink()
     report = verify(directory)

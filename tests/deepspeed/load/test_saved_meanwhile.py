@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from saved_files import flip
 from training import Job, build_engine, look, train_step
 
 import zeroelastic
@@ -161,9 +162,8 @@ def load_while_changed(
 def damage(tag_dir: Path) -> None:
     """Flip a bit of a tensor of rank 1."""
     shard = open_checkpoint(tag_dir).shard(1)
-    data = bytearray(shard.path.read_bytes())  # type: ignore[union-attr]
-    data[int(shard.extents["exp_avg"].offset[shard.layout.index()["up.weight"]]) + 6] ^= 8
-    (tag_dir / shard.path.name).write_bytes(data)
+    offset = int(shard.extents["exp_avg"].offset[shard.layout.index()["up.weight"]])
+    flip(tag_dir / shard.path.name, offset + 6, 8)
 
 
 def check(ranks: list[list[str]]) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from bounded import process_status, reset_peak
 from extended import with_swept
 from nodes import MOUNTS_NEED, NodeRun, Nodes, can_mount, on_nodes
+from saved_files import flip
 from saves import Saved, check_resumed
 from sliced_model import use_sliced
 from training import Job, attempt, build_engine, look, raised, train_step
@@ -227,15 +228,12 @@ def test_damage_on_one_node_is_named_on_every_rank(run: Callable[..., NodeRun], 
         for node in (0, 1):
             shutil.copytree(saved.nodes.disk(node), nodes.disk(node) / kind)
         path = next((nodes.disk(1) / kind).glob("global_step3/*zero_pp_rank_2_*optim_states.pt"))
-        data = bytearray(path.read_bytes())
         shard = open_shard(path, 2, world_size=4, rigid_params=None)
-        if kind == "payload":
-            data[int(max(shard.extents["exp_avg"].offset))] ^= 1
-        elif kind == "header":
-            data[data.index(b"base_optimizer_state")] ^= 1
+        if kind == "truncated":
+            os.truncate(path, path.stat().st_size - 100)
         else:
-            del data[-100:]
-        path.write_bytes(data)
+            header = path.read_bytes().index(b"base_optimizer_state")
+            flip(path, header if kind == "header" else int(max(shard.extents["exp_avg"].offset)))
     by_rank = saved.pool.run(on_nodes, 3, nodes, (2, 0, 1), failed, ELASTIC.other(), nodes.path, (*kinds,), timeout=120)
     for wanted, errors in zip(kinds.values(), zip(*by_rank, strict=True), strict=True):
         ((name, text),) = set(errors)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nodes import MOUNTS_NEED, NodeRun, Nodes, can_mount, on_nodes
-from saved_files import record_of
+from saved_files import flip, record_of
 from training import LOSS_RTOL, Job, Outcome, build_engine, look, train_step
 
 import zeroelastic
@@ -227,23 +227,17 @@ def truncated_module(disks: list[Path]) -> None:
 def altered_buffer(disks: list[Path]) -> None:
     """In a file that one node alone reads."""
     path = disks[1] / MODULE
-    data = bytearray(path.read_bytes())
     buffer = torch.load(path, weights_only=False)["module"]["batches_seen"]
     assert buffer.tolist() == [12.0, 12.0], "saved rank 2 was the first on the node"
-    at = data.index(buffer.view(torch.uint8).numpy().tobytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+    flip(path, path.read_bytes().index(buffer.view(torch.uint8).numpy().tobytes()))
 
 
 def altered_frozen_parameter(disks: list[Path]) -> None:
     """In both files, of which each rank reads a part."""
     for disk in disks:
         path = disk / MODULE
-        data = bytearray(path.read_bytes())
         weight = torch.load(path, weights_only=False)["module"]["adapter.weight"]
-        at = data.index(weight.view(torch.uint8).numpy().tobytes())
-        data[at + weight.numel()] ^= 1
-        path.write_bytes(data)
+        flip(path, path.read_bytes().index(weight.view(torch.uint8).numpy().tobytes()) + weight.numel())
 
 
 HARMLESS = (lost_module, lost_record, lost_everything_but_shards, truncated_module)

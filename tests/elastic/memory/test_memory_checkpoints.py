@@ -22,7 +22,7 @@ import pytest
 import torch.distributed as dist
 from extended import with_swept
 from lifecycle.rank import use_node as use_memory_of
-from saved_files import logged
+from saved_files import flip, logged
 from torch.distributed.distributed_c10d import _world
 from training import Job, build_engine, gathered, look, train_step
 
@@ -266,15 +266,6 @@ def lose(shared: Path, *nodes: int) -> None:
         shutil.rmtree(shared / f"node{number}")
 
 
-def flip_a_bit(path: Path) -> None:
-    """Turn a bit in the middle of a file, in place."""
-    with open(path, "r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 4]))
-
-
 def continued(first: Turn, turns: Sequence[Turn], step: int, *, tier: str = "memory") -> None:
     """Every rank resumed from ``step`` of the first start, bit for bit, with the samples that follow."""
     for turn in turns:
@@ -380,12 +371,12 @@ def test_where_the_newest_save_is_damaged_what_memory_has_from_before_is_taken(
     """The disk has steps 3 and 6, memory step 4; then the disk has no older save, and then memory is damaged too."""
     directory, job = tmp_path / "ckpt", replace(JOB, options={"verify": True, "memory": {"every": 4}})
     first = rank_pool.run(run, 2, job, str(directory), shared / "kept", [0, 1], 7, save_steps=3)
-    flip_a_bit(next((directory / "global_step6").glob("*rank_1_*optim_states.pt")))
+    flip(next((directory / "global_step6").glob("*rank_1_*optim_states.pt")))
     shutil.copytree(directory, tmp_path / "saved")
     for name in ("alone", "damaged"):
         shutil.copytree(shared / "kept", shared / name)
     for path in (shared / "damaged").rglob("complete/*/*optim_states.pt"):
-        flip_a_bit(path)
+        flip(path)
 
     for name, tier, step, passed_over in (
         ("kept", "memory", 4, ["global_step6"]),
@@ -496,10 +487,10 @@ def test_a_training_loop_ends_with_its_process_groups(rank_pool: RankPool, tmp_p
         assert threads[2] <= threads[0] and files[2] <= files[0] + 2, seen
 
 
-def train_two(jobs: tuple[Job, Job], directory: str, shared: Path, *, flip: int | None = None) -> list[Any]:
+def train_two(jobs: tuple[Job, Job], directory: str, shared: Path, *, damaged: int | None = None) -> list[Any]:
     """Two engines train in turn, with one directory; built anew, each resumes. The tier, step, and if it is its own.
 
-    ``flip``: a byte of what that engine has in memory is flipped before.
+    ``damaged``: a byte of what that engine has in memory is flipped before.
     """
     use_node(shared, dist.get_rank())
     engines = [build_engine(job) for job in jobs]
@@ -514,9 +505,9 @@ def train_two(jobs: tuple[Job, Job], directory: str, shared: Path, *, flip: int 
                     each.save(tag=f"{i}_{step}")
         saved += [look(engine)[0] for engine in engines]
         places = [each._memory._run.complete for each in (stop, other) if each._memory is not None]
-    if flip is not None and dist.get_rank() == 1:
-        for path in places[flip].rglob("*rank_1_*optim_states.pt"):
-            flip_a_bit(path)
+    if damaged is not None and dist.get_rank() == 1:
+        for path in places[damaged].rglob("*rank_1_*optim_states.pt"):
+            flip(path)
     if dist.get_rank() == 0:
         (Path(directory) / "latest").unlink()  # it names a tag of the other engine, which is an error for this one
     dist.barrier()
@@ -536,7 +527,7 @@ def test_each_of_two_engines_has_a_place_of_its_own(
     jobs = replace(JOB, stage=stage), replace(JOB, stage=stage, extra="more")
     for found in rank_pool.run(train_two, 2, jobs, str(tmp_path / "sound"), shared / "sound"):
         assert found == [("memory", 4, True), ("memory", 8, True)]
-    for found in rank_pool.run(train_two, 2, jobs, str(tmp_path / "flipped"), shared / "flipped", flip=0):
+    for found in rank_pool.run(train_two, 2, jobs, str(tmp_path / "flipped"), shared / "flipped", damaged=0):
         assert found == [("directory", 2, False), ("memory", 8, True)]
 
 
