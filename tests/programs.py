@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from places import ROOT
 
@@ -33,6 +35,23 @@ def run_python(
     """This Python, with ``path`` as its module path."""
     env = {"PYTHONPATH": os.pathsep.join(map(str, path)), **env}
     return run_program(sys.executable, *arguments, cwd=cwd, timeout=timeout, **env)
+
+
+def is_running(pid: int | str) -> bool:
+    """Whether there is a process, and not only one that waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition: Callable[[], Any], otherwise: str = "it did not come to that", limit_s: float = 60) -> Any:
+    """What the condition gives once that is true."""
+    deadline = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+    return found
 
 
 def copy_sources(target: Path) -> Path:

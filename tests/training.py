@@ -416,6 +416,12 @@ def raised(action: Callable[[], Any]) -> tuple[str, str]:
     return "", ""
 
 
+def of_all(results: Sequence[Any]) -> Any:
+    """What every rank gave: they are all the same."""
+    assert all(result == results[0] for result in results), results
+    return results[0]
+
+
 def attempt(job: Job, directory: str, **load: Any) -> tuple[str, str]:
     """The type and text of the error that a load raises on this rank, and that the weights were not touched."""
     return attempt_each(job, [directory], **load)[0]

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 from documentation import documented_keys
 from places import ROOT
-from programs import run_python
+from programs import is_running, run_python, wait_for
 
 import zeroelastic
 from zeroelastic.cli.doctor import Component, _ask, compiled_ops, diagnose
@@ -391,7 +391,7 @@ def test_a_component_that_hangs_is_given_up(hanging: Path, monkeypatch: pytest.M
     monkeypatch.setattr("zeroelastic.cli.doctor._LIMIT_S", 5.0)
     found = _ask("deepspeed")
     assert found.state == "broken" and found.about == "looking at it did not end within 5 s"
-    wait_for(lambda: has_ended((hanging / "pid").read_text()))
+    wait_for(lambda: not is_running((hanging / "pid").read_text()))
 
 
 def test_ctrl_c_while_deepspeed_is_imported_ends_that_too(hanging: Path) -> None:
@@ -410,19 +410,4 @@ def test_ctrl_c_while_deepspeed_is_imported_ends_that_too(hanging: Path) -> None
         finally:
             process.kill()
     assert (process.returncode, stdout) == (130, "") and "Traceback" not in stderr
-    wait_for(lambda: has_ended((hanging / "pid").read_text()))
-
-
-def has_ended(pid: str) -> bool:
-    """Whether a process is gone, or waits for nothing but its parent."""
-    try:
-        return Path("/proc", pid, "cmdline").read_bytes() == b""
-    except FileNotFoundError:
-        return True
-
-
-def wait_for(condition: object) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.02)
+    wait_for(lambda: not is_running((hanging / "pid").read_text()))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import is_running
 
 from zeroelastic.testing import (
     RankError,
@@ -328,15 +329,7 @@ def test_nothing_that_ranks_started_is_left(rank_pool, tmp_path, fails):
         rank_pool.run(start_a_process, 2, str(tmp_path), False)
     pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
     assert len(pids) == 4
-    assert not any(map(is_alive, pids))
-
-
-def is_alive(pid):
-    """Whether a process runs; one that only waits to be reaped by an indolent init does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert not any(map(is_running, pids))
 
 
 def test_a_result_that_cannot_be_sent_back_is_an_error_of_its_rank(rank_pool):
@@ -362,7 +355,7 @@ def test_the_pool_goes_on_after_failures_and_after_its_own_death():
             pool.run(kill_the_pool, 1)
         (after,) = pool.run(os.getppid, 1)
         assert before != after
-    assert not is_alive(before) and not is_alive(after)
+    assert not is_running(before) and not is_running(after)
 
 
 # State

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from programs import is_running, wait_for
 from warm_python import executable
 
 PRINTS = (
@@ -60,27 +59,7 @@ def test_signals_reach_the_process_and_it_does_not_outlive_the_command(python: s
         pid = int(process.stdout.readline())
         process.send_signal(number)
         assert process.wait(60) == -number
-    limit = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < limit, "the process is still there"
-        time.sleep(0.02)
-
-
-@pytest.mark.extended
-def test_commands_that_are_killed_at_any_moment_do_not_end_it() -> None:
-    chance = random.Random(1)
-    python, running = executable(), list[subprocess.Popen[bytes]]()
-    for _ in range(300):
-        code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-        running.append(subprocess.Popen([python, "-c", code], stderr=subprocess.DEVNULL))
-        time.sleep(0.004)
-        if chance.random() < 0.3:
-            chance.choice(running).kill()
-        while len(running) > 8:
-            running = [process for process in running if process.poll() is None]
-    for process in running:
-        process.wait(60)
-    assert subprocess.run([python, "-c", "print(1)"], stdout=subprocess.PIPE, timeout=60, check=True).stdout == b"1\n"
+    wait_for(lambda: not is_running(pid), "the process is still there")
 
 
 def test_zeroelastic_is_not_imported_before_the_fork_and_torch_is() -> None:

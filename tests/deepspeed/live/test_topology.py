@@ -23,7 +23,7 @@ from extended import with_swept
 from saved_files import flip, logged, record_again, record_of, swap
 from saves import Saved, check_each, check_resumed
 from sliced_model import TP_BATCH, ByHand, HostQuantizer, SlicedModel, build_sliced, use_sliced
-from training import Job, Outcome, resume, train_and_save
+from training import Job, Outcome, of_all, resume, train_and_save
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.tag_files import TensorParallel
@@ -450,9 +450,8 @@ def test_changed_tensor_parallel_size_is_refused(
         shutil.copytree(tmp_path / name, tmp_path / f"{name} without")
         (tmp_path / f"{name} without" / "global_step3" / "zeroelastic.json").unlink()
         directories = [str(tmp_path / name), str(tmp_path / f"{name} without")]
-        errors = rank_pool.run(attempt_sliced, 2, sliced_job.other(), tp_size, directories)
-        assert errors[0] == errors[1]
-        for kind, text in errors[0]:
+        said = of_all(rank_pool.run(attempt_sliced, 2, sliced_job.other(), tp_size, directories))
+        for kind, text in said:
             assert kind in ("UnsupportedError", "UndescribedSlicesError")
             assert f"tensor parallel size {3 - tp_size}, and the run has {tp_size}" in text
             assert ("ds_to_universal" in text) == (tp_size == 1), "DeepSpeed converts none of size 1 at stage 3"
@@ -493,9 +492,8 @@ def test_damage_in_one_tensor_parallel_rank_stops_all(
     for damage in (swap_tensor_parallel_ranks, lose_a_file, mix_two_saves, damage_a_slice):
         directory = shutil.copytree(sliced_save[0].directory, tmp_path / damage.__name__)
         wanted[str(directory)] = damage(directory / "global_step3")
-    found = rank_pool.run(load_sliced_errors, 4, sliced_job.other(), list(wanted), timeout=120)
-    assert all(errors == found[0] for errors in found)
-    assert all(want in error for want, error in zip(wanted.values(), found[0], strict=True)), found[0]
+    said = of_all(rank_pool.run(load_sliced_errors, 4, sliced_job.other(), list(wanted), timeout=120))
+    assert all(want in error for want, error in zip(wanted.values(), said, strict=True)), said
 
 
 def load_sliced_errors(job: Job, directories: list[str]) -> list[str]:
@@ -515,10 +513,9 @@ def load_sliced_errors(job: Job, directories: list[str]) -> list[str]:
 )
 def test_zero_init_before_tensor_parallelism_is_refused(rank_pool: RankPool, sliced_job: Job) -> None:
     """It partitions what AutoTP does not slice over all ranks, so that no rank's file is of one group."""
-    errors = rank_pool.run(build_sliced_under_zero_init, 4, sliced_job)
-    assert len(set(errors)) == 1
-    assert "parameter " in errors[0] and "is partitioned over 4 ranks, the model over 2" in errors[0]
-    assert "build the model without it" in errors[0]
+    said = of_all(rank_pool.run(build_sliced_under_zero_init, 4, sliced_job))
+    assert "parameter " in said and "is partitioned over 4 ranks, the model over 2" in said
+    assert "build the model without it" in said
 
 
 def build_sliced_under_zero_init(job: Job) -> str:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from saved_files import flip
 from synthetic import sealed
-from training import Job, attempt, attempt_each, build_engine, gathered, raised, train_and_save
+from training import Job, attempt, attempt_each, build_engine, gathered, of_all, raised, train_and_save
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL
@@ -50,10 +50,9 @@ def refused(rank_pool: RankPool, job: Job, directory: Path) -> tuple[str, str]:
 
 def refused_each(rank_pool: RankPool, directories: list[Path], job: Job | None = None) -> list[tuple[str, str]]:
     """The one error that every rank raised of each directory, into one engine."""
-    errors = rank_pool.run(attempt_each, 3, job or Job().other(), list(map(str, directories)), timeout=LIMIT_S)
-    assert all(found == errors[0] for found in errors), errors
-    assert all(error for error, _ in errors[0]), "nothing was raised"
-    return errors[0]
+    errors = of_all(rank_pool.run(attempt_each, 3, job or Job().other(), list(map(str, directories)), timeout=LIMIT_S))
+    assert all(error for error, _ in errors), "nothing was raised"
+    return errors
 
 
 def copied(source: Path, target: Path) -> Path:
@@ -162,9 +161,7 @@ def test_files_of_two_saves(rank_pool: RankPool, elastic_save: Path, rigid_save:
 
 @pytest.mark.core
 def test_every_layout_problem_is_listed(rank_pool: RankPool, elastic_save: Path) -> None:
-    errors = rank_pool.run(attempt_other_model, 3, str(elastic_save), timeout=LIMIT_S)
-    assert len(set(errors)) == 1
-    error, text = errors[0]
+    error, text = of_all(rank_pool.run(attempt_other_model, 3, str(elastic_save), timeout=LIMIT_S))
     assert error == "LayoutMismatchError"
     for problem in (
         "parameter extra.weight [16, 16] of the model is not in the checkpoint",
@@ -202,9 +199,7 @@ def test_damaged_payload_names_parameter_and_state(rank_pool: RankPool, elastic_
     target = shard.layout.index()["up.weight"]
     offset = int(shard.extents["exp_avg"].offset[target])
     flip(shard.path, offset + 5, 0x10)
-    errors = rank_pool.run(load_error, 3, Job().other(), str(tmp_path / "c"), timeout=LIMIT_S)
-    assert len(set(errors)) == 1
-    error, text = errors[0]
+    error, text = of_all(rank_pool.run(load_error, 3, Job().other(), str(tmp_path / "c"), timeout=LIMIT_S))
     assert error == "DigestMismatchError" and "up.weight: exp_avg" in text and "1 tensor differs" in text
     assert f"Damaged: {shard.path.name}." in text
 
@@ -222,11 +217,10 @@ def test_misspelt_option(rank_pool: RankPool) -> None:
         "strict": {"strict": 1},
         "block": [],
     }
-    errors = rank_pool.run(build_errors, 2, [Job(options=wrong) for wrong in options.values()], timeout=LIMIT_S)
-    assert errors[0] == errors[1]
-    for named, (error, text) in zip(options, errors[0], strict=True):
+    errors = of_all(rank_pool.run(build_errors, 2, [Job(options=wrong) for wrong in options.values()], timeout=LIMIT_S))
+    for named, (error, text) in zip(options, errors, strict=True):
         assert error == "ConfigError" and named in text
-    known = errors[0][0][1]
+    known = errors[0][1]
     assert ", ".join(sorted(Options.model_fields)) in known and "store_timeout_s, strict, upload, verify" in known
 
 
@@ -299,8 +293,8 @@ def test_what_deepspeed_alone_saves_without_it_is_left_to_deepspeed(rank_pool: R
     job = Job(elastic=False)
     rank_pool.run(use_orphan, 2, replace(job, installed=False), str(tmp_path), save=True)
     assert rank_pool.run(use_orphan, 2, job, str(tmp_path)) == [("", "")] * 2
-    errors = rank_pool.run(use_orphan, 3, job, str(tmp_path), timeout=LIMIT_S)
-    assert len(set(errors)) == 1 and errors[0][0] == "LayoutMismatchError" and "down.bias" in errors[0][1]
+    kind, text = of_all(rank_pool.run(use_orphan, 3, job, str(tmp_path), timeout=LIMIT_S))
+    assert kind == "LayoutMismatchError" and "down.bias" in text
 
 
 @pytest.mark.parametrize("stage", [2, 3])

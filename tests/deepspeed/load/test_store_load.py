@@ -17,7 +17,7 @@ from io_counts import build, state_bytes
 from s3_server import BUCKET, Request, S3Server
 from saved_files import flip
 from saves import Saver, check_resumed, save_once
-from training import Job, attempt, build_engine, look, raised, resume
+from training import Job, attempt, build_engine, look, of_all, raised, resume
 
 from zeroelastic.elastic.resume import resume as elastic_resume
 from zeroelastic.testing import RankPool
@@ -205,9 +205,7 @@ def test_a_store_that_fails_for_one_rank_is_one_error_on_all(rank_pool: RankPool
     url = calm.upload(Path(checkpoint.directory), "failing")
     calm.fault = lambda request: "cut" if "rank_3_mp_rank_00_optim" in request.path else None
     job = replace(Job(), options={"verify": True, "store_retries": 1}).other()
-    outcomes = rank_pool.run(attempt, 3, job, url)
-    assert len(set(outcomes)) == 1
-    kind, text = outcomes[0]
+    kind, text = of_all(rank_pool.run(attempt, 3, job, url))
     assert kind == "UnreadableError" and "rank_3_mp_rank_00_optim_states.pt" in text
 
 

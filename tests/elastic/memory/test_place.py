@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from programs import wait_for
 
 from zeroelastic.distributed.process_identity import machine, start_of
 from zeroelastic.elastic.memory.place import MEMORY_DIR, JobPlace, RunPlace, launcher
@@ -52,14 +53,6 @@ if wait == "wait":
 """
 
 
-def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + LIMIT_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {LIMIT_S} s: {what}"
-        time.sleep(0.05)
-    return found
-
-
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], Path]]]:
     """Starts a job of two workers that fails once and is restarted; returns torchrun and where the workers report."""
@@ -90,7 +83,7 @@ def torchrun(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[st
 
 
 def report(out: Path, restart: int, rank: int) -> list[Any]:
-    until((out / f"{restart}-{rank}").exists, f"worker {rank} of start {restart}")
+    wait_for((out / f"{restart}-{rank}").exists, f"worker {rank} of start {restart}")
     found: list[Any] = json.loads((out / f"{restart}-{rank}").read_text())
     return found
 
@@ -106,7 +99,7 @@ def test_what_a_job_keeps_outlives_its_workers_and_goes_with_it(torchrun: Any, h
         assert Path(first).is_dir()
         job.kill()
     job.wait(LIMIT_S)
-    until(lambda: not Path(first).exists(), "the reaper removes the directory")
+    wait_for(lambda: not Path(first).exists(), "the reaper removes the directory")
     if how == "SIGKILL":  # the workers are left behind
         for pid in (worker, other[2]):
             os.kill(pid, signal.SIGKILL)
@@ -190,7 +183,7 @@ def test_what_a_container_that_was_killed_has_left_is_removed(place: JobPlace, t
         assert container.stdout is not None
         left = Path(container.stdout.readline().strip())
         assert left.parent == place.path.parent
-        until(lambda: (left / LOCK_NAME).read_text(), "its reaper")
+        wait_for(lambda: (left / LOCK_NAME).read_text(), "its reaper")
         place.create()
         assert (left / "kept").exists()
     finally:
@@ -223,7 +216,7 @@ def test_a_reaper_holds_no_connection_of_the_worker(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     os.set_inheritable(ours.fileno(), True)
     start_reaper(os.getpid(), start_of(os.getpid()), str(tmp_path / "job"))
-    until((tmp_path / "job" / "reaper.lock").exists, "a reaper")
+    wait_for((tmp_path / "job" / "reaper.lock").exists, "a reaper")
     ours.close()
     theirs.settimeout(LIMIT_S)
     assert theirs.recv(1) == b"", "the other end is still open somewhere"
@@ -257,7 +250,7 @@ def test_a_reaper_outlives_a_kill_of_all_processes_that_descend_from_the_launche
     finally:
         job.kill()
         job.communicate()
-    until(lambda: not (tmp_path / "job").exists(), "the reaper removes the directory")
+    wait_for(lambda: not (tmp_path / "job").exists(), "the reaper removes the directory")
 
 
 def _command(pid: int) -> bytes:
@@ -273,10 +266,10 @@ def test_the_reaper_of_a_launcher_that_had_ended_removes_the_directory_at_once(t
     ended = subprocess.Popen(["true"])
     ended.wait(LIMIT_S)
     start_reaper(ended.pid, start_of(ended.pid), str(tmp_path / "job"))
-    until(lambda: not (tmp_path / "job").exists(), "the reaper removes the directory")
+    wait_for(lambda: not (tmp_path / "job").exists(), "the reaper removes the directory")
     command = str(tmp_path / "job").encode()
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    until(lambda: not any(command in _command(pid) for pid in pids), "the reaper ends")
+    wait_for(lambda: not any(command in _command(pid) for pid in pids), "the reaper ends")
 
 
 def test_one_reaper_waits_and_one_that_comes_late_finds_nothing_to_do(tmp_path: Path) -> None:
@@ -286,12 +279,12 @@ def test_one_reaper_waits_and_one_that_comes_late_finds_nothing_to_do(tmp_path: 
         started = start_of(waited.pid)
         for _ in range(3):
             start_reaper(waited.pid, started, str(tmp_path / "job"))
-        until((tmp_path / "job" / "reaper.lock").exists, "a reaper")
+        wait_for((tmp_path / "job" / "reaper.lock").exists, "a reaper")
         time.sleep(0.3)
         assert (tmp_path / "job").is_dir()
     finally:
         waited.kill()
-    until(lambda: not (tmp_path / "job").exists(), "the reaper removes the directory")
+    wait_for(lambda: not (tmp_path / "job").exists(), "the reaper removes the directory")
     waited.wait(LIMIT_S)
     start_reaper(waited.pid, started, str(tmp_path / "job"))  # ends: the directory has gone
 
