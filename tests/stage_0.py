@@ -53,32 +53,3 @@ def gathered_at_stage_0(engine: Any) -> dict[str, str]:
             raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             found[f"{names[weight]}/{key}"] = f"{value.dtype}:{hashlib.sha256(raw).hexdigest()}"
     return found
-
-
-def state_at_stage_0(engine: Any) -> dict[str, Any]:
-    """As ``zeroelastic.testing.gather_state``, for an engine without ZeRO."""
-    from zeroelastic.testing.state import flatten
-
-    module, optimizer = engine.module, engine.optimizer
-    names = {param: name for name, param in module.named_parameters()}
-    state: dict[str, Any] = {f"weight/{name}": param.detach().clone() for param, name in names.items()}
-    state |= {f"buffer/{name}": buffer.clone() for name, buffer in module.named_buffers()}
-    members: dict[int, list[str]] = {}
-    for weight, number, tensors, scalars in stepped_params(engine):
-        name = names[weight]
-        members.setdefault(number, []).append(name)
-        for key, value in tensors.items():
-            state[f"master/{name}" if key == "fp32" else f"state/{name}/{key}"] = value.detach().clone()
-        state |= {f"scalar/{name}/{key}": value for key, value in scalars.items()}
-    for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            state |= {} if key == "params" else flatten(f"group/{number}/{key}", value)
-        state[f"group/{number}/params"] = " ".join(sorted(members.get(number, [])))
-    state |= flatten("scheduler", engine.lr_scheduler.state_dict())
-    scale = getattr(optimizer, "loss_scale_config", None)
-    if scale is not None and scale.use_grad_scaling:
-        fields = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-        state |= {f"loss_scaler/{name}": getattr(scale, name) for name in fields if getattr(scale, name) is not None}
-    return state | {
-        f"engine/{name}": getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")
-    }
