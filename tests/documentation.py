@@ -63,8 +63,8 @@ def zero_block(document: str) -> dict[str, object]:
     return zero
 
 
-def run(arguments: list[str], directory: Path, *, python: str) -> None:
-    """``python`` with these arguments, and with the same for the ranks that it starts."""
+def run(arguments: list[str], directory: Path, *, python: str) -> str:
+    """What ``python`` with these arguments prints, and with the same for the ranks that it starts."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environment["PYTHON_EXEC"] = python
     command = [python, *arguments]
@@ -75,3 +75,4 @@ def run(arguments: list[str], directory: Path, *, python: str) -> None:
         if result.returncode == 0 or ABORT_AT_EXIT not in result.stderr:
             break
     assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+    return result.stdout

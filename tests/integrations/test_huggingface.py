@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from typing import Any
 
 import pytest
-from documentation import ABORT_AT_EXIT, blocks
+from documentation import blocks, run
 from places import ROOT
 from saved_files import logged
 from trainer_job import (
@@ -604,17 +603,9 @@ def test_another_value_of_the_variable_is_an_error(monkeypatch):
 
 
 def torchrun(world_size: int, *command: str) -> str:
-    """What a launch on this machine alone prints; that torch aborts when all is done is no failure (test_docs.py)."""
-    python = executable(*LIBRARIES)
-    launcher = [python, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size)]
-    launcher += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment["PYTHON_EXEC"] = python
-    done = subprocess.run(
-        [*launcher, *command], env=environment, capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False
-    )
-    assert done.returncode == 0 or ABORT_AT_EXIT in done.stderr, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
+    """What a launch on this machine alone prints."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
+    return run([*launcher, *command], ROOT, python=executable(*LIBRARIES))
 
 
 @pytest.mark.extended

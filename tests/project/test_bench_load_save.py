@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from extended import with_swept
 from made_once import made_once
 from programs import run_benchmark
 
@@ -16,8 +15,8 @@ from zeroelastic.executors.dispatch import describe_build
 SAVE_RANKS, LOAD_RANKS = 4, 3
 HEADERS = 320 * 1024  # zip directories, pickles, the module states, and what gloo receives
 
-Rows = dict[tuple[str, str], dict[str, Any]]
-"""Rows by system and cache: of the first loads, or of later ones."""
+Rows = dict[str, dict[str, Any]]
+"""Rows by system: of the first loads, or of later ones, all of files that the page cache does not have."""
 
 SYSTEMS = ("ceiling", "tensors", "elastic-read", "rigid", "dcp", "universal", "stock", "same")
 SAVE_SYSTEMS = {"plain", "reserved", "file", "file-digests", "torch", "elastic", "rigid", "stock", "dcp"}
@@ -27,31 +26,21 @@ LONG = {"universal-convert", "universal-load", "universal"}
 pytestmark = pytest.mark.skipif(not describe_build("native").usable, reason="the benchmarks need the native engine")
 
 
-def measured(
-    factory: pytest.TempPathFactory, name: str, *arguments: str, result: str = "", run: str = ""
-) -> dict[str, Any]:
-    """What a benchmark writes of a ``run`` of one repeat, as ``result``; its page is ``text``."""
-    result = result or name
+def measured(factory: pytest.TempPathFactory, name: str, *arguments: str) -> dict[str, Any]:
+    """What a benchmark writes of a run of one repeat; its page is ``text``."""
 
     def measure(out: Path) -> None:
         places = ("--out", str(out), "--directory", str(factory.mktemp("checkpoints")))
         done = run_benchmark(f"bench_{name}.py", "--small", "--repeats", "1", *arguments, *places)
         assert done.returncode == 0, done.stdout + done.stderr
 
-    out = made_once(factory, f"bench_{run or result}", measure)
-    return json.loads((out / f"{result}.json").read_text()) | {"text": (out / f"{result}.md").read_text()}
+    out = made_once(factory, f"bench_{name}", measure)
+    return json.loads((out / f"{name}.json").read_text()) | {"text": (out / f"{name}.md").read_text()}
 
 
-CACHES = {"cold": ("cold",), "both": ("warm", "cold")}
-"""What is measured: loads of files that the page cache has, and of files that it has not."""
-
-
-@pytest.fixture(scope="module", params=with_swept(CACHES, {"both"}))
-def document(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    caches = CACHES[request.param]
-    found = measured(tmp_path_factory, "load", "--caches", *caches, "--systems", *SYSTEMS, run=f"load_{request.param}")
-    assert found["caches"] == [*caches]
-    return found
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return measured(tmp_path_factory, "load", "--caches", "cold", "--systems", *SYSTEMS)
 
 
 @pytest.fixture(scope="module")
@@ -61,76 +50,59 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rows(document: dict[str, Any]) -> Rows:
-    return {(row["system"], row["cache"]): row for row in document["rows"] if row["first"]}
+    return {row["system"]: row for row in document["rows"] if row["first"]}
 
 
 @pytest.fixture(scope="module")
 def later(document: dict[str, Any]) -> Rows:
-    return {(row["system"], row["cache"]): row for row in document["rows"] if not row["first"]}
+    return {row["system"]: row for row in document["rows"] if not row["first"]}
 
 
 def test_every_system_loads_what_was_saved(document: dict[str, Any], rows: Rows, later: Rows) -> None:
-    systems = {*SYSTEMS, "universal-convert", "universal-load"}
-    assert set(rows) == {(system, cache) for system in systems for cache in document["caches"]}
+    assert set(rows) == {*SYSTEMS, "universal-convert", "universal-load"}
     assert [sample for sample in document["samples"] if sample["wrong"]] == []
-    assert set(later) == {(system, cache) for system, cache in rows if system not in LONG}
+    assert set(later) == set(rows) - LONG
     assert all(row["verified"] for row in (*rows.values(), *later.values()))
     ranks = {"universal-convert": 1, "stock": SAVE_RANKS, "same": SAVE_RANKS}
-    assert all(row["ranks"] == ranks.get(system, LOAD_RANKS) for (system, _), row in rows.items())
+    assert all(row["ranks"] == ranks.get(system, LOAD_RANKS) for system, row in rows.items())
 
 
-def test_a_first_load_makes_the_memory_that_a_later_one_has(document: dict[str, Any], rows: Rows, later: Rows) -> None:
-    for cache in document["caches"]:
-        for system in ("elastic-read", "stock", "ceiling", "tensors", "dcp"):
-            made = rows[system, cache]["owned_bytes"] * 2 // 3  # the moments
-            assert rows[system, cache]["extra_rss"] > 0.9 * made, system
-            assert later[system, cache]["extra_rss"] < rows[system, cache]["extra_rss"], system
+def test_a_first_load_makes_the_memory_that_a_later_one_has(rows: Rows, later: Rows) -> None:
+    for system in ("elastic-read", "stock", "ceiling", "tensors", "dcp"):
+        made = rows[system]["owned_bytes"] * 2 // 3  # the moments
+        assert rows[system]["extra_rss"] > 0.9 * made, system
+        assert later[system]["extra_rss"] < rows[system]["extra_rss"], system
     assert all((row["reported"] is None) == (row["system"] not in OURS) for row in rows.values())
     assert all(row["reported_of_call"][1] <= 1 for row in rows.values() if row["system"] in OURS)
 
 
-def test_zeroelastic_reads_every_byte_once(document: dict[str, Any], rows: Rows) -> None:
-    for cache in document["caches"]:
-        for system in ("tensors", "elastic-read", "rigid", "same"):
-            row = rows[system, cache]
-            assert row["owned_bytes"] <= row["rank_bytes"] <= 1.01 * row["owned_bytes"] + HEADERS, system
-            assert 1.0 <= row["amplification"] < 1.03, system
+def test_zeroelastic_reads_every_byte_once(rows: Rows) -> None:
+    for system in ("tensors", "elastic-read", "rigid", "same"):
+        row = rows[system]
+        assert row["owned_bytes"] <= row["rank_bytes"] <= 1.01 * row["owned_bytes"] + HEADERS, system
+        assert 1.0 <= row["amplification"] < 1.03, system
 
 
-def test_what_the_others_read_is_seen(document: dict[str, Any], rows: Rows) -> None:
+def test_what_the_others_read_is_seen(rows: Rows) -> None:
     """Mapped pages and the converter's worker processes included; the figures follow from what each system does."""
-    for cache in document["caches"]:
-        found = {system: row["amplification"] for (system, at), row in rows.items() if at == cache}
-        assert 1.0 <= found["stock"] < 1.03  # every rank, its own file
-        assert 1.0 <= found["ceiling"] < 1.03
-        assert 1.2 < found["dcp"] < LOAD_RANKS  # whole saved chunks
-        assert 2.0 <= found["universal-convert"] < 3.0  # the files, then the fragments
-        assert found["universal-load"] >= LOAD_RANKS  # every rank, every parameter
+    found = {system: row["amplification"] for system, row in rows.items()}
+    assert 1.0 <= found["stock"] < 1.03  # every rank, its own file
+    assert 1.0 <= found["ceiling"] < 1.03
+    assert 1.2 < found["dcp"] < LOAD_RANKS  # whole saved chunks
+    assert 2.0 <= found["universal-convert"] < 3.0  # the files, then the fragments
+    assert found["universal-load"] >= LOAD_RANKS  # every rank, every parameter
 
 
-def test_files_opened(document: dict[str, Any], rows: Rows) -> None:
+def test_files_opened(rows: Rows) -> None:
     """A rank of three holds parts of two saved ranks; the others open what they must, too."""
-    for cache in document["caches"]:
-        found = {system: row["files"] for (system, at), row in rows.items() if at == cache}
-        latest, record, model_states, optim = 1, 1, 1, 2
-        assert found["tensors"] == latest + record + optim
-        assert found["elastic-read"] == latest + record + model_states + optim
-        assert found["rigid"] == latest + model_states + optim
-        assert found["same"] == latest + record + model_states + 1
-        assert found["stock"] >= latest + model_states + 1
-        assert found["universal-load"] > 100
-
-
-@pytest.mark.sweep
-def test_loads_at_stage_2_are_verified(tmp_path_factory: pytest.TempPathFactory) -> None:
-    systems = ("ceiling", "tensors", "elastic-read", "rigid", "stock")
-    chosen = ("--stage", "2", "--caches", "warm", "--systems", *systems)
-    found = measured(tmp_path_factory, "load", *chosen, result="load_stage2")
-    assert found["stage"] == 2 and "ZeRO stage 2" in found["text"]
-    rows = {row["system"]: row for row in found["rows"] if row["first"]}
-    assert set(rows) == set(systems)
-    assert all(row["verified"] for row in found["rows"])
-    assert 1.0 <= rows["elastic-read"]["amplification"] < 1.03
+    found = {system: row["files"] for system, row in rows.items()}
+    latest, record, model_states, optim = 1, 1, 1, 2
+    assert found["tensors"] == latest + record + optim
+    assert found["elastic-read"] == latest + record + model_states + optim
+    assert found["rigid"] == latest + model_states + optim
+    assert found["same"] == latest + record + model_states + 1
+    assert found["stock"] >= latest + model_states + 1
+    assert found["universal-load"] > 100
 
 
 def test_what_is_of_stage_3_alone_is_refused_by_name() -> None:

@@ -79,27 +79,18 @@ def test_the_benchmarks_of_a_gpu_run_on_the_fake_one(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not describe_build("cuda").usable, reason="the benchmark needs the CUDA engine")
-def test_every_method_moves_every_workload_on_a_gpu(tmp_path: Path) -> None:
-    done = run_benchmark("bench_gpu.py", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [
+        ("gpu", {"DevicePlan", "DevicePlan + digest", "DevicePlan, digest alone", "DevicePlan to bf16"}),
+        ("gpu_files", {"read_segments", "read_segments + digest", "sum_segments: digests on the GPU"}),
+    ],
+)
+def test_a_gpu_is_measured_by_every_method(tmp_path: Path, name: str, methods: set[str]) -> None:
+    done = run_benchmark(f"bench_{name}.py", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert {row["method"] for row in rows} >= {
-        "DevicePlan",
-        "DevicePlan + digest",
-        "DevicePlan, digest alone",
-        "DevicePlan to bf16",
-        "flat device copy",
-    }
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not describe_build("cuda").usable, reason="the benchmark needs the CUDA engine")
-def test_files_reach_a_gpu_and_a_gpu_files_by_every_way(tmp_path: Path) -> None:
-    done = run_benchmark("bench_gpu_files.py", "--small", "--rounds", "1", "--out", os.fspath(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "gpu_files.json").read_text())["rows"]
-    methods = {row["method"] for row in rows}
-    assert {"read_segments", "read_segments + digest", "sum_segments: digests on the GPU"} < methods
+    rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+    assert methods < {row["method"] for row in rows}
 
 
 @native

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from commands import run_command
@@ -15,18 +14,13 @@ from places import ROOT
 
 from zeroelastic.cli.app import VERBS
 
+sys.path.insert(0, str(ROOT / "docs"))
+import make_man
+
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:
-    return load_make_man().pages()
-
-
-def load_make_man() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_man", ROOT / "docs/make_man.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return make_man.pages()
 
 
 def words(text: str) -> list[str]:

@@ -6,7 +6,6 @@ import inspect
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,22 +128,6 @@ def test_the_first_use_of_a_word_becomes_a_link_and_no_other() -> None:
     made = stage.with_glossary(text, {"digest": "digest"}, "../glossary.md")
     assert made == text.replace("Digests", "[Digests](../glossary.md#digest)")
     assert stage.with_glossary(made, {"digest": "digest"}, "../glossary.md") == made
-
-
-def test_a_link_to_a_file_of_the_repository_becomes_one_to_a_page_of_the_site(tmp_path: Path) -> None:
-    todo: list[Path] = []
-    source = DOCS / "guides/zero2.md"
-    made = stage.with_links("[a](../../examples/demo.py) [b](lora.md#small) [c](https://d.e)", source, todo)
-    assert made == "[a](../source/examples/demo.py.md) [b](lora.md#small) [c](https://d.e)"
-    assert todo == [ROOT / "examples/demo.py", DOCS / "guides/lora.md"]
-    with pytest.raises(stage.MissingTargetError, match="nowhere"):
-        stage.with_links("[a](../nowhere.md)", source, todo)
-
-
-def test_the_beginning_of_a_page_describes_it() -> None:
-    text = '# Title\n\n![a](b.svg)\n\n```text\nx\n```\n\nSays **what** it [is](c.md): "short".\n\nMore.\n'
-    assert stage.description(text) == "Says what it is: 'short'."
-    assert len(stage.description("word " * 100)) <= 204
 
 
 def test_the_page_on_reliability_names_tests_targets_and_results_that_exist() -> None:

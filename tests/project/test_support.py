@@ -86,29 +86,6 @@ def test_marks_that_contradict_each_other_are_an_error(change: dict[str, str], n
     assert named in str(caught.value)
 
 
-BAD_MARKS = {
-    "'Precison' is none of": '("Precison", "bf16", "exact")',
-    "verdict 'works' is none of 'exact', 'refused'": '("Precision", "bf16", "works")',
-    "feature 'a|b' is not the text of one cell": '("Precision", "a|b", "exact")',
-    "note ' x' is not the text of one cell": '("Precision", "bf16", "exact", note=" x")',
-    "the feature has no name": '("Precision", "", "exact")',
-    "missing 1 required positional argument: 'verdict'": '("Precision", "bf16")',
-}
-
-
-def test_bad_marks_are_all_named(pytester: pytest.Pytester) -> None:
-    tests = [f"@pytest.mark.support{mark}\ndef test_{i}(): ..." for i, mark in enumerate(BAD_MARKS.values())]
-    tests += [
-        "@pytest.mark.skipif(False, reason='')\n@pytest.mark.support('Precision', 'bf16', 'exact')\ndef test_z(): ..."
-    ]
-    items = pytester.getitems("import pytest\n" + "\n\n".join(tests))
-    with pytest.raises(SupportTableError) as caught:
-        read_marks(items)
-    lines = str(caught.value).splitlines()[1:]
-    assert all(sum(named in line for line in lines) == 1 for named in BAD_MARKS), lines
-    assert lines[-1].endswith("::test_z carries skipif") and len(lines) == len(BAD_MARKS) + 1
-
-
 PAGE_OF_THREE = """
 import pytest
 
@@ -133,17 +110,6 @@ def test_collecting_writes_the_page(pytester: pytest.Pytester) -> None:
     text = (pytester.path / "page-tests.md").read_text()
     assert f"| bf16 | `{path.name}::test_left_out_by_a_name` |" in text
     assert f"| fp8 | `{path.name}::test_cases[one]` |" in text
-
-
-def test_marks_that_are_wrong_or_a_file_that_cannot_be_imported_write_no_page(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_a="import pytest\n@pytest.mark.support('Precision', 'x', 'maybe')\ndef test_it(): ...")
-    options = ("--collect-only", "-p", "support_table", "--support-table", "page.md")
-    result = pytester.runpytest_inprocess(*options)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert "verdict 'maybe' is none of" in result.stderr.str() + result.stdout.str()
-    pytester.makepyfile(test_a="import no_such_module")
-    assert pytester.runpytest_inprocess(*options).ret == pytest.ExitCode.INTERRUPTED
-    assert not (pytester.path / "page.md").exists()
 
 
 SKIPPED = """
