@@ -199,6 +199,7 @@ def test_nothing_but_the_style_of_the_page_itself_is_allowed() -> None:
     assert "default-src 'none'" in policy and "unsafe" not in policy and "script" not in policy
 
 
+@pytest.mark.extended
 def test_a_browser_applies_the_style_and_runs_nothing(tmp_path: Path) -> None:
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:

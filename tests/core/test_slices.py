@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sliced import Topology, buffers_of, ids, layout_of, shapes, tensor_lists, topologies
 
-from zeroelastic.core.copies import places_in_slices, strips_of_runs
+from zeroelastic.core.copies import first_copies, places_in_slices, strips_of_runs
 from zeroelastic.core.digest import stream_of, streams_of
 from zeroelastic.core.layout import Param, layout_from_sub_groups, with_slices
 from zeroelastic.core.plan import check_plan, held_plan, make_plan
 from zeroelastic.core.slice_plan import check_slices
-from zeroelastic.core.slices import RankSet, Strip, strips_of_view
+from zeroelastic.core.slices import RankSet, Strip, slices_of, strips_of_view
 
 
 def run(plan, source, target) -> None:
@@ -161,3 +161,38 @@ def test_a_tensor_that_the_source_lacks_or_has_in_another_size_is_refused():
     for name, shape, message in (("b", (4,), "'b' is not in the source"), ("a", (5,), "disagree on the size")):
         with pytest.raises(ValueError, match=message):
             make_plan(src, layout_of([(Param(name, shape), "whole")], topology), 0)
+
+
+@given(tensors=tensor_lists, topology=topologies)
+def test_runs_are_of_the_strips_that_have_their_elements(tensors, topology):
+    layout = layout_of(tensors, topology)
+    strips = layout.slices.strips
+    elements = [
+        {
+            int(strips.start[s] + run * strips.stride[s] + i)
+            for run in range(strips.num_runs[s])
+            for i in range(strips.numel[s])
+        }
+        for s in range(len(strips))
+    ]
+    for rank in range(topology.world_size):
+        plan = held_plan(layout, rank).run_by_run()
+        found = strips_of_runs(layout.slices, plan.param, plan.start)
+        for row, strip in enumerate(found.tolist()):
+            start, length = int(plan.start[row]), int(plan.length[row])
+            assert strips.param[strip] == plan.param[row]
+            assert elements[strip] >= {*range(start, start + length)}
+    first = first_copies(layout.slices)
+    names = [layout.slices.tensors[p].name for p in strips.param.tolist()]
+    for strip, other in enumerate(first.tolist()):
+        same = [s for s in range(len(strips)) if (names[s], elements[s]) == (names[strip], elements[strip])]
+        assert other == min(same)
+
+
+def test_a_slice_of_several_gapped_strips():
+    tensor = Param("qkv", (4, 12))
+    strips = (Strip(0, 0, 2, 4, 12, 4), Strip(6, 2, 2, 4, 12, 4))
+    slices = slices_of([tensor], [RankSet(0, 1, 1)], [strips])
+    zero = np.zeros(8, dtype=np.int64)
+    start = np.array([0, 6, 12, 18, 25, 31, 37, 43])
+    assert strips_of_runs(slices, zero, start).tolist() == [0, 1, 0, 1, 0, 1, 0, 1]

@@ -29,7 +29,6 @@ from frameworks_job import (
     accelerate_run,
     lightning_run,
     lightning_test,
-    prepare,
     read_history,
     run_script,
 )
@@ -483,20 +482,6 @@ def test_what_is_not_zero_is_left_alone(kind: str, stage: int) -> None:
     finally:
         unwrap_all()
     assert Recorder.load_state is original
-
-
-def test_uninstall_puts_accelerate_back(rank_pool: RankPool) -> None:
-    assert rank_pool.run(install_and_uninstall, 1) == [(True, False)]
-
-
-def install_and_uninstall() -> tuple[bool, bool]:
-    """Whether load_state is wrapped once an engine is built, and after uninstall()."""
-    import zeroelastic
-
-    accelerator, *_ = prepare(ACCELERATED)
-    wrapped = hasattr(type(accelerator).load_state, "__wrapped__")
-    zeroelastic.uninstall()
-    return wrapped, hasattr(type(accelerator).load_state, "__wrapped__")
 
 
 @pytest.mark.support("Frameworks", "accelerate: `use_stateful_dataloader`", "refused", "at another size or micro batch")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,22 +46,10 @@ LOSS_ATOL = 4e-3
 """Losses are near 4 and logged as the mean of bf16 forward passes: 1e-3 of them."""
 
 
-RUN_LIMIT_S = 250.0
-
-
-class Runs:
-    """Runs of a job on ranks that have transformers imported already."""
-
-    def __init__(self, pool: RankPool) -> None:
-        self._pool = pool
-
-    def run(self, fn, world_size, job, *more):
-        return self._pool.run(fn, world_size, job, *more, timeout=RUN_LIMIT_S)
-
-
 @pytest.fixture(scope="module")
-def pool(frameworks_pool: RankPool) -> Runs:
-    return Runs(frameworks_pool)
+def pool(frameworks_pool: RankPool) -> SimpleNamespace:
+    """Ranks that have transformers imported already, and more time."""
+    return SimpleNamespace(run=partial(frameworks_pool.run, timeout=250.0))
 
 
 @pytest.fixture(scope="module")
@@ -490,7 +480,7 @@ def run_and_listen(job: TrainerJob, environment: dict[str, str]) -> tuple[Any, s
 
 
 @pytest.fixture(scope="module")
-def whole_of_a_fixed_batch(pool: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+def whole_of_a_fixed_batch(pool: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     directory = str(tmp_path_factory.mktemp("whole"))
     args = {**FIXED, "save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2}
     job = TrainerJob(directory, elastic=False, stop_at=6, args=args)

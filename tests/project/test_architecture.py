@@ -60,13 +60,6 @@ def test_every_name_on_the_page_is_defined_where_it_links_to(name: str, link: st
     assert not problem(name, link)
 
 
-def test_the_check_notices_what_is_not_there() -> None:
-    layout = "../zeroelastic/core/layout.py"
-    assert not problem("Layout.owned", layout) and not problem("layout.Param", layout)
-    assert problem("Layout.lost", layout) and problem("layout.lost", layout) and problem("Layout", "../nowhere.py")
-    assert problem("lost", "../csrc/read.cpp") and problem("tags", "../zeroelastic/core/__init__.py")
-
-
 def test_the_drawing_shows_only_stops_of_the_page() -> None:
     boxes = {stop for stops in WALKS.values() for stop in stops}
     assert len(boxes) >= 20 and "assets/walk.svg" in TEXT

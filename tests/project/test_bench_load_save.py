@@ -93,18 +93,6 @@ def test_what_the_others_read_is_seen(rows: Rows) -> None:
     assert found["universal-load"] >= LOAD_RANKS  # every rank, every parameter
 
 
-def test_files_opened(rows: Rows) -> None:
-    """A rank of three holds parts of two saved ranks; the others open what they must, too."""
-    found = {system: row["files"] for system, row in rows.items()}
-    latest, record, model_states, optim = 1, 1, 1, 2
-    assert found["tensors"] == latest + record + optim
-    assert found["elastic-read"] == latest + record + model_states + optim
-    assert found["rigid"] == latest + model_states + optim
-    assert found["same"] == latest + record + model_states + 1
-    assert found["stock"] >= latest + model_states + 1
-    assert found["universal-load"] > 100
-
-
 def test_what_is_of_stage_3_alone_is_refused_by_name() -> None:
     done = run_benchmark("bench_load.py", "--stage", "1", "--systems", "dcp", "stock")
     assert done.returncode == 2 and "of stage 3 alone: dcp" in done.stderr

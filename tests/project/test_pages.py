@@ -35,27 +35,6 @@ def test_a_page_has_what_the_code_says(page: str) -> None:
     assert reference.complete(page, text, PARTS[page]) == text
 
 
-def test_a_key_has_the_type_of_the_schema() -> None:
-    schema = reference.DOCUMENTS["inspect"].model_json_schema(by_alias=True)
-    assert reference.type_of("params[].shape", schema) == "list of integer"
-    assert reference.type_of("params[].tied_to", schema) == "text, or null"
-    assert reference.type_of("versions.NAME", schema) == "text, or null"
-    with pytest.raises(ValueError, match="the schema has no lost"):
-        reference.type_of("params[].lost", schema)
-    page = (DOCS / "reference/cli/ls.md").read_text()
-    wrong = page.replace("| `tags[].step` | integer, or null |", "| `tags[].step` | text |")
-    assert wrong != page and reference.with_types(wrong, "ls") == page
-    older = page.replace("| `tags[].step` | integer, or null |", "| `tags[].step` |")
-    assert reference.with_types(older, "ls") == page
-
-
-def test_a_part_that_a_page_does_not_have_is_found() -> None:
-    page = "# A page\n\n<!-- generated: options -->\nold\n<!-- end -->\n"
-    assert reference.written(page, {"options": "new"}) == page.replace("old", "new")
-    with pytest.raises(ValueError, match="0 places"):
-        reference.written(page, {"verbs": "new"})
-
-
 @pytest.mark.parametrize("name", drawings.files())
 def test_a_drawing_is_what_its_script_draws(name: str) -> None:
     """After a change: ``make reference``."""
@@ -116,11 +95,6 @@ def test_options_link_to_headings_that_exist() -> None:
         assert target.is_file() and (not anchor or anchor in anchors(target))
 
 
-@pytest.mark.parametrize("word", ["rigid", "content root", "commit record", "sub-group", "plan", "digest"])
-def test_the_glossary_explains(word: str) -> None:
-    assert stage.glossary()[word] == word.replace(" ", "-")
-
-
 def test_the_first_use_of_a_word_becomes_a_link_and_no_other() -> None:
     text = (
         "# The digest\n\n`digest` and ![a digest](a.svg) [digest](b.md)\n\n```text\ndigest\n```\n\nDigests, a digest.\n"
@@ -152,16 +126,6 @@ def test_a_page_says_what_the_results_say(page: str) -> None:
     """After a measurement: ``make figures``."""
     text = (ROOT / page).read_text()
     assert figures.written(text, figures.TEMPLATES[page], figures.figures()) == text
-
-
-def test_a_figure_that_no_result_has_is_found() -> None:
-    values = {"a": "1.2", "b": "**0.47**"}
-    page = "Of two, one takes 1.3 s\nand the other **0.47** of it."
-    template = "one takes {a} s and the other {b} of it."
-    assert figures.written(page, (template,), values) == page.replace("1.3", "1.2")
-    for other in ("another takes {a} s", "{a}"):  # in no place, and in two
-        with pytest.raises(ValueError, match="places look like"):
-            figures.written(page, (other,), values)
 
 
 def test_every_figure_is_used() -> None:

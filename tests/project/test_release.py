@@ -1,4 +1,4 @@
-"""A release besides code: change log and citation of this version, issue forms, pinned versions, and the workflows."""
+"""A release besides code: change log and citation of this version, pinned versions, and the workflows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from places import ROOT
 
 from zeroelastic import __version__
 
-FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*_*.yml"))
-
 
 def test_the_changelog_has_notes_of_this_version_below_what_is_not_released() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
@@ -31,17 +29,6 @@ def test_the_citation_is_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == __version__ and citation["license"] == "Apache-2.0"
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
-def test_an_issue_form_is_one_that_github_takes(form) -> None:
-    found = yaml.safe_load(form.read_text())
-    assert {"name", "description", "body"} <= found.keys()
-    fields = [field for field in found["body"] if field["type"] != "markdown"]
-    assert {field["type"] for field in fields} <= {"textarea", "input", "dropdown", "checkboxes"}
-    assert all(field["attributes"]["label"] for field in fields)
-    assert len({field["id"] for field in fields}) == len(fields)
-    assert any(field.get("validations", {}).get("required") for field in fields)
 
 
 def test_pinned_versions_install_on_the_first_release_of_a_python_version() -> None:

@@ -86,32 +86,6 @@ def test_marks_that_contradict_each_other_are_an_error(change: dict[str, str], n
     assert named in str(caught.value)
 
 
-PAGE_OF_THREE = """
-import pytest
-
-@pytest.mark.support("Precision", "bf16", "exact", "note")
-@pytest.mark.support("Parameters", "tied", "exact")
-@pytest.mark.parametrize("n", [1, 2])
-def test_left_out_by_a_name(n): ...
-
-@pytest.mark.parametrize("x", [pytest.param(1, id="one", marks=pytest.mark.support("Precision", "fp8", "refused")), 2])
-def test_cases(x): ...
-"""
-
-
-def test_collecting_writes_the_page(pytester: pytest.Pytester) -> None:
-    path = pytester.makepyfile(PAGE_OF_THREE)
-    result = pytester.runpytest_inprocess(
-        "--collect-only", "-p", "support_table", "--support-table", "page.md", "-k", "cases"
-    )
-    assert result.ret == 0
-    text = (pytester.path / "page.md").read_text()
-    assert "| bf16 | exact | note |" in text and "| fp8 | refused |  |" in text and "| tied | exact |" in text
-    text = (pytester.path / "page-tests.md").read_text()
-    assert f"| bf16 | `{path.name}::test_left_out_by_a_name` |" in text
-    assert f"| fp8 | `{path.name}::test_cases[one]` |" in text
-
-
 SKIPPED = """
 import pytest
 

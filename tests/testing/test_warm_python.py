@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from programs import is_running, wait_for
 from warm_python import executable
 
-PRINTS = (
-    "import os, sys; print(sys.argv, os.environ.get('SHOWN'), os.getcwd(), __name__, input()); sys.stderr.write('e')"
-)
-
 
 @pytest.fixture(params=["python", "warm"])
 def python(request: pytest.FixtureRequest) -> str:
     return sys.executable if request.param == "python" else executable()
-
-
-@pytest.mark.extended
-def test_arguments_environment_directory_and_files_are_those_of_the_command(python: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(PRINTS)
-    env = {**os.environ, "SHOWN": "yes", "PYTHONPATH": str(tmp_path)}
-    for arguments, first in ((["-c", PRINTS], "-c"), (["script.py"], "script.py"), (["-u", "-m", "script"], None)):
-        command = [python, *arguments, "1", "-x"]
-        done = subprocess.run(command, input="in\n", env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        argv = [first or str(tmp_path / "script.py"), "1", "-x"]
-        assert (done.stdout, done.stderr) == (f"{argv} yes {tmp_path} __main__ in\n", "e")
-        assert done.returncode == 0
 
 
 @pytest.mark.parametrize(

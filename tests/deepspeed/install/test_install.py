@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import launched
-from saved_files import logged, record_of
+from saved_files import record_of
 from training import Job, build_engine, ds_config, raised, train_step
 
 from zeroelastic.testing import RankPool
@@ -142,26 +142,6 @@ def install_on_each() -> dict[str, str]:
             assert dict(vars(DeepSpeedEngine)) == before and not zeroelastic.is_installed()
             found[change] = str(caught.value)
     return found
-
-
-def test_the_warning_that_the_flag_is_unsupported_is_not_shown(rank_pool: RankPool) -> None:
-    assert rank_pool.run(warnings_shown, 1) == [[True, False, True]]
-
-
-def warnings_shown() -> list[bool]:
-    """Whether DeepSpeed's logger says it before install(), after it, and after uninstall()."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.utils import logger
-
-    import zeroelastic
-
-    shown, said = [], logged(logger)
-    for prepare in (lambda: None, zeroelastic.install, zeroelastic.uninstall):
-        prepare()
-        said.clear()
-        DeepSpeedZeroConfig(stage=3, elastic_checkpoint=True)
-        shown.append(any("elastic checkpointing is deprecated" in text for text in said))
-    return shown
 
 
 @pytest.mark.support(
