@@ -126,6 +126,15 @@ def topology_pool(rank_pool: RankPool) -> RankPool:
     return rank_pool
 
 
+@pytest.fixture(scope="session")
+def mounts() -> None:
+    """Skips a test where a process may have no mounts of its own."""
+    from nodes import MOUNTS_NEED, can_mount
+
+    if not can_mount():
+        pytest.skip(MOUNTS_NEED)
+
+
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3Server]:
     """A server of object storage on this machine."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
+from nodes import Nodes, on_nodes
 from saved_files import flip
 from topologies import TopologyJob, build, differences, logical_hashes, train
 
@@ -121,7 +121,7 @@ ON_NODES = {
 }
 
 
-@pytest.mark.skipif(not can_mount(), reason=MOUNTS_NEED)
+@pytest.mark.usefixtures("mounts")
 @pytest.mark.parametrize("name", ON_NODES)
 def test_slices_are_on_disks_of_nodes(topology_pool: RankPool, tmp_path: Path, name: str) -> None:
     """Ranks take what they need from the disks of all nodes; damage on one of them leads to the tag before."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from bounded import process_status, reset_peak
 from extended import with_swept
-from nodes import MOUNTS_NEED, NodeRun, Nodes, can_mount, on_nodes
+from nodes import NodeRun, Nodes, on_nodes
 from saved_files import flip
 from saves import Saved, check_resumed
 from sliced_model import use_sliced
@@ -41,7 +41,7 @@ PLACED = ((1, 0, 0), (2, 0, 1), (2, 1, 3, 0, 0, 3))
 """Fewer ranks on the old nodes; a new node with rank 0; more ranks, most of them on new nodes."""
 
 support = pytest.mark.support
-pytestmark = pytest.mark.skipif(not can_mount(), reason=MOUNTS_NEED)
+pytestmark = pytest.mark.usefixtures("mounts")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import io_counts
 import pytest
 import torch
 import torch.distributed as dist
-from nodes import MOUNTS_NEED, NodeRun, Nodes, can_mount, on_nodes
+from nodes import NodeRun, Nodes, on_nodes
 from saved_files import flip, record_of
 from training import LOSS_RTOL, Job, Outcome, build_engine, look, train_step
 
@@ -40,7 +40,7 @@ BACKGROUND_BF16 = Job(
 """A run with a ``BF16_Optimizer``, saved in the background."""
 
 support = pytest.mark.support
-pytestmark = pytest.mark.skipif(not can_mount(), reason=MOUNTS_NEED)
+pytestmark = pytest.mark.usefixtures("mounts")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
+from nodes import Nodes, on_nodes
 from places import GOLDEN
 from saved_files import logged, record_of
 from training import Job, build_engine, train_step
@@ -141,7 +141,7 @@ def test_the_setting_of_each_framework_is_named(tmp_path: Path, folder: str, tag
     assert found is None if setting is None else setting in str(found)
 
 
-@pytest.mark.skipif(not can_mount(), reason=MOUNTS_NEED)
+@pytest.mark.usefixtures("mounts")
 def test_every_node_removes_its_own(rank_pool: RankPool, tmp_path: Path) -> None:
     job = replace(JOB, config={"checkpoint": {"use_node_local_storage": True}})
     nodes = Nodes(tmp_path)

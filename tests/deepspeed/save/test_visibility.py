@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
+from nodes import Nodes, on_nodes
 from training import Job, build_engine, raised, train_step
 
 from zeroelastic.deepspeed.save.commit import PendingCommit
@@ -69,7 +69,7 @@ def save_once(job: Job, directory: str) -> tuple[str, str]:
     return raised(lambda: engine.save_checkpoint(directory, tag="tag"))
 
 
-@pytest.mark.skipif(not can_mount(), reason=MOUNTS_NEED)
+@pytest.mark.usefixtures("mounts")
 @pytest.mark.parametrize(("stage", "placed"), [(2, (0, 1, 0, 1)), (3, (0, 0, 0, 1)), (1, (0, 0, 1))])
 def test_nodes_with_disks_of_their_own_commit_nothing_unless_they_are_said_to(
     rank_pool: RankPool, tmp_path: Path, stage: int, placed: tuple[int, ...]
