@@ -68,9 +68,13 @@ def record_again(tag_dir: Path) -> None:
 
 def flip(path: Path, offset: int | None = None, mask: int = 1) -> None:
     """Turn bits of one byte of a file, of the one in the middle by default, as a disk does it: size and time stay."""
-    found, data = path.stat(), bytearray(path.read_bytes())
-    data[len(data) // 2 if offset is None else offset] ^= mask
-    path.write_bytes(data)
+    found = path.stat()
+    at = found.st_size // 2 if offset is None else offset
+    with open(path, "r+b") as file:  # in place: somebody may have it mapped
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ mask]))
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
