@@ -58,10 +58,6 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Activated:
     return made
 
 
-def test_the_file_is_one_line_that_can_be_read():
-    assert LINE.count("\n") == 1 and LINE.startswith("import os; ") and len(LINE) < 120
-
-
 @pytest.mark.parametrize("value", [None, "", "0"])
 def test_nothing_is_imported_unless_it_is_asked_for(stand_ins, value):
     env = {} if value is None else {"ZEROELASTIC": value}
