@@ -161,8 +161,14 @@ def run_long_call(script: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
+MORE = (("scan", 2), ("write", 1), ("move", 1))
+
+
 # Destinations overlap, which several threads must not fill.
-@pytest.mark.parametrize(("operation", "threads"), [("scan", 1), ("scan", 2), ("read", 1), ("write", 1), ("move", 1)])
+@pytest.mark.parametrize(
+    ("operation", "threads"),
+    [("scan", 1), ("read", 1), *(pytest.param(*more, marks=pytest.mark.extended) for more in MORE)],
+)
 def test_ctrl_c_ends_a_long_call_at_once(scanner: Engine, tmp_path: Path, operation: str, threads: int) -> None:
     script = """
     try:

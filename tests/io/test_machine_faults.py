@@ -69,8 +69,11 @@ def test_interrupted_and_short_calls_change_nothing(tmp_path: Path, faulty_io: P
 
 @pytest.mark.parametrize(
     ("mode", "code"),
-    [("r", errno.EIO), ("f", errno.EIO), ("w", errno.EDQUOT)],
-    ids=["a read that fails", "an fsync that fails", "writes beyond a quota"],
+    [
+        pytest.param("r", errno.EIO, id="a read that fails"),
+        pytest.param("f", errno.EIO, id="an fsync that fails", marks=pytest.mark.extended),
+        pytest.param("w", errno.EDQUOT, id="writes beyond a quota", marks=pytest.mark.extended),
+    ],
 )
 def test_a_call_that_fails_is_an_error_that_names_the_file(
     tmp_path: Path, faulty_io: Path, mode: str, code: int

@@ -93,11 +93,6 @@ def test_what_the_others_read_is_seen(rows: Rows) -> None:
     assert found["universal-load"] >= LOAD_RANKS  # every rank, every parameter
 
 
-def test_what_is_of_stage_3_alone_is_refused_by_name() -> None:
-    done = run_benchmark("bench_load.py", "--stage", "1", "--systems", "dcp", "stock")
-    assert done.returncode == 2 and "of stage 3 alone: dcp" in done.stderr
-
-
 def test_the_results_are_written(document: dict[str, Any], rows: Rows, saves: dict[str, Any]) -> None:
     assert document["text"].count("\n| ") >= len(rows) and "**NO**" not in document["text"] + saves["text"]
     assert saves["text"].count("| yes |") == 4 * len(SAVE_SYSTEMS) - 2

@@ -52,15 +52,6 @@ def test_every_method_moves_every_workload(tmp_path: Path) -> None:
     assert min(segments) == 6 and max(segments) == 1000
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-@pytest.mark.parametrize("name", ["bench_gpu", "bench_gpu_files", "bench_gpu_resume", "bench_gpu_saves"])
-def test_without_a_gpu_the_benchmarks_of_it_say_so(tmp_path: Path, name: str) -> None:
-    done = run_benchmark(f"{name}.py", "--out", os.fspath(tmp_path))
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == f"{name}: there is no CUDA device, so nothing is measured."
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("name", "more", "methods"),
     [("gpu", ("--workloads", "b", "--repeats", "1"), 9), ("gpu_files", ("--workloads", "a"), 11)],
