@@ -24,7 +24,7 @@ def test_a_header_is_parsed_alike_from_the_ranges_that_were_read(tmp_path: Path)
     assert here.header_bytes == file.bytes_read >= read and read < path.stat().st_size / 4
     path.unlink()
     there = read_torch_file(path, through=ReceivedFile(path, file.size, joined(ranges)))
-    assert there.root == here.root and there.header_bytes == 0
+    assert repr(there.root) == repr(here.root) and there.header_bytes == 0
     assert [there.extent(ref) for ref in walk_refs(there.root)] == [here.extent(ref) for ref in walk_refs(here.root)]
     assert there.read(there.root["step"]).tobytes() == step  # type: ignore[index]
     with pytest.raises(CheckpointError, match="did not come from the rank that sees it"):
