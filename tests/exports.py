@@ -1,4 +1,4 @@
-"""What the tests of exports share: a model with every kind of buffer, comparisons, and the keys of the JSON output."""
+"""What the tests of exports share: a model with every kind of buffer, and comparisons."""
 
 from __future__ import annotations
 
@@ -43,16 +43,6 @@ def add_to_model(tag_dir: Path, world_size: int, ties: dict[str, str] | None = N
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and raw(left) == raw(right)
-
-
-def keys_of(document: Any, prefix: str = "") -> set[str]:
-    found: set[str] = set()
-    for key, value in document.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            found |= {f"{prefix}{key}[].{inner}" for inner in value[0]}
-        else:
-            found.add(f"{prefix}{key}")
-    return found
 
 
 def plain(value: Any) -> Any:

@@ -14,7 +14,6 @@ from support_table import (
     PAGE,
     ROOT,
     Shown,
-    SupportTableError,
     make_rows,
     page_of_tests,
     read_marks,
@@ -68,22 +67,6 @@ def test_a_row_is_shown_by_all_tests_that_carry_it() -> None:
     )
     assert [(row.feature, row.verdict) for row in (second, third)] == [("fp16", "exact"), ("fp8", "refused")]
     assert make_rows(marks) == make_rows(reversed(marks)), "the page depends on the order of the tests"
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"verdict": "refused"}, "more than one verdict: 'exact' (tests/test_a.py::test_one), 'refused'"),
-        ({"section": "Offload", "function": "test_x"}, "more than one section: 'Offload' (tests/test_a.py::test_x)"),
-        ({"feature": "BF16", "verdict": "refused"}, "more than one verdict"),
-        ({"feature": "BF16"}, "more than one feature: 'BF16' (tests/test_a.py::test_one), '`bf16`'"),
-        ({"feature": "fp16", "gpu": True}, "fp16: shown by nothing but tests/test_a.py::test_one, which needs a GPU"),
-    ],
-)
-def test_marks_that_contradict_each_other_are_an_error(change: dict[str, str], named: str) -> None:
-    with pytest.raises(SupportTableError) as caught:
-        make_rows([MARK, replace(MARK, **change)])
-    assert named in str(caught.value)
 
 
 SKIPPED = """

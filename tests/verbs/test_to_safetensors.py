@@ -14,8 +14,7 @@ import pytest
 import torch
 from commands import peak_memory
 from commands import run_command as verb
-from documentation import documented_keys
-from exports import add_to_model, buffers, keys_of, same
+from exports import add_to_model, buffers, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import GOLDEN, ROOT
@@ -338,7 +337,6 @@ def test_the_verb_says_what_it_wrote(sample: Path) -> None:
     done = verb("export", "ckpt", "said", "--json", "--optimizer", "--tag", "global_step2", cwd=sample)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     document = json.loads(done.stdout)
-    assert keys_of(document) == documented_keys("export") - {"notes"}, "notes are there only where there are some"
     assert document["digests_compared"] == 19 + 2 * 18 and document["tag"] == "global_step2"
     on_disk = {path.name: path.stat().st_size for path in (sample / "said").iterdir()}
     assert {file["name"]: file["bytes"] for file in document["files"]} == on_disk
