@@ -267,7 +267,8 @@ crash-memory: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 bench-memory: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 	$(PY) benchmarks/bench_memory.py --out benchmarks/results
 
-# Saves, loads, kills and tools in any order, compared with a model; the raw results go to benchmarks/results.
+# Saves, loads, kills and tools in any order, compared with a model, and once more with each of some old defects put back;
+# the raw results go to benchmarks/results.
 lifecycle: warm
 	$(PY) tests/lifecycle/campaign.py --actions 2000 --seed 1 --out benchmarks/results
 	$(PY) tests/lifecycle/campaign.py --stage 2 --actions 400 --seed 1 --out benchmarks/results
