@@ -25,7 +25,7 @@ from zeroelastic.errors import (
     rank_list,
     some,
 )
-from zeroelastic.io.paths import FilePath, RemotePath, as_path
+from zeroelastic.io.paths import FilePath, as_path
 from zeroelastic.io.storage import file_sizes, list_directory
 from zeroelastic.runs.names import (
     HERE,
@@ -211,25 +211,19 @@ def formats_below(path: FilePath, folders: Collection[str]) -> str | None:
 
 def about_absent(root: FilePath) -> str:
     """A sentence about a directory from which nothing can be loaded: its tags, or the directories beside its path."""
-    if isinstance(root, RemotePath):
-        tags = _tags(root)
-        return _without_latest(root, tags) if tags else f"{root}: no such directory, or it holds no checkpoint."
-    root = Path(os.path.abspath(root))
-    if root.is_dir():
-        tags = _tags(root)
-        other = other_format(root, list_directory(root)[0])
-        if other is not None and not tags:
-            return f"{root}: is {other}."
-        return _without_latest(root, tags) if tags else f"{root}: holds no checkpoint."
-    kind = "is not a directory" if root.exists() else "no such directory"
-    above, inside, alike = neighbours(root, _MAX_LISTED)
-    found = [name for name in inside if (above / name / LATEST).is_file() and name not in alike]
-    named = [*alike, *found]
-    return f"{root}: {kind}. In {above} there {_are(named) if named else 'is nothing like it'}."
-
-
-def _without_latest(root: FilePath, tags: Sequence[str]) -> str:
-    return f"{root}: has no file {LATEST}. There {_are(tags, ', newest first')}."
+    root = Path(os.path.abspath(root)) if isinstance(root, Path) else root
+    if isinstance(root, Path) and not root.is_dir():
+        kind = "is not a directory" if root.exists() else "no such directory"
+        above, inside, alike = neighbours(root, _MAX_LISTED)
+        found = [name for name in inside if (above / name / LATEST).is_file() and name not in alike]
+        named = [*alike, *found]
+        return f"{root}: {kind}. In {above} there {_are(named) if named else 'is nothing like it'}."
+    if tags := _tags(root):
+        return f"{root}: has no file {LATEST}. There {_are(tags, ', newest first')}."
+    if not isinstance(root, Path):
+        return f"{root}: no such directory, or it holds no checkpoint."
+    other = other_format(root, list_directory(root)[0])
+    return f"{root}: holds no checkpoint." if other is None else f"{root}: is {other}."
 
 
 def about_absent_tag(root: FilePath, tag: str) -> str:

@@ -134,7 +134,7 @@ class BackgroundSave:
     def __init__(self, save: Save, group: dist.ProcessGroup) -> None:
         self.tag_dir, self.group, self._process, self._rank = save.request.tag_dir, group, os.getpid(), dist.get_rank()
         self._save, self._barrier = save, save.barrier
-        self._failure: ZeroElasticError | None = None
+        self.failure: ZeroElasticError | None = None
         _unfinished.add(self)
         self._thread = threading.Thread(target=self._run, name="zeroelastic-save", daemon=True)
         self._thread.start()
@@ -170,7 +170,7 @@ class BackgroundSave:
             _unfinished.discard(self)
 
     def _fail(self, error: ZeroElasticError) -> None:
-        self._failure = error
+        self.failure = error
         if self._rank == 0:
             logger.error("the next save, load or destroy() will raise this: %s", error)
 
@@ -197,15 +197,8 @@ class BackgroundSave:
 
     def raise_failure(self) -> None:
         """Raise what it ended with, if with an error."""
-        if self._failure is not None:
-            raise self._failure
-
-    def at_exit(self) -> None:
-        """Wait for the thread; the threads of all ranks finish the save without the rest of their programs."""
-        logger.warning("%s: the run ends when this save is finished; call engine.destroy() first", self.tag_dir)
-        self.wait()
-        if self._failure is not None:
-            logger.error("%s", self._failure)
+        if self.failure is not None:
+            raise self.failure
 
 
 def unfinished() -> list[BackgroundSave]:
@@ -214,9 +207,12 @@ def unfinished() -> list[BackgroundSave]:
 
 
 def finish_at_exit() -> None:
-    """Wait for what is unfinished when the interpreter ends."""
+    """Wait for what is unfinished at the end of the interpreter, on each rank without the rest of its program."""
     for save in unfinished():
-        save.at_exit()
+        logger.warning("%s: the run ends when this save is finished; call engine.destroy() first", save.tag_dir)
+        save.wait()
+        if save.failure is not None:
+            logger.error("%s", save.failure)
 
 
 # Registered after the same of ``upload``, and so called before it, which uploads the tags of these saves, too.

@@ -169,7 +169,6 @@ class MemoryCheckpoints:
         refuse_changed_module(engine, live, "memory", with_frozen=True)
         save = MemorySave(
             SaveRequest(str(self._run.complete), node.place.name, "memory", client_state, False, None),
-            node,
             live,
             GroupBarrier(lambda: self.is_broken),
             options_of(engine).model_copy(update={"upload": None}),
@@ -179,7 +178,7 @@ class MemoryCheckpoints:
             tier="memory",
             step=int(engine.global_steps),
             began=began,
-            node=node,
+            destination=node,
             placement=self.placement,
             tied=self._tied,
         )

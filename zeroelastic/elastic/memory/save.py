@@ -124,10 +124,10 @@ def _directory_digest(image: ByteArray) -> str:
 class MemorySave(Save):
     """A save of which ``capture`` copies the state, in place of ``write``, without a collective.
 
-    ``node`` is its destination. ``tied`` is ``engine._get_shared_params()`` of rank 0.
+    ``tied`` is ``engine._get_shared_params()`` of rank 0.
     """
 
-    node: MemoryDirectory
+    destination: MemoryDirectory
     placement: Placement
     tied: Mapping[str, str]
 
@@ -136,7 +136,7 @@ class MemorySave(Save):
 
         ``saved`` are the saves of these: the tag names those of the engine on the disk as the ones that it follows.
         """
-        node, live, followed = self.node, self.live, last_save_of(engine)
+        node, live, followed = self.destination, self.live, last_save_of(engine)
         self.facts = replicated_facts(live)
         streams = live_streams(live, with_frozen=True)
         self.shard = Snapshot(engine.checkpoint_engine, live, streams, options_of(engine), node.slot)
@@ -165,7 +165,7 @@ class MemorySave(Save):
 
     def remove_old(self) -> tuple[str, ...]:
         """Remove the other tags of the run."""
-        self.node.run.remove_tags(but=self.request.tag)
+        self.destination.run.remove_tags(but=self.request.tag)
         return ()
 
     def commit(self, group: dist.ProcessGroup | None = None) -> None:
@@ -174,7 +174,7 @@ class MemorySave(Save):
 
     def _copy(self, group: dist.ProcessGroup) -> None:
         """Send this rank's files to the ranks that keep them, and receive what this rank keeps for others."""
-        node = self.node
+        node = self.destination
         own = {name: data for name, data in sorted(node.images.items()) if WHOLE_MODEL_FILE.match(name) is None}
 
         def files() -> dict[str, int]:
