@@ -127,9 +127,12 @@ class Storage:
 
 
 @sealed
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TensorRef:
-    """A tensor that was not read: which elements of which storage, in units of elements."""
+    """A tensor that was not read: which elements of which storage, in units of elements.
+
+    Equal are tensors of the same elements of a storage; storages that were read are the same if their keys are.
+    """
 
     storage: Storage
     dtype: str
@@ -137,6 +140,18 @@ class TensorRef:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool = False
+
+    @property
+    def _value(self) -> tuple[object, ...]:
+        storage = self.storage
+        place = storage.key or id(storage), storage.dtype, storage.numel
+        return *place, self.dtype, self.offset, self.shape, self.stride
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorRef) and self._value == other._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
 
     @property
     def numel(self) -> int:
