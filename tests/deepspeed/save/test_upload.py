@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,10 +76,29 @@ def names(url: str) -> set[str]:
     return {*sizes_below(in_store(url))}
 
 
+@functools.cache
+def s3_client(endpoint: str) -> Any:
+    import boto3
+
+    return boto3.client("s3", endpoint_url=endpoint)
+
+
 def objects_below(url: str) -> dict[str, bytes]:
-    """The content of the files below a URL."""
-    place = in_store(url)
-    return {name: place.system.cat_file((place / name).path) for name in names(url)}
+    """The content of the objects below a URL, read without our own clients."""
+    if url.startswith("file://"):
+        root = Path(url.removeprefix("file://"))
+        return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    client = s3_client(os.environ["AWS_ENDPOINT_URL"])
+    found = client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}/").get("Contents", ())
+    keys = [entry["Key"] for entry in found]
+    return {key.removeprefix(f"{prefix}/"): client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in keys}
+
+
+def put_objects(content: Mapping[str, bytes], url: str) -> str:
+    for name, data in content.items():
+        objects.put_object(in_store(url) / name, data)
+    return url
 
 
 def latest(url: str) -> str:
@@ -223,8 +243,26 @@ def step_often(step: Callable[[], None]) -> None:
     mock.patch.object(objects, "write_atomically", stepped(objects.write_atomically)).start()
 
 
-def upload_until(run: str, url: str, at: int) -> int:
-    """Upload the tags b and a, killed at step ``at``; the number of steps where it is not reached."""
+def upload_and(step: Callable[[], None], run: str, url: str) -> None:
+    """Upload the tags b and a; ``step`` is called as of ``step_often``."""
+    forget_clients()
+    step_often(step)
+    for tag in ("b", "a"):
+        uploads.add(committed(Path(run) / tag), quick(url))
+    assert uploads.wait(60) == []
+
+
+def states_of_upload(run: str, url: str) -> list[dict[str, bytes]]:
+    """The content of the store at each step of an upload, which is what a kill at this step leaves."""
+    states: list[dict[str, bytes]] = []
+    upload_and(lambda: states.append(objects_below(url)), run, url)
+    return states
+
+
+def upload_killed(run: str, url: str, at: int) -> None:
+    """Upload in a process that is killed at step ``at``; one that is not, with 0, uploads everything."""
+    import s3fs  # noqa: F401
+
     steps = 0
 
     def step() -> None:
@@ -233,90 +271,64 @@ def upload_until(run: str, url: str, at: int) -> int:
         if steps == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    forget_clients()
-    step_often(step)
-    for tag in ("b", "a"):
-        uploads.add(committed(Path(run) / tag), quick(url))
-    assert uploads.wait(60) == []
-    return steps
-
-
-def upload_killed(run: str, url: str, at: int) -> int:
-    """``upload_until`` in a process that is forked from one with all modules; 0 where step ``at`` has ended it."""
-    import s3fs  # noqa: F401
-
-    read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(write, str(upload_until(run, url, at)).encode())
+            upload_and(step, run, url)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as steps:
-        said = steps.read()
     _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == (0 if said else -signal.SIGKILL)
-    return int(said or 0)
+    assert os.waitstatus_to_exitcode(status) == (-signal.SIGKILL if at else 0)
 
 
 @support(SECTION, "kill -9 at any moment of an upload", "exact", "no tag has a record without its files")
 def test_wherever_an_upload_is_killed_each_tag_with_a_record_is_whole(
     rank_pool: RankPool, saved: Saver, store: str, tmp_path: Path
 ) -> None:
-    """The store has an earlier save of the tag a; b is uploaded, then a again. Every third state is resumed from.
+    """The store has an earlier save of the tag a; b is uploaded, then a again. Every fourth state is resumed from.
 
-    A tag with the same objects as in an earlier state is not verified again.
+    A tag with the same objects as in an earlier state is not verified again. That a kill leaves the state of its step
+    is shown at three steps.
     """
     first, second = saved(Job(), 2), saved(Job(lr=3e-2), 3)
     shutil.copytree(first.tag_dir, tmp_path / "before" / "a")
     for tag in ("a", "b"):
         shutil.copytree(second.tag_dir, tmp_path / "run" / tag)
-    roots = {"a": {first.root, second.root}, "b": {second.root}}
+    run, roots = str(tmp_path / "run"), {"a": {first.root, second.root}, "b": {second.root}}
     rank_pool.run(put_before, 1, str(tmp_path / "before"), f"{store}/before")
     before = objects_below(f"{store}/before")
+    (states,) = rank_pool.run(states_of_upload, 1, run, put_objects(before, f"{store}/whole"))
     verified: list[dict[str, bytes]] = []
-    at, steps, seen = 0, 0, set()
-    while not steps:
-        at += 1
-        url = f"{store}/{at}"
-        for name, data in before.items():
-            objects.put_object(in_store(url) / name, data)
-        (steps,) = rank_pool.run(upload_killed, 1, str(tmp_path / "run"), url, at)
-        there = objects_below(url)
-        whole = [tag for tag in ("a", "b") if f"{tag}/{RECORD_NAME}" in there]
+    seen = set()
+    for at, state in enumerate(states, 1):
+        whole = [tag for tag in ("a", "b") if f"{tag}/{RECORD_NAME}" in state]
+        newest, url = state["latest"].decode(), f"{store}/{at}"
+        assert newest in whole, at
+        seen.add((tuple(whole), newest))
         for tag in whole:
-            own = {name: data for name, data in there.items() if name.startswith(f"{tag}/")}
+            own = {name: data for name, data in state.items() if name.startswith(f"{tag}/")}
             if own not in verified:
+                verified.append(own)
+                put_objects(own, url)
                 report = verify_checkpoint(as_path(f"{url}/{tag}"))
                 assert report.valid and not report.problems, (at, tag, report.problems)
                 assert record_of(as_path(f"{url}/{tag}")).content_root in roots[tag], (at, tag)
-                verified.append(own)
-        newest = latest(url)
-        assert newest in whole, at
-        seen.add((tuple(whole), newest))
-        if not steps and at % 3 == 1:
+        if at % 4 == 0:
+            put_objects(state, url)
             report = rank_pool.run(resume, 3, Job().other(), url)[0].report
             assert report.root_matches and report.path == f"{as_path(url)}/{newest}", at
-            rank_pool.run(upload_killed, 1, str(tmp_path / "run"), url, 0)
-            assert names(url) == {
-                *(f"{tag}/{n.name}" for tag in "ab" for n in (tmp_path / "run" / tag).iterdir()),
-                "latest",
-            }
-            assert latest(url) == "a" and record_of(as_path(f"{url}/a")).content_root == second.root
-    assert (
-        at > 12
-        and seen
-        == {
-            (("a",), "a"),
-            (("a", "b"), "a"),
-            (("a", "b"), "b"),
-            (("b",), "b"),
-        }
-        and not {name for name in names(url) if UNFINISHED_NAME in name}
-    )
+            rank_pool.run(upload_killed, 1, run, url, 0)
+            assert objects_below(url) == states[-1], at
+    assert len(states) > 12 and seen == {(("a",), "a"), (("a", "b"), "a"), (("a", "b"), "b"), (("b",), "b")}
+    files = {f"{tag}/{path.name}" for tag in "ab" for path in (tmp_path / "run" / tag).iterdir()}
+    assert states[-1].keys() == {*files, "latest"} and states[-1]["latest"] == b"a"
+    assert record_of(as_path(f"{store}/whole/a")).content_root == second.root
+    for at in (2, len(states) // 2, len(states) - 1):
+        url = put_objects(before, f"{store}/killed-at-{at}")
+        rank_pool.run(upload_killed, 1, run, url, at)
+        assert objects_below(url) == states[at - 1], at
 
 
 def put_before(run: str, url: str) -> None:
