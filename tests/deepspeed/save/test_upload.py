@@ -250,6 +250,7 @@ def upload_and(step: Callable[[], None], run: str, url: str) -> None:
     for tag in ("b", "a"):
         uploads.add(committed(Path(run) / tag), quick(url))
     assert uploads.wait(60) == []
+    mock.patch.stopall()
 
 
 def states_of_upload(run: str, url: str) -> list[dict[str, bytes]]:
