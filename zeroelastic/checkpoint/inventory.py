@@ -93,7 +93,7 @@ NO_FILES = Inventory((), {}, None)
 def list_files(tag_dir: FilePath) -> Inventory:
     """List a tag directory and read its record. Raises as ``file_sizes`` and ``read_record``."""
     sizes = file_sizes(tag_dir)
-    record = read_record(tag_dir) if RECORD_NAME in sizes else None
+    record = read_record(tag_dir)
     return Inventory(sizes, sizes, record, record_bytes=sizes.get(RECORD_NAME, 0))
 
 

@@ -187,12 +187,13 @@ def all_buffer_names(module: torch.nn.Module, listed: Collection[str]) -> list[s
     """The buffers that DeepSpeed has ``listed``, and every other tensor of the module's state that is no parameter.
 
     DeepSpeed goes by the first name of a buffer, and lists none where this one is not persistent and another one is. It
-    does not list what a layer adds in ``_save_to_state_dict``, as quantised layers do. Of one tensor there is one name.
+    does not list what a layer adds in ``_save_to_state_dict``, as quantised layers do, nor parameters that a hook of
+    ``state_dict`` has given another name. Each tensor is listed once.
     """
     with torch.no_grad():
         state = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     params = dict(module.named_parameters(remove_duplicate=False))
-    known = {_place(tensor) for name, tensor in {**state, **params}.items() if name in params or name in listed}
+    known = {_place(params.get(name, tensor)) for name, tensor in state.items() if name in params or name in listed}
     found = [*listed]
     for name, tensor in state.items():
         if name in params or name in listed or name.endswith(_EXTRA_STATE_KEY_SUFFIX):
