@@ -267,13 +267,11 @@ crash-memory: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 bench-memory: $(STAMP) $(VENV)/.op-ShareMemCommBuilder
 	$(PY) benchmarks/bench_memory.py --out benchmarks/results
 
-# Saves, loads, kills and tools in any order, compared with a model, and once more with each of some old defects put back;
-# the raw results go to benchmarks/results.
+# Saves, loads, kills and tools in any order, compared with a model; the raw results go to benchmarks/results.
 lifecycle: warm
 	$(PY) tests/lifecycle/campaign.py --actions 2000 --seed 1 --out benchmarks/results
 	$(PY) tests/lifecycle/campaign.py --stage 2 --actions 400 --seed 1 --out benchmarks/results
 	$(PY) tests/lifecycle/campaign.py --programs 300 --seed 1 --out benchmarks/results
-	$(PY) tests/lifecycle/campaign.py --defects --actions 600 --seed 1 --out benchmarks/results
 
 # Readers under atheris, the C++ engine under libFuzzer (clang); the raw result goes to benchmarks/results.
 FUZZ_SECONDS ?= 600

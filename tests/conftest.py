@@ -121,8 +121,16 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
+def rank_pool_preload() -> tuple[str, ...]:
+    """What takes many ranks seconds to import: s3fs, and the models of ``topologies``."""
+    from topologies import PRELOADED
+
+    return ("s3fs", *PRELOADED)
+
+
+@pytest.fixture(scope="session")
 def topology_pool(rank_pool: RankPool) -> RankPool:
-    """Ranks that have imported the models of ``topologies``: ``rank_pool_preload`` in pyproject.toml names them."""
+    """The same: a pool of their own would cost each worker as much."""
     return rank_pool
 
 

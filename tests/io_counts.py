@@ -1,8 +1,7 @@
-"""An engine of about 2 M parameters, what reading its checkpoint costs, and the files that a process opens."""
+"""An engine of about 2 M parameters, and the bytes of its state."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,3 @@ def state_bytes(directory: Path) -> int:
     return sum(
         content.param.numel * width[dtype] for content in record.contents() for dtype, _ in content.tensors.values()
     )
-
-
-def watch_opens() -> list[str]:
-    """A list that every open of this process is appended to from now on."""
-    opened: list[str] = []
-    sys.addaudithook(
-        lambda event, arguments: (
-            opened.append(arguments[0]) if event == "open" and isinstance(arguments[0], str) else None
-        )
-    )
-    return opened

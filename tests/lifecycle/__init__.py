@@ -2,5 +2,4 @@
 
 Read ``model`` first (what should be on disk), then ``world`` (the actions and what is compared), ``machine`` (how
 hypothesis draws them), ``jobs`` and ``rank`` (the processes), ``campaign`` (thousands of actions).
-``defects`` are put back to see whether the campaign finds them.
 """

@@ -2,7 +2,6 @@
 
     python tests/lifecycle/campaign.py --actions 3000 --seed 1 --out benchmarks/results
     python tests/lifecycle/campaign.py --replay '[["start", {"job": "a", "world_size": 1}], ...]'
-    python tests/lifecycle/campaign.py --defects --actions 500
 
 A failure ends its sequence and not the campaign. It is played again without one action after the other, until none can
 go, and what is left is written down; failures that say the same are counted and not made shorter again.
@@ -20,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [os.environ.get("ZEROELASTIC_TEST_PACKAGE", str(ROOT)), str(ROOT / "tests")]
 
-from lifecycle.defects import DEFECTS  # noqa: E402
-from lifecycle.found import LATER  # noqa: E402
 from lifecycle.jobs import Server  # noqa: E402
 from lifecycle.machine import Plan, run  # noqa: E402
 from lifecycle.world import Failed, World  # noqa: E402
@@ -142,21 +139,6 @@ class Campaign:
                 flush=True,
             )
 
-    def find(self, *, actions: int, seed: int) -> int:
-        """Draw sequences until one fails, or so many actions are done; returns how many were."""
-        plan = Plan(self.server, self.scratch, collect=True, most_actions=actions, stage=self.stage)
-
-        def ended(world: World, failed: Failed | None) -> None:
-            self.ended(world, failed)
-            if failed is not None:
-                plan.most_actions = plan.actions
-
-        plan.ended = ended
-        while plan.most_actions is not None and plan.actions < plan.most_actions:
-            run(plan, examples=10, steps=STEPS, chosen=seed)
-            seed += 1
-        return plan.actions
-
 
 def shortened(sequence: Sequence_, fails: Callable[[Sequence_], bool], most: int) -> Sequence_:
     """The sequence without what it fails without: halves, quarters, ... single actions."""
@@ -199,26 +181,6 @@ def document(campaign: Campaign, *, seed: int, seconds: float) -> dict[str, Any]
     }
 
 
-def defects_found(directory: Path, names: Sequence[str], *, actions: int, seed: int, stage: int) -> dict[str, Any]:
-    """Which fixed sequence notices each defect that is put back, after how many drawn actions one fails, and how."""
-    rows = []
-    for name in names:
-        began = time.monotonic()
-        with Server(directory / name, name) as server:
-            campaign = Campaign(server, directory / name, stage=stage)
-            fixed = ((known, campaign.replay(sequence, {"stage": stage})) for known, sequence in LATER.items())
-            noticed = next(([known, said] for known, said in fixed if said is not None), None)
-            done = campaign.find(actions=actions, seed=seed)
-        failure = next(iter(campaign.failures.values()), None)
-        says, sequence = (failure.says, failure.sequence) if failure is not None else (None, [])
-        what = " ".join((DEFECTS[name].__doc__ or "").split())
-        row = {"name": name, "defect": what, "fixed": noticed, "actions": done, "says": says, "sequence": sequence}
-        rows.append({**row, "minutes": round((time.monotonic() - began) / 60, 1)})
-        found = f"{noticed and noticed[0]}; {done} actions, {says or 'not found'}"
-        print(f"{name}: {found}"[:300], file=sys.stderr, flush=True)
-    return {"seed": seed, "defects": rows, "machine": {"commit": commit()}}
-
-
 def write(out: Path | None, name: str, result: dict[str, Any]) -> None:
     """Show a result, and keep it where a directory is given; stacks name files from where they are imported."""
     sys.path.append(str(ROOT / "benchmarks"))
@@ -239,24 +201,11 @@ def main() -> None:
     parser.add_argument("--replay", help="a sequence, as JSON")
     parser.add_argument("--kind", type=json.loads, default={}, help="of the jobs of --replay, as JSON")
     parser.add_argument("--programs", type=int, help="that many sequences, each with another kind of jobs")
-    parser.add_argument(
-        "--defects",
-        nargs="*",
-        choices=DEFECTS,
-        help="put these back one at a time; all without names",
-    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3, help="the ZeRO stage of all jobs")
     chosen = parser.parse_args()
     began = time.monotonic()
     name = "lifecycle" if chosen.stage == 3 else f"lifecycle_stage{chosen.stage}"
-    if chosen.defects is not None:
-        names = chosen.defects or list(DEFECTS)
-        how = {"actions": chosen.actions, "seed": chosen.seed, "stage": chosen.stage}
-        with tempfile.TemporaryDirectory() as directory:
-            result = defects_found(Path(directory), names, **how)
-        write(chosen.out, f"{name}_defects", result)
-        sys.exit(not all(row["fixed"] or row["says"] for row in result["defects"]))
     with tempfile.TemporaryDirectory() as directory, Server(Path(directory) / "jobs") as server:
         campaign = Campaign(server, Path(directory), replays=chosen.replays, stage=chosen.stage)
         if chosen.replay:

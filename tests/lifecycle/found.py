@@ -41,7 +41,7 @@ def _crash(*script: str) -> tuple[str, dict[str, Any]]:
     return "preempt", {"job": "a", "directory": "run", "script": [*([what] for what in script), ["die"], ["train"]]}
 
 
-LATER: dict[str, Sequence] = {
+FOUND: dict[str, Sequence] = {
     "a flipped bit in memory, and nothing on disk": [
         ("start", {"job": "a", "world_size": 2, **_EACH_STEP}),
         _crash("train", "train"),
@@ -55,10 +55,6 @@ LATER: dict[str, Sequence] = {
         ("start", {"job": "a", "world_size": 1, **_EACH_STEP}),
         ("resume", {"job": "a"}),
     ],
-}
-"""The same of checkpoints in memory."""
-
-FOUND: dict[str, Sequence] = {
     "a relative directory in the background, then chdir": [
         _start("a"),
         _save("a", "best", background=True, hold=1),

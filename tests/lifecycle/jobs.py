@@ -152,12 +152,11 @@ class Job:
 class Server:
     """The process that ranks are forked from."""
 
-    def __init__(self, scratch: Path, defect: str = "") -> None:
-        """``defect`` is put back in all ranks (``lifecycle.defects``)."""
+    def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, defect), name="ranks")
+        self._process = context.Process(target=_serve, args=(theirs,), name="ranks")
         self._process.start()
         theirs.close()
         self._number = 0
@@ -239,13 +238,9 @@ def _stacks(process: _Process) -> str:
     return path.read_text(errors="backslashreplace")[-4000:] if path.exists() else ""
 
 
-def _serve(requests: Connection, defect: str) -> None:
+def _serve(requests: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     preload(PRELOADED)
-    if defect:
-        from lifecycle.defects import DEFECTS
-
-        DEFECTS[defect]()
     prepare_deepspeed()
     while True:
         try:

@@ -4,9 +4,9 @@
     python tests/oracle/make.py sources    # the sources, too: their content is another then
 
 A cell is a source (a checkpoint in ``tests/golden`` or here), a sink (native files of a stage and of a
-number of ranks, safetensors, FSDP2) and what came of it: the content root of the state (of an
-export, the digest of its files), the bytes that the process read
-in system calls, and how often it opened a file of the source. The live engine is a sink, too (``load_each``).
+number of ranks, safetensors, FSDP2) and what came of it: the content root of the state (of an export, the digest of
+its files), the bytes that the process read in system calls, and how often it opened a file of the source. Native files
+are read again: they hold what was reported. The live engine is a sink, too (``load_each``).
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class Cell:
     """One way from a source to a sink; ``run(target)`` takes it and returns a report."""
 
     source: str
+    path: Path
     sink: str
     run: Callable[[Path], Any]
 
@@ -103,29 +104,28 @@ def cells(source: str) -> Iterator[Cell]:
     if source in SLICED:
         for sizes in SLICED[source][2]:
             sink = " ".join(f"{name} {size}" for name, size in sizes.items())
-            yield Cell(source, sink, _reshard(path, sizes))
+            yield Cell(source, path, sink, _reshard(path, sizes))
     elif source in ("fsdp2", UNIVERSAL):
         given = path / "ckpt" if source == "fsdp2" else path
         for size in SIZES:
             for stage in STAGES:
-                yield Cell(source, f"stage {stage} ranks {size}", _convert(given, source, size, stage))
+                yield Cell(source, given, f"stage {stage} ranks {size}", _convert(given, source, size, stage))
         return
     else:
         for size in SIZES:
             for stage in STAGES:
                 format = "elastic" if stage == 3 and size % 2 else "rigid"
                 options = {"world_size": size, "stage": stage, "format": format}
-                yield Cell(source, f"{format} stage {stage} ranks {size}", _reshard(path, options))
-    yield Cell(source, "safetensors", lambda target: zeroelastic.export(path, target, optimizer=True))
-    yield Cell(source, "fsdp2", lambda target: zeroelastic.convert(path, target, to="fsdp2"))
+                yield Cell(source, path, f"{format} stage {stage} ranks {size}", _reshard(path, options))
+    yield Cell(source, path, "safetensors", lambda target: zeroelastic.export(path, target, optimizer=True))
+    yield Cell(source, path, "fsdp2", lambda target: zeroelastic.convert(path, target, to="fsdp2"))
 
 
 def _reshard(path: Path, options: Mapping[str, Any]) -> Callable[[Path], Any]:
     return lambda target: zeroelastic.reshard(path, target, **options)
 
 
-def _convert(path: Path, source: str, size: int, stage: int) -> Callable[[Path], Any]:
-    from_: Any = "dcp" if source == "fsdp2" else source
+def _convert(path: Path, from_: Any, size: int, stage: int) -> Callable[[Path], Any]:
     return lambda target: zeroelastic.convert(path, target, from_=from_, world_size=size, stage=stage)
 
 
@@ -170,7 +170,7 @@ def measure(source: str) -> dict[str, list[Any]]:
                 before = _bytes_read()
                 report = _run(cell, Path(directory, "out"))
                 read = _bytes_read() - before
-                content = _content(report, Path(directory, "out"))
+                content = _content(cell, report, Path(directory, "out"))
             opened = sum(path.startswith((str(HERE), str(GOLDEN))) for path in _opened)
             found.pop(cell.sink, None)
             found[cell.sink] = [content, read, opened]
@@ -185,11 +185,12 @@ def _run(cell: Cell, target: Path) -> Any:
         return error
 
 
-def _content(report: Any, target: Path) -> str:
+def _content(cell: Cell, report: Any, target: Path) -> str:
     """The name of the error; the content root; or for an export, which has none, the digest of its files."""
     if isinstance(report, Exception):
         return type(report).__name__
     if root := getattr(report, "content_root", None):
+        _read_again(cell, root, target)
         return str(root)
     digest = hashlib.sha256()
     if (target / ".metadata").exists():  # of FSDP2, whose files have random names of their own in them
@@ -199,6 +200,19 @@ def _content(report: Any, target: Path) -> str:
     for path in sorted(path for path in target.rglob("*") if path.is_file()):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _read_again(cell: Cell, root: str, target: Path) -> None:
+    """Files that are written hold the content that was reported; those of a model without slices, all else, too."""
+    assert zeroelastic.verify(target).content_root == root, cell
+    if cell.source not in WHOLE:
+        return
+    with zeroelastic.open(target) as made:
+        assert f"stage {made.stage} ranks {made.world_size}" in cell.sink
+    found = zeroelastic.diff(cell.path, target)
+    assert not (found.tensors or found.only_a or found.only_b), cell
+    has_scaler = "bf16_optimizer" not in cell.source  # the files of a BF16_Optimizer have none
+    assert all(not has_scaler and "loss scaler" in difference.what for difference in found.state), (cell, found.state)
 
 
 def _bytes_read() -> int:

@@ -13,7 +13,29 @@ FEWER = 512
 """Bytes that /proc and the lengths of paths and numbers make of difference."""
 
 
-@pytest.mark.parametrize("source", make.SOURCES)
+RESHARDED = [
+    pytest.mark.support(
+        "Using it", "`zeroelastic reshard --stage`: stages 1, 2 and 3 into each other", "exact", "the same content root"
+    ),
+    pytest.mark.support("Using it", "stage 1 and 2 checkpoints: reshard to stage 3", "exact", "the same content root"),
+]
+CONVERTED = [
+    pytest.mark.support(
+        "Using it",
+        "`zeroelastic convert` from Universal Checkpoint",
+        "exact",
+        "to elastic or rigid files for any world size",
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(source, marks=RESHARDED if source in make.WHOLE else CONVERTED * (source == make.UNIVERSAL))
+        for source in make.SOURCES
+    ],
+)
 def test_a_source_becomes_each_sink(rank_pool: RankPool, source: str) -> None:
     found = rank_pool.run(make.measure, 1, source, timeout=240)[0]
     expected = json.loads(make.TABLE.read_text())[source]

@@ -248,8 +248,8 @@ def test_a_run_by_itself_gives_the_same_results_and_is_silent_unless_asked(capfd
     assert "a rank speaks" in capfd.readouterr().out
 
 
-def test_ranks_find_the_modules_imported_that_the_ini_file_names(rank_pool, pytestconfig):
-    names = ["pytest", *pytestconfig.getini("rank_pool_preload")]
+def test_ranks_find_the_modules_imported_that_a_conftest_names(rank_pool, rank_pool_preload):
+    names = ["pytest", *rank_pool_preload]
     assert "s3fs" in names and rank_pool.run(which_are_imported, 2, names) == [names] * 2
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import no_result
 from counted import CountedFileSystem, counted, upload
+from opens import Opens
 from synthetic import write_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from typer.testing import CliRunner
@@ -43,33 +42,9 @@ PLACES = 8
 AGAIN = "was saved again, or removed, while it was read"
 
 
-class Changing:
-    """Changes a tag before the n-th time that a file below a directory is opened."""
-
-    def __init__(self) -> None:
-        self.directory, self.at, self.count = "", -2, 0
-        self.change: Callable[[], None] = lambda: None
-        sys.addaudithook(self.hook)
-
-    def arm(self, directory: Path, at: int, change: Callable[[], None]) -> None:
-        self.directory, self.at, self.count, self.change = str(directory), at, 0, change
-
-    def stop(self) -> None:
-        self.at = -2
-
-    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.at < -1 or event != "open" or not isinstance(arguments[0], str):
-            return
-        if arguments[0].startswith(self.directory):
-            self.count += 1
-            if self.count - 1 == self.at:
-                self.stop()
-                self.change()
-
-
 @pytest.fixture(scope="module")
-def changing() -> Iterator[Changing]:
-    found = Changing()
+def changing() -> Iterator[Opens]:
+    found = Opens()
     yield found
     found.stop()
 
@@ -115,7 +90,7 @@ def test_a_verb_reads_one_save_or_says_that_it_was_saved_again(
     verb: str,
     kind: str,
     two: tuple[Path, Path],
-    changing: Changing,
+    changing: Opens,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -153,7 +128,7 @@ def test_a_verb_reads_one_save_or_says_that_it_was_saved_again(
 
 
 def test_a_tag_that_was_replaced_meanwhile_has_no_verdict_of_the_save_before(
-    two: tuple[Path, Path], changing: Changing, tmp_path: Path
+    two: tuple[Path, Path], changing: Opens, tmp_path: Path
 ) -> None:
     root, total, at, said_again = tmp_path / "c", 1, -1, 0
     while at < total:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from places import ROOT, TESTS
 from programs import run_python
 from sample import write_sample
-from saved_files import contents, flip, record_again
+from saved_files import flip, record_again
 from synthetic import FROZEN_PARAMS, GROUPS, edit, edit_optim, gather, model_name, optim_name
 from synthetic import make_tag as make
 
@@ -31,7 +31,6 @@ from zeroelastic.runs.locate import find_source
 from zeroelastic.torch_file import archive
 from zeroelastic.verbs import new_files
 from zeroelastic.verbs.new_directory import staging_of
-from zeroelastic.verbs.reshard import source as reshard_source
 from zeroelastic.verbs.reshard.reshard import ReshardOptions, ReshardReport, plan_reshard, run_reshard
 
 
@@ -166,19 +165,6 @@ def test_client_state_buffers_and_scheduler_are_carried_by_rank_without_loading_
     )
     done = run_python("-c", code, path=[ROOT, TESTS])
     assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("world_size", [2, 16])
-def test_each_module_states_file_is_read_once_for_all_ranks_that_take_it_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
-) -> None:
-    make(tmp_path / "a", 2, format="rigid")
-    read: list[str] = []
-    read_tree = reshard_source.read_tree
-    monkeypatch.setattr(reshard_source, "read_tree", lambda path: read.append(path.name) or read_tree(path))
-    run(tmp_path / "a", tmp_path / "b", world_size)
-    models = [name for name in read if name.endswith("model_states.pt")]
-    assert sorted(models) == [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)]
 
 
 def test_options_keep_their_exact_types(tmp_path: Path) -> None:
@@ -407,13 +393,6 @@ def test_two_runs_into_one_target_do_not_meet(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("zeroelastic.verbs.new_directory.flush_tree", meet)
     with pytest.raises(SystemExit):
         run(tmp_path / "a", tmp_path / "b", 3)
-
-
-def test_a_source_on_a_disk_that_cannot_be_written_to_is_not_touched(tmp_path: Path) -> None:
-    write_sample(tmp_path / "a", world_size=2)
-    before = contents(tmp_path / "a")
-    run(tmp_path / "a", tmp_path / "b", 3)
-    assert before == contents(tmp_path / "a")
 
 
 @pytest.mark.extended

@@ -48,48 +48,6 @@ def root_of(directory: Path) -> str | None:
     return report.content_root
 
 
-def marks_of(source: str, stage: int, world_size: int) -> list[pytest.MarkDecorator]:
-    """`make test` has 3 ranks, `make test-all` one more size of each source and stage, `make sweep` the other two."""
-    if world_size == 3:
-        return []
-    chosen = (1, 2, 4)[(SOURCES.index(source) + stage) % 3]
-    return [pytest.mark.extended if world_size == chosen else pytest.mark.sweep]
-
-
-@pytest.mark.support(
-    "Using it", "`zeroelastic reshard --stage`: stages 1, 2 and 3 into each other", "exact", "the same content root"
-)
-@pytest.mark.support("Using it", "stage 1 and 2 checkpoints: reshard to stage 3", "exact", "the same content root")
-@pytest.mark.parametrize(
-    ("source", "stage", "world_size"),
-    [
-        pytest.param(source, stage, world_size, marks=marks_of(source, stage, world_size))
-        for source in SOURCES
-        for stage in (1, 2, 3)
-        for world_size in (3, 1, 2, 4)
-    ],
-)
-def test_every_stage_becomes_every_other_at_every_size_and_back(
-    source: str, stage: int, world_size: int, tmp_path: Path
-) -> None:
-    root = root_of(GOLDEN / source)
-    report = zeroelastic.reshard(GOLDEN / source, tmp_path / "there", world_size=world_size, stage=stage)
-    assert report.content_root == root == root_of(tmp_path / "there")
-    found = zeroelastic.diff(GOLDEN / source, tmp_path / "there")
-    assert not (found.tensors or found.only_a or found.only_b)
-    has_scaler = "bf16_optimizer" not in source  # the files of a BF16_Optimizer have none
-    assert found.equal or (not has_scaler and all("loss scaler" in difference.what for difference in found.state))
-    with zeroelastic.open(tmp_path / "there") as made, zeroelastic.open(GOLDEN / source) as saved:
-        assert (made.stage, made.world_size, made.step) == (stage, world_size, 2)
-        assert list(made) == list(saved)
-    saved = open_checkpoint(tag_of(GOLDEN / source))
-    size, first = saved.world_size, saved.shard(0)
-    back = zeroelastic.reshard(tmp_path / "there", tmp_path / "back", world_size=size, stage=first.stage)
-    assert back.content_root == root == root_of(tmp_path / "back")
-    again = open_checkpoint(tag_of(tmp_path / "back")).shard(0)
-    assert again.groups == first.groups and (again.scaler == first.scaler or not has_scaler)
-
-
 def test_the_default_is_the_stage_of_the_source(tmp_path: Path) -> None:
     for source in SOURCES:
         zeroelastic.reshard(GOLDEN / source, tmp_path / source, world_size=5)

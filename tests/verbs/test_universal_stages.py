@@ -10,11 +10,11 @@ from commands import run_command
 from exports import plain
 from places import GOLDEN
 from stock_programs import make_universal
-from training import LOSS_RTOL, Job, Outcome, resume, train_and_save
+from training import Job, train_and_save
 
 import zeroelastic
 from zeroelastic.errors import UnsupportedError, UsageError
-from zeroelastic.testing import RankPool, compare_states
+from zeroelastic.testing import RankPool
 
 MODEL = "mp_rank_00_model_states.pt"
 SOURCES = ("stage1_rank2", "stage1_bf16_optimizer_rank2", "stage2_rank2", "stage2_round_robin_aligned_rank3")
@@ -30,20 +30,25 @@ def tag_of(directory: Path) -> Path:
 @pytest.mark.parametrize("name", ["elastic2", "rigid3", *SOURCES])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_there_and_back_is_the_same_content_at_every_stage(name: str, stage: int, tmp_path: Path) -> None:
-    """The last source has gaps between its parameters, where DeepSpeed is right under round_robin_gradients."""
+    """The files are those of a reshard, object for object, which stock DeepSpeed loads.
+
+    The last source has gaps between its parameters, where DeepSpeed is right under round_robin_gradients.
+    """
     source = GOLDEN / name
     root = zeroelastic.verify(source).content_root
     make_universal(tag_of(source), tmp_path / "there")
-    report = zeroelastic.convert(tmp_path / "there", tmp_path / "back", from_="universal", world_size=3, stage=stage)
+    options = {"world_size": 3, "stage": stage, "format": "rigid" if stage < 3 or name == "rigid3" else "elastic"}
+    report = zeroelastic.convert(tmp_path / "there", tmp_path / "back", from_="universal", **options)
     assert report.content_root == root == zeroelastic.verify(tmp_path / "back").content_root
-    assert report.to == ("elastic" if stage == 3 else "rigid")
-    zeroelastic.reshard(source, tmp_path / "direct", world_size=3, stage=stage)
+    assert report.to == options["format"]
+    zeroelastic.reshard(source, tmp_path / "direct", **options)
     assert zeroelastic.diff(tmp_path / "direct", tmp_path / "back").equal
-    model = "zero_pp_rank_0_" * (stage == 3) + MODEL
-    want, got = (torch.load(tag_of(tmp_path / d) / model, weights_only=False) for d in ("direct", "back"))
-    assert want.pop("zeroelastic_save_id") != got.pop("zeroelastic_save_id")
-    assert plain(got) == plain(want)
-    assert [list(group) for group in got["param_shapes"]] == [list(group) for group in want["param_shapes"]]
+    for path in tag_of(tmp_path / "direct").glob("*.pt"):
+        want, got = (torch.load(tag_of(tmp_path / d) / path.name, weights_only=False) for d in ("direct", "back"))
+        for data in (want, got):
+            data.pop("zeroelastic_save_id", None)
+            data.get("optimizer_state_dict", {}).get("zeroelastic", {}).pop("save_id", None)
+        assert plain(got) == plain(want), path.name
 
 
 def test_options_of_the_run_that_loads_go_with_from(tmp_path: Path) -> None:
@@ -64,11 +69,6 @@ def test_options_of_the_run_that_loads_go_with_from(tmp_path: Path) -> None:
         zeroelastic.convert(GOLDEN / "elastic2", tmp_path / "c", to="fsdp2", stage=2)
 
 
-def stock(stage: int) -> Job:
-    """A run of stock DeepSpeed that loads over everything that it was built with."""
-    return Job(stage=stage, installed=False, elastic=False).other()
-
-
 def test_what_deepspeeds_converter_made_wrong_is_refused(rank_pool: RankPool, tmp_path: Path) -> None:
     """If nothing is wrong, DeepSpeed has been repaired: the refusal, and what the docs say of it, go."""
     job = Job(stage=2, installed=False, elastic=False, zero={"round_robin_gradients": True})
@@ -84,40 +84,3 @@ def test_what_deepspeeds_converter_made_wrong_is_refused(rank_pool: RankPool, tm
     with pytest.raises(UnsupportedError, match=r"ds_to_universal\.py, which gave parameters the values of others"):
         zeroelastic.convert(made, tmp_path / "b", from_="universal", world_size=2)
     assert not (tmp_path / "b").exists()
-
-
-@pytest.fixture(scope="module")
-def converted(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    """``a``: a stage 2 checkpoint that stock DeepSpeed saved; ``u``: what its converter makes of it."""
-    directory = tmp_path_factory.mktemp("converted")
-    job = Job(stage=2, installed=False, elastic=False)
-    saved = rank_pool.run(train_and_save, 3, job, str(directory / "a"))[0]
-    make_universal(tag_of(directory / "a"), directory / "u")
-    return directory, saved
-
-
-@pytest.mark.support(
-    "Using it",
-    "`zeroelastic convert` from Universal Checkpoint",
-    "exact",
-    "to elastic or rigid files for any world size",
-)
-@pytest.mark.parametrize(("stage", "world_size"), [(2, 2), (1, 4), (3, 2)])
-def test_stock_deepspeed_goes_on_from_a_native_checkpoint_made_of_it(
-    rank_pool: RankPool,
-    converted: tuple[Path, Outcome],
-    tmp_path: Path,
-    stage: int,
-    world_size: int,
-) -> None:
-    directory, saved = converted
-    job = stock(stage)
-    given = {"sub_group_size": job.sub_group_size} if stage == 3 else {}
-    report = zeroelastic.convert(
-        directory / "u", tmp_path / "b", from_="universal", world_size=world_size, stage=stage, format="rigid", **given
-    )
-    assert report.content_root == zeroelastic.verify(directory / "a").content_root
-    for outcome in rank_pool.run(resume, world_size, job, str(tmp_path / "b")):
-        assert compare_states(saved.state, outcome.state) == []
-        assert outcome.gathered == saved.gathered and outcome.report is None
-        assert outcome.losses == pytest.approx(saved.losses, rel=LOSS_RTOL["bf16"])

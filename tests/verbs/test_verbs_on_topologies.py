@@ -1,12 +1,15 @@
-"""The verbs that read, on checkpoints with experts and tensor parallelism, compared with a gather without zeroelastic.
+"""The verbs on checkpoints with experts and tensor parallelism, compared with a gather without zeroelastic.
 
-The checkpoints are DeepSpeed's own, saved without zeroelastic.
+The checkpoints are DeepSpeed's own, saved without zeroelastic, but for those that have a commit record.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,61 +17,49 @@ import pytest
 import topologies
 import torch
 from commands import run_command
+from dcp_writers import read_dcp
+from exports import same as same_bits
 from safetensors.torch import load_file
 from saved_files import flip
 from synthetic import edit
-from topologies import EXPERTS, TopologyJob
+from topologies import EXPERTS, TopologyJob, differences
 
 import zeroelastic
+from zeroelastic.errors import LayoutMismatchError, UnsupportedError
 from zeroelastic.testing import RankPool
 
+STOCK = partial(TopologyJob, elastic=False, installed=False)
+
 JOBS = {
-    "llama-3": (4, TopologyJob("llama", tp=2, stage=3, elastic=False, installed=False)),
-    "neox-2": (4, TopologyJob("neox", tp=4, stage=2, elastic=False, installed=False)),
-    "qwen3-1": (2, TopologyJob("qwen3", tp=2, stage=1, elastic=False, installed=False)),
-    "lora-3": (4, TopologyJob("llama", tp=2, stage=3, adapters=True, elastic=False, installed=False)),
-    "frozen-2": (2, TopologyJob("llama", tp=2, stage=2, frozen=True, elastic=False, installed=False)),
-    "autoep-3": (4, TopologyJob("autoep", ep=2, stage=3, elastic=False, installed=False)),
-    "autoep-2": (4, TopologyJob("autoep", ep=4, stage=2, elastic=False, installed=False)),
-    "frozen-autoep-2": (4, TopologyJob("autoep", ep=2, stage=2, frozen=True, elastic=False, installed=False)),
-    "frozen-moe-1": (4, TopologyJob("moe", ep=4, stage=1, frozen=True, elastic=False, installed=False)),
-    "moe-2": (4, TopologyJob("moe", ep=2, stage=2, elastic=False, installed=False)),
-    "lora-2": (4, TopologyJob("llama", tp=2, stage=2, adapters=True, elastic=False, installed=False)),
-    "dealt-neox-2": (
-        4,
-        TopologyJob(
-            "neox", tp=2, stage=2, frozen=True, zero={"round_robin_gradients": True}, elastic=False, installed=False
-        ),
-    ),
-    "mixtral-3": (2, TopologyJob("mixtral", tp=2, stage=3, elastic=False, installed=False)),
-    "frozen-experts-autoep-2": (
-        4,
-        TopologyJob("autoep", ep=2, stage=2, frozen=True, frozen_experts=True, elastic=False, installed=False),
-    ),
-    "frozen-experts-moe-1": (
-        2,
-        TopologyJob("moe", ep=2, stage=1, frozen=True, frozen_experts=True, elastic=False, installed=False),
-    ),
-    "data-first-moe-1": (
-        4,
-        TopologyJob(
-            "moe",
-            ep=2,
-            stage=1,
-            config={"use_data_before_expert_parallelism": 1},  # as true
-            elastic=False,
-            installed=False,
-        ),
-    ),
+    "llama-3": (4, STOCK("llama", tp=2, stage=3)),
+    "neox-2": (4, STOCK("neox", tp=4, stage=2)),
+    "qwen3-1": (2, STOCK("qwen3", tp=2, stage=1)),
+    "lora-3": (4, STOCK("llama", tp=2, stage=3, adapters=True)),
+    "frozen-2": (2, STOCK("llama", tp=2, stage=2, frozen=True, precision="bf16")),
+    "autoep-3": (4, STOCK("autoep", ep=2, stage=3)),
+    "autoep-2": (4, STOCK("autoep", ep=4, stage=2)),
+    "frozen-autoep-2": (4, STOCK("autoep", ep=2, stage=2, frozen=True)),
+    "frozen-moe-1": (4, STOCK("moe", ep=4, stage=1, frozen=True)),
+    "moe-2": (4, STOCK("moe", ep=2, stage=2)),
+    "lora-2": (4, STOCK("llama", tp=2, stage=2, adapters=True)),
+    "dealt-neox-2": (4, STOCK("neox", tp=2, stage=2, frozen=True, zero={"round_robin_gradients": True})),
+    "mixtral-3": (2, STOCK("mixtral", tp=2, stage=3)),
+    "frozen-experts-autoep-2": (4, STOCK("autoep", ep=2, stage=2, frozen=True, frozen_experts=True)),
+    "frozen-experts-moe-1": (2, STOCK("moe", ep=2, stage=1, frozen=True, frozen_experts=True)),
+    "data-first-moe-1": (4, STOCK("moe", ep=2, stage=1, config={"use_data_before_expert_parallelism": 1})),  # as true
+    "recorded lora-3": (4, TopologyJob("llama", tp=4, stage=3, adapters=True)),
+    "recorded neox-2": (4, TopologyJob("neox", tp=4, stage=2, elastic=False)),
+    "recorded autoep-3": (4, TopologyJob("autoep", ep=2, stage=3)),
+    "recorded moe-1": (4, TopologyJob("moe", ep=2, stage=1, elastic=False)),
 }
 
 
 def save(job: TopologyJob, directory: str, steps: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Train and save; the state that was saved, and the weights of the model before DeepSpeed changed it."""
+    """Train and save; the state that was saved, and the model's state dict before DeepSpeed changed it."""
     engine = topologies.build(job)
     topologies.train(engine, 0, steps)
     engine.save_checkpoint(directory, tag="t")
-    whole = {name: tensor.detach().clone() for name, tensor in topologies.build_model(job, ep=1).named_parameters()}
+    whole = {name: tensor.detach().clone() for name, tensor in topologies.build_model(job, ep=1).state_dict().items()}
     return topologies.logical_state(engine), whole
 
 
@@ -82,7 +73,7 @@ def saved(topology_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> 
 
     def get(name: str, steps: int = 2) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
         if (name, steps) not in made:
-            ranks, job = JOBS[name] if name in JOBS else (1, TopologyJob(name, stage=2, elastic=False, installed=False))
+            ranks, job = JOBS[name] if name in JOBS else (1, STOCK(name, stage=2))
             directory = tmp_path_factory.mktemp(name)
             made[name, steps] = (directory / "t", *topology_pool.run(save, ranks, job, str(directory), steps)[0])
         return made[name, steps]
@@ -120,10 +111,12 @@ def test_a_sound_checkpoint_verifies(saved: Saved, name: str) -> None:
     report = zeroelastic.verify(tag_dir)
     assert report.valid and not report.unsupported and report.world_size == ranks, report.problems
     assert report.content_root is not None
+    assert report.recorded_root == (report.content_root if job.installed else None)
     assert any("copies that ranks have" in sentence for sentence in report.checked) == (job.tp > 1)
     assert zeroelastic.latest(tag_dir.parent).ok
     for options in ((), ("--all-ranks",)):
         assert run_command("inspect", tag_dir, "--json", *options).returncode == 0
+    assert zeroelastic.inspect(tag_dir, all_ranks=True).record.content_root == report.recorded_root
 
 
 def test_parts_of_slices_are_shown_with_their_places(saved: Saved) -> None:
@@ -251,7 +244,7 @@ def test_the_same_state_is_equal_whatever_the_topology(saved: Saved, name: str, 
     assert not zeroelastic.diff(one, saved(name)[0]).equal
 
 
-@pytest.mark.parametrize("name", ["llama-3", "lora-3", "autoep-2", "autoep-3", "moe-2"])
+@pytest.mark.parametrize("name", ["llama-3", "recorded lora-3", "autoep-2", "recorded autoep-3", "moe-2"])
 def test_exported_weights_are_those_of_the_model(saved: Saved, tmp_path: Path, name: str) -> None:
     """At step 0 they are the weights that the model had before DeepSpeed changed it.
 
@@ -261,6 +254,7 @@ def test_exported_weights_are_those_of_the_model(saved: Saved, tmp_path: Path, n
     job = JOBS[name][1]
     whole = {key: part for param, tensor in model.items() for key, part in topologies.as_run(job, param, tensor)}
     report = zeroelastic.export(tag_dir, tmp_path / "out", optimizer=True)
+    assert bool(report.digests_compared) == job.installed
     found = load_file(tmp_path / "out" / "model.safetensors")
     params = {tensor for tensor in found if tensor in whole}
     assert params == {*whole}.difference(report.tied)
@@ -329,30 +323,100 @@ def test_plans_that_cannot_be_are_refused_by_name(saved: Saved) -> None:
     assert "  topology  tensor parallel 2 to 4\n" in shown.stdout
 
 
-RECORDED = [
-    TopologyJob("llama", tp=2, stage=3),
-    TopologyJob("neox", tp=4, stage=2, elastic=False),
-    TopologyJob("autoep", ep=2, stage=3),
-    TopologyJob("moe", ep=2, stage=1, elastic=False),
-    TopologyJob("llama", tp=4, stage=3, adapters=True),
-]
+# To FSDP2: whole tensors under the names that the model has for them.
 
 
-@pytest.mark.parametrize("job", RECORDED, ids=[f"{job.model}-{job.stage}" for job in RECORDED])
-def test_what_is_read_agrees_with_the_commit_record(topology_pool: RankPool, tmp_path: Path, job: TopologyJob) -> None:
-    state, _ = topology_pool.run(save, 4, job, str(tmp_path / "run"), 1)[0]
-    report = zeroelastic.verify(tmp_path / "run")
-    assert report.valid and report.recorded_root is not None and report.content_root == report.recorded_root
-    found = zeroelastic.inspect(tmp_path / "run", all_ranks=True)
-    assert found.ok and found.topology is not None and found.record.content_root == report.content_root
-    assert zeroelastic.latest(tmp_path / "run").ok and zeroelastic.verify(tmp_path / "run", quick=True).valid
-    for name in [key.removesuffix("/fp32") for key in state if key.endswith("/fp32")][:3]:
-        shown = zeroelastic.inspect(tmp_path / "run", tensor=name).tensor
-        assert shown is not None and {one.key for one in shown.stored} == {"fp32", "exp_avg", "exp_avg_sq"}
-    exported = zeroelastic.export(tmp_path / "run", tmp_path / "out", optimizer=True)
-    assert exported.digests_compared
-    assert zeroelastic.diff(tmp_path / "run", tmp_path / "run").equal
-    damaged = next((tmp_path / "run" / "t").glob("*_optim_states.pt"))
-    flip(damaged, mask=4)
-    report = zeroelastic.verify(tmp_path / "run")
-    assert not report.valid and {problem.file for problem in report.problems} == {damaged.name}
+TO_FSDP2 = (
+    "Using it",
+    "From tensor parallel ranks and experts to FSDP2 (`convert`)",
+    "exact",
+    "AutoTP, DeepSpeed's own MoE: whole tensors under the model's names, bit for bit",
+)
+CONVERTED = ("llama-3", "qwen3-1", "frozen-2", "recorded neox-2", "recorded lora-3", "moe-2", "recorded moe-1")
+STATE_KEYS = ("exp_avg", "exp_avg_sq")
+
+
+def written(folder: Path, tied: dict[str, str]) -> dict[str, Any]:
+    """What torch reads of a directory, by the keys of a gathered state."""
+    found = read_dcp(folder)
+    state: dict[str, Any] = {}
+    names = {key.removeprefix("model.") for key in found if key.startswith("model.")} - tied.keys()
+    trained = {key.removeprefix("optim.state.").removesuffix(".exp_avg") for key in found if key.endswith(".exp_avg")}
+    for name in names:
+        state[f"{name}/{'fp32' if name in trained else 'weight'}"] = found[f"model.{name}"]
+    for name in trained:
+        state |= {f"{name}/{key}": found[f"optim.state.{name}.{key}"] for key in STATE_KEYS}
+        state[f"{name}/step"] = float(found[f"optim.state.{name}.step"])
+        for option in ("lr", "weight_decay", "betas", "eps"):
+            state[f"{name}/group/{option}"] = found[f"optim.param_groups.{name}.{option}"]
+    assert all(same_bits(found[f"model.{alias}"], found[f"model.{name}"]) for alias, name in tied.items())
+    return state
+
+
+def expected(state: dict[str, Any]) -> dict[str, Any]:
+    """Of a gathered state what a checkpoint of FSDP2 has: master weights, of frozen parameters weights, buffers."""
+    found = {key: value for key, value in state.items() if not key.startswith(("engine/", "buffer/"))}
+    masters = {key.removesuffix("/fp32") for key in found if key.endswith("/fp32")}
+    kept = {
+        key: value
+        for key, value in found.items()
+        if not (key.endswith("/weight") and key.removesuffix("/weight") in masters)
+    }
+    buffers = {key.split("/")[1]: value for key, value in state.items() if key.startswith("buffer/")}
+    return kept | {f"{name}/weight": value for name, value in buffers.items()}
+
+
+@pytest.mark.support(*TO_FSDP2)
+@pytest.mark.parametrize("name", CONVERTED)
+def test_whole_tensors_are_written_under_the_names_of_the_model(saved: Saved, tmp_path: Path, name: str) -> None:
+    tag_dir, state, model = saved(name)
+    _, job = JOBS[name]
+    report = zeroelastic.convert(tag_dir, tmp_path / "fsdp", to="fsdp2")
+    assert bool(report.digests_compared) == job.installed, "the others have no record"
+    assert not any("frozen parameters: the checkpoint was saved without them" in note for note in report.notes)
+    found = read_dcp(tmp_path / "fsdp")
+    assert {key.removeprefix("model.") for key in found if key.startswith("model.")} == {*model}
+    groups = {key.split(".")[2] for key in found if re.fullmatch(r"optim\.param_groups\.\d+\.params", key)}
+    assert len(groups) == (1 if job.adapters else 2), "none is of experts alone"
+    kept = json.loads(str(found["zeroelastic"]))
+    assert differences(expected(state), written(tmp_path / "fsdp", kept["tied"])) == []
+    assert kept["counters"]["global_steps"] == 2
+    assert "tensor_parallel" not in kept["ds_config"], "what comes back is of whole tensors"
+
+
+def resume(job: TopologyJob, directory: str) -> dict[str, Any] | str:
+    engine = topologies.build(job)
+    try:
+        engine.load_checkpoint(directory)
+    except LayoutMismatchError as error:
+        return str(error)
+    return topologies.logical_state(engine)
+
+
+@pytest.mark.support(*TO_FSDP2)
+@pytest.mark.parametrize("name", [name for name in CONVERTED if JOBS[name][1].tp > 1])
+def test_what_comes_back_from_tensor_parallel_ranks_is_the_same(
+    topology_pool: RankPool, saved: Saved, tmp_path: Path, name: str
+) -> None:
+    tag_dir, state, _ = saved(name)
+    zeroelastic.convert(tag_dir, tmp_path / "fsdp", to="fsdp2")
+    back = zeroelastic.convert(tmp_path / "fsdp", tmp_path / "back", from_="fsdp2", world_size=3)
+    assert back.content_root == zeroelastic.verify(tag_dir).content_root
+    if name in ("llama-3", "recorded lora-3"):
+        for ranks, tp, stage in ((2, 1, 3), (4, 2, 2)):
+            job = JOBS[name][1].other(tp=tp, stage=stage, elastic=True, installed=True)
+            assert differences(state, topology_pool.run(resume, ranks, job, str(tmp_path / "back"))[0]) == []
+
+
+def test_deepspeeds_own_experts_do_not_come_back(saved: Saved, tmp_path: Path) -> None:
+    zeroelastic.convert(saved("moe-2")[0], tmp_path / "fsdp", to="fsdp2")
+    with pytest.raises(UnsupportedError, match=r"deepspeed_experts.*own MoE layer.*Begin a run from the weights"):
+        zeroelastic.convert(tmp_path / "fsdp", tmp_path / "back", from_="fsdp2", world_size=2)
+    assert not (tmp_path / "back").exists()
+
+
+def test_layers_of_autoep_are_refused_by_name(saved: Saved, tmp_path: Path) -> None:
+    tag_dir, _, _ = saved("autoep-2")
+    with pytest.raises(UnsupportedError, match=r"model\.layers\.\d\.mlp is a layer of AutoEP.*zeroelastic export"):
+        zeroelastic.convert(tag_dir, tmp_path / "fsdp", to="fsdp2")
+    assert not (tmp_path / "fsdp").exists()

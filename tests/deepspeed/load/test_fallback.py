@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from io_counts import watch_opens
+from opens import watch_opens
 from saved_files import flip, record_of
 from training import Job, build_engine, look, train_step
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from opens import Opens
 from saved_files import flip
 from training import Job, build_engine, look, train_step
 
@@ -64,32 +63,6 @@ def publish_tag(staging_dir: Path, place: Path, *, exchange: bool) -> None:
         tag_directory.exchange = original
 
 
-class Watched:
-    """Calls ``action`` before the n-th file below a directory is opened by this process, and counts the opens."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.count, self.at = str(directory), 0, -1
-        self.action: Callable[[], None] = lambda: None
-        self.thread = threading.get_ident()
-        sys.addaudithook(self.hook)
-
-    def arm(self, at: int, action: Callable[[], None]) -> None:
-        self.count, self.at, self.action = 0, at, action
-
-    def stop(self) -> None:
-        self.at = -2
-
-    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" or threading.get_ident() != self.thread or not isinstance(arguments[0], str):
-            return
-        if self.at < -1 or not arguments[0].startswith(self.directory):
-            return
-        self.count += 1
-        if self.count - 1 == self.at:
-            self.stop()  # opens of the action do not count
-            self.action()
-
-
 @dataclass(frozen=True)
 class How:
     """How loads are made, and how the tag changes meanwhile: at once ("exchange"), by two renames, or file by file."""
@@ -116,7 +89,7 @@ def load_while_changed(
     """Change the tag before each open of a load, on each rank in turn: how many loads, and what was wrong with them."""
     root, rank = Path(directory), dist.get_rank()
     engine = build_engine(JOB.other())
-    watched, wrong, loads = Watched(root), list[str](), 0
+    watched, wrong, loads = Opens(), list[str](), 0
     for how in hows:
         expected = states[1:] if how.damaged else states
         for changing in range(dist.get_world_size()):
@@ -133,7 +106,7 @@ def load_while_changed(
                 dist.barrier()
                 engine._config._param_dict["zeroelastic"] = {"verify": how.verify, "io_engine": "numpy"}
                 change = partial(change_tag, how, root / TAG, Path(copies[1]) / TAG)
-                watched.arm(at if rank == changing else -1, change)
+                watched.arm(root, at if rank == changing else -1, change)
                 where = f"{how}, open {at} of rank {changing}"
                 try:
                     if how.resume:

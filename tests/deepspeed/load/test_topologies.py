@@ -7,6 +7,7 @@ saves again at once, with the content root of the first, and trains on with the 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,13 +15,18 @@ import numpy as np
 import pytest
 import topologies
 import torch
-from saved_files import flip, record_of
+from saved_files import flip
 from topologies import LOSS_RTOL, TopologyJob, build, differences, logical_hashes, train
+from training import raised
 
-from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.errors import DigestMismatchError, LayoutMismatchError
+from zeroelastic.checkpoint.commit_record import read_record
+from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
+from zeroelastic.errors import DigestMismatchError
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.verify.verify import verify
+
+stock = partial(replace, installed=False, elastic=False)
+"""The run of DeepSpeed alone."""
 
 SECTION = "Parallelism and communication"
 
@@ -87,14 +93,16 @@ def resume(job: TopologyJob, directory: str, target: str) -> Seen:
     path, client_state = engine.load_checkpoint(directory, tag="t")
     assert path is not None and client_state["note"] == "hello"
     report = engine.zeroelastic_report
-    assert report.root_matches
+    assert report.root_matches == (report.saved_root is not None)
     state = logical_hashes(engine)
     engine.save_checkpoint(target, tag="t", client_state={"note": "hello"})
     return Seen(state, root_of(target), train(engine, 3, 2))
 
 
 def root_of(directory: str) -> str:
-    return record_of(Path(directory) / "t").content_root
+    """The content root that a save has recorded; that of DeepSpeed alone has none."""
+    record = read_record(Path(directory) / "t")
+    return record.content_root if record is not None else ""
 
 
 class Run(NamedTuple):
@@ -174,6 +182,27 @@ CHANGES: dict[str, tuple[Run, list[Run]]] = {
             Run(3, replace(MOE, frozen=True, frozen_experts=True, precision="bf16")),
         ],
     ),
+    "llama of DeepSpeed alone, stage 3, tp 2": (
+        Run(4, stock(LLAMA, tp=2, precision="bf16")),
+        [Run(2, replace(LLAMA, precision="bf16")), Run(4, replace(LLAMA, tp=4, precision="bf16"))],
+    ),
+    "qwen3 of DeepSpeed alone, stage 2, tp 2, offload": (
+        Run(4, stock(QWEN, tp=2, stage=2, frozen=True, offload=True)),
+        [Run(2, replace(QWEN, tp=2, stage=2, frozen=True, offload=True))],
+    ),
+    "AutoEP of DeepSpeed alone, stage 3, ep 2": (
+        Run(4, stock(AUTOEP, ep=2)), [Run(1, AUTOEP), Run(4, replace(AUTOEP, ep=4))]
+    ),
+    "AutoEP of DeepSpeed alone, stage 1, ep 4": (
+        Run(4, stock(AUTOEP, ep=4, stage=1, precision="bf16")),
+        [
+            Run(2, replace(AUTOEP, stage=1, precision="bf16")),
+            Run(4, replace(AUTOEP, ep=2, stage=1, precision="bf16")),
+        ],
+    ),
+    "MoE of DeepSpeed alone, stage 2, ep 2": (
+        Run(4, stock(MOE, ep=2)), [Run(2, replace(MOE, ep=2)), Run(4, replace(MOE, ep=4))]
+    ),
 }  # fmt: skip
 
 
@@ -199,14 +228,15 @@ def test_a_run_resumes_at_another_topology(topology_pool: RankPool, tmp_path: Pa
     saved = topology_pool.run(save, saved_run.ranks, saved_run.job, str(tmp_path / "run"))
     assert len({str(seen) for seen in saved}) == 1
     report = verify(tmp_path / "run")
-    assert report.valid and report.content_root == saved[0].root, report.problems
-    same = Run(saved_run.ranks, replace(saved_run.job, elastic=not saved_run.job.elastic))
+    root = report.content_root
+    assert report.valid and saved[0].root == (root if saved_run.job.installed else ""), report.problems
+    same = Run(saved_run.ranks, replace(saved_run.job, installed=True, elastic=not saved_run.job.elastic))
     for number, (ranks, job) in enumerate([same, *resumed_runs]):
         target = tmp_path / str(number)
         found = topology_pool.run(resume, ranks, job.other(), str(tmp_path / "run"), str(target))
         assert len({str(seen) for seen in found}) == 1
         assert not differences(saved[0].state, found[0].state), (ranks, job)
-        assert found[0].root == saved[0].root, (ranks, job)
+        assert found[0].root == root, (ranks, job)
         assert found[0].losses == pytest.approx(saved[0].losses, rel=LOSS_RTOL[job.precision]), (ranks, job)
         assert verify(target).valid
 
@@ -269,22 +299,42 @@ def test_experts_that_were_frozen_are_trained(topology_pool: RankPool, tmp_path:
             assert not differences({key: value for key, value in saved.items() if key.endswith("/weight")}, state)
 
 
-def save_by_deepspeed_without_frozen(job: TopologyJob, directory: str) -> None:
-    build(replace(job, installed=False, elastic=False)).save_checkpoint(
-        directory, tag="t", exclude_frozen_parameters=True
-    )
+def save_without_frozen(job: TopologyJob, directory: str) -> None:
+    build(job).save_checkpoint(directory, tag="t", exclude_frozen_parameters=True)
 
 
 def refused(job: TopologyJob, directory: str) -> str:
-    try:
-        build(job).load_checkpoint(directory, tag="t")
-    except LayoutMismatchError as error:
-        return str(error)
-    return ""
+    return raised(partial(build(job).load_checkpoint, directory, tag="t"))[1]
 
 
 def test_frozen_experts_that_a_save_lacks_are_named(topology_pool: RankPool, tmp_path: Path) -> None:
     job = replace(MOE, ep=2, frozen_experts=True)
-    topology_pool.run(save_by_deepspeed_without_frozen, 2, job, str(tmp_path))
+    topology_pool.run(save_without_frozen, 2, stock(job), str(tmp_path))
     for error in topology_pool.run(refused, 4, replace(job, ep=4).other(), str(tmp_path)):
         assert "deepspeed_experts.3.up.weight [25, 16] is not in the checkpoint" in error
+
+
+def alter_a_copy(tag: Path) -> None:
+    """One byte of what the second tensor parallel rank has of a norm, which both ranks are to have alike."""
+    checkpoint = open_checkpoint(tag)
+    rank = next(rank for rank in (1, 3) if checkpoint.shard(rank).layout.owned(rank)[1][norm_of(checkpoint, rank)])
+    shard, norm = checkpoint.shard(rank), norm_of(checkpoint, rank)
+    in_buffer = int(shard.layout.buffer_offset(rank)[norm] - shard.layout.offset[norm])
+    offset = int(shard.extents["exp_avg"].offset[norm]) + 4 * in_buffer
+    path = tag / shard.path.name
+    flip(path, offset + 1)
+    torch.save(torch.load(path, weights_only=False), path)  # as a rank that had it so would have saved it
+
+
+def norm_of(checkpoint: Checkpoint, rank: int) -> int:
+    return checkpoint.shard(rank).layout.index()["model.norm.weight"]
+
+
+def test_copies_that_differ_are_not_taken_silently(topology_pool: RankPool, tmp_path: Path) -> None:
+    job = TopologyJob("llama", tp=2, stage=2)
+    topology_pool.run(save, 4, stock(job), str(tmp_path))
+    assert topology_pool.run(refused, 2, job.other(tp=1), str(tmp_path)) == ["", ""]
+    alter_a_copy(tmp_path / "t")
+    for said in topology_pool.run(refused, 2, job.other(tp=1), str(tmp_path)):
+        assert "different copies of the same values: model.norm.weight: exp_avg" in said
+    assert topology_pool.run(refused, 4, job.other(), str(tmp_path)) == [""] * 4, "each rank takes its own"
