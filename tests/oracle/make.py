@@ -170,8 +170,8 @@ def measure(source: str) -> dict[str, list[Any]]:
                 before = _bytes_read()
                 report = _run(cell, Path(directory, "out"))
                 read = _bytes_read() - before
+                opened = sum(path.startswith((str(HERE), str(GOLDEN))) for path in _opened)
                 content = _content(cell, report, Path(directory, "out"))
-            opened = sum(path.startswith((str(HERE), str(GOLDEN))) for path in _opened)
             found.pop(cell.sink, None)
             found[cell.sink] = [content, read, opened]
     return found

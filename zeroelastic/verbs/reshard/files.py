@@ -356,7 +356,7 @@ def _sharded_model(source: ReshardSource, target: ReshardTarget, rank: int, froz
             root[key] = Dict([(name, value) for name, value in listed.items() if name not in trained])
     if source.frozen is not None:
         root["frozen_param_fragments"] = Dict((name, _flat(storage)) for name, storage in frozen.items())
-    if target.frozen is not None and target.frozen.slices is not None:
+    if target.frozen is not None:
         root["frozen_param_shapes"] = _shapes(target.frozen.params)
     return root
 
