@@ -50,7 +50,7 @@ def _bytes_read() -> int:
     [
         (True, False, "numpy"),
         (True, True, "numpy"),
-        pytest.param(False, False, "numpy", marks=pytest.mark.sweep),
+        (False, False, "numpy"),
         (False, True, "auto"),
     ],
 )
