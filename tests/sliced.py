@@ -19,7 +19,7 @@ from zeroelastic.core.layout import (
     layout_from_sub_groups,
     with_slices,
 )
-from zeroelastic.core.slices import RankSet, Strip, strips_of_box
+from zeroelastic.core.slices import RankSet, strips_of_box
 
 KINDS = ("whole", "dim 0", "dim 1", "dim 2", "pairs", "experts")
 
@@ -44,8 +44,8 @@ def cut(total: int, count: int, number: int) -> tuple[int, int]:
     return begins[number], begins[number + 1] - begins[number]
 
 
-def slice_of(tensor: Param, kind: str, topology: Topology, t: int, e: int) -> tuple[tuple[int, ...], tuple[Strip, ...]]:
-    """The shape and the strips of what tensor parallel rank t and expert parallel rank e have of a tensor."""
+def box_of(tensor: Param, kind: str, topology: Topology, t: int, e: int) -> list[tuple[int, int]]:
+    """By dimension, the begin and the size of what a tensor parallel rank and an expert parallel rank have."""
     box = [(0, size) for size in tensor.shape]
     if kind == "experts":
         box[0] = cut(tensor.shape[0], topology.ep, e)
@@ -56,8 +56,7 @@ def slice_of(tensor: Param, kind: str, topology: Topology, t: int, e: int) -> tu
         box[dim] = cut(tensor.shape[dim], topology.tp, t)
     if kind == "pairs":  # two tensor parallel ranks keep the same part, as heads of keys that are too few
         box[0] = cut(tensor.shape[0], -(-topology.tp // 2), t // 2)
-    shape = tuple(size for _, size in box)
-    return shape, strips_of_box(tensor.shape, box)
+    return box
 
 
 def layout_of(tensors: list[tuple[Param, str]], topology: Topology) -> Layout:
@@ -72,9 +71,9 @@ def layout_of(tensors: list[tuple[Param, str]], topology: Topology) -> Layout:
                 is_expert = kind == "experts"
                 if e and not is_expert:
                     continue
-                shape, strips = slice_of(tensor, kind, topology, t, e)
-                buffers[is_expert].append(Param(tensor.name, shape))
-                views[tensor.name] = (tensor, strips)
+                box = box_of(tensor, kind, topology, t, e)
+                buffers[is_expert].append(Param(tensor.name, tuple(size for _, size in box)))
+                views[tensor.name] = (tensor, strips_of_box(tensor.shape, box))
             counts = [topology.dp, edp]
             make = layout_from_sub_groups if topology.family == "param" else group_split_layout
             layout = make(buffers, topology.world_size, num_parts=counts)
@@ -101,19 +100,8 @@ def buffers_of(tensors: list[tuple[Param, str]], topology: Topology) -> list[lis
                 if (kind == "experts") != is_expert:
                     continue
                 values = ids(tensor) + i * 10**6
-                box = [slice(None)] * values.ndim
-                if kind == "experts":
-                    begin, size = cut(tensor.shape[0], topology.ep, e)
-                    box[0] = slice(begin, begin + size)
-                dim = {"dim 0": 0, "dim 1": 1, "dim 2": 2}.get(kind)
-                dim = 1 if kind == "experts" and values.ndim > 1 else dim
-                if dim is not None and dim < values.ndim:
-                    begin, size = cut(tensor.shape[dim], topology.tp, t)
-                    box[dim] = slice(begin, begin + size)
-                if kind == "pairs":
-                    begin, size = cut(tensor.shape[0], -(-topology.tp // 2), t // 2)
-                    box[0] = slice(begin, begin + size)
-                flats.append(values[tuple(box)].reshape(-1))
+                box = box_of(tensor, kind, topology, t, e)
+                flats.append(values[tuple(slice(begin, begin + size) for begin, size in box)].reshape(-1))
             if topology.family == "param":
                 parts_of = []
                 for flat in flats:

@@ -222,12 +222,12 @@ def _bytes_read() -> int:
 def make_sources() -> None:
     """Train and save the sliced checkpoints, and convert the Universal one."""
     from stock_programs import make_universal
-    from topologies import TopologyJob, save_trained
+    from topologies import TopologyJob, save_run
 
     for name, (ranks, job, _) in SLICED.items():
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
-        run_ranks(save_trained, ranks, TopologyJob(**job), str(folder), timeout=300)
+        run_ranks(save_run, ranks, TopologyJob(**job), str(folder), timeout=300)
         for script in folder.glob("zero_to_*.py"):
             script.unlink()
     shutil.rmtree(HERE / UNIVERSAL, ignore_errors=True)

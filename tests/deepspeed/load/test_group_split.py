@@ -87,14 +87,11 @@ CASES = {
     "3 on 1 to 2 on 3, CPU, dealt": (Run(3, 1, OFFLOADED), Run(2, 3, OFFLOADED | DEALT), Job(optimizer="cpu_adam")),
     "2 on 3 to 2 on 2 in the background": (Run(2, 3, DEALT), Run(2, 2), Job(options={"async_save": True})),
     "2 on 2 to 3 on 3, verified as read": (Run(2, 2, DEALT), Run(3, 3), Job(options={"verify": "read"})),
-    "2 on 3 of DeepSpeed alone to 2 on 2": (Run(2, 3, DEALT, installed=False), Run(2, 2), Job(elastic=False)),
     "BF16_Optimizer on 3 to 2": (FP32_SUMS(3), FP32_SUMS(2), Job()),
     "2 on 3, dealt, to BF16_Optimizer on 2": (Run(2, 3, DEALT), FP32_SUMS(2), Job(optimizer="amsgrad")),
     "BF16_Optimizer on 2 to 2 on 3, dealt": (FP32_SUMS(2), Run(2, 3, DEALT), Job(options={"async_save": True})),
     "3 on 2 to BF16_Optimizer on 4": (Run(3, 2), FP32_SUMS(4), Job(groups=1, frozen=False)),
-    "1 on 5, one group, to 3 on 6": (Run(1, 5), Run(3, 6), Job(groups=1)),
 }
-MANY_RANKS = 6
 
 
 INTO_STAGE_3 = pytest.mark.support(
@@ -151,8 +148,7 @@ def fragments(engine: Any) -> dict[str, torch.Tensor]:
     [
         pytest.param(
             name,
-            marks=[pytest.mark.extended] * (max(before.ranks, after.ranks) >= MANY_RANKS)
-            + [INTO_STAGE_3] * (not before.installed and after.stage == 3),
+            marks=[INTO_STAGE_3] * (not before.installed and after.stage == 3),
         )
         for name, (before, after, _) in CASES.items()
     ],
