@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from places import ROOT, TESTS
 from programs import run_python
 from sample import write_sample
-from saved_files import flip, record_again
+from saved_files import contents, flip, record_again
 from synthetic import FROZEN_PARAMS, GROUPS, edit, edit_optim, gather, model_name, optim_name
 from synthetic import make_tag as make
 
@@ -393,6 +393,13 @@ def test_two_runs_into_one_target_do_not_meet(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("zeroelastic.verbs.new_directory.flush_tree", meet)
     with pytest.raises(SystemExit):
         run(tmp_path / "a", tmp_path / "b", 3)
+
+
+def test_a_source_on_a_disk_that_cannot_be_written_to_is_not_touched(tmp_path: Path) -> None:
+    write_sample(tmp_path / "a", world_size=2)
+    before = contents(tmp_path / "a")
+    run(tmp_path / "a", tmp_path / "b", 3)
+    assert before == contents(tmp_path / "a")
 
 
 @pytest.mark.extended
