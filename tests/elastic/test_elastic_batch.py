@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
+from training import initialize
 
 from zeroelastic.core.global_batch import world_sizes
 from zeroelastic.elastic import ElasticBatchSampler, ElasticDistributedSampler
@@ -60,15 +61,13 @@ def test_weights_make_the_gradient_that_of_the_global_batch(global_batch: int, w
 
 def train_padded(global_batch: int) -> torch.Tensor:
     """The weights after three steps at a micro batch of 2, whatever the world size."""
-    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
     plan = batch_plan(global_batch, max_micro=2, misfit="pad")
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    zero = {"zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 3}}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=plan.apply(zero))
+    engine = initialize(model, {"stage": 3}, optimizer=optimizer, installed=False, **plan.apply({}))
     data = TensorDataset(torch.arange(120.0).sin().view(30, 4))
     micro_batches = ElasticBatchSampler(ElasticDistributedSampler(data, global_batch, seed=1), plan)
     for micro_step, (batch,) in enumerate(DataLoader(data, batch_sampler=micro_batches)):

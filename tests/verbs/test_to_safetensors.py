@@ -23,6 +23,7 @@ from safetensors.torch import load_file, load_model
 from sample import BUFFER, EMBEDDING, TIED, write_sample
 from saved_files import flip
 from synthetic import Param, edit, edit_optim, model_name, optim_name, raw, write_checkpoint
+from training import initialize
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
@@ -381,20 +382,13 @@ def llama_config() -> Any:
 
 def train_llama(directory: str) -> dict[str, torch.Tensor]:
     """Two steps of a tiny Llama under ZeRO-3; returns its weights and logits as DeepSpeed gathers them."""
-    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(3)
+    zero = {"stage": 3, "sub_group_size": 2000, "stage3_param_persistence_threshold": 40}
     model = LlamaForCausalLM(llama_config())
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "sub_group_size": 2000, "stage3_param_persistence_threshold": 40},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine = initialize(model, zero, installed=False, train_micro_batch_size_per_gpu=1)
     tokens = torch.arange(24).view(2, 12) * 7 % 67
     for _ in range(2):
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch.ao.quantization.observer import PerChannelMinMaxObserver
-from training import raised
+from training import initialize, raised
 
-import zeroelastic
 from zeroelastic.errors import LayoutMismatchError
 from zeroelastic.testing import RankPool
 
@@ -98,18 +97,9 @@ KINDS = {"queue": Queue, "hook": Hooked, "observer": Observed, "renamed": Rename
 
 
 def make(kind: str, stage: int, seed: int = 0) -> Any:
-    import deepspeed
-
-    zeroelastic.install()
     torch.manual_seed(seed)
     model = torch.nn.Sequential(KINDS[kind](), torch.nn.Linear(16, 7))
-    config = {
-        "train_batch_size": 6,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "elastic_checkpoint": True},
-    }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
-    return engine
+    return initialize(model, {"stage": stage, "elastic_checkpoint": True}, train_batch_size=6)
 
 
 def own_state(engine: Any) -> dict[str, list[Any]]:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from training import raised
+from training import initialize, raised
 
-import zeroelastic
 from zeroelastic.checkpoint.param_changes import ParamSet, compare, other_names
 from zeroelastic.core.layout import Param
 from zeroelastic.testing import RankPool, fingerprint, gather_state
@@ -38,19 +37,9 @@ class Tied(torch.nn.Module):
 
 
 def make(order: tuple[str, ...], stage: int, mode: str = "error", *, tied: bool = True, seed: int = 0) -> Any:
-    import deepspeed
-
-    zeroelastic.install()
     torch.manual_seed(seed)
-    model = Tied(order, tied)
-    config = {
-        "train_batch_size": 6,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "elastic_checkpoint": True},
-        "zeroelastic": {"on_mismatch": mode},
-    }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
-    return engine
+    zero, options = {"stage": stage, "elastic_checkpoint": True}, {"on_mismatch": mode}
+    return initialize(Tied(order, tied), zero, train_batch_size=6, zeroelastic=options)
 
 
 def values(engine: Any) -> list[Any]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from places import ROOT
+from training import initialize
 
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import read_record
@@ -62,27 +63,12 @@ class Lora(torch.nn.Module):
 
 
 def build(job: LoraJob) -> Any:
-    import deepspeed
-
-    if job.installed:
-        zeroelastic.install()
-    else:
+    if not job.installed:
         zeroelastic.uninstall()
-    model = Lora(job)
-    config = {
-        "train_batch_size": 12,
-        "bf16": {"enabled": True},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {
-            "stage": job.stage,
-            "elastic_checkpoint": job.installed,
-            "stage3_param_persistence_threshold": 0,
-        },
-        "zeroelastic": {"verify": True, "fsync": False, **dict(job.options)},
-    }
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    zero = {"stage": job.stage, "elastic_checkpoint": job.installed, "stage3_param_persistence_threshold": 0}
+    options = {"verify": True, "fsync": False, **dict(job.options)}
+    more: dict[str, Any] = {"train_batch_size": 12, "bf16": {"enabled": True}, "zeroelastic": options}
+    return initialize(Lora(job), zero, installed=job.installed, **more)
 
 
 def step(engine: Any, number: int) -> None:
