@@ -38,7 +38,7 @@ unexport PYTHONUNBUFFERED
 
 NATIVE_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all coverage same-as-stock deepspeed-faults test-gpu test-native native-tests compiled-tests \
+.PHONY: help venv warm versions front-ends man docs docs-serve reference dist dist-aarch64 release-check demo demo-elastic demo-elastic-netns demo-elastic-fixed test test-all sweep coverage same-as-stock deepspeed-faults test-gpu test-native native-tests compiled-tests \
     crash crash-training crash-memory bench-memory damage fuzz lifecycle bench bench-gpu gpu-wheels gpu-check figures bench-scale support sizes lint format clean
 
 help:
@@ -48,6 +48,7 @@ help:
 	@echo "make demo-elastic-fixed  of a fixed size, which waits; its results go to demo-elastic-fixed/"
 	@echo "make test      the tests, in minutes (PYTEST_ARGS='-k name' narrows, JOBS sets the number of workers)"
 	@echo "make test-all  all tests: also more pairs of sizes, older DeepSpeeds, demos, benchmarks, short campaigns"
+	@echo "make sweep     more cases of what make test-all shows: topologies, Universal Checkpoint, crashes"
 	@echo "make coverage  branch coverage of make test-all, rank processes included, as coverage/coverage.json"
 	@echo "make same-as-stock  every configuration and load flag, with zeroelastic and without"
 	@echo "make deepspeed-faults  faults of the installed DeepSpeed, reproduced without zeroelastic"
@@ -215,7 +216,10 @@ test: warm
 	$(PYTEST) -m "not extended" --few-examples $(PYTEST_ARGS) tests
 
 test-all: warm versions dist $(VENV)/front-ends/trl/.stamp
-	$(PYTEST) $(PYTEST_ARGS) tests
+	$(PYTEST) -m "not sweep" $(PYTEST_ARGS) tests
+
+sweep: warm
+	$(PYTEST) -m sweep $(PYTEST_ARGS) tests
 
 # Every process of a test measures itself, the ranks too; coverage/report.txt has a line for each file.
 coverage: warm versions dist $(VENV)/front-ends/trl/.stamp

@@ -6,14 +6,17 @@ DeepSpeed or is marked ``starts_processes``, and most of tests/project. `make te
 first to show a row of docs/support.md, those marked ``quick``, and one case of each module of which nothing else would
 run.
 
-Nothing is skipped: `make test` deselects the marker (``-m "not extended"``). `make test-all` runs everything.
+Nothing is skipped: `make test` deselects the marker (``-m "not extended"``). `make test-all` runs all but what is
+marked ``sweep``: more cases of what others show already, which `make sweep` runs. A plain `pytest` runs everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 RANKS = {"rank_pool", "topology_pool", "frameworks_pool", "pool"}
 """The fixtures by which a test says that it starts ranks."""
@@ -22,15 +25,29 @@ QUICK_IN_PROJECT = {"test_docs.py", "test_imports.py", "test_support.py"}
 """Modules of tests/project that `make test` runs: links, imports and the table of support."""
 
 
+def with_swept(cases: Iterable[Any], swept: Collection[Any]) -> list[ParameterSet]:
+    """The cases of a parametrised test, of which those in ``swept`` run in `make sweep` alone.
+
+    What stays in `make test-all` has each value of each axis at least once.
+    """
+    listed = list(cases)
+    assert set(swept) <= set(listed), "a case that is to be swept is no case"
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[pytest.mark.sweep] * (case in swept))
+        for case in listed
+    ]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "extended: only `make test-all` runs this test, not `make test`")
+    config.addinivalue_line("markers", "sweep: only `make sweep` runs this case, of which there are others like it")
     config.addinivalue_line("markers", "starts_processes: a test of processes, of which `make test` runs a part")
     config.addinivalue_line("markers", "quick: `make test` runs this test, although it starts ranks or processes")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in repeated_cases(items):
+    for item in [*repeated_cases(items), *filter(is_swept, items)]:
         item.add_marker(pytest.mark.extended)
 
 
@@ -74,7 +91,11 @@ def starts_processes(item: pytest.Item) -> bool:
 
 
 def is_extended(item: pytest.Item) -> bool:
-    return item.get_closest_marker("extended") is not None
+    return item.get_closest_marker("extended") is not None or is_swept(item)
+
+
+def is_swept(item: pytest.Item) -> bool:
+    return item.get_closest_marker("sweep") is not None
 
 
 def rows_of(item: pytest.Item) -> set[str]:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from extended import with_swept
 from saved_files import flip, logged
 from torch.utils.data import DataLoader
 from training import Job, build_engine, look, train_step
@@ -135,7 +136,7 @@ def test_a_url_is_refused_before_training() -> None:
         preemption(SimpleNamespace(global_steps=0), "s3://bucket/run")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", with_swept((1, 2, 3), {1}))
 def test_each_rank_gets_its_own_generators_where_the_size_is_the_saved_one(
     rank_pool: RankPool, tmp_path: Path, stage: int
 ) -> None:

@@ -203,6 +203,13 @@ WAYS = {
 OFTEN = "a tag", "resume from memory or the directory"
 
 
+def marks_of(name: str, stage: int) -> list[pytest.MarkDecorator]:
+    """`make test` has some ways at stage 3, `make test-all` all of them, and the first and the last at stage 2."""
+    if stage == 3:
+        return [pytest.mark.extended] * (name not in OFTEN)
+    return [pytest.mark.extended if name in (OFTEN[0], OFTEN[-1]) else pytest.mark.sweep]
+
+
 def put_back(run: Run) -> None:
     """The memory that failed loads removed. The engine is whole."""
     dist.barrier()
@@ -296,10 +303,7 @@ def differences(way: Way, run: Run, expected: dict[str, Any], what: str) -> list
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [
-        *(pytest.param(name, 3, marks=[pytest.mark.extended] * (name not in OFTEN)) for name in WAYS),
-        *(pytest.param(name, 2, marks=pytest.mark.extended) for name in OFTEN),
-    ],
+    [pytest.param(name, stage, marks=marks_of(name, stage)) for name in WAYS for stage in (3, 2)],
 )
 def test_a_load_that_fails_anywhere_leaves_the_engine_as_it_was_or_says_that_it_has_not(
     rank_pool: RankPool, tmp_path: Path, name: str, stage: int

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from extended import with_swept
 from lifecycle.campaign import kind_of, shortened
 from lifecycle.found import FOUND, Sequence
 from lifecycle.jobs import Server
@@ -34,7 +35,7 @@ def test_a_sequence_that_once_failed_holds(server: Server, tmp_path: Path, seque
         world.close()
 
 
-@pytest.mark.parametrize("stage", [3, None])
+@pytest.mark.parametrize("stage", with_swept((3, 2, None), {2, None}))
 def test_drawn_sequences_leave_what_the_model_says(server: Server, tmp_path: Path, stage: int | None) -> None:
     """Without a stage each sequence has its own kind of jobs."""
     plan = Plan(server, tmp_path, stage=stage)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from extended import with_swept
 from fsdp_job import FsdpJob, fsdp_resume, fsdp_train_and_save
 from training import LOSS_RTOL, Job, build_model, build_optimizer, resume, train_and_save
 
@@ -69,7 +70,7 @@ def load_with_accelerate(job: Job, directory: str, target: str) -> tuple[dict[st
 
 @pytest.mark.extended
 @SHOWN
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", with_swept((2, 3), {2}))
 def test_accelerate_loads_what_is_written_and_what_it_saves_comes_back(
     rank_pool: RankPool, tmp_path: Path, stage: int
 ) -> None:

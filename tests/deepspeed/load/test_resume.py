@@ -25,9 +25,15 @@ CORE_PAIR = (4, 3)
 """Variants of the core suite go up."""
 QUICK_PAIR = (4, 3)
 """What `make test` runs of the pairs."""
-ALL_PAIRS = (*((4, 3), (4, 4), (3, 5), (3, 6), (1, 8), (2, 1), (5, 4), (6, 4), (8, 2)),)
+ALL_PAIRS = (
+    *((4, 3), (4, 4), (3, 2), (3, 5), (3, 6), (1, 3), (1, 8), (2, 1), (2, 5)),
+    *((5, 4), (5, 8), (6, 1), (6, 4), (8, 2), (8, 3), (8, 6)),
+)
 """Each of 1, 2, 3, 4, 5, 6 and 8 saves and loads, up and down, dividing and not; plans of all pairs are in
 tests/core."""
+
+SWEPT_PAIRS = ((3, 2), (1, 3), (2, 5), (5, 8), (6, 1), (8, 3), (8, 6))
+"""Without them, each size still saves and loads."""
 
 support = pytest.mark.support
 
@@ -38,11 +44,13 @@ def saved(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Save
 
 
 def pairs() -> list[object]:
-    """Those of the core suite are marked, and what `make test` leaves out."""
+    """Those of the core suite are marked, and what `make test` and `make test-all` leave out."""
     return [
         pytest.param(
             *pair,
-            marks=[pytest.mark.core] * (pair == CORE_PAIR) + [pytest.mark.extended] * (pair != QUICK_PAIR),
+            marks=[pytest.mark.core] * (pair == CORE_PAIR)
+            + [pytest.mark.extended] * (pair != QUICK_PAIR)
+            + [pytest.mark.sweep] * (pair in SWEPT_PAIRS),
         )
         for pair in ALL_PAIRS
     ]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from extended import with_swept
 from io_counts import build, state_bytes
 from s3_server import BUCKET, Request, S3Server
 from saved_files import flip
@@ -80,7 +81,7 @@ def load_counted(url: str, stage: int) -> Any:
 
 
 @support("Checkpoint engines and storage", "each byte of a store read once, over all ranks", "exact", "at most 1.01")
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_all_ranks_together_ask_for_each_byte_once(
     rank_pool: RankPool, calm: S3Server, tmp_path: Path, stage: int
 ) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bounded import process_status, reset_peak
+from extended import with_swept
 from nodes import NodeRun, Nodes, on_nodes
 from saved_files import flip
 from saves import Saved, check_resumed
@@ -237,7 +238,7 @@ def test_damage_on_one_node_is_named_on_every_rank(run: Callable[..., NodeRun], 
         assert name == wanted and path.name in text, (name, text)
 
 
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_each_byte_is_read_once_and_memory_is_bounded(rank_pool: RankPool, tmp_path: Path, stage: int) -> None:
     """As the ranks report it; of Python's own reads as they are counted; and as the kernel counts memory."""
     nodes = Nodes(tmp_path)

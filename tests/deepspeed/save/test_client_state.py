@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from changed_runs import COUNTERS, FREE, REFUSED
+from extended import with_swept
 from saved_files import contents, logged, record_of
 from training import Job, build_engine, train_and_save, train_step
 
@@ -72,7 +73,7 @@ def load_overridden(job: Job, directory: str) -> list[tuple[dict[str, Any], dict
     return found
 
 
-@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "rigid"])
+@pytest.mark.parametrize("elastic", with_swept((True, False), {False}), ids=["elastic", "rigid"])
 def test_counters_of_client_state_are_what_a_load_resumes_at(
     rank_pool: RankPool, tmp_path: Path, elastic: bool
 ) -> None:

@@ -50,7 +50,7 @@ def _bytes_read() -> int:
     [
         (True, False, "numpy"),
         (True, True, "numpy"),
-        (False, False, "numpy"),
+        pytest.param(False, False, "numpy", marks=pytest.mark.sweep),
         (False, True, "auto"),
     ],
 )

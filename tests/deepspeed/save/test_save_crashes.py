@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import topologies
 import torch.distributed as dist
+from extended import with_swept
 from topologies import TopologyJob
 from training import Job, build_engine, look, train_step
 
@@ -33,10 +34,14 @@ from zeroelastic.testing import RankPool, compare_states
 from zeroelastic.verbs.verify.verify import verify_checkpoint
 
 JOB = Job()
+SLICED = {
+    "AutoTP": TopologyJob("llama", tp=2, precision="bf16", frozen=True),
+    "MoE": TopologyJob("moe", ep=2, stage=2, precision="bf16"),
+}
 CASES: dict[str, tuple[Job | TopologyJob, bool]] = {
-    "full, waited for": (JOB, False),
-    "AutoTP, in the background": (TopologyJob("llama", tp=2, precision="bf16", frozen=True), True),
-    "MoE, waited for": (TopologyJob("moe", ep=2, stage=2, precision="bf16"), False),
+    f"{name}, {'in the background' if behind else 'waited for'}": (job, behind)
+    for name, job in {"full": JOB, **SLICED}.items()
+    for behind in (False, True)
 }
 """A job, and whether training goes on while it saves."""
 
@@ -200,8 +205,12 @@ def load_images(job: Job | TopologyJob, copies: list[str]) -> list[tuple[int, di
     return found
 
 
+SWEPT = {"full, in the background", "AutoTP, waited for", "MoE, in the background"}
+"""Cases that only `make sweep` runs."""
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_swept(CASES, SWEPT))
 def test_every_boundary_of_a_save_leaves_a_checkpoint_that_verifies_and_resumes(
     rank_pool: RankPool, tmp_path: Path, case: str
 ) -> None:

@@ -20,6 +20,7 @@ from unittest import mock
 import fsspec.implementations.local
 import pytest
 import torch.distributed as dist
+from extended import with_swept
 from nodes import MOUNTS_NEED, Nodes, can_mount, on_nodes
 from places import TESTS
 from programs import run_python
@@ -156,7 +157,7 @@ def test_what_is_uploaded_resumes_at_other_sizes(rank_pool: RankPool, store: str
 
 
 @support(SECTION, '`"upload"` from node-local disks', "exact", "each node its own files")
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_each_node_uploads_the_files_of_its_disk(
     rank_pool: RankPool, calm: S3Server, tmp_path: Path, stage: int
 ) -> None:

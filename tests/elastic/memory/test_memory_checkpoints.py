@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from extended import with_swept
 from lifecycle.rank import use_node as use_memory_of
 from saved_files import flip, logged
 from torch.distributed.distributed_c10d import _world
@@ -518,7 +519,7 @@ def train_two(jobs: tuple[Job, Job], directory: str, shared: Path, *, damaged: i
     return found
 
 
-@pytest.mark.parametrize("stage", [3, 2])
+@pytest.mark.parametrize("stage", with_swept((3, 2), {2}))
 def test_each_of_two_engines_has_a_place_of_its_own(
     rank_pool: RankPool, tmp_path: Path, shared: Path, stage: int
 ) -> None:
