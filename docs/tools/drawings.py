@@ -254,7 +254,7 @@ WALKS = {
     ),
     "reshard": (
         *("find_source", "open_state", "reshard_target", "rank_files"),
-        *("make_plan", "move_segments", "content_root", "publish"),
+        *("make_plan", "move_segments", "content_root", "new_directory"),
     ),
 }
 """The stops of docs/architecture.md that the drawing shows; tests/project/test_architecture.py looks for each there."""
