@@ -50,7 +50,7 @@ def cut(path: Path) -> None:
 def flip(path: Path) -> None:
     """A bit of a weight."""
     with zeroelastic.open(path.parent) as checkpoint:
-        (offset,) = (place.offset for place in checkpoint.places("model.norm.weight") if place.path == path)
+        (offset,) = (place.offset for place in checkpoint.places("model.norm.weight") if place.file == path.name)
     flip_bit(path, offset)
 
 
