@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from zeroelastic._version import __version__
 from zeroelastic.activation import VARIABLE, is_active
-from zeroelastic.deepspeed.client_state import changing_values
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, ordinary_tensors, saves_elastic
 from zeroelastic.deepspeed.engine_state import engine_of, link, note_load, state_of
 from zeroelastic.deepspeed.install.frameworks import wrap_frameworks
@@ -170,6 +169,4 @@ def load_checkpoint(original: Method, self: Engine, load_dir: Any, *args: Any, *
     began = time.perf_counter()
     finish_pending(self, before="load_checkpoint()")  # it may be the one that is loaded
     request = LoadRequest(load_dir, *args, **kwargs)
-    path, client_state = load(self, request, partial(original, self), partial(note_load, self), began=began)
-    state_of(self).returned = changing_values(client_state)
-    return path, client_state
+    return load(self, request, partial(original, self), partial(note_load, self), began=began)

@@ -18,6 +18,7 @@ from zeroelastic import observers
 from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.checkpoint.tag_files import SAVE_ID
+from zeroelastic.deepspeed.client_state import changing_values
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agree_on_options, options_of, refuse_merged
 from zeroelastic.deepspeed.engine_state import begin_change, changing, refuse_damaged, state_of
 from zeroelastic.deepspeed.live.kinds import kind_of
@@ -89,24 +90,32 @@ def load(
     call = Call(engine, original, loaded, began)
     request = replace(request, load_dir=absolute(request.load_dir))
     with changing(engine, whole=not request.weights_only and request.load_lr_scheduler_states):
-        if engine.load_universal_checkpoint():
-            return _load_by_deepspeed(call, request)
-        if kind_of(engine.optimizer, to_load=True) is None:
-            check_left(engine, request)
-            return _load_by_deepspeed(call, request)
-        require_partners()
-        agree_on_options(engine)
-        request = replace(request, options=options_of(engine))
-        engine.__dict__.pop("zeroelastic_report", None)  # of an earlier load
-        call.pending_micro_batches = accumulated_micro_batches(engine)
-        with retrying(request.options.retries), allow_globals(request.options.allow_globals):
-            outcome = _load_newest_or_named(call, request)
-            if call.log is not None:
-                if dist.get_rank() == 0:
-                    observers.publish(_loaded_event(engine, call.timed_report()))
-                call.log(call.timed_report())
+        outcome = _load_by_either(call, request)
+        state_of(engine).returned = changing_values(outcome[1])
     if call.log is not None:
         call.timed_report()
+    return outcome
+
+
+def _load_by_either(call: Call, request: LoadRequest) -> Loaded:
+    """Load through DeepSpeed alone what is not ours (stage 0, Universal checkpoints), and all else here. Collective."""
+    engine = call.engine
+    if engine.load_universal_checkpoint():
+        return _load_by_deepspeed(call, request)
+    if kind_of(engine.optimizer, to_load=True) is None:
+        check_left(engine, request)
+        return _load_by_deepspeed(call, request)
+    require_partners()
+    agree_on_options(engine)
+    request = replace(request, options=options_of(engine))
+    engine.__dict__.pop("zeroelastic_report", None)  # of an earlier load
+    call.pending_micro_batches = accumulated_micro_batches(engine)
+    with retrying(request.options.retries), allow_globals(request.options.allow_globals):
+        outcome = _load_newest_or_named(call, request)
+        if call.log is not None:
+            if dist.get_rank() == 0:
+                observers.publish(_loaded_event(engine, call.timed_report()))
+            call.log(call.timed_report())
     return outcome
 
 
