@@ -1,4 +1,4 @@
-"""A pickle kept as a tree and written back: the same objects for whoever loads it, and nothing run on the way."""
+"""A torch.save file that is read as a tree and written again loads as the same objects; no code of it is run."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def finish_at_exit() -> None:
             logger.error("%s", save.failure)
 
 
-# Registered after the same of ``upload``, and so called before it, which uploads the tags of these saves, too.
+# ``upload`` registers its own wait first. Calls run in reverse order, so these saves are finished before it uploads.
 getattr(threading, "_register_atexit", atexit.register)(finish_at_exit)
 
 
