@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,6 +54,13 @@ def wait_for(condition: Callable[[], Any], otherwise: str = "it did not come to 
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.02)
     return found
+
+
+def end_interpreter() -> None:
+    """Call what the interpreter calls at its end, in its order; a rank of these tests ends without."""
+    for call in reversed(threading._threading_atexits):  # type: ignore[attr-defined]
+        call()
+    atexit._run_exitfuncs()
 
 
 def copy_sources(target: Path) -> Path:

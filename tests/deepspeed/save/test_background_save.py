@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from checkpoint_writers import LateEngine, held_writers, writer_job
+from programs import end_interpreter
 from saved_files import committed, file_bytes, latest, logged
 from training import Job, Outcome, build_engine, look, raised, resume, train_step
 
@@ -205,8 +206,6 @@ def test_what_went_wrong_on_one_rank_is_raised_on_all_by_the_next_call(rank_pool
 
 def leave_without_a_word(job: Job, directory: str, decorated: bool) -> tuple[Any, list[str]]:
     """One rank's engine is collected, the others live on, and every rank's program ends while a save is written."""
-    import atexit
-
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     engine = build_engine(job)
@@ -222,7 +221,7 @@ def leave_without_a_word(job: Job, directory: str, decorated: bool) -> tuple[Any
         dist.barrier()
         before = latest(directory)
         threading.Timer(0.3, gate.set).start()
-        atexit._run_exitfuncs()  # as the interpreter does; a rank of these tests ends without
+        end_interpreter()
     return (before, latest(directory), committed(directory, "left")), said
 
 
@@ -238,8 +237,6 @@ def test_a_program_that_ends_lets_its_save_come_to_its_end(
 
 def fork_while_saving(job: Job, directory: str) -> tuple[str, list[str]]:
     """A forked child ends, with the engine that it has a copy of, while a save of its parent is written."""
-    import atexit
-
     engine = build_engine(job)
     train_step(engine, 0)
     said = logged("deepspeed.save.background")
@@ -249,7 +246,7 @@ def fork_while_saving(job: Job, directory: str) -> tuple[str, list[str]]:
         child = os.fork()
         if child == 0:
             engine.destroy()
-            atexit._run_exitfuncs()
+            end_interpreter()
             os.write(write_end, "; ".join(said).encode())
             os._exit(0)
         os.close(write_end)

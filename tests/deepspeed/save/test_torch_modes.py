@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lifecycle.rank import use_node
+from programs import end_interpreter
 from saved_files import record_of
 from training import Job, build_engine, look, train_step
 
@@ -53,7 +53,7 @@ def forked_child() -> Iterator[None]:
     if child == 0:
         os.close(write_end)
         os.read(read_end, 1)
-        atexit._run_exitfuncs()
+        end_interpreter()
         os._exit(0)
     os.close(read_end)
     try:
