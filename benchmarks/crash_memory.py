@@ -57,8 +57,8 @@ def work(directory: Path, kind: str) -> None:
     from training import Job, build_engine, train_step
 
     from zeroelastic.elastic import every, preemption, resume
-    from zeroelastic.elastic.memory import save
     from zeroelastic.elastic.memory.checkpoints import MemoryCheckpoints
+    from zeroelastic.elastic.memory.save import MemoryDirectory, MemorySave
     from zeroelastic.testing import fingerprint, gather_state
 
     deepspeed.init_distributed()
@@ -72,9 +72,8 @@ def work(directory: Path, kind: str) -> None:
         return call
 
     MemoryCheckpoints._copy = noted("copy", MemoryCheckpoints._copy)  # type: ignore[method-assign]
-    save.protect = noted("exchange", save.protect)  # type: ignore[assignment]
-    node = save.MemoryDirectory
-    node._publish = noted("swap", node._publish)  # type: ignore[method-assign]
+    MemorySave._copy = noted("exchange", MemorySave._copy)  # type: ignore[method-assign]
+    MemoryDirectory._publish = noted("swap", MemoryDirectory._publish)  # type: ignore[method-assign]
 
     def state() -> str:
         return hashlib.sha256(repr(sorted(fingerprint(gather_state(engine)).items())).encode()).hexdigest()
