@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.saved_state import SavedPart, extents_over_ranks
+from zeroelastic.checkpoint.saved_state import TensorSet, extents_over_ranks
 from zeroelastic.core.layout import (
     Layout,
     Param,
@@ -120,7 +120,7 @@ def buffers_of(tensors: list[tuple[Param, str]], topology: Topology) -> list[lis
     return found
 
 
-def sliced_part(folder: Path, tensors: list[tuple[Param, str]], topology: Topology) -> SavedPart:
+def sliced_part(folder: Path, tensors: list[tuple[Param, str]], topology: Topology) -> TensorSet:
     """The trained parameters of a save of this topology, each element its own number; one file for each rank."""
     layout, extents = layout_of(tensors, topology), {}
     for rank, buffers in enumerate(buffers_of(tensors, topology)):
@@ -131,7 +131,7 @@ def sliced_part(folder: Path, tensors: list[tuple[Param, str]], topology: Topolo
         places = {"fp32": TensorExtents(path, {0: "int64", 1: "int64"}, offset)}
         extents[rank] = extents_over_ranks(layout, rank, places)
     params = layout.whole_tensors
-    return SavedPart(layout, params, ({"fp32": "int64"},) * len(params), ({},) * len(params), extents)
+    return TensorSet(layout, params, ({"fp32": "int64"},) * len(params), ({},) * len(params), extents)
 
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)

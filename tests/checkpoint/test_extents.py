@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sample import write_sample
 
 from zeroelastic.checkpoint import extents as extents_module
-from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table, extent_windows
+from zeroelastic.checkpoint.extents import ExtentTable, TensorExtents, TensorSlot, extent_table, extent_windows
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.core.plan import Plan, make_plan
@@ -44,12 +44,12 @@ def extents_of(layout: Layout, directory: Path) -> dict[int, dict[str, TensorExt
     }
 
 
-def plan_of(numels: list[int], saved: int, world_size: int, rank: int) -> tuple[Plan, list[Destination]]:
+def plan_of(numels: list[int], saved: int, world_size: int, rank: int) -> tuple[Plan, list[TensorSlot]]:
     sub_groups = pack_sub_groups(
         [[Param(f"p{i}", (numel,)) for i, numel in enumerate(numels)]], world_size=world_size, sub_group_size=20
     )
     src, dst = (layout_from_sub_groups(sub_groups, size) for size in (saved, world_size))
-    targets = [Destination(key, i, "float32") for i in range(len(sub_groups)) for key in KEYS]
+    targets = [TensorSlot(key, i, "float32") for i in range(len(sub_groups)) for key in KEYS]
     return make_plan(src, dst, rank), targets
 
 
@@ -84,7 +84,7 @@ def test_a_table_of_many_parameters_is_never_there_as_a_whole() -> None:
     plan, targets = plan_of([10] * 3, 4, 3, 1)
     params = tuple(Param(f"p{i}", (10,)) for i in range(200_000))
     src, dst = (layout_from_sub_groups([params], size) for size in (4, 3))
-    plan, targets = make_plan(src, dst, 1), [Destination(key, 0, "float32") for key in KEYS]
+    plan, targets = make_plan(src, dst, 1), [TensorSlot(key, 0, "float32") for key in KEYS]
     extents = extents_of(src, Path("/saved"))
 
     def measured(tables: Callable[[], Iterable[ExtentTable]]) -> tuple[int, float]:

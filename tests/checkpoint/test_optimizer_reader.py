@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from synthetic import ADAM, GROUPS, edit_optim, gather, optim_name, write_checkpoint
 
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.optimizer_file import FP32, Shard
+from zeroelastic.checkpoint.optimizer_file import FP32, OptimizerHeader
 from zeroelastic.checkpoint.optimizer_reader import open_shard
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Param, layout_from_sub_groups, pack_sub_groups
@@ -26,7 +26,7 @@ def sub_groups_of(world_size: int, groups=GROUPS, sub_group_size=10):
     return pack_sub_groups(groups, world_size=world_size, sub_group_size=sub_group_size)
 
 
-def opened(tag_dir: Path, rank: int = 0, world_size: int = 2) -> Shard:
+def opened(tag_dir: Path, rank: int = 0, world_size: int = 2) -> OptimizerHeader:
     return open_shard(
         tag_dir / optim_name(rank), rank, world_size=world_size, rigid_params=sub_groups_of(world_size)
     )  # fmt: skip

@@ -15,7 +15,7 @@ from synthetic import GROUPS, edit_optim, model_name, optim_name, write_checkpoi
 
 from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.checkpoint.saved_state import SavedPart, SavedTensor, open_state
+from zeroelastic.checkpoint.saved_state import SavedTensor, TensorSet, open_state
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
@@ -96,7 +96,7 @@ def test_views_of_slices_have_the_whole_tensors(tmp_path_factory, tensors, topol
     assert part.holders(p) == holders
 
 
-def names_on(part: SavedPart, rank: int) -> set[str]:
+def names_on(part: TensorSet, rank: int) -> set[str]:
     """The names of the tensors that a rank has elements of."""
     tensors, rows = part.rank_rows(rank)
     return {tensors[target].param.name for target in rows.target.tolist()}

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from saved_files import flip
 from sliced import Topology, sliced_part, tensor_lists, topologies
 
-from zeroelastic.checkpoint.saved_state import SavedPart
-from zeroelastic.checkpoint.streams import Streams, streams_of, sum_copies
+from zeroelastic.checkpoint.saved_state import TensorSet
+from zeroelastic.checkpoint.streams import DigestKeys, streams_of, sum_copies
 from zeroelastic.core.digest import stream_seed
 from zeroelastic.core.layout import Param
 from zeroelastic.executors.dispatch import digest_range
 
 
-def scanned(part: SavedPart, streams: Streams, world_size: int) -> tuple[np.ndarray, np.ndarray]:
+def scanned(part: TensorSet, streams: DigestKeys, world_size: int) -> tuple[np.ndarray, np.ndarray]:
     """The digest and the number of elements of each stream, of what the ranks' files hold."""
     digests, covered = np.zeros(len(streams.tensor), np.uint64), np.zeros(len(streams.tensor), np.int64)
     for rank in range(world_size):
@@ -35,7 +35,7 @@ def scanned(part: SavedPart, streams: Streams, world_size: int) -> tuple[np.ndar
     return digests, covered
 
 
-def digest_of(part: SavedPart, p: int, values: np.ndarray) -> int:
+def digest_of(part: TensorSet, p: int, values: np.ndarray) -> int:
     return digest_range(values.view(np.uint8), 8, seed=stream_seed(part.params[p].name, "fp32"), start=0)
 
 
@@ -53,7 +53,7 @@ def test_the_sums_are_of_whole_tensors_whatever_copies_there_are(tmp_path_factor
     assert not found.differs.any() and not found.unsure.any()
 
 
-def one_norm(tmp_path: Path, tp: int) -> tuple[SavedPart, Streams, int]:
+def one_norm(tmp_path: Path, tp: int) -> tuple[TensorSet, DigestKeys, int]:
     part = sliced_part(
         tmp_path, [(Param("norm", (8,)), "whole"), (Param("up", (8, 2)), "dim 0")], Topology(1, tp, 1, "param")
     )

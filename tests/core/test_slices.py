@@ -11,7 +11,7 @@ from sliced import Topology, buffers_of, ids, layout_of, shapes, tensor_lists, t
 from zeroelastic.core.copies import first_copies, places_in_slices, strips_of_runs
 from zeroelastic.core.digest import stream_of, streams_of
 from zeroelastic.core.layout import Param, layout_from_sub_groups, with_slices
-from zeroelastic.core.plan import check_plan, held_plan, make_plan
+from zeroelastic.core.plan import check_plan, identity_plan, make_plan
 from zeroelastic.core.slice_plan import check_slices
 from zeroelastic.core.slices import RankSet, Strip, slices_of, strips_of_view
 
@@ -46,7 +46,7 @@ def test_any_topology_to_any_other_moves_each_element_to_its_place(tensors, sour
 def test_what_a_rank_holds_is_its_own_and_all_of_it(tensors, topology):
     layout, have = layout_of(tensors, topology), buffers_of(tensors, topology)
     for rank in range(topology.world_size):
-        plan = held_plan(layout, rank)
+        plan = identity_plan(layout, rank)
         got = [np.full_like(buffer, -1) for buffer in have[rank]]
         run(plan.run_by_run(), have, got)
         assert all(np.array_equal(buffer, expected) for buffer, expected in zip(got, have[rank], strict=True))
@@ -176,7 +176,7 @@ def test_runs_are_of_the_strips_that_have_their_elements(tensors, topology):
         for s in range(len(strips))
     ]
     for rank in range(topology.world_size):
-        plan = held_plan(layout, rank).run_by_run()
+        plan = identity_plan(layout, rank).run_by_run()
         found = strips_of_runs(layout.slices, plan.param, plan.start)
         for row, strip in enumerate(found.tolist()):
             start, length = int(plan.start[row]), int(plan.length[row])

@@ -14,7 +14,7 @@ from dcp_writers import Box, grid, job_state, rows, write_dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroelastic.checkpoint.saved_state import SavedPart
+from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.core.layout import unpacked_layout
 from zeroelastic.core.plan import check_plan, make_plan
 from zeroelastic.dcp.saved import open_dcp
@@ -29,7 +29,7 @@ __all__ = ["counted"]
 SHAPES = {"a.weight": (7, 5), "a.bias": (7,), "b.weight": (2, 3, 4), "one": (1,), "scale": ()}
 
 
-def whole(part: SavedPart, number: int, key: str) -> bytes:
+def whole(part: TensorSet, number: int, key: str) -> bytes:
     rows = part.tensor_rows(number, key)
     data = np.zeros(part.params[number].numel * 4, dtype=np.uint8)
     table = CopyTable(rows.file, rows.file_offset, rows.target, rows.target_offset * 4, rows.nbytes)
@@ -37,7 +37,7 @@ def whole(part: SavedPart, number: int, key: str) -> bytes:
     return data.tobytes()
 
 
-def check(folder: Path, tensors: Mapping[str, tuple[torch.Tensor, Any]]) -> SavedPart:
+def check(folder: Path, tensors: Mapping[str, tuple[torch.Tensor, Any]]) -> TensorSet:
     part = open_dcp(folder).trained
     assert [param.name for param in part.params] == list(SHAPES)
     for number, param in enumerate(part.params):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zeroelastic.distributed import collective
 from zeroelastic.distributed.collective import (
     all_gather,
-    all_gather_alike,
+    all_gather_mostly_equal,
     all_gather_of_or_raise,
     any_rank,
     broadcast_or_raise,
@@ -37,11 +37,11 @@ def gather_all() -> bool:
     for length in LENGTHS:
         everything = [value_of(other, length) for other in ranks]
         assert all_gather(value_of(rank, length)) == everything
-        assert all_gather_alike(value_of(rank, length)) == everything
+        assert all_gather_mostly_equal(value_of(rank, length)) == everything
         # one long, the others short
         everything = [value_of(other, length if other == 1 else 3) for other in ranks]
         assert all_gather(everything[rank]) == everything
-    assert all_gather(None) == all_gather_alike(None) == [None for _ in ranks]
+    assert all_gather(None) == all_gather_mostly_equal(None) == [None for _ in ranks]
     return True
 
 
@@ -78,7 +78,7 @@ def send_what_is_alike() -> list[int]:
         long = "x" * 5000
         for value in (long, long if rank < size - 1 else "y", {"set": {1.5, None}}):
             sent[0] = 0
-            assert all_gather_alike(value)[rank] == value
+            assert all_gather_mostly_equal(value)[rank] == value
             counts.append(sent[0])
     return counts
 
@@ -116,7 +116,7 @@ def test_every_byte_of_the_hash_tells_values_apart(differs: int, monkeypatch: py
     def on_a_rank(digest: bytes, reduced: Callable[[list[int]], list[int]]) -> list[str]:
         monkeypatch.setattr(collective, "hashlib", Mock(sha256=lambda data: Mock(digest=lambda: digest)))
         monkeypatch.setattr(collective, "maximum", reduced)
-        return all_gather_alike("value")
+        return all_gather_mostly_equal("value")
 
     def alone(values: list[int]) -> list[int]:
         sent.append(values)

@@ -24,8 +24,8 @@ from executor_cases import segment
 from fake_gpu import open_fake_gpu, to_fake_gpu
 from programs import copy_sources, run_program
 
-from zeroelastic.checkpoint.extents import Destination, TensorExtents, extent_windows
-from zeroelastic.core.digest import Stream, digest_range, stream_seed
+from zeroelastic.checkpoint.extents import TensorExtents, TensorSlot, extent_windows
+from zeroelastic.core.digest import DigestKey, digest_range, stream_seed
 from zeroelastic.core.layout import Param, layout_from_sub_groups
 from zeroelastic.core.plan import make_plan
 from zeroelastic.deepspeed import fill as fill_module
@@ -177,7 +177,7 @@ def test_tensors_on_a_gpu_are_filled_by_the_cuda_engine(
         assert torch.equal(other.as_subclass(torch.Tensor)[:numel], saved.want.bfloat16())
         assert all((t.as_subclass(torch.Tensor)[numel:] == -1).all() for t in (same, other, host))
         assert filled.bytes_read == filled.bytes_owned == 3 * 4 * numel
-        assert set(filled.cast_digests) == {Stream(f"p{i}", "fp32") for i in range(len(NUMELS))}
+        assert set(filled.cast_digests) == {DigestKey(f"p{i}", "fp32") for i in range(len(NUMELS))}
     assert caplog.text.count("moved by the cuda engine") == 1
 
 
@@ -236,7 +236,7 @@ def test_what_other_ranks_send_goes_to_its_place_on_the_gpu(
     """A round that has arrived on the GPU, or in host memory, for tensors there, and for one that is cast."""
     saved = Checkpoint(tmp_path)
     numel = len(saved.want)
-    (rows,) = extent_windows(saved.plan, saved.extents, [Destination("fp32", 0, "float32")] * 2)
+    (rows,) = extent_windows(saved.plan, saved.extents, [TensorSlot("fp32", 0, "float32")] * 2)
     at = np.cumsum(rows.nbytes) - rows.nbytes + 8 * np.arange(rows.num_rows)
     arrived = np.zeros(int(at[-1] + rows.nbytes[-1]), dtype=np.uint8)
     for path, offset, nbytes, begin in zip(

@@ -30,10 +30,10 @@ from zeroelastic.checkpoint.contradictions import (
     values_by_rank,
 )
 from zeroelastic.checkpoint.inventory import Inventory, stage_0_root, stated_sizes
-from zeroelastic.checkpoint.model_states import ModelStates
-from zeroelastic.checkpoint.optimizer_file import Shard
+from zeroelastic.checkpoint.model_states import ModuleHeader
+from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
 from zeroelastic.checkpoint.optimizer_reader import open_shard
-from zeroelastic.checkpoint.saved_state import SavedPart, contents_of, experts_part, frozen_part, trained_part
+from zeroelastic.checkpoint.saved_state import TensorSet, contents_of, experts_part, frozen_part, trained_part
 from zeroelastic.checkpoint.tag_files import (
     EXPERT_FILE,
     StateFiles,
@@ -55,7 +55,7 @@ from zeroelastic.errors import (
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import read_torch_file
 
-T = TypeVar("T", ModelStates, Shard)
+T = TypeVar("T", ModuleHeader, OptimizerHeader)
 
 _Facts = Mapping[int, Mapping[str, Hashable]]
 
@@ -242,7 +242,7 @@ class _Checker(TagHeaders):
 
         self._each(self.model_files, read)
 
-    def _read_model(self, rank: int, path: FilePath, data_size: int | None) -> ModelStates:
+    def _read_model(self, rank: int, path: FilePath, data_size: int | None) -> ModuleHeader:
         """One model states header, and with the first one the maps of slices."""
         file = read_torch_file(path, foreign="inert")
         if self.first_model is None:
@@ -363,7 +363,7 @@ class _Checker(TagHeaders):
             own = {rank: facts[rank] for rank in self.models if rank % self.topology.tensor_size == tensor_rank}
             self._keep_most_common(self.models, own, own)
 
-    def _model_of(self, tensor_rank: int) -> ModelStates | None:
+    def _model_of(self, tensor_rank: int) -> ModuleHeader | None:
         """A model states header of a tensor parallel rank; None where none can be read."""
         size = self.topology.tensor_size
         found = next((model for rank, model in self.models.items() if rank % size == tensor_rank), None)
@@ -378,7 +378,7 @@ class _Checker(TagHeaders):
                     break
         return found
 
-    def _known_models(self) -> list[ModelStates]:
+    def _known_models(self) -> list[ModuleHeader]:
         """A model states header of each tensor parallel rank of which one can be read."""
         found = map(self._model_of, range(self.topology.tensor_size))
         return [model for model in found if model is not None]
@@ -438,7 +438,7 @@ class _Checker(TagHeaders):
                 self._add(path.name, f"{path} and {other} differ in {what}. {MIXED}")
                 del headers[rank]
 
-    def _trained(self, shards: Mapping[int, Shard], head: Shard) -> SavedPart:
+    def _trained(self, shards: Mapping[int, OptimizerHeader], head: OptimizerHeader) -> TensorSet:
         return trained_part(shards, head, None if self.sliced is None else self.sliced.layout)
 
     def _put_together(self) -> None:
@@ -460,7 +460,7 @@ class _Checker(TagHeaders):
         self.parts = tuple(parts)
         self.tensors = tuple(tensor for part in parts for tensor in part.tensors())
 
-    def _experts_part(self, model: ModelStates) -> SavedPart | None:
+    def _experts_part(self, model: ModuleHeader) -> TensorSet | None:
         """The frozen parameters where some are experts; None where none are, or where their files are damaged."""
         try:
             experts = self.checkpoint.frozen_experts

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord
-from zeroelastic.checkpoint.model_states import ModelStates
-from zeroelastic.checkpoint.optimizer_file import Shard, configured_batch
+from zeroelastic.checkpoint.model_states import ModuleHeader
+from zeroelastic.checkpoint.optimizer_file import OptimizerHeader, configured_batch
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.digest import ParamContent
@@ -22,7 +22,7 @@ MIXED = "Files of two saves are mixed in this directory."
 OVERWRITTEN = f"(If DeepSpeed overwrote this tag without zeroelastic, remove {RECORD_NAME}.)"
 
 
-def other_save(shard: Shard, record: CommitRecord | None, model_name: str | None) -> str | None:
+def other_save(shard: OptimizerHeader, record: CommitRecord | None, model_name: str | None) -> str | None:
     """Whether an optimizer file is of another ZeRO stage than a model states file, or names another save than a record.
 
     ``model_name`` is the name of that model states file.
@@ -35,7 +35,7 @@ def other_save(shard: Shard, record: CommitRecord | None, model_name: str | None
     return f"{shard.path}: belongs to save {ids[0]}, the commit record to {ids[1]}. {MIXED}"
 
 
-def not_committed(shard: Shard, record: CommitRecord | None) -> str | None:
+def not_committed(shard: OptimizerHeader, record: CommitRecord | None) -> str | None:
     """Whether an optimizer file is of an elastic save, and the commit record of that save is not there."""
     if record is not None or shard.format != "elastic":
         return None
@@ -45,7 +45,7 @@ def not_committed(shard: Shard, record: CommitRecord | None) -> str | None:
     )
 
 
-def other_models(model: ModelStates, shard: Shard, record: CommitRecord | None) -> str | None:
+def other_models(model: ModuleHeader, shard: OptimizerHeader, record: CommitRecord | None) -> str | None:
     """Whether module states and an optimizer file are of two saves.
 
     The ids of their saves decide where both have one. Without ids and without a record, the optimizer's steps are
@@ -69,7 +69,7 @@ def other_models(model: ModelStates, shard: Shard, record: CommitRecord | None) 
     return f"{said}. {MIXED}" if _steps(shard) > total and is_counted and is_constant else None
 
 
-def unequal_steps(model: ModelStates, shard: Shard) -> str | None:
+def unequal_steps(model: ModuleHeader, shard: OptimizerHeader) -> str | None:
     """A clause about an optimizer that has not stepped as often as module states count; None if that is not known."""
     steps, skipped = _steps(shard), model.values.get("skipped_steps")
     skipped = skipped if type(skipped) is int else 0
@@ -79,12 +79,12 @@ def unequal_steps(model: ModelStates, shard: Shard) -> str | None:
     return f"{model.path} counts {counted(model.global_steps, 'step')}{less}, and {shard.path} {steps}"
 
 
-def steps_agree(model: ModelStates, shard: Shard) -> bool:
+def steps_agree(model: ModuleHeader, shard: OptimizerHeader) -> bool:
     """Whether an optimizer has stepped as often as module states count, which may be not at all."""
     return _steps(shard) >= 0 and unequal_steps(model, shard) is None
 
 
-def _steps(shard: Shard) -> int:
+def _steps(shard: OptimizerHeader) -> int:
     """How often the optimizer has stepped the parameters that it has stepped most often; -1 if it does not count.
 
     Schedule-free optimizers and others count in their groups, as ``k``.
@@ -94,7 +94,7 @@ def _steps(shard: Shard) -> int:
     return max((int(n) for n in counts if isinstance(n, (int, float)) and n == n // 1), default=-1)
 
 
-def _learning_rates(model: ModelStates, shard: Shard) -> tuple[list[float], list[float]]:
+def _learning_rates(model: ModuleHeader, shard: OptimizerHeader) -> tuple[list[float], list[float]]:
     """Return the scheduler's last learning rates and the optimizer groups' in six digits; none where one lacks them."""
     schedule = model.values.get("lr_scheduler")
     scheduled = schedule.get("_last_lr") if isinstance(schedule, Mapping) else None
@@ -104,7 +104,7 @@ def _learning_rates(model: ModelStates, shard: Shard) -> tuple[list[float], list
     return ([], []) if len(numbers) < len(rates) else (numbers[: len(used)], numbers[len(used) :])
 
 
-def steps_note(model: ModelStates, shard: Shard, record: CommitRecord | None) -> str | None:
+def steps_note(model: ModuleHeader, shard: OptimizerHeader, record: CommitRecord | None) -> str | None:
     """A sentence about steps that differ and are no proof of two saves; some optimizers do not count the first step."""
     said = unequal_steps(model, shard)
     if said is None or record is not None or model.save_id is not None or _steps(shard) + 1 == model.global_steps:
@@ -115,7 +115,7 @@ def steps_note(model: ModelStates, shard: Shard, record: CommitRecord | None) ->
     )
 
 
-def other_step(model: ModelStates, record: CommitRecord | None) -> str | None:
+def other_step(model: ModuleHeader, record: CommitRecord | None) -> str | None:
     """The sentence about module states of another step than the record's; None where they are of the same save.
 
     The zip directory that the record states for the file proves that: client state may have set the step.
@@ -138,7 +138,7 @@ def other_directory(path: FilePath) -> str:
     )
 
 
-def other_trained_params(model: ModelStates, shard: Shard) -> str | None:
+def other_trained_params(model: ModuleHeader, shard: OptimizerHeader) -> str | None:
     """Whether a model states file lists other trained parameters than an optimizer file has.
 
     Those of slices are compared with the maps of slices when an optimizer file is opened.
@@ -152,19 +152,21 @@ def other_trained_params(model: ModelStates, shard: Shard) -> str | None:
     return f"{model.path} and {shard.path} differ in the trained parameters. {MIXED}"
 
 
-def check_frozen(model: ModelStates, layout: Layout) -> None:
+def check_frozen(model: ModuleHeader, layout: Layout) -> None:
     """Raise CheckpointError for model states that list other frozen parameters than the layout of their rank."""
     if model.frozen is None or model.frozen.params != layout.params:
         raise CheckpointError(f"{model.path}: lists other frozen parameters than its neighbours. {MIXED}")
 
 
-def check_same_save(shards: Mapping[int, Shard], head: Shard, *, recorded: bool, resizable: bool = True) -> None:
+def check_same_save(
+    shards: Mapping[int, OptimizerHeader], head: OptimizerHeader, *, recorded: bool, resizable: bool = True
+) -> None:
     """Raise CheckpointError when shards differ in something that all shards of one save share.
 
     ``recorded``: the save has a commit record, so that its ranks were compared. ``resizable`` as of ``open_state``.
     """
     facts = shard_facts(head)
-    different: dict[str, Shard] = {}
+    different: dict[str, OptimizerHeader] = {}
     for shard in shards.values():
         theirs = facts if shard is head else shard_facts(shard)
         for what, ours in facts.items():
@@ -192,7 +194,7 @@ Values = Mapping[str, tuple[str, object]]
 """The numbers of an optimizer: by a description, their key and the value."""
 
 
-def values_by_rank(shards: Iterable[Shard], head: Shard) -> str | None:
+def values_by_rank(shards: Iterable[OptimizerHeader], head: OptimizerHeader) -> str | None:
     """The sentence about a save whose ranks differ in numbers that an optimizer computes from a rank's own part.
 
     None where the ranks are of two saves: where they differ in a counter, in what a scheduler sets, or in anything that
@@ -224,7 +226,7 @@ def values_sentence(tables: Sequence[tuple[int, Values]]) -> str | None:
     )
 
 
-def shard_values(shard: Shard) -> Values:
+def shard_values(shard: OptimizerHeader) -> Values:
     """The hyper-parameters and the replicated state of a rank's optimizer."""
     found: dict[str, tuple[str, object]] = {}
     for g, group in enumerate(shard.groups):
@@ -238,7 +240,7 @@ def shard_values(shard: Shard) -> Values:
     return found
 
 
-def shard_facts(shard: Shard) -> dict[str, str]:
+def shard_facts(shard: OptimizerHeader) -> dict[str, str]:
     """Return the facts that are the same in every shard of one save.
 
     Of a checkpoint with slices ranks have other parameters, which are compared with the maps of slices.
@@ -259,7 +261,7 @@ def shard_facts(shard: Shard) -> dict[str, str]:
 
 
 @paused_collector()
-def check_same_models(models: Sequence[ModelStates], head: Shard, record: CommitRecord | None) -> None:
+def check_same_models(models: Sequence[ModuleHeader], head: OptimizerHeader, record: CommitRecord | None) -> None:
     """Raise CheckpointError when module states differ in something that all of one save share."""
     first = models[0]
     if (mixed := other_step(first, record)) is not None:
@@ -279,7 +281,7 @@ def check_same_models(models: Sequence[ModelStates], head: Shard, record: Commit
 OF_THE_SAVE = ("the step", "the save id")
 
 
-def model_facts(model: ModelStates) -> dict[str, Hashable]:
+def model_facts(model: ModuleHeader) -> dict[str, Hashable]:
     """Return the facts that module states of one tensor parallel rank share; all of one save share ``OF_THE_SAVE``."""
     extents = model.frozen_extents
     return {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.optimizer_file import checked_param, checked_params, damaged
 from zeroelastic.checkpoint.saved_layout import SavedMaps
 from zeroelastic.checkpoint.tag_files import expert_file_name
@@ -84,7 +84,7 @@ class FrozenExperts:
         return own.among(number, self.layout.num_params)
 
 
-def frozen_experts(model: ModelStates, maps: SavedMaps) -> FrozenExperts | None:
+def frozen_experts(model: ModuleHeader, maps: SavedMaps) -> FrozenExperts | None:
     """The frozen parameters where some are experts; None where none are.
 
     ``model`` is the model states header of a save without tensor parallelism. Opens the file of expert 0 of each layer.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from zeroelastic.core.digest import UInt64Array, combine, stream_seed
 from zeroelastic.core.layout import Int64Array, Layout
-from zeroelastic.core.plan import Plan, Runs
+from zeroelastic.core.plan import Plan, StridedRuns
 from zeroelastic.core.slices import numbered
 from zeroelastic.executors.dispatch import digest_range
 from zeroelastic.io.paths import FilePath
@@ -59,7 +59,7 @@ def extents_over_ranks(layout: Layout, rank: int, extents: Mapping[str, TensorEx
     return {key: places.among(own, layout.num_params) for key, places in extents.items()}
 
 
-class Destination(NamedTuple):
+class TensorSlot(NamedTuple):
     """A flat tensor of the plan's target: which state key of which target sub-group, in the dtype that files hold."""
 
     key: str
@@ -130,7 +130,7 @@ class ExtentTable:
 
 
 def extent_table(
-    plan: Plan, extents: Mapping[int, Mapping[str, TensorExtents]], targets: Sequence[Destination]
+    plan: Plan, extents: Mapping[int, Mapping[str, TensorExtents]], targets: Sequence[TensorSlot]
 ) -> ExtentTable:
     """Return the rows that fill every target as ``plan`` says, from ``extents[source rank][key]``, sorted by place.
 
@@ -168,7 +168,7 @@ def extent_table(
     return rows if follows.all() else rows.take(np.lexsort((rows.file_offset, rows.file)))
 
 
-def _run_by_run(rows: ExtentTable, runs: Runs) -> ExtentTable:
+def _run_by_run(rows: ExtentTable, runs: StridedRuns) -> ExtentTable:
     """The rows, each repeated as ``runs`` says."""
     row, run = numbered(np.zeros_like(runs.count), runs.count)
     rows, runs = rows.take(row), runs.take(row)
@@ -181,7 +181,7 @@ def _run_by_run(rows: ExtentTable, runs: Runs) -> ExtentTable:
 
 
 def extent_windows(
-    plan: Plan, extents: Mapping[int, Mapping[str, TensorExtents]], targets: Sequence[Destination]
+    plan: Plan, extents: Mapping[int, Mapping[str, TensorExtents]], targets: Sequence[TensorSlot]
 ) -> Iterator[ExtentTable]:
     """The rows of ``extent_table`` in tables of at most ``_WINDOW_ROWS``, each sorted by place; at least one table.
 

@@ -74,7 +74,7 @@ _OF_DEEPSPEED = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class ModelStates:
+class ModuleHeader:
     """The header of one rank's ``*_model_states.pt``; the payload of the module is not read.
 
     ``world_size`` are the data parallel ranks, and ``tensor_size`` the tensor parallel ones. Names and shapes are those
@@ -128,7 +128,7 @@ class ModelStates:
 
 def open_model_states(
     path: FilePath, rank: int, *, world_size: int | None, tp: TensorParallel | None = None
-) -> ModelStates:
+) -> ModuleHeader:
     """Parse what a model states file says about the layout; objects of unknown classes in it stay inert.
 
     With ``world_size`` given, the data parallel ranks, a file that says otherwise raises CheckpointError; with ``tp``,
@@ -139,13 +139,13 @@ def open_model_states(
 
 def model_states_of(
     file: TorchFile, rank: int, *, world_size: int | None, tp: TensorParallel | None = None
-) -> ModelStates:
+) -> ModuleHeader:
     """``open_model_states`` of a file that was read already."""
     with file.one_open():
         return _model_states(file, rank, world_size=world_size, tp=tp)
 
 
-def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: TensorParallel | None) -> ModelStates:
+def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: TensorParallel | None) -> ModuleHeader:
     path, root = file.path, file.root
     if not isinstance(root, dict):
         raise CheckpointError(f"{path}: is not a DeepSpeed model states file.")
@@ -199,7 +199,7 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
     may_freeze_experts = bool(expert_files) and (lists_frozen or is_stage_1)
     others_of.append((module, module if is_part else others))
     params_alone = _used_by_params_alone(file, others_of)
-    return ModelStates(
+    return ModuleHeader(
         path=path,
         size=file.size,
         rank=rank,
@@ -260,7 +260,7 @@ def _entries(module: Mapping[object, object], *, but: Collection[object]) -> dic
 def _weights(
     file: TorchFile, entries: Mapping[object, object], params: Sequence[Sequence[Param]]
 ) -> tuple[Int64Array, dict[str, tuple[str, int]]]:
-    """``ModelStates.weights`` and ``weight_places`` of these entries. Raises CheckpointError if one is not contiguous.
+    """``ModuleHeader.weights`` and ``weight_places`` of these entries. Raises CheckpointError if one is not contiguous.
 
     A tied weight has several names, one of which is its parameter's.
     """

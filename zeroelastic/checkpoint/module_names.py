@@ -60,7 +60,7 @@ def module_names(
     if is_whole:
         empty |= {alias for alias, name in tied.items() if _are_two_empty(places.get(alias), places.get(name))}
     tied = {alias: name for alias, name in tied.items() if alias not in empty}
-    tied |= {str(alias): str(name) for alias, name in second_routers(root, names).items()}
+    tied |= {str(alias): str(name) for alias, name in duplicate_router_names(root, names).items()}
     extra_states = {name for name in map(str, names) if name.rpartition(".")[2] == _EXTRA_STATE}
     of_buffers = {str(name): str(name) for name in buffers} if isinstance(buffers, list) else {}
     tables = [*(tables if isinstance(tables, list) else ()), frozen]
@@ -103,7 +103,7 @@ def autoep_layers(root: Mapping[object, object]) -> list[Mapping[object, object]
     return [layer for layer in layers if isinstance(layer, Mapping)] if isinstance(layers, list) else []
 
 
-def second_routers(root: Mapping[object, object], module: Iterable[object]) -> dict[object, object]:
+def duplicate_router_names(root: Mapping[object, object], module: Iterable[object]) -> dict[object, object]:
     """The further names of the routers of AutoEP's layers, each with the router's own.
 
     The layers have them for hooks of the model they replace; DeepSpeed's ``shared_params`` does not list them. Source:

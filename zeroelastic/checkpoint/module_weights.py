@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.checkpoint.contradictions import MIXED, steps_agree
-from zeroelastic.checkpoint.model_states import ModelStates
-from zeroelastic.checkpoint.optimizer_file import FP32, Shard
-from zeroelastic.checkpoint.saved_state import SavedPart
+from zeroelastic.checkpoint.model_states import ModuleHeader
+from zeroelastic.checkpoint.optimizer_file import FP32, OptimizerHeader
+from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.errors import CheckpointError, counted, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import LocalFile
@@ -42,7 +42,7 @@ class ComparedWeights(NamedTuple):
 
 
 def compare_weights(
-    part: SavedPart, ranks: Iterable[int], model: ModelStates, *, sample: int | None = None
+    part: TensorSet, ranks: Iterable[int], model: ModuleHeader, *, sample: int | None = None
 ) -> ComparedWeights:
     """Compare the weights in a file of the whole module with the master weights in the files of some ranks.
 
@@ -85,7 +85,7 @@ def compare_weights(
     return ComparedWeights(frozenset(compared), frozenset(differing))
 
 
-def other_weights(model: ModelStates, shard: Shard, found: ComparedWeights) -> str | None:
+def other_weights(model: ModuleHeader, shard: OptimizerHeader, found: ComparedWeights) -> str | None:
     """Whether the weights of the module and the master weights are of two saves."""
     differing, compared = len(found.differing), len(found.compared)
     if not differing or 2 * differing < compared or steps_agree(model, shard):

@@ -15,9 +15,9 @@ from zeroelastic.checkpoint.contradictions import check_frozen, not_committed, o
 from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
 from zeroelastic.checkpoint.inventory import NO_FILES, Inventory, check_sizes, list_files
-from zeroelastic.checkpoint.model_states import ModelStates, model_states_of
+from zeroelastic.checkpoint.model_states import ModuleHeader, model_states_of
 from zeroelastic.checkpoint.one_save import watch
-from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard
+from zeroelastic.checkpoint.optimizer_file import FROZEN, OptimizerHeader, ParamGroup
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file, shard_of
 from zeroelastic.checkpoint.saved_layout import SavedMaps, SlicedLayout, frozen_layout, saved_maps, sliced_layout
 from zeroelastic.checkpoint.tag_files import (
@@ -88,9 +88,9 @@ class Checkpoint:
     compare_directories: bool = True
     whole_model: bool = False
     near_rank: int = 0
-    models: dict[int, ModelStates] = field(default_factory=dict, repr=False)
+    models: dict[int, ModuleHeader] = field(default_factory=dict, repr=False)
     sliced: SlicedLayout | None = field(default=None, repr=False)
-    _shards: dict[int, Shard] = field(default_factory=dict, repr=False)
+    _shards: dict[int, OptimizerHeader] = field(default_factory=dict, repr=False)
     _maps: SavedMaps | None = field(default=None, repr=False)
     _others: dict[int, Checkpoint] = field(default_factory=dict, repr=False)
     _frozen: Layout | None = field(default=None, repr=False)
@@ -141,7 +141,7 @@ class Checkpoint:
         """Where a rank's optimizer file has its parts of the parameters of ``layout``, by state key. Opens as that."""
         return extents_over_ranks(self.layout, rank, self.shard(rank).extents)
 
-    def groups(self, head: Shard) -> tuple[ParamGroup, ...]:
+    def groups(self, head: OptimizerHeader) -> tuple[ParamGroup, ...]:
         """The optimizer groups of one rank's file, with the parameters of all ranks by the names of whole tensors."""
         return head.groups if self.sliced is None else self.sliced.groups(head)
 
@@ -200,7 +200,7 @@ class Checkpoint:
         models = [(rank_of[model.path.name], model) for model in self.models.values() if model.path.name in rank_of]
         self.models = {rank: model if model.rank == rank else replace(model, rank=rank) for rank, model in models}
 
-    def shard(self, rank: int, *, through: Blocks | None = None) -> Shard:
+    def shard(self, rank: int, *, through: Blocks | None = None) -> OptimizerHeader:
         """The header of one rank's optimizer file; parsed once. Raises CheckpointError, UnsupportedError.
 
         Where there are slices, the headers of ``layout_models`` are opened before.
@@ -213,7 +213,7 @@ class Checkpoint:
             self._shards[rank] = shard
         return self._shards[rank]
 
-    def read_shard(self, rank: int, *, through: Blocks | None = None) -> Shard:
+    def read_shard(self, rank: int, *, through: Blocks | None = None) -> OptimizerHeader:
         """Parse the header of one rank's optimizer file, which is not yet compared with other files."""
         data_rank, tensor_rank = self.topology.place(rank)
         opened = read_optimizer_file(self.optim_files[rank], world_size=self.topology.data_size, through=through)
@@ -247,7 +247,7 @@ class Checkpoint:
             self.topology = self.sliced.topology
         return self.sliced.of_rank(rank)
 
-    def model_states(self, rank: int, *, through: Blocks | None = None) -> ModelStates:
+    def model_states(self, rank: int, *, through: Blocks | None = None) -> ModuleHeader:
         """The layout part of ``model_file``; parsed once.
 
         Raises CheckpointError, UndescribedSlicesError.
@@ -262,7 +262,7 @@ class Checkpoint:
 
     def take_model_states(
         self, file: TorchFile, rank: int, *, data_size: int | None, tp: TensorParallel | None
-    ) -> ModelStates:
+    ) -> ModuleHeader:
         """Parse a model states file that was read; ``data_size`` and ``tp`` as of ``open_model_states``."""
         model = model_states_of(file, rank, world_size=data_size, tp=tp)
         self._check_directory(file.path, file.directory)
@@ -400,7 +400,7 @@ def _state_files(
     return rank_files(tag_dir, names, tp.rank)
 
 
-def _read_first_model(checkpoint: Checkpoint, files: StateFiles, tp: TensorParallel | None) -> ModelStates:
+def _read_first_model(checkpoint: Checkpoint, files: StateFiles, tp: TensorParallel | None) -> ModuleHeader:
     """Open the model states of ``near_rank``, or of rank 0 where the save has no such rank: they state the sizes."""
     tag_dir, near = checkpoint.tag_dir, checkpoint.near_rank
     rank = near % files.tensor_size if files.whole_model else near

@@ -190,7 +190,7 @@ class ScalerState:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class OptimizerHeader:
     """One rank's optimizer state: which tensors and scalars each flat buffer has and where the tensors are.
 
     A flat buffer is a sub-group at ZeRO ``stage`` 3, an optimizer group at stages 1 and 2. ``rank`` is counted over all

@@ -25,10 +25,10 @@ from zeroelastic.checkpoint.optimizer_file import (
     FROZEN,
     GRAD_SCALER,
     SCALERS,
+    OptimizerHeader,
     OptionValue,
     ParamGroup,
     ScalerState,
-    Shard,
     checked_params,
     checked_table,
     damaged,
@@ -66,7 +66,7 @@ from zeroelastic.torch_file.header import (
 _State = Mapping[str, object]
 """The entry ``optimizer_state_dict`` of a file."""
 
-_Make = Callable[..., Shard]
+_Make = Callable[..., OptimizerHeader]
 """``_build`` with what is the same in every format."""
 
 
@@ -120,7 +120,7 @@ def open_shard(
     rigid_params: Sequence[Sequence[Param]] | None,
     tp_rank: int = 0,
     slices: RankSlices | None = None,
-) -> Shard:
+) -> OptimizerHeader:
     """Parse the optimizer file of a data parallel rank of ``world_size``, that of tensor parallel rank ``tp_rank``.
 
     ``rigid_params`` are the parameters by flat buffer, in buffer order, which the optimizer files of stock DeepSpeed do
@@ -197,7 +197,7 @@ def shard_of(
     rigid_params: Sequence[Sequence[Param]] | None,
     tp_rank: int = 0,
     slices: RankSlices | None = None,
-) -> Shard:
+) -> OptimizerHeader:
     """Place the tensors of a file that was read already; arguments and errors as of ``open_shard``."""
     file, state, config, stage, num_parts, save_id = opened
     path = file.path
@@ -275,7 +275,7 @@ def _cut_of(path: FilePath, state: _State, slices: RankSlices, num_parts: tuple[
     return _Cut(topology.world_size, rank, parts, tuple(ranks))
 
 
-def _of_whole_tensors(shard: Shard, slices: RankSlices) -> Shard:
+def _of_whole_tensors(shard: OptimizerHeader, slices: RankSlices) -> OptimizerHeader:
     """A shard with the layout and the names that the checkpoint's maps give it.
 
     Raises CheckpointError where the file has other slices.
@@ -295,7 +295,9 @@ def _of_whole_tensors(shard: Shard, slices: RankSlices) -> Shard:
     return replace(shard, layout=layout, groups=tuple(groups))
 
 
-def _read_rigid(file: TorchFile, state: _State, make: _Make, sub_groups: Sequence[Sequence[Param]], cut: _Cut) -> Shard:
+def _read_rigid(
+    file: TorchFile, state: _State, make: _Make, sub_groups: Sequence[Sequence[Param]], cut: _Cut
+) -> OptimizerHeader:
     layout = cut.layout(sub_groups, file.path)
     flats = _flat_groups(file, state, layout)
     members, values = _nested_state(file, state.get("optimizer_state_dict"), len(flats))
@@ -372,7 +374,7 @@ def _read_groups(
     groups: Sequence[Sequence[Param]],
     gaps: Sequence[Sequence[int]] | None,
     cut: _Cut,
-) -> Shard:
+) -> OptimizerHeader:
     """Read a file of stage 1 or 2, of ``DeepSpeedZeroOptimizer`` or ``BF16_Optimizer`` (DeepSpeed 0.19.8)."""
     layout = cut.layout(groups, file.path, partial(group_split_layout, gaps=gaps))
     parts = cut.parts(len(groups), file.path)
@@ -416,7 +418,7 @@ def lean_numel(layout: Layout, rank: int) -> Int64Array:
 
 def _read_elastic(
     file: TorchFile, state: _State, make: _Make, cut: _Cut, *, rank: int, world_size: int, tp_rank: int
-) -> Shard:
+) -> OptimizerHeader:
     table = state.get("zeroelastic")
     if not isinstance(table, dict):
         raise damaged(file.path, "has base_optimizer_state but no zeroelastic table")
@@ -566,7 +568,7 @@ def _build(
     values: Sequence[Mapping[object, object]],
     groups: tuple[ParamGroup, ...],
     unpadded: bool = False,
-) -> Shard:
+) -> OptimizerHeader:
     """Place every tensor. Raises CheckpointError, UnsupportedError for what is no tensor or scalar.
 
     ``values`` is the state by sub-group as the file has it; ``unpadded``: its tensors are as long as the flat buffer
@@ -603,7 +605,7 @@ def _build(
             dtypes.setdefault(key, {})[i] = dtype
         tensor_keys.append(tuple(placed))
         scalars.append(replicated)
-    return Shard(
+    return OptimizerHeader(
         path=file.path,
         size=file.size,
         rank=rank,

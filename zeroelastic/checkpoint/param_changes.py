@@ -50,7 +50,7 @@ class GroupMatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class ParamDiff:
     """The outcome of a load for every parameter. Invariant: each live one is in one of the lists, all but ``dropped``.
 
     ``restored``: trained then and now. ``frozen``: frozen then and now. ``unfrozen``: frozen then, trained now.
@@ -117,7 +117,7 @@ def other_names(saved: ParamSet, live: ParamSet) -> dict[str, str]:
 @paused_collector()
 def compare(
     saved: ParamSet, live: ParamSet, saved_groups: Sequence[ParamGroup], live_groups: Sequence[Sequence[str]]
-) -> Membership:
+) -> ParamDiff:
     """Compare the parameters and optimizer groups of a save with a run's.
 
     Example::
@@ -180,7 +180,7 @@ def compare(
     dealt = bool(group_problems) and any(map(_is_of_experts, saved_groups))  # a rank has more experts, or fewer
     if dealt:
         group_problems = _compare_dealt_groups(saved_groups, live_groups)
-    return Membership(
+    return ParamDiff(
         **{what: tuple(names) for what, names in found.items()},
         groups=match_groups(saved_groups, live_groups, frozenset(found["restored"]), fits=fits),
         problems=tuple(problems),
@@ -196,7 +196,7 @@ _OUTCOMES = (
     *("restored", "frozen", "unfrozen", "newly_frozen", "added_trained", "added_frozen", "excluded", "dropped"),
     "relisted",
 )
-"""The lists of ``Membership`` in one of which each parameter is."""
+"""The lists of ``ParamDiff`` in one of which each parameter is."""
 
 _TRAINED, _FROZEN = "parameter", "frozen parameter"
 _WORD = {_TRAINED: "trained", _FROZEN: "frozen"}

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zeroelastic.checkpoint.model_states import ModelStates, trained_tables
+from zeroelastic.checkpoint.model_states import ModuleHeader, trained_tables
 from zeroelastic.checkpoint.module_names import module_names, places_of
-from zeroelastic.checkpoint.optimizer_file import ParamGroup, Shard, checked_param, checked_params
+from zeroelastic.checkpoint.optimizer_file import OptimizerHeader, ParamGroup, checked_param, checked_params
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.checkpoint.topology import (
@@ -135,7 +135,7 @@ class SlicedLayout:
                     names[name] = whole
         return RankSlices(self.topology, rank, self.layout.on_rank(rank), names)
 
-    def groups(self, head: Shard) -> tuple[ParamGroup, ...]:
+    def groups(self, head: OptimizerHeader) -> tuple[ParamGroup, ...]:
         """The optimizer groups of one rank's file, with the parameters of all ranks.
 
         Those that the rank does not have are in the group whose buffers have them elsewhere. Experts of a layer follow
@@ -159,7 +159,7 @@ class SlicedLayout:
 
 
 def sliced_layout(
-    models: Sequence[ModelStates], opened: OptimizerFile, topology: Topology, saved: SavedMaps
+    models: Sequence[ModuleHeader], opened: OptimizerFile, topology: Topology, saved: SavedMaps
 ) -> SlicedLayout:
     """The layout of the trained parameters; ``models`` is a model states header of each tensor parallel rank.
 
@@ -200,7 +200,7 @@ def sliced_layout(
     return SlicedLayout(topology, layout, maps)
 
 
-def frozen_layout(models: Sequence[ModelStates], topology: Topology, saved: SavedMaps) -> Layout | None:
+def frozen_layout(models: Sequence[ModuleHeader], topology: Topology, saved: SavedMaps) -> Layout | None:
     """The layout of the frozen parameters over the ranks that have some in files; None where none were saved.
 
     ``models`` as of ``sliced_layout``. At stages 1 and 2 data parallel rank 0 has all.
@@ -262,7 +262,7 @@ def _with_native_experts(
     return maps
 
 
-def _check_shapes(model: ModelStates, maps: SliceMaps, topology: Topology) -> None:
+def _check_shapes(model: ModuleHeader, maps: SliceMaps, topology: Topology) -> None:
     """Raise CheckpointError where a file has other shapes of its parameters than the maps give to its rank."""
     frozen = () if model.frozen is None else model.frozen.params
     for param in (*(param for members in model.sub_groups for param in members), *frozen):

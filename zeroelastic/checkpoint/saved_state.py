@@ -13,13 +13,13 @@ import numpy as np
 
 from zeroelastic.checkpoint.contradictions import MIXED, check_frozen, check_same_models, check_same_save
 from zeroelastic.checkpoint.expert_files import FrozenExperts
-from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_table, extents_over_ranks
-from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.extents import ExtentTable, TensorExtents, TensorSlot, extent_table, extents_over_ranks
+from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.optimizer_file import FROZEN, ParamGroup, Shard
+from zeroelastic.checkpoint.optimizer_file import FROZEN, OptimizerHeader, ParamGroup
 from zeroelastic.core.digest import ParamContent, ScalarValue
 from zeroelastic.core.layout import Int64Array, Layout, Param, unpacked_layout
-from zeroelastic.core.plan import held_plan, make_plan
+from zeroelastic.core.plan import identity_plan, make_plan
 from zeroelastic.errors import CheckpointError, brief
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
@@ -38,7 +38,7 @@ class SavedTensor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SavedPart:
+class TensorSet:
     """The trained or the frozen parameters of a save.
 
     ``params`` are the whole parameters, each once, and ``layout`` says which rank has which of their elements: of a
@@ -85,14 +85,14 @@ class SavedPart:
         it is of; padding is in no row. What several ranks have copies of is in the rows of each of them.
         """
         layout, numbers = self.layout, self.numbers()
-        targets: list[Destination] = []
+        targets: list[TensorSlot] = []
         position: list[int] = []  # of a target's key among those of its parameters
         for sub_group in range(layout.num_sub_groups):
             first = int(np.argmax(layout.sub_group == sub_group))
             for number, (key, dtype) in enumerate(self.dtypes[numbers[first]].items()):
-                targets.append(Destination(key, sub_group, dtype))
+                targets.append(TensorSlot(key, sub_group, dtype))
                 position.append(number)
-        plan = make_plan(layout, layout, rank) if layout.slices is None else held_plan(layout, rank).run_by_run()
+        plan = make_plan(layout, layout, rank) if layout.slices is None else identity_plan(layout, rank).run_by_run()
         rows = extent_table(plan, self.extents, targets)
         counts = np.array([len(dtypes) for dtypes in self.dtypes], dtype=np.int64)
         first_tensor = np.cumsum(counts) - counts
@@ -109,7 +109,7 @@ class SavedPart:
         begin, end = np.maximum(plan.start, start), np.minimum(plan.start + plan.length, stop)
         src_offset = plan.src_offset + begin - plan.start
         plan = replace(plan, start=begin, length=end - begin, src_offset=src_offset, dst_offset=begin - start)
-        return extent_table(plan.take(end > begin), self.extents, [Destination(key, 0, self.dtypes[param][key])])
+        return extent_table(plan.take(end > begin), self.extents, [TensorSlot(key, 0, self.dtypes[param][key])])
 
     def whole_rows(
         self, params: Sequence[int], *, keys: Collection[str] | None = None
@@ -120,12 +120,12 @@ class SavedPart:
         """
         chosen = [self.params[p] for p in params]
         tensors: list[SavedTensor] = []
-        targets: list[Destination] = []
+        targets: list[TensorSlot] = []
         for i, p in enumerate(params):
             for key, dtype in self.dtypes[p].items():
                 if keys is None or key in keys:
                     tensors.append(SavedTensor(self.params[p], key, dtype))
-                    targets.append(Destination(key, i, dtype))
+                    targets.append(TensorSlot(key, i, dtype))
         plan = make_plan(self.layout, unpacked_layout(chosen, 1), 0).run_by_run()
         return tensors, extent_table(plan, self.extents, targets)
 
@@ -140,9 +140,9 @@ class SavedState:
     """
 
     checkpoint: Checkpoint
-    head: Shard
-    models: tuple[ModelStates, ...]
-    parts: tuple[SavedPart, ...]
+    head: OptimizerHeader
+    models: tuple[ModuleHeader, ...]
+    parts: tuple[TensorSet, ...]
 
     @property
     def groups(self) -> tuple[ParamGroup, ...]:
@@ -155,7 +155,7 @@ class SavedState:
         return sum(tensor.nbytes for part in self.parts for tensor in part.tensors())
 
 
-def contents_of(parts: Iterable[SavedPart], digests: Mapping[tuple[str, str], int] | None = None) -> list[ParamContent]:
+def contents_of(parts: Iterable[TensorSet], digests: Mapping[tuple[str, str], int] | None = None) -> list[ParamContent]:
     """Each parameter of some parts, given the digest of each (parameter, state key); without them, with 0 for all."""
     return [
         ParamContent(
@@ -184,8 +184,8 @@ def open_state(checkpoint: Checkpoint, *, resizable: bool = True) -> SavedState:
 
 
 def saved_parts(
-    checkpoint: Checkpoint, shards: Mapping[int, Shard], models: Iterable[ModelStates]
-) -> tuple[SavedPart, ...]:
+    checkpoint: Checkpoint, shards: Mapping[int, OptimizerHeader], models: Iterable[ModuleHeader]
+) -> tuple[TensorSet, ...]:
     """The parts of a saved state, with the extents of the ranks whose headers are given."""
     trained = trained_part(shards, next(iter(shards.values())), checkpoint.layout)
     layout, experts = checkpoint.frozen_layout, checkpoint.frozen_experts
@@ -193,7 +193,9 @@ def saved_parts(
     return (trained,) if frozen is None else (trained, frozen)
 
 
-def trained_part(shards: Mapping[int, Shard], head: Shard, layout: Layout | None = None) -> SavedPart:
+def trained_part(
+    shards: Mapping[int, OptimizerHeader], head: OptimizerHeader, layout: Layout | None = None
+) -> TensorSet:
     """The trained parameters in the files of some ranks, whose headers say the same as ``head``.
 
     ``layout`` is that of all ranks, by default that of ``head``.
@@ -204,7 +206,7 @@ def trained_part(shards: Mapping[int, Shard], head: Shard, layout: Layout | None
     first = np.empty(len(params), dtype=np.int64)  # slice of each tensor
     first[numbers[::-1]] = np.arange(len(numbers))[::-1]
     sub_groups = layout.sub_group[first].tolist()
-    return SavedPart(
+    return TensorSet(
         layout=layout,
         params=params,
         dtypes=tuple(
@@ -215,7 +217,7 @@ def trained_part(shards: Mapping[int, Shard], head: Shard, layout: Layout | None
     )
 
 
-def frozen_part(models: Mapping[int, ModelStates], layout: Layout | None = None) -> SavedPart | None:
+def frozen_part(models: Mapping[int, ModuleHeader], layout: Layout | None = None) -> TensorSet | None:
     """The frozen parameters in the files of some ranks; None where none were saved.
 
     ``layout`` is that of all ranks, by default that of each of them. Raises CheckpointError naming two files that
@@ -233,7 +235,7 @@ def frozen_part(models: Mapping[int, ModelStates], layout: Layout | None = None)
     return _frozen(layout, extents)
 
 
-def _frozen(layout: Layout, extents: Mapping[int, Mapping[str, TensorExtents]]) -> SavedPart:
+def _frozen(layout: Layout, extents: Mapping[int, Mapping[str, TensorExtents]]) -> TensorSet:
     """Frozen parameters. Raises CheckpointError where the files of two ranks differ in the dtype of one."""
     dtype_of: dict[str, str] = {}
     for rank, places in extents.items():
@@ -246,10 +248,10 @@ def _frozen(layout: Layout, extents: Mapping[int, Mapping[str, TensorExtents]]) 
                 )
     params = layout.whole_tensors
     dtypes_by_param = tuple({FROZEN: dtype_of[param.name]} for param in params)
-    return SavedPart(layout, params, dtypes_by_param, tuple({} for _ in params), extents)
+    return TensorSet(layout, params, dtypes_by_param, tuple({} for _ in params), extents)
 
 
-def experts_part(experts: FrozenExperts) -> SavedPart:
+def experts_part(experts: FrozenExperts) -> TensorSet:
     """The frozen parameters of a save with frozen experts; opens their files. Raises CheckpointError."""
     ranks = range(experts.layout.world_size)
     return _frozen(experts.layout, {rank: {FROZEN: experts.extents(rank)} for rank in ranks})

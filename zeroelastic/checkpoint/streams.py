@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.checkpoint.extents import ExtentTable
-from zeroelastic.checkpoint.saved_state import SavedPart
+from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.core.copies import first_copies, strips_of_runs
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array
@@ -21,7 +21,7 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class DigestKeys:
     """The streams of the tensors of some parts, in their order, and then those of copies.
 
     A copy is a strip that more than one slice of a tensor has, for one state key. Of shape ``(num_streams,)``:
@@ -43,7 +43,7 @@ class Streams:
         """How many of the streams are copies."""
         return len(self.tensor) - self.num_tensors
 
-    def of_rows(self, parts: Sequence[SavedPart], number: int, rows: ExtentTable, tensor: Int64Array) -> Int64Array:
+    def of_rows(self, parts: Sequence[TensorSet], number: int, rows: ExtentTable, tensor: Int64Array) -> Int64Array:
         """The stream of each row of ``parts[number].rank_rows``, which are of these tensors of all parts."""
         slices, first = parts[number].layout.slices, self.first[number]
         if slices is None or not len(first):
@@ -53,7 +53,7 @@ class Streams:
         return np.where(stream < 0, tensor, stream + key)
 
 
-def streams_of(parts: Sequence[SavedPart]) -> Streams:
+def streams_of(parts: Sequence[TensorSet]) -> DigestKeys:
     """The streams of these parts."""
     num_tensors = sum(len(dtypes) for part in parts for dtypes in part.dtypes)
     columns: list[npt.NDArray[np.int64]] = []
@@ -93,7 +93,7 @@ def streams_of(parts: Sequence[SavedPart]) -> Streams:
     unknown = np.full_like(own, -1)
     columns.insert(0, np.stack((own, unknown, np.zeros_like(own), unknown, unknown)))
     tensor, group, numel, of_part, of_param = np.concatenate(columns, axis=1)
-    return Streams(num_tensors, tensor, group, numel, of_part, of_param, tuple(firsts))
+    return DigestKeys(num_tensors, tensor, group, numel, of_part, of_param, tuple(firsts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class CopySums:
     unsure: npt.NDArray[np.bool_]
 
 
-def sum_copies(streams: Streams, digests: UInt64Array, covered: Int64Array, want: Sequence[int | None]) -> CopySums:
+def sum_copies(streams: DigestKeys, digests: UInt64Array, covered: Int64Array, want: Sequence[int | None]) -> CopySums:
     """Add up the streams by tensor. ``want`` is what each tensor's digest should be, where that is known.
 
     Of copies that differ the one is taken with which a tensor's digest is as it should be, else that of most ranks.
@@ -140,7 +140,7 @@ def sum_copies(streams: Streams, digests: UInt64Array, covered: Int64Array, want
     return CopySums(total, elements, differs, unsure)
 
 
-def _groups(streams: Streams, chosen: npt.NDArray[np.bool_]) -> list[Int64Array]:
+def _groups(streams: DigestKeys, chosen: npt.NDArray[np.bool_]) -> list[Int64Array]:
     """The streams of each group of copies, of those that are chosen."""
     copies = np.flatnonzero(chosen & (streams.group >= 0))
     copies = copies[np.argsort(streams.group[copies], kind="stable")]

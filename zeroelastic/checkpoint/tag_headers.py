@@ -16,12 +16,12 @@ from pydantic import ConfigDict
 from zeroelastic.checkpoint.commit_record import CheckpointFormat, CommitRecord, excluded_from
 from zeroelastic.checkpoint.contradictions import other_directory
 from zeroelastic.checkpoint.extents import stream_seeds
-from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.optimizer_file import Shard
+from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
 from zeroelastic.checkpoint.saved_layout import SlicedLayout
-from zeroelastic.checkpoint.saved_state import SavedPart, SavedTensor, contents_of
-from zeroelastic.checkpoint.streams import Streams, streams_of
+from zeroelastic.checkpoint.saved_state import SavedTensor, TensorSet, contents_of
+from zeroelastic.checkpoint.streams import DigestKeys, streams_of
 from zeroelastic.checkpoint.tag_files import EXPERT_FILE, TagListing
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ParamContent, UInt64Array
@@ -76,13 +76,13 @@ class TagHeaders:
         self.stated_world_size: int | None = None
         self.optim_files: dict[int, FilePath] = {}
         self.model_files: dict[int, FilePath] = {}
-        self.models: dict[int, ModelStates] = {}
-        self.shards: dict[int, Shard] = {}
-        self.first_model: ModelStates | None = None
-        self.first_shard: Shard | None = None
+        self.models: dict[int, ModuleHeader] = {}
+        self.shards: dict[int, OptimizerHeader] = {}
+        self.first_model: ModuleHeader | None = None
+        self.first_shard: OptimizerHeader | None = None
         self.root: Mapping[object, object] = {}
         self.num_opened = 0
-        self.parts: tuple[SavedPart, ...] = ()
+        self.parts: tuple[TensorSet, ...] = ()
         self.tensors: tuple[SavedTensor, ...] = ()
         self.is_stage_0 = False
         self.num_rank_files = self.num_missing = 0
@@ -125,7 +125,7 @@ class TagHeaders:
         return stream_seeds([(tensor.param.name, tensor.key) for tensor in self.tensors])
 
     @cached_property
-    def streams(self) -> Streams:
+    def streams(self) -> DigestKeys:
         """The digests that are computed of ``tensors``: of each, or of each copy."""
         return streams_of(self.parts)
 
@@ -182,7 +182,7 @@ class TagHeaders:
     def other_directories(self, blamed: Collection[str]) -> list[Problem]:
         """Files that are not ``blamed`` already and whose zip directory is not the one in the commit record."""
         recorded = self.checkpoint.recorded_directories
-        opened: list[Shard | ModelStates] = [*self.shards.values(), *self.models.values()]
+        opened: list[OptimizerHeader | ModuleHeader] = [*self.shards.values(), *self.models.values()]
         return [
             Problem(header.path.name, other_directory(header.path))
             for header in opened

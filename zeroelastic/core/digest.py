@@ -142,7 +142,7 @@ class ScalarValue:
         return self.canonical().partition(":")[2]
 
 
-class Stream(NamedTuple):
+class DigestKey(NamedTuple):
     """What has a digest of its own: for a state key, the elements of one strip, from ``start`` of the whole tensor on.
 
     A whole tensor is one strip, and begins at 0. Several ranks may have copies of one strip.
@@ -153,15 +153,15 @@ class Stream(NamedTuple):
     start: int = 0
 
 
-def stream_of(layout: Layout, strip: int, key: str) -> Stream:
+def stream_of(layout: Layout, strip: int, key: str) -> DigestKey:
     """The stream of a strip of a layout, by its number; without slices, that of a parameter."""
     if layout.slices is None:
-        return Stream(layout.params[strip].name, key)
+        return DigestKey(layout.params[strip].name, key)
     strips = layout.slices.strips
-    return Stream(layout.params[int(strips.param[strip])].name, key, int(strips.start[strip]))
+    return DigestKey(layout.params[int(strips.param[strip])].name, key, int(strips.start[strip]))
 
 
-def streams_of(layout: Layout, sub_group: int, key: str) -> list[Stream]:
+def streams_of(layout: Layout, sub_group: int, key: str) -> list[DigestKey]:
     """The streams of all parameters of a sub-group."""
     of = np.arange(layout.num_params) if layout.slices is None else layout.slices.strips.param
     return [stream_of(layout, strip, key) for strip in np.flatnonzero(layout.sub_group[of] == sub_group).tolist()]

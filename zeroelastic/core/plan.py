@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.core.layout import Layout, partition_numel
-from zeroelastic.core.slice_plan import Rows, common_rows, cut_by_source, held_rows, slices_of_layout
+from zeroelastic.core.slice_plan import CommonRows, common_rows, cut_by_source, held_rows, slices_of_layout
 from zeroelastic.core.slices import Int64Array, numbered
 
 _CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class StridedRuns:
     """How often each row of a plan is repeated: ``count`` times, each time at a distance from the time before.
 
     ``stride`` is the distance in the whole tensor, ``src_step`` and ``dst_step`` those in the flat buffers; 0 where
@@ -34,9 +34,9 @@ class Runs:
     src_step: Int64Array
     dst_step: Int64Array
 
-    def take(self, rows: slice | npt.NDArray[np.bool_] | Int64Array) -> Runs:
+    def take(self, rows: slice | npt.NDArray[np.bool_] | Int64Array) -> StridedRuns:
         """Those of some of the rows."""
-        return Runs(self.count[rows], self.stride[rows], self.src_step[rows], self.dst_step[rows])
+        return StridedRuns(self.count[rows], self.stride[rows], self.src_step[rows], self.dst_step[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Plan:
     dst_sub_group: Int64Array
     dst_offset: Int64Array
     src_param: Int64Array
-    runs: Runs | None = None
+    runs: StridedRuns | None = None
 
     @property
     def num_segments(self) -> int:
@@ -193,12 +193,12 @@ def make_plan(src: Layout, dst: Layout, rank: int) -> Plan:
     return Plan(src, dst, rank, param=param, src_rank=src_rank, src_param=order[param], **columns, runs=None)
 
 
-def held_plan(layout: Layout, rank: int) -> Plan:
+def identity_plan(layout: Layout, rank: int) -> Plan:
     """What a rank owns of its slices, where it is: a plan from the layout to itself."""
     return _slice_plan(layout, layout, rank, held_rows(layout, rank), from_rank=rank)
 
 
-def _slice_plan(src: Layout, dst: Layout, rank: int, rows: Rows, *, from_rank: int | None = None) -> Plan:
+def _slice_plan(src: Layout, dst: Layout, rank: int, rows: CommonRows, *, from_rank: int | None = None) -> Plan:
     """The plan of rows that ``rank`` of ``dst`` owns, which are cut here as the source is."""
     rows, number = cut_by_source(rows, src)
     src_rank = slices_of_layout(src).rank_of(rows.src, number)
@@ -225,7 +225,7 @@ def _slice_plan(src: Layout, dst: Layout, rank: int, rows: Rows, *, from_rank: i
     )
     if (rows.count == 1).all():
         return plan
-    return replace(plan, runs=Runs(rows.count, rows.stride, rows.src_step, rows.dst_step))
+    return replace(plan, runs=StridedRuns(rows.count, rows.stride, rows.src_step, rows.dst_step))
 
 
 def _rows(src: Layout, dst: Layout, rank: int, order: Int64Array) -> tuple[Int64Array, Int64Array]:

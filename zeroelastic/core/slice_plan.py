@@ -21,7 +21,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class CommonRows:
     """Rows in columns: ``count`` runs of ``numel`` elements each.
 
     Their distances are ``stride`` in the whole tensor, ``src_step`` and ``dst_step`` in the slices. ``src`` and ``dst``
@@ -39,9 +39,9 @@ class Rows:
     src_step: Int64Array
     dst_step: Int64Array
 
-    def take(self, index: Int64Array | BoolArray) -> Rows:
+    def take(self, index: Int64Array | BoolArray) -> CommonRows:
         """Some of the rows, in the order given."""
-        return Rows(*(getattr(self, field.name)[index] for field in fields(Rows)))
+        return CommonRows(*(getattr(self, field.name)[index] for field in fields(CommonRows)))
 
 
 def slices_of_layout(layout: Layout) -> Slices:
@@ -49,7 +49,7 @@ def slices_of_layout(layout: Layout) -> Slices:
     return whole(layout.params, layout.world_size) if layout.slices is None else layout.slices
 
 
-def common_rows(src: Layout, dst: Layout, rank: int) -> Rows:
+def common_rows(src: Layout, dst: Layout, rank: int) -> CommonRows:
     """What ``rank`` of ``dst`` owns, in rows of what the parameters of ``src`` hold; padding is in none.
 
     Of several copies of a strip one is taken: that of a saved rank of the same number, if there is one, else
@@ -131,17 +131,19 @@ def _overlapping(strips: Strips, tensor: Int64Array) -> Int64Array:
     return np.concatenate((wrong, here.tensor[b[meet & (a != b)]]))
 
 
-def held_rows(layout: Layout, rank: int) -> Rows:
+def held_rows(layout: Layout, rank: int) -> CommonRows:
     """What ``rank`` owns, in rows of its own slices: ``src`` and ``dst`` are the same."""
     start, length = layout.owned(rank)
     strips = slices_of_layout(layout).strips
     strips = strips.take(np.flatnonzero(length[strips.param] > 0))
     p, on = strips.param, strips.offset
-    rows = Rows(p, p, strips.start, on, on, strips.numel, strips.num_runs, strips.stride, strips.step, strips.step)
+    rows = CommonRows(
+        p, p, strips.start, on, on, strips.numel, strips.num_runs, strips.stride, strips.step, strips.step
+    )
     return _clip(rows, rows.dst_at, rows.dst_step, start[p], (start + length)[p])[1]
 
 
-def cut_by_source(rows: Rows, src: Layout) -> tuple[Rows, Int64Array]:
+def cut_by_source(rows: CommonRows, src: Layout) -> tuple[CommonRows, Int64Array]:
     """The rows cut where the parts of source ranks end, and the number of each row's part."""
     part, origin = src.part[rows.src], src.origin[rows.src]
     begin = rows.src_at + origin
@@ -162,7 +164,7 @@ def _distinct(slices: Slices, rank: int) -> tuple[Strips, Int64Array]:
     return strips.take(chosen), key[-1, chosen]
 
 
-def _in_common(src: Strips, src_tensor: Int64Array, dst: Strips, dst_tensor: Int64Array) -> Rows:
+def _in_common(src: Strips, src_tensor: Int64Array, dst: Strips, dst_tensor: Int64Array) -> CommonRows:
     """What the strips of two sides have in common; ``src`` is sorted by tensor and place, and has no copies."""
     grid = _grid_of([(src, src_tensor), (dst, dst_tensor)])
     lines = grid < _NO_GRID
@@ -191,7 +193,7 @@ def _of(strips: Strips, tensor: Int64Array, chosen: BoolArray) -> tuple[Strips, 
     return strips.take(index), tensor[index]
 
 
-def _runs_in_common(src: Strips, src_tensor: Int64Array, dst: Strips, dst_tensor: Int64Array) -> Rows:
+def _runs_in_common(src: Strips, src_tensor: Int64Array, dst: Strips, dst_tensor: Int64Array) -> CommonRows:
     """Of strips that are one run each."""
     count = int(max(src_tensor.max(initial=-1), dst_tensor.max(initial=-1))) + 1
     ends = np.zeros(count, dtype=np.int64)
@@ -205,7 +207,7 @@ def _runs_in_common(src: Strips, src_tensor: Int64Array, dst: Strips, dst_tensor
     start = np.maximum(src.start[s], dst.start[d])
     numel = np.minimum(src.start[s] + src.numel[s], dst.start[d] + dst.numel[d]) - start
     one, zero = np.ones_like(start), np.zeros_like(start)
-    rows = Rows(
+    rows = CommonRows(
         src.param[s],
         dst.param[d],
         start,
@@ -239,7 +241,7 @@ class _Rectangles:
 
 def _rectangles_in_common(
     src: Strips, src_tensor: Int64Array, dst: Strips, dst_tensor: Int64Array, grid: Int64Array
-) -> Rows:
+) -> CommonRows:
     a, b = _rectangles(src, src_tensor, grid), _rectangles(dst, dst_tensor, grid)
     order = np.argsort(a.tensor, kind="stable")
     first = np.searchsorted(a.tensor[order], b.tensor, side="left")
@@ -250,7 +252,7 @@ def _rectangles_in_common(
     count = np.minimum(a.line[s] + a.lines[s], b.line[d] + b.lines[d]) - line
     numel = np.minimum(a.column[s] + a.columns[s], b.column[d] + b.columns[d]) - column
     width = grid[b.tensor[d]]
-    rows = Rows(
+    rows = CommonRows(
         a.param[s],
         b.param[d],
         line * width + column,
@@ -304,16 +306,18 @@ def _single_runs(strips: Strips, chosen: BoolArray) -> tuple[Strips, Int64Array]
     return Strips(strips.param[which], start, offset, strips.numel[which], one, zero, zero), which
 
 
-def _merged(rows: Rows) -> Rows:
+def _merged(rows: CommonRows) -> CommonRows:
     """Rows whose runs follow each other without a gap on all sides are one run."""
     dense = (rows.stride == rows.numel) & (rows.src_step == rows.numel) & (rows.dst_step == rows.numel)
     single = dense | (rows.count == 1)
     zeroed = [np.where(single, 0, column) for column in (rows.stride, rows.src_step, rows.dst_step)]
     numel, count = np.where(dense, rows.numel * rows.count, rows.numel), np.where(single, 1, rows.count)
-    return Rows(rows.src, rows.dst, rows.start, rows.src_at, rows.dst_at, numel, count, *zeroed)
+    return CommonRows(rows.src, rows.dst, rows.start, rows.src_at, rows.dst_at, numel, count, *zeroed)
 
 
-def _clip(rows: Rows, at: Int64Array, step: Int64Array, low: Int64Array, high: Int64Array) -> tuple[Int64Array, Rows]:
+def _clip(
+    rows: CommonRows, at: Int64Array, step: Int64Array, low: Int64Array, high: Int64Array
+) -> tuple[Int64Array, CommonRows]:
     """What of the rows is between ``low`` and ``high``, where run i of a row begins at ``at + i * step``.
 
     Also which row each piece is of.
@@ -324,7 +328,7 @@ def _clip(rows: Rows, at: Int64Array, step: Int64Array, low: Int64Array, high: I
     last = np.clip((high - rows.numel - at) // step + 1, first, rows.count)  # behind the last one that ends inside
     one = np.ones_like(first)
     index: list[Int64Array] = []
-    pieces: list[Rows] = []
+    pieces: list[CommonRows] = []
     for run, count in ((first - 1, one), (first, last - first), (last, one)):
         begin = at + run * step
         cut = np.maximum(low - begin, 0)
@@ -340,9 +344,9 @@ def _clip(rows: Rows, at: Int64Array, step: Int64Array, low: Int64Array, high: I
             )
         )
         columns = rows.src, rows.dst, start, src_at, dst_at, numel, count, rows.stride, rows.src_step, rows.dst_step
-        pieces.append(Rows(*(column[found] for column in columns)))
+        pieces.append(CommonRows(*(column[found] for column in columns)))
     return np.concatenate(index), _merged(_concatenated(*pieces))
 
 
-def _concatenated(*parts: Rows) -> Rows:
-    return Rows(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Rows)))
+def _concatenated(*parts: CommonRows) -> CommonRows:
+    return CommonRows(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(CommonRows)))

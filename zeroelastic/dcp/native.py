@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup, configured_batch, configured_dtype
-from zeroelastic.checkpoint.saved_state import SavedPart
+from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.dcp.notes import NativeNotes, with_kind, with_native_options
 from zeroelastic.dcp.saved import SCHEDULER_FILE, DcpCheckpoint
 from zeroelastic.errors import UnsupportedError, printable, some
@@ -37,7 +37,7 @@ class NativeForm:
 
     found: DcpCheckpoint
     config: Mapping[str, object]
-    trained: SavedPart
+    trained: TensorSet
     groups: tuple[ParamGroup, ...]
     steps: int
     batch: int | None

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from zeroelastic.checkpoint.optimizer_file import ParamGroup
-from zeroelastic.checkpoint.saved_state import SavedPart
+from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.core.digest import ScalarValue
 
 NOTES_VERSION = 1
@@ -62,7 +62,7 @@ def read_notes(text: str) -> NativeNotes:
     return NativeNotes.model_validate_json(text) if found.get("format_version") == NOTES_VERSION else NativeNotes()
 
 
-def kinds_of_scalars(part: SavedPart) -> dict[str, str]:
+def kinds_of_scalars(part: TensorSet) -> dict[str, str]:
     """The type of each value that all parameters keep in one type."""
     kinds: dict[str, set[str]] = {}
     for scalars in part.scalars:

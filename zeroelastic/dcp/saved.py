@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
-from zeroelastic.checkpoint.saved_state import SavedPart
+from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.dcp.archives import ChunkArchives
 from zeroelastic.dcp.chunks import StateKeys, chunk_table
@@ -50,8 +50,8 @@ class DcpCheckpoint:
     tables: tuple[FilePath, ...]
     world_size: int
     named: NamedState
-    trained: SavedPart
-    frozen: SavedPart | None
+    trained: TensorSet
+    frozen: TensorSet | None
     buffers: Mapping[str, tuple[tuple[int, ...], Extent]]
     tied: Mapping[str, str]
     native: NativeNotes
@@ -158,9 +158,9 @@ def _native(named: NamedState, root: FilePath) -> NativeNotes:
 
 def _part(
     params: Mapping[str, StateKeys], parts: int, scalars: Mapping[str, Mapping[str, ScalarValue]] | None = None
-) -> SavedPart:
+) -> TensorSet:
     table = chunk_table(params, parts=parts)
-    return SavedPart(
+    return TensorSet(
         table.layout,
         table.params,
         tuple({key: tensor.dtype for key, tensor in keys.items()} for keys in params.values()),

@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from zeroelastic.checkpoint.extents import Destination, ExtentTable, TensorExtents, extent_windows, stream_seeds
+from zeroelastic.checkpoint.extents import ExtentTable, TensorExtents, TensorSlot, extent_windows, stream_seeds
 from zeroelastic.core.copies import places_in_slices, strips_of_runs
-from zeroelastic.core.digest import Stream, UInt64Array, combine, stream_of, streams_of
+from zeroelastic.core.digest import DigestKey, UInt64Array, combine, stream_of, streams_of
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.plan import Plan
 from zeroelastic.deepspeed.live.digests import ReadDigest
@@ -40,11 +40,11 @@ _HOST = "host"
 logger = logging.getLogger(__name__)
 
 
-Digests = dict[Stream, int]
+Digests = dict[DigestKey, int]
 """A partial digest of each stream."""
 
 
-ReadDigests = dict[Stream, ReadDigest]
+ReadDigests = dict[DigestKey, ReadDigest]
 """What was read of each stream."""
 
 
@@ -107,7 +107,7 @@ def fill(
     Raises CheckpointError as the executors do, ConfigError when the engine that is named is not built.
     """
     choose_executor(executor)
-    asked = [Destination(target.key, target.sub_group, target.dtype) for target in targets]
+    asked = [TensorSlot(target.key, target.sub_group, target.dtype) for target in targets]
     filled = Filled(plan, targets, executor, digest=digest)
     for rows in extent_windows(plan, extents, asked):
         filled.bytes_owned += int(rows.nbytes.sum())
@@ -256,7 +256,7 @@ class RowStreams:
     ``ReadDigest``.
     """
 
-    names: list[Stream]
+    names: list[DigestKey]
     table: DigestRows
     origin: list[int | None]
     begin: list[int]

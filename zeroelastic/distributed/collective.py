@@ -61,7 +61,7 @@ def all_gather(value: T) -> list[T]:
     """The value of every rank, by rank. Collective.
 
     Pickled, and not padded: a long value of one rank costs what it is long. What a rank receives grows with the number
-    of ranks: values that are alike on nearly all of them belong in ``all_gather_alike``.
+    of ranks: values that are alike on nearly all of them belong in ``all_gather_mostly_equal``.
     """
     if dist.get_world_size() == 1:
         return [value]
@@ -80,7 +80,7 @@ def all_gather(value: T) -> list[T]:
     return [pickle.loads(everything[begin:end].data) for begin, end in zip(begins, ends, strict=True)]
 
 
-def all_gather_alike(value: T) -> list[T]:
+def all_gather_mostly_equal(value: T) -> list[T]:
     """``all_gather`` of what is nearly always alike: a reduction of 64 bytes finds that out, and nothing else is sent.
 
     Values are alike that have the same ``repr``. Collective.
@@ -165,7 +165,7 @@ def all_gather_of_or_raise(action: Callable[[], T], part: Callable[[T], U]) -> t
         return result
 
     result, failure = _attempt(act)
-    outcomes = all_gather_alike((sent, _describe(failure)))
+    outcomes = all_gather_mostly_equal((sent, _describe(failure)))
     if any(failed is not None for _, failed in outcomes):
         _raise(failure, [failed for _, failed in outcomes])
     return result, [value for value, _ in outcomes]  # type: ignore[return-value, misc]

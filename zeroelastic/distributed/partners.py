@@ -37,7 +37,7 @@ _WITHDRAWN = "zeroelastic/withdrawn"
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownPartners:
     """What this process knows of a process group: that it has announced itself, that all have, and who runs here.
 
     ``here``: by rank, identities of processes; None where not all are known yet.
@@ -48,13 +48,13 @@ class _Known:
     here: dict[int, str] | None = None
 
 
-_known_of: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+_known_of: WeakKeyDictionary[Any, _KnownPartners] = WeakKeyDictionary()
 """By process group, which ends with its last reference."""
 
 
-def _known() -> _Known:
+def _known() -> _KnownPartners:
     """What is known of the default process group of now."""
-    return _known_of.setdefault(dist.group.WORLD, _Known())
+    return _known_of.setdefault(dist.group.WORLD, _KnownPartners())
 
 
 def announce() -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.rng_files import derived_seed
-from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise, any_rank
+from zeroelastic.distributed.collective import all_gather, all_gather_mostly_equal, all_or_raise, any_rank
 from zeroelastic.errors import CheckpointError, StrictError
 
 KEY = "zeroelastic"
@@ -58,7 +58,7 @@ def pack_position(data: Position | None, device: torch.device, *, for_all_ranks:
 
 def different_positions(data: Position | None) -> list[str]:
     """The positions that the ranks have, if they are not all the same; else nothing. Collective."""
-    by_rank = all_gather_alike(_comparable(None if data is None else data.state_dict()))
+    by_rank = all_gather_mostly_equal(_comparable(None if data is None else data.state_dict()))
     found = sorted({str(position) for position in by_rank})
     return found if len(found) > 1 else []
 

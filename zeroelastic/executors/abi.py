@@ -19,7 +19,7 @@ from zeroelastic.executors.tables import (
     ByteBuffer,
     CopyTable,
     DeviceBuffer,
-    Options,
+    MoveOptions,
     ProgressFunction,
     check_crc32,
     default_threads,
@@ -40,7 +40,7 @@ class Error(ctypes.Structure):
     _fields_ = (*((name, _I32) for name in ("code", "errnum", "side", "reserved")), ("file", _I64), ("offset", _I64))
 
 
-class Table(ctypes.Structure):
+class TableStruct(ctypes.Structure):
     """``ze_table``."""
 
     _fields_ = (
@@ -70,7 +70,7 @@ class Digest(ctypes.Structure):
     )
 
 
-class Progress(ctypes.Structure):
+class ProgressStruct(ctypes.Structure):
     """``ze_progress``."""
 
     _fields_ = (("report", _CALLBACK), ("nbytes", _I64), ("keep_going", _I32), ("reserved", _I32))
@@ -81,25 +81,25 @@ class CallOptions(ctypes.Structure):
 
     _fields_ = (
         *((name, _I32) for name in ("threads", "cast", "sync", "copies_cast")),
-        ("progress", ctypes.POINTER(Progress)),
+        ("progress", ctypes.POINTER(ProgressStruct)),
         ("copies", ctypes.POINTER(Buffers)),
     )
 
 
-class Call:
+class NativeCall:
     """The arguments of one call, kept alive until it returns.
 
     ``totals`` are the digests, where they are asked for; ``totals_address`` puts them in device memory instead.
     The progress function is called meanwhile; an exception in it ends the call, and ``end`` raises it.
     """
 
-    def __init__(self, table: tables.Table, options: Options, *, totals_address: int | None = None) -> None:
+    def __init__(self, table: tables.Table, options: MoveOptions, *, totals_address: int | None = None) -> None:
         self._alive: list[object] = []
         num_rows = len(table.nbytes)
         to = (table.dst, table.dst_offset) if isinstance(table, CopyTable) else (None, None)
         columns = (table.src, table.src_offset, *to, table.nbytes)
         addresses = (None if c is None else self._column(c, np.int64, num_rows) for c in columns)
-        self.table = Table(num_rows, *addresses)
+        self.table = TableStruct(num_rows, *addresses)
         threads = default_threads() if options.threads is None else options.threads
         assert threads >= 1, "at least one thread is needed"
         self._server: Generator[None, object, None] | None = None
@@ -161,8 +161,8 @@ class Call:
         if self._raised:
             raise self._raised.pop()
 
-    def _progress(self, function: ProgressFunction) -> ctypes._Pointer[Progress]:
-        progress = Progress()
+    def _progress(self, function: ProgressFunction) -> ctypes._Pointer[ProgressStruct]:
+        progress = ProgressStruct()
         self._server = _serve(progress, function, self._raised)
         next(self._server)
         progress.report = _CALLBACK(self._server.send)
@@ -180,14 +180,14 @@ class Call:
         return column.ctypes.data
 
 
-def checksums(table: tables.Table, options: Options) -> ctypes.c_void_p | None:
+def checksums(table: tables.Table, options: MoveOptions) -> ctypes.c_void_p | None:
     """The address of the array that takes the checksum of each row, where they are asked for."""
     check_crc32(options.crc32, len(table.nbytes))
     return None if options.crc32 is None else ctypes.c_void_p(options.crc32.ctypes.data)
 
 
 def _serve(
-    progress: Progress, function: ProgressFunction, raised: list[BaseException]
+    progress: ProgressStruct, function: ProgressFunction, raised: list[BaseException]
 ) -> Generator[None, object, None]:
     """Call the function whenever the engine reports progress, and keep its exception.
 

@@ -14,7 +14,7 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.core.slices import numbered
 from zeroelastic.executors import native_executor
 from zeroelastic.executors.build_info import is_usable
-from zeroelastic.executors.tables import DigestRows, Moved, Options, UInt32Array, cast_itemsizes
+from zeroelastic.executors.tables import DigestRows, Moved, MoveOptions, UInt32Array, cast_itemsizes
 
 _ALIGNMENT = 8
 """Pieces begin at multiples of it, in their rows and in the buffer: no element is cut, and each is aligned."""
@@ -89,13 +89,13 @@ class DigestTotals:
 class PieceTotals:
     """Digests and checksums of an operation that an engine does piece by piece, put together."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: MoveOptions) -> None:
         self._options = options
         self._digests = DigestTotals(options.digest)
         self._checksums: list[tuple[Int64Array, Int64Array, UInt32Array]] = []
 
     def run(
-        self, engine: Callable[[Options], Moved], row: Int64Array, start: Int64Array | None, nbytes: Int64Array
+        self, engine: Callable[[MoveOptions], Moved], row: Int64Array, start: Int64Array | None, nbytes: Int64Array
     ) -> int:
         """Call an engine, with options for it, for pieces of rows, those of one row in their order.
 

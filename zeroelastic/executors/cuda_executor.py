@@ -17,10 +17,20 @@ import numpy as np
 
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.errors import ConfigError
-from zeroelastic.executors.abi import Buffers, Call, Error, Files, checksums, exception_of
+from zeroelastic.executors.abi import Buffers, Error, Files, NativeCall, checksums, exception_of
 from zeroelastic.executors.batches import DigestTotals
 from zeroelastic.executors.build_info import load_library
-from zeroelastic.executors.tables import CASTS, Cast, DeviceBuffer, DigestRows, Moved, Options, Ranges, Sides, Table
+from zeroelastic.executors.tables import (
+    CASTS,
+    Cast,
+    DeviceBuffer,
+    DigestRows,
+    Endpoints,
+    Moved,
+    MoveOptions,
+    Ranges,
+    Table,
+)
 from zeroelastic.io.paths import local_paths
 
 _MAX_SUMMED_ROWS = 1 << 18
@@ -47,7 +57,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def run(table: Table, options: Options, *, sides: Sides[DeviceBuffer], stream: int = 0) -> Moved:
+def run(table: Table, options: MoveOptions, *, sides: Endpoints[DeviceBuffer], stream: int = 0) -> Moved:
     """As ``tables.HostEngine``, for the memory of one device; it neither moves nor scans files.
 
     It runs on ``stream`` (``torch.cuda.Stream.cuda_stream``), after what is enqueued there, and returns when all is
@@ -62,7 +72,7 @@ def run(table: Table, options: Options, *, sides: Sides[DeviceBuffer], stream: i
         with DevicePlan(table, sides.src, sides.dst, device=device, digest=options.digest, cast=options.cast) as plan:
             plan.run(stream)
             return plan.finish(stream), 0
-    call, error, bytes_read = Call(table, options), Error(), ctypes.c_int64()
+    call, error, bytes_read = NativeCall(table, options), Error(), ctypes.c_int64()
     files = local_paths(sides.src_paths or ())
     arguments: tuple[Files | Buffers, ...]
     out: list[object] = [checksums(table, options)]
@@ -81,7 +91,9 @@ def run(table: Table, options: Options, *, sides: Sides[DeviceBuffer], stream: i
     return call.totals, bytes_read.value
 
 
-def _sum(table: Ranges, src: Sequence[DeviceBuffer], options: Options, device: int, stream: int) -> UInt64Array | None:
+def _sum(
+    table: Ranges, src: Sequence[DeviceBuffer], options: MoveOptions, device: int, stream: int
+) -> UInt64Array | None:
     """The digests of device memory, by kernels on ``stream`` that are waited for; nothing is copied to the host.
 
     The plan of the last call is kept for the next one of the same rows, so that a save that follows another uploads
@@ -154,7 +166,7 @@ class DevicePlan:
     ) -> None:
         assert totals is None or (digest is not None and totals.nbytes >= 8 * len(digest.seeds)), "one total per stream"
         address = 0 if totals is None else totals.address
-        call = Call(table, Options(digest, cast=cast), totals_address=address)
+        call = NativeCall(table, MoveOptions(digest, cast=cast), totals_address=address)
         self._own_totals = None if digest is None or totals is not None else len(digest.seeds)
         self._plan = ctypes.c_void_p()
         error = Error()

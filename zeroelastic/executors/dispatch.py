@@ -32,14 +32,14 @@ from zeroelastic.executors.tables import (
     CopyTable,
     DeviceBuffer,
     DigestRows,
+    Endpoints,
     HostEngine,
     Moved,
+    MoveOptions,
     Operation,
-    Options,
     ProgressFunction,
     Ranges,
     ReadResult,
-    Sides,
     Table,
     UInt32Array,
 )
@@ -104,12 +104,12 @@ def read_segments(
     (KeyboardInterrupt), ends the call soon and is raised from it.
     """
     assert crc32 is None or cast == "none", "a checksum is of bytes as they are in the file"
-    options = Options(digest, crc32, cast, threads=threads, progress=progress, copies=copies)
+    options = MoveOptions(digest, crc32, cast, threads=threads, progress=progress, copies=copies)
     name = _choose(executor, "read", buffers)
     assert copies is None or name in _HOST, "only host memory is converted beside"
     if name == "cuda" and any(isinstance(path, RemotePath) for path in paths):
         name = _fastest()  # through host memory
-    digests, bytes_read = _run(name, table, options, Sides(paths, dst=buffers))
+    digests, bytes_read = _run(name, table, options, Endpoints(paths, dst=buffers))
     files = tuple(paths[int(number)] for number in np.flatnonzero(np.bincount(table.src)))
     return ReadResult(bytes_read, files, digests)
 
@@ -130,9 +130,9 @@ def copy_segments(
     and with a conversion elements that are aligned to their size; host engines take sides on different devices.
     Errors as of ``read_segments``.
     """
-    options = Options(digest, cast=cast, threads=threads)
+    options = MoveOptions(digest, cast=cast, threads=threads)
     name = _choose(executor, "copy", [*src, *dst])
-    return _run(name, table, options, Sides(src=src, dst=dst), may_stage=executor != "cuda")[0]
+    return _run(name, table, options, Endpoints(src=src, dst=dst), may_stage=executor != "cuda")[0]
 
 
 def write_segments(
@@ -156,9 +156,9 @@ def write_segments(
     and the byte at which writing failed; ConfigError as ``read_segments``. ``progress`` as there, in bytes of the
     sources.
     """
-    options = Options(digest, crc32, cast, sync, threads, progress)
+    options = MoveOptions(digest, crc32, cast, sync, threads, progress)
     name = _choose(executor, "write", src)
-    return _run(name, table, options, Sides(src=src, dst_paths=paths), may_stage=executor != "cuda")[0]
+    return _run(name, table, options, Endpoints(src=src, dst_paths=paths), may_stage=executor != "cuda")[0]
 
 
 def move_segments(
@@ -179,8 +179,8 @@ def move_segments(
     cannot be read, OSError for a destination, both naming the file; ConfigError as ``read_segments``. ``progress`` as
     there.
     """
-    options = Options(digest, crc32, cast, threads=threads, progress=progress)
-    sides: Sides[Buffer] = Sides(src_paths, dst_paths=dst_paths)
+    options = MoveOptions(digest, crc32, cast, threads=threads, progress=progress)
+    sides: Endpoints[Buffer] = Endpoints(src_paths, dst_paths=dst_paths)
     return _run(choose_executor(executor, "move"), table, options, sides)[0]
 
 
@@ -199,8 +199,8 @@ def scan_segments(
     Returns the digests, when asked. ``crc32``, shape ``(num_rows,)``, is filled with the checksum of each row, as
     ``zlib.crc32``. Errors and ``progress`` as of ``read_segments``.
     """
-    options = Options(digest, crc32, threads=threads, progress=progress)
-    sides: Sides[Buffer] = Sides(paths)
+    options = MoveOptions(digest, crc32, threads=threads, progress=progress)
+    sides: Endpoints[Buffer] = Endpoints(paths)
     return _run(choose_executor(executor, "scan"), table, options, sides)[0]
 
 
@@ -218,12 +218,12 @@ def sum_segments(
     Returns the digests, when asked; ``crc32`` as of ``scan_segments``, ConfigError as of ``read_segments``. Digests of
     a GPU's memory are made there; it has no checksums.
     """
-    options = Options(digest, crc32, threads=threads)
+    options = MoveOptions(digest, crc32, threads=threads)
     name = _choose(executor, "sum", src)
-    return _run(name, table, options, Sides(src=src), may_stage=executor != "cuda")[0]
+    return _run(name, table, options, Endpoints(src=src), may_stage=executor != "cuda")[0]
 
 
-def _run(name: str, table: Table, options: Options, sides: Sides[Buffer], *, may_stage: bool = False) -> Moved:
+def _run(name: str, table: Table, options: MoveOptions, sides: Endpoints[Buffer], *, may_stage: bool = False) -> Moved:
     """Run the engine that was chosen. What CUDA refuses goes through host memory, if it ``may_stage``."""
     if name == "cuda":
         try:
@@ -241,7 +241,7 @@ def _run(name: str, table: Table, options: Options, sides: Sides[Buffer], *, may
     return staged.run(table, options, sides=sides.having(_tensors), host=host)
 
 
-def _file_engine(name: str, sides: Sides[Buffer]) -> HostEngine:
+def _file_engine(name: str, sides: Endpoints[Buffer]) -> HostEngine:
     """A host engine, which also takes sources that are behind an object store."""
     if not any(isinstance(path, RemotePath) for path in sides.src_paths or ()):
         return _HOST[name]

@@ -14,9 +14,9 @@ from typing import Literal
 
 from zeroelastic.core.digest import ByteArray
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.executors.abi import Buffers, Call, Error, Files, checksums, exception_of
+from zeroelastic.executors.abi import Buffers, Error, Files, NativeCall, checksums, exception_of
 from zeroelastic.executors.build_info import load_library
-from zeroelastic.executors.tables import Moved, Options, Sides, Table, UInt32Array, default_threads
+from zeroelastic.executors.tables import Endpoints, Moved, MoveOptions, Table, UInt32Array, default_threads
 from zeroelastic.io.paths import local_paths
 
 InstructionSet = Literal["plain", "avx2", "avx512"]
@@ -68,10 +68,10 @@ def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:
     return int(_library().ze_crc32_join(crc32.ctypes.data, nbytes.ctypes.data, len(crc32)))
 
 
-def run(table: Table, options: Options, *, sides: Sides[ByteArray]) -> Moved:
+def run(table: Table, options: MoveOptions, *, sides: Endpoints[ByteArray]) -> Moved:
     """As ``tables.HostEngine``. Memory: 256 KiB per thread to read with a conversion, 1 MiB to move or scan files."""
     assert all(buffer.flags.writeable for buffer in sides.dst or ()), "a destination is read-only"
-    call, error, bytes_read = Call(table, options), Error(), ctypes.c_int64()
+    call, error, bytes_read = NativeCall(table, options), Error(), ctypes.c_int64()
     files, operation = local_paths(sides.src_paths or ()), sides.operation
     arguments: list[Files | Buffers] = [call.files(files) if sides.src_paths is not None else call.buffers(sides.src)]
     if sides.dst_paths is not None:

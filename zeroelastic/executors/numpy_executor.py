@@ -24,10 +24,10 @@ from zeroelastic.executors.tables import (
     ConvertedCopies,
     CopyTable,
     DigestRows,
+    Endpoints,
     Moved,
-    Options,
+    MoveOptions,
     Progress,
-    Sides,
     Table,
     cast_itemsizes,
     check_rows,
@@ -45,7 +45,7 @@ BFLOAT16_NAN = 0x7FC0
 """What every NaN becomes in bfloat16, on any machine: torch's rule for one element. Its vector units make others."""
 
 
-def run(table: Table, options: Options, *, sides: Sides[ByteArray]) -> Moved:
+def run(table: Table, options: MoveOptions, *, sides: Endpoints[ByteArray]) -> Moved:
     """As ``tables.HostEngine``. No byte is read twice; between files, and for a conversion, rows go through 1 MiB."""
     check_rows(table, options, sides)
     src_paths, dst = sides.src_paths, sides.dst
@@ -64,12 +64,12 @@ def run(table: Table, options: Options, *, sides: Sides[ByteArray]) -> Moved:
 
 
 def _read(
-    table: CopyTable, paths: Sequence[Path], buffers: Sequence[ByteBuffer], options: Options
+    table: CopyTable, paths: Sequence[Path], buffers: Sequence[ByteBuffer], options: MoveOptions
 ) -> UInt64Array | None:
     """Fill the buffers with as few calls as the rows, which are in the order of the files, allow; no staging."""
     if options.copies is not None:
         _check_copies(table, options.copies)
-    totals, progress = _Totals(options.digest), Progress(options.progress)
+    totals, progress = _DigestSums(options.digest), Progress(options.progress)
     file, file_offset, buffer, buffer_offset, nbytes = coalesce(*table.columns)
     for number in np.unique(file).tolist():
         own = np.flatnonzero(file == number)
@@ -108,15 +108,15 @@ _Pieces: TypeAlias = "Generator[tuple[int, int, ByteArray], None, None]"
 
 def _run(
     pieces: _Pieces,
-    options: Options,
-    rows: Sequence[_Row],
+    options: MoveOptions,
+    rows: Sequence[_Segment],
     write: Callable[[int, int, ByteArray], None] | None = None,
 ) -> UInt64Array | None:
     """Digest, convert, write and sum every piece; ``write`` gets number and offset of the destination of ``rows``."""
     if options.crc32 is not None:
         options.crc32[:] = 0
     src_itemsize, dst_itemsize = cast_itemsizes(options.cast)
-    totals, progress = _Totals(options.digest), Progress(options.progress)
+    totals, progress = _DigestSums(options.digest), Progress(options.progress)
     with contextlib.closing(pieces):
         for i, start, data in pieces:
             totals.add(i, data, start)
@@ -134,7 +134,7 @@ def _run(
     return totals.array()
 
 
-class _Row(NamedTuple):
+class _Segment(NamedTuple):
     src: int
     src_offset: int
     dst: int
@@ -142,15 +142,15 @@ class _Row(NamedTuple):
     nbytes: int
 
 
-def _rows(table: Table) -> list[_Row]:
+def _rows(table: Table) -> list[_Segment]:
     """Rows as Python numbers; those without a destination have zeros there."""
     none = np.zeros_like(table.nbytes)
     dst, dst_offset = (table.dst, table.dst_offset) if isinstance(table, CopyTable) else (none, none)
     columns = (table.src, table.src_offset, dst, dst_offset, table.nbytes)
-    return [_Row(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    return [_Segment(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-class _Totals:
+class _DigestSums:
     """The digests of a call; nothing where none are asked for."""
 
     def __init__(self, digest: DigestRows | None) -> None:
@@ -216,7 +216,7 @@ def _into_memory(buffers: Sequence[ByteBuffer]) -> Callable[[int, int, ByteArray
     return write
 
 
-def _memory_pieces(buffers: Sequence[ByteArray], rows: Sequence[_Row], options: Options) -> _Pieces:
+def _memory_pieces(buffers: Sequence[ByteArray], rows: Sequence[_Segment], options: MoveOptions) -> _Pieces:
     """Rows of memory by destination: whole, or in pieces of 1 MiB for a conversion or a progress function."""
     in_pieces = options.cast != "none" or options.progress is not None
     for i in sorted(range(len(rows)), key=lambda i: (rows[i].dst, rows[i].dst_offset)):

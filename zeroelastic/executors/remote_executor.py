@@ -25,12 +25,12 @@ from zeroelastic.executors.tables import (
     PROGRESS_INTERVAL_S,
     Cast,
     CopyTable,
+    Endpoints,
     HostEngine,
     Moved,
-    Options,
+    MoveOptions,
     Progress,
     Ranges,
-    Sides,
     Table,
     cast_itemsizes,
     check_rows,
@@ -59,7 +59,7 @@ class RemoteEngine:
         self._host = host
         self._batch_bytes = staging_bytes // _NUM_BATCHES
 
-    def __call__(self, table: Table, options: Options, *, sides: Sides[ByteArray]) -> Moved:
+    def __call__(self, table: Table, options: MoveOptions, *, sides: Endpoints[ByteArray]) -> Moved:
         """As the host engine, from files. The bytes that are read are those that are asked for, gaps included."""
         src_paths = sides.src_paths
         assert src_paths is not None, "the sources are files"

@@ -20,12 +20,12 @@ from zeroelastic.errors import ConfigError
 from zeroelastic.executors.batches import PieceTotals, batches
 from zeroelastic.executors.tables import (
     CopyTable,
+    Endpoints,
     HostEngine,
     Moved,
-    Options,
+    MoveOptions,
     Progress,
     Ranges,
-    Sides,
     Table,
     cast_itemsizes,
     check_rows,
@@ -69,7 +69,7 @@ def _copy(src: _Rows, sources: Sequence[torch.Tensor], dst: _Rows, targets: Sequ
         targets[target][to : to + nbytes].copy_(sources[number][begin : begin + nbytes])
 
 
-def run(table: Table, options: Options, *, sides: Sides[ByteArray | torch.Tensor], host: HostEngine) -> Moved:
+def run(table: Table, options: MoveOptions, *, sides: Endpoints[ByteArray | torch.Tensor], host: HostEngine) -> Moved:
     """Run a table whose buffers may be on any devices, ``STAGING_BYTES`` at a time; as ``tables.HostEngine``.
 
     A file is opened once for each of these batches, and with ``sync`` flushed as often.
@@ -85,7 +85,7 @@ def run(table: Table, options: Options, *, sides: Sides[ByteArray | torch.Tensor
     dst = torch.empty(made, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     progress, num_read = Progress(options.progress), 0
     totals = PieceTotals(replace(options, progress=None))
-    staged = Sides(
+    staged = Endpoints(
         sides.src_paths, [src.numpy()] if sides.src_paths is None else (), sides.dst_paths,
         None if in_bytes.dst is None else [dst.numpy()],
     )  # fmt: skip

@@ -113,7 +113,7 @@ class Ranges:
 Table: TypeAlias = "CopyTable | Ranges"
 
 
-def check_rows(table: Table, options: Options, sides: Sides[S]) -> None:
+def check_rows(table: Table, options: MoveOptions, sides: Endpoints[S]) -> None:
     """Assert once that every row is inside its sides, that digests are of whole elements, and checksums have a place.
 
     A failure is a bug of ours: it names the first bad row. The native engine makes the same checks itself.
@@ -201,7 +201,7 @@ class ConvertedCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class MoveOptions:
     """What an engine does in the pass that moves the bytes.
 
     ``digest``: what each row adds to which digest, which the operation returns. ``crc32``, shape ``(num_rows,)``: an
@@ -229,7 +229,7 @@ Operation = Literal["read", "copy", "write", "move", "scan", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sides(Generic[B]):
+class Endpoints(Generic[B]):
     """What the rows of a table are in, and what they go to: files or buffers.
 
     The sources are ``src_paths``, or ``src``; the destinations ``dst_paths``, or ``dst``, or there are none.
@@ -254,15 +254,15 @@ class Sides(Generic[B]):
         """All buffers of both sides."""
         return [*self.src, *(self.dst or ())]
 
-    def having(self, form: Callable[[Sequence[B]], Sequence[C]]) -> Sides[C]:
+    def having(self, form: Callable[[Sequence[B]], Sequence[C]]) -> Endpoints[C]:
         """The same with the buffers in another form."""
-        return Sides(self.src_paths, form(self.src), self.dst_paths, None if self.dst is None else form(self.dst))
+        return Endpoints(self.src_paths, form(self.src), self.dst_paths, None if self.dst is None else form(self.dst))
 
 
 class HostEngine(Protocol):
     """An engine of files and host memory, of which destinations are writable."""
 
-    def __call__(self, table: Table, options: Options, *, sides: Sides[ByteArray]) -> Moved: ...
+    def __call__(self, table: Table, options: MoveOptions, *, sides: Endpoints[ByteArray]) -> Moved: ...
 
 
 class Progress:

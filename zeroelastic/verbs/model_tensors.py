@@ -17,7 +17,7 @@ from zeroelastic.checkpoint.commit_record import excluded_from
 from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.checkpoint.module_names import autoep_layers, module_names, places_of
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, OptionValue, ParamGroup
-from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
+from zeroelastic.checkpoint.saved_state import SavedState, TensorSet
 from zeroelastic.checkpoint.tag_files import EXPERT_FILE
 from zeroelastic.checkpoint.topology import numbered_expert
 from zeroelastic.errors import CheckpointError, shown
@@ -42,7 +42,7 @@ class StoredBuffer:
 class PartTensor:
     """Where a parameter's tensor is: a part of the saved state, the number of the parameter there, and a state key."""
 
-    part: SavedPart = field(compare=False, repr=False)
+    part: TensorSet = field(compare=False, repr=False)
     param: int
     key: str
 
@@ -161,7 +161,7 @@ def _expert_buffers(state: SavedState, found: Mapping[str, ModelTensor]) -> list
     ]
 
 
-def part_tensors(part: SavedPart, keys: Collection[str] | None = None) -> list[ModelTensor]:
+def part_tensors(part: TensorSet, keys: Collection[str] | None = None) -> list[ModelTensor]:
     """The tensors of a part of the saved state by parameter, named ``PARAM.STATE_KEY``; ``keys`` chooses some."""
     return [
         ModelTensor(f"{param.name}.{key}", param.shape, dtype, "state", PartTensor(part, i, key))

@@ -12,8 +12,8 @@ import numpy as np
 
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import Checkpoint, open_committed
-from zeroelastic.checkpoint.optimizer_file import Shard, configured_dtype, zero_option
-from zeroelastic.checkpoint.saved_state import SavedPart, saved_parts
+from zeroelastic.checkpoint.optimizer_file import OptimizerHeader, configured_dtype, zero_option
+from zeroelastic.checkpoint.saved_state import TensorSet, saved_parts
 from zeroelastic.checkpoint.topology import Topology, expert_sizes
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.core.layout import Int64Array, Layout, unpacked_layout
@@ -190,7 +190,7 @@ def plan(
     )
 
 
-def _run_layout(head: Shard, world_size: int, stage: int) -> Layout:
+def _run_layout(head: OptimizerHeader, world_size: int, stage: int) -> Layout:
     """Return the layout that DeepSpeed makes at a world size, with the options of the saved configuration."""
     by_name = {param.name: param for param in head.layout.params}
     groups = [[by_name[name] for name in group.params if name in by_name] for group in head.groups]
@@ -201,13 +201,13 @@ def _run_layout(head: Shard, world_size: int, stage: int) -> Layout:
     return slicing.layout(groups, stage, head.ds_config, itemsizes=[itemsize] * len(groups))[0]
 
 
-def _sizes(part: SavedPart) -> list[int]:
+def _sizes(part: TensorSet) -> list[int]:
     """Return the bytes of an element of each parameter, all its state keys together."""
     return [sum(DTYPE_BYTES[dtype] for dtype in dtypes.values()) for dtypes in part.dtypes]
 
 
 def _planned_rank(
-    checkpoint: Checkpoint, rank: int, parts: tuple[SavedPart, ...], targets: list[Layout]
+    checkpoint: Checkpoint, rank: int, parts: tuple[TensorSet, ...], targets: list[Layout]
 ) -> PlannedRank:
     """Plan the trained and the frozen parameters of one target rank."""
     owned, files = 0, 0

@@ -11,7 +11,7 @@ import numpy as np
 from zeroelastic.checkpoint.extents import ExtentTable, stream_seeds
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.read_ranges import ArchivesOf, ReadFiles, check_files
-from zeroelastic.checkpoint.saved_state import SavedPart
+from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, DigestRows, read_segments
@@ -130,7 +130,7 @@ class Reading:
         check_files(self._read, self._archives)
 
 
-def check_source_checksums(checkpoint: Checkpoint, parts: Sequence[SavedPart]) -> None:
+def check_source_checksums(checkpoint: Checkpoint, parts: Sequence[TensorSet]) -> None:
     """Compare the files of a checkpoint without a commit record with the CRC-32 that they state.
 
     They have no digests that could be compared in the pass that copies, so they are read once more. A file that states

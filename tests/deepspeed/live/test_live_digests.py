@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroelastic.checkpoint.extents import ExtentTable
-from zeroelastic.core.digest import ParamContent, ScalarValue, Stream
+from zeroelastic.core.digest import DigestKey, ParamContent, ScalarValue
 from zeroelastic.core.layout import Param
 from zeroelastic.deepspeed.fill import RowStreams, Target
 from zeroelastic.deepspeed.live.digests import (
@@ -26,7 +26,7 @@ from zeroelastic.deepspeed.live.digests import (
 )
 
 PLAN: Any = SimpleNamespace(dst=SimpleNamespace(params=(Param("other", (5,)), Param("weight", (1000,))), slices=None))
-STREAM = Stream("weight", "exp_avg")
+STREAM = DigestKey("weight", "exp_avg")
 
 
 def rows_into(target_offset: np.ndarray, start: np.ndarray, numel: np.ndarray) -> ExtentTable:

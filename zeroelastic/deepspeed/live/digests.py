@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.core.copies import first_copies, places_in_slices, strips_of_runs
-from zeroelastic.core.digest import ParamContent, ScalarValue, Stream, UInt64Array, combine, stream_seed
+from zeroelastic.core.digest import DigestKey, ParamContent, ScalarValue, UInt64Array, combine, stream_seed
 from zeroelastic.core.layout import Int64Array, Layout
-from zeroelastic.core.plan import held_plan
+from zeroelastic.core.plan import identity_plan
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.distributed.collective import all_gather_alike
+from zeroelastic.distributed.collective import all_gather_mostly_equal
 from zeroelastic.errors import DigestMismatchError, some
 from zeroelastic.executors.dispatch import DigestRows, Ranges, sum_segments
 from zeroelastic.torch_file.header import DTYPE_BYTES
@@ -34,12 +34,12 @@ class LocalDigests:
     ``dtypes`` and ``partial`` run parallel to ``streams``.
     """
 
-    streams: tuple[Stream, ...]
+    streams: tuple[DigestKey, ...]
     dtypes: tuple[str, ...]
     partial: tuple[int, ...]
     scalars: Mapping[str, Mapping[str, ScalarValue]]
 
-    def table(self) -> dict[Stream, int]:
+    def table(self) -> dict[DigestKey, int]:
         """The partial digest of each stream."""
         return dict(zip(self.streams, self.partial, strict=True))
 
@@ -61,9 +61,9 @@ class LivePiece(NamedTuple):
     runs: PieceRuns | None = None
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> DigestKey:
         """What it is a part of."""
-        return Stream(self.param, self.key, self.strip)
+        return DigestKey(self.param, self.key, self.strip)
 
     @property
     def place(self) -> int:
@@ -170,7 +170,7 @@ def own_parts(layout: Layout, rank: int) -> list[OwnPart]:
     if slices is None:
         columns = zip(place.tolist(), length.tolist(), start.tolist(), strict=True)
         return [OwnPart(p, offset, numel, begin, begin) for p, (offset, numel, begin) in enumerate(columns)]
-    plan = held_plan(layout, rank).run_by_run()
+    plan = identity_plan(layout, rank).run_by_run()
     strip = strips_of_runs(slices, plan.param, plan.start)
     at = places_in_slices(slices, strip, plan.start)
     order = np.lexsort((plan.src_offset, strip))
@@ -229,7 +229,7 @@ def local_digests(
     *,
     weights_only: bool = False,
     with_frozen: bool = True,
-    read: Mapping[Stream, ReadDigest] | None = None,
+    read: Mapping[DigestKey, ReadDigest] | None = None,
 ) -> LocalDigests:
     """Digest what this rank owns, padding excluded. ``weights_only`` leaves out optimizer state.
 
@@ -239,7 +239,7 @@ def local_digests(
     return streams.digest(known_digests(streams.pieces, read or {}))
 
 
-def known_digests(pieces: Sequence[LivePiece], read: Mapping[Stream, ReadDigest]) -> list[int | None]:
+def known_digests(pieces: Sequence[LivePiece], read: Mapping[DigestKey, ReadDigest]) -> list[int | None]:
     """The digest of each piece that what was read shows, 0 of one without elements, None for the others."""
 
     def known(piece: LivePiece) -> int | None:
@@ -274,7 +274,7 @@ def whole_contents(
 
 def add_up(
     live: LiveOptimizer,
-    partial: Mapping[Stream, tuple[str, int]],
+    partial: Mapping[DigestKey, tuple[str, int]],
     *,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
@@ -294,7 +294,7 @@ def add_up(
     layouts = live.whole, live.whole_frozen
     names = {tensor.name for tensor in live.whole_frozen.whole_tensors}
     own = sorted({(int(stream.param in names), stream.key) for stream in partial})
-    keys = sorted({key for theirs in all_gather_alike(own) for key in theirs})
+    keys = sorted({key for theirs in all_gather_mostly_equal(own) for key in theirs})
     found: dict[tuple[str, str], tuple[str, int]] = {}
     differing: list[tuple[str, str]] = []
     for is_frozen, layout in enumerate(layouts):

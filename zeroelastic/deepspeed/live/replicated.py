@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 
-from zeroelastic.checkpoint.optimizer_file import OF_THE_PARAMS, OptionValue, Shard, TensorForm
+from zeroelastic.checkpoint.optimizer_file import OF_THE_PARAMS, OptimizerHeader, OptionValue, TensorForm
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.optimizers import SavedGroup, changed_class, common_state, options_to_set
 from zeroelastic.distributed.collective import all_gather
@@ -189,7 +189,9 @@ def precision_of(config: Mapping[str, Any]) -> str:
 _SHORT = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 
 
-def restore_scales(live: LiveOptimizer, head: Shard, config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def restore_scales(
+    live: LiveOptimizer, head: OptimizerHeader, config: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
     """Set DeepSpeed's loss scaler and the GradScaler of fp16 autocast. Returns notes, and what was not restored."""
     notes: list[str] = []
     reset: list[str] = []

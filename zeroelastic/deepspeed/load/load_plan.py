@@ -16,10 +16,10 @@ import torch
 from zeroelastic.checkpoint.commit_record import CommitRecord, excluded_from
 from zeroelastic.checkpoint.contradictions import check_same_save, not_committed, other_models, other_step
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard, configured_batch
-from zeroelastic.checkpoint.param_changes import Membership, ParamSet, compare, other_names, wrapper_advice
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, OptimizerHeader, configured_batch
+from zeroelastic.checkpoint.param_changes import ParamDiff, ParamSet, compare, other_names, wrapper_advice
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, in_own_buffers, unpacked_layout
 from zeroelastic.core.plan import Plan, check_plan, make_plan
@@ -76,11 +76,11 @@ class LoadPlan:
     live: LiveOptimizer
     request: LoadRequest
     checkpoint: Checkpoint
-    model: ModelStates
-    shards: Mapping[int, Shard]
-    head: Shard
+    model: ModuleHeader
+    shards: Mapping[int, OptimizerHeader]
+    head: OptimizerHeader
     plan: Plan
-    membership: Membership
+    membership: ParamDiff
     saved_frozen: tuple[Param, ...]
     moves: tuple[Move, ...]
     weights_plan: Plan | None
@@ -207,7 +207,7 @@ def _without_buffers(frozen: Sequence[Param], module: torch.nn.Module) -> tuple[
     return tuple(param for param in frozen if param.name not in others)
 
 
-def _refuse_values_of_ranks(checkpoint: Checkpoint, head: Shard) -> None:
+def _refuse_values_of_ranks(checkpoint: Checkpoint, head: OptimizerHeader) -> None:
     """Raise UnsupportedError where saved ranks differ in values that the optimizer computes from a rank's own part.
 
     A sub_group_size does not keep these apart. This rank may have opened the file of one saved rank only: here is
@@ -218,7 +218,7 @@ def _refuse_values_of_ranks(checkpoint: Checkpoint, head: Shard) -> None:
         check_same_save({other: checkpoint.shard(other)}, head, recorded=False)
 
 
-def refuse_lost_state(head: Shard) -> None:
+def refuse_lost_state(head: OptimizerHeader) -> None:
     """Raise UnsupportedError for DeepSpeed's own file of a run with partial offload, which lacks state.
 
     It is that of the sub-groups that the GPU stepped.
@@ -234,7 +234,7 @@ def refuse_lost_state(head: Shard) -> None:
 
 
 def _check_membership(
-    membership: Membership, saved: ParamSet, checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest
+    membership: ParamDiff, saved: ParamSet, checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest
 ) -> None:
     """Raise LayoutMismatchError, listing everything that differs and is not allowed to.
 
@@ -284,7 +284,7 @@ def _check_membership(
     )
 
 
-def _check_optimizer(membership: Membership, head: Shard, live: LiveOptimizer) -> None:
+def _check_optimizer(membership: ParamDiff, head: OptimizerHeader, live: LiveOptimizer) -> None:
     """Raise where the run's optimizer cannot continue from the saved state of its parameters.
 
     UnsupportedError if Muon would continue from the state of Adam, or the other way, else LayoutMismatchError.
@@ -317,7 +317,7 @@ def _planned(src: Layout, dst: Layout, rank: int) -> Plan | None:
 
 
 def _moves(
-    checkpoint: Checkpoint, live: LiveOptimizer, membership: Membership, newly_frozen: Plan | None
+    checkpoint: Checkpoint, live: LiveOptimizer, membership: ParamDiff, newly_frozen: Plan | None
 ) -> tuple[Move, ...]:
     """Plan the parameters that were frozen, and find where they and the ``newly_frozen`` ones are."""
     moves: list[Move] = []
@@ -342,7 +342,7 @@ def _moves(
 
 
 def _weights_plan(
-    checkpoint: Checkpoint, model: ModelStates, live: LiveOptimizer, membership: Membership
+    checkpoint: Checkpoint, model: ModuleHeader, live: LiveOptimizer, membership: ParamDiff
 ) -> Plan | None:
     """The plan for weights of the model that may not be the master weights, cast; None where those are made.
 
@@ -370,7 +370,7 @@ def _weights_plan(
     )
 
 
-def saved_groups(head: Shard) -> list[SavedGroup]:
+def saved_groups(head: OptimizerHeader) -> list[SavedGroup]:
     """Return each saved optimizer group with the state keys of all sub-groups."""
     group_of = {name: g for g, group in enumerate(head.groups) for name in group.params}
     keys: list[set[str]] = [set() for _ in head.groups]
@@ -385,7 +385,7 @@ def saved_groups(head: Shard) -> list[SavedGroup]:
 
 
 def target_state(
-    membership: Membership, head: Shard, layout: Layout, live: LiveOptimizer, *, weights_only: bool
+    membership: ParamDiff, head: OptimizerHeader, layout: Layout, live: LiveOptimizer, *, weights_only: bool
 ) -> tuple[TargetState, ...]:
     """Choose for each sub-group of the run the saved sub-group whose optimizer state it gets.
 
@@ -429,7 +429,7 @@ def target_state(
     return tuple(found)
 
 
-def _state_of(shard: Shard, sub_group: int) -> dict[str, str]:
+def _state_of(shard: OptimizerHeader, sub_group: int) -> dict[str, str]:
     state = {key: f"{shard.extents[key].dtype[sub_group]} tensor" for key in shard.tensor_keys[sub_group]}
     return state | {key: value.number() for key, value in shard.scalars[sub_group].items()}
 

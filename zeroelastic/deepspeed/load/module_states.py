@@ -21,7 +21,7 @@ import torch
 from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from zeroelastic.checkpoint.model_states import COUNTERS, ModelStates
+from zeroelastic.checkpoint.model_states import COUNTERS, ModuleHeader
 from zeroelastic.checkpoint.param_changes import GroupMatch
 from zeroelastic.checkpoint.tag_files import SAVE_ID
 from zeroelastic.deepspeed.engine import Engine
@@ -267,7 +267,7 @@ _ADDED_BY_TORCH = frozenset(("_is_initial",))
 """Flags that schedulers of a newer torch have in their state, and set in their constructor alone (torch 2.13)."""
 
 
-def check_loaded_values(engine: Engine, model: ModelStates, request: LoadRequest) -> None:
+def check_loaded_values(engine: Engine, model: ModuleHeader, request: LoadRequest) -> None:
     """Raise LayoutMismatchError, naming the file and all that the run cannot take from it.
 
     Buffers are not checked where ``custom_load_fn``, or a module in its own way, loads them.
@@ -334,5 +334,5 @@ def _form(shape: tuple[int, ...] | None) -> str:
     return "no tensor" if shape is None else f"of shape {list(shape)}"
 
 
-def _value(model: ModelStates, key: str) -> str:
+def _value(model: ModuleHeader, key: str) -> str:
     return shown(model.values[key]) if key in model.values else "missing"

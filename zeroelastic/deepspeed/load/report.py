@@ -21,7 +21,7 @@ from zeroelastic.deepspeed.load.module_states import ModuleKeys
 from zeroelastic.deepspeed.load.restore import Restored
 from zeroelastic.deepspeed.load.verify import Verification
 from zeroelastic.deepspeed.run_objects import not_restored
-from zeroelastic.distributed.collective import all_gather_alike, maximum_and_total
+from zeroelastic.distributed.collective import all_gather_mostly_equal, maximum_and_total
 from zeroelastic.errors import StrictError, counted, rank_list, some
 from zeroelastic.report import ResumeReport
 
@@ -142,7 +142,7 @@ def notes_of_modules(load_plan: LoadPlan) -> list[str]:
     model, checkpoint = load_plan.model, load_plan.checkpoint
     if checkpoint.inventory.reads_payload:
         return []
-    taken = all_gather_alike((model.path.name, model.directory, not checkpoint.inventory.reads(model.path.name)))
+    taken = all_gather_mostly_equal((model.path.name, model.directory, not checkpoint.inventory.reads(model.path.name)))
     if not checkpoint.whole_model:
         return []
     notes: list[str] = []

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.extents import Destination, TensorExtents, digest_in_file, extent_windows
+from zeroelastic.checkpoint.extents import TensorExtents, TensorSlot, digest_in_file, extent_windows
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.core.copies import first_copies, strips_of_runs
 from zeroelastic.core.digest import UInt64Array, combine
 from zeroelastic.core.layout import Layout
-from zeroelastic.core.plan import held_plan
+from zeroelastic.core.plan import identity_plan
 from zeroelastic.deepspeed.live.digests import sum_over_ranks
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import UnsupportedError, some
@@ -75,11 +75,11 @@ def _sums(layout: Layout, keys: list[str], extents: _Extents, ranks: list[int]) 
     is_copied = np.bincount(first, minlength=len(first))[first] > 1
     sums = np.zeros((len(first), len(keys)), dtype=np.uint64)
     for rank in ranks:
-        plan = held_plan(layout, rank)
+        plan = identity_plan(layout, rank)
         plan = plan.take(np.flatnonzero(is_copied[strips_of_runs(slices, plan.src_param, plan.start)]))
         places = extents(rank)
         there = [key for key in keys if key in places]
-        targets = [Destination(key, i, dtype) for key in there for i, dtype in places[key].dtype.items()]
+        targets = [TensorSlot(key, i, dtype) for key in there for i, dtype in places[key].dtype.items()]
         for rows in extent_windows(plan, {rank: places}, targets):
             strips = strips_of_runs(slices, rows.param, rows.start).tolist()
             arrays = (rows.file, rows.file_offset, rows.numel, rows.start)

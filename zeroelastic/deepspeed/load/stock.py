@@ -34,7 +34,7 @@ from zeroelastic.checkpoint.contradictions import (
 )
 from zeroelastic.checkpoint.inventory import saved_sizes
 from zeroelastic.checkpoint.model_states import model_states_of
-from zeroelastic.checkpoint.optimizer_file import Shard
+from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
 from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
 from zeroelastic.checkpoint.saved_layout import DATA_FIRST
 from zeroelastic.checkpoint.tag_files import TensorParallel, other_tp_size, parse_rank_file, rank_files
@@ -138,7 +138,7 @@ def _values_of_ranks(tag_dir: FilePath, tables: Sequence[tuple[tuple[int, int], 
     return None
 
 
-def _values(shard: Shard) -> Values:
+def _values(shard: OptimizerHeader) -> Values:
     """The optimizer's numbers in a file, and a hash of all else that the files of one save have in common."""
     common = [shard_facts(shard)[fact] for fact in sorted(shard_facts(shard).keys() - VALUE_FACTS)]
     numbers = {what: (key, value) for what, (key, value) in shard_values(shard).items() if key != "params"}

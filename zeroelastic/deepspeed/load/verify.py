@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from zeroelastic.checkpoint.extents import digest_in_file
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, Shard
-from zeroelastic.core.digest import ParamContent, Stream, combine, content_root
-from zeroelastic.core.plan import held_plan
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, OptimizerHeader
+from zeroelastic.core.digest import DigestKey, ParamContent, combine, content_root
+from zeroelastic.core.plan import identity_plan
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import (
     CopiesDifferError,
@@ -181,7 +181,7 @@ def _root(live: LiveOptimizer, contents: list[ParamContent]) -> str:
     return content_root(content for part in gather_over_tp(live, contents) for content in part)
 
 
-def _sums(live: LiveOptimizer, digests: Mapping[Stream, int], device: torch.device) -> dict[TensorKey, int]:
+def _sums(live: LiveOptimizer, digests: Mapping[DigestKey, int], device: torch.device) -> dict[TensorKey, int]:
     """Partial digests of what was read, whatever its dtype, added up over all ranks. Collective where there are any.
 
     Without slices all ranks have some, or none has.
@@ -268,7 +268,7 @@ def _contradicts_itself(path: FilePath, size: int) -> bool:
     return False
 
 
-def _part_digest(shard: Shard, index: int) -> int:
+def _part_digest(shard: OptimizerHeader, index: int) -> int:
     """The sum over state keys of the digests of the shard's part of one parameter, from the file."""
     sub_group, name, total = int(shard.layout.sub_group[index]), shard.layout.params[index].name, 0
     for key in shard.tensor_keys[sub_group]:
@@ -280,13 +280,13 @@ def _part_digest(shard: Shard, index: int) -> int:
     return total
 
 
-def _own_runs(shard: Shard, index: int) -> list[tuple[int, int, int]]:
+def _own_runs(shard: OptimizerHeader, index: int) -> list[tuple[int, int, int]]:
     """The runs of one parameter in a shard: offset in its part, offset in the whole tensor, number of elements."""
     layout = shard.layout
     if layout.slices is None:
         start, length = (int(column[index]) for column in layout.owned(shard.rank))
         return [(0, start, length)]
-    plan = held_plan(layout, shard.rank).run_by_run()
+    plan = identity_plan(layout, shard.rank).run_by_run()
     mine = np.flatnonzero(plan.src_param == index)
     within = plan.src_offset[mine] - layout.offset[index]
     return list(zip(within.tolist(), plan.start[mine].tolist(), plan.length[mine].tolist(), strict=True))

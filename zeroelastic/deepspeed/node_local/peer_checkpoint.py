@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from zeroelastic.checkpoint.model_states import ModelStates
+from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.layout import Int64Array, Layout
@@ -227,7 +227,7 @@ def _holders(src: Layout, dst: Layout, rank: int) -> set[int]:
 
 
 @contextmanager
-def module_file(checkpoint: Checkpoint, model: ModelStates, *, executor: Executor) -> Iterator[tuple[str, RelayCost]]:
+def module_file(checkpoint: Checkpoint, model: ModuleHeader, *, executor: Executor) -> Iterator[tuple[str, RelayCost]]:
     """Where a rank reads its module states file, ``model``, and what it cost to get it there. Collective.
 
     That is the file itself for a rank that sees it on a disk. Others have the bytes that DeepSpeed reads in memory,
@@ -248,7 +248,7 @@ def module_file(checkpoint: Checkpoint, model: ModelStates, *, executor: Executo
             os.close(held)
 
 
-def _fetch(checkpoint: Checkpoint, model: ModelStates, held: int | None, executor: Executor) -> RelayCost:
+def _fetch(checkpoint: Checkpoint, model: ModuleHeader, held: int | None, executor: Executor) -> RelayCost:
     """Read module states for others, and fill ``held`` with what another has read, if it is given. Collective."""
     requests = [] if held is None else [Request(checkpoint.inventory.reader(model.path.name), model.path.name)]
     read: dict[FilePath, int] = {}
@@ -269,7 +269,7 @@ def _fetch(checkpoint: Checkpoint, model: ModelStates, held: int | None, executo
     return RelayCost(sum(read.values()), tuple(read), answers.sent, answers.received)
 
 
-def _read(model: ModelStates, executor: Executor) -> bytes:
+def _read(model: ModuleHeader, executor: Executor) -> bytes:
     """The ranges of a file that are not payload of parameters alone, one after the other."""
     offset, nbytes, place = _without_params(model)
     buffer = np.empty(int(nbytes.sum()), dtype=np.uint8)
@@ -279,7 +279,7 @@ def _read(model: ModelStates, executor: Executor) -> bytes:
     return buffer.tobytes()
 
 
-def _write(held: int, model: ModelStates, content: bytes | bytearray) -> None:
+def _write(held: int, model: ModuleHeader, content: bytes | bytearray) -> None:
     """Put the ranges where they are in the file; the rest are zeros, which take no memory."""
     os.ftruncate(held, model.size)
     view = memoryview(content)
@@ -287,7 +287,7 @@ def _write(held: int, model: ModelStates, content: bytes | bytearray) -> None:
         os.pwrite(held, view[place : place + nbytes], offset)
 
 
-def _without_params(model: ModelStates) -> tuple[Int64Array, Int64Array, Int64Array]:
+def _without_params(model: ModuleHeader) -> tuple[Int64Array, Int64Array, Int64Array]:
     """The ranges that are not payload of parameters alone: their offsets, their bytes, and where they are together."""
     ranges: list[tuple[int, int]] = []
     at = 0

@@ -30,7 +30,7 @@ from zeroelastic.checkpoint.tag_files import (
     rank_files,
     refuse_unfinished,
 )
-from zeroelastic.distributed.collective import all_gather, all_gather_alike, all_or_raise, broadcast_or_raise
+from zeroelastic.distributed.collective import all_gather, all_gather_mostly_equal, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, rank_list
 from zeroelastic.io.paths import FilePath, RemotePath
 from zeroelastic.io.storage import file_names, file_size, file_sizes
@@ -82,7 +82,7 @@ def gather_inventory(tag_dir: FilePath) -> Inventory:
         return _of_store(tag_dir)
     rank = dist.get_rank()
     firsts: dict[_Identity | None, int] = {}
-    node_of = [firsts.setdefault(one, other) for other, one in enumerate(all_gather_alike(_identity(tag_dir)))]
+    node_of = [firsts.setdefault(one, other) for other, one in enumerate(all_gather_mostly_equal(_identity(tag_dir)))]
     if len(firsts) == 1:
         return _list_together(tag_dir)
     record, own = all_or_raise(lambda: _look(tag_dir) if node_of[rank] == rank else (None, None))

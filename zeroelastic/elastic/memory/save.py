@@ -27,7 +27,7 @@ from zeroelastic.deepspeed.save.commit import PendingCommit, Written
 from zeroelastic.deepspeed.save.directory import SaveDirectory
 from zeroelastic.deepspeed.save.save import Save
 from zeroelastic.deepspeed.save.shard_writer import Snapshot, write_local_files
-from zeroelastic.distributed.collective import all_gather_alike, all_gather_or_raise, all_or_raise
+from zeroelastic.distributed.collective import all_gather_mostly_equal, all_gather_or_raise, all_or_raise
 from zeroelastic.distributed.exchange import Transfer, run_transfers
 from zeroelastic.elastic.memory.copies import Placement
 from zeroelastic.elastic.memory.memory_file import Slot
@@ -157,7 +157,7 @@ class MemorySave(Save):
     def add_contents(self, group: dist.ProcessGroup | None = None) -> None:
         """Also compare what has to be the same on all ranks, and send copies of the files to other nodes."""
         super().add_contents(group)
-        different = difference(self.facts, all_gather_alike(token_of(self.facts)))
+        different = difference(self.facts, all_gather_mostly_equal(token_of(self.facts)))
         if different is not None:
             raise different
         assert group is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.model_states import ModelStates, open_model_states
+from zeroelastic.checkpoint.model_states import ModuleHeader, open_model_states
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import (
     FP32,
@@ -25,7 +25,7 @@ from zeroelastic.checkpoint.optimizer_file import (
     read_scalar,
     zero_option,
 )
-from zeroelastic.checkpoint.saved_state import SavedPart, frozen_part
+from zeroelastic.checkpoint.saved_state import TensorSet, frozen_part
 from zeroelastic.checkpoint.tag_files import list_tag, model_file_name, other_tp_size
 from zeroelastic.checkpoint.topology import Topology, numbered_expert
 from zeroelastic.core.digest import ScalarValue
@@ -157,7 +157,7 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
         model_files=tuple(model.path for model in models),
     )
     frozen = frozen_part({model.rank: model for model in models})
-    trained = SavedPart(layout, layout.params, dtypes, scalars, {0: extents})
+    trained = TensorSet(layout, layout.params, dtypes, scalars, {0: extents})
     source = ReshardSource(
         checkpoint=checkpoint,
         parts=(trained,) if frozen is None else (trained, frozen),
@@ -187,7 +187,7 @@ def is_file_name(name: str) -> bool:
         return False
 
 
-def _models(tag_dir: Path) -> tuple[ModelStates, ...]:
+def _models(tag_dir: Path) -> tuple[ModuleHeader, ...]:
     """The module states of all ranks that saved it; of rank 0 alone where no others are there and none is needed.
 
     At stages 1 and 2 there is one file.
@@ -295,7 +295,7 @@ def _whole_tensor(file: TorchFile, param: Param) -> TensorRef:
 
 
 def _buffers(
-    file: TorchFile, root: Mapping[object, object], config: object, model: ModelStates
+    file: TorchFile, root: Mapping[object, object], config: object, model: ModuleHeader
 ) -> tuple[tuple[Param, ...], ...]:
     """The parameters of each optimizer group of stage 1 or 2, in the order of the optimizer.
 

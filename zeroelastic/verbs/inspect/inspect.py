@@ -14,7 +14,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, excluded_note
 from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.one_save import one_save, saved_again, was_saved_again
-from zeroelastic.checkpoint.optimizer_file import FP32, ParamGroup, Shard, configured_sub_group_size
+from zeroelastic.checkpoint.optimizer_file import FP32, OptimizerHeader, ParamGroup, configured_sub_group_size
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
 from zeroelastic.checkpoint.tag_files import (
     OFFLINE_TENSOR_PARALLEL,
@@ -303,7 +303,7 @@ def _buffers(root: Mapping[object, object]) -> list[Buffer]:
     ]
 
 
-def _over_ranks(checked: TagHeaders, shard: Shard) -> tuple[Layout, tuple[ParamGroup, ...]]:
+def _over_ranks(checked: TagHeaders, shard: OptimizerHeader) -> tuple[Layout, tuple[ParamGroup, ...]]:
     """The layout of the trained parameters and the optimizer's groups, where ranks have slices those of all ranks."""
     sliced = checked.sliced
     return (shard.layout, shard.groups) if sliced is None else (sliced.layout, sliced.groups(shard))
@@ -325,7 +325,7 @@ def _groups(checked: TagHeaders) -> list[Group]:
     ]
 
 
-def _scalars(shard: Shard | None) -> dict[str, list[Scalar]]:
+def _scalars(shard: OptimizerHeader | None) -> dict[str, list[Scalar]]:
     """The different values of each scalar."""
     found: dict[str, dict[str, Scalar]] = {}
     for scalars in shard.scalars if shard is not None else ():
@@ -334,7 +334,7 @@ def _scalars(shard: Shard | None) -> dict[str, list[Scalar]]:
     return {key: [*values.values()] for key, values in found.items()}
 
 
-def _loss_scaler(shard: Shard | None) -> LossScaler | None:
+def _loss_scaler(shard: OptimizerHeader | None) -> LossScaler | None:
     if shard is None or shard.scaler is None:
         return None
     scaler = shard.scaler

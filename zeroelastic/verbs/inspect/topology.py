@@ -8,14 +8,14 @@ from typing import Literal
 import numpy as np
 
 from zeroelastic.checkpoint.module_names import autoep_layers
-from zeroelastic.checkpoint.saved_state import SavedPart
+from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.checkpoint.topology import Topology, expert_sizes, local_experts
 from zeroelastic.verbs.inspect.report import CutTensor, ExpertLayer, InspectedTopology
 
 _OWN_EXPERTS = ".deepspeed_moe.experts.deepspeed_experts."
 
 
-def inspected_topology(part: SavedPart, topology: Topology, root: Mapping[object, object]) -> InspectedTopology | None:
+def inspected_topology(part: TensorSet, topology: Topology, root: Mapping[object, object]) -> InspectedTopology | None:
     """Return how ranks share the trained parameters; None where all have parts of whole tensors.
 
     ``root`` is the tree of a model states file.
@@ -35,7 +35,7 @@ def inspected_topology(part: SavedPart, topology: Topology, root: Mapping[object
     )
 
 
-def _expert_layers(part: SavedPart, root: Mapping[object, object]) -> list[ExpertLayer]:
+def _expert_layers(part: TensorSet, root: Mapping[object, object]) -> list[ExpertLayer]:
     """The layers with experts: those of AutoEP, or DeepSpeed's own."""
     found: list[ExpertLayer] = []
     for layer in autoep_layers(root):
@@ -49,7 +49,7 @@ def _expert_layers(part: SavedPart, root: Mapping[object, object]) -> list[Exper
     ]
 
 
-def _cuts(part: SavedPart, topology: Topology) -> list[CutTensor]:
+def _cuts(part: TensorSet, topology: Topology) -> list[CutTensor]:
     """The tensors of which a rank has a part only, or that only some of the data parallel ranks have."""
     layout, slices = part.layout, part.layout.slices
     assert slices is not None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zeroelastic.checkpoint.extents import Destination, ExtentTable, extent_windows, stream_seeds
+from zeroelastic.checkpoint.extents import ExtentTable, TensorSlot, extent_windows, stream_seeds
 from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.core.copies import first_copies, strips_of_runs
 from zeroelastic.core.digest import UInt64Array
@@ -153,7 +153,7 @@ class RankWriter:
         if not flats or layout is None:
             return
         part = self._saved.parts[number]
-        asked = [Destination(key, i, storage.dtype) for (i, key), storage in flats.items()]
+        asked = [TensorSlot(key, i, storage.dtype) for (i, key), storage in flats.items()]
         order = _numbers(layout, part.params)
         a_member = order[np.unique(layout.sub_group, return_index=True)[1]].tolist()
         position = np.array([list(part.dtypes[a_member[i]]).index(key) for i, key in flats], dtype=np.int64)
@@ -183,7 +183,7 @@ class RankWriter:
             cast = cast_between(src, dst)
             assert cast is not None, "made_weights takes dtypes to which master weights can be rounded"
             slots = archives.slots([weight.storage for weight in some])
-            asked = [Destination(FP32, i, src) for i in range(len(some))]
+            asked = [TensorSlot(FP32, i, src) for i in range(len(some))]
             for rows in extent_windows(make_plan(part.layout, _layout_of(some), 0), part.extents, asked):
                 archives.move(rows, slots, cast=cast)
 

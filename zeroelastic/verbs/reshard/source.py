@@ -17,12 +17,12 @@ from zeroelastic.checkpoint.module_names import ModuleNames, module_names, place
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import (
     FP32,
-    Shard,
+    OptimizerHeader,
     configured_batch,
     configured_dtype,
     configured_sub_group_size,
 )
-from zeroelastic.checkpoint.saved_state import SavedPart, SavedState
+from zeroelastic.checkpoint.saved_state import SavedState, TensorSet
 from zeroelastic.checkpoint.tag_files import EXPERT_FILE
 from zeroelastic.checkpoint.topology import numbered_expert
 from zeroelastic.core.layout import Layout, Param
@@ -76,7 +76,7 @@ class ReshardSource:
     """
 
     checkpoint: Checkpoint
-    parts: tuple[SavedPart, ...]
+    parts: tuple[TensorSet, ...]
     stage: int
     global_steps: int
     train_batch_size: int | None
@@ -106,12 +106,12 @@ class ReshardSource:
         return pairs_of(self.optim_root.get("optimizer_state_dict"))
 
     @property
-    def trained(self) -> SavedPart:
+    def trained(self) -> TensorSet:
         """The trained parameters."""
         return self.parts[0]
 
     @property
-    def frozen(self) -> SavedPart | None:
+    def frozen(self) -> TensorSet | None:
         """The frozen parameters, where they were saved."""
         return self.parts[1] if len(self.parts) > 1 else None
 
@@ -252,7 +252,7 @@ def _check_order(groups: Sequence[OptimGroup], slicing: Slicing, first: Layout, 
             )
 
 
-def train_batch_size(record: CommitRecord | None, head: Shard, world_size: int) -> int | None:
+def train_batch_size(record: CommitRecord | None, head: OptimizerHeader, world_size: int) -> int | None:
     """The global batch of a save by ``world_size`` data parallel ranks, from its record, files or configuration."""
     if record is not None:
         return record.train_batch_size

@@ -15,7 +15,7 @@ from zeroelastic.byte_sizes import format_size
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.optimizer_file import steps_with_bf16_optimizer, zero_option
-from zeroelastic.checkpoint.saved_state import SavedPart
+from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.checkpoint.tag_files import expert_file_name, model_file_name
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
@@ -227,7 +227,7 @@ def reshard_target(source: ReshardSource, options: ReshardOptions, stage: int, s
     )
 
 
-def _firsts(part: SavedPart, layout: Layout, stage: int, world_size: int) -> list[int]:
+def _firsts(part: TensorSet, layout: Layout, stage: int, world_size: int) -> list[int]:
     """The first parameter of each flat buffer. Raises UnsupportedError for parameters that share one and differ."""
     number = {param.name: i for i, param in enumerate(part.params)}
     firsts: dict[int, int] = {}
@@ -248,7 +248,7 @@ def _firsts(part: SavedPart, layout: Layout, stage: int, world_size: int) -> lis
     return [firsts[buffer] for buffer in range(layout.num_sub_groups)]
 
 
-def _differing(part: SavedPart, first: int, other: int) -> list[str]:
+def _differing(part: TensorSet, first: int, other: int) -> list[str]:
     """In what the optimizer state of two parameters differs: each key, with both values."""
     states = [
         {**part.dtypes[p], **{key: value.canonical() for key, value in part.scalars[p].items()}} for p in (first, other)
@@ -257,7 +257,7 @@ def _differing(part: SavedPart, first: int, other: int) -> list[str]:
     return [f"{key}: {_shown(part, first, key)} and {_shown(part, other, key)}" for key in keys]
 
 
-def _shown(part: SavedPart, param: int, key: str) -> str:
+def _shown(part: TensorSet, param: int, key: str) -> str:
     if key in part.scalars[param]:
         return f"{part.scalars[param][key].value} ({part.scalars[param][key].kind})"
     return f"a {part.dtypes[param][key]} tensor" if key in part.dtypes[param] else "none"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zeroelastic.checkpoint.optimizer_file import Shard
+from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
 from zeroelastic.checkpoint.tag_files import saved_as
 from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.core.digest import UInt64Array
@@ -265,7 +265,7 @@ def cover(begin: Int64Array, end: Int64Array, rows: RankRows) -> Cover:
 
 
 def _bad_parts(
-    headers: TagHeaders, shard: Shard, digests: UInt64Array, bad: list[BadRecord]
+    headers: TagHeaders, shard: OptimizerHeader, digests: UInt64Array, bad: list[BadRecord]
 ) -> tuple[BadPart, ...] | None:
     """The parameters whose part contradicts the file's own digests; None where these are damaged."""
     place = shard.digests
