@@ -58,7 +58,7 @@ def seen_by_rank_9(monkeypatch: pytest.MonkeyPatch, record: CommitRecord) -> Loo
         monkeypatch.setattr(dist, "get_rank", lambda group=None: 9)
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: num_ranks)
         replaced: dict[str, Any] = {
-            "all_gather_alike": lambda value: [(rank // NODE, 0, 0) for rank in range(num_ranks)],
+            "all_gather_mostly_equal": lambda value: [(rank // NODE, 0, 0) for rank in range(num_ranks)],
             "all_gather": lambda value: next(gathered),
             "all_or_raise": lambda action: action(),
             "_look": lambda *args: pytest.fail("the first rank of the node looks"),
