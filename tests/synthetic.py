@@ -313,12 +313,11 @@ def gather(checkpoint: Checkpoint) -> Truth:
                 assert extents.offset[p] >= 0
                 nbytes = length * DTYPE_BYTES[dtype]
                 add(param.name, key, dtype, read(extents.path, int(extents.offset[p]), nbytes))
-        if model.frozen is not None and model.frozen_extents is not None:
-            for p, param in enumerate(model.frozen.params):
-                dtype = model.frozen_extents.dtype[p]
-                nbytes = int(model.frozen.owned(rank)[1][p]) * DTYPE_BYTES[dtype]
-                data = read(model.path, int(model.frozen_extents.offset[p]), nbytes) if param.numel else b""
-                add(param.name, "frozen", dtype, data)
+        for p, param in enumerate(model.frozen.params):
+            dtype = model.frozen_extents.dtype[p]
+            nbytes = int(model.frozen.owned(rank)[1][p]) * DTYPE_BYTES[dtype]
+            data = read(model.path, int(model.frozen_extents.offset[p]), nbytes) if param.numel else b""
+            add(param.name, "frozen", dtype, data)
     return {
         name: {key: (dtype, b"".join(parts)) for key, (dtype, parts) in tensors.items()}
         for name, tensors in found.items()

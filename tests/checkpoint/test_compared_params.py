@@ -25,7 +25,8 @@ def inventory(kinds: dict[str, str], numels: dict[str, int], *, excluded: bool =
     params = {name: Param(name, (numels[name],)) for name in kinds}
     return ParamSet(
         tuple(params[name] for name, kind in kinds.items() if kind == TRAINED),
-        None if excluded else tuple(params[name] for name, kind in kinds.items() if kind == FROZEN),
+        tuple(params[name] for name, kind in kinds.items() if kind == FROZEN and not excluded),
+        names_frozen=not excluded,
     )
 
 

@@ -319,10 +319,10 @@ def test_what_model_states_say(tmp_path):
     assert model.frozen.params == FROZEN_PARAMS and model.frozen_extents.dtype == {0: "bfloat16", 1: "bfloat16"}
 
 
-def test_left_out_frozen_parameters_are_none(tmp_path):
+def test_left_out_frozen_parameters_are_not_named(tmp_path):
     write_checkpoint(tmp_path, world_size=2, frozen=None)
     model = open_checkpoint(tmp_path).model_states(0)
-    assert model.frozen is None and model.frozen_extents is None
+    assert not model.frozen.params and not model.names_frozen
 
 
 def test_frozen_parameters_must_agree(tmp_path):

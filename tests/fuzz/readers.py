@@ -143,7 +143,7 @@ def dcp_table(data: bytes, folder: Path) -> Reads:
 
     def extents() -> None:
         found = open_dcp(root)
-        for part in filter(None, (found.trained, found.frozen)):
+        for part in (found.trained, found.frozen):
             for rank in range(part.layout.world_size):
                 rows = part.rank_rows(rank)[1]
                 ends = rows.file_offset + rows.nbytes

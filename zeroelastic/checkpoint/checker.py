@@ -455,8 +455,7 @@ class _Checker(TagHeaders):
             with self._noting(first.path.name):
                 sliced = 1 < self.topology.tensor_size == len(self._known_models())
                 layout = self.checkpoint.frozen_layout if sliced else None
-                frozen = self._experts_part(first) or frozen_part(self.models, layout)
-                parts += [] if frozen is None else [frozen]
+                parts.append(self._experts_part(first) or frozen_part(self.models, layout))
         self.parts = tuple(parts)
         self.tensors = tuple(tensor for part in parts for tensor in part.tensors())
 

@@ -154,7 +154,7 @@ def other_trained_params(model: ModuleHeader, shard: OptimizerHeader) -> str | N
 
 def check_frozen(model: ModuleHeader, layout: Layout) -> None:
     """Raise CheckpointError for model states that list other frozen parameters than the layout of their rank."""
-    if model.frozen is None or model.frozen.params != layout.params:
+    if model.frozen.params != layout.params:
         raise CheckpointError(f"{model.path}: lists other frozen parameters than its neighbours. {MIXED}")
 
 
@@ -283,13 +283,12 @@ OF_THE_SAVE = ("the step", "the save id")
 
 def model_facts(model: ModuleHeader) -> dict[str, Hashable]:
     """Return the facts that module states of one tensor parallel rank share; all of one save share ``OF_THE_SAVE``."""
-    extents = model.frozen_extents
     return {
         "the step": model.global_steps,
         "the save id": model.save_id,
         "parameters": model.sub_groups,
-        "frozen parameters": None if model.frozen is None else model.frozen.params,
-        "the dtypes of frozen parameters": None if extents is None else tuple(sorted(extents.dtype.items())),
+        "frozen parameters": model.frozen.params if model.names_frozen else None,
+        "the dtypes of frozen parameters": tuple(sorted(model.frozen_extents.dtype.items())),
     }
 
 

@@ -100,14 +100,13 @@ def frozen_experts(model: ModuleHeader, maps: SavedMaps) -> FrozenExperts | None
     if not experts:
         return None
     checked_params([frozen.tensor for frozen in experts], model.path)
-    nothing = TensorExtents(model.path, {}, np.empty(0, dtype=np.int64))
-    dense = () if model.frozen is None else model.frozen.params
+    dense = model.frozen.params
     size = max(frozen.experts.stop for frozen in experts)
     try:
         layout = joined_layouts([_on_rank(rank, size, dense, experts) for rank in range(size)])
     except (ValueError, OverflowError) as error:
         raise CheckpointError(f"{directory}: {error}. A file is damaged or not from this tag.") from None
-    return FrozenExperts(directory, layout, model.frozen_extents or nothing, len(dense), experts)
+    return FrozenExperts(directory, layout, model.frozen_extents, len(dense), experts)
 
 
 def _of_layer(file: TorchFile, layer: int, count: int, trained: set[str], maps: SavedMaps) -> Iterator[_Frozen]:

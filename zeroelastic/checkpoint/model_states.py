@@ -80,8 +80,9 @@ class ModuleHeader:
     ``world_size`` are the data parallel ranks, and ``tensor_size`` the tensor parallel ones. Names and shapes are those
     on the rank: of slices, under the names that DeepSpeed has there.
     ``sub_groups`` are the trained parameters in flat order, by sub-group at stage 3 and by optimizer group at stages 1
-    and 2; ``frozen`` those that the optimizer does not have, or None where they were excluded from the save;
-    ``frozen_extents`` where this rank's parts of them are; ``directory`` is the file's digest of its zip directory.
+    and 2; ``frozen`` those that the optimizer does not have, and ``frozen_extents`` where this rank's parts of them
+    are: none where they were excluded from the save, and then ``names_frozen`` is False.
+    ``directory`` is the file's digest of its zip directory.
     ``values`` are the counters and states that DeepSpeed loads from there; ``others`` the forms of what is no
     parameter in the module's state, None for what is no tensor. ``weights`` are the (offset, nbytes) of the trained
     parameters in a file of the whole module, which a load makes from the master weights where these say what they are;
@@ -101,8 +102,9 @@ class ModuleHeader:
     tensor_size: int
     global_steps: int
     sub_groups: tuple[tuple[Param, ...], ...]
-    frozen: Layout | None
-    frozen_extents: TensorExtents | None
+    frozen: Layout
+    frozen_extents: TensorExtents
+    names_frozen: bool
     header_bytes: int
     directory: str = ""
     values: Mapping[str, object] = field(default_factory=dict)
@@ -117,8 +119,6 @@ class ModuleHeader:
 
     def fragments(self) -> list[tuple[int, int]]:
         """(offset, nbytes) in the file of this rank's part of each frozen parameter that has elements."""
-        if self.frozen is None or self.frozen_extents is None:
-            return []
         return [
             (int(self.frozen_extents.offset[i]), int(self.frozen.part[i]) * DTYPE_BYTES[self.frozen_extents.dtype[i]])
             for i in range(self.frozen.num_params)
@@ -180,17 +180,17 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         others_of.append((fragments, ()))
     is_part = WHOLE_MODEL_FILE.match(path.name) is None
     names = module_names(root, module, {} if is_part else places_of(module), is_whole=not is_part)
-    frozen: Layout | None
-    extents: TensorExtents | None
     if is_part:
         others = _entries(module, but=trained)
+        names_frozen = isinstance(frozen_shapes, Mapping) and isinstance(fragments, Mapping)
         frozen, extents = _frozen_parts(file, trained, count)
     else:
         trained |= names.tied.keys()
         others = _entries(module, but=trained)
         weights, places = _weights(file, _entries(module, but=others), params)
-        frozen, extents = _whole_frozen_params(file, others, but=names.no_params)
-        others = _entries(others, but={param.name for param in frozen.params} if frozen is not None else ())
+        frozen, extents = _whole_frozen_params(file, _entries(others, but=names.no_params))
+        names_frozen = frozen.num_params > 0 or isinstance(frozen_shapes, Mapping)
+        others = _entries(others, but={param.name for param in frozen.params})
     if isinstance(frozen_shapes, Mapping):
         others = _entries(others, but=frozen_shapes)
     expert_files = () if is_part else _expert_files(root, path)
@@ -209,6 +209,7 @@ def _model_states(file: TorchFile, rank: int, *, world_size: int | None, tp: Ten
         sub_groups=params,
         frozen=frozen,
         frozen_extents=extents,
+        names_frozen=names_frozen,
         header_bytes=file.header_bytes,
         directory=file.directory,
         values={key: root[key] for key in (*COUNTERS, *_STATES) if key in root},
@@ -304,10 +305,8 @@ def _used_by_params_alone(
     return _distinct(file.ranges([ref for ref in refs if ref.storage.key not in shared]))
 
 
-def _frozen_parts(
-    file: TorchFile, trained: Collection[object], count: int
-) -> tuple[Layout | None, TensorExtents | None]:
-    """The layout of the frozen parameters, and where this rank's parts of them are; None where they were not saved.
+def _frozen_parts(file: TorchFile, trained: Collection[object], count: int) -> tuple[Layout, TensorExtents]:
+    """The layout of the frozen parameters that were saved, and where this rank's parts of them are.
 
     ``trained`` are the names of the trained parameters, ``count`` the ranks that saved. Raises CheckpointError.
     """
@@ -315,7 +314,7 @@ def _frozen_parts(
     assert isinstance(root, dict)
     shapes, fragments = root.get("frozen_param_shapes"), root.get("frozen_param_fragments")
     if not isinstance(shapes, Mapping) or not isinstance(fragments, Mapping):
-        return None, None
+        shapes, fragments = {}, {}
     # DeepSpeed lists by requires_grad, which may change.
     entries = _entries(shapes, but=trained)
     params = checked_table(entries.keys(), entries.values(), path)
@@ -333,23 +332,13 @@ def _frozen_parts(
     return _placed(file, params, refs, count)
 
 
-def _whole_frozen_params(
-    file: TorchFile, others: Mapping[object, object], *, but: Collection[object]
-) -> tuple[Layout | None, TensorExtents | None]:
-    """``_frozen_parts`` of a file with the whole module, whose entries ``others`` are not trained.
-
-    The names ``but`` are those of no parameter.
+def _whole_frozen_params(file: TorchFile, entries: Mapping[object, object]) -> tuple[Layout, TensorExtents]:
+    """The layout of the frozen parameters in a file with the whole module, and where they are: these entries of it.
 
     The layout is that of one rank. DeepSpeed lists frozen parameters at stage 2 and not at stage 1, so the list is not
     used.
     """
-    root = file.root
-    assert isinstance(root, dict)
-    if not isinstance(root.get("module"), Mapping):
-        return None, None
-    found = {str(name): ref for name, ref in _entries(others, but=but).items() if isinstance(ref, TensorRef)}
-    if not found and not isinstance(root.get("frozen_param_shapes"), Mapping):
-        return None, None
+    found = {str(name): ref for name, ref in entries.items() if isinstance(ref, TensorRef)}
     params = checked_table(found.keys(), [ref.shape for ref in found.values()], file.path)
     for name, ref in found.items():
         if not ref.is_contiguous:

@@ -146,8 +146,8 @@ class Checkpoint:
         return head.groups if self.sliced is None else self.sliced.groups(head)
 
     @property
-    def frozen_layout(self) -> Layout | None:
-        """The layout of the frozen parameters over the ranks that saved some; None where none were saved.
+    def frozen_layout(self) -> Layout:
+        """The layout of the frozen parameters over the ranks that saved some.
 
         At stages 1 and 2 one data parallel rank has all; where experts are frozen, a rank stands for the experts of its
         number. Opens the headers of ``layout_models``.
@@ -162,6 +162,11 @@ class Checkpoint:
         return self._frozen
 
     @property
+    def names_frozen(self) -> bool:
+        """Whether the files say which parameters are frozen; False where these were excluded from the save."""
+        return self.frozen_experts is not None or self.model_states(self.layout_models[0]).names_frozen
+
+    @property
     def frozen_experts(self) -> FrozenExperts | None:
         """The frozen parameters where some are experts with files of their own; None where none are."""
         if self._experts is None:
@@ -170,19 +175,11 @@ class Checkpoint:
             self._experts = (None if maps is None else frozen_experts(model, maps),)
         return self._experts[0]
 
-    def frozen_extents(self, rank: int) -> TensorExtents | None:
-        """Where a rank's file has its parts of the parameters of ``frozen_layout``; None where it has none.
-
-        Raises CheckpointError where it lists others.
-        """
-        layout = self.frozen_layout
-        if layout is None or rank >= layout.world_size:
-            return None
+    def frozen_extents(self, rank: int) -> TensorExtents:
+        """Where a rank of ``frozen_layout`` has its parts in files; CheckpointError where its file lists others."""
         if self.frozen_experts is not None:
             return self.frozen_experts.extents(rank)
-        model = self.model_states(rank)
-        if model.frozen is None or model.frozen_extents is None:
-            return None
+        model, layout = self.model_states(rank), self.frozen_layout
         check_frozen(model, layout.on_rank(rank))
         return extents_over_ranks(layout, rank, {FROZEN: model.frozen_extents})[FROZEN]
 

@@ -27,13 +27,14 @@ _Shapes = Mapping[str, tuple[int, ...]]
 class ParamSet:
     """The parameters of a save or of a run, by name in the order of their layouts.
 
-    ``frozen`` is None for a save from which frozen parameters were excluded and that does not name them; where it does,
-    ``has_frozen`` is False. ``tied`` has the further names of parameters, each with the one that is listed.
+    Where frozen parameters were excluded from a save, ``has_frozen`` is False if it names them all the same, else
+    ``names_frozen`` is False. ``tied`` has the further names of parameters, each with the one that is listed.
     """
 
     trained: tuple[Param, ...]
-    frozen: tuple[Param, ...] | None
+    frozen: tuple[Param, ...]
     has_frozen: bool = True
+    names_frozen: bool = True
     tied: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -122,7 +123,7 @@ def compare(
 
     Example::
 
-        found = compare(ParamSet(saved, None), ParamSet(live, ()), head.groups, [["a.weight"], ["a.bias"]])
+        found = compare(ParamSet(saved, ()), ParamSet(live, ()), head.groups, [["a.weight"], ["a.bias"]])
         found.added_trained      # keep their initial values
     """
     was = _listed(saved)
@@ -156,7 +157,7 @@ def compare(
                 f"parameter {name} {list(param.shape)} was {_WORD[before]} when the checkpoint was saved and is "
                 f"{_WORD[kind]} in the model"
             )
-        elif kind == _FROZEN and saved.frozen is None:
+        elif kind == _FROZEN and not saved.names_frozen:
             found["excluded"].append(name)
         else:
             found["added_trained" if kind == _TRAINED else "added_frozen"].append(name)
@@ -205,7 +206,7 @@ _WORD = {_TRAINED: "trained", _FROZEN: "frozen"}
 def _listed(inventory: ParamSet) -> dict[str, tuple[str, Param]]:
     """Every parameter by name: how it is listed, and itself."""
     trained = {param.name: (_TRAINED, param) for param in inventory.trained}
-    return trained | {param.name: (_FROZEN, param) for param in inventory.frozen or ()}
+    return trained | {param.name: (_FROZEN, param) for param in inventory.frozen}
 
 
 def _compare_groups(saved: Sequence[ParamGroup], live: Sequence[Sequence[str]]) -> list[str]:

@@ -200,28 +200,19 @@ def sliced_layout(
     return SlicedLayout(topology, layout, maps)
 
 
-def frozen_layout(models: Sequence[ModuleHeader], topology: Topology, saved: SavedMaps) -> Layout | None:
-    """The layout of the frozen parameters over the ranks that have some in files; None where none were saved.
+def frozen_layout(models: Sequence[ModuleHeader], topology: Topology, saved: SavedMaps) -> Layout:
+    """The layout of the frozen parameters over the ranks that have some in files, of which several are tensor parallel.
 
     ``models`` as of ``sliced_layout``. At stages 1 and 2 data parallel rank 0 has all.
     """
     if WHOLE_MODEL_FILE.match(models[0].path.name) is not None:
         topology = Topology(1, topology.tensor_size)
-    layouts = [model.frozen for model in models if model.frozen is not None]
-    if len(layouts) < len(models):
-        return None
-    for model, layout in zip(models, layouts, strict=True):
-        if topology.tensor_size > 1:
-            check_described(saved.maps, (param.name for param in layout.params), model.path)
-    cut = {name for name, one in saved.maps.items() if one.axis == "expert" and len(one.views) > 1}
-    experts = [param.name for param in layouts[0].params if param.name in cut]
-    if experts:
-        raise UnsupportedError(
-            f"{models[0].path}: has frozen experts, of which each expert parallel rank saved some: "
-            f"{some(map(brief, experts))}. DeepSpeed alone loads it, in the arrangement that saved."
-        )
+    for model in models:
+        check_described(saved.maps, (param.name for param in model.frozen.params), model.path)
     try:
-        return layout_over_ranks(lambda t: [[param] for param in layouts[t].params], topology, saved.maps, stage=3)
+        return layout_over_ranks(
+            lambda t: [[param] for param in models[t].frozen.params], topology, saved.maps, stage=3
+        )
     except (ValueError, OverflowError) as error:
         raise CheckpointError(f"{models[0].path}: {error}. The file is damaged.") from None
 
@@ -264,8 +255,7 @@ def _with_native_experts(
 
 def _check_shapes(model: ModuleHeader, maps: SliceMaps, topology: Topology) -> None:
     """Raise CheckpointError where a file has other shapes of its parameters than the maps give to its rank."""
-    frozen = () if model.frozen is None else model.frozen.params
-    for param in (*(param for members in model.sub_groups for param in members), *frozen):
+    for param in (*(param for members in model.sub_groups for param in members), *model.frozen.params):
         found = maps.get(param.name)
         if found is None:
             continue

@@ -135,14 +135,13 @@ class SavedState:
     """All headers of one checkpoint. Invariant: every rank says the same of what all ranks share.
 
     ``head`` is rank 0's optimizer header; ``models`` are the model states of every rank, at stages 1 and 2 of each
-    tensor parallel rank. ``parts`` are the trained parameters and, where frozen ones were saved, these; each has its
-    own layout.
+    tensor parallel rank. ``parts`` are the trained and the frozen parameters; each has its own layout.
     """
 
     checkpoint: Checkpoint
     head: OptimizerHeader
     models: tuple[ModuleHeader, ...]
-    parts: tuple[TensorSet, ...]
+    parts: tuple[TensorSet, TensorSet]
 
     @property
     def groups(self) -> tuple[ParamGroup, ...]:
@@ -185,12 +184,12 @@ def open_state(checkpoint: Checkpoint, *, resizable: bool = True) -> SavedState:
 
 def saved_parts(
     checkpoint: Checkpoint, shards: Mapping[int, OptimizerHeader], models: Iterable[ModuleHeader]
-) -> tuple[TensorSet, ...]:
-    """The parts of a saved state, with the extents of the ranks whose headers are given."""
+) -> tuple[TensorSet, TensorSet]:
+    """The trained and the frozen parameters, with the extents of the ranks whose headers are given."""
     trained = trained_part(shards, next(iter(shards.values())), checkpoint.layout)
     layout, experts = checkpoint.frozen_layout, checkpoint.frozen_experts
     frozen = frozen_part({model.rank: model for model in models}, layout) if experts is None else experts_part(experts)
-    return (trained,) if frozen is None else (trained, frozen)
+    return trained, frozen
 
 
 def trained_part(
@@ -217,20 +216,16 @@ def trained_part(
     )
 
 
-def frozen_part(models: Mapping[int, ModuleHeader], layout: Layout | None = None) -> TensorSet | None:
-    """The frozen parameters in the files of some ranks; None where none were saved.
+def frozen_part(models: Mapping[int, ModuleHeader], layout: Layout | None = None) -> TensorSet:
+    """The frozen parameters in the files of some ranks.
 
     ``layout`` is that of all ranks, by default that of each of them. Raises CheckpointError naming two files that
     disagree on them.
     """
-    first = next(iter(models.values()))
-    if first.frozen is None or first.frozen_extents is None or not first.frozen.num_params:
-        return None
-    layout = first.frozen if layout is None else layout
+    layout = next(iter(models.values())).frozen if layout is None else layout
     extents: dict[int, Mapping[str, TensorExtents]] = {}
     for model in models.values():
         check_frozen(model, layout.on_rank(model.rank))
-        assert model.frozen_extents is not None
         extents[model.rank] = extents_over_ranks(layout, model.rank, {FROZEN: model.frozen_extents})
     return _frozen(layout, extents)
 

@@ -146,10 +146,9 @@ def _model_root(
     found: DcpCheckpoint, config: Mapping[str, object], scheduler: Mapping[str, object] | None
 ) -> dict[object, object]:
     """The module states as a run of stage 3 has them: parameters without elements, buffers whole."""
-    frozen = () if found.frozen is None else found.frozen.params
     dtype = configured_dtype(config) if config else "float32"
     module: list[tuple[object, object]] = [
-        (param.name, tensor(new_storage(dtype, 0), 0, (0,))) for param in (*found.trained.params, *frozen)
+        (param.name, tensor(new_storage(dtype, 0), 0, (0,))) for param in (*found.trained.params, *found.frozen.params)
     ]
     module += [(alias, tensor(new_storage(dtype, 0), 0, (0,))) for alias in found.tied]
     module += [(name, tensor(_stored(extent), 0, shape)) for name, (shape, extent) in found.buffers.items()]
@@ -158,7 +157,7 @@ def _model_root(
         "buffer_names": list(found.buffers),
         "optimizer": None,
         "param_shapes": [],
-        "frozen_param_shapes": Dict((param.name, Size(param.shape)) for param in frozen),
+        "frozen_param_shapes": Dict((param.name, Size(param.shape)) for param in found.frozen.params),
         "shared_params": dict(found.tied),
         "frozen_param_fragments": Dict(),
         "lr_scheduler": None if scheduler is None else dict(scheduler),

@@ -51,7 +51,7 @@ class DcpCheckpoint:
     world_size: int
     named: NamedState
     trained: TensorSet
-    frozen: TensorSet | None
+    frozen: TensorSet
     buffers: Mapping[str, tuple[tuple[int, ...], Extent]]
     tied: Mapping[str, str]
     native: NativeNotes
@@ -120,10 +120,9 @@ def open_dcp(root: FilePath) -> DcpCheckpoint:
         trained = _part(named.trained, metadata.parts, named.scalars)
         frozen = {name: {FROZEN: named.others[name]} for name in frozen_names}
         buffers = {name: _buffer(name, named.others[name], archives, root) for name in buffer_names}
-        kept = _part(frozen, metadata.parts) if frozen else None
+        kept = _part(frozen, metadata.parts)
         for part in (trained, kept):
-            if part is not None:
-                dict(part.extents)
+            dict(part.extents)
         return DcpCheckpoint(
             root=root,
             files=metadata.files,

@@ -134,7 +134,7 @@ def model_tensors(state: SavedState) -> ModelTensors:
         f"({'' if record is None else record.excluded_how})"
         for content in excluded_from(record)
     ]
-    if state.models[0].frozen is None and not excluded_from(record):
+    if not state.models[0].names_frozen and not excluded_from(record):
         left_out.append(
             "frozen parameters, if the run has any: a save of ZeRO stage 1 does not say whether it left them out"
             if state.head.stage == 1

@@ -134,11 +134,10 @@ def plan(
         checkpoint = open_committed(source.tag_dir)
         head, model = checkpoint.shard(0), checkpoint.model_states(0)
         parts = saved_parts(checkpoint, {0: head}, (model,))
-        trained, frozen = parts[0], parts[1] if len(parts) > 1 else None
+        trained, frozen = parts
         target_stage, topology = stage or head.stage, None
         if checkpoint.layout.slices is None and tp in (None, 1) and ep in (None, 1) and like is None:
-            targets = [_run_layout(head, world_size, target_stage)]
-            targets += [] if frozen is None else [unpacked_layout(frozen.params, world_size)]
+            targets = [_run_layout(head, world_size, target_stage), unpacked_layout(frozen.params, world_size)]
         else:
             # Imported for these alone: a plan without slices takes a moment.
             from zeroelastic.verbs.reshard.reshard import plan_reshard
@@ -154,8 +153,8 @@ def plan(
                 target_expert_parallel=slicing.expert_size,
                 experts=sum(layer.num_experts for layer in slicing.layers),
             )
-            targets = [target.target.layout]
-            targets += [] if frozen is None else [slicing.frozen_layout(frozen.params, 3)]  # a rank fills its part
+            # A rank fills its part of frozen parameters at every stage.
+            targets = [target.target.layout, slicing.frozen_layout(frozen.params, 3)]
         ranks = tuple(_planned_rank(checkpoint, rank, parts, targets) for rank in range(world_size))
     data_size = checkpoint.topology.data_size
     batch = train_batch_size(checkpoint.record, head, data_size)
@@ -181,7 +180,7 @@ def plan(
                 param.numel * size for part in parts for param, size in zip(part.params, _sizes(part), strict=True)
             ),
             params=len(trained.params),
-            frozen_params=0 if frozen is None else len(frozen.params),
+            frozen_params=len(frozen.params),
             state_keys=tuple(dict.fromkeys(key for keys in head.tensor_keys for key in keys)),
         ),
         ranks=ranks,

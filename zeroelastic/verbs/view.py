@@ -284,7 +284,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
         with self._reading():
             head, model = checkpoint.shard(0), checkpoint.model_states(0)
             check_same_models((model,), head, checkpoint.record)
-            trained, *frozen = saved_parts(checkpoint, {0: head}, (model,))
+            trained, frozen = saved_parts(checkpoint, {0: head}, (model,))
             has_experts = checkpoint.frozen_experts is not None
 
         def trained_extents(rank: int) -> Mapping[str, TensorExtents]:
@@ -295,13 +295,11 @@ class CheckpointView(Mapping[str, TensorHandle]):
         def frozen_extents(rank: int) -> Mapping[str, TensorExtents]:
             other = checkpoint.model_states(rank)
             check_same_models((model, other), head, checkpoint.record)
-            both = frozen_part({0: model, rank: other}, checkpoint.frozen_layout)
-            assert both is not None
-            return both.extents[rank]
+            return frozen_part({0: model, rank: other}, checkpoint.frozen_layout).extents[rank]
 
-        parts = [replace(trained, extents=_OnDemand(trained_extents))]
-        parts += [one if has_experts else replace(one, extents=_OnDemand(frozen_extents)) for one in frozen]
-        return SavedState(checkpoint, head, (model,), tuple(parts))
+        trained = replace(trained, extents=_OnDemand(trained_extents))
+        frozen = frozen if has_experts else replace(frozen, extents=_OnDemand(frozen_extents))
+        return SavedState(checkpoint, head, (model,), (trained, frozen))
 
     @cached_property
     def _model(self) -> ModelTensors:

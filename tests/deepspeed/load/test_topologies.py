@@ -269,7 +269,7 @@ def test_experts_alone_are_frozen_and_a_bit_of_one_is_flipped(
     for state, matches in topology_pool.run(load_frozen_experts, 4, run, str(tmp_path)):
         assert not differences(saved[0].state, state) and matches is True
     frozen = open_checkpoint(tmp_path / "t").frozen_extents(3)
-    assert frozen is not None and frozen.param_paths is not None
+    assert frozen.param_paths is not None
     at = int(np.argmax(frozen.offset))
     path = Path(frozen.param_paths[at])
     flip(path, int(frozen.offset[at]) + 1)

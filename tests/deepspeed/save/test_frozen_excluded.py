@@ -129,7 +129,7 @@ def test_resumes_with_the_base_model_loaded_first_are_exact(
     record, full = read_record(tag_of(tmp_path / "a")), read_record(tag_of(tmp_path / "full"))
     assert record is not None and full is not None and record.excluded_by == "option" and full.excluded_by is None
     assert record.content_root == full.content_root and len(record.excluded()) == 6
-    assert open_checkpoint(tag_of(tmp_path / "a")).frozen_layout is None
+    assert not open_checkpoint(tag_of(tmp_path / "a")).names_frozen
     later, (resumed, report) = rank_pool.run(resume, 2, second, str(tmp_path / "a"), str(tmp_path / "b"))[0]
     assert compare_states(saved, resumed) == [] and report.root_matches
     assert "6 frozen parameters (the run's own, whose digests are those of the save)" in report.text()

@@ -170,7 +170,7 @@ def plan_load(checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest)
         head=head,
         plan=plan,
         membership=membership,
-        saved_frozen=saved.frozen or (),
+        saved_frozen=saved.frozen,
         moves=moves,
         weights_plan=_weights_plan(checkpoint, model, live, membership),
         states=states,
@@ -181,8 +181,7 @@ def plan_load(checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest)
 
 def _saved_params(checkpoint: Checkpoint, live: LiveOptimizer) -> ParamSet:
     """Return the parameters of a save; their further names, which at stage 3 rank 0 alone lists, where names differ."""
-    layout, frozen = checkpoint.layout, checkpoint.frozen_layout
-    params = None if frozen is None else frozen.whole_tensors
+    layout, params = checkpoint.layout, checkpoint.frozen_layout.whole_tensors
     if params and checkpoint.whole_model:
         params = _without_buffers(params, live.module)
     excluded = excluded_from(checkpoint.record)
@@ -191,7 +190,8 @@ def _saved_params(checkpoint: Checkpoint, live: LiveOptimizer) -> ParamSet:
     differs = not live.whole.index().keys() <= layout.index().keys()
     all_see = checkpoint.whole_model or checkpoint.inventory.reads_headers  # all ranks have to find the same names
     tied = checkpoint.model_states(0).tied if differs and all_see and not live.sharing.has_slices else {}
-    return ParamSet(layout.whole_tensors, params, has_frozen=not excluded, tied=tied)
+    names_frozen = bool(excluded) or checkpoint.names_frozen
+    return ParamSet(layout.whole_tensors, params, has_frozen=not excluded, names_frozen=names_frozen, tied=tied)
 
 
 def _without_buffers(frozen: Sequence[Param], module: torch.nn.Module) -> tuple[Param, ...]:
@@ -243,7 +243,7 @@ def _check_membership(
     """
     wrapped = None
     if membership.dropped:
-        names = [param.name for param in (*saved.trained, *(saved.frozen or ()))]
+        names = [param.name for param in (*saved.trained, *saved.frozen)]
         wrapped = wrapper_advice(names, [*live.whole.index(), *live.whole_frozen.index()])
     tag_dir, record = checkpoint.tag_dir, checkpoint.record
     excluded_by = None if record is None else record.excluded_by
@@ -329,14 +329,12 @@ def _moves(
         (in_own_buffers(live.layout.only(set(membership.unfrozen))), True),
         (live.frozen.only(set(membership.frozen)), False),
     ):
-        plan = None if frozen is None else _planned(frozen, dst, live.rank)
+        plan = _planned(frozen, dst, live.rank)
         if plan is None:
             continue
         for source in plan.source_ranks:
             if source not in extents:
-                piece = checkpoint.frozen_extents(source)
-                assert piece is not None, "a rank that a plan names has parts"
-                extents[source] = {FROZEN: piece}
+                extents[source] = {FROZEN: checkpoint.frozen_extents(source)}
         moves.append(Move(plan, FROZEN, extents, trains))
     return tuple(moves)
 

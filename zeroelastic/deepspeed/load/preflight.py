@@ -187,8 +187,8 @@ def _consistency_digest(plan: LoadPlan) -> ConsistencyDigest:
     facts[_TP_RANK] = str(plan.checkpoint.tp.rank)
     facts["world size"] = str(plan.checkpoint.world_size)
     facts["global step"] = str(plan.model.global_steps)
-    frozen = plan.checkpoint.frozen_layout
-    facts["frozen parameters"] = repr(None if frozen is None else frozen.whole_tensors)
+    frozen = plan.checkpoint.names_frozen, plan.checkpoint.frozen_layout.whole_tensors
+    facts["frozen parameters"] = repr(frozen)
     record = plan.record
     facts["commit record"] = "none" if record is None else record.save_id + record.content_root
     return tuple((what, hashlib.sha256(text.encode()).hexdigest()) for what, text in facts.items())

@@ -173,7 +173,7 @@ def _frozen_parts(load_plan: LoadPlan) -> list[Part]:
         saved_dtypes = load_plan.head.extents[FP32].dtype
         if move.key == FROZEN:
             pieces = [load_plan.model.frozen_extents, *(piece[FROZEN] for piece in extents.values())]
-            saved_dtypes = {i: dtype for piece in pieces if piece for i, dtype in piece.dtype.items()}
+            saved_dtypes = {i: dtype for piece in pieces for i, dtype in piece.dtype.items()}
         place = plan.src.index()
         for p, param in zip(plan.dst.sub_group.tolist(), plan.dst.params, strict=True):
             if not param.numel and not move.changes:

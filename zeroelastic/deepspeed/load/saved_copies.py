@@ -34,17 +34,16 @@ def refuse_other_copies(checkpoint: Checkpoint, *, keys: list[str], device: torc
     """
 
     def frozen(rank: int) -> Mapping[str, TensorExtents]:
-        found = checkpoint.frozen_extents(rank)
-        return {} if found is None else {FROZEN: found}
+        return {FROZEN: checkpoint.frozen_extents(rank)}
 
-    parts: list[tuple[Layout | None, list[str], _Extents]] = [
+    parts: list[tuple[Layout, list[str], _Extents]] = [
         (checkpoint.layout, keys, checkpoint.extents),
         (checkpoint.frozen_layout, [FROZEN], frozen),
     ]
     differing: list[str] = []
     num_ranks, here = dist.get_world_size(), dist.get_rank()
     for layout, own, extents in parts:
-        if layout is None or layout.slices is None:
+        if layout.slices is None:
             continue
         files = checkpoint.model_files if own == [FROZEN] else checkpoint.optim_files
         ranks = [

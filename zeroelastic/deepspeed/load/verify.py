@@ -81,7 +81,7 @@ def verify(engine: Engine, load_plan: LoadPlan, restored: Restored) -> Verificat
         f"`zeroelastic verify {load_plan.tag_dir}` compares its files with their checksums"
     )
     membership, is_other_base = load_plan.membership, bool(load_plan.other_frozen)
-    with_frozen = load_plan.checkpoint.frozen_layout is not None or load_plan.keeps_frozen
+    with_frozen = load_plan.checkpoint.names_frozen or load_plan.keeps_frozen
     same_params = membership.same_params and not is_other_base
     local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read_digests)
     try:

@@ -198,7 +198,7 @@ def receive_headers(checkpoint: Checkpoint, live: LiveOptimizer) -> Checkpoint:
         optim, models = all_or_raise(lambda: _sources(checkpoint, live, nearest=nearest))
     wanted = [checkpoint.optim_files[source].name for source in sorted(optim)]
     model = checkpoint.model_states(own)
-    if model.frozen is not None and not checkpoint.whole_model:
+    if model.names_frozen and not checkpoint.whole_model:
         wanted += [checkpoint.model_files[source].name for source in sorted(models - {own})]
     headers.fetch(wanted)
     return checkpoint
@@ -214,8 +214,7 @@ def _sources(checkpoint: Checkpoint, live: LiveOptimizer, *, nearest: int) -> tu
     optim, models = {nearest}, set[int]()
     for target in (live.layout, live.frozen):
         optim |= _holders(trained, target, live.rank)
-        if frozen is not None:
-            models |= _holders(frozen, target, live.rank)
+        models |= _holders(frozen, target, live.rank)
     return optim, models
 
 

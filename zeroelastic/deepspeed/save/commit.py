@@ -171,11 +171,11 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
         param.name: (param.shape, dict(part.dtypes[p]), {k: v.canonical() for k, v in part.scalars[p].items()})
         for p, param in enumerate(part.params)
     }
-    if (frozen := frozen_part({model.rank: model})) is not None:
-        found |= {
-            sharing.whole_name(param.name): (sharing.whole_shape(param), dict(frozen.dtypes[p]), {})
-            for p, param in enumerate(frozen.params)
-        }
+    frozen = frozen_part({model.rank: model})
+    found |= {
+        sharing.whole_name(param.name): (sharing.whole_shape(param), dict(frozen.dtypes[p]), {})
+        for p, param in enumerate(frozen.params)
+    }
     here = {param.name for param in layout.params} | {sharing.whole_name(param.name) for param in save.frozen or ()}
     want: dict[str, object] = {
         content.param.name: (
@@ -190,10 +190,7 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
         "the step": (model.global_steps, save.global_steps),
         "the save id": (model.save_id, save.save_id),
         "the trained parameters": ([list(table) for table in model.sub_groups], [*map(list, save.sub_groups)]),
-        "the frozen parameters": (
-            _by_name(None if model.frozen is None else model.frozen.params),
-            _by_name(save.frozen),
-        ),
+        "the frozen parameters": (_by_name(model.frozen.params), _by_name(save.frozen)),
     }
     if layout.slices is not None:  # the names of DeepSpeed's own experts are their maps
         own_maps = {name: one for name, one in sharing.maps.items() if numbered_expert(name) is None}

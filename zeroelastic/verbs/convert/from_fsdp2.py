@@ -95,7 +95,7 @@ def _configured_otherwise(form: NativeForm) -> list[str]:
 
 def _check_experts(found: DcpCheckpoint) -> None:
     """Raise UnsupportedError for experts that DeepSpeed saves in files of their own, which are not made here."""
-    params = (*found.trained.params, *(() if found.frozen is None else found.frozen.params))
+    params = (*found.trained.params, *found.frozen.params)
     of_deepspeed = [param.name for param in params if numbered_expert(param.name) is not None]
     if of_deepspeed:
         raise UnsupportedError(
@@ -125,7 +125,7 @@ def _source(form: NativeForm) -> ReshardSource:
             model_files=found.tables,
             named=found.named,
         ),
-        parts=(trained,) if found.frozen is None else (trained, found.frozen),
+        parts=(trained, found.frozen),
         stage=3,
         global_steps=form.steps,
         train_batch_size=form.batch,

@@ -160,7 +160,7 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
     trained = TensorSet(layout, layout.params, dtypes, scalars, {0: extents})
     source = ReshardSource(
         checkpoint=checkpoint,
-        parts=(trained,) if frozen is None else (trained, frozen),
+        parts=(trained, frozen),
         stage=int(stage),
         global_steps=first.global_steps,
         train_batch_size=configured_batch(config, first.world_size),
@@ -206,7 +206,7 @@ def _models(tag_dir: Path) -> tuple[ModuleHeader, ...]:
     if files.whole_model:
         return (first,)
     missing = [rank for rank in range(first.world_size) if rank not in names]
-    if missing and first.frozen is not None and first.frozen.num_params:
+    if missing and first.frozen.num_params:
         raise MissingFileError(
             f"{tag_dir}: {first.world_size} ranks saved it; the module states of rank {missing[0]} are missing, which "
             "hold a part of each frozen parameter."

@@ -280,7 +280,7 @@ def _notes(source: Source, checked: TagHeaders) -> list[str]:
         notes.append(f"files of ranks that this save does not have are left over: {some(checked.stale_files)}")
     if note := excluded_note(record):
         notes.append(note)
-    elif checked.first_model is not None and checked.first_model.frozen is None:
+    elif checked.first_model is not None and not checked.first_model.names_frozen:
         notes.append("frozen parameters, if there are any, were left out of this save (exclude_frozen_parameters)")
     return notes
 
@@ -376,8 +376,8 @@ def _params(checked: TagHeaders) -> Iterator[InspectedParam]:
         trained = [(param, {}) for members in model.sub_groups for param in members]
     if model is not None:
         own = checked.parts[1:] if checked.shards else checked.parts
-        part_of = own[0] if own and own[0].layout.slices is not None else frozen_part({model.rank: model})
-        frozen = [] if part_of is None else list(zip(part_of.params, part_of.dtypes, strict=True))
+        part = own[0] if own and own[0].layout.slices is not None else frozen_part({model.rank: model})
+        frozen = list(zip(part.params, part.dtypes, strict=True))
     elif record is not None:
         known, names = {param for param, _ in trained}, record.params.trained
         for content in record.contents():

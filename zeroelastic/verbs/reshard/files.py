@@ -91,7 +91,6 @@ def rank_files(source: ReshardSource, target: ReshardTarget, rank: int, *, save_
     frozen: dict[str, Storage] = {}
     if target.has_model(rank):
         weights = _module_weights(source, target)
-    if target.has_model(rank) and source.frozen is not None and target.frozen is not None:
         dtypes = {param.name: keys for param, keys in zip(source.frozen.params, source.frozen.dtypes, strict=True)}
         frozen = {
             param.name: new_storage(dtypes[param.name][FROZEN], numel)
@@ -354,16 +353,15 @@ def _sharded_model(source: ReshardSource, target: ReshardTarget, rank: int, froz
     for key in ("frozen_param_shapes", "frozen_param_fragments"):
         if (listed := pairs_of(root.get(key))) and trained & listed.keys():  # frozen after deepspeed.initialize
             root[key] = Dict([(name, value) for name, value in listed.items() if name not in trained])
-    if source.frozen is not None:
+    if source.frozen.params:
         root["frozen_param_fragments"] = Dict((name, _flat(storage)) for name, storage in frozen.items())
-    if target.frozen is not None:
         root["frozen_param_shapes"] = _shapes(target.frozen.params)
     return root
 
 
 def _shard_module(root: Root, source: ReshardSource, trained: Collection[str]) -> None:
     """Turn the module states of stages 1 and 2 into those of stage 3, with frozen parameters listed."""
-    frozen = () if source.frozen is None else source.frozen.params
+    frozen = source.frozen.params
     tied = names_in_module(source, source.model_root(0)).tied
     names = {*trained, *(param.name for param in frozen), *tied}
     empty: dict[str, TensorRef] = {}
@@ -381,7 +379,7 @@ def _shard_module(root: Root, source: ReshardSource, trained: Collection[str]) -
     )
     shared = pairs_of(root.get("shared_params"))
     root["shared_params"] = {alias: name for alias, name in shared.items() if alias in tied}
-    root["frozen_param_shapes"] = _shapes(frozen) if source.frozen is not None else None
+    root["frozen_param_shapes"] = _shapes(frozen) if frozen else None
     root["frozen_param_fragments"] = None
 
 
@@ -398,15 +396,14 @@ def _whole_model(
 ) -> Root:
     """The module states at stages 1 and 2, with all that a tensor parallel rank has of the weights."""
     root = _model_root(source, target, rank)
-    params = () if target.frozen is None else target.frozen.params
-    pieces = _whole_tensors(params, frozen)
+    pieces = _whole_tensors(target.frozen.params, frozen)
     made = _whole_tensors(target.layout.params, {name: weight.storage for name, weight in weights.items()})
     root["module"] = whole_module(root, {**made, **pieces}, names_in_module(source, source.model_root(0)).tied)
     excluded = root.get("frozen_param_shapes") is None and source.stage != 1 and not frozen
     if target.stage == 1 or excluded:  # stage 1 lists no frozen parameters
         root["frozen_param_shapes"] = root["frozen_param_fragments"] = None
     else:
-        root["frozen_param_shapes"] = _shapes(params)
+        root["frozen_param_shapes"] = _shapes(target.frozen.params)
         root["frozen_param_fragments"] = Dict(pieces.items())
     return root
 

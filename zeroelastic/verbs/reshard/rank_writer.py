@@ -146,11 +146,9 @@ class RankWriter:
 
         return finish
 
-    def _rows(
-        self, number: int, layout: Layout | None, flats: Flats, rank: int
-    ) -> Iterator[tuple[ExtentTable, DigestRows]]:
+    def _rows(self, number: int, layout: Layout, flats: Flats, rank: int) -> Iterator[tuple[ExtentTable, DigestRows]]:
         """The rows that fill flat buffers from part ``number`` of what was saved, with the streams of their digests."""
-        if not flats or layout is None:
+        if not flats:
             return
         part = self._saved.parts[number]
         asked = [TensorSlot(key, i, storage.dtype) for (i, key), storage in flats.items()]

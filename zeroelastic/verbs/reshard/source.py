@@ -66,7 +66,7 @@ class OptimGroup:
 class ReshardSource:
     """The source of new ranks' files: the saved tensors, and the trees of saved files for the rest.
 
-    ``parts`` are the trained parameters and, where frozen ones were saved, these. ``optim_root`` is an optimizer file's
+    ``parts`` are the trained and the frozen parameters. ``optim_root`` is an optimizer file's
     graph; ``model_root(rank)`` the module states that target rank ``rank`` takes over; ``config`` the saved DeepSpeed
     configuration, from the file ``config_path``, and ``train_batch_size`` the global batch of the save, where it is
     known.
@@ -76,7 +76,7 @@ class ReshardSource:
     """
 
     checkpoint: Checkpoint
-    parts: tuple[TensorSet, ...]
+    parts: tuple[TensorSet, TensorSet]
     stage: int
     global_steps: int
     train_batch_size: int | None
@@ -111,9 +111,9 @@ class ReshardSource:
         return self.parts[0]
 
     @property
-    def frozen(self) -> TensorSet | None:
-        """The frozen parameters, where they were saved."""
-        return self.parts[1] if len(self.parts) > 1 else None
+    def frozen(self) -> TensorSet:
+        """The frozen parameters."""
+        return self.parts[1]
 
     def grouped(self, params: Iterable[Param]) -> list[list[Param]]:
         """Of these parameters those of each optimizer group, in its order."""
@@ -213,10 +213,11 @@ def slicing_of(checkpoint: Checkpoint) -> Slicing:
     """Which slices of tensors the ranks of a checkpoint had. Raises CheckpointError, UnsupportedError."""
     if checkpoint.layout.slices is None and not checkpoint.expert_files:
         return Slicing(checkpoint.topology)
-    layouts = [layout for layout in (checkpoint.layout, checkpoint.frozen_layout) if layout is not None]
     root = pairs_of(read_tree(checkpoint.model_files[0]))
     try:
-        return saved_slicing(root, layouts, checkpoint.topology, _own_layers(checkpoint))
+        return saved_slicing(
+            root, [checkpoint.layout, checkpoint.frozen_layout], checkpoint.topology, _own_layers(checkpoint)
+        )
     except (CheckpointError, UnsupportedError) as error:
         raise type(error)(f"{checkpoint.model_files[0]}: {error}") from None
 
@@ -403,7 +404,7 @@ def check_module(source: ReshardSource) -> None:
     others = {param.name for param in source.trained.params} | names.no_params.union(names.tied)
     module = pairs_of(root.get("module"))
     found = {str(name) for name, value in module.items() if name not in others and storage_of(value) is not None}
-    frozen = set() if source.frozen is None else {param.name for param in source.frozen.params}
+    frozen = {param.name for param in source.frozen.params}
     if frozen - found:
         raise UnsupportedError(
             f"the module's state has no entry for {some(sorted(frozen - found))}, frozen parameters, "

@@ -116,7 +116,7 @@ class ReshardTarget:
     slicing: Slicing
     format: CheckpointFormat
     layout: Layout
-    frozen: Layout | None
+    frozen: Layout
     keys: tuple[Mapping[str, str], ...]
     scalars: tuple[Mapping[str, ScalarValue], ...]
     members: tuple[tuple[int, ...], ...]
@@ -167,8 +167,7 @@ class ReshardTarget:
     def on_rank(self, rank: int) -> ReshardTarget:
         """Return the target with the layouts of one rank alone."""
         frozen_rank = rank if self.stage == 3 else self.topology.place(rank)[1]
-        frozen = None if self.frozen is None else self.frozen.on_rank(frozen_rank)
-        return replace(self, layout=self.layout.on_rank(rank), frozen=frozen)
+        return replace(self, layout=self.layout.on_rank(rank), frozen=self.frozen.on_rank(frozen_rank))
 
     def has_model(self, rank: int) -> bool:
         """Return whether a rank writes module states."""
@@ -217,7 +216,7 @@ def reshard_target(source: ReshardSource, options: ReshardOptions, stage: int, s
         slicing=slicing,
         format=(options.format or "elastic") if stage == 3 else "rigid",
         layout=layout,
-        frozen=None if source.frozen is None else slicing.frozen_layout(source.frozen.params, stage),
+        frozen=slicing.frozen_layout(source.frozen.params, stage),
         keys=tuple(part.dtypes[first] for first in firsts),
         scalars=tuple(part.scalars[first] for first in firsts),
         members=tuple(tuple(i for i, g in enumerate(owners) if g == group) for group in range(len(source.groups))),
