@@ -15,8 +15,8 @@ from synthetic import raw
 from torch_files import bytes_at, saved
 
 from zeroelastic.errors import CheckpointError, UnsafePickleError
-from zeroelastic.io.storage import LocalFile
-from zeroelastic.torch_file import header
+from zeroelastic.io import storage
+from zeroelastic.io.storage import open_regular
 from zeroelastic.torch_file.header import DTYPE_BYTES, DType, Storage, Stub, TensorRef, read_torch_file, walk_refs
 
 
@@ -217,13 +217,12 @@ def test_a_local_file_is_opened_once_for_many_reads(tmp_path, monkeypatch):
     counted = file.header_bytes
     file = read_torch_file(path)
     opened = []
-    monkeypatch.setattr(header, "read_range", lambda *_: pytest.fail("the file was opened again"))
-    monkeypatch.setattr(header, "LocalFile", lambda path: opened.append(LocalFile(path)) or opened[-1])
+    monkeypatch.setattr(storage, "open_regular", lambda path: opened.append(open_regular(path)) or opened[-1])
     with file.one_open():
         assert not opened
         assert [(file.extent(ref), file.read(ref).tobytes()) for ref in file.root] == expected
     (local,) = opened
-    assert local.path == path and local._file.closed and file.header_bytes == counted
+    assert local.closed and file.header_bytes == counted
     monkeypatch.undo()
     assert file.read(file.root[5]).tobytes() == expected[5][1]
     with pytest.raises(ZeroDivisionError), file.one_open():

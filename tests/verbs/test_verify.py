@@ -7,8 +7,7 @@ import random
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.tag_headers import Problem
 from zeroelastic.errors import CheckpointError
+from zeroelastic.io.storage import Blocks
 from zeroelastic.runs.candidates import check_quickly
 from zeroelastic.torch_file import zip_check
 from zeroelastic.torch_file.zip_check import ZipRecord, read_zip_records
@@ -263,19 +263,16 @@ def test_a_flipped_bit_of_a_modules_buffer_is_found(tag_dir: Path) -> None:
     assert problem.file == path.name and "no parameter or optimizer state" in problem.sentence
 
 
-class Content:
+class Content(Blocks):
     """A file of this content, which may change."""
 
-    bytes_read, capacity = 0, 1 << 20
+    has_cache = False
 
     def __init__(self, data: bytearray) -> None:
-        self.data, self.size = data, len(data)
+        self.data, self.size, self.bytes_read = data, len(data), 0
 
     def read(self, offset: int, nbytes: int) -> bytes:
         return bytes(self.data[offset : offset + max(0, nbytes)])
-
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Nothing: all of it is here."""
 
 
 @pytest.mark.extended
@@ -287,7 +284,7 @@ def test_any_bit_of_an_archive_that_is_not_payload_matters(tmp_path: Path, monke
     assert not found.faults and found.directory.folder == "small"
     payload = {at for record in found for at in range(record.offset, record.offset + record.nbytes)}
     damaged = bytearray(data)
-    monkeypatch.setattr(zip_check, "LocalFile", lambda path: nullcontext(Content(damaged)))
+    monkeypatch.setattr(zip_check, "open_blocks", lambda *_, **__: Content(damaged))
     unseen = []
     for at in range(len(data)):
         for bit in range(8) if at not in payload else ():

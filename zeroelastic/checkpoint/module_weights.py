@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +20,8 @@ from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.optimizer_file import FP32, OptimizerHeader
 from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.errors import CheckpointError, counted, some
-from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import LocalFile
+from zeroelastic.io.paths import FilePath, local_path
+from zeroelastic.io.storage import Blocks, open_blocks
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
 SAMPLE = 64
@@ -51,15 +50,14 @@ def compare_weights(
     """
     compared: set[str] = set()
     differing: set[str] = set()
-    if part.layout.slices is not None or not isinstance(model.path, Path):
+    if part.layout.slices is not None or local_path(model.path) is None:
         return ComparedWeights()
     with ExitStack() as stack:
-        files: dict[FilePath, LocalFile] = {}
+        files: dict[FilePath, Blocks] = {}
 
         def read(path: FilePath, dtype: str, offset: int, numel: int) -> npt.NDArray[np.float32]:
-            assert isinstance(path, Path), "files of one tag are all local, or none is"
             if path not in files:
-                files[path] = stack.enter_context(LocalFile(path))
+                files[path] = stack.enter_context(open_blocks(path))
             data = files[path].read(offset, numel * DTYPE_BYTES[dtype])
             if len(data) != numel * DTYPE_BYTES[dtype]:
                 raise CheckpointError(f"{path}: ends at byte {offset + len(data)}. The file is truncated.")

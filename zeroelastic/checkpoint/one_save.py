@@ -7,56 +7,18 @@ checkpoints have none, and are told by the states of their files, which DeepSpee
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.errors import SavedAgainError, UnreadableError, ZeroElasticError
-from zeroelastic.io.paths import FilePath, FileState, RemotePath, WatchedPath, file_state, watched_path
-from zeroelastic.io.remote import changed_since_listed
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import has_changed, watched
 
 
 def watch(tag_dir: FilePath) -> FilePath:
     """A path of this directory that remembers the state of its files; a missing directory's path is unchanged."""
-    if isinstance(tag_dir, RemotePath):
-        if tag_dir.first_seen is not None:
-            return tag_dir
-        return RemotePath(tag_dir.protocol, tag_dir.path, tag_dir.options, first_seen={})
-    if isinstance(tag_dir, WatchedPath) and tag_dir.first_seen is not None:
-        return tag_dir
-    found = _states(tag_dir)
-    return tag_dir if found is None else watched_path(tag_dir, found)
-
-
-def is_watched(tag_dir: FilePath) -> bool:
-    """Whether a local directory was there when it was first looked at."""
-    return isinstance(tag_dir, WatchedPath) and tag_dir.first_seen is not None
-
-
-def _states(tag_dir: Path) -> dict[str, FileState] | None:
-    """The state of a tag's commit record; without one those of its files; None where there is no directory.
-
-    The record is opened: a network file system may answer ``stat`` with what it was told earlier.
-    """
-    with suppress(OSError):
-        fd = os.open(tag_dir / RECORD_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            return {RECORD_NAME: file_state(os.fstat(fd))}
-        finally:
-            os.close(fd)
-    found: dict[str, FileState] = {}
-    try:
-        for entry in os.scandir(tag_dir):
-            with suppress(OSError):
-                if not entry.is_dir():
-                    found[entry.name] = file_state(entry.stat(follow_symlinks=False))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError:  # it cannot be listed, which is the error of whoever reads it
-        pass
-    return found
+    return watched(tag_dir, RECORD_NAME)
 
 
 def was_saved_again(tag_dir: FilePath) -> bool:
@@ -64,26 +26,15 @@ def was_saved_again(tag_dir: FilePath) -> bool:
 
     One that is not watched was not there when it was first looked at.
     """
-    if isinstance(tag_dir, Path) and not is_watched(tag_dir):
-        return tag_dir.is_dir()
     try:
-        return _has_changed(tag_dir)
+        return has_changed(tag_dir, RECORD_NAME) or watch(tag_dir) is not tag_dir
     except UnreadableError:  # the caller has an error already
         return False
 
 
-def _has_changed(tag_dir: FilePath) -> bool:
-    if isinstance(tag_dir, RemotePath):
-        return changed_since_listed(tag_dir)
-    if not isinstance(tag_dir, WatchedPath) or tag_dir.first_seen is None:
-        return False
-    now = _states(tag_dir)
-    return now is None or any(now.get(name) != state for name, state in tag_dir.first_seen.items())
-
-
 def check_one_save(tag_dir: FilePath) -> None:
     """Raise SavedAgainError where a watched directory is gone or has files of another save; UnreadableError."""
-    if _has_changed(tag_dir):
+    if has_changed(tag_dir, RECORD_NAME):
         raise saved_again(tag_dir)
 
 

@@ -34,9 +34,9 @@ from zeroelastic.checkpoint.tag_files import (
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, MissingFileError, UndescribedSlicesError, counted, some
-from zeroelastic.io.paths import FilePath, RemotePath, as_path, missing_file
-from zeroelastic.io.storage import file_size
-from zeroelastic.torch_file.header import Blocks, TorchFile, read_torch_file
+from zeroelastic.io.paths import FilePath, as_path, missing_file
+from zeroelastic.io.storage import Blocks, file_size
+from zeroelastic.torch_file.header import TorchFile, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords, read_zip_records
 
 _ON_NO_NODE = "The nodes that hold it have to take part, or use an older tag."
@@ -314,7 +314,7 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    tag_dir: str | os.PathLike[str] | RemotePath,
+    tag_dir: str | os.PathLike[str] | FilePath,
     *,
     near_rank: int = 0,
     tp: TensorParallel | None = None,
@@ -368,7 +368,7 @@ def open_checkpoint(
     return checkpoint
 
 
-def open_committed(tag_dir: str | os.PathLike[str] | RemotePath) -> Checkpoint:
+def open_committed(tag_dir: str | os.PathLike[str] | FilePath) -> Checkpoint:
     """Open a checkpoint. Raises as ``open_checkpoint``, and MissingFileError for an elastic save without a record."""
     checkpoint = open_checkpoint(tag_dir)
     if checkpoint.record is None and (missing := not_committed(checkpoint.shard(0), None)) is not None:

@@ -52,9 +52,9 @@ from zeroelastic.core.layout import (
 from zeroelastic.core.slices import RankSet
 from zeroelastic.errors import CheckpointError, NewerFormatError, UnsupportedError, buffer_kind, shown
 from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import Blocks
 from zeroelastic.torch_file.header import (
     DTYPE_BYTES,
-    Blocks,
     DType,
     Extent,
     Stub,

@@ -11,17 +11,18 @@ from contextlib import ExitStack
 
 from zeroelastic.dcp.metadata import StoredBytes
 from zeroelastic.errors import CheckpointError
-from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.io.storage import BlockFile, LocalFile
-from zeroelastic.torch_file.header import Blocks, TensorRef, TorchFile, read_torch_file
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import Blocks, open_blocks
+from zeroelastic.torch_file.header import TensorRef, TorchFile, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords, read_zip_records
 
 
-class _ArchiveInFile:
+class _ArchiveInFile(Blocks):
     """Some bytes of a file as if they were one: what the header of an archive is read through."""
 
     def __init__(self, file: Blocks, place: StoredBytes) -> None:
         self._file, self._offset, self.size, self.bytes_read = file, place.offset, place.nbytes, 0
+        self.has_cache, self.capacity = file.has_cache, file.capacity
 
     def read(self, offset: int, nbytes: int) -> bytes:
         data = self._file.read(self._offset + offset, max(0, min(nbytes, self.size - offset)))
@@ -30,10 +31,6 @@ class _ArchiveInFile:
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         self._file.prefetch((self._offset + offset, nbytes) for offset, nbytes in ranges)
-
-    @property
-    def capacity(self) -> int:
-        return self._file.capacity
 
 
 class ChunkArchives(ExitStack):
@@ -68,8 +65,5 @@ class ChunkArchives(ExitStack):
 
     def _file(self, path: FilePath) -> Blocks:
         if path not in self._files:
-            if isinstance(path, RemotePath):
-                self._files[path] = BlockFile(path)
-            else:
-                self._files[path] = self.enter_context(LocalFile(path))
+            self._files[path] = self.enter_context(open_blocks(path))
         return self._files[path]

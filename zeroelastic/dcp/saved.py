@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.saved_state import TensorSet
@@ -21,7 +20,7 @@ from zeroelastic.dcp.metadata import METADATA, ChunkedTensor, DcpMetadata, read_
 from zeroelastic.dcp.names import NATIVE, NamedState, named_state
 from zeroelastic.dcp.notes import NativeNotes, read_notes
 from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, UsageError, brief, printable, some
-from zeroelastic.io.paths import FilePath, as_path
+from zeroelastic.io.paths import FilePath, absolute, as_path
 from zeroelastic.io.storage import list_directory, read_exactly
 from zeroelastic.torch_file.header import DTYPE_BYTES, Extent
 
@@ -83,9 +82,7 @@ def dcp_folders(path: FilePath) -> tuple[FilePath, ...]:
 
 def find_dcp(text: str | os.PathLike[str]) -> FilePath:
     """The directory of a checkpoint of FSDP2 that a path means. Raises UsageError saying what is there instead."""
-    path = as_path(text)
-    if isinstance(path, Path):
-        path = Path(os.path.abspath(path))
+    path = as_path(absolute(text))
     try:
         if dcp_folders(path):
             return path

@@ -4,7 +4,7 @@
 for the memory of a GPU. ``OPERATIONS`` lists what each engine can do. "auto" takes the fastest engine that is built for
 the memory it is given, and logs which. The memory of a device goes through host memory (``staged``) where a host engine
 moves it.
-Sources may be behind an object store (``RemotePath``): their rows are fetched by range, 64 MiB at a time.
+Sources may be behind an object store: their rows are fetched by range, 64 MiB at a time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from zeroelastic.executors.tables import (
     Table,
     UInt32Array,
 )
-from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.io.paths import FilePath, local_path
 
 if TYPE_CHECKING:
     import torch
@@ -107,8 +107,6 @@ def read_segments(
     options = MoveOptions(digest, crc32, cast, threads=threads, progress=progress, copies=copies)
     name = _choose(executor, "read", buffers)
     assert copies is None or name in _HOST, "only host memory is converted beside"
-    if name == "cuda" and any(isinstance(path, RemotePath) for path in paths):
-        name = _fastest()  # through host memory
     digests, bytes_read = _run(name, table, options, Endpoints(paths, dst=buffers))
     files = tuple(paths[int(number)] for number in np.flatnonzero(np.bincount(table.src)))
     return ReadResult(bytes_read, files, digests)
@@ -225,6 +223,9 @@ def sum_segments(
 
 def _run(name: str, table: Table, options: MoveOptions, sides: Endpoints[Buffer], *, may_stage: bool = False) -> Moved:
     """Run the engine that was chosen. What CUDA refuses goes through host memory, if it ``may_stage``."""
+    is_remote = not all(map(local_path, sides.src_paths or ()))
+    if name == "cuda" and is_remote:
+        name = _fastest()  # through host memory
     if name == "cuda":
         try:
             return cuda_executor.run(table, options, sides=sides.having(_device_buffers), stream=_stream(sides.buffers))
@@ -233,21 +234,16 @@ def _run(name: str, table: Table, options: MoveOptions, sides: Endpoints[Buffer]
                 raise
             logger.warning("memory of the GPU goes through host memory instead, which is slower: %s", error)
             name = _fastest()
-    host = _file_engine(name, sides)
+    host = _HOST[name]
+    if is_remote:
+        from zeroelastic.executors.remote_executor import RemoteEngine
+
+        host = RemoteEngine(host)
     if all(_kind(buffer) == "host" for buffer in sides.buffers):
         return host(table, options, sides=sides.having(_arrays))
     from zeroelastic.executors import staged
 
     return staged.run(table, options, sides=sides.having(_tensors), host=host)
-
-
-def _file_engine(name: str, sides: Endpoints[Buffer]) -> HostEngine:
-    """A host engine, which also takes sources that are behind an object store."""
-    if not any(isinstance(path, RemotePath) for path in sides.src_paths or ()):
-        return _HOST[name]
-    from zeroelastic.executors.remote_executor import RemoteEngine
-
-    return RemoteEngine(_HOST[name])
 
 
 def choose_executor(executor: Executor, operation: Operation = "read", *, on_gpu: bool = False) -> str:

@@ -35,7 +35,7 @@ from zeroelastic.executors.tables import (
     cast_itemsizes,
     check_rows,
 )
-from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.io.paths import FilePath, local_path, remote_path
 from zeroelastic.io.remote import read_ranges
 
 STAGING_BYTES = 64 << 20
@@ -67,12 +67,12 @@ class RemoteEngine:
         check_rows(table, options, sides)
         totals = PieceTotals(replace(options, progress=None))
         progress = Progress(options.progress)
-        is_remote = np.array([isinstance(path, RemotePath) for path in src_paths], dtype=np.bool_)[table.src]
+        is_remote = np.array([local_path(path) is None for path in src_paths], dtype=np.bool_)[table.src]
         local, rows = np.flatnonzero(~is_remote), np.flatnonzero(is_remote)
         num_read = 0
         if len(local):
             # The same files by number: the rows name only those that are on a disk.
-            files = tuple(path if isinstance(path, Path) else Path(os.devnull) for path in src_paths)
+            files = tuple(local_path(path) or Path(os.devnull) for path in src_paths)
             here, on_disk = table.rows(local), replace(sides, src_paths=files)
             num_read = totals.run(
                 lambda some: self._host(here, replace(some, progress=options.progress), sides=on_disk),
@@ -105,11 +105,8 @@ class _Fetching(threading.Thread):
 
     def __init__(self, paths: Sequence[FilePath], batch: Requests) -> None:
         super().__init__(daemon=True)
-        self._ranges: list[tuple[RemotePath, int, int]] = []
-        for number, offset, nbytes in zip(*(c.tolist() for c in (batch.file, batch.offset, batch.nbytes)), strict=True):
-            path = paths[number]
-            assert isinstance(path, RemotePath)
-            self._ranges.append((path, offset, nbytes))
+        columns = zip(*(c.tolist() for c in (batch.file, batch.offset, batch.nbytes)), strict=True)
+        self._ranges = [(remote_path(paths[number]), offset, nbytes) for number, offset, nbytes in columns]
         self._answers: list[bytes] = []
         self._error: BaseException | None = None
         self._context = copy_context()  # the retries in force

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, SupportsFloat, TypeVar
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
-from zeroelastic.checkpoint.one_save import is_watched
 from zeroelastic.deepspeed.live.kinds import kind_of
 from zeroelastic.distributed.collective import all_or_raise, broadcast_or_raise
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import CheckpointError, MissingFileError, StrictError, ZeroElasticError, finding, some
 from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import directory_exists
 from zeroelastic.report import Note, ResumeReport
 from zeroelastic.runs.candidates import check_quickly, is_damage
 from zeroelastic.runs.framework_files import require_own_files
@@ -158,7 +158,7 @@ def check_tag(tag_dir: FilePath, *, on_this_node_only: bool) -> None:
     """Raise CheckpointError where a tag is not there, or lacks files; those of other nodes may be on their disks."""
 
     def check(opened: FilePath) -> None:
-        if not is_watched(opened):
+        if not directory_exists(opened):
             raise MissingFileError(f"{tag_dir}: is not there.")
         if not on_this_node_only:
             check_quickly(opened)

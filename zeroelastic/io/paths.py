@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from zeroelastic.errors import MissingFileError, UnreadableError, UsageError
 
@@ -45,31 +45,18 @@ def missing_directory(path: object) -> MissingFileError:
     return MissingFileError(f"{path}: no such checkpoint directory.", remedy="Give the directory of a checkpoint.")
 
 
-class FileState(NamedTuple):
-    """Facts about a file that change when it is replaced or written to."""
-
-    inode: int
-    nbytes: int
-    modified_ns: int
-
-
-def file_state(found: os.stat_result) -> FileState:
-    """The state of a file, from what ``stat`` says."""
-    return FileState(found.st_ino, found.st_size, found.st_mtime_ns)
-
-
 class WatchedPath(PosixPath):
-    """A directory of this machine; ``first_seen`` is what was seen of its files first (``one_save.watch``)."""
+    """A directory of this machine; ``first_seen`` are the first states of its files (``storage.watched``)."""
 
-    first_seen: dict[str, FileState] | None = None
+    first_seen: dict[str, object] | None = None
 
-    def __reduce__(self) -> tuple[Callable[..., WatchedPath], tuple[str, dict[str, FileState] | None]]:
-        """Another process, or a copy, goes on with what was seen first."""
+    def __reduce__(self) -> tuple[Callable[..., WatchedPath], tuple[str, dict[str, object] | None]]:
+        """Another process, or a copy, keeps what was seen first."""
         return watched_path, (str(self), self.first_seen)
 
 
-def watched_path(path: str | Path, first_seen: dict[str, FileState] | None) -> WatchedPath:
-    """A directory of whose files this was seen first."""
+def watched_path(path: str | Path, first_seen: dict[str, object] | None) -> WatchedPath:
+    """A directory with the states of its files at the first look."""
     made = WatchedPath(path)
     made.first_seen = first_seen
     return made
@@ -85,14 +72,14 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 class RemotePath:
     """A file or directory behind an fsspec file system; ``path`` is what that file system calls it.
 
-    ``options`` are what the URL says about the file system itself, such as the host. ``first_seen`` is what the first
-    listing of a directory says of its files, where that is kept (``one_save.watch``).
+    ``options`` are what the URL says about the file system itself, such as the host. ``first_seen`` are the states of
+    the files in the first listing of a directory that is watched (``storage.watched``).
     """
 
     protocol: str
     path: str
     options: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
-    first_seen: dict[str, str] | None = field(default=None, repr=False, compare=False)
+    first_seen: dict[str, object] | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -130,11 +117,22 @@ FilePath: TypeAlias = "Path | RemotePath"
 """Where a file is."""
 
 
+def local_path(path: FilePath) -> Path | None:
+    """The path of a file on this machine; None of one behind a URL."""
+    return None if isinstance(path, RemotePath) else path
+
+
+def remote_path(path: FilePath) -> RemotePath:
+    """The same path, for code that reads only behind URLs; a local path is a bug of the caller."""
+    assert isinstance(path, RemotePath), f"{path} is on this machine"
+    return path
+
+
 def local_paths(paths: Iterable[FilePath]) -> tuple[Path, ...]:
     """The same paths, for code that reads only local files; a remote path is a bug of the caller."""
     found: list[Path] = []
     for path in paths:
-        assert isinstance(path, Path), f"{path} is not on this machine"
+        assert not isinstance(path, RemotePath), f"{path} is not on this machine"
         found.append(path)
     return tuple(found)
 
@@ -172,10 +170,17 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> FilePath:
 
 def local_directory(text: str | os.PathLike[str], instead: str) -> Path:
     """The directory of this machine that a user gave. Raises UsageError for a URL, with what to do ``instead``."""
-    path = text if is_url(text) else as_path(text)
-    if not isinstance(path, Path):
+    is_url = isinstance(text, str) and _URL.match(text) is not None and _FILE.match(text) is None
+    path = None if is_url else local_path(as_path(text))
+    if path is None:
         raise UsageError(f"{text}: is a URL, not a directory of this machine. {instead}")
     return path
+
+
+def store_path(text: str) -> RemotePath:
+    """The place in a store that a user gave; a directory of this machine is one of the file system "file"."""
+    path = as_path(text)
+    return path if isinstance(path, RemotePath) else RemotePath("file", str(path), (("auto_mkdir", True),))
 
 
 def absolute(text: str | os.PathLike[str]) -> str:
@@ -201,13 +206,6 @@ def relative_name(path: FilePath, directory: FilePath) -> str:
     if isinstance(path, RemotePath) and isinstance(directory, RemotePath):
         return path.path[len(directory.path.rstrip("/")) :].strip("/") or "."
     return os.path.relpath(str(path), str(directory))
-
-
-def is_url(text: object) -> bool:
-    """Whether what a user gave as a directory is a URL of another file system than this machine's."""
-    if isinstance(text, RemotePath):
-        return True
-    return isinstance(text, str) and _URL.match(text) is not None and not re.match(r"(file|local)://", text, re.I)
 
 
 def _not_read(protocol: str, error: Exception) -> UsageError | UnreadableError:

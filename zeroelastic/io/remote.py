@@ -13,7 +13,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -169,7 +169,7 @@ def remote_entries(directory: RemotePath) -> list[tuple[str, int | None]]:
     """(name, size, or None for a directory) of what is in a directory. Raises MissingFileError, UnreadableError."""
     listed = _remote_listing(directory)
     if directory.first_seen is not None and not directory.first_seen:
-        directory.first_seen.update({str(entry["name"]): repr(sorted(entry.items())) for entry in listed})
+        directory.first_seen.update(_states(listed))
     here = directory.path.rstrip("/")
     found: list[tuple[str, int | None]] = []
     for entry in listed:
@@ -206,18 +206,16 @@ def _remote_listing(directory: RemotePath) -> list[dict[str, Any]]:
     return listed
 
 
-def changed_since_listed(directory: RemotePath) -> bool:
-    """Whether a file is gone or another one since the first listing, by all that the file system says of it.
-
-    One request, where there was a listing. Raises UnreadableError.
-    """
-    if not directory.first_seen:
-        return False
+def listed_states(directory: RemotePath) -> dict[str, object] | None:
+    """All that a file system says of each file of a directory now; None where there is none. Raises UnreadableError."""
     try:
-        now = {str(entry["name"]): repr(sorted(entry.items())) for entry in _remote_listing(directory)}
+        return _states(_remote_listing(directory))
     except MissingFileError:
-        return True
-    return any(now.get(name) != seen for name, seen in directory.first_seen.items())
+        return None
+
+
+def _states(listed: Iterable[dict[str, Any]]) -> dict[str, object]:
+    return {str(entry["name"]): repr(sorted(entry.items())) for entry in listed}
 
 
 def remote_size(path: RemotePath) -> int | None:

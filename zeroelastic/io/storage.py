@@ -11,13 +11,23 @@ import errno
 import io
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
-from zeroelastic.errors import CheckpointError, UnreadableError, ZeroElasticError
-from zeroelastic.io.paths import FilePath, RemotePath, missing_directory, missing_file, reason
-from zeroelastic.io.remote import read_ranges, remote_entries, remote_range, remote_size
+from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, ZeroElasticError
+from zeroelastic.io.paths import (
+    FilePath,
+    RemotePath,
+    WatchedPath,
+    missing_directory,
+    missing_file,
+    reason,
+    watched_path,
+)
+from zeroelastic.io.remote import listed_states, read_ranges, remote_entries, remote_range, remote_size
 
 FOLLOW_LINKS = "ZEROELASTIC_FOLLOW_LINKS"
 """The environment variable that, set to 1, lets symbolic links to files lead anywhere."""
@@ -94,42 +104,77 @@ def local_range(path: Path, offset: int, nbytes: int) -> bytes:
         return _read_fully(file.fileno(), left, offset)
 
 
-class LocalFile:
-    """An open local file of which a header is read; ``bytes_read`` counts a byte as often as it was read."""
+class Blocks(ABC):
+    """A file of which headers, many small ranges, are read; ``bytes_read`` counts what was read so far.
 
-    capacity = 1 << 20
+    ``has_cache``: what was read is kept, and costs nothing when it is read again. ``capacity`` is how many small ranges
+    are certainly kept after a prefetch. In a ``with`` block a file on a disk stays open.
+    """
 
-    def __init__(self, path: Path) -> None:
-        """Raises MissingFileError, UnreadableError, CheckpointError as ``open_regular``."""
-        try:
-            self._file = open_regular(path)
-        except FileNotFoundError:
-            raise missing_file(path) from None
-        except OSError as error:
-            raise UnreadableError(f"{path}: cannot be read: {error.strerror}.") from None
-        self.path, self.size, self.bytes_read = path, os.fstat(self._file.fileno()).st_size, 0
+    size: int
+    bytes_read: int
+    has_cache, capacity = True, 1 << 20
 
+    @abstractmethod
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Up to ``nbytes`` bytes at ``offset``: fewer where the file ends. Raises UnreadableError."""
-        try:
-            data = _read_fully(self._file.fileno(), max(0, min(nbytes, self.size - offset)), offset)
-        except OSError as error:
-            raise UnreadableError(f"{self.path}: reading at byte {offset} failed: {error.strerror}.") from None
-        self.bytes_read += len(data)
-        return data
+        """Up to ``nbytes`` bytes at ``offset``: fewer where the file ends. Raises MissingFileError, UnreadableError."""
 
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Nothing: a local file is read where it is needed."""
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:  # noqa: B027  most need none
+        """Read (offset, nbytes) at once, so that ``read`` finds them; nothing where that would gain nothing."""
 
-    def close(self) -> None:
-        """Close the file; it is not read any more."""
-        self._file.close()
-
-    def __enter__(self) -> LocalFile:
+    def __enter__(self) -> Blocks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        return None
+
+
+class LocalFile(Blocks):
+    """A local file; ``bytes_read`` counts a byte as often as it was read.
+
+    In a ``with`` block it is open from the first read on; outside of one each read opens it.
+    """
+
+    has_cache = False
+
+    def __init__(self, path: Path) -> None:
+        """Raises MissingFileError, UnreadableError, CheckpointError as ``open_regular``."""
+        self.path, self.bytes_read, self._is_kept = path, 0, False
+        self._file: io.FileIO | None = None
+        self.size = os.fstat(self._open().fileno()).st_size
+
+    def _open(self) -> io.FileIO:
+        if self._file is None:
+            try:
+                self._file = open_regular(self.path)
+            except FileNotFoundError:
+                raise missing_file(self.path) from None
+            except OSError as error:
+                raise UnreadableError(f"{self.path}: cannot be read: {error.strerror}.") from None
+        return self._file
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        try:
+            data = _read_fully(self._open().fileno(), max(0, min(nbytes, self.size - offset)), offset)
+        except OSError as error:
+            raise UnreadableError(f"{self.path}: reading at byte {offset} failed: {error.strerror}.") from None
+        if not self._is_kept:
+            self._close()
+        self.bytes_read += len(data)
+        return data
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def __enter__(self) -> LocalFile:
+        self._is_kept = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_kept = False
+        self._close()
 
 
 def _read_fully(fd: int, nbytes: int, offset: int) -> bytes:
@@ -179,6 +224,98 @@ def file_sizes(directory: FilePath) -> dict[str, int]:
 def folders(directory: FilePath) -> tuple[str, ...]:
     """The names of the directories in a directory, sorted. Lists and raises as ``list_directory``."""
     return list_directory(directory)[1]
+
+
+def directory_exists(directory: FilePath) -> bool:
+    """Whether there is such a directory; a local one that is watched was there when it was first looked at.
+
+    Raises UnreadableError where that cannot be known.
+    """
+    if isinstance(directory, WatchedPath) and directory.first_seen is not None:
+        return True
+    try:
+        list_directory(directory)
+    except MissingFileError:
+        return False
+    return True
+
+
+def watched(directory: FilePath, telling: str) -> FilePath:
+    """A path of this directory that remembers the states of its files; a missing directory's path is unchanged.
+
+    Where there is a file ``telling``, which every save writes anew, its state stands for all of them. What is behind a
+    URL is remembered when it is first listed.
+    """
+    if isinstance(directory, RemotePath):
+        return directory if directory.first_seen is not None else replace(directory, first_seen={})
+    if isinstance(directory, WatchedPath) and directory.first_seen is not None:
+        return directory
+    seen = _states(directory, telling)
+    return directory if seen is None else watched_path(directory, seen)
+
+
+def has_changed(directory: FilePath, telling: str) -> bool:
+    """Whether a directory that is ``watched`` is gone, or a file of it is gone or another one. Raises UnreadableError.
+
+    One request behind a URL, if the directory was listed.
+    """
+    if not isinstance(directory, (RemotePath, WatchedPath)) or directory.first_seen is None:
+        return False
+    if isinstance(directory, RemotePath):
+        now = listed_states(directory) if directory.first_seen else {}
+    else:
+        now = _states(directory, telling)
+    return now is None or any(now.get(name) != state for name, state in directory.first_seen.items())
+
+
+def _states(directory: Path, telling: str) -> dict[str, object] | None:
+    """The states of a local directory's files, or of one that tells; None where there is no directory.
+
+    That file is opened: a network file system may answer ``stat`` with what it was told earlier.
+    """
+    with suppress(OSError):
+        fd = os.open(directory / telling, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            return {telling: _state(os.fstat(fd))}
+        finally:
+            os.close(fd)
+    found: dict[str, object] = {}
+    try:
+        for entry in os.scandir(directory):
+            with suppress(OSError):
+                if not entry.is_dir():
+                    found[entry.name] = _state(entry.stat(follow_symlinks=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:  # it cannot be listed, which is the error of whoever reads it
+        pass
+    return found
+
+
+def _state(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def file_version(path: FilePath) -> str:
+    """A text that is another one where a file was replaced: its size, and the time of its change or the store's tag."""
+    if isinstance(path, RemotePath):
+        info = path.system.info(path.path)
+        return f"{info.get('size')} {info.get('ETag') or info.get('mtime')}"
+    found = os.stat(path)
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
+def is_link(path: FilePath) -> bool:
+    """Whether a path is a symbolic link, of which there are none behind URLs."""
+    return not isinstance(path, RemotePath) and os.path.islink(path)
+
+
+def modified_at(path: FilePath) -> float:
+    """When a file or directory changed, in seconds since 1970; 0 where that is not known, as behind a URL."""
+    try:
+        return 0.0 if isinstance(path, RemotePath) else os.stat(path).st_mtime
+    except OSError:
+        return 0.0
 
 
 def file_size(path: FilePath) -> int | None:
@@ -236,21 +373,19 @@ def _read(path: FilePath, offset: int, nbytes: int, failure: str) -> bytes:
         raise UnreadableError(f"{path}: {failure}: {reason(error)}.") from None
 
 
-@contextmanager
-def open_blocks(path: FilePath, size: int | None = None) -> Iterator[LocalFile | BlockFile]:
-    """A file of which headers are read; ``size``, if it is known, saves a question about one behind a URL."""
-    if isinstance(path, RemotePath):
-        yield BlockFile(path, size)
-        return
-    with LocalFile(path) as file:
-        yield file
+def open_blocks(path: FilePath, size: int | None = None, *, ahead: bool = True) -> Blocks:
+    """A file of which headers are read; ``size``, if it is known, saves a question about one behind a URL.
+
+    Of such a file, ``ahead`` reads the first and the last blocks at once, up to 64 KiB each. Raises as ``Blocks.read``.
+    """
+    return BlockFile(path, size, ahead=ahead) if isinstance(path, RemotePath) else LocalFile(path)
 
 
 _MAX_REQUEST_BYTES = 8 << 20
 
 
-class BlockFile:
-    """A remote file of which headers are read: whole blocks, neighbours in one request; the last blocks are kept.
+class BlockFile(Blocks):
+    """A remote file: whole blocks are read, neighbours in one request; the last blocks are kept.
 
     Memory: 4 MiB of blocks, and what one ``read`` returns. ``bytes_read`` counts what was requested.
     """
@@ -259,12 +394,10 @@ class BlockFile:
     _MAX_BLOCKS = 2048
     _ENDS = 64 << 10
     _ENDS_SHARE = 1024  # of a file, so that what is read ahead in vain stays far below a hundredth of it
+    capacity = _MAX_BLOCKS // 2
 
     def __init__(self, path: RemotePath, size: int | None = None, *, ahead: bool = True) -> None:
-        """With ``ahead`` read the first and the last blocks, up to 64 KiB each; without a ``size`` look it up.
-
-        Raises MissingFileError, CheckpointError.
-        """
+        """Without a ``size`` look it up. Raises MissingFileError, CheckpointError."""
         size = remote_size(path) if size is None else size
         if size is None:
             raise missing_file(path)
@@ -277,7 +410,6 @@ class BlockFile:
             self.prefetch([(0, ends), (max(0, size - ends), ends)])
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Up to ``nbytes`` bytes at ``offset``: fewer where the file ends. Raises MissingFileError, CheckpointError."""
         numbers = self._numbers(offset, nbytes)
         blocks = self._get(numbers)
         data = b"".join(blocks[number] for number in numbers)
@@ -285,13 +417,7 @@ class BlockFile:
         return data[begin : begin + nbytes]
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Read (offset, nbytes) at once, so that ``read`` finds them; at most ``capacity`` of them are kept."""
         self._get(sorted({number for offset, nbytes in ranges for number in self._numbers(offset, nbytes)}))
-
-    @property
-    def capacity(self) -> int:
-        """How many small ranges are certainly kept after a prefetch."""
-        return self._MAX_BLOCKS // 2
 
     def _numbers(self, offset: int, nbytes: int) -> range:
         end = min(offset + nbytes, self.size)

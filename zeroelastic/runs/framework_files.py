@@ -15,8 +15,8 @@ from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.errors import CheckpointError, MissingFileError, printable
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import read_whole
-from zeroelastic.runs.names import directory_of, holds_something
+from zeroelastic.io.storage import directory_exists, read_whole
+from zeroelastic.runs.names import directory_of
 from zeroelastic.runs.tag_directory import open_tag
 
 NOTE = ".zeroelastic-files.json"
@@ -55,7 +55,7 @@ def saved_id(directory: FilePath, tag: str) -> str | None:
 def require_own_files(directory: FilePath) -> None:
     """Raise CheckpointError where the files beside a tag are not of the save that the tag is of."""
     for tag, save_id in _read(directory).items():
-        if saved_id(directory, tag) != save_id and holds_something(directory_of(directory, tag)):
+        if saved_id(directory, tag) != save_id and directory_exists(directory_of(directory, tag)):
             raise CheckpointError(
                 f"{directory}: the save of {printable(tag)} was cut short: the files beside it (scheduler, generators, "
                 "counters of the framework) are not all of the same save. Load another checkpoint, and save into a new "

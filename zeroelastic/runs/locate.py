@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from zeroelastic.checkpoint.one_save import is_watched
 from zeroelastic.checkpoint.tag_files import is_rank_file, is_universal, parse_rank_file
 from zeroelastic.errors import (
     CheckpointError,
@@ -25,15 +24,14 @@ from zeroelastic.errors import (
     rank_list,
     some,
 )
-from zeroelastic.io.paths import FilePath, as_path
-from zeroelastic.io.storage import file_sizes, list_directory
+from zeroelastic.io.paths import FilePath, absolute, as_path, local_path
+from zeroelastic.io.storage import directory_exists, file_sizes, list_directory
 from zeroelastic.runs.names import (
     HERE,
     LATEST,
     LATEST_UNIVERSAL,
     WHAT_TO_GIVE,
     directory_of,
-    holds_something,
     list_tags,
     named_latest,
     neighbours,
@@ -81,9 +79,7 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None, univers
         find_source("runs/llama/checkpoint-500").tag_dir     # .../checkpoint-500/global_step500
     """
     tag = None if tag is None else str(tag)  # DeepSpeed takes a number, too
-    path = as_path(text)
-    if isinstance(path, Path):
-        path = Path(os.path.abspath(path))
+    path = as_path(absolute(text))
     opened = open_tag(path)
     try:
         names, inside = list_directory(opened)
@@ -126,7 +122,7 @@ def find_source(text: str | os.PathLike[str], *, tag: str | None = None, univers
         )
     chosen = normal(chosen)
     tag_dir = open_tag(directory_of(path, chosen))
-    if chosen not in inside and not is_watched(tag_dir) and not ("/" in chosen and holds_something(path / chosen)):
+    if chosen not in inside and not directory_exists(tag_dir):
         tags = list_tags(path)
         there = _choose(path, tags) if tags else "There are no others."
         if tag is not None:
@@ -165,7 +161,8 @@ def _ranks_without_first(tag_dir: FilePath) -> str | None:
 
 
 def _what_is_there(path: FilePath, inside: Collection[str]) -> str:
-    below = [name for name in inside if isinstance(path, Path) and (path / name / LATEST).is_file()]
+    here = local_path(path)
+    below = [name for name in inside if here is not None and (here / name / LATEST).is_file()]
     if below:
         return f"is not a checkpoint itself; there are: {some(map(printable, below), _MAX_LISTED)}."
     others = formats_below(path, inside)
@@ -211,16 +208,18 @@ def formats_below(path: FilePath, folders: Collection[str]) -> str | None:
 
 def about_absent(root: FilePath) -> str:
     """A sentence about a directory from which nothing can be loaded: its tags, or the directories beside its path."""
-    root = Path(os.path.abspath(root)) if isinstance(root, Path) else root
-    if isinstance(root, Path) and not root.is_dir():
-        kind = "is not a directory" if root.exists() else "no such directory"
-        above, inside, alike = neighbours(root, _MAX_LISTED)
+    here = local_path(root)
+    if here is not None:
+        root = here = Path(os.path.abspath(here))
+    if here is not None and not here.is_dir():
+        kind = "is not a directory" if here.exists() else "no such directory"
+        above, inside, alike = neighbours(here, _MAX_LISTED)
         found = [name for name in inside if (above / name / LATEST).is_file() and name not in alike]
         named = [*alike, *found]
         return f"{root}: {kind}. In {above} there {_are(named) if named else 'is nothing like it'}."
     if tags := _tags(root):
         return f"{root}: has no file {LATEST}. There {_are(tags, ', newest first')}."
-    if not isinstance(root, Path):
+    if here is None:
         return f"{root}: no such directory, or it holds no checkpoint."
     other = other_format(root, list_directory(root)[0])
     return f"{root}: holds no checkpoint." if other is None else f"{root}: is {other}."
@@ -228,8 +227,6 @@ def about_absent(root: FilePath) -> str:
 
 def about_absent_tag(root: FilePath, tag: str) -> str:
     """A sentence about a tag that does not exist in a directory, with the tags that do."""
-    if isinstance(root, Path) and not root.is_dir():
-        return about_absent(root)
     tags = _tags(root)
     return f"{root}: has no tag {printable(tag)}. There {_are(tags, ', newest first')}." if tags else about_absent(root)
 

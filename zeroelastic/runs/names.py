@@ -17,8 +17,8 @@ from typing import TypeVar
 
 from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable
-from zeroelastic.io.paths import FilePath, local_directory
-from zeroelastic.io.storage import file_size, file_sizes, list_directory, read_whole
+from zeroelastic.io.paths import FilePath, local_directory, local_path
+from zeroelastic.io.storage import directory_exists, file_size, file_sizes, is_link, list_directory, read_whole
 from zeroelastic.runs.tag_directory import is_unfinished, wait_for_replacements
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def why_not_saved(directory: FilePath, tag: str) -> str | None:
         if file_size(directory / name / LATEST) is not None:
             return f"it lies in the directory of another run: {directory / name / LATEST} exists"
     place = directory / tag
-    inside = list_tags(place) if holds_something(place) and not holds_checkpoint(place) else ()
+    inside = list_tags(place) if directory_exists(place) and not holds_checkpoint(place) else ()
     return f"the tag {place / inside[0]} lies in it" if inside else None
 
 
@@ -139,15 +139,6 @@ def holds_checkpoint(directory: FilePath) -> bool:
         return any(map(is_rank_file, file_sizes(directory)))
     except (CheckpointError, UnreadableError):
         return False
-
-
-def holds_something(directory: FilePath) -> bool:
-    """Whether there is such a directory. Raises UnreadableError where that cannot be known."""
-    try:
-        list_directory(directory)
-    except MissingFileError:
-        return False
-    return True
 
 
 def list_tags(root: FilePath) -> tuple[str, ...]:
@@ -186,7 +177,7 @@ def look_for_tags(root: FilePath, look: Callable[[str], T | None]) -> list[T]:
 def _list(folder: FilePath) -> tuple[Mapping[str, int], tuple[str, ...]]:
     """``list_directory``, with the tags that were moved aside at that moment because they were saved again."""
     files, inside = list_directory(folder)
-    if isinstance(folder, Path) and wait_for_replacements(folder, inside):
+    if wait_for_replacements(folder, inside):
         inside = tuple(sorted({*inside, *list_directory(folder)[1]}))
     return files, inside
 
@@ -203,8 +194,7 @@ def _folders_of_tags(folder: FilePath) -> list[str]:
         return []
     if LATEST in files:
         return []
-    linked = isinstance(folder, Path)
-    return [name for name in inside if _is_name(name) and not (linked and os.path.islink(folder / name))]  # type: ignore[arg-type]
+    return [name for name in inside if _is_name(name) and not is_link(folder / name)]
 
 
 def read_latest(root: FilePath, file: str = LATEST) -> str | None:
@@ -236,11 +226,10 @@ _URL_WITH_ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+):/([^/].*)", re.IGNORECASE
 
 def not_a_directory(path: FilePath) -> str:
     """Where, what it is, and what to do: for a path or URL at which there is no directory."""
-    if not isinstance(path, Path):
-        return f"{path}: no such directory. {WHAT_TO_GIVE}"
-    if path.exists():
+    here = local_path(path)
+    if here is not None and here.exists():
         return f"{path}: is a file, not a checkpoint directory. {WHAT_TO_GIVE}"
-    return f"{path}: no such directory. {_meant(path)}"
+    return f"{path}: no such directory. {WHAT_TO_GIVE if here is None else _meant(here)}"
 
 
 def _meant(path: Path) -> str:

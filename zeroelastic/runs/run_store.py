@@ -21,8 +21,8 @@ from pathlib import Path
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, UsageError
 from zeroelastic.io.atomic import sync_directory, write_atomically
-from zeroelastic.io.paths import FilePath, relative_name
-from zeroelastic.io.storage import folders
+from zeroelastic.io.paths import FilePath, local_paths, relative_name
+from zeroelastic.io.storage import directory_exists, folders, modified_at
 from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.names import (
     CHECKPOINT_FOLDER,
@@ -31,7 +31,6 @@ from zeroelastic.runs.names import (
     PARTIAL,
     directory_of,
     holds_checkpoint,
-    holds_something,
     is_ours,
     list_tags,
     look_for_tags,
@@ -46,7 +45,7 @@ from zeroelastic.runs.tag_directory import (
     removal_dir_of,
     replaces_nothing,
 )
-from zeroelastic.runs.tags import Tag, committed_after, committed_tag, modified_at, newest_first, step_of, tag_at
+from zeroelastic.runs.tags import Tag, committed_after, committed_tag, newest_first, step_of, tag_at
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +87,8 @@ class RunStore:
 
     @property
     def _directory(self) -> Path:
-        assert isinstance(self.root, Path)
-        return self.root
+        (directory,) = local_paths([self.root])
+        return directory
 
     def tags(self) -> tuple[Tag, ...]:
         """Return every checkpoint in the directory, newest first; none where there is no directory.
@@ -116,7 +115,7 @@ class RunStore:
         """Return the tags. Raises UsageError where there are none."""
         tags = self.tags()
         if not tags:
-            if not holds_something(self.root):
+            if not directory_exists(self.root):
                 raise UsageError(not_a_directory(self.root))
             if holds_checkpoint(self.root):
                 raise UsageError(f"{self.root}: is a tag itself; give the directory above.")

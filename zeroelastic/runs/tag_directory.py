@@ -28,7 +28,7 @@ from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.distributed.process_identity import Life, identity, life_of
 from zeroelastic.errors import CheckpointError, UnreadableError
 from zeroelastic.io.atomic import exchange, shortened, sync_directory
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.paths import FilePath, local_path
 
 logger = logging.getLogger(__name__)
 
@@ -230,8 +230,9 @@ def open_tag(tag_dir: FilePath) -> FilePath:
 
     The path is returned unchanged if there is no such directory.
     """
-    if isinstance(tag_dir, Path):
-        _wait_between_renames(tag_dir)
+    here = local_path(tag_dir)
+    if here is not None:
+        _wait_between_renames(here)
     return watch(tag_dir)
 
 
@@ -252,12 +253,13 @@ def _wait_between_renames(tag_dir: Path) -> None:
             time.sleep(0.005)
 
 
-def wait_for_replacements(root: Path, names: Iterable[str]) -> bool:
+def wait_for_replacements(root: FilePath, names: Iterable[str]) -> bool:
     """Whether tags were moved aside when a directory was listed, so that their names may be missing from the list.
 
     On return these tags exist again, or their saves have died.
     """
-    aside = [root / name for name in names if is_unfinished(name) and name.endswith(f".{_ASIDE}")]
+    here = local_path(root)
+    aside = [here / name for name in names if is_unfinished(name) and name.endswith(f".{_ASIDE}")] if here else []
     end = time.monotonic() + _BETWEEN_RENAMES_S
     while any(map(replaces_nothing, aside)) and time.monotonic() < end:
         time.sleep(0.005)

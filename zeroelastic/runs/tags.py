@@ -8,7 +8,6 @@ directory. A name counts only for a damaged tag, which has nothing else.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -30,8 +29,8 @@ from zeroelastic.errors import (
     printable,
     some,
 )
-from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.io.storage import file_sizes
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import file_sizes, modified_at
 from zeroelastic.runs.names import HERE, LATEST, directory_of
 from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.torch_file.header import read_torch_file
@@ -220,13 +219,3 @@ def step_of(name: str) -> int | None:
     """The number at the end of a name."""
     match = re.search(r"(\d{1,18})(\.ckpt)?$", name)
     return None if match is None else int(match[1])
-
-
-def modified_at(path: FilePath) -> float:
-    """When a file or directory changed, in seconds since 1970; 0 where that is not known."""
-    if isinstance(path, RemotePath):
-        return 0.0
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0

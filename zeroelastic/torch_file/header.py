@@ -14,11 +14,10 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +25,8 @@ import numpy.typing as npt
 from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError, OldFormatError
-from zeroelastic.io.paths import FilePath, RemotePath, as_path
-from zeroelastic.io.storage import BlockFile, LocalFile, read_range
+from zeroelastic.io.paths import FilePath, as_path
+from zeroelastic.io.storage import Blocks, LocalFile, open_blocks
 from zeroelastic.torch_file.safe_unpickler import ForeignGlobals, HeaderUnpickler, check_opcodes, check_tree
 from zeroelastic.torch_file.tree import DTYPE_BYTES, DType, Storage, Stub, TensorRef
 from zeroelastic.torch_file.zip_directory import (
@@ -57,29 +56,12 @@ class Extent:
     dtype: str
 
 
-class Blocks(Protocol):
-    """A file through which a header is read: ``LocalFile``, ``BlockFile``, or ranges that another rank sent."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def bytes_read(self) -> int: ...
-
-    def read(self, offset: int, nbytes: int) -> bytes: ...
-
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None: ...
-
-    @property
-    def capacity(self) -> int: ...
-
-
 @dataclass(slots=True)
 class TorchFile:
     """An opened torch.save archive: its object tree, and where each storage lies in the file.
 
     Invariant: every extent that it returns is inside the file and inside one uncompressed record. ``root`` is the
-    unpickled tree with ``TensorRef`` in place of tensors. ``header_bytes`` counts what was read so far. ``directory``
+    unpickled tree with ``TensorRef`` in place of tensors. ``directory``
     is the digest of the archive's directory (``directory_digest``), ``folder`` the archive's own name: the name that
     the file had when it was saved, without its ending, or "archive".
     """
@@ -87,14 +69,16 @@ class TorchFile:
     path: FilePath
     size: int
     root: object
-    header_bytes: int
     directory: str
     folder: str
     _records: ZipDirectory = field(repr=False)
+    _file: Blocks = field(repr=False)
     _offsets: dict[tuple[str, int], int] = field(default_factory=dict, repr=False)  # by key and bytes
-    _blocks: Blocks | None = field(default=None, repr=False)
-    _stack: ExitStack | None = field(default=None, repr=False)
-    _local: LocalFile | None = field(default=None, repr=False)
+
+    @property
+    def header_bytes(self) -> int:
+        """The bytes that were read so far."""
+        return self._file.bytes_read
 
     def extent(self, ref: TensorRef) -> Extent:
         """The byte range of a contiguous tensor. Raises CheckpointError for one that is not, or a bad record."""
@@ -107,36 +91,29 @@ class TorchFile:
     def read(self, ref: TensorRef) -> npt.NDArray[np.uint8]:
         """The raw bytes of a small tensor, such as a 0-dim step: shape ``(nbytes,)``."""
         extent = self.extent(ref)
-        data = self._read(extent.offset, extent.nbytes)
+        data = self._file.read(extent.offset, extent.nbytes)
         if len(data) != extent.nbytes:
             raise CheckpointError(f"{self.path}: ends at byte {extent.offset + len(data)}. The file is truncated.")
         return np.frombuffer(data, dtype=np.uint8)
 
     def locate(self, keys: Iterable[str] | None = None) -> None:
         """Read where storages begin, by key or of all, in few round trips to a remote file; a local one is not read."""
-        if self._blocks is None:
+        if not self._file.has_cache:
             return
         wanted = {*(self._records.storages() if keys is None else keys)} - {key for key, _ in self._offsets}
         found = ((entry.header, key, entry) for key in wanted if (entry := self._records.storage(key)) is not None)
         order = sorted(found)
-        for at in range(0, len(order), self._blocks.capacity):
-            some = order[at : at + self._blocks.capacity]
-            self._blocks.prefetch((offset, LOCATED_BYTES) for offset, _, _ in some)
+        for at in range(0, len(order), self._file.capacity):
+            some = order[at : at + self._file.capacity]
+            self._file.prefetch((offset, LOCATED_BYTES) for offset, _, _ in some)
             for offset, key, entry in some:
                 with suppress(ZipError):  # which is raised where the storage is needed
-                    data = self._blocks.read(offset, LOCATED_BYTES)
+                    data = self._file.read(offset, LOCATED_BYTES)
                     self._offsets[key, entry.nbytes] = payload_offset(data, entry, self.size)
-        self.header_bytes = self._blocks.bytes_read
 
-    @contextmanager
-    def one_open(self) -> Iterator[None]:
-        """Within this context all reads of a local file open it once, and none if nothing is read."""
-        with ExitStack() as stack:
-            self._stack = stack
-            try:
-                yield
-            finally:
-                self._stack = self._local = None
+    def one_open(self) -> Blocks:
+        """A context within which all reads of a local file open it once, and none if nothing is read."""
+        return self._file
 
     def storage_extent(self, storage: Storage) -> Extent:
         """The byte range of a whole storage. Raises CheckpointError for a bad record."""
@@ -163,13 +140,13 @@ class TorchFile:
 
     def _find_payloads(self, storages: Iterable[Storage]) -> None:
         """Find where storages begin; one whose record is not as torch.save writes it is left to ``_payload``."""
-        if self._blocks is not None:
+        if self._file.has_cache:
             self.locate(storage.key for storage in storages)
             return
         numbered = [storage for storage in storages if storage.key.isdecimal() and len(storage.key) < _MAX_DIGITS]
         number = np.array([int(storage.key) for storage in numbered], dtype=np.int64)
         nbytes = np.array([storage.numel * DTYPE_BYTES[storage.dtype] for storage in numbered], dtype=np.int64)
-        found = self._records.payload_offsets(number, nbytes, self._read, self.size)
+        found = self._records.payload_offsets(number, nbytes, self._file.read, self.size)
         rows = zip(numbered, nbytes.tolist(), found.tolist(), strict=True)
         self._offsets.update(((storage.key, want), offset) for storage, want, offset in rows if offset >= 0)
 
@@ -186,21 +163,9 @@ class TorchFile:
                 f"{self.path}: record data/{storage.key} has {entry.nbytes} bytes; "
                 f"{storage.numel} elements of {storage.dtype} need {want}. The file is damaged."
             )
-        data = self._read(entry.header, LOCATED_BYTES) if entry.header < self.size else b""
+        data = self._file.read(entry.header, LOCATED_BYTES) if entry.header < self.size else b""
         offset = self._offsets[storage.key, want] = _payload_offset(data, entry, self.path, self.size)
         return offset
-
-    def _read(self, offset: int, nbytes: int) -> bytes:
-        if self._blocks is not None:
-            data = self._blocks.read(offset, nbytes)
-            self.header_bytes = self._blocks.bytes_read
-            return data
-        if self._stack is not None and self._local is None:
-            assert isinstance(self.path, Path)
-            self._local = self._stack.enter_context(LocalFile(self.path))
-        data = read_range(self.path, offset, nbytes) if self._local is None else self._local.read(offset, nbytes)
-        self.header_bytes += len(data)
-        return data
 
 
 def _payload_offset(data: bytes, entry: ZipEntry, path: FilePath, size: int) -> int:
@@ -212,7 +177,7 @@ def _payload_offset(data: bytes, entry: ZipEntry, path: FilePath, size: int) -> 
 
 
 def read_torch_file(
-    path: str | os.PathLike[str] | RemotePath,
+    path: str | os.PathLike[str] | FilePath,
     *,
     foreign: ForeignGlobals = "refuse",
     through: Blocks | None = None,
@@ -232,9 +197,8 @@ def read_torch_file(
         file.extent(file.root["optimizer_state_dict"]["fp32_flat_groups"][0])
     """
     path = as_path(path)
-    blocks = BlockFile(path) if through is None and isinstance(path, RemotePath) else through
-    with ExitStack() as stack:
-        data, file = _read_pickle(path, blocks or stack.enter_context(LocalFile(cast(Path, path))), blocks)
+    with nullcontext(through) if through is not None else open_blocks(path) as blocks:
+        data, file = _read_pickle(path, blocks)
     with pickle_errors(path), paused_collector():
         check_opcodes(data)
         file.root = HeaderUnpickler(data, path, foreign, file.storage_extent if foreign == "exact" else None).load()
@@ -268,7 +232,7 @@ def pickle_errors(path: FilePath) -> Iterator[None]:
         raise CheckpointError(f"{path}: the pickle cannot be read ({error}). The file is damaged.") from None
 
 
-def _read_pickle(path: FilePath, file: Blocks, kept: Blocks | None) -> tuple[bytes, TorchFile]:
+def _read_pickle(path: FilePath, file: Blocks) -> tuple[bytes, TorchFile]:
     start = file.read(0, 4)
     if start != LOCAL_MARK:
         raise _not_zip(path, start, file.size)
@@ -287,7 +251,7 @@ def _read_pickle(path: FilePath, file: Blocks, kept: Blocks | None) -> tuple[byt
         raise CheckpointError(f"{path}: is a zip archive without data.pkl, so not a torch.save file.")
     data = _content(file, records, pickled, path, min(file.size, _MAX_PICKLE_BYTES))
     folder = pickled.text.partition("/")[0]
-    return data, TorchFile(path, file.size, None, file.bytes_read, records.digest, folder, records, _blocks=kept)
+    return data, TorchFile(path, file.size, None, records.digest, folder, records, file)
 
 
 def directory_digest(path: Path) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,9 +19,8 @@ import numpy.typing as npt
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError
 from zeroelastic.executors.dispatch import Executor, Ranges, scan_segments
-from zeroelastic.io.paths import FilePath, RemotePath
-from zeroelastic.io.storage import BlockFile, LocalFile
-from zeroelastic.torch_file.header import Blocks
+from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import Blocks, open_blocks
 from zeroelastic.torch_file.zip_directory import (
     DEFERRED,
     DESCRIPTOR_MARK,
@@ -107,11 +107,7 @@ def read_zip_records(
     Memory: 200 bytes for each record, its entry in the directory included, and 16 MiB. Raises CheckpointError where the
     records cannot be found by the directory, MissingFileError.
     """
-    if through is not None:
-        return _read_records(path, size, _Window(through, window_bytes))
-    if isinstance(path, RemotePath):
-        return _read_records(path, size, _Window(BlockFile(path, size, ahead=False), 0))
-    with LocalFile(path) as file:
+    with nullcontext(through) if through is not None else open_blocks(path, size, ahead=False) as file:
         return _read_records(path, size, _Window(file, window_bytes))
 
 
@@ -256,9 +252,9 @@ class _Window:
     """
 
     def __init__(self, file: Blocks, nbytes: int) -> None:
-        """Reads are of at least ``nbytes`` bytes: of a remote file, which keeps its blocks, none but what is wanted."""
-        self.file, self._nbytes, self._begin, self._data = file, nbytes, 0, b""
-        self._near = max(nbytes, _SUMS64.size + _USUAL_HEADER)
+        """Reads are of at least ``nbytes`` bytes: of a file that keeps its blocks, none but what is wanted."""
+        self.file, self._nbytes, self._begin, self._data = file, 0 if file.has_cache else nbytes, 0, b""
+        self._near = max(self._nbytes, _SUMS64.size + _USUAL_HEADER)
         self.batch = min(_BATCH_BYTES // self._near, file.capacity // 4)
 
     def around(self, places: Int64Array) -> tuple[bytes, Int64Array]:

@@ -29,6 +29,7 @@ from zeroelastic.io.atomic import (
     sync_path,
     write_atomically,
 )
+from zeroelastic.io.paths import FilePath, local_path
 from zeroelastic.runs.names import PARTIAL
 from zeroelastic.runs.tag_directory import note_owner, remove_note
 
@@ -39,13 +40,13 @@ _FLUSHING_THREADS = 8
 _LONGEST = 255 - 1 - len(PARTIAL)
 
 
-def check_free(dst: Path, *, sources: tuple[Path, ...] = ()) -> None:
+def check_free(dst: Path, *sources: FilePath) -> None:
     """Raise UsageError when ``dst`` cannot be made: it is there, lies inside a source, or its parent is not there."""
     if os.path.lexists(dst):
         raise UsageError(f"{dst}: is there already; nothing is overwritten. Remove it or give another name.")
     if not dst.parent.is_dir():
         raise UsageError(f"{dst.parent}: no such directory. Make it first.")
-    for source in sources:
+    for source in filter(None, map(local_path, sources)):
         if dst.parent.resolve().joinpath(dst.name).is_relative_to(source.resolve()):
             raise UsageError(f"{dst}: lies inside the source {source}, which is not touched. Give a name beside it.")
 

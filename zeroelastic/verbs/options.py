@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from zeroelastic.errors import UsageError
-from zeroelastic.io.paths import as_path
-from zeroelastic.runs.locate import Source
+from zeroelastic.io.paths import as_path, local_paths
 
 Advance: TypeAlias = Callable[[int], None]
 """Takes the number of bytes done since it was last called."""
@@ -66,11 +65,5 @@ def local_target(dst: str | os.PathLike[str]) -> Path:
     if found := _URL.match(os.fspath(dst)):
         shown = f"{found[0]}/{os.fspath(dst)[found.end() :].lstrip('/')}"
         raise UsageError(f"{shown}: is a URL; targets are written to this machine. Write it here, then copy it there.")
-    path = as_path(os.fspath(dst))
-    assert isinstance(path, Path), "what is no URL is local"
+    (path,) = local_paths([as_path(os.fspath(dst))])
     return path
-
-
-def local_sources(source: Source) -> tuple[Path, ...]:
-    """The tag directory, in which nothing may be written, where it is on this machine."""
-    return (source.tag_dir,) if isinstance(source.tag_dir, Path) else ()

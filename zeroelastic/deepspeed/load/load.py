@@ -43,7 +43,7 @@ from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_or_raise, any_rank, is_raised_on_all_ranks
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import SavedAgainError, UnsupportedError, ZeroElasticError
-from zeroelastic.io.paths import FilePath, absolute, is_url
+from zeroelastic.io.paths import FilePath, absolute, local_path
 from zeroelastic.io.remote import retrying
 from zeroelastic.report import ResumeReport
 from zeroelastic.runs.tag_directory import open_tag
@@ -133,7 +133,7 @@ def _loaded_event(engine: Engine, report: ResumeReport) -> observers.Loaded:
 
 
 def _load_by_deepspeed(call: Call, request: LoadRequest) -> Loaded:
-    if is_url(request.load_dir):
+    if local_path(request.directory) is None:
         raise UnsupportedError(
             f"{request.load_dir}: this load would be DeepSpeed's own, which reads no URLs. From object stores "
             "zeroelastic loads at ZeRO stages 1 to 3, and no Universal checkpoints: load this from a local copy."
@@ -187,7 +187,7 @@ def _load(call: Call, request: LoadRequest, opened: list[FilePath]) -> Loaded:
     tag, newer = choose_tag(request.directory, request.tag)
     if tag is None:
         nothing_to_load(engine, request.directory, required=request.options.required)
-        return (None, None) if is_url(request.load_dir) else _load_by_deepspeed(call, request)
+        return (None, None) if local_path(request.directory) is None else _load_by_deepspeed(call, request)
     tag_dir = open_tag(request.directory / tag)
     opened.append(tag_dir)
     all_or_raise(lambda: refuse_merged(engine.module, f"{tag_dir} cannot be loaded"))

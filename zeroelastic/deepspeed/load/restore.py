@@ -22,7 +22,7 @@ from zeroelastic.deepspeed.load.module_states import ModuleKeys, load_module
 from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others
 from zeroelastic.deepspeed.node_local.peer_checkpoint import module_file
 from zeroelastic.distributed.collective import all_or_raise, any_rank
-from zeroelastic.io.paths import FilePath, is_url
+from zeroelastic.io.paths import FilePath, local_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _fill(load_plan: LoadPlan) -> list[Filled]:
     """Fill master weights and optimizer tensors, then parameters frozen on either side, in place."""
     live, weights_only, options = load_plan.live, load_plan.weights_only, load_plan.request.options
     inventory, targets = load_plan.checkpoint.inventory, list[Target]()
-    on_disk = not is_url(load_plan.tag_dir)
+    on_disk = local_path(load_plan.tag_dir) is not None
     for i, (source, keys, scalars) in enumerate(load_plan.states):
         if source is None:
             if not weights_only:

@@ -55,7 +55,7 @@ from zeroelastic.errors import (
     UnsupportedError,
     some,
 )
-from zeroelastic.io.paths import FilePath, is_url
+from zeroelastic.io.paths import FilePath, local_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.runs.names import read_latest
 from zeroelastic.torch_file.header import read_torch_file
@@ -88,7 +88,7 @@ def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> Lo
     the tag either.
     """
 
-    local = tag_dir if isinstance(tag_dir, Path) else None  # DeepSpeed reads no URLs
+    local = local_path(tag_dir)  # DeepSpeed reads no URLs
 
     def look() -> Loader:
         try:
@@ -268,7 +268,7 @@ def _own_names(engine: Engine, tag_dir: Path) -> list[str]:
 
 def check_left(engine: Engine, request: LoadRequest) -> None:
     """Check what DeepSpeed does not, of a run that is left to it and whose files say how they are cut. Collective."""
-    if is_url(request.load_dir):
+    if local_path(request.directory) is None:
         return
     if not (engine.zero_optimization() or getattr(engine, "has_moe_layers", False)):
         if (tag := request.tag if request.tag is not None else read_latest(request.directory)) is not None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.one_save import is_watched
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import refuse_damaged
 from zeroelastic.deepspeed.node_local.node_tags import agree_on_latest
 from zeroelastic.distributed.collective import all_gather_or_raise, all_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, shown
-from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.io.paths import FilePath, local_path
+from zeroelastic.io.storage import directory_exists
 from zeroelastic.runs.locate import about_absent, about_absent_tag
-from zeroelastic.runs.names import LATEST, directory_of, holds_something, read_latest
+from zeroelastic.runs.names import LATEST, directory_of, read_latest
 from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.tag_directory import open_tag, recover
 
@@ -38,14 +37,14 @@ def choose_tag(load_dir: FilePath, tag: Any) -> tuple[str | None, tuple[str, ...
     The tag is None when there is no ``latest`` to choose it. Nodes with disks of their own may name different ones:
     then the newest is taken (``agree_on_latest``).
     """
-    is_remote, rank = isinstance(load_dir, RemotePath), dist.get_rank()
-    looks = rank == 0 or not is_remote  # rank 0 asks for all at a URL
+    here, rank = local_path(load_dir), dist.get_rank()
+    looks = rank == 0 or here is not None  # rank 0 asks for all at a URL
 
     def look(named: str | None) -> TagLookup:
         if named is None or not looks:
             return TagLookup(named, False, ())
         opened = open_tag(directory_of(load_dir, named))
-        there = is_watched(opened) or (is_remote and holds_something(opened))
+        there = directory_exists(opened)
         newer = RunStore(load_dir).committed_after(named) if tag is None and there and rank == 0 else ()
         return TagLookup(named, there, newer)
 
@@ -54,9 +53,9 @@ def choose_tag(load_dir: FilePath, tag: Any) -> tuple[str | None, tuple[str, ...
             named: str | None = str(tag)
         else:
             named = read_latest(load_dir) if looks else None
-        if named is not None and rank == 0 and isinstance(load_dir, Path):
+        if named is not None and rank == 0 and here is not None:
             with suppress(OSError):  # a directory that cannot be written: opening the tag reports what is missing
-                recover(load_dir / named)
+                recover(here / named)
         return look(named)
 
     _, seen = all_gather_or_raise(read)
@@ -67,8 +66,8 @@ def choose_tag(load_dir: FilePath, tag: Any) -> tuple[str | None, tuple[str, ...
             "Pass the same tag everywhere.",
             remedy="",
         )
-    if len(set(names)) > 1 and isinstance(load_dir, Path):
-        named = agree_on_latest(load_dir, names)
+    if len(set(names)) > 1 and here is not None:
+        named = agree_on_latest(here, names)
         _, seen = all_gather_or_raise(lambda: look(named))
     if named is not None and not any(each.there for each in seen):
         if tag is not None:

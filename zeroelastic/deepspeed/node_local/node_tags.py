@@ -31,7 +31,7 @@ from zeroelastic.errors import (
     printable,
     shown,
 )
-from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.io.paths import FilePath, local_path
 from zeroelastic.io.storage import folders
 from zeroelastic.runs.names import LATEST, named_latest
 from zeroelastic.runs.run_store import RunStore
@@ -78,7 +78,8 @@ def tags_of_all_nodes(root: FilePath) -> tuple[list[Tag], list[tuple[str | None,
     The tags are complete on rank 0, and any list elsewhere. Where several nodes have a tag, the node that knows most
     about it counts: a commit record before a header before a name. Of a URL, rank 0 alone asks for ``latest``.
     """
-    if isinstance(root, RemotePath):
+    here = local_path(root)
+    if here is None:
         return broadcast_or_raise(lambda: (list(RunStore(root).tags()), [named_latest(root)]))
 
     rank = dist.get_rank()
@@ -86,9 +87,9 @@ def tags_of_all_nodes(root: FilePath) -> tuple[list[Tag], list[tuple[str | None,
     def look() -> tuple[str, tuple[str | None, str | None]]:
         with suppress(OSError):  # missing or read-only: opening it reports what is missing
             if rank == 0:  # finish replacements that were cut short, where `latest` may name a tag
-                recover_all(root)
-                if "/" in (name := named_latest(root)[0] or ""):
-                    recover_all((root / name).parent)
+                recover_all(here)
+                if "/" in (name := named_latest(here)[0] or ""):
+                    recover_all((here / name).parent)
         named, seen = named_latest(root), tuple[str, ...]()
         with suppress(MissingFileError):
             seen = folders(root)
@@ -152,7 +153,7 @@ def problem_over_nodes(tag_dir: FilePath, problem: str, tp: TensorParallel) -> s
 
     ``tp`` is this rank's place in tensor parallelism that is opaque. Headers are not opened. Collective.
     """
-    if isinstance(tag_dir, RemotePath):
+    if local_path(tag_dir) is None:
         return problem
     try:
         inventory = gather_inventory(tag_dir)

@@ -30,17 +30,14 @@ from zeroelastic.distributed.multicast import Request, multicast
 from zeroelastic.errors import CheckpointError
 from zeroelastic.executors.dispatch import CopyTable, Executor, host_executor, read_segments
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import BlockFile, LocalFile, open_blocks
-from zeroelastic.torch_file.header import Blocks
+from zeroelastic.io.storage import Blocks, open_blocks
 
 Ranges = Sequence[tuple[int, bytes]]
 """(offset, bytes) of a file."""
 
 
 @contextmanager
-def recording(
-    path: FilePath, size: int | None = None
-) -> Iterator[tuple[LocalFile | BlockFile, list[tuple[int, bytes]]]]:
+def recording(path: FilePath, size: int | None = None) -> Iterator[tuple[Blocks, list[tuple[int, bytes]]]]:
     """Open a file within this context, and list the ranges that are read then: (offset, bytes).
 
     ``size``, if it is known, saves a question about a file behind a URL. Raises as the readers do.
@@ -71,11 +68,11 @@ def joined(ranges: Ranges) -> Ranges:
     return [(offset, bytes(data)) for offset, data in merged]
 
 
-class ReceivedFile:
+class ReceivedFile(Blocks):
     """A file of ``size`` bytes of which only some ranges are here, ``joined``; reading it costs no bytes of a disk."""
 
     def __init__(self, path: FilePath, size: int, ranges: Ranges) -> None:
-        self.path, self.size, self.bytes_read, self.capacity = path, size, 0, LocalFile.capacity
+        self.path, self.size, self.bytes_read = path, size, 0
         self._starts = [offset for offset, _ in ranges]
         self._ranges = ranges
 
@@ -93,9 +90,6 @@ class ReceivedFile:
                 remedy="Install the same versions on every node.",
             )
         return bytes(data[offset - start : offset - start + nbytes])
-
-    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Nothing: all there is came at once."""
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from zeroelastic.checkpoint.tag_files import (
 )
 from zeroelastic.distributed.collective import all_gather, all_gather_mostly_equal, all_or_raise, broadcast_or_raise
 from zeroelastic.errors import CheckpointError, MissingFileError, rank_list
-from zeroelastic.io.paths import FilePath, RemotePath
+from zeroelastic.io.paths import FilePath, local_path
 from zeroelastic.io.storage import file_names, file_size, file_sizes
 
 _Identity = tuple[int, int, int]
@@ -78,8 +78,10 @@ def gather_inventory(tag_dir: FilePath) -> Inventory:
     Raises CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where no
     rank sees any. Files that no rank sees are left to ``open_checkpoint`` to name.
     """
-    if isinstance(tag_dir, RemotePath):
+    local = local_path(tag_dir)
+    if local is None:
         return _of_store(tag_dir)
+    tag_dir = local
     rank = dist.get_rank()
     firsts: dict[_Identity | None, int] = {}
     node_of = [firsts.setdefault(one, other) for other, one in enumerate(all_gather_mostly_equal(_identity(tag_dir)))]
@@ -137,7 +139,7 @@ def _look(tag_dir: Path) -> tuple[CommitRecord | None, _Node]:
     return record, node
 
 
-def _of_store(tag_dir: RemotePath) -> Inventory:
+def _of_store(tag_dir: FilePath) -> Inventory:
     """List a directory behind a URL on rank 0, and assign each header to one rank. Collective.
 
     A saved rank's files are read by the rank of that number, which needs them itself in most resumes.

@@ -29,7 +29,7 @@ from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save.directory import SaveDirectory
 from zeroelastic.errors import CheckpointError, MissingFileError, SaveError
 from zeroelastic.io.objects import put_file, put_object, remove_objects, sizes_below
-from zeroelastic.io.paths import RemotePath, as_path, missing_directory, reason, relative_name
+from zeroelastic.io.paths import RemotePath, missing_directory, reason, relative_name, store_path
 from zeroelastic.io.remote import retrying
 from zeroelastic.io.storage import read_whole
 from zeroelastic.observers import Uploaded, publish
@@ -49,8 +49,7 @@ class Upload:
 
     def __init__(self, saved: SaveDirectory, options: Options) -> None:
         self.saved, self.options, self.began = saved, options, time.monotonic()
-        path = as_path(str(options.upload))
-        root = path if isinstance(path, RemotePath) else RemotePath("file", str(path), (("auto_mkdir", True),))
+        root = store_path(str(options.upload))
         folder = relative_name(saved.run_dir, run_of(saved.run_dir))
         self.run = root if folder == "." else root / folder
         self.target = self.run / saved.tag

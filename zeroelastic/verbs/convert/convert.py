@@ -29,7 +29,7 @@ from zeroelastic.verbs.convert.to_fsdp2 import Fsdp2Plan, FsdpLayout, plan_fsdp2
 from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export
 from zeroelastic.verbs.new_directory import check_free, new_directory, sweep
 from zeroelastic.verbs.new_files import MINIMUM_MEMORY
-from zeroelastic.verbs.options import Progress, choice_option, local_sources, local_target, no_progress, whole_option
+from zeroelastic.verbs.options import Progress, choice_option, local_target, no_progress, whole_option
 from zeroelastic.verbs.reading import Reading, check_source_checksums
 from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
 from zeroelastic.verbs.reshard.reshard import carry_out
@@ -199,7 +199,7 @@ def convert(
 def _to_fsdp2(
     source: Source, target: Path, layout: FsdpLayout, max_memory: int, dry_run: bool, progress: Progress
 ) -> ConvertReport:
-    check_free(target.absolute(), sources=local_sources(source))
+    check_free(target.absolute(), source.tag_dir)
     with one_save(source.tag_dir):
         plan = plan_fsdp2(open_state(open_committed(source.tag_dir)), layout=layout)
     compared = _carry_out(plan, target, "converting", max_memory, dry_run, progress)
@@ -261,7 +261,7 @@ def export(
     began = time.monotonic()
     source = find_source(src, tag=tag)
 
-    check_free(target.absolute(), sources=local_sources(source))
+    check_free(target.absolute(), source.tag_dir)
     with one_save(source.tag_dir):
         plan = plan_export(
             open_state(open_committed(source.tag_dir), resizable=False),

@@ -40,7 +40,7 @@ from zeroelastic.errors import (
     shown,
     some,
 )
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.paths import FilePath, local_paths
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST_UNIVERSAL, not_a_directory, read_latest, why_no_tag
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file, read_tree
@@ -103,8 +103,7 @@ def plan_from_universal(source: Source, options: ReshardOptions) -> ReshardPlan:
 
     Raises as ``open_universal``, and UnsupportedError, UsageError as ``plan_reshard``.
     """
-    assert isinstance(source.tag_dir, Path)
-    saved, lost = open_universal(source.tag_dir)
+    saved, lost = open_universal(*local_paths([source.tag_dir]))
     return complete_plan(source, saved, options, lost)
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from zeroelastic.checkpoint.checker import Headers, check_headers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, excluded_note
@@ -26,7 +25,7 @@ from zeroelastic.checkpoint.tag_files import (
 from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, counted, finding, some, with_remedy
-from zeroelastic.io.paths import RemotePath, as_path
+from zeroelastic.io.paths import absolute, as_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.runs.locate import UNIVERSAL, Source, find_source
 from zeroelastic.runs.names import holds_checkpoint
@@ -88,7 +87,7 @@ def _look(src: str, tag: str | None, all_ranks: bool) -> InspectReport:
     try:
         return inspect_source(find_source(src, tag=tag), all_ranks=all_ranks)
     except CheckpointError as error:
-        path = as_path(src) if isinstance(as_path(src), RemotePath) else Path(os.path.abspath(src))
+        path = as_path(absolute(src))
         if tag is None and holds_checkpoint(path):  # a damaged file beside a tag does not make the tag invalid
             source = Source(path.parent, path.name, open_tag(path), None, "deepspeed")
             found = inspect_source(source, all_ranks=all_ranks)

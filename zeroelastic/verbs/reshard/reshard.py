@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +37,7 @@ from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnsupportedError, some, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.atomic import write_atomically
-from zeroelastic.io.paths import FilePath
+from zeroelastic.io.storage import file_version
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST
 from zeroelastic.torch_file.header import directory_digest
@@ -298,8 +297,7 @@ def check_target(plan: ReshardPlan, dst: Path) -> None:
 
     Raises UsageError, OSError.
     """
-    root = plan.source.root
-    check_free(dst, sources=(root,) if isinstance(root, Path) else ())
+    check_free(dst, plan.source.root)
     needed = plan.target.nbytes(plan.nbytes)
     free = shutil.disk_usage(dst.parent).free + staged_bytes(dst)
     if free < needed:
@@ -313,7 +311,7 @@ def _manifest(plan: ReshardPlan) -> dict[str, object]:
     return {
         "zeroelastic": __version__,
         "source": str(plan.source.tag_dir),
-        "files": {str(path): _identity(path) for path in files},
+        "files": {str(path): file_version(path) for path in files},
         "source_root": None if checkpoint.record is None else checkpoint.record.content_root,
         "world_size": plan.options.world_size,
         "stage": plan.target.stage,
@@ -324,14 +322,6 @@ def _manifest(plan: ReshardPlan) -> dict[str, object]:
         "ep": plan.target.slicing.expert_size,
         "like": plan.options.like,
     }
-
-
-def _identity(path: FilePath) -> list[int]:
-    if not isinstance(path, Path):
-        info = path.system.info(path.path)
-        return [int(info.get("size") or 0), zlib.crc32(repr(info.get("ETag") or info.get("mtime") or "").encode())]
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns]
 
 
 def _finish(

@@ -21,9 +21,9 @@ from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.paths import FilePath, as_path
+from zeroelastic.io.storage import directory_exists
 from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.locate import UNIVERSAL, find_source
-from zeroelastic.runs.names import holds_something
 from zeroelastic.runs.run_store import RunStore
 from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.verbs.options import Progress, no_progress
@@ -85,7 +85,7 @@ def verify_all(
             found = _verified(partial(_open_native, as_path(name)), name, quick=quick, progress=progress)
         except (UnreadableError, UnsupportedError) as error:
             found = not_opened(name, error, quick=quick)
-        if found.ok or holds_something(as_path(name)):
+        if found.ok or directory_exists(as_path(name)):
             reports.append(found)
     return VerifyAllReport(
         ok=all(report.ok for report in reports),
