@@ -17,15 +17,15 @@ Method = Callable[..., Any]
 class _Wrapper:
     """One method of a class, and the function in its place, which calls the replacement only while ``active``."""
 
-    def __init__(self, owner: type, name: str, make: Callable[[Method], Method]) -> None:
+    def __init__(self, owner: type, name: str, replacement: Method) -> None:
         self.owner, self.name, self.active = owner, name, True
         self.inherited = name not in vars(owner)
         self.original: Method = getattr(owner, name)
-        replacement = make(self.original)
+        chosen = functools.partial(replacement, self.original)
 
         @functools.wraps(self.original)
         def method(*args: Any, **kwargs: Any) -> Any:
-            return (replacement if self.active else self.original)(*args, **kwargs)
+            return (chosen if self.active else self.original)(*args, **kwargs)
 
         self.method = method
         setattr(owner, name, method)
@@ -48,15 +48,15 @@ class _Wrapper:
 _wrappers: dict[tuple[type, str], _Wrapper] = {}
 
 
-def wrap(owner: type, name: str, make: Callable[[Method], Method]) -> None:
-    """Put ``make(original)`` in the place of a method of a class; does nothing the second time."""
+def wrap(owner: type, name: str, replacement: Method) -> None:
+    """Put a function in the place of a method of a class, which it gets first; does nothing the second time."""
     wrapper = _wrappers.get((owner, name))
     if wrapper is not None and wrapper.is_reached():
         wrapper.active = True
         return
     if wrapper is not None:
         wrapper.active = False  # if a call still arrives there, the replacement must not run twice
-    _wrappers[owner, name] = _Wrapper(owner, name, make)
+    _wrappers[owner, name] = _Wrapper(owner, name, replacement)
 
 
 def unwrap_all() -> None:

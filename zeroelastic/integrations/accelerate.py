@@ -18,24 +18,23 @@ import itertools
 import logging
 import re
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
-from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.rng_files import derived_seed
+from zeroelastic.deepspeed.engine import options_of
 from zeroelastic.deepspeed.live.kinds import is_without_optimizer
-from zeroelastic.deepspeed.options import parse_options
-from zeroelastic.deepspeed.patching import patched, wrap
+from zeroelastic.deepspeed.patching import Method, patched, wrap
 from zeroelastic.deepspeed.save.background import finish_pending, pending_of
 from zeroelastic.distributed.collective import all_gather, all_or_raise
 from zeroelastic.elastic.position import seed_generators
@@ -49,20 +48,19 @@ from zeroelastic.errors import (
     some,
 )
 from zeroelastic.integrations.framework_load import (
+    Batch,
     Notes,
-    are_close,
+    batch_of,
     check_tag,
     is_loaded_here,
     load_and_correct,
     newest_complete,
     on_rank_0,
-    rates_at,
-    refuse_cut_short,
     require_one_save,
+    saved_batch,
 )
 from zeroelastic.integrations.framework_save import save_with_files
-from zeroelastic.io.paths import FilePath
-from zeroelastic.runs.tag_directory import read_tag
+from zeroelastic.integrations.schedulers import correct_scheduler, wrap_schedulers
 from zeroelastic.torch_file.header import read_tree
 
 __all__ = ["DataPosition", "data_position", "remaining_epochs"]
@@ -70,11 +68,6 @@ __all__ = ["DataPosition", "data_position", "remaining_epochs"]
 logger = logging.getLogger(__name__)
 
 _TAG = "pytorch_model"
-_TICKS = "_zeroelastic_ticks_per_step"
-"""An attribute of accelerate's scheduler, in ``scheduler.bin`` beside the state of the one that it steps: how often per
-optimizer step, if that is not the number of processes."""
-_FUNCTION = "_zeroelastic_function"
-"""An attribute of a function in a LambdaLR whose counter is scaled: the function of the script."""
 _WARNED = "_zeroelastic_warned"
 """An attribute of accelerate's ProjectConfiguration: rank 0 has said of its run what it lacks."""
 _PASSED_OVER = "_zeroelastic_passed_over"
@@ -85,41 +78,35 @@ def wrap_module(module: ModuleType) -> None:
     """Wrap saves and loads of accelerate's ``Accelerator``, and its schedulers; does nothing the second time."""
     wrap(module.Accelerator, "load_state", _load_state)
     wrap(module.Accelerator, "save_state", _save_state)
-    wrap(module.AcceleratedScheduler, "state_dict", _state_dict)
-    wrap(module.AcceleratedScheduler, "load_state_dict", _load_state_dict)
-    wrap(module.AcceleratedScheduler, "step", _step)
+    wrap_schedulers(module)
 
 
-def _save_state(original: Callable[..., Any]) -> Callable[..., Any]:
+def _save_state(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Save, and remove older checkpoints (``total_limit``) once the new one is complete: accelerate does so before.
 
     A save in the background is complete before the next one begins, and until then one more checkpoint stays.
     """
-
-    def save_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config, engine = self.project_configuration, _engine(self)
-        if engine is None:
-            return original(self, *args, **kwargs)
-        left_out = _without_optimizer(self)
-        problems = [*filter(None, [_forgotten_scheduler(self, engine)]), *map(_left_out_note, left_out)]
-        if problems and dist.get_rank() == 0 and not hasattr(config, _WARNED):
-            logger.warning("accelerate: %s", "; ".join(problems))
-            setattr(config, _WARNED, True)
-        if config.automatic_checkpoint_naming:
-            all_or_raise(lambda: _remove_passed_over(self) if self.is_main_process else None)
-        engines = list(filter(is_loaded_here, self._models))
-        limit = config.total_limit if config.automatic_checkpoint_naming else None
-        if limit is not None:
-            for one in engines:
-                finish_pending(one, before="save_state()")
-        with patched(config, total_limit=None), _doing_nothing("save_checkpoint", left_out.values()):
-            done = save_with_files(engines, partial(original, self, *args, **kwargs))
-        if limit is not None:
-            keep = max(1, limit) + any(pending_of(one) is not None for one in engines)
-            all_or_raise(lambda: _remove_older(self, keep) if self.is_main_process else None)
-        return done
-
-    return save_state
+    config, engine = self.project_configuration, _engine(self)
+    if engine is None:
+        return original(self, *args, **kwargs)
+    left_out = _without_optimizer(self)
+    problems = [*filter(None, [_forgotten_scheduler(self, engine)]), *map(_left_out_note, left_out)]
+    if problems and dist.get_rank() == 0 and not hasattr(config, _WARNED):
+        logger.warning("accelerate: %s", "; ".join(problems))
+        setattr(config, _WARNED, True)
+    if config.automatic_checkpoint_naming:
+        all_or_raise(lambda: _remove_passed_over(self) if self.is_main_process else None)
+    engines = list(filter(is_loaded_here, self._models))
+    limit = config.total_limit if config.automatic_checkpoint_naming else None
+    if limit is not None:
+        for one in engines:
+            finish_pending(one, before="save_state()")
+    with patched(config, total_limit=None), _doing_nothing("save_checkpoint", left_out.values()):
+        done = save_with_files(engines, partial(original, self, *args, **kwargs))
+    if limit is not None:
+        keep = max(1, limit) + any(pending_of(one) is not None for one in engines)
+        all_or_raise(lambda: _remove_older(self, keep) if self.is_main_process else None)
+    return done
 
 
 def _tags(accelerator: Any) -> dict[str, Any]:
@@ -178,35 +165,32 @@ def _forgotten_scheduler(accelerator: Any, engine: Any) -> str:
     )
 
 
-def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    def load_state(self: Any, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> Any:
-        engine = _engine(self)
-        if engine is None:
-            return original(self, input_dir, load_kwargs, **kwargs)
-        for one in filter(is_loaded_here, self._models):
-            finish_pending(one, before="load_state()")
-        directory = _directory(self, engine, input_dir)
-        if directory is None:
-            return original(self, input_dir, load_kwargs, **kwargs)
-        refuse_cut_short(directory)
-        tags = _tags(self)
-        (tag,) = (tag for tag, model in tags.items() if model is engine)
-        left_out = on_rank_0(lambda: [tag for tag in _without_optimizer(self) if not (directory / tag).is_dir()])
-        with _doing_nothing("load_checkpoint", map(tags.__getitem__, left_out)):
-            return load_and_correct(
-                *(logger, "accelerate", engine),
-                lambda: original(self, str(directory), load_kwargs, **kwargs),
-                read=lambda: read_tag(directory / tag, partial(_read, directory)),
-                refuse=lambda saved: _refuse(self, engine, directory, saved),
-                correct=lambda saved, _, notes: _correct(self, engine, directory, saved, left_out, notes),
-                settings=_SETTINGS,
-            )
-
-    return load_state
+def _load_state(original: Method, self: Any, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> Any:
+    engine = _engine(self)
+    if engine is None:
+        return original(self, input_dir, load_kwargs, **kwargs)
+    for one in filter(is_loaded_here, self._models):
+        finish_pending(one, before="load_state()")
+    directory = _directory(self, engine, input_dir)
+    if directory is None:
+        return original(self, input_dir, load_kwargs, **kwargs)
+    tags = _tags(self)
+    (tag,) = (tag for tag, model in tags.items() if model is engine)
+    left_out = on_rank_0(lambda: [tag for tag in _without_optimizer(self) if not (directory / tag).is_dir()])
+    with _doing_nothing("load_checkpoint", map(tags.__getitem__, left_out)):
+        return load_and_correct(
+            *("accelerate", engine, lambda: original(self, str(directory), load_kwargs, **kwargs)),
+            directory=directory,
+            tag=tag,
+            read=partial(_read, directory),
+            refuse=partial(_refuse, self, engine, directory),
+            correct=lambda saved, _, notes: _correct(self, engine, directory, saved, left_out, notes),
+            settings=_SETTINGS,
+        )
 
 
 _SETTINGS = (
-    " In accelerate the micro batch is the DataLoader's batch_size and the accumulation is "
+    "In accelerate the micro batch is the DataLoader's batch_size and the accumulation is "
     "Accelerator(gradient_accumulation_steps=...); zeroelastic.elastic.batch_plan computes both."
 )
 
@@ -215,9 +199,7 @@ _SETTINGS = (
 class _Saved:
     """The run that wrote the checkpoint; the same on every rank."""
 
-    world_size: int
-    accumulation: int
-    micro: int | None
+    batch: Batch
     step: int | None
     content_root: str | None
 
@@ -280,17 +262,10 @@ def _numbered(accelerator: Any) -> list[Path]:
     return [found[number] for number in sorted(found)]
 
 
-def _read(directory: Path, tag_dir: FilePath) -> _Saved:
-    checkpoint = open_checkpoint(tag_dir)
-    config = checkpoint.shard(0).ds_config
-    accumulation, micro = config.get("gradient_accumulation_steps"), config.get("train_micro_batch_size_per_gpu")
-    return _Saved(
-        world_size=checkpoint.world_size,
-        accumulation=accumulation if type(accumulation) is int else 1,
-        micro=micro if type(micro) is int else None,
-        step=_saved_step(_rank_states(directory, 0)),
-        content_root=checkpoint.record.content_root if checkpoint.record is not None else None,
-    )
+def _read(directory: Path, checkpoint: Checkpoint) -> _Saved:
+    step = (_rank_states(directory, 0) or {}).get("step")
+    root = checkpoint.record.content_root if checkpoint.record is not None else None
+    return _Saved(saved_batch(checkpoint), step if type(step) is int else None, root)
 
 
 def _rank_states(directory: Path, rank: int) -> dict[object, object] | None:
@@ -304,26 +279,20 @@ def _rank_states(directory: Path, rank: int) -> dict[object, object] | None:
     return None
 
 
-def _saved_step(states: dict[object, object] | None) -> int | None:
-    step = None if states is None else states.get("step")
-    return step if type(step) is int else None
-
-
 def _refuse(accelerator: Any, engine: Any, directory: Path, saved: _Saved) -> None:
-    now = (accelerator.num_processes, accelerator.gradient_accumulation_steps, engine.train_micro_batch_size_per_gpu())
-    then = (saved.world_size, saved.accumulation, saved.micro)
-    stateful = [loader for loader in accelerator._dataloaders if getattr(loader, "use_stateful_dataloader", False)]
-    if stateful and then != now and any(directory.glob("dl_state_dict*.bin")):
-        raise UnsupportedError(
-            f"{directory}: dl_state_dict.bin counts the batches of {then[0]} processes (micro batch {then[2]}, "
-            f"accumulation {then[1]}); this run has {now[0]} ({now[2]}, {now[1]}), where that is another place in the "
-            "data. Turn use_stateful_dataloader off and take the position from "
-            "zeroelastic.integrations.accelerate.data_position."
+    is_stateful = any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders)
+    if is_stateful and any(directory.glob("dl_state_dict*.bin")):
+        saved.batch.refuse_other(
+            batch_of(engine, accelerator.gradient_accumulation_steps),
+            f"{directory}: has a dl_state_dict.bin",
+            "Turn use_stateful_dataloader off and take the position from "
+            "zeroelastic.integrations.accelerate.data_position.",
         )
-    phase = (saved.step or 0) % saved.accumulation
-    if phase and parse_options(engine._config._param_dict).strict:
+    accumulation = saved.batch.accumulation
+    phase = (saved.step or 0) % accumulation
+    if phase and options_of(engine).strict:
         raise StrictError(
-            f"{directory}: was saved after {phase} of {saved.accumulation} micro-steps of an optimizer step, and their "
+            f"{directory}: was saved after {phase} of {accumulation} micro-steps of an optimizer step, and their "
             "gradients were not saved. Save at accelerator.sync_gradients. "
             '("strict": false in the "zeroelastic" block begins that step anew.)'
         )
@@ -333,126 +302,38 @@ def _correct(
     accelerator: Any, engine: Any, directory: Path, saved: _Saved, left_out: Iterable[str], notes: Notes
 ) -> None:
     if saved.step is not None:
-        phase = saved.step % saved.accumulation
-        accelerator.step = saved.step // saved.accumulation * accelerator.gradient_accumulation_steps
+        steps, phase = divmod(saved.step, saved.batch.accumulation)
+        accelerator.step = steps * accelerator.gradient_accumulation_steps
         if phase:
-            lost = f"{phase} of {saved.accumulation} micro-steps are lost"
+            lost = f"{phase} of {saved.batch.accumulation} micro-steps are lost"
             notes.warn(f"SAVED IN THE MIDDLE of an optimizer step: {lost}")
     _reseed_new_rank(accelerator, engine, directory, saved, notes)
     for problem in (*filter(None, [_forgotten_scheduler(accelerator, engine)]), *map(_left_out_note, left_out)):
         notes.warn(problem)
     for scheduler in _schedulers(accelerator):
-        _correct_scheduler(scheduler, accelerator.num_processes, saved, notes)
+        correct_scheduler(scheduler, saved.batch.world_size, accelerator.num_processes, notes)
 
 
 def _reseed_new_rank(accelerator: Any, engine: Any, directory: Path, saved: _Saved, notes: Notes) -> None:
     """Seed the generators of new ranks as ``zeroelastic reshard`` does; the others have their files. Collective."""
-    world_size, rank = accelerator.num_processes, dist.get_rank()
+    world_size, rank, saved_size = accelerator.num_processes, dist.get_rank(), saved.batch.world_size
     has_file = all_gather(_rank_states(directory, rank) is not None)
-    old = range(min(world_size, saved.world_size))
+    old = range(min(world_size, saved_size))
     if missing := [one for one in old if not has_file[one]]:
         notes.warn(
             f"random number generators of {rank_list(missing)}: NOT RESTORED. random_states_*.pkl is missing or "
             "damaged: the save was cut short after the model, or the file was left behind"
         )
     kept = f"random number generators: the saved ones on {counted(len(old) - len(missing), 'rank')}; "
-    num_new = world_size - saved.world_size
+    num_new = world_size - saved_size
     if num_new < 0:
         notes.info(f"{kept}those of {counted(-num_new, 'rank')} dropped")
     if num_new <= 0:
         return
     identity = saved.content_root or f"step {engine.global_steps}"
-    if rank >= saved.world_size:
+    if rank >= saved_size:
         seed_generators(derived_seed(identity, rank))
     notes.info(f"{kept}{num_new} new, seeded from the checkpoint and the rank")
-
-
-def _correct_scheduler(accelerated: Any, world_size: int, saved: _Saved, notes: Notes) -> None:
-    """Let a scheduler continue at the optimizer step at which it was saved.
-
-    Its state counts the steps of the saved run: it is still stepped as often per optimizer step as it was. A function
-    in the script may count those of this run (``LambdaLR`` with lengths times the number of processes): the saved
-    learning rate decides whether its counter is scaled.
-    """
-    name = type(accelerated.scheduler).__name__
-    if not accelerated.step_with_optimizer:
-        notes.info(f"{name}: counts the script's own calls (step_scheduler_with_optimizer is off); left as it was")
-        return
-    native = 1 if accelerated.split_batches else world_size
-    ticks = getattr(accelerated, _TICKS, None) or (1 if accelerated.split_batches else saved.world_size)
-    setattr(accelerated, _TICKS, None if ticks == native else ticks)
-    lambdas = _lambda_schedulers(accelerated.scheduler)
-    for one in lambdas:  # as they were before an earlier load
-        one.lr_lambdas = [getattr(function, _FUNCTION, function) for function in one.lr_lambdas]
-    if ticks == native:
-        return
-    notes.info(f"{name}: goes on being stepped {ticks} times per optimizer step, as it was saved")
-    for one in lambdas:
-        counter, rates = one.last_epoch, one.get_last_lr()
-        scaled = rates_at(one, counter * native // ticks)
-        if are_close(rates_at(one, counter), rates) and not are_close(scaled, rates):
-            continue
-        one.lr_lambdas = [_scaled(function, native, ticks) for function in one.lr_lambdas]
-        notes.info(f"LambdaLR: its function counts {native} times per optimizer step")
-        if not are_close(scaled, rates):
-            notes.warn(f"LEARNING RATE CHANGED: LambdaLR gives {scaled}, {rates} was saved")
-
-
-def _lambda_schedulers(scheduler: Any) -> list[LambdaLR]:
-    """Return a scheduler, if it is a LambdaLR, and those in it: of a ``SequentialLR``, or of a user's own class."""
-    found = [scheduler]
-    for one in found:
-        for value in getattr(one, "__dict__", {}).values():
-            inner = value if isinstance(value, list | tuple) else (value,)
-            found += [one for one in inner if isinstance(one, LRScheduler) and all(one is not other for other in found)]
-    return [one for one in found if isinstance(one, LambdaLR)]
-
-
-def _scaled(function: Callable[[int], float], native: int, ticks: int) -> Callable[[int], float]:
-    """Return the function of a LambdaLR for a counter that is stepped ``ticks`` times per optimizer step."""
-    if getattr(function, "__dict__", None):  # an object whose state is saved: it counts as in the saved run
-        return function
-
-    def scaled(counter: int) -> float:
-        return function(counter * native // ticks)
-
-    setattr(scaled, _FUNCTION, function)
-    return scaled
-
-
-def _state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    def state_dict(self: Any) -> Any:
-        ticks = getattr(self, _TICKS, None)
-        return original(self) if ticks is None else {**original(self), _TICKS: ticks}
-
-    return state_dict
-
-
-def _load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    def load_state_dict(self: Any, state_dict: Any) -> Any:
-        ticks = state_dict.get(_TICKS) if isinstance(state_dict, dict) else None
-        setattr(self, _TICKS, ticks)
-        if ticks is not None:
-            state_dict = {key: value for key, value in state_dict.items() if key != _TICKS}
-        return original(self, state_dict)
-
-    return load_state_dict
-
-
-def _step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Step a scheduler as often per optimizer step as in the run that saved it."""
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ticks = getattr(self, _TICKS, None)
-        if ticks is None:
-            return original(self, *args, **kwargs)
-        with (
-            patched(self, split_batches=False),
-            patched(sys.modules[original.__module__], AcceleratorState=lambda: SimpleNamespace(num_processes=ticks)),
-        ):
-            return original(self, *args, **kwargs)
-
-    return step
 
 
 @dataclass(frozen=True, slots=True)

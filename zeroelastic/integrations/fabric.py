@@ -9,9 +9,7 @@ This module never imports Lightning or torchdata.
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,23 +17,14 @@ from typing import Any
 
 from torch.nn import Module
 
-from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.deepspeed.patching import wrap
-from zeroelastic.errors import UnsupportedError
-from zeroelastic.integrations.framework_load import is_loaded_here, load_and_correct, refuse_cut_short, saying_cut_short
-from zeroelastic.io.paths import FilePath
-from zeroelastic.runs.tag_directory import read_tag
-
-logger = logging.getLogger(__name__)
+from zeroelastic.deepspeed.patching import Method, wrap
+from zeroelastic.integrations.framework_load import Batch, batch_of, is_loaded_here, load_and_correct, saved_batch
 
 _TAG = "checkpoint"
 _SETTINGS = (
-    " In Fabric the micro batch is the DataLoader's batch_size, which train_micro_batch_size_per_gpu in the "
+    "In Fabric the micro batch is the DataLoader's batch_size, which train_micro_batch_size_per_gpu in the "
     "configuration of DeepSpeedStrategy repeats."
 )
-
-_Size = tuple[int, object]
-"""World size and micro batch of a run."""
 
 
 def wrap_module(module: ModuleType) -> None:
@@ -43,31 +32,19 @@ def wrap_module(module: ModuleType) -> None:
     wrap(module.DeepSpeedStrategy, "load_checkpoint", _load_checkpoint)
 
 
-def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    def load_checkpoint(self: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
-        items = state if isinstance(state, dict) else {}
-        engine = next((item for item in items.values() if isinstance(item, Module) and is_loaded_here(item)), None)
-        if engine is None:
-            return original(self, path, state, *args, **kwargs)
-        refuse_cut_short(Path(path))
-        with saying_cut_short(Path(path), _TAG):
-            return load_and_correct(
-                *(logger, "Fabric", engine),
-                lambda: original(self, path, state, *args, **kwargs),
-                read=lambda: read_tag(Path(path) / _TAG, _read),
-                refuse=partial(
-                    _refuse, self, engine, path, [key for key, item in items.items() if _counts_batches(item)]
-                ),
-                correct=lambda *_: None,
-                settings=_SETTINGS,
-            )
-
-    return load_checkpoint
-
-
-def _read(tag_dir: FilePath) -> _Size:
-    checkpoint = open_checkpoint(tag_dir)
-    return checkpoint.world_size, checkpoint.shard(0).ds_config.get("train_micro_batch_size_per_gpu")
+def _load_checkpoint(original: Method, self: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
+    items = state if isinstance(state, dict) else {}
+    engine = next((item for item in items.values() if isinstance(item, Module) and is_loaded_here(item)), None)
+    if engine is None:
+        return original(self, path, state, *args, **kwargs)
+    return load_and_correct(
+        *("Fabric", engine, lambda: original(self, path, state, *args, **kwargs)),
+        directory=Path(path),
+        tag=_TAG,
+        read=saved_batch,
+        refuse=partial(_refuse, engine, path, [key for key, item in items.items() if _counts_batches(item)]),
+        settings=_SETTINGS,
+    )
 
 
 def _counts_batches(item: object) -> bool:
@@ -76,12 +53,11 @@ def _counts_batches(item: object) -> bool:
     return torchdata is not None and getattr(type(item), "state_dict", None) is torchdata.StatefulDataLoader.state_dict
 
 
-def _refuse(strategy: Any, engine: Any, path: Any, loaders: list[str], saved: _Size) -> None:
-    now = (strategy.world_size, engine.train_micro_batch_size_per_gpu())
-    if loaders and saved != now:
-        raise UnsupportedError(
-            f"{path}: {', '.join(map(repr, loaders))} in the state is a StatefulDataLoader, which counts the batches "
-            f"of {saved[0]} ranks (micro batch {saved[1]}); this run has {now[0]} ({now[1]}), where that is another "
-            "place in the data. Use zeroelastic.elastic.ElasticStatefulDataLoader, or leave the loader out of the "
-            "state and count optimizer steps, as examples/lightning/train_fabric.py does."
+def _refuse(engine: Any, path: Any, loaders: list[str], saved: Batch) -> None:
+    if loaders:
+        saved.refuse_other(
+            batch_of(engine, saved.accumulation),
+            f"{path}: {', '.join(map(repr, loaders))} in the state is a StatefulDataLoader",
+            "Use zeroelastic.elastic.ElasticStatefulDataLoader, or leave the loader out of the state and count "
+            "optimizer steps, as examples/lightning/train_fabric.py does.",
         )

@@ -7,23 +7,31 @@ outside of the engine is corrected, and notes on that are added to the engine's 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsFloat, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LambdaLR
 
+from zeroelastic import last_report
+from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
 from zeroelastic.deepspeed.live.kinds import kind_of
 from zeroelastic.distributed.collective import all_or_raise, broadcast_or_raise
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.errors import CheckpointError, MissingFileError, StrictError, ZeroElasticError, finding, some
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    StrictError,
+    UnsupportedError,
+    ZeroElasticError,
+    finding,
+    some,
+)
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import directory_exists
-from zeroelastic.report import Note, ResumeReport
+from zeroelastic.report import Note
 from zeroelastic.runs.candidates import check_quickly, is_damage
 from zeroelastic.runs.framework_files import require_own_files
 from zeroelastic.runs.names import LATEST
@@ -31,8 +39,6 @@ from zeroelastic.runs.tag_directory import read_tag, recover_all
 
 S = TypeVar("S")
 T = TypeVar("T")
-
-_LR_TOLERANCE = 1e-6
 
 
 class Notes(list[Note]):
@@ -59,11 +65,50 @@ def is_loaded_here(engine: Any) -> bool:
     return kind_of(getattr(engine, "optimizer", None)) is not None
 
 
-def read_on_rank_0(read: Callable[[], T | None]) -> T | None:
-    """Return what ``read`` returns on rank 0, on every rank. Collective, where there is a process group.
+class Batch(NamedTuple):
+    """How a run makes its global batch: each rank adds up ``accumulation`` micro batches of ``micro`` samples."""
 
-    None where it finds no ZeRO checkpoint that can be read: the engine's own load then raises the reason.
+    world_size: int
+    micro: int | None
+    accumulation: int
+
+    @property
+    def samples(self) -> int | None:
+        """The global batch, where the micro batch is known."""
+        return None if self.micro is None else self.world_size * self.micro * self.accumulation
+
+    def refuse_other(self, now: Batch, what: str, instead: str) -> None:
+        """Raise UnsupportedError where a saved count of batches means another place in the data in this run."""
+        if now != self:
+            then, this = (f"{n} ranks (micro batch {micro}, accumulation {steps})" for n, micro, steps in (self, now))
+            raise UnsupportedError(
+                f"{what}, which counts the batches of {then}; this run has {this}, where that is another place in the "
+                f"data. {instead}"
+            )
+
+
+def saved_batch(checkpoint: Checkpoint) -> Batch:
+    """The batch of the run that wrote a checkpoint, from the configuration in its first file."""
+    config = checkpoint.shard(0).ds_config
+    micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")
+    return Batch(checkpoint.world_size, micro if type(micro) is int else None, steps if type(steps) is int else 1)
+
+
+def batch_of(engine: Any, accumulation: int) -> Batch:
+    """The batch of this run."""
+    return Batch(dist.get_world_size(), int(engine.train_micro_batch_size_per_gpu()), accumulation)
+
+
+def read_checkpoint(find: Callable[[], FilePath], read: Callable[[Checkpoint], T | None]) -> T | None:
+    """Return, on every rank, what ``read`` returns on rank 0 for the tag directory that ``find`` finds. Collective.
+
+    None where there is no ZeRO checkpoint that can be read: the engine's own load then raises the reason.
     """
+    return read_on_rank_0(lambda: read_tag(find(), lambda opened: read(open_checkpoint(opened))))
+
+
+def read_on_rank_0(read: Callable[[], T | None]) -> T | None:
+    """Return what ``read`` returns on rank 0, on every rank; None where it raises an error of ours. Collective."""
 
     def look() -> T | None:
         with suppress(ZeroElasticError):
@@ -74,7 +119,7 @@ def read_on_rank_0(read: Callable[[], T | None]) -> T | None:
 
 
 def on_rank_0(read: Callable[[], T]) -> T:
-    """Return what ``read`` returns on rank 0, on every rank; its errors too. Collective."""
+    """Return what ``read`` returns on rank 0, on every rank; its errors too. Collective, with a process group."""
     if not dist.is_initialized():
         return read()
     require_partners()
@@ -97,7 +142,7 @@ def require_one_save(directory: Path) -> None:
 
 
 @contextmanager
-def saying_cut_short(directory: Path, tag: str) -> Iterator[None]:
+def _saying_cut_short(directory: Path, tag: str) -> Iterator[None]:
     """Within this context, a framework's own error on a directory without its tag, or ``latest``, names the cause."""
     try:
         yield
@@ -167,17 +212,18 @@ def check_tag(tag_dir: FilePath, *, on_this_node_only: bool) -> None:
 
 
 def load_and_correct(
-    logger: logging.Logger,
     framework: str,
     engine: Any,
     load: Callable[[], T],
     *,
-    read: Callable[[], S | None],
+    directory: Path,
+    tag: str,
+    read: Callable[[Checkpoint], S | None],
     refuse: Callable[[S], None],
-    correct: Callable[[S, T, Notes], None],
+    correct: Callable[[S, T, Notes], None] = lambda *_: None,
     settings: str,
 ) -> T:
-    """Return the result of ``load``, after ``correct`` has corrected what it restored. Collective.
+    """Return the result of ``load`` of a tag, after ``correct`` has corrected what it restored. Collective.
 
     ``read`` returns what the checkpoint says of the run that wrote it, and ``refuse`` raises, before anything is
     changed, where that run cannot go on here; where it is None, nothing is corrected. The notes of ``correct`` are
@@ -185,38 +231,31 @@ def load_and_correct(
     keep the global batch in the framework's own words, is added where the report says that the batch changed, which
     makes it a warning, and to a StrictError of the load.
     """
-    saved = read_on_rank_0(read)
+    refuse_cut_short(directory)
+    saved = read_checkpoint(lambda: directory / tag, read)
     if saved is not None:
         all_or_raise(lambda: refuse(saved))
     try:
-        loaded = load()
+        with _saying_cut_short(directory, tag):
+            loaded = load()
     except StrictError as error:
-        raise StrictError(f"{error}{settings}") from None
+        raise StrictError(f"{error} {settings}") from None
     if saved is None:
         return loaded
     notes = Notes()
     all_or_raise(lambda: correct(saved, loaded, notes))
-    report: ResumeReport | None = getattr(engine, "zeroelastic_report", None)
-    if report is not None:
-        if report.batch_changed:
-            notes.warn(settings.strip())
-        engine.zeroelastic_report = replace(report, notes=(*report.notes, *notes.texts))
+    report = last_report(engine)
+    if report is not None and report.batch_changed:
+        notes.warn(settings)
+    add_to_report(engine, notes.texts)
     if notes and dist.get_rank() == 0:
+        logger = logging.getLogger(f"{__package__}.{framework.lower()}")  # of the module for the framework
         logger.log(notes.level, "%s, %d ranks: %s", framework, dist.get_world_size(), "; ".join(notes.texts))
     return loaded
 
 
-def rates_at(scheduler: LambdaLR, counter: int) -> list[float]:
-    """The learning rates of a LambdaLR at a counter."""
-    return [
-        float(base) * float(factor(counter))
-        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    ]
-
-
-def are_close(ours: Iterable[SupportsFloat], theirs: Iterable[SupportsFloat]) -> bool:
-    """Whether learning rates are the same but for rounding."""
-    return all(
-        math.isclose(float(a), float(b), rel_tol=_LR_TOLERANCE, abs_tol=1e-15)
-        for a, b in zip(ours, theirs, strict=True)
-    )
+def add_to_report(engine: Any, notes: Iterable[str]) -> None:
+    """Add notes to the report of the engine's last load, if there is one."""
+    report = last_report(engine)
+    if report is not None:
+        engine.zeroelastic_report = replace(report, notes=(*report.notes, *notes))

@@ -29,21 +29,20 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset
 
 from zeroelastic.checkpoint.one_save import was_saved_again
-from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.deepspeed.options import parse_options
-from zeroelastic.deepspeed.patching import patched, wrap
+from zeroelastic.checkpoint.open import Checkpoint
+from zeroelastic.deepspeed.engine import options_of
+from zeroelastic.deepspeed.patching import Method, patched, wrap
 from zeroelastic.deepspeed.save.background import finish_pending
 from zeroelastic.elastic.sampler import is_position
-from zeroelastic.errors import StrictError, UnsupportedError, ZeroElasticError
+from zeroelastic.errors import StrictError, ZeroElasticError
 from zeroelastic.integrations.framework_load import (
+    Batch,
     Notes,
+    batch_of,
     is_loaded_here,
     load_and_correct,
-    refuse_cut_short,
-    saying_cut_short,
+    saved_batch,
 )
-from zeroelastic.io.paths import FilePath
-from zeroelastic.runs.tag_directory import read_tag
 from zeroelastic.torch_file.header import read_tree
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ logger = logging.getLogger(__name__)
 _TAG = "checkpoint"
 _PROGRESS = "epoch_loop.batch_progress"
 _SETTINGS = (
-    " In Lightning the micro batch is the DataLoader's batch_size and the accumulation is "
+    "In Lightning the micro batch is the DataLoader's batch_size and the accumulation is "
     "Trainer(accumulate_grad_batches=...); zeroelastic.elastic.batch_plan computes both."
 )
 
@@ -68,46 +67,35 @@ def wrap_module(module: ModuleType) -> None:
     wrap(module.DeepSpeedStrategy, "remove_checkpoint", _remove_checkpoint)
 
 
-def _save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    def save_checkpoint(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        scale: _GradientScale | None = getattr(getattr(self, "model", None), _GRADIENT_SCALE, None)
-        if scale is not None:
-            checkpoint = {**checkpoint, _DIVISOR: scale.divisor}
-        return original(self, checkpoint, *args, **kwargs)
-
-    return save_checkpoint
+def _save_checkpoint(original: Method, self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    scale: _GradientScale | None = getattr(getattr(self, "model", None), _GRADIENT_SCALE, None)
+    if scale is not None:
+        checkpoint = {**checkpoint, _DIVISOR: scale.divisor}
+    return original(self, checkpoint, *args, **kwargs)
 
 
-def _remove_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+def _remove_checkpoint(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Remove an older checkpoint (``save_top_k``) once that of a save in the background is complete. Collective."""
-
-    def remove_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_loaded_here(getattr(self, "model", None)):
-            finish_pending(self.model, before="the removal of an older checkpoint")
-        return original(self, *args, **kwargs)
-
-    return remove_checkpoint
+    if is_loaded_here(getattr(self, "model", None)):
+        finish_pending(self.model, before="the removal of an older checkpoint")
+    return original(self, *args, **kwargs)
 
 
-def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    def load_checkpoint(self: Any, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        trainer = _fitting(self)
-        engine = getattr(self, "model", None)
-        if trainer is None or not is_loaded_here(engine):
-            return original(self, checkpoint_path, *args, **kwargs)
-        path = Path(checkpoint_path)
-        refuse_cut_short(path)
-        with saying_cut_short(path, _TAG):
-            return load_and_correct(
-                *(logger, "Lightning", engine),
-                lambda: original(self, checkpoint_path, *args, **kwargs),
-                read=lambda: read_tag(path / _TAG, _read),
-                refuse=partial(_refuse, trainer, engine, path),
-                correct=partial(_correct, trainer, engine),
-                settings=_SETTINGS,
-            )
-
-    return load_checkpoint
+def _load_checkpoint(original: Method, self: Any, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+    trainer = _fitting(self)
+    engine = getattr(self, "model", None)
+    if trainer is None or not is_loaded_here(engine):
+        return original(self, checkpoint_path, *args, **kwargs)
+    path = Path(checkpoint_path)
+    return load_and_correct(
+        *("Lightning", engine, lambda: original(self, checkpoint_path, *args, **kwargs)),
+        directory=path,
+        tag=_TAG,
+        read=_read,
+        refuse=partial(_refuse, trainer, engine, path),
+        correct=partial(_correct, trainer, engine),
+        settings=_SETTINGS,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +106,7 @@ class _Saved:
     ``loader_states`` are how many loaders have a state, and ``positions`` how many of these fit any world size.
     """
 
-    world_size: int
-    accumulation: int
-    micro: object
-    train_batch_size: int | None
+    batch: Batch
     current: Mapping[str, int]
     total: Mapping[str, int]
     is_last_batch: bool
@@ -144,57 +129,43 @@ def _fitting(strategy: Any) -> Any:
     return trainer if str(getattr(trainer.state.fn, "value", "")) == "fit" else None
 
 
-def _read(tag_dir: FilePath) -> _Saved | None:
+def _read(checkpoint: Checkpoint) -> _Saved | None:
     """The run that wrote a checkpoint; None when it is not one of a Trainer."""
-    checkpoint = open_checkpoint(tag_dir)
-    config = checkpoint.shard(0).ds_config
     try:
         state = read_tree(checkpoint.model_states(0).path)
     except ZeroElasticError as error:
-        if was_saved_again(tag_dir):
+        if was_saved_again(checkpoint.tag_dir):
             raise
         logger.warning("DATA BEGINS THE EPOCH AGAIN: the loops' counters cannot be read without running it: %s", error)
         return None
-    return _saved(state, checkpoint.world_size, config)
-
-
-def _saved(state: object, world_size: int, config: Mapping[str, object]) -> _Saved | None:
     loops = state.get("loops") if isinstance(state, dict) else None
     fit = loops.get("fit_loop") if isinstance(loops, dict) else None
     progress = fit.get(_PROGRESS) if isinstance(fit, dict) else None
-    if not isinstance(fit, dict) or not isinstance(progress, dict):
+    if not isinstance(state, dict) or not isinstance(fit, dict) or not isinstance(progress, dict):
         return None
-    accumulation, micro = config.get("gradient_accumulation_steps", 1), config.get("train_micro_batch_size_per_gpu")
-    if type(accumulation) is not int:
-        return None
-    loop_state, divisor = fit.get("state_dict"), state.get(_DIVISOR) if isinstance(state, dict) else None
+    batch, loop_state, divisor = saved_batch(checkpoint), fit.get("state_dict"), state.get(_DIVISOR)
     states = loop_state.get("combined_loader", ()) if isinstance(loop_state, dict) else ()
     return _Saved(
-        world_size=world_size,
-        accumulation=accumulation,
-        micro=micro,
-        train_batch_size=micro * accumulation * world_size if type(micro) is int else None,
+        batch=batch,
         current=progress["current"],
         total=progress["total"],
         is_last_batch=bool(progress["is_last_batch"]),
         loader_states=len(states),
         positions=sum(map(is_position, states)),
-        divisor=divisor if type(divisor) is int else accumulation,
+        divisor=divisor if type(divisor) is int else batch.accumulation,
     )
 
 
 def _refuse(trainer: Any, engine: Any, path: Path, saved: _Saved) -> None:
-    then = (saved.world_size, saved.micro, saved.accumulation)
-    now = (trainer.world_size, engine.train_micro_batch_size_per_gpu(), trainer.accumulate_grad_batches)
-    if saved.loader_states > saved.positions and then != now:
-        raise UnsupportedError(
-            f"{path}: holds the state of a stateful DataLoader, which counts the batches of {then[0]} ranks (micro "
-            f"batch {then[1]}, accumulation {then[2]}); this run has {now[0]} ({now[1]}, {now[2]}), where that is "
-            "another place in the data. Train with a plain DataLoader, whose position is restored at any world size, "
-            "or with zeroelastic.elastic.ElasticStatefulDataLoader."
+    if saved.loader_states > saved.positions:
+        saved.batch.refuse_other(
+            batch_of(engine, trainer.accumulate_grad_batches),
+            f"{path}: holds the state of a stateful DataLoader",
+            "Train with a plain DataLoader, whose position is restored at any world size, or with "
+            "zeroelastic.elastic.ElasticStatefulDataLoader.",
         )
     problem = _uneven(saved)
-    if problem and parse_options(engine._config._param_dict).strict:
+    if problem and options_of(engine).strict:
         raise StrictError(
             f'{path}: {problem}. Save between optimizer steps. ("strict": false in the "zeroelastic" block allows it.)'
         )
@@ -202,23 +173,25 @@ def _refuse(trainer: Any, engine: Any, path: Path, saved: _Saved) -> None:
 
 def _uneven(saved: _Saved) -> str:
     """Why the saved position is within an optimizer step; empty if it is not."""
-    left = saved.done % saved.accumulation
-    if (left and saved.is_last_batch) or (saved.total["ready"] - saved.current["ready"]) % saved.accumulation:
+    accumulation = saved.batch.accumulation
+    left = saved.done % accumulation
+    if (left and saved.is_last_batch) or (saved.total["ready"] - saved.current["ready"]) % accumulation:
         return (
-            f"EPOCHS ARE UNEVEN: they end within an optimizer step of {saved.accumulation} micro-batches, so what "
+            f"EPOCHS ARE UNEVEN: they end within an optimizer step of {accumulation} micro-batches, so what "
             "comes next depends on the world size. Train on a whole number of global batches"
         )
     if left:
-        return f"SAVED IN THE MIDDLE of an optimizer step: {left} of {saved.accumulation} micro-batches are lost"
+        return f"SAVED IN THE MIDDLE of an optimizer step: {left} of {accumulation} micro-batches are lost"
     return ""
 
 
 def _correct(trainer: Any, engine: Any, saved: _Saved, client_state: dict[str, Any], notes: Notes) -> None:
     """Set the counters of the loops for this run's accumulation, and skip the batches that are done."""
-    accumulation = trainer.accumulate_grad_batches
-    steps, rest = saved.done // saved.accumulation, 0
-    if saved.train_batch_size is not None and saved.train_batch_size != engine.train_batch_size():
-        steps, rest = divmod(steps * saved.train_batch_size, engine.train_batch_size())
+    then, now = saved.batch, batch_of(engine, trainer.accumulate_grad_batches)
+    accumulation, samples = now.accumulation, then.samples
+    steps, rest = saved.done // then.accumulation, 0
+    if samples is not None and samples != engine.train_batch_size():
+        steps, rest = divmod(steps * samples, engine.train_batch_size())
     if problem := _uneven(saved):
         notes.warn(problem)
     if rest:
@@ -227,22 +200,22 @@ def _correct(trainer: Any, engine: Any, saved: _Saved, client_state: dict[str, A
     progress = client_state["loops"]["fit_loop"][_PROGRESS]
     if done and not saved.is_last_batch:
         _reopen_epoch(client_state["loops"]["fit_loop"]["epoch_progress"])
-    before = (saved.total["ready"] - saved.current["ready"]) * accumulation // saved.accumulation
+    before = (saved.total["ready"] - saved.current["ready"]) * accumulation // then.accumulation
     for key, value in saved.current.items():
         progress["current"][key] = done - (saved.done - value)
         progress["total"][key] = before + done - (saved.done - value)
-    if accumulation != saved.accumulation:
-        notes.info(f"batch counters: {saved.done} of {saved.accumulation} a step -> {done} of {accumulation} a step")
-    keep = parse_options(engine._config._param_dict).keep_gradient_scale
+    if accumulation != then.accumulation:
+        notes.info(f"batch counters: {saved.done} of {then.accumulation} a step -> {done} of {accumulation} a step")
+    keep = options_of(engine).keep_gradient_scale
     _scale_gradients(engine, saved.divisor if keep else accumulation, accumulation)
     if saved.divisor != accumulation:
-        now, then = (saved.divisor, accumulation) if keep else (accumulation, saved.divisor)
+        here, there = (saved.divisor, accumulation) if keep else (accumulation, saved.divisor)
         why = "as in the saved run" if keep else '"keep_gradient_scale" is off'
-        notes.warn(f"GRADIENTS are divided by {now} besides the mean, not by {then}: {why}")
+        notes.warn(f"GRADIENTS are divided by {here} besides the mean, not by {there}: {why}")
     within_epoch = bool(done and not saved.is_last_batch)
     if within_epoch or saved.positions:
-        is_elsewhere = (saved.world_size, saved.micro) != (trainer.world_size, engine.train_micro_batch_size_per_gpu())
-        _skip_at_setup(trainer.fit_loop, done if within_epoch else 0, engine.train_batch_size() if is_elsewhere else 1)
+        whole = engine.train_batch_size() if (then.world_size, then.micro) != (now.world_size, now.micro) else 1
+        _skip_at_setup(trainer.fit_loop, done if within_epoch else 0, whole)
     if within_epoch and not saved.loader_states:
         notes.info(f"data: the epoch goes on after its first {done} batches per rank")
 
@@ -274,12 +247,9 @@ def _scale_gradients(engine: Any, divisor: int, accumulation: int) -> None:
         vars(engine)[_GRADIENT_SCALE] = _GradientScale(divisor, accumulation / divisor)
 
 
-def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        scale: _GradientScale | None = vars(self).get(_GRADIENT_SCALE)
-        return original(self, loss if scale is None else loss * scale.factor, *args, **kwargs)
-
-    return backward
+def _backward(original: Method, self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    scale: _GradientScale | None = vars(self).get(_GRADIENT_SCALE)
+    return original(self, loss if scale is None else loss * scale.factor, *args, **kwargs)
 
 
 def _skip_at_setup(fit_loop: Any, batches: int, whole: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zeroelastic.checkpoint.open import open_checkpoint
-from zeroelastic.deepspeed.patching import wrap
+from zeroelastic.deepspeed.patching import Method, wrap
 from zeroelastic.integrations.framework_load import read_on_rank_0
 from zeroelastic.integrations.trainer import TrainerRun, current_run
 from zeroelastic.runs.locate import find_source
@@ -42,14 +42,11 @@ def wrap_module(module: ModuleType) -> None:
     wrap(sampler, "__iter__", _iter)
 
 
-def _init(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, total_samples: int, *args: Any, **kwargs: Any) -> None:
-        original(self, total_samples, *args, **kwargs)
-        run = current_run()
-        if run is not None and _order_depends_on_size(self, total_samples):
-            _continue_order(self, total_samples, run)
-
-    return __init__
+def _init(original: Method, self: Any, total_samples: int, *args: Any, **kwargs: Any) -> None:
+    original(self, total_samples, *args, **kwargs)
+    run = current_run()
+    if run is not None and _order_depends_on_size(self, total_samples):
+        _continue_order(self, total_samples, run)
 
 
 def _order_depends_on_size(sampler: Any, samples: int) -> bool:
@@ -89,12 +86,9 @@ def _continue_order(sampler: Any, samples: int, run: TrainerRun) -> None:
     run.record(_RECORD, {"samples": samples, "permuted": permuted})
 
 
-def _iter(original: Callable[..., Iterator[list[int]]]) -> Callable[..., Iterator[list[int]]]:
-    def __iter__(self: Any) -> Iterator[list[int]]:
-        permuted = getattr(self, _PERMUTED, None)
-        return original(self) if permuted is None else _batches(self, permuted)
-
-    return __iter__
+def _iter(original: Method, self: Any) -> Iterator[list[int]]:
+    permuted = getattr(self, _PERMUTED, None)
+    return original(self) if permuted is None else _batches(self, permuted)
 
 
 def _batches(sampler: Any, permuted: int) -> Iterator[list[int]]:

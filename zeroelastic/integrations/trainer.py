@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -23,11 +23,13 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from zeroelastic import last_report
 from zeroelastic.deepspeed.options import parse_options
-from zeroelastic.deepspeed.patching import patched, wrap
+from zeroelastic.deepspeed.patching import Method, patched, wrap
 from zeroelastic.distributed.collective import broadcast
 from zeroelastic.errors import MissingFileError, SaveError, StrictError, counted
 from zeroelastic.integrations.framework_load import (
+    add_to_report,
     check_tag,
     is_loaded_here,
     newest_complete,
@@ -50,93 +52,94 @@ def wrap_module(module: ModuleType) -> None:
         wrap(module.Trainer, "_finalize_training", partial(_finalize_training, module))
 
 
-def _train(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
-    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        config = _ds_config(self)
-        checkpoint = resume_from_checkpoint
-        if checkpoint is True:
-            checkpoint = module.get_last_checkpoint(self.args.output_dir)
-            if config is not None and checkpoint is not None:
-                checkpoint = _last_complete(config, Path(self.args.output_dir)) or checkpoint
-                resume_from_checkpoint = str(checkpoint)
-        is_path = isinstance(checkpoint, str | os.PathLike)
-        if config is not None and is_path:
-            refuse_cut_short(Path(checkpoint))
-            if parse_options(config).keep_global_batch:
-                keep_global_batch(self, config, Path(checkpoint))
-        run = TrainerRun(self, module.TrainerCallback, Path(checkpoint) if is_path else None)
-        order: AbstractContextManager[None] = nullcontext()
-        if config is not None and is_path and _groups_by_length(self.args):
-            strict = parse_options(config).strict
-            run.add_callback("groups_by_length", lambda state: _say_other_groups(self, state, strict))
-            order = patched(self, _get_train_sampler=partial(_order_of_rank_0, self._get_train_sampler))
-        with _running(run), order:
-            done = original(self, resume_from_checkpoint, *args, **kwargs)
-        for call in run.at_end:
-            call()
-        return done
-
-    return train
-
-
-def _save_checkpoint(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
-    rotate = module.rotate_checkpoints
-
-    def keeping_one_more(
-        *args: Any, save_total_limit: int | None = None, best_model_checkpoint: str | None = None, **kwargs: Any
-    ) -> None:
-        if save_total_limit is not None and save_total_limit > 0:
-            # The Trainer keeps the newest and the best, whatever the limit is.
-            save_total_limit = 1 + max(save_total_limit, 1 if best_model_checkpoint is None else 2)
-        rotate(*args, save_total_limit=save_total_limit, best_model_checkpoint=best_model_checkpoint, **kwargs)
-
-    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config, engine = _ds_config(self), self.model_wrapped
-        if config is None or not is_loaded_here(engine):
-            return original(self, *args, **kwargs)
-        later: list[Callable[[], Any]] = []  # what the Trainer removes and uploads, once the checkpoint is complete
-
-        def postponed(call: Callable[..., Any]) -> Callable[..., None]:
-            return lambda *args, **kwargs: later.append(partial(call, *args, **kwargs))
-
-        is_async = parse_options(config).async_save
-        # The newest checkpoint is not complete when the Trainer removes the oldest: that of the save before is.
-        remove = keeping_one_more if is_async else rotate
-        with (
-            patched(module, rotate_checkpoints=postponed(remove)),
-            patched(self, _push_from_checkpoint=postponed(self._push_from_checkpoint)),
-        ):
-            done = save_with_files([engine], partial(original, self, *args, **kwargs))
-        for call in later:
-            call()
-        if is_async and (run := current_run()) is not None and self.args.save_total_limit:
-            run.at_end[:] = [partial(_remove_older, self, rotate)]
-            if self.control.should_training_stop:  # the Trainer may remove all but the best then
-                run.at_end.pop()()
-        return done
-
-    return save_checkpoint
+def _train(
+    module: ModuleType,
+    original: Callable[..., Any],
+    self: Any,
+    resume_from_checkpoint: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    config = _ds_config(self)
+    checkpoint = resume_from_checkpoint
+    if checkpoint is True:
+        checkpoint = module.get_last_checkpoint(self.args.output_dir)
+        if config is not None and checkpoint is not None:
+            checkpoint = _last_complete(config, Path(self.args.output_dir)) or checkpoint
+            resume_from_checkpoint = str(checkpoint)
+    is_path = isinstance(checkpoint, str | os.PathLike)
+    if config is not None and is_path:
+        refuse_cut_short(Path(checkpoint))
+        if parse_options(config).keep_global_batch:
+            keep_global_batch(self, config, Path(checkpoint))
+    run = TrainerRun(self, module.TrainerCallback, Path(checkpoint) if is_path else None)
+    order: AbstractContextManager[None] = nullcontext()
+    if config is not None and is_path and _groups_by_length(self.args):
+        strict = parse_options(config).strict
+        run.add_callback("groups_by_length", lambda state: _say_other_groups(self, state, strict))
+        order = patched(self, _get_train_sampler=partial(_order_of_rank_0, self._get_train_sampler))
+    with _running(run), order:
+        done = original(self, resume_from_checkpoint, *args, **kwargs)
+    for call in run.at_end:
+        call()
+    return done
 
 
-def _finalize_training(module: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
-    def finalize_training(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = _ds_config(self)
-        loads_or_removes = self.args.load_best_model_at_end or self.args.save_total_limit == 1
-        if config is None or not loads_or_removes or self.state.best_model_checkpoint is None:
-            return original(self, *args, **kwargs)
-        from zeroelastic.deepspeed.save.background import finish_pending  # it imports deepspeed
-
-        try:
-            finish_pending(self.model_wrapped, before="the end of the training")
-        except SaveError as error:
-            logger.error("older checkpoints stay, since the last one is not complete: %s", error)
-            if (run := current_run()) is not None:
-                run.at_end.clear()
-            with patched(module, sort_checkpoints=lambda *_, **__: []):  # from which the Trainer removes all but one
-                return original(self, *args, **kwargs)
+def _save_checkpoint(module: ModuleType, original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    config, engine, rotate = _ds_config(self), self.model_wrapped, module.rotate_checkpoints
+    if config is None or not is_loaded_here(engine):
         return original(self, *args, **kwargs)
+    later: list[Callable[[], Any]] = []  # what the Trainer removes and uploads, once the checkpoint is complete
 
-    return finalize_training
+    def postponed(call: Callable[..., Any]) -> Callable[..., None]:
+        return lambda *args, **kwargs: later.append(partial(call, *args, **kwargs))
+
+    is_async = parse_options(config).async_save
+    # The newest checkpoint is not complete when the Trainer removes the oldest: that of the save before is.
+    remove = partial(_keep_one_more, rotate) if is_async else rotate
+    with (
+        patched(module, rotate_checkpoints=postponed(remove)),
+        patched(self, _push_from_checkpoint=postponed(self._push_from_checkpoint)),
+    ):
+        done = save_with_files([engine], partial(original, self, *args, **kwargs))
+    for call in later:
+        call()
+    if is_async and (run := current_run()) is not None and self.args.save_total_limit:
+        run.at_end[:] = [partial(_remove_older, self, rotate)]
+        if self.control.should_training_stop:  # the Trainer may remove all but the best then
+            run.at_end.pop()()
+    return done
+
+
+def _keep_one_more(
+    rotate: Callable[..., None],
+    *args: Any,
+    save_total_limit: int | None = None,
+    best_model_checkpoint: str | None = None,
+    **kwargs: Any,
+) -> None:
+    if save_total_limit is not None and save_total_limit > 0:
+        # The Trainer keeps the newest and the best, whatever the limit is.
+        save_total_limit = 1 + max(save_total_limit, 1 if best_model_checkpoint is None else 2)
+    rotate(*args, save_total_limit=save_total_limit, best_model_checkpoint=best_model_checkpoint, **kwargs)
+
+
+def _finalize_training(module: ModuleType, original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    config = _ds_config(self)
+    loads_or_removes = self.args.load_best_model_at_end or self.args.save_total_limit == 1
+    if config is None or not loads_or_removes or self.state.best_model_checkpoint is None:
+        return original(self, *args, **kwargs)
+    from zeroelastic.deepspeed.save.background import finish_pending  # it imports deepspeed
+
+    try:
+        finish_pending(self.model_wrapped, before="the end of the training")
+    except SaveError as error:
+        logger.error("older checkpoints stay, since the last one is not complete: %s", error)
+        if (run := current_run()) is not None:
+            run.at_end.clear()
+        with patched(module, sort_checkpoints=lambda *_, **__: []):  # from which the Trainer removes all but one
+            return original(self, *args, **kwargs)
+    return original(self, *args, **kwargs)
 
 
 def _remove_older(trainer: Any, rotate: Callable[..., None]) -> None:
@@ -241,33 +244,29 @@ def _say_other_groups(trainer: Any, state: Any, strict: bool) -> None:
     Its groups are made from the batch of one rank, and it draws from a generator of which the state at the beginning
     of the epoch was not saved: in the first epoch, that is the seed.
     """
-    report = getattr(trainer.model_wrapped, "zeroelastic_report", None)
+    report = last_report(trainer.model_wrapped)
     if report is None or report.batch_changed:  # which has a warning of its own
         return
     saved = counted(report.saved_world_size, "rank")
     is_resized, is_within_epoch = report.saved_world_size != report.world_size, state.epoch != int(state.epoch)
-    if not is_within_epoch:
+    if not is_resized and (not is_within_epoch or state.epoch < 1):
+        return
+    level, note = logging.INFO, f"group_by_length: each sample comes once in an epoch, in another order than on {saved}"
+    if is_within_epoch:
+        why, later = "draws the order of an epoch anew after a resume", ""
         if is_resized:
-            note = f"group_by_length: each sample comes once in an epoch, in another order than on {saved}"
-            trainer.model_wrapped.zeroelastic_report = replace(report, notes=(*report.notes, note))
-            if trainer.is_world_process_zero():
-                logger.info("%s", note)
-        return
-    if not is_resized and state.epoch < 1:
-        return
-    why, later = "draws the order of an epoch anew after a resume", ""
-    if is_resized:
-        why = f"makes its groups from the batch of one rank, which is another one than on {saved}"
-        later = ". Later epochs have each sample once, in another order"
-    problem = (
-        f"POSITION CHANGED: group_by_length {why}: in this epoch some samples come twice, and some not at all{later}. "
-        "Resume at the end of an epoch"
-    )
-    if strict:
-        raise StrictError(f'{report.path}: {problem}. Set "strict": false to go on all the same.')
-    trainer.model_wrapped.zeroelastic_report = replace(report, notes=(*report.notes, problem))
+            why = f"makes its groups from the batch of one rank, which is another one than on {saved}"
+            later = ". Later epochs have each sample once, in another order"
+        level, note = (
+            logging.WARNING,
+            f"POSITION CHANGED: group_by_length {why}: in this epoch some samples come twice, and some not at all"
+            f"{later}. Resume at the end of an epoch",
+        )
+        if strict:
+            raise StrictError(f'{report.path}: {note}. Set "strict": false to go on all the same.')
+    add_to_report(trainer.model_wrapped, [note])
     if trainer.is_world_process_zero():
-        logger.warning("%s: %s", report.path, problem)
+        logger.log(level, "%s: %s", report.path, note)
 
 
 _runs: list[TrainerRun] = []

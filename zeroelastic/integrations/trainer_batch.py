@@ -15,14 +15,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.open import open_checkpoint
+from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.core.global_batch import listed_world_sizes
 from zeroelastic.elastic.sampler import BatchPlan, batch_plan
 from zeroelastic.errors import ConfigError, UnsupportedError, counted
-from zeroelastic.integrations.framework_load import read_on_rank_0
-from zeroelastic.io.paths import FilePath
+from zeroelastic.integrations.framework_load import read_checkpoint
 from zeroelastic.runs.locate import find_source
-from zeroelastic.runs.tag_directory import read_tag
 from zeroelastic.verbs.reshard.source import train_batch_size
 
 logger = logging.getLogger(__name__)
@@ -114,8 +112,7 @@ def _saved_batch(checkpoint: Path) -> int | None:
     None where it cannot be read: its load says why.
     """
 
-    def read(tag_dir: FilePath) -> int:
-        opened = open_checkpoint(tag_dir)
+    def read(opened: Checkpoint) -> int:
         return train_batch_size(opened.record, opened.shard(0), opened.world_size) or 0
 
-    return read_on_rank_0(lambda: read_tag(find_source(checkpoint).tag_dir, read))
+    return read_checkpoint(lambda: find_source(checkpoint).tag_dir, read)

@@ -23,13 +23,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback
 
-from zeroelastic import install
+from zeroelastic import install, last_report
 from zeroelastic.checkpoint.rng_files import derived_seed
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.elastic.position import seed_generators
 from zeroelastic.elastic.sampler import batch_plan
 from zeroelastic.errors import StrictError, UnsupportedError, UsageError, rank_list
-from zeroelastic.integrations.framework_load import Notes, are_close, rates_at
+from zeroelastic.integrations.framework_load import Notes
+from zeroelastic.integrations.schedulers import are_close, rates_at
 from zeroelastic.report import ResumeReport
 
 __all__ = ["batch_args", "elastic"]
@@ -182,8 +183,8 @@ class _ResumeCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The epochs that are done, as Trainer._init_training_state counts them.
         self.epoch = state.global_step // _updates_per_epoch(self.trainer, kwargs["train_dataloader"])
-        report = getattr(self.trainer.model_wrapped, "zeroelastic_report", None)
-        if isinstance(report, ResumeReport) and state.global_step:
+        report = last_report(self.trainer.model_wrapped)
+        if report is not None and state.global_step:
             self.trainer.model_wrapped.zeroelastic_report = _complete(self.trainer, kwargs["train_dataloader"], report)
         sampler = _sampler_of(kwargs["train_dataloader"])
         if sampler is not None:
@@ -336,8 +337,8 @@ def _saved_generators(checkpoint: Path, saved_world_size: int) -> dict[int, Path
 
 def _load_generators(trainer: Trainer, load: Callable[[str | None], None], checkpoint: str | None) -> None:
     """Let the Trainer load this rank's file; seed new generators where there is none."""
-    report = getattr(trainer.model_wrapped, "zeroelastic_report", None)
-    if checkpoint is None or not isinstance(report, ResumeReport):
+    report = last_report(trainer.model_wrapped)
+    if checkpoint is None or report is None:
         load(checkpoint)
         return
     args = trainer.args

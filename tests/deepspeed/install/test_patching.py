@@ -27,8 +27,8 @@ def restored() -> Iterator[None]:
     assert "act" not in vars(Child) and Parent().act() == "parent"
 
 
-def around(original: Any) -> Any:
-    return lambda self: f"<{original(self)}>"
+def around(original: Any, self: Parent) -> str:
+    return f"<{original(self)}>"
 
 
 def test_a_method_is_wrapped_once_and_put_back() -> None:

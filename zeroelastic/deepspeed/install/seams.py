@@ -13,7 +13,6 @@ import inspect
 import logging
 import sys
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module, metadata
 
 from packaging.version import InvalidVersion, Version
@@ -170,7 +169,7 @@ def install() -> None:
         from zeroelastic.deepspeed.install import wrappers
 
         for seam in SEAMS:
-            wrap(classes[seam.class_path], seam.method, partial(partial, getattr(wrappers, seam.method)))
+            wrap(classes[seam.class_path], seam.method, getattr(wrappers, seam.method))
         logging.getLogger("DeepSpeed").addFilter(_drop_warning)
     frameworks.wrap_before_the_engine()
     from zeroelastic.distributed.partners import announce
