@@ -302,12 +302,11 @@ def complete_steps(directory: str) -> list[int]:
 
 
 def generators_of_a_new_rank(seed: int, step: int, rank: int) -> str:
-    from zeroelastic.checkpoint.rng_files import derived_seed
     from zeroelastic.elastic.position import seed_generators
 
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        seed_generators(derived_seed(f"transformers {seed} {step}", rank))
+        seed_generators(f"transformers {seed} {step}", rank)
         return generators()
     finally:
         random.setstate(before[0])

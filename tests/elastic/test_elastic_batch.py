@@ -11,7 +11,7 @@ from training import initialize
 
 from zeroelastic.core.global_batch import world_sizes
 from zeroelastic.elastic import ElasticBatchSampler, ElasticDistributedSampler
-from zeroelastic.elastic.sampler import BatchPlan, batch_plan, current_rank, current_world_size
+from zeroelastic.elastic.batch_plan import BatchPlan, batch_plan, current_rank, current_world_size
 from zeroelastic.errors import ConfigError
 from zeroelastic.testing import RankPool
 

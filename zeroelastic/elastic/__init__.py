@@ -1,6 +1,7 @@
 """Elastic torchrun jobs: a ZeRO-3 run that continues unchanged while its number of ranks changes.
 
-    sampler     batch plans and samplers that fit every world size; ``loader`` does the same for torchdata
+    batch_plan  the micro batch and the accumulation that keep the global batch
+    sampler     samplers that fit every world size; ``loader`` does the same for torchdata
     resume      loads the newest checkpoint that loads
     preemption  saves and stops all ranks together
     leaving     the signals that ask a process to leave, and the timeout for one that was lost
@@ -21,16 +22,11 @@ from zeroelastic.extras import torch_is_there, torch_missing
 if not torch_is_there():
     raise torch_missing("zeroelastic.elastic")
 
+from zeroelastic.elastic.batch_plan import BatchPlan, batch_plan
 from zeroelastic.elastic.leaving import EXIT_PREEMPTED, set_collective_timeout
 from zeroelastic.elastic.preemption import Every, Preemption, every, preemption
 from zeroelastic.elastic.resume import Resumed, resume
-from zeroelastic.elastic.sampler import (
-    BatchPlan,
-    ElasticBatchSampler,
-    ElasticDistributedSampler,
-    ElasticIterableDataset,
-    batch_plan,
-)
+from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
 
 if TYPE_CHECKING:
     from zeroelastic.elastic.loader import ElasticStatefulDataLoader

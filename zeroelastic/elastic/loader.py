@@ -8,7 +8,8 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from zeroelastic.elastic.sampler import BatchPlan, ElasticBatchSampler, ElasticDistributedSampler
+from zeroelastic.elastic.batch_plan import BatchPlan
+from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler
 from zeroelastic.errors import ConfigError
 
 _FIXED = ("batch_size", "batch_sampler", "drop_last", "sampler", "shuffle")

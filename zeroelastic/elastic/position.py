@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from zeroelastic.checkpoint.rng_files import derived_seed
 from zeroelastic.distributed.collective import all_gather, all_gather_mostly_equal, all_or_raise, any_rank
@@ -119,7 +120,7 @@ def _unpack(
     if generators is not None:
         restore_generators(generators, device)
     else:
-        seed_generators(derived_seed(identity, rank))
+        seed_generators(identity, rank)
     return tuple(notes), generators is not None
 
 
@@ -146,27 +147,18 @@ def _place(position: Mapping[str, Any]) -> str:
     return f"{epoch}{position['consumed']} samples"
 
 
-def _stacked(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _stacked(by_rank: Sequence[Mapping[str, Any]]) -> Any:
     """Stack the dicts of ``generators_of`` of all ranks into one: few tensors, however many ranks there are."""
-    stacked: dict[str, Any] = {}
-    for key, value in by_rank[0].items():
-        column = [one[key] for one in by_rank]
-        if isinstance(value, Mapping):
-            stacked[key] = _stacked(column)
-        else:
-            stacked[key] = torch.stack(column) if isinstance(value, torch.Tensor) else column
-    return stacked
+    return tree_map(lambda *one: torch.stack(one) if isinstance(one[0], torch.Tensor) else list(one), *by_rank)
 
 
-def _of_rank(stacked: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def _of_rank(stacked: Mapping[str, Any], rank: int) -> Any:
     """One rank's part of ``_stacked``. Tensors are copies: ``torch.set_rng_state`` crashes with a row of a tensor."""
-    found: dict[str, Any] = {}
-    for key, one in stacked.items():
-        if isinstance(one, Mapping):
-            found[key] = _of_rank(one, rank)
-        else:
-            found[key] = one[rank].clone() if isinstance(one, torch.Tensor) else one[rank]
-    return found
+    return tree_map(
+        lambda one: one[rank].clone() if isinstance(one, torch.Tensor) else one[rank],
+        stacked,
+        is_leaf=lambda one: isinstance(one, list),
+    )
 
 
 def generators_of(device: torch.device) -> dict[str, Any]:
@@ -199,8 +191,9 @@ def restore_generators(saved: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(saved["cuda"], device)
 
 
-def seed_generators(seed: int) -> None:
-    """Seed the generators of Python, numpy and torch, on GPUs too."""
+def seed_generators(identity: str, rank: int) -> None:
+    """Seed the generators of Python, numpy and torch, on GPUs too, from a text that all ranks have and the rank."""
+    seed = derived_seed(identity, rank)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.manual_seed(seed)

@@ -31,7 +31,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.rng_files import derived_seed
 from zeroelastic.deepspeed.engine import options_of
 from zeroelastic.deepspeed.live.kinds import is_without_optimizer
 from zeroelastic.deepspeed.patching import Method, patched, wrap
@@ -332,7 +331,7 @@ def _reseed_new_rank(accelerator: Any, engine: Any, directory: Path, saved: _Sav
         return
     identity = saved.content_root or f"step {engine.global_steps}"
     if rank >= saved_size:
-        seed_generators(derived_seed(identity, rank))
+        seed_generators(identity, rank)
     notes.info(f"{kept}{num_new} new, seeded from the checkpoint and the rank")
 
 

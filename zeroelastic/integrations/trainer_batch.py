@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.core.global_batch import listed_world_sizes
-from zeroelastic.elastic.sampler import BatchPlan, batch_plan
+from zeroelastic.elastic.batch_plan import BatchPlan, batch_plan
 from zeroelastic.errors import ConfigError, UnsupportedError, counted
 from zeroelastic.integrations.framework_load import read_checkpoint
 from zeroelastic.runs.locate import find_source

@@ -24,10 +24,9 @@ from torch.utils.data import IterableDataset, RandomSampler, Sampler, Sequential
 from transformers import Trainer, TrainerCallback
 
 from zeroelastic import install, last_report
-from zeroelastic.checkpoint.rng_files import derived_seed
 from zeroelastic.deepspeed.options import parse_options
+from zeroelastic.elastic.batch_plan import batch_plan
 from zeroelastic.elastic.position import seed_generators
-from zeroelastic.elastic.sampler import batch_plan
 from zeroelastic.errors import StrictError, UnsupportedError, UsageError, rank_list
 from zeroelastic.integrations.framework_load import Notes
 from zeroelastic.integrations.schedulers import are_close, rates_at
@@ -344,7 +343,7 @@ def _load_generators(trainer: Trainer, load: Callable[[str | None], None], check
     args = trainer.args
     path = _saved_generators(Path(checkpoint), report.saved_world_size).get(args.process_index)
     if path is None:
-        seed_generators(derived_seed(f"transformers {args.seed} {trainer.state.global_step}", args.process_index))
+        seed_generators(f"transformers {args.seed} {trainer.state.global_step}", args.process_index)
         return
     wanted = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
     if path.name == wanted:
