@@ -37,7 +37,7 @@ from warm_python import executable
 
 import zeroelastic
 from zeroelastic import ConfigError, StrictError, UsageError
-from zeroelastic.deepspeed.load.report import check_batch
+from zeroelastic.deepspeed.load.notes import check_batch
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.testing import RankPool, compare_states
 

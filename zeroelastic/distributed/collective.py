@@ -198,8 +198,8 @@ def collective_device(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def is_raised_on_all_ranks(error: Exception) -> bool:
-    """Whether an error comes from a collective of this module, so that every rank raises one at the same place."""
-    return getattr(error, _AGREED, False)
+    """Whether every rank raises an error at this place: one of ours, or one that a collective here has compared."""
+    return isinstance(error, ZeroElasticError) or getattr(error, _AGREED, False)
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

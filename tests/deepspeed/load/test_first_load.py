@@ -169,7 +169,7 @@ def seconds_of_a_slow_load(job: Job, directory: str) -> tuple[float, float]:
     with (
         mock.patch.object(handler, "emit", pause),
         mock.patch.object(wrappers, "finish_pending", late(wrappers.finish_pending)),
-        mock.patch.multiple(load, notes_of_modules=late(load.notes_of_modules), gather_costs=costs),
+        mock.patch.multiple(load, note_module_files=late(load.note_module_files), gather_costs=costs),
         mock.patch.object(report, "maximum_and_total", late(report.maximum_and_total, after=True)),
     ):
         logging.getLogger("zeroelastic").addHandler(handler)

@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 
+from zeroelastic.checkpoint.model_states import ModuleHeader, model_states_of
+from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
+from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
 from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL, TensorParallel
 from zeroelastic.checkpoint.topology import (
     SliceMap,
@@ -31,6 +34,8 @@ from zeroelastic.checkpoint.topology import (
 )
 from zeroelastic.core.layout import Layout, Param, group_split_layout, layout_from_sub_groups
 from zeroelastic.errors import CheckpointError, UnsupportedError
+from zeroelastic.io.paths import FilePath
+from zeroelastic.torch_file.header import TorchFile
 
 Buffers = Sequence[Sequence[Param]]
 
@@ -79,6 +84,24 @@ class Sharing:
         """The shape of the whole tensor of which a parameter is a slice."""
         found = self.maps.get(param.name)
         return param.shape if found is None else found.view(self.topology, self.rank).tensor.shape
+
+    def open_files(
+        self, model_file: TorchFile, optim_path: FilePath, layout: Layout
+    ) -> tuple[ModuleHeader, OptimizerHeader]:
+        """The headers of the two files of the saved rank in this rank's place, whose ``layout`` was that of this run.
+
+        Raises as ``open_shard``.
+        """
+        data_rank, tp = self.place
+        slices, size = None, self.topology.data_size
+        if layout.slices is not None:
+            names = {local: whole for local in self.maps if (whole := self.whole_name(local)) != local}
+            slices = RankSlices(self.topology, self.rank, layout, names)
+        model = model_states_of(model_file, data_rank, world_size=size, tp=tp if tp.size > 1 else None)
+        shard = open_shard(
+            optim_path, data_rank, world_size=size, rigid_params=model.sub_groups, tp_rank=tp.rank, slices=slices
+        )
+        return model, shard
 
     def layout(
         self,

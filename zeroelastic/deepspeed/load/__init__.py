@@ -5,10 +5,11 @@
     preflight           everything that is checked before a tensor is touched; its result is a ``LoadPlan``
     load_plan           the save and the run compared, and what each rank reads from where
     saved_copies        whether copies of tensor parallel ranks agree, where no commit record says it
-    stock               whether DeepSpeed alone loads what we refuse, and whether that would go right
+    stock               which loads DeepSpeed does alone; ``arrangement`` checks that such a load would go right
     restore             fills the live engine
     module_states       the module states file: checked, and read by DeepSpeed's own load
     verify              digests of the live state against the commit record
+    notes               what a load notes for its report where it arises
     report              the report and its log line
 
 Read ``load`` first.

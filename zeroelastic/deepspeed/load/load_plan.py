@@ -116,6 +116,12 @@ class LoadPlan:
         return bool(excluded_from(self.record))
 
     @property
+    def has_hyper_parameters(self) -> bool:
+        """Whether hyper-parameters were saved; DeepSpeed leaves them out at stages 1 and 2 with elastic_checkpoint."""
+        groups = self.head.groups
+        return not groups or any(group.options.keys() - {"step"} for group in groups)
+
+    @property
     def reads_model(self) -> bool:
         """Whether this rank reads ``model`` itself, from a disk."""
         seen = self.checkpoint.inventory

@@ -1,4 +1,4 @@
-"""The module states file that preflight chose: checked, then read by DeepSpeed's load, once, without parameters.
+"""The module states file that a load chose: checked, then read by DeepSpeed's load, once, without parameters.
 
 DeepSpeed takes the module's own entries, counters, and the states of the lr scheduler, random-LTD and the data sampler
 from it (``DeepSpeedEngine._load_checkpoint``, 0.19.8). What is missing there, or is of another kind, would end a load
@@ -12,7 +12,6 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib import import_module
 from operator import attrgetter
 from typing import IO, Any, cast
@@ -21,12 +20,13 @@ import torch
 from deepspeed.runtime.fp16 import loss_scaler as ds_loss_scaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from zeroelastic.checkpoint.model_states import COUNTERS, ModuleHeader
+from zeroelastic.checkpoint.model_states import COUNTERS, ModuleHeader, client_state_keys
 from zeroelastic.checkpoint.param_changes import GroupMatch
 from zeroelastic.checkpoint.tag_files import SAVE_ID
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import begin_change, state_of
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
+from zeroelastic.deepspeed.load.notes import LoadNotes
 from zeroelastic.deepspeed.load.states_file import StatesFile
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.deepspeed.patching import patched
@@ -45,16 +45,15 @@ from zeroelastic.torch_file.safe_unpickler import split_global
 _FRAGMENTS = "frozen_param_fragments"
 
 
-def load_module(engine: Engine, load_plan: LoadPlan, path: str, keys: ModuleKeys) -> tuple[Any, Any]:
-    """DeepSpeed's own part: module, counters, scheduler and client state, out of the file at ``path``.
-
-    ``keys`` gets the entries that only the checkpoint, or only the module, has.
-    """
+def load_module(engine: Engine, load_plan: LoadPlan, path: str, notes: LoadNotes) -> tuple[Any, Any]:
+    """DeepSpeed's own part: module, counters, scheduler and client state, out of the file at ``path``."""
     request = load_plan.request
     begin_change(engine)
+    reader = _ModelStatesReader(engine, load_plan, path)
     with (
-        model_states_reader(engine, load_plan, path),
-        recorded_keys(engine.module, keys, forgive=request.options.on_mismatch == "initialize"),
+        patched(engine, checkpoint_engine=reader, has_moe_layers=False),
+        patched(state_of(engine), module_paths=reader.paths),
+        recorded_keys(engine.module, notes, forgive=request.options.on_mismatch == "initialize"),
         loading_sampler(engine),
     ):
         # load_optimizer_states=False would merge the full model on every rank
@@ -64,33 +63,12 @@ def load_module(engine: Engine, load_plan: LoadPlan, path: str, keys: ModuleKeys
         raise CheckpointError(f"{load_plan.model.path}: DeepSpeed did not load it.")
     if not request.load_optimizer_states:
         state.setdefault("optimizer", None)
+    if not load_plan.checkpoint.whole_model:  # else rank 0 saved these for all ranks
+        users = set(client_state_keys(cast(Mapping[object, object], state))) - {"zeroelastic"}  # the position in the data, the same on all
+        kept = {"buffers": bool(engine._get_buffer_names()), "client state": bool(users)}
+        notes.kept_by_rank = " and ".join(what for what, is_there in kept.items() if is_there)
+    notes.texts += _buffer_casts(engine, load_plan)
     return str(load_plan.model.path), state
-
-
-@contextmanager
-def model_states_reader(engine: Engine, load_plan: LoadPlan, path: str) -> Iterator[None]:
-    """Within this context DeepSpeed reads the chosen module states once, from ``path``, without payload of parameters.
-
-    Frozen parameters are filled from their parts; where the file has the whole module (saved at stages 1 and 2), or the
-    run keeps it whole, weights are made from the master weights. In their place DeepSpeed finds the run's own tensors,
-    and so it does in place of experts, which it would else read from files of their own (``load_moe_state_dict``).
-
-    With ``weights_only_load``, only objects of torch's allow-list, DeepSpeed's own classes and ``allow_globals`` are
-    made. Raises ConfigError for one of these that cannot be imported.
-    """
-    safe, live, options = None, load_plan.live, load_plan.request.options
-    if options.weights_only_load:
-        of_deepspeed = (ZeroStageEnum, ds_loss_scaler.LossScaler, ds_loss_scaler.DynamicLossScaler)
-        safe = [*of_deepspeed, (_enum_member, "builtins.getattr"), *map(_imported, options.allow_globals)]
-    kept = load_plan.checkpoint.whole_model or not live.per_param
-    named = dict(engine.module.named_parameters(remove_duplicate=False))
-    excluded = {name: param for name, param in named.items() if load_plan.keeps_frozen and param not in live.trained}
-    reader = _ModelStatesReader(engine, load_plan, path, safe, named if kept else {}, excluded)
-    with (
-        patched(engine, checkpoint_engine=reader, has_moe_layers=False),
-        patched(state_of(engine), module_paths=reader.paths),
-    ):
-        yield
 
 
 def _experts(engine: Engine) -> dict[str, torch.Tensor]:
@@ -102,27 +80,33 @@ def _experts(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 class _ModelStatesReader:
-    """Stands in for the checkpoint engine while the module states are loaded; everything else is the original's.
+    """The checkpoint engine of a load: DeepSpeed reads the chosen module states once, without payload of parameters.
 
-    ``own`` are the parameters whose entries in the module's state are replaced by the run's own tensors, ``excluded``
-    those that the state lacks and the run keeps. The file is
-    another tensor parallel rank's where the sizes differ; to DeepSpeed it is one of as many as the run has.
+    Frozen parameters are filled from their parts; where the file has the whole module (saved at stages 1 and 2), or the
+    run keeps it whole, weights are made from the master weights. In their place DeepSpeed finds the run's own tensors,
+    and so it does in place of experts, which it would else read from files of their own (``load_moe_state_dict``). The
+    file is another tensor parallel rank's where the sizes differ; to DeepSpeed it is one of as many as the run has.
+
+    With ``weights_only_load``, only objects of torch's allow-list, DeepSpeed's own classes and ``allow_globals`` are
+    made. All else is the original engine's. Raises ConfigError for a class that cannot be imported.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        load_plan: LoadPlan,
-        path: str,
-        safe: list[Any] | None,
-        own: Mapping[str, torch.nn.Parameter],
-        excluded: Mapping[str, torch.nn.Parameter],
-    ) -> None:
+    def __init__(self, engine: Engine, load_plan: LoadPlan, path: str) -> None:
+        live, options = load_plan.live, load_plan.request.options
         self._engine, self._original, self._scheduler = engine, engine.checkpoint_engine, engine.lr_scheduler
-        self._load_plan, self._path, self._safe, self._own = load_plan, path, safe, own
-        self._excluded, self._experts, self._tp_size = excluded, _experts(engine), engine.mp_world_size
+        self._load_plan, self._path, self._tp_size = load_plan, path, engine.mp_world_size
         self.paths = (path,) * self._tp_size  # DeepSpeed wants one for each tensor parallel rank
         self._loaded: dict[str, Any] | None = None
+        self._safe: list[Any] | None = None
+        if options.weights_only_load:
+            of_deepspeed = (ZeroStageEnum, ds_loss_scaler.LossScaler, ds_loss_scaler.DynamicLossScaler)
+            self._safe = [*of_deepspeed, (_enum_member, "builtins.getattr"), *map(_imported, options.allow_globals)]
+        named = dict(engine.module.named_parameters(remove_duplicate=False))
+        self._own = named if load_plan.checkpoint.whole_model or not live.per_param else {}
+        self._excluded = {  # which the state lacks, and the run keeps
+            name: param for name, param in named.items() if load_plan.keeps_frozen and param not in live.trained
+        }
+        self._experts = _experts(engine)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -206,25 +190,17 @@ def _imported(name: str) -> Any:
         ) from None
 
 
-@dataclass(slots=True)
-class ModuleKeys:
-    """Entries of the module's state that the checkpoint lacks, and entries of the checkpoint that the module lacks."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-
-
 @contextmanager
-def recorded_keys(module: Any, keys: ModuleKeys, *, forgive: bool) -> Iterator[None]:
-    """While it lasts, what ``module.load_state_dict`` finds missing and unknown is added to ``keys``.
+def recorded_keys(module: Any, notes: LoadNotes, *, forgive: bool) -> Iterator[None]:
+    """While it lasts, the entries that ``module.load_state_dict`` finds missing and unknown are noted.
 
     ``forgive`` then strikes it off before a strict load raises for it. Tensors of other shapes are an error all the
     same.
     """
 
     def record(_: object, found: Any) -> None:
-        keys.missing += found.missing_keys
-        keys.unexpected += found.unexpected_keys
+        notes.missing += found.missing_keys
+        notes.unexpected += found.unexpected_keys
         if forgive:
             found.missing_keys.clear()
             found.unexpected_keys.clear()
@@ -318,7 +294,7 @@ def _compared_buffers(module: torch.nn.Module, prefix: str = "") -> dict[str, to
     return found
 
 
-def buffer_casts(engine: Engine, load_plan: LoadPlan) -> list[str]:
+def _buffer_casts(engine: Engine, load_plan: LoadPlan) -> list[str]:
     """A sentence for each kind of buffer that a load has not kept in the dtype that it was saved in.
 
     What ``custom_load_fn`` does with them is not known.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,100 +18,82 @@ from zeroelastic.deepspeed.live.digests import LiveStreams, known_digests, local
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import restore_clipping, restore_scales, set_groups
 from zeroelastic.deepspeed.load.load_plan import LoadPlan, saved_groups
-from zeroelastic.deepspeed.load.module_states import ModuleKeys, load_module
-from zeroelastic.deepspeed.node_local.payload import RelayCost, fill_from_others
+from zeroelastic.deepspeed.load.module_states import load_module
+from zeroelastic.deepspeed.load.notes import LoadNotes
+from zeroelastic.deepspeed.node_local.payload import fill_from_others
 from zeroelastic.deepspeed.node_local.peer_checkpoint import module_file
 from zeroelastic.distributed.collective import all_or_raise, any_rank
-from zeroelastic.io.paths import FilePath, local_path
+from zeroelastic.io.paths import local_path
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The result of filling the engine: what DeepSpeed's own part returned, and the cost.
+    """What DeepSpeed's own part of a load returned, and partial digests of what was read.
 
-    Digests are partial ones: ``cast_digests`` of what was cast or is rounded afterwards, ``changed_digests`` of what
-    the save has as trained and the run as frozen, or the other way. ``module`` and ``payload`` are what it cost to have
-    other ranks read files; ``lost`` is what of the loss scale was not restored. ``own_weights`` says whether the model
-    has weights that are not the master weights, cast, as it had them when it was saved.
+    ``cast`` are of what was cast or is rounded afterwards, ``changed`` of what the save has as trained and the run as
+    frozen, or the other way.
     """
 
     loaded: tuple[Any, Any]
-    bytes_owned: int
-    bytes_read: int
-    files: frozenset[FilePath]
-    cast_digests: Digests
-    changed_digests: Digests
-    read_digests: ReadDigests
-    module: RelayCost
-    payload: RelayCost
-    notes: tuple[str, ...]
-    lost: tuple[str, ...]
-    own_weights: bool = False
+    read: ReadDigests
+    cast: Digests
+    changed: Digests
 
 
-def restore(engine: Engine, load_plan: LoadPlan, keys: ModuleKeys) -> Restored:
-    """Fill the engine from a checked checkpoint. Collective; raises the same error on every rank.
-
-    ``keys`` as of ``load_module``, DeepSpeed's own part.
-    """
-    live, options = load_plan.live, load_plan.request.options
-    inventory, payload = load_plan.checkpoint.inventory, RelayCost()
+def restore(engine: Engine, load_plan: LoadPlan, notes: LoadNotes) -> Restored:
+    """Fill the engine from a checked checkpoint. Collective; raises the same error on every rank."""
+    live, options, checkpoint = load_plan.live, load_plan.request.options, load_plan.checkpoint
     live.begin_load()
     with (
         live.filling(),
-        module_file(load_plan.checkpoint, load_plan.model, executor=options.io_engine) as (
-            module_path,
-            module,
-        ),
+        module_file(checkpoint, load_plan.model, notes.cost, executor=options.io_engine) as module_path,
     ):
 
         def load_and_fill() -> tuple[tuple[Any, Any], list[Filled]]:
-            loaded = load_module(engine, load_plan, module_path, keys)
+            loaded = load_module(engine, load_plan, module_path, notes)
             live.refresh()
             return loaded, _fill(load_plan)
 
-        def complete(loaded: tuple[Any, Any], filled: Sequence[Filled]) -> Restored:
-            check_one_save(load_plan.tag_dir)  # nothing is read after this
-            _complete(load_plan)
-            changing = [move.plan for move in load_plan.moves if move.changes]
-            moved = [part for part in filled if any(part.plan is plan for plan in changing)]
-            others = [part for part in filled if part not in moved]
-            read = {stream: found for part in others for stream, found in part.read_digests.items()}
-            cast = {stream: digest for part in others for stream, digest in part.cast_digests.items()}
-            if options.verifies_content and not engine.zero_load_from_fp32_weights():
-                # of the master weights as they were read, which are going to be rounded
-                cast = {**local_digests(live, weights_only=True, with_frozen=False, read=read).table(), **cast}
-            changed = {stream: d for part in moved for stream, d in _changed_digests(part, live.rank).items()}
-            notes, lost = _restore_values(engine, live, load_plan, filled[0].rounded)
-            return Restored(
-                loaded,
-                bytes_owned=sum(part.bytes_owned for part in filled),
-                bytes_read=sum(part.bytes_read for part in filled),
-                files=frozenset(path for part in filled for path in part.files),
-                cast_digests=cast,
-                changed_digests=changed,
-                read_digests=read,
-                module=module,
-                payload=payload,
-                notes=(*(text for part in others for text in _casts(part.targets)), *notes),
-                lost=lost,
-            )
-
-        if inventory.reads_payload:  # and waits for no other rank until it is complete
-            restored = all_or_raise(lambda: complete(*load_and_fill()))
+        if checkpoint.inventory.reads_payload:  # and waits for no other rank until it is complete
+            restored = all_or_raise(lambda: _complete(engine, load_plan, *load_and_fill(), notes))
         else:
             loaded, filled = all_or_raise(load_and_fill)
-            payload = fill_from_others(
-                load_plan.checkpoint,
-                filled,
-                executor=options.io_engine,
-                digest=options.verify == "read",
-            )
-            restored = all_or_raise(lambda: complete(loaded, filled))
+            digest = options.verify == "read"
+            fill_from_others(checkpoint, filled, notes.cost, executor=options.io_engine, digest=digest)
+            restored = all_or_raise(lambda: _complete(engine, load_plan, loaded, filled, notes))
     live.end_load()
     if load_plan.weights_plan is not None:
-        restored = replace(restored, own_weights=any_rank(live.has_own_weights()))
+        notes.own_weights = any_rank(live.has_own_weights())
     return restored
+
+
+def _complete(
+    engine: Engine, load_plan: LoadPlan, loaded: tuple[Any, Any], filled: Sequence[Filled], notes: LoadNotes
+) -> Restored:
+    """Set what is not read from payload, when all payload is in its place."""
+    live = load_plan.live
+    check_one_save(load_plan.tag_dir)  # nothing is read after this
+    for i, state in enumerate(load_plan.states):
+        if not load_plan.weights_only and state.source is not None:
+            _clear_fresh(load_plan, i)
+    live.zero_padding(weights_only=load_plan.weights_only)
+    live.zero_frozen_padding()
+    changing = [move.plan for move in load_plan.moves if move.changes]
+    moved = [part for part in filled if any(part.plan is plan for plan in changing)]
+    others = [part for part in filled if part not in moved]
+    read = {stream: found for part in others for stream, found in part.read_digests.items()}
+    cast = {stream: digest for part in others for stream, digest in part.cast_digests.items()}
+    if load_plan.request.options.verifies_content and not engine.zero_load_from_fp32_weights():
+        # of the master weights as they were read, which are going to be rounded
+        cast = {**local_digests(live, weights_only=True, with_frozen=False, read=read).table(), **cast}
+    changed = {stream: d for part in moved for stream, d in _changed_digests(part, live.rank).items()}
+    for part in filled:
+        notes.cost.bytes_owned += part.bytes_owned
+        notes.cost.bytes_read += part.bytes_read
+        notes.cost.files |= part.files.keys()
+    notes.texts += (text for part in others for text in _casts(part.targets))
+    _restore_values(engine, live, load_plan, filled[0].rounded, notes)
+    return Restored(loaded, read, cast, changed)
 
 
 def _fill(load_plan: LoadPlan) -> list[Filled]:
@@ -145,16 +127,6 @@ def _fill(load_plan: LoadPlan) -> list[Filled]:
         )
         for part in parts
     ]
-
-
-def _complete(load_plan: LoadPlan) -> None:
-    """Finish what was read: fresh state and padding."""
-    live, weights_only = load_plan.live, load_plan.weights_only
-    for i in range(live.layout.num_sub_groups):
-        if not weights_only and load_plan.states[i].source is not None:
-            _clear_fresh(load_plan, i)
-    live.zero_padding(weights_only=weights_only)
-    live.zero_frozen_padding()
 
 
 def _casts(targets: Sequence[Target]) -> list[str]:
@@ -233,34 +205,30 @@ def _clear_fresh(load_plan: LoadPlan, sub_group: int) -> None:
 
 
 def _restore_values(
-    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, rounded: Mapping[int, int]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    engine: Engine, live: LiveOptimizer, load_plan: LoadPlan, rounded: Mapping[int, int], notes: LoadNotes
+) -> None:
     """Set scalars, hyper-parameters and loss scale, then the 16-bit weights from the master weights.
 
     ``rounded``: by sub-group, of how many elements the 16-bit weights are made already.
-    Returns notes, and what of the loss scale was not restored.
     """
-    notes: list[str] = []
-    lost: list[str] = []
     if not load_plan.weights_only:
         for i, state in enumerate(load_plan.states):
             for key, value in state.scalars.items():
                 live.set_scalar(i, key, value)
         saved, matches = saved_groups(load_plan.head), load_plan.membership.groups
         groups = [None if match.source is None else saved[match.source] for match in matches]
-        notes = [*_converted(load_plan), *set_groups(live, groups)]
+        notes.texts += [*_converted(load_plan), *set_groups(live, groups)]
         if own := live.own_options():
-            notes.append(
+            notes.texts.append(
                 "the part of optimizer group 0 that partial offload leaves on the GPU has the run's own "
                 f"{', '.join(own)}: DeepSpeed copies these when the engine is made, and no scheduler or load sets them"
             )
-        scale_notes, lost = restore_scales(live, load_plan.head, engine._config._param_dict)
-        notes += [*scale_notes, *restore_clipping(live, load_plan.head.clip_grad)]
+        scale_notes, notes.lost = restore_scales(live, load_plan.head, engine._config._param_dict)
+        notes.texts += [*scale_notes, *restore_clipping(live, load_plan.head.clip_grad)]
     numels = live.layout.owned_numels(live.rank)
     whole = {i for i, numel in rounded.items() if numel == numels[i]}
     restored = None if load_plan.weights_plan is None else load_plan.weights_plan.dst
     live.finish_weights(from_16_bit=not engine.zero_load_from_fp32_weights(), rounded=whole, restored=restored)
-    return tuple(notes), tuple(lost)
 
 
 def _converted(load_plan: LoadPlan) -> list[str]:

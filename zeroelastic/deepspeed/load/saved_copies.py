@@ -6,14 +6,14 @@ DeepSpeed does not, and copies drift apart where ranks train replicated paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from zeroelastic.checkpoint.extents import TensorExtents, TensorSlot, digest_in_file, extent_windows
+from zeroelastic.checkpoint.extents import ExtentTable, TensorExtents, TensorSlot, digest_in_file, extent_windows
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.core.copies import first_copies, strips_of_runs
@@ -81,13 +81,16 @@ def _sums(layout: Layout, keys: list[str], extents: _Extents, ranks: list[int]) 
         targets = [TensorSlot(key, i, dtype) for key in there for i, dtype in places[key].dtype.items()]
         for rows in extent_windows(plan, {rank: places}, targets):
             strips = strips_of_runs(slices, rows.param, rows.start).tolist()
-            arrays = (rows.file, rows.file_offset, rows.numel, rows.start)
-            columns = (column.tolist() for column in arrays)
-            numbers = rows.target.tolist()
-            for strip, number, file, offset, numel, start in zip(strips, numbers, *columns, strict=True):
-                key, dtype = targets[number].key, targets[number].dtype
-                name = layout.tensors[int(slices.strips.param[strip])].name
-                found = digest_in_file(rows.paths[file], dtype, offset, numel, name=name, key=key, start=start)
-                at = strip, keys.index(key)
-                sums[at] = combine(int(sums[at]), found)
+            found = digest_rows(layout, rows, targets)
+            for strip, number, digest in zip(strips, rows.target.tolist(), found, strict=True):
+                at = strip, keys.index(targets[number].key)
+                sums[at] = combine(int(sums[at]), digest)
     return sums
+
+
+def digest_rows(layout: Layout, rows: ExtentTable, slots: Sequence[TensorSlot]) -> Iterator[int]:
+    """Digest what the files hold of each row of tensors of a ``layout``. Raises as ``digest_in_file``."""
+    arrays = (rows.param, rows.target, rows.file, rows.file_offset, rows.numel, rows.start)
+    for param, number, file, offset, numel, start in zip(*(column.tolist() for column in arrays), strict=True):
+        name, slot = layout.tensors[param].name, slots[number]
+        yield digest_in_file(rows.paths[file], slot.dtype, offset, numel, name=name, key=slot.key, start=start)

@@ -9,7 +9,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from zeroelastic.checkpoint.extents import digest_in_file
+from zeroelastic.checkpoint.extents import TensorSlot, extent_windows
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, OptimizerHeader
 from zeroelastic.core.digest import DigestKey, ParamContent, combine, content_root
 from zeroelastic.core.plan import identity_plan
@@ -26,11 +26,11 @@ from zeroelastic.deepspeed.live.digests import (
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
 from zeroelastic.deepspeed.load.restore import Restored
+from zeroelastic.deepspeed.load.saved_copies import digest_rows
 from zeroelastic.distributed.collective import all_gather
 from zeroelastic.errors import CheckpointError, DigestMismatchError, UnreadableError, ZeroElasticError
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes, read_range
-from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.torch_file.zip_check import check_archive
 
 _NAMED = 8
@@ -83,14 +83,14 @@ def verify(engine: Engine, load_plan: LoadPlan, restored: Restored) -> Verificat
     membership, is_other_base = load_plan.membership, bool(load_plan.other_frozen)
     with_frozen = load_plan.checkpoint.names_frozen or load_plan.keeps_frozen
     same_params = membership.same_params and not is_other_base
-    local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read_digests)
+    local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read)
     try:
         contents = whole_contents(live, local, device=engine.device)
     except CopiesDifferError as error:
         if record is None:
             return Verification(None, None, None, f"{unrecorded}; {error}")
         return Verification(record.content_root, None, False, None, error.tensors)  # damage: one was saved
-    cast, changed = (_sums(live, sums, engine.device) for sums in (restored.cast_digests, restored.changed_digests))
+    cast, changed = (_sums(live, sums, engine.device) for sums in (restored.cast, restored.changed))
     if record is None:
         root = _root(live, contents)
         return Verification(None, root, None, unrecorded)
@@ -270,23 +270,11 @@ def _contradicts_itself(path: FilePath, size: int) -> bool:
 
 def _part_digest(shard: OptimizerHeader, index: int) -> int:
     """The sum over state keys of the digests of the shard's part of one parameter, from the file."""
-    sub_group, name, total = int(shard.layout.sub_group[index]), shard.layout.params[index].name, 0
-    for key in shard.tensor_keys[sub_group]:
-        dtype, offset = shard.extents[key].dtype[sub_group], int(shard.extents[key].offset[index])
-        for within, start, numel in _own_runs(shard, index):
-            at = offset + within * DTYPE_BYTES[dtype]
-            part = digest_in_file(shard.path, dtype, at, numel, name=name, key=key, start=start)
-            total = combine(total, part)
+    layout, rank, total = shard.layout, shard.rank, 0
+    sub_group = int(layout.sub_group[index])
+    slots = [TensorSlot(key, sub_group, shard.extents[key].dtype[sub_group]) for key in shard.tensor_keys[sub_group]]
+    plan = identity_plan(layout, rank)
+    for rows in extent_windows(plan.take(np.flatnonzero(plan.src_param == index)), {rank: shard.extents}, slots):
+        for digest in digest_rows(layout, rows, slots):
+            total = combine(total, digest)
     return total
-
-
-def _own_runs(shard: OptimizerHeader, index: int) -> list[tuple[int, int, int]]:
-    """The runs of one parameter in a shard: offset in its part, offset in the whole tensor, number of elements."""
-    layout = shard.layout
-    if layout.slices is None:
-        start, length = (int(column[index]) for column in layout.owned(shard.rank))
-        return [(0, start, length)]
-    plan = identity_plan(layout, shard.rank).run_by_run()
-    mine = np.flatnonzero(plan.src_param == index)
-    within = plan.src_offset[mine] - layout.offset[index]
-    return list(zip(within.tolist(), plan.start[mine].tolist(), plan.length[mine].tolist(), strict=True))

@@ -7,7 +7,7 @@ one stream, row after row, in the rounds of ``exchange_rows``; its buffers are a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -31,27 +31,25 @@ from zeroelastic.executors.dispatch import (
 from zeroelastic.io.paths import FilePath
 
 
-@dataclass(frozen=True, slots=True)
-class RelayCost:
-    """The cost of reading for other ranks: bytes read, from which files, bytes sent and received."""
+@dataclass(slots=True)
+class LoadCost:
+    """What a load has cost this rank so far; ``header_bytes`` are all bytes read but payload."""
 
+    bytes_owned: int = 0
     bytes_read: int = 0
-    files: tuple[FilePath, ...] = ()
-    sent: int = 0
-    received: int = 0
+    header_bytes: int = 0
+    files: set[FilePath] = field(default_factory=set)
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
 
 def fill_from_others(
-    checkpoint: Checkpoint,
-    filled: Sequence[Filled],
-    *,
-    executor: Executor,
-    digest: bool = False,
-) -> RelayCost:
+    checkpoint: Checkpoint, filled: Sequence[Filled], cost: LoadCost, *, executor: Executor, digest: bool
+) -> None:
     """Fill the rows that ``fill`` left unread because this rank does not see their files. Collective.
 
-    Raises the same error on every rank. Adds the digests of those rows that were cast, and with ``digest`` of the
-    others.
+    Raises the same error on every rank. Adds the digests of the rows that were cast, with ``digest`` of the others too,
+    and what it took, also to read for other ranks, to ``cost``.
     """
     inventory = checkpoint.inventory
     names = sorted(inventory.readers_of)  # a number for each that means the same on every rank
@@ -68,12 +66,9 @@ def fill_from_others(
             columns = (file[unread.file], unread.file_offset, unread.nbytes, reader[unread.file])
             tables.append(np.stack(columns, axis=1))
         first_row.append(first_row[-1] + count)
-    files: dict[FilePath, None] = {}
-    bytes_read = 0
 
     def read(asked: Int64Array, parts: Arrived, buffer: ByteArray) -> None:
         """Read what other ranks want; a range that several ask for is read once."""
-        nonlocal bytes_read
         file, offset, nbytes, at = asked[:, 0], asked[:, 1] + parts.skip, parts.nbytes, parts.at
         _, first, same = np.unique(np.stack((file, offset, nbytes), 1), axis=0, return_index=True, return_inverse=True)
         same = same.reshape(-1)
@@ -82,8 +77,8 @@ def fill_from_others(
         for i in np.flatnonzero(first[same] != np.arange(len(same))).tolist():
             source, count = int(at[first[same[i]]]), int(nbytes[i])
             buffer[int(at[i]) : int(at[i]) + count] = buffer[source : source + count]
-        bytes_read += result.bytes_read
-        files.update(dict.fromkeys(result.files))
+        cost.bytes_read += result.bytes_read
+        cost.files |= {*result.files}
 
     def put(arrived: Arrived, buffer: RoundBuffer) -> None:
         owner = np.searchsorted(first_row, arrived.row, side="right") - 1
@@ -110,7 +105,8 @@ def fill_from_others(
     filled_there = () if executor in ("numpy", "native") else (t.tensor for part in filled for t in part.targets)
     taken_on = device_of(filled_there)
     moved = all_or_raise(lambda: exchange_rows(rows[:, :3], rows[:, 3], read, put, taken_on=taken_on))
-    return RelayCost(bytes_read, tuple(files), moved.sent, moved.received)
+    cost.bytes_sent += moved.sent
+    cost.bytes_received += moved.received
 
 
 def _put(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer, executor: Executor) -> None:

@@ -23,7 +23,7 @@ from zeroelastic.checkpoint.tag_files import parse_rank_file
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import make_plan, source_ranks
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.node_local.payload import RelayCost
+from zeroelastic.deepspeed.node_local.payload import LoadCost
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.multicast import Request, multicast
@@ -220,31 +220,29 @@ def _holders(src: Layout, dst: Layout, rank: int) -> set[int]:
 
 
 @contextmanager
-def module_file(checkpoint: Checkpoint, model: ModuleHeader, *, executor: Executor) -> Iterator[tuple[str, RelayCost]]:
-    """Where a rank reads its module states file, ``model``, and what it cost to get it there. Collective.
+def module_file(checkpoint: Checkpoint, model: ModuleHeader, cost: LoadCost, *, executor: Executor) -> Iterator[str]:
+    """Where a rank reads its module states file, ``model``; what it takes to get it there is added to ``cost``.
 
     That is the file itself for a rank that sees it on a disk. Others have the bytes that DeepSpeed reads in memory,
-    which is all but parameters, under a name that lasts as long as the context.
+    which is all but parameters, under a name that lasts as long as the context. Collective.
     """
-    local = str(model.path)
     inventory = checkpoint.inventory
     if inventory.reads_headers:
-        yield local, RelayCost()
+        yield str(model.path)
         return
     is_remote = inventory.reads_payload or not inventory.reads(model.path.name)
     held = os.memfd_create(model.path.name, os.MFD_CLOEXEC) if is_remote else None
     try:
-        cost = _fetch(checkpoint, model, held, executor)
-        yield local if held is None else f"/proc/self/fd/{held}", cost
+        _fetch(checkpoint, model, held, cost, executor)
+        yield str(model.path) if held is None else f"/proc/self/fd/{held}"
     finally:
         if held is not None:
             os.close(held)
 
 
-def _fetch(checkpoint: Checkpoint, model: ModuleHeader, held: int | None, executor: Executor) -> RelayCost:
+def _fetch(checkpoint: Checkpoint, model: ModuleHeader, held: int | None, cost: LoadCost, executor: Executor) -> None:
     """Read module states for others, and fill ``held`` with what another has read, if it is given. Collective."""
     requests = [] if held is None else [Request(checkpoint.inventory.reader(model.path.name), model.path.name)]
-    read: dict[FilePath, int] = {}
 
     def content(names: Sequence[str]) -> dict[str, bytes]:
         found = {}
@@ -254,12 +252,14 @@ def _fetch(checkpoint: Checkpoint, model: ModuleHeader, held: int | None, execut
             holding, rank = checkpoint.holding(file)
             asked = holding.model_states(rank)
             found[name] = _read(asked, executor)
-            read[asked.path] = len(found[name])
+            cost.header_bytes += len(found[name])
+            cost.files.add(asked.path)
         return found
 
     answers = multicast(requests, content)
     all_or_raise(lambda: None if held is None else _write(held, model, answers.content[model.path.name]))
-    return RelayCost(sum(read.values()), tuple(read), answers.sent, answers.received)
+    cost.bytes_sent += answers.sent
+    cost.bytes_received += answers.received
 
 
 def _read(model: ModuleHeader, executor: Executor) -> bytes:

@@ -24,8 +24,6 @@ from zeroelastic.checkpoint.commit_record import (
     CommitRecord,
     Versions,
 )
-from zeroelastic.checkpoint.model_states import model_states_of
-from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_layout import saved_maps
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
@@ -152,19 +150,9 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
     """
     model_path, optim_path = (directory / name for name in save.file_names)
     layout, sharing = save.layout, save.sharing
-    (data_rank, tp), size = sharing.place, sharing.topology.data_size
-    names = {local: whole for local in sharing.maps if (whole := sharing.whole_name(local)) != local}
     with allow_globals(save.allow_globals):
         model_file = read_torch_file(model_path, foreign="inert")
-        model = model_states_of(model_file, data_rank, world_size=size, tp=tp if tp.size > 1 else None)
-        shard = open_shard(
-            optim_path,
-            data_rank,
-            world_size=size,
-            rigid_params=model.sub_groups,
-            tp_rank=tp.rank,
-            slices=RankSlices(sharing.topology, sharing.rank, layout, names) if layout.slices is not None else None,
-        )
+        model, shard = sharing.open_files(model_file, optim_path, layout)
         experts = [read_torch_file(directory / name, foreign="inert") for name in save.expert_files]
     part = trained_part({shard.rank: shard}, shard)
     found: dict[str, object] = {
@@ -194,7 +182,7 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
     }
     if layout.slices is not None:  # the names of DeepSpeed's own experts are their maps
         own_maps = {name: one for name, one in sharing.maps.items() if numbered_expert(name) is None}
-        found_maps = saved_maps(model_file.root, tp.size, model_file.path).maps
+        found_maps = saved_maps(model_file.root, sharing.place[1].size, model_file.path).maps
         of_model["the maps of slices"] = _differing(found_maps, own_maps)
     of_optimizer = {
         "the format": (shard.format, save.checkpoint_format),

@@ -29,7 +29,6 @@ from zeroelastic.deepspeed.engine import Engine, options_of, ordinary_tensors
 from zeroelastic.deepspeed.engine_state import last_save_of, refuse_to_save, state_of
 from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.load.load import is_of_all_ranks
 from zeroelastic.deepspeed.options import MemoryOptions
 from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
 from zeroelastic.deepspeed.save.save import SaveRequest
@@ -39,6 +38,7 @@ from zeroelastic.distributed.collective import (
     broadcast,
     collectives_over,
     end_group,
+    is_raised_on_all_ranks,
     limit,
 )
 from zeroelastic.elastic.memory.copies import Placement, nodes_of
@@ -255,7 +255,7 @@ class MemoryCheckpoints:
             self.complete_step = step
         except Exception as caught:
             self.error = caught
-            self.is_broken |= not is_of_all_ranks(caught)
+            self.is_broken |= not is_raised_on_all_ranks(caught)
             if self.is_broken and dist.is_initialized():
                 # A rank that still waits for this one in a collective of the group fails too, when its connections end.
                 traceback.clear_frames(caught.__traceback__)
@@ -277,7 +277,7 @@ class MemoryCheckpoints:
                 save = all_or_raise(give)
             save.commit(self._group)
         except Exception as error:
-            if is_of_all_ranks(error):
+            if is_raised_on_all_ranks(error):
                 all_or_raise(lambda: None)  # only then may its files be written to: it is on no node any more
             raise
 

@@ -1,0 +1,209 @@
+"""How many ranks share what in a run that DeepSpeed alone loads, compared with the save.
+
+DeepSpeed goes by position: it copies the flat buffers of this rank's file into its own, whatever they are called, and
+compares the data parallel size only. Buffers of another arrangement may have the same length: those of experts over 2
+ranks and over 1 have. A rank whose own file is missing would raise alone, and the others would wait for it. Headers
+alone are read, by the allow-list. Source: ``_load_checkpoint``, ``load_module_state_dict``, ``_load_zero_checkpoint``
+(0.19.8).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from zeroelastic.checkpoint.inventory import saved_sizes
+from zeroelastic.checkpoint.saved_layout import DATA_FIRST
+from zeroelastic.checkpoint.tag_files import TensorParallel, other_tp_size, parse_rank_file, rank_files
+from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.live.topology import tensor_parallel
+from zeroelastic.deepspeed.options import LoadRequest
+from zeroelastic.distributed.collective import all_gather_of_or_raise
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    NewerFormatError,
+    OldFormatError,
+    UnsafePickleError,
+    UnsupportedError,
+    some,
+)
+from zeroelastic.io.storage import file_sizes
+from zeroelastic.torch_file.header import read_torch_file
+
+Table = Mapping[Any, Any]
+
+_AUTO_EP = ("ds_autoep_layers", "autoep_layers")
+"""The entries of a model states file that list the layers of AutoEP."""
+
+
+def is_of_this_size(engine: Engine, tag_dir: Path) -> bool:
+    """Whether as many data parallel and tensor parallel ranks saved a tag as this run has."""
+    size, tp = dist.get_world_size(group=engine.optimizer.dp_process_group), tensor_parallel(engine.optimizer)
+    try:
+        return saved_sizes(tag_dir) == (size, tp.size)
+    except OldFormatError:
+        names = file_sizes(tag_dir)
+        num_files = len(rank_files(tag_dir, names, tp.rank).optim)
+        return num_files == size or (engine.use_node_local_storage() and own_names(engine, tag_dir)[1] in names)
+    except CheckpointError:
+        return False
+
+
+def own_names(engine: Engine, tag_dir: Path) -> list[str]:
+    """The names of this rank's module states and optimizer file, as DeepSpeed looks for them."""
+    where = str(tag_dir.parent), tag_dir.name
+    return [os.path.basename(path) for path in (engine._get_ckpt_name(*where), engine._get_zero_ckpt_name(*where))]
+
+
+def refuse_state_of_zero(engine: Engine, tag_dir: Path, request: LoadRequest) -> None:
+    """Raise UnsupportedError where a run without ZeRO is to go on from optimizer state in files of ZeRO.
+
+    DeepSpeed ends in a TypeError, or in an empty AssertionError. Not collective: each rank looks at what it sees.
+    """
+    reads_zero = engine.zero_optimization() or getattr(engine, "save_zero_checkpoint", False)
+    if reads_zero or engine.optimizer is None or not tag_dir.is_dir():
+        return
+    kinds = {file.kind for name in file_sizes(tag_dir) if (file := parse_rank_file(name)) is not None}
+    own = tag_dir / os.path.basename(engine._get_ckpt_name(str(tag_dir.parent), tag_dir.name))
+    if "optimizer" not in kinds or (
+        own.exists() and (request.weights_only or _root(own).get("optimizer", 0) is not None)
+    ):
+        return
+    advice = "" if "model" in kinds else ", or take the weights alone with load_optimizer_states=False"
+    raise UnsupportedError(
+        f"{tag_dir}: has the files of a run with ZeRO (*_optim_states.pt), and this run has stage 0, which loads "
+        f"none of them. Set stage 1{advice}."
+    )
+
+
+class _Arrangement(NamedTuple):
+    """How many ranks share what, and the trained parameters in flat order. None and empty: not known.
+
+    ``experts`` are the sizes of all expert parallel groups, as text; ``data_first`` is the option of that name.
+    """
+
+    data_size: int | None
+    tensor_size: int | None
+    experts: str | None
+    data_first: bool | None
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, model: Table, optimizer: Table) -> _Arrangement:
+        """Read it from the trees of a rank's model states and optimizer file."""
+        state, config = table_of(optimizer.get("optimizer_state_dict")), optimizer.get("ds_config")
+        data_size, count = _size(model.get("dp_world_size")), state.get("partition_count")
+        layers = next((layers for layers in map(model.get, _AUTO_EP) if isinstance(layers, list)), [])
+        by_layer = {size for layer in layers if (size := _size(table_of(layer).get("ep_size")))}
+        if isinstance(count, list) and data_size is not None:  # how many ranks each optimizer group is cut for
+            by_layer = {data_size // size for size in map(_size, count) if size is not None} or by_layer
+        tables = model.get("param_shapes")
+        return cls(
+            data_size,
+            _size(model.get("mp_world_size")),
+            (", ".join(map(str, sorted(by_layer - {1}))) or "1") if by_layer else None,
+            bool(config.get(DATA_FIRST, False)) if isinstance(config, Mapping) else None,
+            shapes_of(tables) if isinstance(tables, list) else {},
+        )
+
+
+def _current(engine: Engine) -> _Arrangement:
+    modules = engine.module.modules() if getattr(engine, "has_moe_layers", False) else ()
+    model = {
+        "dp_world_size": int(engine.seq_dp_world_size),
+        "mp_world_size": int(engine.mp_world_size),
+        "param_shapes": engine._get_zero_param_shapes() if engine.zero_optimization() else None,
+        _AUTO_EP[0]: [{"ep_size": getattr(module, "ep_size", None)} for module in modules],
+    }
+    state = {"partition_count": getattr(engine.optimizer, "partition_count", None)}
+    return _Arrangement.of(model, {"optimizer_state_dict": state, "ds_config": engine._config._param_dict})
+
+
+def refuse_other_arrangement(engine: Engine, tag_dir: Path, request: LoadRequest, why: str) -> None:
+    """Raise UnsupportedError where this run, left to DeepSpeed because of ``why``, is arranged unlike the save.
+
+    Each rank reads the headers of its own files. A load of weights only goes by name, so that only the tensor parallel
+    size counts. Raises MissingFileError where some ranks lack a file that others have, and CheckpointError for one that
+    is damaged; what cannot be compared is left to DeepSpeed. The same on every rank. Collective.
+    """
+
+    def look() -> list[str]:
+        both = engine.zero_optimization() and not request.weights_only
+        files = [tag_dir / name for name in own_names(engine, tag_dir)[: 1 + both]]
+        _compare(engine, tag_dir, [_root(file) for file in files if os.path.exists(file)], request, why)
+        return [file.name for file in files if not os.path.exists(file)]
+
+    missing = all_gather_of_or_raise(look, lambda gone: gone)[1]
+    if any(missing) and not all(missing):
+        gone = sorted({name for names in missing for name in names})
+        raise MissingFileError(f"{tag_dir}: some ranks do not find {some(gone)}. The checkpoint is incomplete.")
+
+
+def _compare(engine: Engine, tag_dir: Path, roots: Sequence[Table], request: LoadRequest, why: str) -> None:
+    model = next((root for root in roots if "module" in root or "dp_world_size" in root), {})
+    optimizer = next((root for root in roots if "optimizer_state_dict" in root), {})
+    saved, live = _Arrangement.of(model, optimizer), _current(engine)
+    if saved.tensor_size not in (None, live.tensor_size):
+        live_tp = TensorParallel(size=live.tensor_size or 1)
+        raise other_tp_size(tag_dir, saved.tensor_size, live_tp, stage=engine.zero_optimization_stage())
+    if request.weights_only:
+        return
+    differ = []
+    zero = engine.zero_optimization()  # without ZeRO every rank has all of the optimizer's state
+    if zero and saved.data_size not in (None, live.data_size):
+        differ.append(f"data parallel size {saved.data_size}, and the run has {live.data_size}")
+    if saved.experts not in (None, live.experts or "1"):
+        differ.append(f"expert parallel size {saved.experts}, and the run has {live.experts or '1'}")
+    elif saved.experts not in (None, "1") and saved.data_first not in (None, live.data_first):
+        differ.append(f'"{DATA_FIRST}" {saved.data_first}, and the run has {live.data_first}')
+    advice = "; load_checkpoint(load_optimizer_states=False) takes the weights alone" if differ else ""
+    if not differ and zero:
+        common = [name for name in saved.shapes if name in live.shapes]
+        differ += [
+            f"{name} {list(saved.shapes[name])} on a rank, which has {list(live.shapes[name])} in the run"
+            for name in common
+            if saved.shapes[name] != live.shapes[name]
+        ]
+        if common != [name for name in live.shapes if name in saved.shapes]:
+            differ.append("its parameters in another order than the run's")
+    if differ:
+        raise UnsupportedError(
+            f"{tag_dir}: was saved with {some(differ, 3, separator='; with ')}. DeepSpeed alone loads this run "
+            f"({why.partition(' (')[0]}), and resumes it only as it was saved: it would fail, or put the state of one "
+            f"parameter into another. Resume with what saved{advice}."
+        )
+
+
+def _root(path: Path) -> Table:
+    """The tree of a file, or nothing where only DeepSpeed can read it."""
+    try:
+        root = read_torch_file(path, foreign="inert").root
+    except (OldFormatError, NewerFormatError, UnsafePickleError):
+        return {}
+    if not isinstance(root, dict):
+        raise CheckpointError(f"{path}: is no file of a DeepSpeed checkpoint.")
+    return root
+
+
+def table_of(value: object) -> Table:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _size(value: object) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+def shapes_of(tables: Sequence[object]) -> dict[str, tuple[int, ...]]:
+    """The parameters of a file or a run that have a name and a shape, in flat order."""
+    return {
+        str(name): tuple(map(int, shape))
+        for table in tables
+        if isinstance(table, Mapping)
+        for name, shape in table.items()
+        if isinstance(shape, tuple)
+    }
