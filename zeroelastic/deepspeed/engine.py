@@ -41,7 +41,6 @@ class Engine(Protocol):
     has_moe_layers: bool
     mpu: Any
     random_ltd_scheduler: Any
-    monitor: Any
     global_samples: int
     zeroelastic_report: ResumeReport
     _config: Any

@@ -70,7 +70,7 @@ def _configure_zero_optimizer(original: Method, self: Engine, optimizer: Any) ->
             warn_of_slow_verification(options_of(self))
         if wants_background(self):
             all_or_raise(lambda: refuse_background(self))
-        if saves_elastic(self) and kind.per_param:
+        if saves_elastic(self) and kind.has_elastic_form:
             all_or_raise(lambda: covered_live(self, made))
             refuse_unwritable(self)
     elif (what := why_left_to_deepspeed(made)) is not None:

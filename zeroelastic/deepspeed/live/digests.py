@@ -27,21 +27,15 @@ _WINDOW_RUNS = 1 << 16
 _DTYPES = tuple(DTYPE_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalDigests:
-    """The partial digests of the tensors that this rank owns, in the same order on all ranks, and the scalars.
+class LocalDigests(NamedTuple):
+    """The dtype and partial digest of each tensor that this rank owns, in the same order on all ranks, and scalars."""
 
-    ``dtypes`` and ``partial`` run parallel to ``streams``.
-    """
-
-    streams: tuple[DigestKey, ...]
-    dtypes: tuple[str, ...]
-    partial: tuple[int, ...]
+    partial: dict[DigestKey, tuple[str, int]]
     scalars: Mapping[str, Mapping[str, ScalarValue]]
 
-    def table(self) -> dict[DigestKey, int]:
-        """The partial digest of each stream."""
-        return dict(zip(self.streams, self.partial, strict=True))
+    def sums(self) -> dict[DigestKey, int]:
+        """The partial digests alone."""
+        return {key: digest for key, (_, digest) in self.partial.items()}
 
 
 class LivePiece(NamedTuple):
@@ -138,12 +132,11 @@ class LiveStreams:
         """Digest every piece whose digest is not known yet. Memory: a few MiB."""
         known = known or [None] * len(self.pieces)
         new = iter(digest_pieces([piece for piece, found in zip(self.pieces, known, strict=True) if found is None]))
-        return LocalDigests(
-            tuple(piece.stream for piece in self.pieces),
-            tuple(str(piece.tensor.dtype).removeprefix("torch.") for piece in self.pieces),
-            tuple(next(new) if found is None else found for found in known),
-            self.scalars,
-        )
+        partial = {
+            piece.stream: (str(piece.tensor.dtype).removeprefix("torch."), next(new) if found is None else found)
+            for piece, found in zip(self.pieces, known, strict=True)
+        }
+        return LocalDigests(partial, self.scalars)
 
 
 class OwnPart(NamedTuple):
@@ -218,8 +211,7 @@ def frozen_digests(live: LiveOptimizer, *, device: torch.device) -> dict[str, tu
     Raises CopiesDifferError as ``whole_contents``.
     """
     local = LiveStreams(tuple(_frozen_pieces(live)), {}).digest()
-    found = dict(zip(local.streams, zip(local.dtypes, local.partial, strict=True), strict=True))
-    totals = add_up(live, found, device=device)
+    totals = add_up(live, local.partial, device=device)
     shapes = {tensor.name: tensor.shape for tensor in live.whole_frozen.whole_tensors}
     return {name: (shapes[name], *content) for (name, _), content in totals.items()}
 
@@ -260,9 +252,8 @@ def whole_contents(
     parallel rank, and the same over its data parallel group. Raises CopiesDifferError where ranks have other values of
     what they are to have copies of.
     """
-    found = dict(zip(local.streams, zip(local.dtypes, local.partial, strict=True), strict=True))
     by_name: dict[str, dict[str, tuple[str, int]]] = {}
-    for (name, key), content in add_up(live, found, device=device, group=group).items():
+    for (name, key), content in add_up(live, local.partial, device=device, group=group).items():
         by_name.setdefault(name, {})[key] = content
     return [
         ParamContent(tensor, by_name[tensor.name], local.scalars.get(tensor.name, {}), live.tp.rank)
@@ -366,10 +357,8 @@ def copies_that_differ(live: LiveOptimizer, *, device: torch.device) -> tuple[tu
             copied |= {(layout.tensors[strips.param[i]].name, int(strips.start[i])) for i in of_copies.tolist()}
     streams = live_streams(live)
     pieces = tuple(piece for piece in streams.pieces if (piece.param, piece.strip) in copied)
-    local = LiveStreams(pieces, {}).digest()
-    found = dict(zip(local.streams, zip(local.dtypes, local.partial, strict=True), strict=True))
     try:
-        add_up(live, found, device=device)
+        add_up(live, LiveStreams(pieces, {}).digest().partial, device=device)
     except CopiesDifferError as error:
         return error.tensors
     return ()

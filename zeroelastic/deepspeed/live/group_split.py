@@ -56,6 +56,7 @@ class GroupSplit(LiveOptimizer):
 
     optimizer: GroupOptimizer
     per_param = False
+    has_elastic_form = False
 
     @staticmethod
     def lists(optimizer: Any) -> _Lists:
@@ -161,10 +162,9 @@ class GroupSplit(LiveOptimizer):
 
     def weights(self, sub_group: int) -> torch.Tensor | None:
         away = getattr(self.optimizer, "offloaded_states", None)  # by offload_states()
-        return None if away else self._low(sub_group)
+        return None if away else self.low(sub_group)
 
-    def _low(self, sub_group: int) -> torch.Tensor:
-        """This rank's part of the 16-bit weights."""
+    def low(self, sub_group: int) -> torch.Tensor:
         number = dist.get_rank(group=self._group_of_buffer(sub_group))
         return self.lists(self.optimizer).parts[sub_group][number].detach()
 
@@ -172,18 +172,12 @@ class GroupSplit(LiveOptimizer):
         """The ranks that share a buffer: those of the same experts, where it is one of experts."""
         return self.optimizer.real_dp_process_group[sub_group]
 
-    def rounded(self, sub_group: int) -> torch.Tensor | None:
-        low = self._low(sub_group)
-        from_fp32 = self.fp32(sub_group).dtype == torch.float32
-        in_host_memory = low.device.type == "cpu" and low.is_contiguous()
-        return low if from_fp32 and in_host_memory and low.dtype in (torch.bfloat16, torch.float16) else None
-
     def finish_weights(
         self, *, from_16_bit: bool, rounded: Collection[int] = (), restored: Layout | None = None
     ) -> None:
         """Make this rank's part of the 16-bit weights, which ``end_load`` hands to the others."""
         for i in range(self.layout.num_sub_groups):
-            low, master = self._low(i), self.fp32(i)
+            low, master = self.low(i), self.fp32(i)
             made = self.layout if i in rounded else restored
             for begin, end in [(0, len(low))] if made is None else made.padding(self.rank, i):
                 low[begin:end].copy_(master[begin:end])
@@ -275,6 +269,15 @@ class GroupSplit(LiveOptimizer):
             ),
         ):
             yield
+
+    @contextmanager
+    def saving_alone(self, engine: Engine, *, writes_module: bool, tied: Mapping[str, str]) -> Iterator[None]:
+        with patched(engine, save_non_zero_checkpoint=writes_module, _get_shared_params=lambda: dict(tied)):
+            yield
+
+    @property
+    def params_in_expert_files(self) -> Collection[str]:
+        return self.sharing.expert_sizes
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

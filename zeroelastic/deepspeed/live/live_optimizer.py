@@ -58,6 +58,8 @@ class LiveOptimizer(ABC):
     module: torch.nn.Module
     per_param: bool = True
     """Whether each parameter is cut by itself (ZeRO-3), or each optimizer group as a whole (ZeRO-1 and 2)."""
+    has_elastic_form: bool = True
+    """Whether saves can be elastic; else DeepSpeed's own files have all that another size needs."""
     trains: bool = True
     """Whether there is an optimizer; else every parameter counts as frozen, and only weights are loaded."""
     on_nvme: bool = False
@@ -262,9 +264,17 @@ class LiveOptimizer(ABC):
             ask_for_large_pages(current)
         return current.detach()
 
+    @abstractmethod
+    def low(self, sub_group: int) -> torch.Tensor | None:
+        """This rank's part of the weights of the model, flat; None where it is on NVMe."""
+
     def rounded(self, sub_group: int) -> torch.Tensor | None:
         """The 16-bit weights beside ``fp32(sub_group)``, in host memory, where a fill may make them in its pass."""
-        return None
+        low = self.low(sub_group)
+        if low is None or low.device.type != "cpu" or not low.is_contiguous():
+            return None
+        is_rounded = low.dtype in (torch.bfloat16, torch.float16) and self.fp32(sub_group).dtype == torch.float32
+        return low if is_rounded else None
 
     def drop_state(self, sub_group: int, *, keep: tuple[str, ...] = ()) -> None:
         """Forget live state that the checkpoint does not have; a checkpoint from before the first step has none."""
@@ -373,6 +383,21 @@ class LiveOptimizer(ABC):
 
         ``elastic`` leaves out copies of what the elastic state dict holds.
         """
+
+    @abstractmethod
+    def saving_alone(
+        self, engine: Engine, *, writes_module: bool, tied: Mapping[str, str]
+    ) -> AbstractContextManager[None]:
+        """While it lasts, DeepSpeed's save needs no other rank: neither whole parameters nor their names there.
+
+        ``writes_module`` says whether this rank writes the file of the whole module, if there is one, and ``tied`` is
+        ``engine._get_shared_params()`` of rank 0.
+        """
+
+    @property
+    def params_in_expert_files(self) -> Collection[str]:
+        """The names of the parameters that DeepSpeed writes into files of experts."""
+        return ()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

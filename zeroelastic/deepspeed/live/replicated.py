@@ -140,17 +140,13 @@ def _part_tensors(live: Sequence[dict[str, Any]], saved: Sequence[SavedGroup | N
                 group[option] = current.clone()
 
 
-def set_option(
-    group: dict[str, Any], option: str, value: OptionValue | torch.Tensor, form: TensorForm | None = None
-) -> None:
+def set_option(group: dict[str, Any], option: str, value: OptionValue, form: TensorForm | None) -> None:
     """Set a hyper-parameter in place; a tensor keeps its identity, which compiled optimizers rely on.
 
     The number is the saved one, and its form the run's: a tensor, a list, a tuple. What the run does not have yet, as
     values that an optimizer makes at a step, has the saved form: ``form`` is that of a tensor.
     """
     current = group.get(option)
-    if isinstance(value, torch.Tensor) and value.numel() == 1:  # of a state dict in memory
-        form, value = TensorForm(str(value.dtype).removeprefix("torch."), tuple(value.shape)), value.item()
     if isinstance(current, torch.Tensor) and isinstance(value, (int, float)):
         current.fill_(value)
     elif current is None and form is not None:
@@ -211,7 +207,9 @@ def restore_scales(
             scaler = own if type(own) is kind else kind.__new__(kind)
             for key, value in head.scaler.attributes.items():
                 setattr(scaler, key, getattr(torch, value.name) if isinstance(value, DType) else value)
-            set_loss_scaler(live, scaler, dynamic=head.scaler.dynamic, overflow=head.scaler.overflow)
+            live.optimizer.loss_scaler = scaler
+            live.optimizer.dynamic_loss_scale = head.scaler.dynamic
+            live.optimizer.overflow = head.scaler.overflow
     elif saved != running:
         notes.append(f"saved with {saved}, running with {running}: the loss scale is the run's own")
     if live.grad_scaler is not None and head.grad_scaler is not None:
@@ -233,10 +231,3 @@ def restore_clipping(live: LiveOptimizer, saved: float | None) -> list[str]:
         return [f"gradient_clipping is {own:g}, the run's own, which computes no norm; the checkpoint has {saved:g}"]
     optimizer.clip_grad = saved
     return [f"gradient_clipping is {saved:g}, as in the checkpoint; this run's configuration says {own:g}"]
-
-
-def set_loss_scaler(live: LiveOptimizer, scaler: Any, *, dynamic: bool, overflow: bool) -> None:
-    """Set DeepSpeed's loss scaler, and the flags beside it."""
-    live.optimizer.loss_scaler = scaler
-    live.optimizer.dynamic_loss_scale = dynamic
-    live.optimizer.overflow = overflow

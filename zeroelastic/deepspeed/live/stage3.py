@@ -238,19 +238,19 @@ class Stage3(LiveOptimizer):
             value = ScalarValue("float32", float(value.value or 0))
         super().set_scalar(sub_group, key, value)
 
+    def low(self, sub_group: int) -> torch.Tensor | None:
+        flat = self.optimizer.fp16_partitioned_groups_flat[sub_group]
+        return None if flat is None else flat.detach()
+
     def rounded(self, sub_group: int) -> torch.Tensor | None:
-        low = self.optimizer.fp16_partitioned_groups_flat[sub_group]
-        if low is None or low.device.type != "cpu" or low.dtype not in (torch.bfloat16, torch.float16):
-            return None
-        from_fp32 = self.fp32(sub_group).dtype == torch.float32 and not self._swap.has(sub_group)
-        return low.detach() if from_fp32 else None
+        return None if self._swap.has(sub_group) else super().rounded(sub_group)
 
     def finish_weights(
         self, *, from_16_bit: bool, rounded: Collection[int] = (), restored: Layout | None = None
     ) -> None:
         optimizer = self.optimizer
         for i in range(self.layout.num_sub_groups):
-            low = optimizer.fp16_partitioned_groups_flat[i]
+            low = self.low(i)
             if low is not None and i in rounded:
                 for begin, end in self.layout.padding(self.rank, i):
                     low[begin:end].zero_()
@@ -297,6 +297,20 @@ class Stage3(LiveOptimizer):
             patched(engine, _get_param_fragment_func=fragment, **without_copy),
             patched(self.optimizer, checkpoint_event_epilogue=written_and_gathered),
         ):
+            yield
+
+    @contextmanager
+    def saving_alone(self, engine: Engine, *, writes_module: bool, tied: Mapping[str, str]) -> Iterator[None]:
+        original = engine.module_state_dict
+
+        def without_whole_params(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            state = original(*args, **kwargs)
+            for name, param in self.module.named_parameters(remove_duplicate=False):
+                if name in state and hasattr(param, "ds_id"):
+                    state[name] = torch.empty(0, dtype=param.dtype, device=param.device)
+            return state
+
+        with patched(engine, module_state_dict=without_whole_params):
             yield
 
     def state_dict(self) -> dict[str, Any]:

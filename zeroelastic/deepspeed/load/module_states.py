@@ -64,7 +64,8 @@ def load_module(engine: Engine, load_plan: LoadPlan, path: str, notes: LoadNotes
     if not request.load_optimizer_states:
         state.setdefault("optimizer", None)
     if not load_plan.checkpoint.whole_model:  # else rank 0 saved these for all ranks
-        users = set(client_state_keys(cast(Mapping[object, object], state))) - {"zeroelastic"}  # the position in the data, the same on all
+        of_caller = client_state_keys(cast(Mapping[object, object], state))
+        users = {*of_caller} - {"zeroelastic"}  # the position in the data, the same on all
         kept = {"buffers": bool(engine._get_buffer_names()), "client state": bool(users)}
         notes.kept_by_rank = " and ".join(what for what, is_there in kept.items() if is_there)
     notes.texts += _buffer_casts(engine, load_plan)

@@ -85,7 +85,7 @@ def _complete(
     cast = {stream: digest for part in others for stream, digest in part.cast_digests.items()}
     if load_plan.request.options.verifies_content and not engine.zero_load_from_fp32_weights():
         # of the master weights as they were read, which are going to be rounded
-        cast = {**local_digests(live, weights_only=True, with_frozen=False, read=read).table(), **cast}
+        cast = {**local_digests(live, weights_only=True, with_frozen=False, read=read).sums(), **cast}
     changed = {stream: d for part in moved for stream, d in _changed_digests(part, live.rank).items()}
     for part in filled:
         notes.cost.bytes_owned += part.bytes_owned
@@ -189,7 +189,7 @@ def _changed_digests(part: Filled, rank: int) -> Digests:
         for own in own_parts(dst, rank)
     ]
     live = [piece for piece in pieces if piece.stream not in part.cast_digests]
-    digests = LiveStreams(tuple(live), {}).digest(known_digests(live, part.read_digests)).table()
+    digests = LiveStreams(tuple(live), {}).digest(known_digests(live, part.read_digests)).sums()
     return {**part.cast_digests, **digests}
 
 

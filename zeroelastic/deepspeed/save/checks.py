@@ -77,7 +77,7 @@ def refuse_unwritable(engine: Engine) -> None:
 
 def refuse_experts_on_nodes(engine: Engine, live: LiveOptimizer) -> None:
     """Raise UnsupportedError for a run whose nodes keep their own files, and whose experts each have one file."""
-    if live.sharing.expert_sizes and not live.per_param and engine.use_node_local_storage():
+    if live.params_in_expert_files and engine.use_node_local_storage():
         raise UnsupportedError(
             '"use_node_local_storage" does not go with mixture-of-experts layers at ZeRO stages 1 and 2: DeepSpeed '
             "writes the file of the module and of each expert on one node only, and reads them on every node. Save to "
@@ -88,8 +88,8 @@ def refuse_experts_on_nodes(engine: Engine, live: LiveOptimizer) -> None:
 def refuse_to_exclude_experts(live: LiveOptimizer) -> None:
     """Raise UnsupportedError for frozen experts that are to be left out: DeepSpeed writes their files all the same."""
     names = [param.name for members in live.local_params(live.frozen) for param in members]
-    experts = [name for name in names if name in live.sharing.expert_sizes]
-    if experts and not live.per_param:
+    experts = [name for name in names if name in live.params_in_expert_files]
+    if experts:
         raise UnsupportedError(
             'a save without frozen weights ("frozen": "exclude", exclude_frozen_parameters) does not go with frozen '
             f"experts, as {experts[0]}, at ZeRO stages 1 and 2: DeepSpeed writes the files of experts all the same. "

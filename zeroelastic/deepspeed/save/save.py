@@ -220,9 +220,8 @@ class Save:
         file_names = written_files(engine, self.destination.deepspeed_dir, request.tag)
         frozen = None
         if not request.excludes_frozen:
-            frozen = tuple(chain(*live.local_params(live.frozen)))
-            if not live.per_param:  # the file of the module has no experts
-                frozen = tuple(param for param in frozen if param.name not in live.sharing.expert_sizes)
+            in_module = chain(*live.local_params(live.frozen))
+            frozen = tuple(param for param in in_module if param.name not in live.params_in_expert_files)
         return PendingCommit(
             tag=request.tag,
             save_id=self.save_id,
@@ -279,5 +278,5 @@ def one_module_writer(engine: Engine, live: LiveOptimizer, leaders: Sequence[int
     chooses = getattr(engine.checkpoint_engine, "is_data_parallel_writer", None)
     writes = bool(chooses(place_on_node)) if chooses is not None else place_on_node == 0
     tied = broadcast(all_or_raise(engine._get_shared_params))
-    with patched(engine, save_non_zero_checkpoint=writes, _get_shared_params=lambda: tied):
+    with live.saving_alone(engine, writes_module=writes, tied=tied):
         yield

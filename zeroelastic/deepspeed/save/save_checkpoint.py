@@ -121,9 +121,8 @@ def _say_decoupled(name: str) -> None:
 
 def _save(engine: Engine, original: Method, request: SaveRequest, barrier: SaveBarrier, began: float) -> Any:
     """The save itself, when all ranks have come to it. Collective."""
-    # DeepSpeed's own files of stages 1 and 2 have all that another size needs.
     kind = kind_of(engine.optimizer)
-    elastic = saves_elastic(engine) and kind is not None and kind.per_param
+    elastic = saves_elastic(engine) and kind is not None and kind.has_elastic_form
     prepared = prepare(engine, request, elastic=elastic)
     if isinstance(prepared, ZeroElasticError):
         asked = request.excludes_frozen  # which DeepSpeed's save would not heed

@@ -121,7 +121,7 @@ def elastic_state(
 def digest_sums(live: LiveOptimizer, digests: LocalDigests) -> torch.Tensor:
     """The sum over state keys of each trained parameter's partial digests: int64, shape ``(num_params,)``."""
     sums = dict.fromkeys((param.name for param in live.layout.params), 0)
-    for stream, digest in zip(digests.streams, digests.partial, strict=True):
+    for stream, digest in digests.sums().items():
         if stream.param in sums:
             sums[stream.param] = combine(sums[stream.param], digest)
     return torch.from_numpy(np.array(list(sums.values()), dtype=np.uint64).view(np.int64))
@@ -174,7 +174,7 @@ class ShardWriter:
 
     def complete(self) -> None:
         """Digest what no file held; from here on nothing of the live state is used."""
-        self._known = list(self.digests().partial)
+        self._known = [*self.digests().sums().values()]
 
     def digests(self) -> LocalDigests:
         """The partial digests of this rank, complete: what no file held is digested now."""
@@ -189,7 +189,7 @@ class ShardWriter:
     def _fill_table(self, found: Sequence[int | None]) -> None:
         self.learn_of_runs(found)
         made = self.digests()
-        self._known = list(made.partial)
+        self._known = [*made.sums().values()]
         self.table.copy_(digest_sums(self._live, made))
 
 
@@ -321,32 +321,20 @@ def write_local_files(
     ``tied`` is ``engine._get_shared_params()`` of rank 0. Raises UnsupportedError for a client state that no load
     takes, and what ``shard.save`` raises.
     """
-    module_state_dict = engine.module_state_dict
 
     def save(state_dict: Any, path: str) -> None:
         name = Path(path).name
         shard.save(with_save_id(state_dict, name, save_id), str(directory / name))
 
-    def without_whole_params(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        state = module_state_dict(*args, **kwargs)
-        for name, param in engine.module.named_parameters(remove_duplicate=False):
-            if name in state and hasattr(param, "ds_id"):
-                state[name] = torch.empty(0, dtype=param.dtype, device=param.device)
-        return state
-
-    instead: dict[str, Any] = {"_copy_recovery_script": lambda save_path: None}
-    if live.per_param:
-        instead |= {"module_state_dict": without_whole_params}
-    else:
-        instead |= {"save_non_zero_checkpoint": writes_module, "_get_shared_params": lambda: dict(tied)}
-    optimizer = {"state_dict": elastic_state(engine, live, shard, save_id)} if live.per_param else {}
+    elastic = {"state_dict": elastic_state(engine, live, shard, save_id)} if live.has_elastic_form else {}
     with (
         patched(ds_engine, log_dist=lambda *args, **kwargs: None),  # a line at each step
         listed_by_optimizer(engine, live.trained),
-        live.saving(engine, elastic=live.per_param, written=lambda: None),
-        patched(engine, **instead),
+        live.saving(engine, elastic=live.has_elastic_form, written=lambda: None),
+        live.saving_alone(engine, writes_module=writes_module, tied=tied),
+        patched(engine, _copy_recovery_script=lambda save_path: None),
         patched(engine.checkpoint_engine, save=save),
-        patched(engine.optimizer, **optimizer),
+        patched(engine.optimizer, **elastic),
     ):
         kept = checked_client_state(engine, client_state)
         engine._save_checkpoint(str(directory.parent), directory.name, client_state=kept)

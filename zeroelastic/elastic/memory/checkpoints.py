@@ -173,7 +173,7 @@ class MemoryCheckpoints:
             GroupBarrier(lambda: self.is_broken),
             options_of(engine).model_copy(update={"upload": None}),
             save_id,
-            elastic=live.per_param,
+            elastic=live.has_elastic_form,
             memory=node.slot,
             tier="memory",
             step=int(engine.global_steps),
