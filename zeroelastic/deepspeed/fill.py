@@ -81,7 +81,7 @@ class Target:
         return bool(self.tensor.dtype != getattr(torch, self.dtype))
 
 
-class Part(NamedTuple):
+class FillItem(NamedTuple):
     """Something to fill: a plan, where its source is (``extents[source rank][key]``), and the tensors it goes to."""
 
     plan: Plan

@@ -19,11 +19,10 @@ from zeroelastic.deepspeed.fill import RowStreams, Target
 from zeroelastic.deepspeed.live.digests import (
     LivePiece,
     ReadDigest,
-    differences,
     digest_pieces,
     known_digests,
-    with_saved_kinds,
 )
+from zeroelastic.deepspeed.load.verify import differences, with_saved_kinds
 
 PLAN: Any = SimpleNamespace(dst=SimpleNamespace(params=(Param("other", (5,)), Param("weight", (1000,))), slices=None))
 STREAM = DigestKey("weight", "exp_avg")

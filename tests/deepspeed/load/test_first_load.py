@@ -139,7 +139,7 @@ def seconds_of_a_slow_load(job: Job, directory: str) -> tuple[float, float]:
     and so is a callback, on every rank; observers and the log are on rank 0.
     """
     from zeroelastic.deepspeed.install import wrappers
-    from zeroelastic.deepspeed.load import load, report
+    from zeroelastic.deepspeed.load import load, report, restore
 
     def pause(*args: Any) -> None:
         time.sleep(PAUSE_S)
@@ -169,7 +169,8 @@ def seconds_of_a_slow_load(job: Job, directory: str) -> tuple[float, float]:
     with (
         mock.patch.object(handler, "emit", pause),
         mock.patch.object(wrappers, "finish_pending", late(wrappers.finish_pending)),
-        mock.patch.multiple(load, note_module_files=late(load.note_module_files), gather_costs=costs),
+        mock.patch.object(restore, "note_module_files", late(restore.note_module_files)),
+        mock.patch.object(load, "gather_costs", costs),
         mock.patch.object(report, "maximum_and_total", late(report.maximum_and_total, after=True)),
     ):
         logging.getLogger("zeroelastic").addHandler(handler)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -422,52 +422,3 @@ def _digests(pieces: Sequence[LivePiece]) -> list[int]:
     assert totals is not None
     sums: list[int] = totals.tolist()
     return sums
-
-
-def differences(
-    saved: Collection[ParamContent], live: Collection[ParamContent], *, weights_only: bool
-) -> list[tuple[str, str]]:
-    """Every tensor and scalar in which two lists of contents differ, as (parameter, state key).
-
-    Scalars are compared as numbers, because optimizers keep a step in different types. ``weights_only`` compares only
-    master weights and frozen parameters.
-    """
-    found: list[tuple[str, str]] = []
-    others = {content.param.name: content for content in live}
-    wrong_scalars: dict[tuple[int, int], list[str]] = {}  # the parameters of a group share their scalars
-    for content in saved:
-        name, other = content.param.name, others.get(content.param.name)
-        if other is None:
-            found.append((name, "the parameter itself"))
-            continue
-        tensors = {k: v for k, v in content.tensors.items() if not weights_only or k in (FP32, FROZEN)}
-        found += [(name, key) for key in sorted(tensors) if other.tensors.get(key) != tensors[key]]
-        if weights_only:
-            continue
-        pair = id(content.scalars), id(other.scalars)
-        if pair not in wrong_scalars:
-            wrong_scalars[pair] = [
-                key
-                for key, value in sorted(content.scalars.items())
-                if key not in other.scalars or other.scalars[key].number() != value.number()
-            ]
-        found += [(name, key) for key in wrong_scalars[pair]]
-    return found
-
-
-def with_saved_kinds(live: Collection[ParamContent], saved: Collection[ParamContent]) -> list[ParamContent]:
-    """Live contents, with each scalar in the type of the saved one if both are the same number."""
-    kept = {content.param.name: content.scalars for content in saved}
-    none: Mapping[str, ScalarValue] = {}
-    made: dict[tuple[int, int], Mapping[str, ScalarValue]] = {}  # the parameters of a group share their scalars
-    found: list[ParamContent] = []
-    for content in live:
-        others = kept.get(content.param.name, none)
-        pair = id(content.scalars), id(others)
-        if pair not in made:
-            made[pair] = {
-                key: others[key] if key in others and others[key].number() == value.number() else value
-                for key, value in content.scalars.items()
-            }
-        found.append(replace(content, scalars=made[pair]))
-    return found

@@ -24,8 +24,8 @@ from deepspeed.utils import get_hp_fragment_mapping
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine, GroupOptimizer
 from zeroelastic.deepspeed.engine_state import engine_of
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, uncovered_groups
-from zeroelastic.deepspeed.live.topology import expert_group, has_expert_buffers, is_expert, is_opaque
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.topology import expert_group, has_expert_buffers, is_expert, is_opaque, uncovered_groups
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.distributed.peer_memory import gather_from_peers
 from zeroelastic.errors import UnsupportedError

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,8 +22,14 @@ from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import engine_of, state_of
-from zeroelastic.deepspeed.live.optimizers import common_state, common_state_made_later, live_form, state_dtype
-from zeroelastic.deepspeed.live.topology import Sharing, sharing_of, tensor_parallel, uncovered_sharing
+from zeroelastic.deepspeed.live.optimizers import (
+    common_state,
+    common_state_made_later,
+    live_form,
+    scalar_value,
+    state_dtype,
+)
+from zeroelastic.deepspeed.live.topology import Sharing, sharing_of
 from zeroelastic.errors import UnsupportedError, buffer_kind
 
 _LARGE_PAGE = 2 << 20
@@ -440,49 +445,3 @@ def ask_for_large_pages(tensor: torch.Tensor) -> None:
         advise = ctypes.CDLL(None).madvise
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         advise(begin, end - begin, mmap.MADV_HUGEPAGE)  # refused, nothing is lost
-
-
-def scalar_value(value: object, where: str) -> ScalarValue:
-    """A replicated value of optimizer state as data. Raises UnsupportedError for anything else."""
-    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex():
-        item = value.item()
-        assert isinstance(item, (int, float, bool))
-        return ScalarValue(str(value.dtype).removeprefix("torch."), item)
-    if isinstance(value, (np.number, np.bool_)):
-        value = value.item()
-    if value is None or isinstance(value, (bool, int, float)):
-        return ScalarValue.of_python(value)
-    shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
-    raise UnsupportedError(
-        f"{where} is a {type(value).__name__}{shape}, neither shaped like its flat buffer nor a scalar. "
-        "Block-quantised and factored optimizer states cannot be resharded: a save with elastic_checkpoint off "
-        "resumes at the same world size."
-    )
-
-
-def uncovered_groups(optimizer: Any, engine: object) -> list[str]:
-    """The names of the process groups in use that elastic checkpoints do not cover.
-
-    Covered: one ZeRO run over all ranks (sequence parallel ranks included), or one in each tensor parallel rank, which
-    slices parameters first: ``data parallel size x tensor parallel size`` is the world.
-    """
-    problems: list[str] = []
-    if (experts := uncovered_sharing(optimizer, engine)) is not None:
-        problems.append(experts)
-    world_size = dist.get_world_size()
-    data_parallel = dist.get_world_size(group=optimizer.dp_process_group)
-    tp = tensor_parallel(optimizer)
-    if data_parallel * tp.size == world_size and tp.size == int(getattr(engine, "mp_world_size", 1) or 1):
-        return problems
-    if tp.size > 1:
-        problems.append(
-            f"an mpu whose groups do not make up the world (data parallel {data_parallel} x model parallel {tp.size} "
-            f"of {world_size} ranks)"
-        )
-    else:
-        problems.append(
-            f"a data parallel group of {data_parallel} of {world_size} ranks (for sequence parallelism, give "
-            "deepspeed.initialize an mpu with get_sequence_data_parallel_group in place of data_parallel_size, so that "
-            "the ranks of a sequence share one set of partitions)"
-        )
-    return problems

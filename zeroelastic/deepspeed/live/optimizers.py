@@ -23,7 +23,7 @@ _TENSOR = "tensor"
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _KnownState:
     """State of one optimizer class: keys of tensors that are partitioned like the weights, and types of its scalars.
 
     Each of the ``optional`` tensors exists while the group's option beside it is set.
@@ -40,30 +40,30 @@ _INT_STEP = {"step": _INT}
 _AMSGRAD = (("max_exp_avg_sq", "amsgrad"),)
 
 _KNOWN = {
-    "torch.optim.adam.Adam": _Known(_ADAM, _STEP, _AMSGRAD),
-    "torch.optim.adamw.AdamW": _Known(_ADAM, _STEP, _AMSGRAD),
-    "torch.optim.nadam.NAdam": _Known(_ADAM, {"step": _TENSOR, "mu_product": _TENSOR}),
-    "torch.optim.radam.RAdam": _Known(_ADAM, _STEP),
-    "torch.optim.adamax.Adamax": _Known(("exp_avg", "exp_inf"), _STEP),
-    "torch.optim.adadelta.Adadelta": _Known(("square_avg", "acc_delta"), _STEP),
-    "torch.optim.adagrad.Adagrad": _Known(("sum",), _STEP),
-    "torch.optim.asgd.ASGD": _Known(("ax",), {"step": _TENSOR, "eta": _TENSOR, "mu": _TENSOR}),
-    "torch.optim.rprop.Rprop": _Known(("prev", "step_size"), _STEP),
-    "torch.optim.rmsprop.RMSprop": _Known(
+    "torch.optim.adam.Adam": _KnownState(_ADAM, _STEP, _AMSGRAD),
+    "torch.optim.adamw.AdamW": _KnownState(_ADAM, _STEP, _AMSGRAD),
+    "torch.optim.nadam.NAdam": _KnownState(_ADAM, {"step": _TENSOR, "mu_product": _TENSOR}),
+    "torch.optim.radam.RAdam": _KnownState(_ADAM, _STEP),
+    "torch.optim.adamax.Adamax": _KnownState(("exp_avg", "exp_inf"), _STEP),
+    "torch.optim.adadelta.Adadelta": _KnownState(("square_avg", "acc_delta"), _STEP),
+    "torch.optim.adagrad.Adagrad": _KnownState(("sum",), _STEP),
+    "torch.optim.asgd.ASGD": _KnownState(("ax",), {"step": _TENSOR, "eta": _TENSOR, "mu": _TENSOR}),
+    "torch.optim.rprop.Rprop": _KnownState(("prev", "step_size"), _STEP),
+    "torch.optim.rmsprop.RMSprop": _KnownState(
         ("square_avg",), _STEP, (("momentum_buffer", "momentum"), ("grad_avg", "centered"))
     ),
-    "torch.optim.sgd.SGD": _Known((), {}, (("momentum_buffer", "momentum"),)),
-    "deepspeed.ops.adam.fused_adam.FusedAdam": _Known(_ADAM, _INT_STEP),
-    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _Known(_ADAM, _INT_STEP),
-    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": _Known(("exp_avg_sq",), _INT_STEP),
-    "deepspeed.ops.lion.fused_lion.FusedLion": _Known(("exp_avg",), _INT_STEP),
-    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": _Known(("exp_avg", "exp_avg_sq"), _INT_STEP),
+    "torch.optim.sgd.SGD": _KnownState((), {}, (("momentum_buffer", "momentum"),)),
+    "deepspeed.ops.adam.fused_adam.FusedAdam": _KnownState(_ADAM, _INT_STEP),
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": _KnownState(_ADAM, _INT_STEP),
+    "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": _KnownState(("exp_avg_sq",), _INT_STEP),
+    "deepspeed.ops.lion.fused_lion.FusedLion": _KnownState(("exp_avg",), _INT_STEP),
+    "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion": _KnownState(("exp_avg", "exp_avg_sq"), _INT_STEP),
 }
 """As of torch 2.13 and DeepSpeed 0.19.8."""
 
 _MUON = "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam"
-_MUON_STATE = _Known(("momentum_buffer",), {})
-_MUON_ADAM = _Known(_ADAM, _INT_STEP)
+_MUON_STATE = _KnownState(("momentum_buffer",), {})
+_MUON_ADAM = _KnownState(_ADAM, _INT_STEP)
 
 SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 """Options that learning rate schedulers add to groups."""
@@ -208,7 +208,7 @@ def _other_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: M
     return "AdamW" if was else "Adam"
 
 
-def _known(optimizer: torch.optim.Optimizer, options: Mapping[str, object], *, bases: bool) -> _Known | None:
+def _known(optimizer: torch.optim.Optimizer, options: Mapping[str, object], *, bases: bool) -> _KnownState | None:
     """What is known of a class, or with ``bases`` of the nearest class that it derives from."""
     if class_path(optimizer) == _MUON:
         return _MUON_STATE if options.get("use_muon") else _MUON_ADAM
@@ -226,6 +226,24 @@ def _of(saved: SavedGroup) -> str:
 
 def _listed(keys: Iterable[str]) -> str:
     return ", ".join(sorted(keys)) or "none"
+
+
+def scalar_value(value: object, where: str) -> ScalarValue:
+    """A replicated value of optimizer state as data. Raises UnsupportedError for anything else."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex():
+        item = value.item()
+        assert isinstance(item, (int, float, bool))
+        return ScalarValue(str(value.dtype).removeprefix("torch."), item)
+    if isinstance(value, (np.number, np.bool_)):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float)):
+        return ScalarValue.of_python(value)
+    shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    raise UnsupportedError(
+        f"{where} is a {type(value).__name__}{shape}, neither shaped like its flat buffer nor a scalar. "
+        "Block-quantised and factored optimizer states cannot be resharded: a save with elastic_checkpoint off "
+        "resumes at the same world size."
+    )
 
 
 def live_form(

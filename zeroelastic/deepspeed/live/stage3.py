@@ -24,9 +24,9 @@ from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, pack_sub_groups
 from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
-from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer, uncovered_groups
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.swap_files import SwapFiles, is_param_on_nvme, on_nvme
-from zeroelastic.deepspeed.live.topology import Sharing, expert_group, is_expert
+from zeroelastic.deepspeed.live.topology import Sharing, expert_group, is_expert, uncovered_groups
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError
 

@@ -177,7 +177,7 @@ def is_opaque(optimizer: Any, module: torch.nn.Module) -> bool:
     return any(described.get(name) != _shape(param) for name, param in module.named_parameters())
 
 
-def uncovered_sharing(optimizer: Any, engine: Any) -> str | None:
+def _uncovered_sharing(optimizer: Any, engine: Any) -> str | None:
     """What of the sharing of a run is not covered, if anything. ``engine`` is the optimizer's."""
     if not getattr(engine, "has_moe_layers", False):
         return None
@@ -189,6 +189,34 @@ def uncovered_sharing(optimizer: Any, engine: Any) -> str | None:
     except (CheckpointError, UnsupportedError) as error:
         return str(error)
     return None
+
+
+def uncovered_groups(optimizer: Any, engine: object) -> list[str]:
+    """The names of the process groups in use that elastic checkpoints do not cover.
+
+    Covered: one ZeRO run over all ranks (sequence parallel ranks included), or one in each tensor parallel rank, which
+    slices parameters first: ``data parallel size x tensor parallel size`` is the world.
+    """
+    problems: list[str] = []
+    if (experts := _uncovered_sharing(optimizer, engine)) is not None:
+        problems.append(experts)
+    world_size = dist.get_world_size()
+    data_parallel = dist.get_world_size(group=optimizer.dp_process_group)
+    tp = tensor_parallel(optimizer)
+    if data_parallel * tp.size == world_size and tp.size == int(getattr(engine, "mp_world_size", 1) or 1):
+        return problems
+    if tp.size > 1:
+        problems.append(
+            f"an mpu whose groups do not make up the world (data parallel {data_parallel} x model parallel {tp.size} "
+            f"of {world_size} ranks)"
+        )
+    else:
+        problems.append(
+            f"a data parallel group of {data_parallel} of {world_size} ranks (for sequence parallelism, give "
+            "deepspeed.initialize an mpu with get_sequence_data_parallel_group in place of data_parallel_size, so that "
+            "the ranks of a sequence share one set of partitions)"
+        )
+    return problems
 
 
 def is_expert(param: torch.nn.Parameter) -> bool:

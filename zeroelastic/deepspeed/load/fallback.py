@@ -33,12 +33,7 @@ class UnusableError(CheckpointError):
     """A complete tag that this run cannot resume from."""
 
 
-def load_first(
-    tags: Sequence[Tag],
-    load: Callable[[Tag], T],
-    *,
-    engine: Engine,
-) -> tuple[T | None, tuple[str, ...]]:
+def load_first(tags: Sequence[Tag], load: Callable[[Tag], T], *, engine: Engine) -> tuple[T | None, tuple[str, ...]]:
     """The result of the first load that succeeds, None where none does, and the tags before it with the reasons.
 
     ``tags`` are the same on every rank. ``load(tag)`` runs on every rank and raises the same there.
@@ -105,6 +100,5 @@ def none_loads(root: FilePath, passed: Sequence[str]) -> CheckpointError:
     """The error for a directory whose every tag was passed over."""
     listed = "".join(f"\n  - {one}" for one in passed)
     return CheckpointError(
-        f"{root}: none of the checkpoints can be loaded:{listed}",
-        remedy="To begin anew, give another directory.",
+        f"{root}: none of the checkpoints can be loaded:{listed}", remedy="To begin anew, give another directory."
     )

@@ -19,13 +19,7 @@ from zeroelastic.deepspeed.client_state import changing_values
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agree_on_options, options_of, refuse_merged
 from zeroelastic.deepspeed.engine_state import changing, state_of
 from zeroelastic.deepspeed.load.fallback import load_newest
-from zeroelastic.deepspeed.load.notes import (
-    LoadNotes,
-    note_before_load,
-    note_module_files,
-    note_options,
-    optimizer_options,
-)
+from zeroelastic.deepspeed.load.notes import LoadNotes, note_before_load, note_options, optimizer_options
 from zeroelastic.deepspeed.load.preflight import preflight
 from zeroelastic.deepspeed.load.report import gather_costs, load_report, log_batch, log_report
 from zeroelastic.deepspeed.load.restore import restore
@@ -169,7 +163,6 @@ def _load(call: LoadCall, request: LoadRequest, opened: list[FilePath]) -> Loade
         call.configured = optimizer_options(engine, plan.live)
     restored = restore(engine, plan, notes)
     verified = verify(engine, plan, restored)
-    note_module_files(plan, notes)
     failed, costs = gather_costs(plan, notes.cost, verified.failed)
     if failed:
         raise_mismatch(verified, plan)

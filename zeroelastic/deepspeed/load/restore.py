@@ -13,13 +13,14 @@ from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.one_save import check_one_save
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, WEIGHTS
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.fill import Digests, Filled, Part, ReadDigests, Target, fill
+from zeroelastic.deepspeed.fill import Digests, Filled, FillItem, ReadDigests, Target, fill
 from zeroelastic.deepspeed.live.digests import LiveStreams, known_digests, local_digests, own_parts
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import restore_clipping, restore_scales, set_groups
-from zeroelastic.deepspeed.load.load_plan import LoadPlan, saved_groups
+from zeroelastic.deepspeed.load.compare import saved_groups
+from zeroelastic.deepspeed.load.load_plan import LoadPlan
 from zeroelastic.deepspeed.load.module_states import load_module
-from zeroelastic.deepspeed.load.notes import LoadNotes
+from zeroelastic.deepspeed.load.notes import LoadNotes, note_module_files
 from zeroelastic.deepspeed.node_local.payload import fill_from_others
 from zeroelastic.deepspeed.node_local.peer_checkpoint import module_file
 from zeroelastic.distributed.collective import all_or_raise, any_rank
@@ -64,6 +65,7 @@ def restore(engine: Engine, load_plan: LoadPlan, notes: LoadNotes) -> Restored:
     live.end_load()
     if load_plan.weights_plan is not None:
         notes.own_weights = any_rank(live.has_own_weights())
+    note_module_files(load_plan, notes)
     return restored
 
 
@@ -117,7 +119,7 @@ def _fill(load_plan: LoadPlan) -> list[Filled]:
     if not weights_only:
         live.state_filled()
     extents = {rank: load_plan.checkpoint.extents(rank) for rank in load_plan.shards}
-    parts = [Part(load_plan.plan, extents, targets), *_frozen_parts(load_plan), *_weights_parts(load_plan)]
+    parts = [FillItem(load_plan.plan, extents, targets), *_frozen_parts(load_plan), *_weights_parts(load_plan)]
     return [
         fill(
             *part,
@@ -136,10 +138,10 @@ def _casts(targets: Sequence[Target]) -> list[str]:
     return [f"{what}: cast from {saved} to {live}" for what, saved, live in sorted(casts)]
 
 
-def _frozen_parts(load_plan: LoadPlan) -> list[Part]:
+def _frozen_parts(load_plan: LoadPlan) -> list[FillItem]:
     """The parameters that either side has frozen; each is a target of its own."""
     live, here = load_plan.live, load_plan.live.layout.index()
-    parts: list[Part] = []
+    parts: list[FillItem] = []
     for move in load_plan.moves:
         plan, extents, targets = move.plan, move.extents, list[Target]()
         saved_dtypes = load_plan.head.extents[FP32].dtype
@@ -157,11 +159,11 @@ def _frozen_parts(load_plan: LoadPlan) -> list[Part]:
             own = str(tensor.dtype).removeprefix("torch.")  # of an expert that this rank reads nothing of
             saved = saved_dtypes.get(int(plan.src.sub_group[place[param.name]]), own)
             targets.append(Target(move.key, p, tensor, saved))
-        parts.append(Part(plan, extents, targets))
+        parts.append(FillItem(plan, extents, targets))
     return parts
 
 
-def _weights_parts(load_plan: LoadPlan) -> list[Part]:
+def _weights_parts(load_plan: LoadPlan) -> list[FillItem]:
     """The weights of the model, where they are not made from the master weights."""
     plan, places = load_plan.weights_plan, load_plan.model.weight_places
     if plan is None:
@@ -174,7 +176,7 @@ def _weights_parts(load_plan: LoadPlan) -> list[Part]:
         weights = load_plan.live.weights(i)
         assert weights is not None, "planned for these"
         targets.append(Target(WEIGHTS, i, weights, dtypes[0]))
-    return [Part(plan, {0: {WEIGHTS: extents}}, targets)]
+    return [FillItem(plan, {0: {WEIGHTS: extents}}, targets)]
 
 
 def _changed_digests(part: Filled, rank: int) -> Digests:

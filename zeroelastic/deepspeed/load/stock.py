@@ -38,7 +38,7 @@ from zeroelastic.deepspeed.load.arrangement import (
     shapes_of,
     table_of,
 )
-from zeroelastic.deepspeed.load.load_plan import refuse_lost_state
+from zeroelastic.deepspeed.load.compare import refuse_lost_state
 from zeroelastic.deepspeed.options import VERIFY_LEVELS, LoadRequest, Verify
 from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise
 from zeroelastic.distributed.partners import require_partners
@@ -103,7 +103,7 @@ def load_by_deepspeed(engine: Engine, original: Callable[..., Loaded], loaded: O
     return path, client_state
 
 
-class Loader(NamedTuple):
+class LoaderChoice(NamedTuple):
     """Who loads a tag: DeepSpeed alone because of ``reason``, or this package into ``live``, as ``request`` says.
 
     ``values`` are the optimizer's numbers in this rank's file, where DeepSpeed has them if those of other ranks differ.
@@ -115,7 +115,7 @@ class Loader(NamedTuple):
     values: Values | None = None
 
 
-def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> Loader:
+def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> LoaderChoice:
     """Decide who loads a tag: alike on every rank. Collective.
 
     DeepSpeed has what every rank leaves to it: a configuration that we do not cover, if as many ranks saved the tag,
@@ -126,19 +126,19 @@ def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> Lo
 
     local = local_path(tag_dir)  # DeepSpeed reads no URLs
 
-    def look() -> Loader:
+    def look() -> LoaderChoice:
         try:
             live = covered_live(engine, engine.optimizer)
         except UnsupportedError as error:
             # into an engine without an optimizer DeepSpeed loads nothing
             if kind_of(engine.optimizer) is None or local is None or not is_of_this_size(engine, local):
                 raise UnsupportedError(f"{tag_dir}: {error}") from None
-            return Loader(None, request, str(error))
+            return LoaderChoice(None, request, str(error))
         if local is None:
-            return Loader(live, request)
-        return Loader(live, request, *_why_only_deepspeed_reads(engine, live, local, request))
+            return LoaderChoice(live, request)
+        return LoaderChoice(live, request, *_why_only_deepspeed_reads(engine, live, local, request))
 
-    def part(loader: Loader) -> tuple[Verify, str | None, tuple[int, int] | None, Values | None]:
+    def part(loader: LoaderChoice) -> tuple[Verify, str | None, tuple[int, int] | None, Values | None]:
         live = loader.live
         level = request.options.verify_level(on_gpu=live is not None and live.on_gpu)
         if live is None:
@@ -154,12 +154,12 @@ def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> Lo
             reasons = [_values_of_ranks(tag_dir, tables)]
     if local is not None and None not in reasons:
         refuse_other_arrangement(engine, local, request, reasons[0] or "")
-        return Loader(None, request, reasons[0])
+        return LoaderChoice(None, request, reasons[0])
     assert own.live is not None, "else there is a reason"
     level = min((level for level, *_ in found), key=VERIFY_LEVELS.index)
     if level != request.options.verify:
         request = replace(request, options=request.options.model_copy(update={"verify": level}))
-    return Loader(own.live, request if own.live.trains else replace(request, load_optimizer_states=False))
+    return LoaderChoice(own.live, request if own.live.trains else replace(request, load_optimizer_states=False))
 
 
 def _values_of_ranks(tag_dir: FilePath, tables: Sequence[tuple[tuple[int, int], Values]]) -> str | None:

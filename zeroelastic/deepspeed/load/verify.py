@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -11,17 +11,15 @@ import torch
 
 from zeroelastic.checkpoint.extents import TensorSlot, extent_windows
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, OptimizerHeader
-from zeroelastic.core.digest import DigestKey, ParamContent, combine, content_root
+from zeroelastic.core.digest import DigestKey, ParamContent, ScalarValue, combine, content_root
 from zeroelastic.core.plan import identity_plan
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import (
     CopiesDifferError,
     add_up,
-    differences,
     gather_over_tp,
     local_digests,
     whole_contents,
-    with_saved_kinds,
 )
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
@@ -153,6 +151,55 @@ def _as_read(
         else content
         for content in contents
     ]
+
+
+def differences(
+    saved: Collection[ParamContent], live: Collection[ParamContent], *, weights_only: bool
+) -> list[tuple[str, str]]:
+    """Every tensor and scalar in which two lists of contents differ, as (parameter, state key).
+
+    Scalars are compared as numbers, because optimizers keep a step in different types. ``weights_only`` compares only
+    master weights and frozen parameters.
+    """
+    found: list[tuple[str, str]] = []
+    others = {content.param.name: content for content in live}
+    wrong_scalars: dict[tuple[int, int], list[str]] = {}  # the parameters of a group share their scalars
+    for content in saved:
+        name, other = content.param.name, others.get(content.param.name)
+        if other is None:
+            found.append((name, "the parameter itself"))
+            continue
+        tensors = {k: v for k, v in content.tensors.items() if not weights_only or k in (FP32, FROZEN)}
+        found += [(name, key) for key in sorted(tensors) if other.tensors.get(key) != tensors[key]]
+        if weights_only:
+            continue
+        pair = id(content.scalars), id(other.scalars)
+        if pair not in wrong_scalars:
+            wrong_scalars[pair] = [
+                key
+                for key, value in sorted(content.scalars.items())
+                if key not in other.scalars or other.scalars[key].number() != value.number()
+            ]
+        found += [(name, key) for key in wrong_scalars[pair]]
+    return found
+
+
+def with_saved_kinds(live: Collection[ParamContent], saved: Collection[ParamContent]) -> list[ParamContent]:
+    """Live contents, with each scalar in the type of the saved one if both are the same number."""
+    kept = {content.param.name: content.scalars for content in saved}
+    none: Mapping[str, ScalarValue] = {}
+    made: dict[tuple[int, int], Mapping[str, ScalarValue]] = {}  # the parameters of a group share their scalars
+    found: list[ParamContent] = []
+    for content in live:
+        others = kept.get(content.param.name, none)
+        pair = id(content.scalars), id(others)
+        if pair not in made:
+            made[pair] = {
+                key: others[key] if key in others and others[key].number() == value.number() else value
+                for key, value in content.scalars.items()
+            }
+        found.append(replace(content, scalars=made[pair]))
+    return found
 
 
 def raise_mismatch(verified: Verification, load_plan: LoadPlan) -> NoReturn:

@@ -122,10 +122,7 @@ class _Headers:
             if name in self.recorded:
                 continue
             path, inventory = self.own.tag_dir / name, self.own.inventory
-            with (
-                inventory.named_in_errors(path),
-                recording(path, inventory.sizes.get(name)) as (file, ranges),
-            ):
+            with inventory.named_in_errors(path), recording(path, inventory.sizes.get(name)) as (file, ranges):
                 self.parse(name, file)
             self.recorded[name] = (file.size, joined(ranges))
 

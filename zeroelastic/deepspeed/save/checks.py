@@ -13,18 +13,10 @@ from deepspeed.io import fast_file_writer
 from zeroelastic.checkpoint.commit_record import read_record
 from zeroelastic.checkpoint.param_table import params_digest
 from zeroelastic.deepspeed.client_state import checked_client_state, saved_step
-from zeroelastic.deepspeed.engine import (
-    Engine,
-)
+from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import refuse_to_save
-from zeroelastic.deepspeed.live.digests import (
-    copies_that_differ,
-)
-from zeroelastic.deepspeed.live.kinds import (
-    covered_live,
-    listed_by_optimizer,
-    trained_params,
-)
+from zeroelastic.deepspeed.live.digests import copies_that_differ
+from zeroelastic.deepspeed.live.kinds import covered_live, listed_by_optimizer, trained_params
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
 from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module

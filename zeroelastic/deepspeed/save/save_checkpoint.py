@@ -17,19 +17,9 @@ import torch.distributed as dist
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.deepspeed.client_state import checked_client_state
-from zeroelastic.deepspeed.engine import (
-    Engine,
-    agree_on_options,
-    options_of,
-    ordinary_tensors,
-    saves_elastic,
-)
+from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, ordinary_tensors, saves_elastic
 from zeroelastic.deepspeed.engine_state import state_of
-from zeroelastic.deepspeed.live.kinds import (
-    in_rigid_form,
-    is_without_optimizer,
-    kind_of,
-)
+from zeroelastic.deepspeed.live.kinds import in_rigid_form, is_without_optimizer, kind_of
 from zeroelastic.deepspeed.save.background import BackgroundSave, background_for, finish_pending
 from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
 from zeroelastic.deepspeed.save.checks import prepare
@@ -38,11 +28,7 @@ from zeroelastic.deepspeed.save.directory import SaveDirectory, directory_leader
 from zeroelastic.deepspeed.save.save import Method, Save, SaveRequest
 from zeroelastic.distributed.collective import all_or_raise, broadcast
 from zeroelastic.distributed.partners import require_partners
-from zeroelastic.errors import (
-    UnsupportedError,
-    UsageError,
-    ZeroElasticError,
-)
+from zeroelastic.errors import UnsupportedError, UsageError, ZeroElasticError
 from zeroelastic.io.paths import absolute
 from zeroelastic.runs.names import normal, save_directory, stock_saves
 
