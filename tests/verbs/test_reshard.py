@@ -31,7 +31,9 @@ from zeroelastic.runs.locate import find_source
 from zeroelastic.torch_file import archive
 from zeroelastic.verbs import new_files
 from zeroelastic.verbs.new_directory import staging_of
-from zeroelastic.verbs.reshard.reshard import ReshardOptions, ReshardReport, plan_reshard, run_reshard
+from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.reshard.plan import ReshardReport, plan_reshard
+from zeroelastic.verbs.reshard.write import run_reshard
 
 
 def run(src: Path, dst: Path, world_size: int, **options: Any) -> ReshardReport:

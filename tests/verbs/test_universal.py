@@ -22,7 +22,8 @@ from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.convert.from_universal import find_universal, open_universal, plan_from_universal
-from zeroelastic.verbs.reshard.reshard import ReshardOptions, run_reshard
+from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.reshard.write import run_reshard
 
 TAG = "global_step3"
 

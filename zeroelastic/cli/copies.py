@@ -14,7 +14,7 @@ from zeroelastic.errors import buffer_kind, counted
 
 if TYPE_CHECKING:
     from zeroelastic.verbs.convert.convert import ConvertReport, ExportReport
-    from zeroelastic.verbs.reshard.reshard import ReshardReport
+    from zeroelastic.verbs.reshard.plan import ReshardReport
 
 SrcArgument = Annotated[
     str, typer.Argument(metavar="SRC", help="The checkpoint: a tag directory, or the one above it.")

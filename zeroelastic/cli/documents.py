@@ -24,7 +24,7 @@ from zeroelastic.verbs.ls import ListReport
 from zeroelastic.verbs.plan import PlanReport
 from zeroelastic.verbs.prune import PruneReport
 from zeroelastic.verbs.report import Failure, Report
-from zeroelastic.verbs.reshard.reshard import ReshardReport
+from zeroelastic.verbs.reshard.plan import ReshardReport
 from zeroelastic.verbs.verify.report import VerifyAllReport, VerifyReport
 
 DOCUMENTS: dict[str, type[Report]] = {

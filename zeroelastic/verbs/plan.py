@@ -140,8 +140,8 @@ def plan(
             targets = [_run_layout(head, world_size, target_stage), unpacked_layout(frozen.params, world_size)]
         else:
             # Imported for these alone: a plan without slices takes a moment.
-            from zeroelastic.verbs.reshard.reshard import plan_reshard
-            from zeroelastic.verbs.reshard.target import ReshardOptions
+            from zeroelastic.verbs.reshard.options import ReshardOptions
+            from zeroelastic.verbs.reshard.plan import plan_reshard
 
             like = None if like is None else os.fspath(like)
             target = plan_reshard(source, ReshardOptions(world_size=world_size, stage=stage, tp=tp, ep=ep, like=like))
@@ -153,8 +153,10 @@ def plan(
                 target_expert_parallel=slicing.expert_size,
                 experts=sum(layer.num_experts for layer in slicing.layers),
             )
-            # A rank fills its part of frozen parameters at every stage.
-            targets = [target.target.layout, slicing.frozen_layout(frozen.params, 3)]
+            targets = [target.target.layout]
+            targets += (
+                [] if frozen is None else [slicing.frozen_layout(frozen.params, slicing.topology)]
+            )  # a rank fills its part
         ranks = tuple(_planned_rank(checkpoint, rank, parts, targets) for rank in range(world_size))
     data_size = checkpoint.topology.data_size
     batch = train_batch_size(checkpoint.record, head, data_size)

@@ -32,8 +32,8 @@ from zeroelastic.verbs.new_files import MINIMUM_MEMORY
 from zeroelastic.verbs.options import Progress, choice_option, local_target, no_progress, whole_option
 from zeroelastic.verbs.reading import Reading, check_source_checksums
 from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
+from zeroelastic.verbs.reshard.options import ReshardOptions
 from zeroelastic.verbs.reshard.reshard import carry_out
-from zeroelastic.verbs.reshard.target import ReshardOptions
 
 To = Literal["fsdp2"]
 From = Literal["universal", "fsdp2"]

@@ -25,13 +25,13 @@ from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, pr
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_whole
 from zeroelastic.runs.locate import Source
-from zeroelastic.torch_file.tree import entry, instance
+from zeroelastic.torch_file.tree import entry
 from zeroelastic.torch_file.zip_check import ZipRecords
-from zeroelastic.verbs.reshard.files import LOSS_SCALER, ZERO_STAGE
-from zeroelastic.verbs.reshard.reshard import ReshardPlan, make_plan_for
+from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.reshard.plan import ReshardPlan, make_plan_for
+from zeroelastic.verbs.reshard.sink import NO_LOSS_SCALER, ZERO_STAGE
 from zeroelastic.verbs.reshard.slicing import Slicing
 from zeroelastic.verbs.reshard.source import ReshardSource, make_group
-from zeroelastic.verbs.reshard.target import ReshardOptions
 
 _MAX_CONFIG_BYTES = 1 << 24
 _WITHOUT_CONFIG = (
@@ -111,12 +111,7 @@ def _source(form: NativeForm) -> ReshardSource:
     table = {param.name: param for param in trained.params}
     members = [[table[name] for name in group.params] for group in groups]
     topology, size = Topology(found.world_size), configured_sub_group_size(form.config)
-    inner = {
-        "zero_stage": ZERO_STAGE(3),
-        "loss_scaler": instance(LOSS_SCALER, {"cur_scale": 1.0, "dynamic": False}),
-        "dynamic_loss_scale": False,
-        "overflow": False,
-    }
+    inner = {"zero_stage": ZERO_STAGE(3), **NO_LOSS_SCALER}
     return ReshardSource(
         checkpoint=_ChunkedCheckpoint(
             tag_dir=found.root,
@@ -133,7 +128,6 @@ def _source(form: NativeForm) -> ReshardSource:
         buffers=pack_sub_groups(members, world_size=found.world_size, sub_group_size=size),
         optim_root={"optimizer_state_dict": inner, "ds_config": dict(form.config), "ds_version": VERSION},
         model_root=lambda rank: form.model_root,
-        config=form.config,
         config_path=found.tables[0],
         bf16_names=bool(entry(form.config, "bf16", "enabled")),
         slicing=Slicing(topology),

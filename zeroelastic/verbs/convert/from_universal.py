@@ -45,10 +45,10 @@ from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.runs.names import LATEST_UNIVERSAL, not_a_directory, read_latest, why_no_tag
 from zeroelastic.torch_file.header import DTYPE_BYTES, TensorRef, TorchFile, read_torch_file, read_tree
 from zeroelastic.torch_file.tree import entry, pairs_of
-from zeroelastic.verbs.reshard.reshard import ReshardPlan, complete_plan
+from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.reshard.plan import ReshardPlan, complete_plan
 from zeroelastic.verbs.reshard.slicing import Slicing
 from zeroelastic.verbs.reshard.source import ReshardSource, make_group, model_roots
-from zeroelastic.verbs.reshard.target import ReshardOptions
 
 ZERO_FOLDER = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
@@ -170,7 +170,6 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
             **{key: model_root(0)[key] for key in ("ds_config", "ds_version") if key in model_root(0)},
         },
         model_root=model_root,
-        config=config,
         config_path=first.path,
         bf16_names=bool(entry(config, "bf16", "enabled")),
         slicing=Slicing(Topology(first.world_size)),

@@ -27,9 +27,7 @@ from zeroelastic.executors.dispatch import DigestRows
 from zeroelastic.executors.tables import ProgressFunction, cast_between
 from zeroelastic.io.atomic import write_atomically
 from zeroelastic.verbs.new_files import NewArchives
-from zeroelastic.verbs.reshard.files import Flats, Weight, rank_files
-from zeroelastic.verbs.reshard.source import ReshardSource
-from zeroelastic.verbs.reshard.target import ReshardTarget, file_names
+from zeroelastic.verbs.reshard.sink import Flats, NativeSink, Weight
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +51,17 @@ class RankWriter:
 
     def __init__(
         self,
-        saved: ReshardSource,
-        target: ReshardTarget,
+        sink: NativeSink,
         tag_dir: Path,
         save_id: str,
         *,
         threads: int | None = None,
         progress: ProgressFunction | None = None,
     ) -> None:
-        self._saved, self._target, self._save_id = saved, target, save_id
+        self._sink, self._saved, self._save_id = sink, sink.source, save_id
         self._threads, self._progress = threads, progress
         self._tag_dir, self._notes = tag_dir, tag_dir.parent.parent / "done"
-        parts = saved.parts
+        parts = sink.source.parts
         self.streams = [(tensor.param.name, tensor.key) for part in parts for tensor in part.tensors()]
         # What is in several ranks' files counts once in the digests of whole tensors: the rest has streams of its own.
         self._seeds = np.tile(stream_seeds(self.streams), 2)
@@ -76,7 +73,7 @@ class RankWriter:
         done: list[WrittenRank] = []
         with ThreadPoolExecutor(1) as flusher:
             flushing: Future[WrittenRank] | None = None
-            for rank in range(self._target.layout.world_size):
+            for rank in range(self._sink.layout.world_size):
                 found = self._resumed(rank)
                 if found is not None:
                     done.append(found)
@@ -96,8 +93,7 @@ class RankWriter:
         note = self._notes / f"{rank}.json"
         try:
             saved = json.loads(note.read_text())
-            names = file_names(self._saved, self._target, rank)
-            files = {name: (self._tag_dir / name).stat().st_size for name in names}
+            files = {name: (self._tag_dir / name).stat().st_size for name in self._sink.file_names(rank)}
             digests = np.frombuffer(base64.b64decode(saved["digests"]), dtype="<u8").astype(np.uint64)
             if files != saved["files"] or len(digests) != len(self.streams):
                 raise ValueError("it names other files, sizes or tensors")
@@ -109,15 +105,13 @@ class RankWriter:
 
     def _fill(self, rank: int) -> Callable[[], WrittenRank]:
         """Copy the payload of one rank. The returned function finishes the files and writes the note."""
-        saved, target = self._saved, self._target
-        files = rank_files(saved, target, rank, save_id=self._save_id)
-        names = file_names(saved, target, rank)
-        graphs = {self._tag_dir / name: graph for name, graph in zip(names, files.graphs, strict=True)}
-        archives = NewArchives(graphs, threads=self._threads)
+        sink, saved = self._sink, self._saved
+        files = sink.files(rank, save_id=self._save_id)
+        trees = {self._tag_dir / name: tree for name, tree in zip(sink.file_names(rank), files.trees, strict=True)}
+        archives = NewArchives(trees, threads=self._threads)
         found_digests = np.zeros(len(self._seeds), dtype=np.uint64)
         moved = 0
-        frozen_rank = rank if target.stage == 3 else target.topology.place(rank)[1]
-        parts = ((target.layout, files.flats, rank), (target.frozen, files.frozen, frozen_rank))
+        parts = ((sink.layout, files.flats, rank), (sink.frozen, files.frozen, sink.frozen_rank(rank)))
         for number, (layout, flats, number_of_rank) in enumerate(parts):
             slots = archives.slots(list(flats.values()))
             for rows, digest in self._rows(number, layout, flats, number_of_rank):
@@ -128,7 +122,7 @@ class RankWriter:
         self._make_weights(archives, files.weights)
         digests, of_copies = found_digests.reshape(2, -1)
         if files.digests is not None:
-            order = _numbers(target.layout.on_rank(rank), saved.trained.params)
+            order = _numbers(files.layout, saved.trained.params)
             own = (digests + of_copies)[: len(saved.trained.tensors())]
             files.digests.source = np.add.reduceat(own, self._first_streams(0))[order].astype("<u8").tobytes()
         archives.copy_rest()

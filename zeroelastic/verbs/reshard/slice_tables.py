@@ -6,9 +6,6 @@ deepspeed.checkpoint.affine and autoep_affine (DeepSpeed 0.19.8).
 
 from __future__ import annotations
 
-import numpy as np
-
-from zeroelastic.core.layout import Layout
 from zeroelastic.torch_file.tree import pairs_of
 from zeroelastic.verbs.reshard.slicing import EXPERT_WEIGHTS, INFO, LAYERS, MAP_VERSION, Root, Slicing, even_cut
 
@@ -67,29 +64,3 @@ def layers_of(run: Slicing, rank: int, stage: int) -> list[dict[object, object]]
             }
         )
     return layers
-
-
-def partition_groups(run: Slicing, own: Layout, rank: int) -> list[dict[str, object]] | None:
-    """``ds_zero_partition_groups`` of a rank with the layout ``own``; None for a run without AutoEP."""
-    if not run.has_experts or own.slices is None:
-        return None
-    member = np.unique(own.sub_group, return_index=True)[1].tolist()
-    number = own.part_number(rank)
-    assert not isinstance(number, int)
-    found: list[dict[str, object]] = []
-    for i, param in enumerate(member):
-        first, step, count = (
-            int(column[param]) for column in (own.slices.first_rank, own.slices.rank_step, own.slices.num_parts)
-        )
-        is_expert = run.is_expert(own.params[param].name)
-        found.append(
-            {
-                "sub_group": i,
-                "partition_count": count,
-                "partition_rank": int(number[param]),
-                "partition_ranks": [*range(first, first + step * count, step)],
-                "families": ["autoep_expert" if is_expert else "replicated"],
-                "group_names": [f"ep_size_{run.expert_size}" if is_expert else "replicated"],
-            }
-        )
-    return found

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from zeroelastic.checkpoint.optimizer_file import configured_sub_group_size, steps_with_bf16_optimizer, zero_option
 from zeroelastic.checkpoint.topology import (
     SliceMap,
     SliceMaps,
-    SliceView,
     Topology,
     even_map,
     even_shape,
+    expert_sizes,
     layout_over_ranks,
     local_experts,
     native_expert_maps,
@@ -37,7 +37,7 @@ from zeroelastic.core.layout import (
     pack_sub_groups,
     unpacked_layout,
 )
-from zeroelastic.core.slices import Strip, row_major_strides
+from zeroelastic.core.slices import row_major_strides
 from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, counted, shown, some
 from zeroelastic.torch_file.tree import entry, pairs_of
 
@@ -185,16 +185,14 @@ class Slicing:
             )
         return self._over_ranks([buffers for buffers, _ in ordered], stage, gaps), gaps
 
-    def frozen_layout(self, params: Sequence[Param], stage: int) -> Layout:
-        """The layout of frozen parameters, of which each is a buffer of its own.
+    def frozen_layout(self, params: Sequence[Param], topology: Topology) -> Layout:
+        """The layout of frozen parameters, each a buffer of its own, over the ranks of ``topology`` that write them.
 
-        Below stage 3 it is that of one data parallel rank, which writes them whole. Raises UnsupportedError for frozen
-        experts.
+        Raises UnsupportedError for frozen experts.
         """
         if any(self.is_expert(param.name) for param in params):
             raise UnsupportedError("has experts that are frozen, which are not written for another run.")
-        topology = self.topology if stage == 3 else replace(self.topology, data_size=1)
-        if topology.tensor_size == 1:
+        if topology.tensor_size == 1 or not params:
             return unpacked_layout(params, topology.world_size)
         buffers = [[[param] for param in self.in_files(params, t)] for t in self._tensor_ranks]
         return replace(self, topology=topology)._over_ranks(buffers, 3)
@@ -247,22 +245,12 @@ def _cut_dimension(found: SliceMap) -> int | None:
     return _OTHER
 
 
-def saved_slicing(root: Root, layouts: Sequence[Layout], topology: Topology, own_layers: Sequence[str] = ()) -> Slicing:
-    """The slicing of a saved run, from its first module states and the layouts of its trained and frozen parameters.
+def expert_slicing(root: Root, trained: Layout, topology: Topology, own_layers: Sequence[str]) -> Slicing:
+    """The slicing of a run without tensor parallelism, from its first module states and its trained parameters.
 
     ``own_layers`` are the prefixes of DeepSpeed's own MoE layers, in the order in which their files count them.
     Raises CheckpointError for layers of AutoEP that are none, UnsupportedError for a layer whose experts are frozen.
     """
-    if topology.tensor_size > 1:
-        views: dict[str, list[SliceView]] = {}
-        for layout in layouts:
-            for tensor_rank in range(topology.tensor_size):
-                own = layout.on_rank(topology.rank(0, tensor_rank))
-                for whole, param, strips in zip(own.tensors, own.params, strips_by_param(own), strict=True):
-                    views.setdefault(whole.name, []).append(SliceView(whole, param.shape, strips))
-        maps = {name: SliceMap("tensor", tuple(found)) for name, found in views.items()}
-        return Slicing(topology, maps, info=pairs_of(root.get(INFO)) or None)
-    trained = layouts[0]
     tables = root.get(LAYERS) or root.get("autoep_layers") or []
     assert isinstance(tables, list), "the checkpoint was opened with these layers"
     counts = local_experts(tensor.name for tensor in trained.whole_tensors)
@@ -273,19 +261,14 @@ def saved_slicing(root: Root, layouts: Sequence[Layout], topology: Topology, own
         layers = [_expert_layer(table) for table in map(pairs_of, tables)]
         if sum(layer.num_experts for layer in layers) > _MOST_EXPERTS:
             raise CheckpointError(f"its layers have more than {_MOST_EXPERTS} experts. The file is damaged.")
-    names = {f"{layer.prefix}.{weight}" for layer in layers for weight in EXPERT_WEIGHTS}
-    experts = {
-        tensor.name: tensor
-        for tensor in trained.whole_tensors
-        if tensor.name in names or numbered_expert(tensor.name) is not None
-    }
     if not layers:
         return Slicing(topology)
-    size = 1
-    if trained.slices is not None:
-        cut = [i for i, tensor in enumerate(trained.slices.tensors) if tensor.name in experts]
-        size = topology.data_size // int(trained.slices.num_parts[cut].min(initial=topology.data_size))
-    return _with_experts(Slicing(topology, layers=tuple(layers)), [*experts.values()], size)
+    names = {f"{layer.prefix}.{weight}" for layer in layers for weight in EXPERT_WEIGHTS}
+    experts = [
+        tensor for tensor in trained.whole_tensors if tensor.name in names or numbered_expert(tensor.name) is not None
+    ]
+    size = max(expert_sizes(trained, topology), default=1)
+    return _with_experts(Slicing(topology, layers=tuple(layers)), experts, size)
 
 
 def _expert_layer(table: Root) -> MoeLayer:
@@ -297,17 +280,6 @@ def _expert_layer(table: Root) -> MoeLayer:
             f"num_experts {shown(count)}. The file is damaged."
         )
     return MoeLayer(number, prefix, count, table)
-
-
-def strips_by_param(layout: Layout) -> list[tuple[Strip, ...]]:
-    """The strips of each parameter of a layout; of a layout without slices, one that is all of it."""
-    if layout.slices is None:
-        return [(Strip(0, 0, param.numel),) if param.numel else () for param in layout.params]
-    found: list[list[Strip]] = [[] for _ in layout.params]
-    columns = (getattr(layout.slices.strips, field.name).tolist() for field in fields(layout.slices.strips))
-    for param, *strip in zip(*columns, strict=True):
-        found[param].append(Strip(*strip))
-    return [tuple(strips) for strips in found]
 
 
 def _with_experts(run: Slicing, tensors: Sequence[Param], size: int) -> Slicing:

@@ -16,22 +16,19 @@ from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.module_names import ModuleNames, module_names, places_of
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import (
-    FP32,
     OptimizerHeader,
     configured_batch,
-    configured_dtype,
     configured_sub_group_size,
 )
 from zeroelastic.checkpoint.saved_state import SavedState, TensorSet
-from zeroelastic.checkpoint.tag_files import EXPERT_FILE
-from zeroelastic.checkpoint.topology import numbered_expert
+from zeroelastic.checkpoint.tag_files import EXPERT_FILE, expert_file_name
+from zeroelastic.checkpoint.topology import Topology, numbered_expert
 from zeroelastic.core.layout import Layout, Param
-from zeroelastic.errors import CheckpointError, UnsupportedError, some
-from zeroelastic.executors.tables import cast_between
+from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import read_tree
-from zeroelastic.torch_file.tree import Dict, TensorRef, entry, pairs_of, storage_of
-from zeroelastic.verbs.reshard.slicing import INFO, Slicing, saved_slicing
+from zeroelastic.torch_file.tree import entry, pairs_of
+from zeroelastic.verbs.reshard.slicing import INFO, Slicing, expert_slicing
 
 _BOTH = ("zero_stage", "loss_scaler", "dynamic_loss_scale", "overflow", "partition_count", "base_optimizer_state")
 _STATE_KEYS = {*_BOTH, "ds_zero_partition_groups", "optimizer_state_dict", "fp32_flat_groups", "zeroelastic"}
@@ -66,10 +63,9 @@ class OptimGroup:
 class ReshardSource:
     """The source of new ranks' files: the saved tensors, and the trees of saved files for the rest.
 
-    ``parts`` are the trained and the frozen parameters. ``optim_root`` is an optimizer file's
-    graph; ``model_root(rank)`` the module states that target rank ``rank`` takes over; ``config`` the saved DeepSpeed
-    configuration, from the file ``config_path``, and ``train_batch_size`` the global batch of the save, where it is
-    known.
+    ``parts`` are the trained and the frozen parameters. ``optim_root`` is the tree of an optimizer file;
+    ``model_root(rank)`` the module states that target rank ``rank`` takes over; ``config_path`` the file that has the
+    saved DeepSpeed configuration; ``train_batch_size`` the global batch of the save, where it is known.
 
     ``buffers`` are the parameters of each flat buffer of the ranks that saved it, in the order of the optimizer.
     ``slicing`` says which slices of tensors these ranks had.
@@ -84,7 +80,6 @@ class ReshardSource:
     buffers: Sequence[Sequence[Param]]
     optim_root: Mapping[object, object]
     model_root: Callable[[int], Mapping[object, object]]
-    config: Mapping[str, object]
     config_path: FilePath
     bf16_names: bool
     slicing: Slicing
@@ -101,6 +96,11 @@ class ReshardSource:
         return self.stage != 3
 
     @property
+    def config(self) -> dict[str, object]:
+        """The saved DeepSpeed configuration."""
+        return {str(key): value for key, value in pairs_of(self.optim_root.get("ds_config")).items()}
+
+    @property
     def inner(self) -> Mapping[object, object]:
         """The state dict of DeepSpeed's optimizer."""
         return pairs_of(self.optim_root.get("optimizer_state_dict"))
@@ -115,14 +115,36 @@ class ReshardSource:
         """The frozen parameters."""
         return self.parts[1]
 
+    @property
+    def models(self) -> Topology:
+        """The ranks that have saved module states."""
+        return model_ranks(self.slicing.topology, self.stage)
+
+    def model_root_for(self, data_rank: int, tensor_rank: int) -> Mapping[object, object]:
+        """The module states that were saved by the same data and tensor parallel rank, or else by another one."""
+        saved = self.models
+        data_rank = data_rank if data_rank < saved.data_size else 0
+        return self.model_root(saved.rank(data_rank, tensor_rank % saved.tensor_size))
+
+    def expert_root(self, layer: int, expert: int) -> Mapping[object, object]:
+        """The tree of the file of an expert; empty at stage 3, where experts have none."""
+        return (
+            pairs_of(read_tree(self.checkpoint.tag_dir / expert_file_name(layer, expert))) if self.whole_model else {}
+        )
+
     def grouped(self, params: Iterable[Param]) -> list[list[Param]]:
         """Of these parameters those of each optimizer group, in its order."""
         table = {param.name: param for param in params}
         return [[table[name] for name in group.params if name in table] for group in self.groups]
 
 
+def model_ranks(topology: Topology, stage: int) -> Topology:
+    """The ranks that write module states: at stage 3 all, below it those of the first data parallel rank."""
+    return topology if stage == 3 else replace(topology, data_size=1)
+
+
 def reshard_source(state: SavedState) -> ReshardSource:
-    """The tensors and graphs of a saved checkpoint.
+    """The tensors and trees of a saved checkpoint.
 
     Raises UnsupportedError when an optimizer file holds something that is not known to be the same at every world size.
     """
@@ -152,7 +174,6 @@ def reshard_source(state: SavedState) -> ReshardSource:
         ],
         optim_root=root,
         model_root=model_roots(checkpoint.model_files),
-        config=state.head.ds_config,
         config_path=state.head.path,
         bf16_names=state.head.path.name.startswith("bf16_"),
         slicing=slicing,
@@ -179,16 +200,7 @@ def with_options(source: ReshardSource, options: Mapping[str, Mapping[str, objec
             own.update(entries.items())
         return {**root, "ds_config": {**config, **blocks}}
 
-    config = dict(source.config)
-    for block, entries in options.items():
-        saved = config.get(block)
-        config[block] = {**(saved if isinstance(saved, dict) else {}), **entries}
-    return replace(
-        source,
-        optim_root=changed(source.optim_root),
-        model_root=lambda rank: changed(model_root(rank)),
-        config=config,
-    )
+    return replace(source, optim_root=changed(source.optim_root), model_root=lambda rank: changed(model_root(rank)))
 
 
 def for_slicing(source: ReshardSource, slicing: Slicing) -> ReshardSource:
@@ -213,11 +225,13 @@ def slicing_of(checkpoint: Checkpoint) -> Slicing:
     """Which slices of tensors the ranks of a checkpoint had. Raises CheckpointError, UnsupportedError."""
     if checkpoint.layout.slices is None and not checkpoint.expert_files:
         return Slicing(checkpoint.topology)
-    root = pairs_of(read_tree(checkpoint.model_files[0]))
+    root, sliced = pairs_of(read_tree(checkpoint.model_files[0])), checkpoint.sliced
+    if sliced is not None and checkpoint.topology.tensor_size > 1:
+        layouts = (checkpoint.layout, checkpoint.frozen_layout)
+        maps = {tensor.name: sliced.maps[tensor.name] for layout in layouts for tensor in layout.whole_tensors}
+        return Slicing(checkpoint.topology, maps, info=pairs_of(root.get(INFO)) or None)
     try:
-        return saved_slicing(
-            root, [checkpoint.layout, checkpoint.frozen_layout], checkpoint.topology, _own_layers(checkpoint)
-        )
+        return expert_slicing(root, checkpoint.layout, checkpoint.topology, _own_layers(checkpoint))
     except (CheckpointError, UnsupportedError) as error:
         raise type(error)(f"{checkpoint.model_files[0]}: {error}") from None
 
@@ -332,51 +346,6 @@ def _repeats(listed: object) -> int:
     return max(1, len(listed) // len(set(map(str, listed)))) if isinstance(listed, list) and listed else 1
 
 
-# The whole weights of a module, which the model states file of stages 1 and 2 has and no file of stage 3. A source of
-# stage 1 or 2 has them as well: they are copied. From one of stage 3 they are made: trained weights by rounding the
-# master weights to the dtype of the run, as DeepSpeed does after every step, frozen ones from their parts.
-
-
-def weight_dtypes(source: ReshardSource) -> dict[str, str]:
-    """The dtype of each trained weight: that of its entry in the module's state, which may be without elements.
-
-    For a weight without an entry it is the dtype that the saved configuration chooses.
-    """
-    module = pairs_of(source.model_root(0).get("module"))
-    default = configured_dtype(source.config)
-    storages = {param.name: storage_of(module.get(param.name)) for param in source.trained.params}
-    return {name: default if storage is None else storage.dtype for name, storage in storages.items()}
-
-
-def made_weights(source: ReshardSource, slicing: Slicing) -> dict[str, str]:
-    """The dtypes of weights that are made from master weights; none where the source has them.
-
-    ``slicing`` is the result's. Raises UnsupportedError for a dtype to which master weights cannot be rounded, and for
-    a weight that has no place in the module's state.
-    """
-    if source.whole_model and not source.slicing.has_slices and not slicing.has_slices:
-        return {}
-    refuse_own_weights(source)
-    dtypes = weight_dtypes(source)
-    part = source.trained
-    for param, saved in zip(part.params, part.dtypes, strict=True):
-        if cast_between(saved[FP32], dtypes[param.name]) is None:
-            raise UnsupportedError(
-                f"{param.name}: its master weights are {saved[FP32]}, its weights {dtypes[param.name]}, which cannot "
-                "be made of them. Choose stage 3, with --stage 3."
-            )
-    root, names = source.model_root(0), slicing.file_names()
-    module, shared = pairs_of(root.get("module")), names_in_module(source, root).tied
-    found = {*module, *(shared.get(str(name), str(name)) for name in module)}
-    wanted = sorted(name for name in dtypes if not slicing.is_expert(names.get(name, name)))
-    if missing := [name for name in wanted if name not in found and shared.get(name, name) not in found]:
-        raise UnsupportedError(
-            f"the module's state has no entry for {some(missing)}, whose weights stages 1 and 2 keep there. "
-            "Choose stage 3, with --stage 3."
-        )
-    return dtypes
-
-
 def refuse_own_weights(source: ReshardSource) -> None:
     """Raise UnsupportedError where weights are not the master weights, cast, so that no other ones can be made."""
     record = source.checkpoint.record
@@ -392,39 +361,3 @@ def names_in_module(source: ReshardSource, root: Mapping[object, object]) -> Mod
     """Return the names in the module's state of a model states file that are not one parameter each."""
     module = pairs_of(root.get("module"))
     return module_names(root, module, places_of(module), is_whole=source.whole_model)
-
-
-def check_module(source: ReshardSource) -> None:
-    """Raise UnsupportedError where a whole module would not say which of its tensors are frozen parameters.
-
-    At stages 1 and 2 these are its tensors that are neither trained nor among ``ModuleNames``.
-    """
-    root = source.model_root(0)
-    names = names_in_module(source, root)
-    others = {param.name for param in source.trained.params} | names.no_params.union(names.tied)
-    module = pairs_of(root.get("module"))
-    found = {str(name) for name, value in module.items() if name not in others and storage_of(value) is not None}
-    frozen = {param.name for param in source.frozen.params}
-    if frozen - found:
-        raise UnsupportedError(
-            f"the module's state has no entry for {some(sorted(frozen - found))}, frozen parameters, "
-            "which stages 1 and 2 keep there. Choose stage 3, with --stage 3."
-        )
-    if found - frozen:
-        raise UnsupportedError(
-            f"the module's state has {some(sorted(found - frozen))}, neither parameters nor buffers, "
-            "which files of stages 1 and 2 do not distinguish from frozen ones. Choose stage 3, with --stage 3."
-        )
-
-
-def whole_module(root: Mapping[object, object], whole: Mapping[str, TensorRef], shared: Mapping[str, str]) -> Dict:
-    """The module's state with these whole weights; what is tied to one of them (``shared``) is the same tensor.
-
-    Every other entry stays as it is.
-    """
-    tied = {shared.get(name, name): value for name, value in whole.items()}
-
-    def weight(name: object, value: object) -> object:
-        return whole.get(str(name), tied.get(shared.get(str(name), str(name)), value))
-
-    return Dict((name, weight(name, value)) for name, value in pairs_of(root.get("module")).items())

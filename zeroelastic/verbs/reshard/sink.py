@@ -1,0 +1,276 @@
+"""The files of new ranks as DeepSpeed writes them: the layout of their buffers, and the trees of each rank's files.
+
+``NativeSink`` has everything that is the same at all ZeRO stages; ``stage_3`` and ``stage_1_2`` have the rest.
+
+Source (DeepSpeed 0.19.8): ``DeepSpeedEngine._save_checkpoint`` and ``torch.optim.Optimizer.state_dict``.
+docs/concepts/format.md.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, TypeAlias
+
+import numpy as np
+
+from zeroelastic.checkpoint.commit_record import CheckpointFormat
+from zeroelastic.checkpoint.model_states import client_state_keys
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, scalar_bytes
+from zeroelastic.checkpoint.saved_state import TensorSet
+from zeroelastic.checkpoint.tag_files import SAVE_ID, model_file_name
+from zeroelastic.checkpoint.topology import Topology
+from zeroelastic.core.digest import ScalarValue
+from zeroelastic.core.layout import Layout, Param
+from zeroelastic.core.slices import Strip
+from zeroelastic.errors import UnsupportedError, rank_list
+from zeroelastic.torch_file.tree import Dict, Size, Storage, TensorRef, instance, new_global, new_storage, tensor
+from zeroelastic.verbs.reshard.slice_tables import described
+from zeroelastic.verbs.reshard.slicing import Slicing
+from zeroelastic.verbs.reshard.source import ReshardSource, model_ranks
+
+Root: TypeAlias = dict[object, object]
+Flats: TypeAlias = Mapping[tuple[int, str], Storage]
+"""The storages of flat buffers, by the number of the buffer and the state key."""
+
+ZERO_STAGE = new_global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+LOSS_SCALER = new_global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
+APART = "--sub-group-size that keeps them apart; 1 gives each parameter a sub-group of its own."
+
+
+class Weight(NamedTuple):
+    """A weight that is made of master weights: those in the ``strips`` of a whole tensor, and where it goes."""
+
+    tensor: Param
+    strips: tuple[Strip, ...]
+    storage: Storage
+
+
+@dataclass(slots=True)
+class RankFiles:
+    """One rank's files: their trees, in the order of ``file_names``, and from where their storages are filled.
+
+    ``layout`` and ``frozen_layout`` are those of the rank alone. ``flats[i, key]`` is the storage of flat buffer i of a
+    state key, ``frozen[p, "frozen"]`` that of the rank's part of frozen parameter p, and ``weights`` are those of whole
+    modules and of experts; ``digests`` takes int64 by parameter, in elastic files; every other storage of the trees has
+    its ``data``, or an ``extent`` to be copied.
+    """
+
+    rank: int
+    save_id: str
+    layout: Layout
+    frozen_layout: Layout
+    flats: Flats
+    frozen: Flats
+    trees: list[Root] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
+    digests: Storage | None = None
+
+
+class NativeSink(ABC):
+    """The files of the ranks that ``slicing`` is of, at one ZeRO stage, with the state of ``source``.
+
+    A flat buffer is a sub-group at stage 3, an optimizer group at stages 1 and 2. ``layout`` has the trained parameters
+    over all ranks, ``frozen`` the frozen ones over the ranks that write module states (``models``). ``keys[i]`` is the
+    dtype of each state key of flat buffer i, "fp32" first; ``scalars[i]`` its scalars; ``members[g]`` the buffers of
+    optimizer group g. ``format`` is that of the files, ``weights`` the dtypes of the trained weights that are made from
+    master weights.
+
+    Raises UnsupportedError when parameters that share a flat ``buffer`` were saved with different kinds of state.
+    """
+
+    format: CheckpointFormat
+    weights: Mapping[str, str]
+    times_listed: ClassVar[bool]
+    """Whether an optimizer group lists its flat buffers as often as the saved one does."""
+
+    def __init__(
+        self, source: ReshardSource, slicing: Slicing, stage: int, layout: Layout, *, buffer: str, advice: str
+    ) -> None:
+        self.source, self.slicing, self.stage, self.layout = source, slicing, stage, layout
+        self.models = model_ranks(slicing.topology, stage)
+        self.frozen = slicing.frozen_layout(source.frozen.params, self.models)
+        part, number = source.trained, {param.name: i for i, param in enumerate(source.trained.params)}
+        firsts: dict[int, int] = {}  # the first parameter of each flat buffer
+        for param, i in zip(layout.params, layout.sub_group.tolist(), strict=True):
+            first, other = firsts.setdefault(i, number[param.name]), number[param.name]
+            if differ := _differing(part, first, other):
+                raise UnsupportedError(
+                    f"{part.params[first].name} and {param.name} share {buffer} but were saved with different "
+                    f"optimizer state ({', '.join(differ)}). {advice}"
+                )
+        of_buffer = [firsts[i] for i in range(layout.num_sub_groups)]
+        owner = {name: g for g, group in enumerate(source.groups) for name in group.params}
+        owners = [owner[part.params[first].name] for first in of_buffer]
+        self.keys = [part.dtypes[first] for first in of_buffer]
+        self.scalars = [part.scalars[first] for first in of_buffer]
+        self.members = [[i for i, g in enumerate(owners) if g == group] for group in range(len(source.groups))]
+
+    @property
+    def topology(self) -> Topology:
+        """How the ranks are grouped."""
+        return self.slicing.topology
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.topology.world_size
+
+    @property
+    def num_files(self) -> int:
+        """The files of all ranks."""
+        return self.world_size + self.models.world_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written: tensor parallel ranks have copies, and weights may be made."""
+        numel, of_state = sum(tensor.numel for tensor in self.layout.whole_tensors), self.source.nbytes
+        return round(of_state * (int(self.layout.numel.sum()) / numel)) if numel else of_state
+
+    def writes_model(self, rank: int) -> bool:
+        """Return whether a rank writes module states."""
+        return self.topology.place(rank)[0] < self.models.data_size
+
+    def frozen_rank(self, rank: int) -> int:
+        """The rank of ``frozen`` that a rank is, or of its tensor parallel rank the one that writes them."""
+        data_rank, tensor_rank = self.topology.place(rank)
+        return self.models.rank(min(data_rank, self.models.data_size - 1), tensor_rank)
+
+    def file_names(self, rank: int) -> tuple[str, ...]:
+        """DeepSpeed's names of one rank's files: of the optimizer, of module states, where it writes them, and more."""
+        prefix = "bf16_" if self.source.bf16_names else ""
+        data_rank, tensor_rank = self.topology.place(rank)
+        optim = f"{prefix}zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_optim_states.pt"
+        model = model_file_name(data_rank, tensor_rank, whole=self.stage != 3)
+        return (optim, model) if self.writes_model(rank) else (optim,)
+
+    def files(self, rank: int, *, save_id: str) -> RankFiles:
+        """One rank's files."""
+        own, frozen = self.layout.on_rank(rank), self.frozen.on_rank(self.frozen_rank(rank))
+        saved = self.source.frozen
+        dtypes = {param.name: keys[FROZEN] for param, keys in zip(saved.params, saved.dtypes, strict=True)}
+        parts = enumerate(zip(frozen.params, frozen.part.tolist(), strict=True)) if self.writes_model(rank) else ()
+        files = RankFiles(
+            rank,
+            save_id,
+            own,
+            frozen,
+            flats={
+                (i, key): new_storage(dtype, int(own.sub_group_numel[i]))
+                for i, keys in enumerate(self.keys)
+                for key, dtype in keys.items()
+            },
+            frozen={(p, FROZEN): new_storage(dtypes[param.name], numel) for p, (param, numel) in parts},
+        )
+        state = self.optimizer_state(files)
+        files.trees.append({**self.source.optim_root, "optimizer_state_dict": state, SAVE_ID: save_id})
+        if self.writes_model(rank):
+            files.trees.append({**self.model_states(files), SAVE_ID: save_id})
+        return files
+
+    @abstractmethod
+    def optimizer_state(self, files: RankFiles) -> Root:
+        """The state dict of DeepSpeed's optimizer."""
+
+    @abstractmethod
+    def model_states(self, files: RankFiles) -> Root:
+        """The module states of a rank."""
+
+    def torch_state(self, files: RankFiles, scalars: Sequence[Root]) -> Root:
+        """Return ``torch.optim.Optimizer.state_dict`` of the flat buffers."""
+        states: dict[int, Root] = {}
+        for i, keys in enumerate(self.keys):
+            if own := scalars[i] | {key: flat(files.flats[i, key]) for key in keys if key != FP32}:
+                states[i] = own
+        groups = [
+            {**group.options, "params": [*members] * (group.repeats if self.times_listed else 1)}
+            for group, members in zip(self.source.groups, self.members, strict=True)
+        ]
+        return {"state": states, "param_groups": groups}
+
+    def scalar_nodes(self) -> list[Root]:
+        """The scalars of each flat buffer."""
+        return [{key: _scalar_node(value) for key, value in scalars.items()} for scalars in self.scalars]
+
+    def model_root(self, files: RankFiles) -> Root:
+        """Return the module states that every stage of ZeRO has."""
+        rank, layout, names = files.rank, files.layout, self.slicing.file_names()
+        root = dict(self.source.model_root_for(*self.topology.place(rank)))
+        if self.source.slicing.has_slices or self.slicing.has_slices:
+            root = described(self.slicing, root, rank, self.stage)
+        if rank > 0 and root.get("shared_params"):
+            root["shared_params"] = {}  # rank 0 alone has them
+        root["dp_world_size"] = self.topology.data_size
+        root["param_shapes"] = [
+            Dict(
+                (names.get(name := layout.params[p].name, name), Size(layout.params[p].shape))
+                for p in np.flatnonzero(layout.sub_group == i).tolist()
+            )
+            for i in range(layout.num_sub_groups)
+        ]
+        return root
+
+    def notes(self, given: Sequence[str]) -> list[str]:
+        """Sentences on the stage, on the ``given`` options of the run that loads it, and on what is not carried."""
+        saved, notes = self.source, list[str]()
+        if saved.stage != self.stage:
+            notes.append(f"saved with ZeRO stage {saved.stage}; the result is of stage {self.stage}")
+        notes += self.order_notes(given)
+        left = range(self.models.data_size, saved.models.data_size)
+        root = saved.model_root(0)
+        users = {*client_state_keys(root)} - {"zeroelastic"}  # the position in the data, the same on all
+        there = {"buffers": root.get("buffer_names"), "client state": users}
+        if left and (what := " and ".join(name for name, found in there.items() if found)):
+            notes.append(f"not carried: {what} of saved {rank_list(left)}")
+        return notes
+
+    def order_notes(self, given: Sequence[str]) -> list[str]:
+        """Sentences on the order of parameters in the buffers."""
+        return []
+
+
+def _differing(part: TensorSet, first: int, other: int) -> list[str]:
+    """In what the optimizer state of two parameters differs: each key, with both values."""
+    states = [
+        {**part.dtypes[p], **{key: value.canonical() for key, value in part.scalars[p].items()}} for p in (first, other)
+    ]
+    keys = [key for key in dict.fromkeys([*states[0], *states[1]]) if states[0].get(key) != states[1].get(key)]
+    return [f"{key}: {_shown(part, first, key)} and {_shown(part, other, key)}" for key in keys]
+
+
+def _shown(part: TensorSet, param: int, key: str) -> str:
+    if key in part.scalars[param]:
+        return f"{part.scalars[param][key].value} ({part.scalars[param][key].kind})"
+    return f"a {part.dtypes[param][key]} tensor" if key in part.dtypes[param] else "none"
+
+
+def _scalar_node(value: ScalarValue) -> object:
+    """A scalar as it was saved: a Python value, or a 0-dim tensor."""
+    data = scalar_bytes(value)
+    return value.value if data is None else tensor(new_storage(value.kind, 1, data), 0, ())
+
+
+def flat(storage: Storage, numel: int | None = None, *, requires_grad: bool = False) -> TensorRef:
+    """The first elements of a storage as a tensor, by default all of them."""
+    return tensor(storage, 0, (storage.numel if numel is None else numel,), requires_grad=requires_grad)
+
+
+def loss_scaler(source: ReshardSource) -> Root:
+    """The loss scaler as it was saved, with its flags; a save of a ``BF16_Optimizer`` has none and gets one."""
+    keys = ("loss_scaler", "dynamic_loss_scale", "overflow")
+    found: Root = {key: source.inner[key] for key in keys if key in source.inner}
+    return {**NO_LOSS_SCALER} if source.whole_model and "loss_scaler" not in found else found
+
+
+NO_LOSS_SCALER: Root = {
+    "loss_scaler": instance(LOSS_SCALER, {"cur_scale": 1.0, "dynamic": False}),
+    "dynamic_loss_scale": False,
+    "overflow": False,
+}
+"""The entries of a run that scales no loss."""
+
+
+def shapes_of(params: Sequence[Param]) -> Dict:
+    """The shapes of parameters by name."""
+    return Dict((param.name, Size(param.shape)) for param in params)
