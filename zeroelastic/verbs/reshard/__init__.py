@@ -3,7 +3,7 @@
 reshard            the verb: plan, write, verify, publish
 plan, write        its two halves; ``options`` of both
 source             the saved tensors and trees, of any ZeRO stage
-slicing            which slices the ranks of a saved run and of the new one have; ``slice_tables`` as files list them
+slicing            which slices the ranks of a run have; ``new_slicing`` those of the new one
 sink               the layout of the new ranks and the contents of their files; ``stage_3`` and ``stage_1_2``
 rank_writer        fills the files of the new ranks
 sidecar_files      the other files of front ends beside them

@@ -12,10 +12,10 @@ from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.verbs.report import Format, GivenPath, Report
+from zeroelastic.verbs.reshard.new_slicing import data_parallel_size, slicing_notes, target_slicing
 from zeroelastic.verbs.reshard.options import ReshardOptions
 from zeroelastic.verbs.reshard.sidecar_files import SidecarFiles, plan_sidecar_files
 from zeroelastic.verbs.reshard.sink import NativeSink
-from zeroelastic.verbs.reshard.slicing import data_parallel_size, slicing_notes, target_slicing
 from zeroelastic.verbs.reshard.source import (
     ReshardSource,
     for_slicing,
@@ -135,8 +135,7 @@ def make_plan_for(source: Source, saved: ReshardSource, options: ReshardOptions,
     like = None if options.like is None else slicing_of(open_committed(find_source(options.like).tag_dir))
     params = [param for part in saved.parts for param in part.params]
     try:
-        sizes = options.world_size, options.tp, options.ep
-        slicing = target_slicing(saved.slicing, params, *sizes, stage=stage, like=like)
+        slicing = target_slicing(saved.slicing, params, options, stage, like)
         cut = slicing_notes(saved.slicing, slicing, params, like=like is not None)
         saved = for_slicing(saved, slicing)
         sink = Stage3Sink(saved, slicing, options) if stage == 3 else GroupSink(saved, slicing, stage)

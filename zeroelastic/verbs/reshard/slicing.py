@@ -10,17 +10,14 @@ deepspeed.checkpoint.affine and autoep_affine (DeepSpeed 0.19.8).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zeroelastic.checkpoint.optimizer_file import configured_sub_group_size, steps_with_bf16_optimizer, zero_option
 from zeroelastic.checkpoint.topology import (
-    SliceMap,
     SliceMaps,
     Topology,
     even_map,
-    even_shape,
     expert_sizes,
     layout_over_ranks,
     local_experts,
@@ -37,19 +34,14 @@ from zeroelastic.core.layout import (
     pack_sub_groups,
     unpacked_layout,
 )
-from zeroelastic.core.slices import row_major_strides
-from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, counted, shown, some
-from zeroelastic.torch_file.tree import entry, pairs_of
+from zeroelastic.errors import CheckpointError, UnsupportedError, shown, some
+from zeroelastic.torch_file.tree import pairs_of
 
 Root = Mapping[object, object]
 
 LAYERS = "ds_autoep_layers"
 INFO = "universal_checkpoint_info"
-MAP_VERSION = 1
-_OTHER = -1
 _MOST_EXPERTS = 1 << 16
-_MOST_IN_GROUP = 178956971
-"""``max_group_size`` of ``split_params_into_different_moe_groups_for_optimizer`` (deepspeed.moe.utils, 0.19.8)."""
 EXPERT_WEIGHTS = ("w1", "w2", "w3")
 
 
@@ -115,6 +107,17 @@ class Slicing:
             for view in found.views
             if view.tensor.name != name
         }
+
+    def with_experts(self, tensors: Sequence[Param], size: int) -> Slicing:
+        """The slicing with these experts, dealt evenly to ``size`` expert parallel ranks."""
+        if not self.has_own_experts:
+            maps = {tensor.name: even_map(tensor, 0, size, "expert") for tensor in tensors}
+        else:
+            counts = {layer.prefix: layer.num_experts for layer in self.layers}
+            found = [(tensor, numbered_expert(tensor.name)) for tensor in tensors]
+            firsts = [each for each, expert in found if expert and expert.number < counts[expert.prefix] // size]
+            maps = native_expert_maps(firsts, size)
+        return replace(self, maps=maps, expert_size=size)
 
     def in_files(self, params: Sequence[Param], tensor_rank: int) -> list[Param]:
         """Parameters, given whole, as the files of a tensor parallel rank and of expert parallel rank 0 have them.
@@ -219,32 +222,6 @@ class Slicing:
 Buffers = list[list[Param]]
 
 
-def even_cut(shape: Sequence[int], dim: int | None, size: int) -> dict[str, object]:
-    """The affine map of a tensor that ``size`` ranks cut evenly along a dimension, or that each has (``dim`` None)."""
-    local = even_shape(shape, dim, size)
-    strides = row_major_strides(shape)
-    ranks: dict[int, object] = {}
-    for rank in range(size):
-        at = 0 if dim is None else rank * local[dim] * strides[dim]
-        piece = {
-            "shape": [*local],
-            "source": [at, strides],
-            "dest": [0, row_major_strides(local)],
-            "locations": [*range(size)] if dim is None else [rank],
-        }
-        ranks[rank] = {"shard_shape": [*local], "pieces": [piece]}
-    return {"logical_shape": [*shape], "ranks": ranks}
-
-
-def _cut_dimension(found: SliceMap) -> int | None:
-    """The dimension along which a tensor is cut evenly; None where all ranks have all of it, else ``_OTHER``."""
-    tensor, size = found.views[0].tensor, len(found.views)
-    for dim in (None, *(d for d, n in enumerate(tensor.shape) if n % size == 0)):
-        if even_map(tensor, dim, size).views == found.views:
-            return dim
-    return _OTHER
-
-
 def expert_slicing(root: Root, trained: Layout, topology: Topology, own_layers: Sequence[str]) -> Slicing:
     """The slicing of a run without tensor parallelism, from its first module states and its trained parameters.
 
@@ -268,7 +245,7 @@ def expert_slicing(root: Root, trained: Layout, topology: Topology, own_layers: 
         tensor for tensor in trained.whole_tensors if tensor.name in names or numbered_expert(tensor.name) is not None
     ]
     size = max(expert_sizes(trained, topology), default=1)
-    return _with_experts(Slicing(topology, layers=tuple(layers)), experts, size)
+    return Slicing(topology, layers=tuple(layers)).with_experts(experts, size)
 
 
 def _expert_layer(table: Root) -> MoeLayer:
@@ -280,156 +257,3 @@ def _expert_layer(table: Root) -> MoeLayer:
             f"num_experts {shown(count)}. The file is damaged."
         )
     return MoeLayer(number, prefix, count, table)
-
-
-def _with_experts(run: Slicing, tensors: Sequence[Param], size: int) -> Slicing:
-    """The slicing of a run whose experts are dealt evenly to ``size`` expert parallel ranks."""
-    if not run.has_own_experts:
-        maps = {tensor.name: even_map(tensor, 0, size, "expert") for tensor in tensors}
-    else:
-        counts = {layer.prefix: layer.num_experts for layer in run.layers}
-        found = [(tensor, numbered_expert(tensor.name)) for tensor in tensors]
-        firsts = [each for each, expert in found if expert and expert.number < counts[expert.prefix] // size]
-        maps = native_expert_maps(firsts, size)
-    return replace(run, maps=maps, expert_size=size)
-
-
-def data_parallel_size(world_size: int, tensor_size: int) -> int:
-    """The number of ranks that hold the same slices. Raises UsageError where the tensor parallel ranks do not fit."""
-    if world_size % tensor_size:
-        raise UsageError(
-            f"--world-size {world_size} is not a multiple of the tensor parallel size {tensor_size}: it counts all "
-            "ranks. Give another, or --tp."
-        )
-    return world_size // tensor_size
-
-
-def target_slicing(
-    saved: Slicing,
-    params: Sequence[Param],
-    world_size: int,
-    tensor_size: int | None,
-    expert_size: int | None,
-    *,
-    stage: int,
-    like: Slicing | None,
-) -> Slicing:
-    """The slicing of a run of ``world_size`` ranks, by default with the saved tensor and expert parallel sizes.
-
-    ``params`` are all whole parameters. The maps are those of ``like``, a run of that tensor parallel size; or those
-    that were saved; or made of them. Raises UsageError for sizes that are none, UnsupportedError for a run that
-    DeepSpeed does not have, and for slices that are not known.
-    """
-    tensor_size = saved.topology.tensor_size if tensor_size is None else tensor_size
-    expert_size = saved.expert_size if expert_size is None else expert_size
-    data_size = data_parallel_size(world_size, tensor_size)
-    topology = replace(saved.topology, data_size=data_size, tensor_size=tensor_size)
-    if like is not None and tensor_size == 1:
-        raise UsageError("--like says how tensor parallel ranks cut weights. Leave it out, or give --tp.")
-    if saved.has_experts:
-        return _experts_for(saved, topology, expert_size, stage)
-    if expert_size > 1:
-        raise UnsupportedError(
-            "has no experts that DeepSpeed distributes (AutoEP or its own MoE layers): leave --ep out."
-        )
-    if tensor_size == 1:
-        return Slicing(topology)
-    if like is not None:
-        return Slicing(topology, _maps_like(like, params, topology), info=like.info)
-    if tensor_size == saved.topology.tensor_size:
-        return replace(saved, topology=topology)
-    return _recut(saved, topology)
-
-
-def _experts_for(saved: Slicing, topology: Topology, size: int, stage: int) -> Slicing:
-    tensors = [*{view.tensor.name: view.tensor for found in saved.maps.values() for view in found.views}.values()]
-    if topology.tensor_size > 1:
-        raise UnsupportedError("has experts, which are not written for tensor parallel ranks. Leave --tp out.")
-    if saved.has_own_experts and stage == 3:
-        raise UnsupportedError(
-            "has experts of DeepSpeed's own MoE layers, with which DeepSpeed does not start at stage 3. Give --stage 1 "
-            "or 2."
-        )
-    uneven = [f"{layer.prefix} ({layer.num_experts})" for layer in saved.layers if layer.num_experts % size]
-    if uneven:
-        raise UnsupportedError(
-            f"has experts that {counted(size, 'expert parallel rank')} cannot share evenly: "
-            f"{some(uneven)}. Give an --ep that divides their number."
-        )
-    if topology.data_size % size:
-        raise UsageError(
-            f"{counted(topology.data_size, 'rank')} are no groups of {size} expert parallel ranks. Give an --ep that "
-            "divides --world-size."
-        )
-    return _with_experts(replace(saved, topology=topology), tensors, size)
-
-
-def _maps_like(like: Slicing, params: Sequence[Param], topology: Topology) -> SliceMaps:
-    """The maps of a run for parameters of the same names and shapes."""
-    if like.topology.tensor_size != topology.tensor_size:
-        raise UsageError(
-            f"--like: was saved with tensor parallel size {like.topology.tensor_size}, and {topology.tensor_size} is "
-            "asked for. Give a checkpoint of that size."
-        )
-    wrong = [
-        param.name
-        for param in params
-        if (found := like.maps.get(param.name)) is None or found.views[0].tensor.shape != param.shape
-    ]
-    if wrong:
-        raise UnsupportedError(
-            f"--like: has no slices of {some(wrong)}, or those of another shape. Give a checkpoint of the same model."
-        )
-    return {param.name: like.maps[param.name] for param in params}
-
-
-def _recut(saved: Slicing, topology: Topology) -> Slicing:
-    """The slicing for another tensor parallel size, of cuts that are even."""
-    size = topology.tensor_size
-    advice = f"Give --like with a checkpoint of a run of tensor parallel size {size}, which says how it cuts."
-    if saved.topology.tensor_size == 1:
-        raise UnsupportedError(
-            f"was saved without tensor parallelism, and does not say how {size} ranks cut its weights. {advice}"
-        )
-    maps: dict[str, SliceMap] = {}
-    entries: dict[str, object] = {}
-    for name, found in saved.maps.items():
-        tensor = found.views[0].tensor
-        dim = _cut_dimension(found)
-        if dim is _OTHER or (dim is not None and tensor.shape[dim] % size):
-            raise UnsupportedError(
-                f"{name} {list(tensor.shape)} was not cut evenly along one dimension, or cannot be by {size} ranks: "
-                f"how they cut it is not known. {advice}"
-            )
-        maps[name] = even_map(tensor, dim, size)
-        entries[f"^{re.escape(name)}$"] = even_cut(tensor.shape, dim, size)
-    listed = pairs_of(entry(saved.info, "affine_map", "params"))
-    in_order = {str(key): entries.pop(str(key)) for key in listed if key in entries}
-    affine_map = {"version": MAP_VERSION, "params": in_order | entries}
-    return Slicing(topology, maps, info={**(saved.info or {}), "affine_map": affine_map})
-
-
-def slicing_notes(saved: Slicing, target: Slicing, params: Sequence[Param], *, like: bool) -> list[str]:
-    """Sentences on other tensor and expert parallel sizes than the saved ones, and on the runs that have them.
-
-    ``params`` are all whole parameters.
-    """
-    notes: list[str] = []
-    before, size = saved.topology.tensor_size, target.topology.tensor_size
-    if size != before:
-        notes.append(f"saved with tensor parallel size {before}; the result is of {size}")
-        if size > 1 and not like:
-            notes.append(
-                "weights are cut evenly, along the dimensions along which they were: for a run that cuts so. DeepSpeed "
-                "does where heads divide, and refuses the files by their sizes where not; --like gives its own cut"
-            )
-    if target.expert_size != saved.expert_size:
-        notes.append(f"saved with expert parallel size {saved.expert_size}; the result is of {target.expert_size}")
-    names = target.file_names()
-    numel = sum(param.numel for param in params if target.is_expert(names.get(param.name, param.name)))
-    if numel // target.expert_size > _MOST_IN_GROUP:
-        notes.append(
-            f"a rank has more than {_MOST_IN_GROUP:,} elements of experts, which DeepSpeed puts into several optimizer "
-            "groups by default: the result has the groups of the source"
-        )
-    return notes
