@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Literal, TypeVar
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.contradictions import (
     MIXED,
     OF_THE_SAVE,
@@ -96,7 +96,7 @@ class _Checker(TagHeaders):
         for error in self.listing.duplicates.values():
             self._add("", error)
         record = self.record
-        files = self.listing.by_rank(None if record is None else record.tp_size)
+        files = self.listing.by_rank(self.saved.tensor_size)
         try:
             require_files(self.tag_dir, files)
         except UnsupportedError as error:
@@ -107,14 +107,13 @@ class _Checker(TagHeaders):
                 raise
             self._add("", error)
             return
-        self._use_files(files, 0 if record is None else record.world_size)
-        if record is not None and any(group.tp_rank for group in record.params.groups):
-            self.checkpoint.tp = TensorParallel(size=record.tp_size)
-            self._check_names(other_tp_size(self.tag_dir, record.tp_size, None))
+        self.stated_world_size = self.saved.data_size
+        self._use_files(files, self.stated_world_size or 0)
+        if self.saved.recorded_by_tensor_rank:
+            self.checkpoint.tp = TensorParallel(size=files.tensor_size)
+            self._check_names(other_tp_size(self.tag_dir, files.tensor_size, None))
             return
-        if record is not None:
-            self.stated_world_size = record.world_size
-        else:
+        if record is None:
             self._open_models(None)
             if self._is_opaque:
                 self._check_names(None)
@@ -126,16 +125,15 @@ class _Checker(TagHeaders):
         for paths in (self.optim_files, self.model_files):
             for rank in [rank for rank in paths if rank >= self.world_size]:
                 del paths[rank]
-        if self._headers != "none" or record is None:
-            if record is not None:
-                self._open_models(record.world_size)
+        if record is not None and self._headers != "none":
+            self._open_models(record.world_size)
+        if record is None or self._headers != "none":
             self._choose_models()
             self._open_shards()
             self._choose_shards()
             self._find_record()
             self._put_together()
-            if record is not None and self.parts:
-                self._compare_with_record(record)
+            self._compare_with_record()
         if self._headers != "first":
             self._find_experts()
 
@@ -162,8 +160,7 @@ class _Checker(TagHeaders):
 
     def _check_names(self, error: UnsupportedError | None) -> None:
         """Keep the files that ranks write, whatever is in them: names, sizes and checksums are compared."""
-        listing, record = self.listing, self.record
-        files, root = listing.files, stage_0_root(listing)
+        listing, files, root = self.listing, self.listing.files, stage_0_root(self.listing)
         names = [*files.optim.values(), *files.models.values()]
         self.is_stage_0 = root is not None
         if root is not None:
@@ -174,19 +171,16 @@ class _Checker(TagHeaders):
             )
         if error is not None and (self.is_stage_0 or self._is_opaque):
             self._refuse(error)
-        tp_size = listing.tp_size
-        if record is not None:
-            self.stated_world_size, tp_size = record.world_size, record.tp_size
-        else:
-            for name in files.models.values():
-                with suppress(CheckpointError, UnsupportedError):
-                    self.stated_world_size, tp_size = stated_sizes(self.tag_dir, [name]) or (None, tp_size)
-                    break
+        self.stated_world_size, tp_size = self.saved.data_size, self.saved.tensor_size or listing.tp_size
+        for name in () if self.saved.is_recorded else files.models.values():
+            with suppress(CheckpointError, UnsupportedError):
+                self.stated_world_size, tp_size = stated_sizes(self.tag_dir, [name]) or (None, tp_size)
+                break
         self._use_files(listing.by_rank(1), self.stated_world_size or max(1, listing.num_ranks))
         if not self.is_stage_0:  # which has the files of no other rank
             self._find_missing(listing.by_rank(tp_size))
         self.notes.append("not checked: what the headers of the files say")
-        self._other_names = sorted({*names, *self._other_names, *self.checkpoint.recorded_sizes})
+        self._other_names = sorted({*names, *self._other_names, *self.saved.recorded_sizes})
         self.num_rank_files, self.models = 0, {}
         if not self._first_tp or self.is_stage_0:
             self.optim_files, self.model_files = {}, {}
@@ -220,7 +214,7 @@ class _Checker(TagHeaders):
 
     def _paths(self, names: Mapping[int, str]) -> dict[int, FilePath]:
         """The files by rank; where many are read, those that have the size that the commit record states."""
-        sizes = self.sizes if self._headers == "first" else {**self.sizes, **self.checkpoint.recorded_sizes}
+        sizes = self.sizes if self._headers == "first" else {**self.sizes, **self.saved.recorded_sizes}
         return {rank: self.tag_dir / name for rank, name in sorted(names.items()) if self.sizes[name] == sizes[name]}
 
     def _each(self, files: Mapping[int, FilePath], read: Callable[[int, FilePath], None]) -> None:
@@ -290,11 +284,11 @@ class _Checker(TagHeaders):
     def _find_record(self) -> None:
         if self.first_shard is None or RECORD_NAME in self.sizes:  # it is there, and damaged
             return
-        if (missing := not_committed(self.first_shard, self.record)) is not None:
+        if (missing := not_committed(self.first_shard, self.saved)) is not None:
             self.missing.append(self._add(RECORD_NAME, missing))
 
     def _find_missing(self, files: StateFiles) -> None:
-        recorded, num_ranks = self.checkpoint.recorded_sizes, files.tensor_size * self.topology.data_size
+        recorded, num_ranks = self.saved.recorded_sizes, files.tensor_size * self.topology.data_size
         for name, want in sorted(recorded.items()):
             path, have = self.tag_dir / name, self.sizes.get(name)
             if have is None:
@@ -305,7 +299,7 @@ class _Checker(TagHeaders):
                     f"{path}: has {have} bytes; the commit record says {want}. The file is truncated, damaged or from "
                     "another save.",
                 )
-        for names in (files.optim, files.models) if self.record is not None else ():
+        for names in (files.optim, files.models) if self.saved.is_recorded else ():
             for rank, name in sorted(names.items()):
                 if rank < num_ranks and name not in recorded:
                     self._add(name, f"{self.tag_dir / name}: is not in the commit record, which lists all files.")
@@ -327,8 +321,8 @@ class _Checker(TagHeaders):
         model = next(iter(self.models.values()), None)
         found = self.listing.expert_files
         names: Collection[str] = found if model is None else model.expert_files
-        recorded = self.checkpoint.recorded_sizes
-        if self.record is not None:
+        recorded = self.saved.recorded_sizes
+        if self.saved.is_recorded:
             names = [name for name in recorded if EXPERT_FILE.match(name)]
         for name in names:
             if name not in self.sizes and name not in recorded:  # else it is missing already
@@ -348,7 +342,7 @@ class _Checker(TagHeaders):
         Tensor parallel ranks, which have parameters of other shapes, are compared each by itself.
         """
         for rank, model in list(self.models.items()):
-            mixed = other_step(model, self.record)
+            mixed = other_step(model, self.saved)
             if model.tensor_size != self.topology.tensor_size and not self._is_opaque:
                 sizes = f"{model.tensor_size} tensor parallel ranks, the rest of the checkpoint by"
                 mixed = f"{model.path}: was saved by {sizes} {self.topology.tensor_size}. {MIXED}"
@@ -401,7 +395,7 @@ class _Checker(TagHeaders):
             else:
                 shard = open_shard(path, rank, world_size=self.topology.data_size, rigid_params=None)
             self.first_shard = self.first_shard or shard
-            if (mixed := other_save(shard, self.record, model_name)) is not None:
+            if (mixed := other_save(shard, self.saved.save_id, model_name)) is not None:
                 raise CheckpointError(mixed)
             self.shards[rank] = shard
 
@@ -447,10 +441,10 @@ class _Checker(TagHeaders):
         first = next(iter(self.models.values()), None)
         if first is not None:
             if head is not None:
-                mixed = other_trained_params(first, head) or other_models(first, head, self.record)
+                mixed = other_trained_params(first, head) or other_models(first, head, self.saved)
                 if mixed is not None:
                     self._add(first.path.name, mixed)
-                elif (note := steps_note(first, head, self.record)) is not None:
+                elif (note := steps_note(first, head, self.saved)) is not None:
                     self.notes.append(note)
             with self._noting(first.path.name):
                 sliced = 1 < self.topology.tensor_size == len(self._known_models())
@@ -472,8 +466,11 @@ class _Checker(TagHeaders):
                 self._add(name, error)
             return None
 
-    def _compare_with_record(self, record: CommitRecord) -> None:
+    def _compare_with_record(self) -> None:
         """Compare the headers with everything in the record except digests."""
+        record = self.record
+        if record is None or not self.parts:
+            return
         found = contents_of(self.parts)
         have = {content.param.name for content in found}
         want = {content.param.name: content for content in record.contents()}

@@ -17,12 +17,13 @@ from pydantic import Field, StringConstraints, ValidationError
 
 from zeroelastic.checkpoint.param_table import ParamTable, Schema
 from zeroelastic.core.digest import ParamContent
-from zeroelastic.errors import CheckpointError, MissingFileError, NewerFormatError, counted, without_pydantic
+from zeroelastic.errors import CheckpointError, MissingFileError, NewerFormatError, without_pydantic
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_whole
 
 RECORD_NAME = "zeroelastic.json"
 RECORD_VERSION = 1
+OVERWRITTEN = f"(If DeepSpeed overwrote this tag without zeroelastic, remove {RECORD_NAME}.)"
 
 _MAX_RECORD_BYTES = 1 << 30  # about 120 bytes a parameter: eight million of them
 
@@ -93,22 +94,6 @@ class CommitRecord(Schema):
     def excluded_how(self) -> str:
         """How the save was asked to leave frozen weights out."""
         return '"frozen": "exclude"' if self.excluded_by == "option" else "exclude_frozen_parameters=True"
-
-
-def excluded_note(record: CommitRecord | None) -> str | None:
-    """Return a sentence on frozen weights that are in no file; None where there are none, or no record."""
-    excluded = excluded_from(record)
-    if record is None or not excluded:
-        return None
-    return (
-        f"frozen weights are not in the checkpoint ({counted(len(excluded), 'parameter')}; {record.excluded_how}): a "
-        "load compares those of the run with the digests in the commit record, which nothing else can check"
-    )
-
-
-def excluded_from(record: CommitRecord | None) -> list[ParamContent]:
-    """Return ``record.excluded()``; nothing where there is no record, which alone has the digests."""
-    return [] if record is None else record.excluded()
 
 
 def read_record(tag_dir: FilePath) -> CommitRecord | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord
+from zeroelastic.checkpoint.commit_record import OVERWRITTEN, RECORD_NAME
+from zeroelastic.checkpoint.inventory import Inventory
 from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.optimizer_file import OptimizerHeader, configured_batch
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
@@ -19,25 +20,23 @@ from zeroelastic.errors import CheckpointError, UnsupportedError, buffer_kind, c
 from zeroelastic.io.paths import FilePath
 
 MIXED = "Files of two saves are mixed in this directory."
-OVERWRITTEN = f"(If DeepSpeed overwrote this tag without zeroelastic, remove {RECORD_NAME}.)"
 
 
-def other_save(shard: OptimizerHeader, record: CommitRecord | None, model_name: str | None) -> str | None:
-    """Whether an optimizer file is of another ZeRO stage than a model states file, or names another save than a record.
+def other_save(shard: OptimizerHeader, save_id: str | None, model_name: str | None) -> str | None:
+    """Whether an optimizer file is of another ZeRO stage than a model states file, or of another save than a record.
 
-    ``model_name`` is the name of that model states file.
+    ``save_id`` is that of the record, ``model_name`` the name of that model states file.
     """
     if model_name is not None and (WHOLE_MODEL_FILE.match(model_name) is None) != (shard.stage == 3):
         return f"{shard.path}: was saved with ZeRO stage {shard.stage}, {model_name} with another one. {MIXED}"
-    if record is None or shard.save_id in (None, record.save_id):
+    if save_id is None or shard.save_id in (None, save_id):
         return None
-    ids = str(shard.save_id)[:8], record.save_id[:8]
-    return f"{shard.path}: belongs to save {ids[0]}, the commit record to {ids[1]}. {MIXED}"
+    return f"{shard.path}: belongs to save {str(shard.save_id)[:8]}, the commit record to {save_id[:8]}. {MIXED}"
 
 
-def not_committed(shard: OptimizerHeader, record: CommitRecord | None) -> str | None:
+def not_committed(shard: OptimizerHeader, saved: Inventory) -> str | None:
     """Whether an optimizer file is of an elastic save, and the commit record of that save is not there."""
-    if record is not None or shard.format != "elastic":
+    if saved.is_recorded or shard.format != "elastic":
         return None
     return (
         f"{shard.path.parent}: {RECORD_NAME} is missing, which an elastic save writes last: without it the save does "
@@ -45,7 +44,7 @@ def not_committed(shard: OptimizerHeader, record: CommitRecord | None) -> str | 
     )
 
 
-def other_models(model: ModuleHeader, shard: OptimizerHeader, record: CommitRecord | None) -> str | None:
+def other_models(model: ModuleHeader, shard: OptimizerHeader, saved: Inventory) -> str | None:
     """Whether module states and an optimizer file are of two saves.
 
     The ids of their saves decide where both have one. Without ids and without a record, the optimizer's steps are
@@ -58,7 +57,7 @@ def other_models(model: ModuleHeader, shard: OptimizerHeader, record: CommitReco
             return None
         return f"{model.path}: belongs to save {model.save_id[:8]}, {shard.path} to {shard.save_id[:8]}. {MIXED}"
     said = unequal_steps(model, shard)
-    if record is not None or said is None:
+    if saved.is_recorded or said is None:
         return None
     scheduled, used = _learning_rates(model, shard)
     if scheduled != used:
@@ -104,10 +103,10 @@ def _learning_rates(model: ModuleHeader, shard: OptimizerHeader) -> tuple[list[f
     return ([], []) if len(numbers) < len(rates) else (numbers[: len(used)], numbers[len(used) :])
 
 
-def steps_note(model: ModuleHeader, shard: OptimizerHeader, record: CommitRecord | None) -> str | None:
+def steps_note(model: ModuleHeader, shard: OptimizerHeader, saved: Inventory) -> str | None:
     """A sentence about steps that differ and are no proof of two saves; some optimizers do not count the first step."""
     said = unequal_steps(model, shard)
-    if said is None or record is not None or model.save_id is not None or _steps(shard) + 1 == model.global_steps:
+    if said is None or saved.is_recorded or model.save_id is not None or _steps(shard) + 1 == model.global_steps:
         return None
     return (
         f"{said}: an earlier load left the optimizer's state out, the job has set counters, or files of two "
@@ -115,14 +114,15 @@ def steps_note(model: ModuleHeader, shard: OptimizerHeader, record: CommitRecord
     )
 
 
-def other_step(model: ModuleHeader, record: CommitRecord | None) -> str | None:
+def other_step(model: ModuleHeader, saved: Inventory) -> str | None:
     """The sentence about module states of another step than the record's; None where they are of the same save.
 
     The zip directory that the record states for the file proves that: client state may have set the step.
     """
+    record = saved.record
     if record is None or model.global_steps == record.global_steps:
         return None
-    if record.directories.get(model.path.name) == model.directory:
+    if saved.recorded_directories.get(model.path.name) == model.directory:
         return None
     return (
         f"{model.path}: was saved at step {model.global_steps}, the commit record at step {record.global_steps}. "
@@ -159,11 +159,11 @@ def check_frozen(model: ModuleHeader, layout: Layout) -> None:
 
 
 def check_same_save(
-    shards: Mapping[int, OptimizerHeader], head: OptimizerHeader, *, recorded: bool, resizable: bool = True
+    shards: Mapping[int, OptimizerHeader], head: OptimizerHeader, saved: Inventory, *, resizable: bool = True
 ) -> None:
     """Raise CheckpointError when shards differ in something that all shards of one save share.
 
-    ``recorded``: the save has a commit record, so that its ranks were compared. ``resizable`` as of ``open_state``.
+    Where there is a commit record, ranks were compared when it was saved. ``resizable`` as of ``open_state``.
     """
     facts = shard_facts(head)
     different: dict[str, OptimizerHeader] = {}
@@ -174,7 +174,7 @@ def check_same_save(
                 different.setdefault(what, shard)
     if not different:
         return
-    by_rank = None if recorded or different.keys() - VALUE_FACTS else values_by_rank(shards.values(), head)
+    by_rank = None if saved.is_recorded or different.keys() - VALUE_FACTS else values_by_rank(shards.values(), head)
     if by_rank is None:
         what, shard = next(iter(different.items()))
         raise CheckpointError(f"{shard.path} and {head.path} differ in {what}. {MIXED}")
@@ -261,12 +261,11 @@ def shard_facts(shard: OptimizerHeader) -> dict[str, str]:
 
 
 @paused_collector()
-def check_same_models(models: Sequence[ModuleHeader], head: OptimizerHeader, record: CommitRecord | None) -> None:
+def check_same_models(models: Sequence[ModuleHeader], head: OptimizerHeader, saved: Inventory) -> None:
     """Raise CheckpointError when module states differ in something that all of one save share."""
     first = models[0]
-    if (mixed := other_step(first, record)) is not None:
-        raise CheckpointError(mixed)
-    if (mixed := other_trained_params(first, head) or other_models(first, head, record)) is not None:
+    mixed = other_step(first, saved) or other_trained_params(first, head) or other_models(first, head, saved)
+    if mixed is not None:
         raise CheckpointError(mixed)
     facts = [model_facts(model) for model in models]
     first_of: dict[int, int] = {}  # by tensor parallel rank

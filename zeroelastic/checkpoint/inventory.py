@@ -1,18 +1,24 @@
-"""The files of a tag, as the ranks of a job see them together: names, sizes, the record, and who reads which."""
+"""The files of a tag, as the ranks of a job see them together: names, sizes, who reads which, and what the record says.
+
+What a commit record says is asked here, of tags that have none, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
-from zeroelastic.checkpoint.contradictions import OVERWRITTEN
+from zeroelastic.checkpoint.commit_record import OVERWRITTEN, RECORD_NAME, CommitRecord, read_record
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE, TagListing, parse_rank_file, rank_files
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, rank_list, some
+from zeroelastic.core.digest import ParamContent
+from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, counted, rank_list, some
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.torch_file.header import read_torch_file
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,93 @@ class Inventory:
     readers_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rank: int = 0
     partial_ranks: tuple[int, ...] = ()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether there is a commit record."""
+        return self.record is not None
+
+    def _by_record(self, said: Callable[[CommitRecord], T], without: T) -> T:
+        """Return what the record says; ``without`` one, this."""
+        return without if self.record is None else said(self.record)
+
+    @property
+    def recorded_sizes(self) -> Mapping[str, int]:
+        """The size of each file by the commit record; empty without one."""
+        return self._by_record(lambda record: record.files, {})
+
+    @property
+    def recorded_directories(self) -> Mapping[str, str]:
+        """The digest of each file's zip directory by the commit record; empty without one."""
+        return self._by_record(lambda record: record.directories, {})
+
+    @property
+    def save_id(self) -> str | None:
+        """The id of the save; None without a record."""
+        return self._by_record(lambda record: record.save_id, None)
+
+    @property
+    def content_root(self) -> str | None:
+        """The content root that the record states; None without one."""
+        return self._by_record(lambda record: record.content_root, None)
+
+    @property
+    def digests(self) -> Mapping[tuple[str, str], tuple[str, int]]:
+        """The dtype and the digest of each tensor by parameter and state key; empty without a record."""
+        return self._by_record(lambda record: record.params.digests, {})
+
+    @property
+    def own_weights(self) -> bool | None:
+        """Whether the weights of the model were not the master weights, cast; None: that is not known."""
+        return self._by_record(lambda record: record.own_weights, None)
+
+    @property
+    def lost_micro_batches(self) -> int:
+        """How many accumulated micro batches the save lost; 0 where that is not known."""
+        return self._by_record(lambda record: record.lost_micro_batches, 0)
+
+    def contents(self) -> list[ParamContent]:
+        """Return the recorded tensors of each parameter."""
+        return self._by_record(lambda record: record.contents(), [])
+
+    def excluded(self) -> list[ParamContent]:
+        """Return the frozen parameters whose digests are recorded and whose weights are in no file."""
+        return self._by_record(lambda record: record.excluded(), [])
+
+    @property
+    def excluded_by(self) -> str | None:
+        """What kept frozen weights out of the files, "option" or "argument"; None where nothing did."""
+        return self._by_record(lambda record: record.excluded_by, None)
+
+    @property
+    def excluded_how(self) -> str:
+        """How the save was asked to leave frozen weights out."""
+        return self._by_record(lambda record: record.excluded_how, "")
+
+    @property
+    def excluded_note(self) -> str | None:
+        """A sentence on frozen weights that are in no file; None where there are none."""
+        if not (excluded := self.excluded()):
+            return None
+        return (
+            f"frozen weights are not in the checkpoint ({counted(len(excluded), 'parameter')}; {self.excluded_how}): a "
+            "load compares those of the run with the digests in the commit record, which nothing else can check"
+        )
+
+    @property
+    def tensor_size(self) -> int | None:
+        """How many tensor parallel ranks saved; None where that is not known."""
+        return self._by_record(lambda record: record.tp_size, None)
+
+    @property
+    def data_size(self) -> int | None:
+        """How many data parallel ranks saved; None where that is not known."""
+        return self._by_record(lambda record: record.world_size, self.world_size)
+
+    @property
+    def recorded_by_tensor_rank(self) -> bool:
+        """Whether tensor parallel ranks, which do not say which slices they have, were recorded each by itself."""
+        return self._by_record(lambda record: any(group.tp_rank for group in record.params.groups), False)
 
     @property
     def reads_payload(self) -> bool:
@@ -97,9 +190,9 @@ def list_files(tag_dir: FilePath) -> Inventory:
     return Inventory(sizes, sizes, record, record_bytes=sizes.get(RECORD_NAME, 0))
 
 
-def check_sizes(tag_dir: FilePath, inventory: Inventory, record: CommitRecord) -> None:
+def check_sizes(tag_dir: FilePath, inventory: Inventory) -> None:
     """Raise CheckpointError unless all files of the record are there, with its sizes where these are known."""
-    want, sizes = record.files, inventory.sizes
+    want, sizes = inventory.recorded_sizes, inventory.sizes
     missing = [name for name in want if name not in inventory.names]
     other = [name for name, size in sizes.items() if name in want and size != want[name]]
     wrong = [
@@ -118,8 +211,7 @@ def saved_sizes(tag_dir: FilePath) -> tuple[int, int]:
 
     From the record, or else from one model states file. Raises MissingFileError, CheckpointError, UnsupportedError.
     """
-    record = read_record(tag_dir)
-    if record is not None:
+    if (record := read_record(tag_dir)) is not None:
         return record.world_size, record.tp_size
     names = file_sizes(tag_dir)
     sizes = stated_sizes(tag_dir, names)

@@ -6,7 +6,7 @@ Only directory names, the commit record, and the headers of the files that are a
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import overload
 
@@ -17,7 +17,7 @@ from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
 from zeroelastic.checkpoint.inventory import NO_FILES, Inventory, check_sizes, list_files
 from zeroelastic.checkpoint.model_states import ModuleHeader, model_states_of
 from zeroelastic.checkpoint.one_save import watch
-from zeroelastic.checkpoint.optimizer_file import FROZEN, OptimizerHeader, ParamGroup
+from zeroelastic.checkpoint.optimizer_file import FROZEN, OptimizerHeader, ParamGroup, configured_batch
 from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file, shard_of
 from zeroelastic.checkpoint.saved_layout import SavedMaps, SlicedLayout, frozen_layout, saved_maps, sliced_layout
 from zeroelastic.checkpoint.tag_files import (
@@ -107,16 +107,6 @@ class Checkpoint:
         return self.inventory.record
 
     @property
-    def recorded_sizes(self) -> Mapping[str, int]:
-        """The size of each file by the commit record; empty without one."""
-        return {} if self.record is None else self.record.files
-
-    @property
-    def recorded_directories(self) -> Mapping[str, str]:
-        """The digest of each file's zip directory by the commit record; empty without one."""
-        return {} if self.record is None else self.record.directories
-
-    @property
     def layout(self) -> Layout:
         """The layout of the trained parameters over all ranks.
 
@@ -204,7 +194,7 @@ class Checkpoint:
         """
         if rank not in self._shards:
             shard = self.read_shard(rank, through=through)
-            if (mixed := other_save(shard, self.record, self.model_files[0].name)) is not None:
+            if (mixed := other_save(shard, self.inventory.save_id, self.model_files[0].name)) is not None:
                 raise CheckpointError(mixed)
             self._check_directory(shard.path, shard.directory)
             self._shards[rank] = shard
@@ -224,10 +214,19 @@ class Checkpoint:
             slices=slices,
         )
 
+    def train_batch_size(self, head: OptimizerHeader) -> int | None:
+        """The global batch of the save, from its record, an optimizer file or the configuration in it."""
+        stated = head.train_batch_size if self.record is None else self.record.train_batch_size
+        return configured_batch(head.ds_config, self.topology.data_size) if stated is None else stated
+
+    def require_committed(self, shard: OptimizerHeader) -> None:
+        """Raise MissingFileError for the optimizer file of an elastic save whose commit record is not there."""
+        if (missing := not_committed(shard, self.inventory)) is not None:
+            raise MissingFileError(missing)
+
     def _rigid_params(self, rank: int) -> Sequence[Sequence[Param]] | None:
         """The parameters by flat buffer, which stock optimizer files do not name; None where no header is needed."""
-        recorded_rigid = self.record is not None and self.record.checkpoint_format == "rigid"
-        if not self.models and (self.whole_model or recorded_rigid):
+        if not self.models and (self.whole_model or (self.record and self.record.checkpoint_format == "rigid")):
             self.model_states(rank)
         if not self.models:
             return None
@@ -296,7 +295,7 @@ class Checkpoint:
         yield 0, read_zip_records(path, size)
 
     def _check_directory(self, path: FilePath, found: str) -> None:
-        if self.compare_directories and self.recorded_directories.get(path.name, found) != found:
+        if self.compare_directories and self.inventory.recorded_directories.get(path.name, found) != found:
             raise CheckpointError(other_directory(path))
 
     @property
@@ -343,10 +342,9 @@ def open_checkpoint(
     tag_dir = watch(as_path(tag_dir))
     if inventory is None:
         inventory = list_files(tag_dir)
-    names, record = inventory.names, inventory.record
+    names, data_size = inventory.names, inventory.data_size
     refuse_unfinished(tag_dir, names)
-    files = _state_files(tag_dir, names, record, tp)
-    data_size = inventory.world_size if record is None else record.world_size
+    files = _state_files(tag_dir, inventory, tp)
     checkpoint = Checkpoint(
         tag_dir=tag_dir,
         topology=Topology(0, files.tensor_size),
@@ -362,8 +360,7 @@ def open_checkpoint(
             files = rank_files(tag_dir, names, tensor_size=first.tensor_size)
     checkpoint.use_files(files, data_size)
     _check_none_missing(checkpoint, files)
-    if record is not None:
-        check_sizes(tag_dir, inventory, record)
+    check_sizes(tag_dir, inventory)
     checkpoint.stale_files = files.stale(data_size)
     return checkpoint
 
@@ -371,21 +368,19 @@ def open_checkpoint(
 def open_committed(tag_dir: str | os.PathLike[str] | FilePath) -> Checkpoint:
     """Open a checkpoint. Raises as ``open_checkpoint``, and MissingFileError for an elastic save without a record."""
     checkpoint = open_checkpoint(tag_dir)
-    if checkpoint.record is None and (missing := not_committed(checkpoint.shard(0), None)) is not None:
-        raise MissingFileError(missing)
+    if not checkpoint.inventory.is_recorded:
+        checkpoint.require_committed(checkpoint.shard(0))
     return checkpoint
 
 
-def _state_files(
-    tag_dir: FilePath, names: Collection[str], record: CommitRecord | None, tp: TensorParallel | None
-) -> StateFiles:
+def _state_files(tag_dir: FilePath, inventory: Inventory, tp: TensorParallel | None) -> StateFiles:
     """The optimizer and the model states files by rank: of all ranks, or of one of several tensor parallel ranks.
 
     Raises UnsupportedError where another number of tensor parallel ranks than those of ``tp`` saved.
     """
-    tensor_size = None if record is None else record.tp_size
+    names, tensor_size = inventory.names, inventory.tensor_size
     if tp is None or tp.size == 1:
-        if record is not None and any(group.tp_rank for group in record.params.groups):
+        if inventory.recorded_by_tensor_rank:
             raise UndescribedSlicesError(
                 f"{other_tp_size(tag_dir, tensor_size, tp)} Its tensor parallel ranks were recorded each by itself."
             )

@@ -177,8 +177,8 @@ def open_state(checkpoint: Checkpoint, *, resizable: bool = True) -> SavedState:
     models = tuple(checkpoint.model_states(rank) for rank in range(len(checkpoint.model_files)))
     shards = {rank: checkpoint.shard(rank) for rank in range(checkpoint.world_size)}
     head = shards[0]
-    check_same_save(shards, head, recorded=checkpoint.record is not None, resizable=resizable)
-    check_same_models(models, head, checkpoint.record)
+    check_same_save(shards, head, checkpoint.inventory, resizable=resizable)
+    check_same_models(models, head, checkpoint.inventory)
     return SavedState(checkpoint, head, models, saved_parts(checkpoint, shards, models))
 
 

@@ -13,9 +13,10 @@ from typing import ClassVar
 import numpy as np
 from pydantic import ConfigDict
 
-from zeroelastic.checkpoint.commit_record import CheckpointFormat, CommitRecord, excluded_from
+from zeroelastic.checkpoint.commit_record import CheckpointFormat, CommitRecord
 from zeroelastic.checkpoint.contradictions import other_directory
 from zeroelastic.checkpoint.extents import stream_seeds
+from zeroelastic.checkpoint.inventory import Inventory
 from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
@@ -98,6 +99,11 @@ class TagHeaders:
         return self.checkpoint.record
 
     @property
+    def saved(self) -> Inventory:
+        """The files of the tag, and what the commit record says."""
+        return self.checkpoint.inventory
+
+    @property
     def topology(self) -> Topology:
         """How many ranks share what."""
         return self.checkpoint.topology
@@ -177,11 +183,11 @@ class TagHeaders:
         """Return the saved tensors of each parameter, given the digest of each of ``tensors``."""
         names = [(tensor.param.name, tensor.key) for tensor in self.tensors]
         found = contents_of(self.parts, dict(zip(names, digests.tolist(), strict=True)))
-        return [*found, *excluded_from(self.record)]
+        return [*found, *self.saved.excluded()]
 
     def other_directories(self, blamed: Collection[str]) -> list[Problem]:
         """Files that are not ``blamed`` already and whose zip directory is not the one in the commit record."""
-        recorded = self.checkpoint.recorded_directories
+        recorded = self.saved.recorded_directories
         opened: list[OptimizerHeader | ModuleHeader] = [*self.shards.values(), *self.models.values()]
         return [
             Problem(header.path.name, other_directory(header.path))

@@ -263,7 +263,7 @@ def _numbered(accelerator: Any) -> list[Path]:
 
 def _read(directory: Path, checkpoint: Checkpoint) -> _Saved:
     step = (_rank_states(directory, 0) or {}).get("step")
-    root = checkpoint.record.content_root if checkpoint.record is not None else None
+    root = checkpoint.inventory.content_root
     return _Saved(saved_batch(checkpoint), step if type(step) is int else None, root)
 
 

@@ -21,7 +21,6 @@ from zeroelastic.elastic.batch_plan import BatchPlan, batch_plan
 from zeroelastic.errors import ConfigError, UnsupportedError, counted
 from zeroelastic.integrations.framework_load import read_checkpoint
 from zeroelastic.runs.locate import find_source
-from zeroelastic.verbs.reshard.source import train_batch_size
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +112,6 @@ def _saved_batch(checkpoint: Path) -> int | None:
     """
 
     def read(opened: Checkpoint) -> int:
-        return train_batch_size(opened.record, opened.shard(0), opened.world_size) or 0
+        return opened.train_batch_size(opened.shard(0)) or 0
 
     return read_checkpoint(lambda: find_source(checkpoint).tag_dir, read)

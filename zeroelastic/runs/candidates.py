@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
-from zeroelastic.checkpoint.contradictions import not_committed
 from zeroelastic.checkpoint.one_save import saved_again, was_saved_again
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.saved_state import open_state
@@ -124,13 +123,11 @@ def check_quickly(tag_dir: FilePath) -> tuple[str, ...]:
     loads may be whole, too. Raises CheckpointError, and UnsupportedError where not even its files are known.
     """
     checkpoint = open_checkpoint(tag_dir)
-    if checkpoint.record is None:
+    if not checkpoint.inventory.is_recorded:
         model = checkpoint.model_states(0)
         for rank in range(checkpoint.world_size):
             with suppress(UnsupportedError):
-                shard = checkpoint.shard(rank)
-                if (unrecorded := not_committed(shard, None)) is not None:
-                    raise MissingFileError(unrecorded)
+                checkpoint.require_committed(checkpoint.shard(rank))
         with suppress(UnsupportedError):
             open_state(checkpoint, resizable=False)
         missing = sorted({*model.expert_files} - {*file_sizes(checkpoint.tag_dir)} if model.expert_files else ())

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from zeroelastic.checkpoint.commit_record import excluded_from
 from zeroelastic.checkpoint.module_names import module_names
 from zeroelastic.checkpoint.one_save import one_save
 from zeroelastic.checkpoint.open import open_committed
@@ -176,12 +175,11 @@ class _Side:
         }
         if params is None:
             self.tensors |= {(tensor.name, _BUFFER): tensor for tensor in _buffers(self.model, state)}
-        record = state.checkpoint.record
-        excluded = [one for one in excluded_from(record) if fnmatch.fnmatchcase(one.param.name, pattern)]
+        saved = state.checkpoint.inventory
+        excluded = [one for one in saved.excluded() if fnmatch.fnmatchcase(one.param.name, pattern)]
         self.forms = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
         self.forms |= {(one.param.name, FROZEN): (one.tensors[FROZEN][0], one.param.shape) for one in excluded}
-        self.digests = {} if record is None else record.params.digests
-        self.root = None if record is None else record.content_root
+        self.digests, self.root = saved.digests, saved.content_root
 
     @cached_property
     def model(self) -> TorchFile:

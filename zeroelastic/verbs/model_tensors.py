@@ -13,7 +13,6 @@ from typing import Literal
 
 import numpy as np
 
-from zeroelastic.checkpoint.commit_record import excluded_from
 from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.checkpoint.module_names import autoep_layers, module_names, places_of
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, OptionValue, ParamGroup
@@ -128,13 +127,12 @@ def model_tensors(state: SavedState) -> ModelTensors:
         elif name in module:
             left_out.append(f"buffer {name}: it is of a kind that is not read ({shown(value)})")
     left_out += _expert_buffers(state, found)
-    record = state.checkpoint.record
+    saved = state.checkpoint.inventory
     left_out += [
-        f"frozen parameter {content.param.name}: its weights are not in the checkpoint "
-        f"({'' if record is None else record.excluded_how})"
-        for content in excluded_from(record)
+        f"frozen parameter {content.param.name}: its weights are not in the checkpoint ({saved.excluded_how})"
+        for content in saved.excluded()
     ]
-    if not state.models[0].names_frozen and not excluded_from(record):
+    if not state.models[0].names_frozen and not saved.excluded():
         left_out.append(
             "frozen parameters, if the run has any: a save of ZeRO stage 1 does not say whether it left them out"
             if state.head.stage == 1

@@ -24,7 +24,6 @@ from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.options import whole_option
 from zeroelastic.verbs.report import Format, Framework, Part, Report
 from zeroelastic.verbs.reshard.slicing import Slicing
-from zeroelastic.verbs.reshard.source import train_batch_size
 
 _MOST_RANKS = 1 << 16
 
@@ -159,7 +158,7 @@ def plan(
             )  # a rank fills its part
         ranks = tuple(_planned_rank(checkpoint, rank, parts, targets) for rank in range(world_size))
     data_size = checkpoint.topology.data_size
-    batch = train_batch_size(checkpoint.record, head, data_size)
+    batch = checkpoint.train_batch_size(head)
     tensor_size = 1 if topology is None else topology.target_tensor_parallel
     notes = list(misfit_notes(batch, world_size // tensor_size, data_size, head.ds_config))
     if target_stage not in (3, head.stage):

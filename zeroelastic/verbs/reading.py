@@ -44,8 +44,8 @@ class Reading:
         archives: ArchivesOf | None = None,
     ) -> None:
         self.max_memory, self.progress, self.num_compared = max_memory, progress, 0
-        self.is_recorded = checkpoint.record is not None
-        self._tag_dir, self._record = checkpoint.tag_dir, checkpoint.record
+        self.is_recorded = checkpoint.inventory.is_recorded
+        self._tag_dir, self._inventory = checkpoint.tag_dir, checkpoint.inventory
         self._by_checksum, self._archives = by_checksum, archives or checkpoint.archives
         self._digests: Counter[ModelTensor] = Counter()
         self._read = ReadFiles()
@@ -109,7 +109,7 @@ class Reading:
 
     def end(self) -> None:
         """Raise DigestMismatchError where a tensor or a record is not what was saved; CheckpointError."""
-        recorded = {} if self._record is None else self._record.params.digests
+        recorded = self._inventory.digests
         for tensor, total in self._digests.items():
             place, digest = tensor.source, total % (1 << 64)
             assert isinstance(place, PartTensor), "buffers have no digests"
@@ -136,7 +136,7 @@ def check_source_checksums(checkpoint: Checkpoint, parts: Sequence[TensorSet]) -
     They have no digests that could be compared in the pass that copies, so they are read once more. A file that states
     no checksums is named in a warning. Raises CheckpointError with the file and the record.
     """
-    if checkpoint.record is not None:
+    if checkpoint.inventory.is_recorded:
         return
     experts = (checkpoint.tag_dir / name for name in checkpoint.expert_files)
     files: dict[FilePath, None] = dict.fromkeys((*checkpoint.optim_files, *checkpoint.model_files, *experts))

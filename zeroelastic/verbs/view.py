@@ -151,11 +151,11 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
     def unknown(self, name: str) -> UnknownTensorError:
         """The error for a name that no tensor has, with the names that are near."""
-        record = self._checkpoint.record
-        if record is not None and name in {content.param.name for content in record.excluded()}:
+        saved = self._checkpoint.inventory
+        if name in {content.param.name for content in saved.excluded()}:
             return UnknownTensorError(
                 f"{self.path}: the weights of frozen parameter {printable(name)} are not in the checkpoint, which was "
-                f"saved with {record.excluded_how}. Take them from the base model."
+                f"saved with {saved.excluded_how}. Take them from the base model."
             )
         parts = [known for known in self if name and name in known]
         near = (difflib.get_close_matches(name, self, _NEAR, cutoff=0.7) + parts)[:_NEAR]
@@ -203,8 +203,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
     @property
     def content_root(self) -> str | None:
         """The content root that the commit record states, the same at every world size; None without a record."""
-        record = self._checkpoint.record
-        return None if record is None else record.content_root
+        return self._checkpoint.inventory.content_root
 
     @property
     def record(self) -> CommitRecord | None:
@@ -283,18 +282,18 @@ class CheckpointView(Mapping[str, TensorHandle]):
         checkpoint = self._checkpoint
         with self._reading():
             head, model = checkpoint.shard(0), checkpoint.model_states(0)
-            check_same_models((model,), head, checkpoint.record)
+            check_same_models((model,), head, checkpoint.inventory)
             trained, frozen = saved_parts(checkpoint, {0: head}, (model,))
             has_experts = checkpoint.frozen_experts is not None
 
         def trained_extents(rank: int) -> Mapping[str, TensorExtents]:
             shard = checkpoint.shard(rank)
-            check_same_save({rank: shard}, head, recorded=checkpoint.record is not None, resizable=False)
+            check_same_save({rank: shard}, head, checkpoint.inventory, resizable=False)
             return checkpoint.extents(rank)
 
         def frozen_extents(rank: int) -> Mapping[str, TensorExtents]:
             other = checkpoint.model_states(rank)
-            check_same_models((model, other), head, checkpoint.record)
+            check_same_models((model, other), head, checkpoint.inventory)
             return frozen_part({0: model, rank: other}, checkpoint.frozen_layout).extents[rank]
 
         trained = replace(trained, extents=_OnDemand(trained_extents))

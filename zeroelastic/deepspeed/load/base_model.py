@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroelastic.checkpoint.commit_record import CommitRecord, excluded_from
+from zeroelastic.checkpoint.inventory import Inventory
 from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.deepspeed.live.digests import frozen_digests, gather_over_tp
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
@@ -18,24 +18,24 @@ def other_frozen(plan: LoadPlan) -> tuple[str, ...]:
     Collective, and the same on every rank. Raises LayoutMismatchError where the save was made with
     ``"frozen": "exclude"``, or the module is loaded strictly; StrictError under ``"strict": true``.
     """
-    live, request, record = plan.live, plan.request, plan.record
+    if not plan.keeps_frozen:
+        return ()
+    live, request, saved = plan.live, plan.request, plan.checkpoint.inventory
     recorded = {
         content.param.name: (content.param.shape, *content.tensors[FROZEN])
-        for content in excluded_from(record)
+        for content in saved.excluded()
         if content.tp_rank == live.tp.rank
     }
-    if record is None or not plan.keeps_frozen:
-        return ()
     found = frozen_digests(live, device=collective_device())
     own = [name for name in plan.membership.excluded if found[name] != recorded[name]]
     others = tuple(sorted({name for names in gather_over_tp(live, own) for name in names}))
     if not others:
         return ()
-    what = f"{plan.tag_dir}: {_sentence(others, record)}. {_LOAD_IT_FIRST}"
+    what = f"{plan.tag_dir}: {_sentence(others, saved)}. {_LOAD_IT_FIRST}"
     advice = "load_module_strict=False keeps the run's own"
-    if record.excluded_by == "option":
+    if saved.excluded_by == "option":
         advice = 'save with "frozen": "include" to have frozen weights in the checkpoint'
-    if record.excluded_by == "option" or (request.strict_module and request.options.on_mismatch == "error"):
+    if saved.excluded_by == "option" or (request.strict_module and request.options.on_mismatch == "error"):
         shapes = {tensor.name: list(tensor.shape) for tensor in live.whole_frozen.whole_tensors}
         raise LayoutMismatchError(
             f"{what}; or {advice}:", [f"frozen parameter {name} {shapes.get(name, '')}" for name in others]
@@ -47,14 +47,14 @@ def other_frozen(plan: LoadPlan) -> tuple[str, ...]:
 
 def base_notes(plan: LoadPlan) -> list[str]:
     """Return a loud line where the run goes on with another base model than that of the save."""
-    record = plan.record
-    if record is None or not plan.other_frozen:
+    if not plan.other_frozen:
         return []
-    return [f"OTHER BASE MODEL: {_sentence(plan.other_frozen, record)}, and stay the run's own. {_LOAD_IT_FIRST}"]
+    saved = plan.checkpoint.inventory
+    return [f"OTHER BASE MODEL: {_sentence(plan.other_frozen, saved)}, and stay the run's own. {_LOAD_IT_FIRST}"]
 
 
-def _sentence(names: tuple[str, ...], record: CommitRecord) -> str:
+def _sentence(names: tuple[str, ...], saved: Inventory) -> str:
     return (
         f"{counted(len(names), 'frozen parameter')} of the run differ from those of the save by dtype, shape or digest "
-        f"({some(names)}); the checkpoint has only their digests ({record.excluded_how})"
+        f"({some(names)}); the checkpoint has only their digests ({saved.excluded_how})"
     )

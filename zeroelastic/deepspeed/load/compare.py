@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from zeroelastic.checkpoint.commit_record import excluded_from
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, OptimizerHeader
 from zeroelastic.checkpoint.param_changes import ParamDiff, ParamSet, wrapper_advice
@@ -27,7 +26,7 @@ def saved_params(checkpoint: Checkpoint, live: LiveOptimizer) -> ParamSet:
     layout, params = checkpoint.layout, checkpoint.frozen_layout.whole_tensors
     if params and checkpoint.whole_model:
         params = _without_buffers(params, live.module)
-    excluded = excluded_from(checkpoint.record)
+    excluded = checkpoint.inventory.excluded()
     if excluded:
         params = tuple(content.param for content in excluded if content.tp_rank == live.tp.rank)
     differs = not live.whole.index().keys() <= layout.index().keys()
@@ -77,8 +76,7 @@ def check_params(
     if membership.dropped:
         names = [param.name for param in (*saved.trained, *saved.frozen)]
         wrapped = wrapper_advice(names, [*live.whole.index(), *live.whole_frozen.index()])
-    tag_dir, record = checkpoint.tag_dir, checkpoint.record
-    excluded_by = None if record is None else record.excluded_by
+    tag_dir, saved_as = checkpoint.tag_dir, checkpoint.inventory
     problems = [*membership.reshaped]
     strict = request.options.on_mismatch == "error"
     if not strict and wrapped is None and not membership.restores(weights_only=request.weights_only):
@@ -88,12 +86,12 @@ def check_params(
             sorted(dict.fromkeys(membership.problems)),
         )
     if strict or wrapped is not None:
-        compares_frozen = request.strict_module or excluded_by == "option"
+        compares_frozen = request.strict_module or saved_as.excluded_by == "option"
         tolerated = {*(() if compares_frozen else membership.frozen_problems)}
         tolerated |= set() if live.trains else {*membership.moved}
         problems += [problem for problem in membership.problems if problem not in tolerated]
         problems += membership.group_problems if not request.weights_only else ()
-    if strict and request.strict_module and not excluded_from(record):
+    if strict and request.strict_module and not saved_as.excluded():
         shapes = {param.name: list(param.shape) for param in live.whole_frozen.whole_tensors}
         # DeepSpeed leaves the entry of what requires a gradient in the save; without elements that is all of it.
         whole_name = live.sharing.whole_name

@@ -10,12 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zeroelastic.checkpoint.commit_record import CommitRecord, excluded_from
-from zeroelastic.checkpoint.contradictions import check_same_save, not_committed, other_models, other_step
+from zeroelastic.checkpoint.commit_record import CommitRecord
+from zeroelastic.checkpoint.contradictions import check_same_save, other_models, other_step
 from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, OptimizerHeader, configured_batch
+from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, OptimizerHeader
 from zeroelastic.checkpoint.param_changes import ParamDiff, ParamSet, compare, other_names
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, in_own_buffers, unpacked_layout
@@ -24,7 +24,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.compare import check_optimizer, check_params, refuse_lost_state, saved_params
 from zeroelastic.deepspeed.node_local.peer_checkpoint import ranks_taken, sources_by_size
 from zeroelastic.deepspeed.options import LoadRequest
-from zeroelastic.errors import CheckpointError, MissingFileError, UnsupportedError, some
+from zeroelastic.errors import CheckpointError, UnsupportedError, some
 from zeroelastic.io.paths import FilePath
 
 
@@ -109,7 +109,7 @@ class LoadPlan:
     @property
     def keeps_frozen(self) -> bool:
         """Whether the run keeps its own frozen weights, because the save has their digests alone."""
-        return bool(excluded_from(self.record))
+        return bool(self.checkpoint.inventory.excluded())
 
     @property
     def has_hyper_parameters(self) -> bool:
@@ -129,15 +129,14 @@ def plan_load(checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest)
 
     Raises CheckpointError, LayoutMismatchError (every disagreement listed), UnsupportedError.
     """
-    record = checkpoint.record
+    saved_as = checkpoint.inventory
     own, nearest = ranks_taken(checkpoint, live)
     model = checkpoint.model_states(own)
     needed = sources_by_size(checkpoint, live, live.layout) or (nearest,)
     shards = {source: checkpoint.shard(source) for source in needed}
     head = shards[needed[0]]
-    if (missing := not_committed(head, record)) is not None:
-        raise MissingFileError(missing)
-    if (mixed := other_step(model, record) or other_models(model, head, record)) is not None:
+    checkpoint.require_committed(head)
+    if (mixed := other_step(model, saved_as) or other_models(model, head, saved_as)) is not None:
         raise CheckpointError(mixed)
     saved = saved_params(checkpoint, live)
     current = ParamSet(live.whole.whole_tensors, live.whole_frozen.whole_tensors, tied=live.tied)
@@ -154,15 +153,13 @@ def plan_load(checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest)
     newly_frozen = _planned(checkpoint.layout, live.frozen.only(set(membership.newly_frozen)), live.rank)
     for part in (plan, newly_frozen):
         shards |= {source: checkpoint.shard(source) for source in (part.source_ranks if part else ())}
-    check_same_save(shards, head, recorded=record is not None, resizable=not request.weights_only)
+    check_same_save(shards, head, saved_as, resizable=not request.weights_only)
     moves = _moves(checkpoint, live, membership, newly_frozen)
     try:
         states = target_state(membership, head, checkpoint.layout, live, weights_only=request.weights_only)
     except UnsupportedError:
-        if record is None:
-            _refuse_values_of_ranks(checkpoint, head)
+        _refuse_values_of_ranks(checkpoint, head)
         raise
-    batch = head.train_batch_size if record is None else record.train_batch_size
     return LoadPlan(
         live=live,
         request=request,
@@ -176,7 +173,7 @@ def plan_load(checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest)
         moves=moves,
         weights_plan=_weights_plan(checkpoint, model, live, membership),
         states=states,
-        train_batch_size=configured_batch(head.ds_config, checkpoint.topology.data_size) if batch is None else batch,
+        train_batch_size=checkpoint.train_batch_size(head),
         renamed=renamed,
     )
 
@@ -189,7 +186,7 @@ def _refuse_values_of_ranks(checkpoint: Checkpoint, head: OptimizerHeader) -> No
     """
     other = (head.rank + 1) % checkpoint.world_size
     with suppress(CheckpointError):
-        check_same_save({other: checkpoint.shard(other)}, head, recorded=False)
+        check_same_save({other: checkpoint.shard(other)}, head, checkpoint.inventory)
 
 
 def _planned(src: Layout, dst: Layout, rank: int) -> Plan | None:
@@ -233,8 +230,8 @@ def _weights_plan(
     differ; where that is not known they are taken if that is possible. Raises UnsupportedError where it is not possible
     and they differ.
     """
-    record = checkpoint.record
-    if not checkpoint.whole_model or (record is not None and record.own_weights is False):
+    own_weights = checkpoint.inventory.own_weights
+    if not checkpoint.whole_model or own_weights is False:
         return None
     src, dst = checkpoint.layout, live.layout.only(set(membership.restored))
     params = [param for param in src.params if param.name in membership.restored]
@@ -243,7 +240,7 @@ def _weights_plan(
     current = {"none" if weight is None else str(weight.dtype).removeprefix("torch.") for weight in weights}
     if src.slices is None and dst.slices is None and len(saved) <= 1 and saved == current:
         return _planned(unpacked_layout(params, 1), dst, live.rank)
-    if record is None or not record.own_weights:
+    if not own_weights:
         return None
     raise UnsupportedError(
         f"{model.path}: the weights of the model ({some(sorted(saved))}) were not the master weights when this was "

@@ -43,7 +43,7 @@ def note_before_load(engine: Engine, load_plan: LoadPlan, pending: int, notes: L
 
     ``pending`` are the micro batches that the engine has accumulated. Raises StrictError for another batch, or base.
     """
-    live, request, record = load_plan.live, load_plan.request, load_plan.record
+    live, request, saved = load_plan.live, load_plan.request, load_plan.checkpoint.inventory
     micro = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
     batch = check_batch(
         load_plan.train_batch_size if live.trains else None,
@@ -55,7 +55,7 @@ def note_before_load(engine: Engine, load_plan: LoadPlan, pending: int, notes: L
         notes.batch_changed = True
         notes.warnings.append(batch)
     notes.warnings += base_notes(load_plan)
-    notes.warnings += filter(None, [steps_note(load_plan.model, load_plan.head, record)])
+    notes.warnings += filter(None, [steps_note(load_plan.model, load_plan.head, saved)])
     if request.custom_load_fn is not None:
         notes.warnings.append(
             "custom_load_fn decides about buffers and other module state only: after it, each parameter gets the "
@@ -73,9 +73,9 @@ def note_before_load(engine: Engine, load_plan: LoadPlan, pending: int, notes: L
             f"STATE NOT SAVED: {type(live.base).__name__} keeps {some(map(repr, names))} beside the state of its "
             "parameters. The checkpoint has none of it, and it begins anew"
         )
-    if record is not None and record.lost_micro_batches:
+    if saved.lost_micro_batches:
         notes.warnings.append(
-            f"LOST: the gradients of {counted(record.lost_micro_batches, 'micro batch')} that were accumulated when "
+            f"LOST: the gradients of {counted(saved.lost_micro_batches, 'micro batch')} that were accumulated when "
             "this was saved; accumulation begins anew"
         )
     if pending:

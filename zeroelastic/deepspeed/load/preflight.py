@@ -80,11 +80,11 @@ def _check(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: F
 
     plan, digests = all_gather_of_or_raise(check, _consistency_digest)
     _check_consistent(digests, plan)
-    tensor_size = plan.checkpoint.topology.tensor_size
-    if plan.record is None and tensor_size not in (1, live.topology.tensor_size):
+    tensor_size, is_recorded = plan.checkpoint.topology.tensor_size, plan.checkpoint.inventory.is_recorded
+    if not is_recorded and tensor_size not in (1, live.topology.tensor_size):
         keys = sorted({key for own in plan.head.tensor_keys for key in own})
         refuse_other_copies(plan.checkpoint, keys=keys, device=next(live.module.parameters()).device)
-    if plan.record is None and plan.checkpoint.whole_model and request.options.verifies_content:
+    if not is_recorded and plan.checkpoint.whole_model and request.options.verifies_content:
         _refuse_other_weights(plan)
     return plan
 
@@ -126,6 +126,7 @@ def _check_consistent(digests: Sequence[ConsistencyDigest], own: LoadPlan) -> No
 
     UnsupportedError where they differ in values of the optimizer that follow from a rank's part. Collective.
     """
+    is_recorded = own.checkpoint.inventory.is_recorded
     first_of: dict[str, int] = {}  # the first rank of each opaque tensor parallel rank, whose slices are its own
     for rank, digest in enumerate(digests):
         facts = dict(digest)
@@ -133,7 +134,7 @@ def _check_consistent(digests: Sequence[ConsistencyDigest], own: LoadPlan) -> No
         for other, compared in ((first, facts.keys()), (0, _SHARED_FACTS)):
             theirs = dict(digests[other])
             mixed = [fact for fact in theirs if fact in compared and facts.get(fact) != theirs[fact]]
-            if mixed and VALUE_FACTS.issuperset(mixed) and own.record is None:  # which all ranks found
+            if mixed and VALUE_FACTS.issuperset(mixed) and not is_recorded:  # which all ranks found
                 values = all_gather((own.checkpoint.tp.rank, own.head.rank, shard_values(own.head)))
                 sentence = values_sentence([(saved, found) for tp, saved, found in values if tp == values[rank][0]])
                 if sentence is not None:
@@ -158,7 +159,7 @@ def _check_checksums(plan: LoadPlan) -> int:
     for rank, path in enumerate(() if inventory.reads_headers else checkpoint.model_files):
         if inventory.reader(path.name) == inventory.rank:
             models[rank] = checkpoint.model_states(rank)
-    own_weights = plan.record is not None and plan.record.own_weights  # which no digest is of
+    own_weights = plan.checkpoint.inventory.own_weights  # which no digest is of
     parts = {
         model.path: (
             model.size,
@@ -189,6 +190,6 @@ def _consistency_digest(plan: LoadPlan) -> ConsistencyDigest:
     facts["global step"] = str(plan.model.global_steps)
     frozen = plan.checkpoint.names_frozen, plan.checkpoint.frozen_layout.whole_tensors
     facts["frozen parameters"] = repr(frozen)
-    record = plan.record
-    facts["commit record"] = "none" if record is None else record.save_id + record.content_root
+    saved = plan.checkpoint.inventory
+    facts["commit record"] = f"{saved.save_id} {saved.content_root}"
     return tuple((what, hashlib.sha256(text.encode()).hexdigest()) for what, text in facts.items())

@@ -70,9 +70,8 @@ def verify(engine: Engine, load_plan: LoadPlan, restored: Restored) -> Verificat
 
     Without a commit record there is nothing to compare with: the report names the verb that compares checksums.
     """
-    live, record, request = load_plan.live, load_plan.record, load_plan.request
+    live, saved_root, request = load_plan.live, load_plan.checkpoint.inventory.content_root, load_plan.request
     if not request.options.verifies_content:
-        saved_root = None if record is None else record.content_root
         return Verification(saved_root, None, None, f'content not verified ("verify": "{request.options.verify}")')
     unrecorded = (
         "saved without a commit record, so without digests: NOT CHECKED. "
@@ -85,17 +84,16 @@ def verify(engine: Engine, load_plan: LoadPlan, restored: Restored) -> Verificat
     try:
         contents = whole_contents(live, local, device=engine.device)
     except CopiesDifferError as error:
-        if record is None:
+        if saved_root is None:
             return Verification(None, None, None, f"{unrecorded}; {error}")
-        return Verification(record.content_root, None, False, None, error.tensors)  # damage: one was saved
+        return Verification(saved_root, None, False, None, error.tensors)  # damage: one was saved
     cast, changed = (_sums(live, sums, engine.device) for sums in (restored.cast, restored.changed))
-    if record is None:
+    if saved_root is None:
         root = _root(live, contents)
         return Verification(None, root, None, unrecorded)
     from_16_bit = not engine.zero_load_from_fp32_weights()
     num_cast = sum(key != FP32 or not from_16_bit for _, key in cast)
-    saved_root = record.content_root
-    recorded = {c.param.name: c for c in record.contents() if c.tp_rank == live.tp.rank}
+    recorded = {c.param.name: c for c in load_plan.checkpoint.inventory.contents() if c.tp_rank == live.tp.rank}
     common = {*membership.restored, *membership.frozen}
     if load_plan.keeps_frozen:
         common |= {*membership.excluded} - {*load_plan.other_frozen}

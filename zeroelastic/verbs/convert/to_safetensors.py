@@ -238,12 +238,12 @@ def plan_export(
 
 def _refuse_excluded(state: SavedState) -> None:
     """Raise UnsupportedError for the whole weights of a save that has no frozen ones."""
-    record = state.checkpoint.record
-    if record is not None and (excluded := record.excluded()):
+    saved = state.checkpoint.inventory
+    if excluded := saved.excluded():
         raise UnsupportedError(
             f"{state.checkpoint.tag_dir}: the weights of {counted(len(excluded), 'frozen parameter')} "
             f"({some(content.param.name for content in excluded)}) are not in the checkpoint, which was saved with "
-            f"{record.excluded_how}. Export the trained weights alone with --adapters, and put them on the base model; "
+            f"{saved.excluded_how}. Export the trained weights alone with --adapters, and put them on the base model; "
             'or resume with the base model, and save with "frozen": "include".'
         )
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 
 from zeroelastic.checkpoint.checker import Headers, check_headers
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, excluded_note
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.model_states import client_state_keys
 from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.one_save import one_save, saved_again, was_saved_again
@@ -166,7 +166,7 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         tag=source.tag,
         latest=source.latest,
         framework=source.framework,
-        format=shard.format if shard is not None else None if record is None else record.checkpoint_format,
+        format=shard.format if shard is not None else checked.format,
         stage=0 if checked.is_stage_0 else None if shard is None else shard.stage,
         world_size=None if checked.stated_world_size is None else checked.world_size,
         tp_size=listing.tp_size if tp_size is None else tp_size,
@@ -191,7 +191,7 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         ),
         record=Record(
             state="present" if record is not None else "damaged" if damaged else "absent",
-            content_root=None if record is None else record.content_root,
+            content_root=checked.saved.content_root,
         ),
         totals=Totals(
             params=num["trained"] + num["frozen"],
@@ -277,7 +277,7 @@ def _notes(source: Source, checked: TagHeaders) -> list[str]:
         notes.append(f"the model states file was written by DeepSpeed {version}")
     if checked.stale_files:
         notes.append(f"files of ranks that this save does not have are left over: {some(checked.stale_files)}")
-    if note := excluded_note(record):
+    if note := checked.saved.excluded_note:
         notes.append(note)
     elif checked.first_model is not None and not checked.first_model.names_frozen:
         notes.append("frozen parameters, if there are any, were left out of this save (exclude_frozen_parameters)")

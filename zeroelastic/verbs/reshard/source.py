@@ -12,12 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from zeroelastic.checkpoint.commit_record import CommitRecord
 from zeroelastic.checkpoint.module_names import ModuleNames, module_names, places_of
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.optimizer_file import (
-    OptimizerHeader,
-    configured_batch,
     configured_sub_group_size,
 )
 from zeroelastic.checkpoint.saved_state import SavedState, TensorSet
@@ -166,7 +163,7 @@ def reshard_source(state: SavedState) -> ReshardSource:
         parts=state.parts,
         stage=state.head.stage,
         global_steps=state.models[0].global_steps,
-        train_batch_size=train_batch_size(checkpoint.record, state.head, slicing.topology.data_size),
+        train_batch_size=checkpoint.train_batch_size(state.head),
         groups=groups,
         buffers=[
             [layout.params[p] for p in np.flatnonzero(layout.sub_group == i).tolist()]
@@ -267,15 +264,6 @@ def _check_order(groups: Sequence[OptimGroup], slicing: Slicing, first: Layout, 
             )
 
 
-def train_batch_size(record: CommitRecord | None, head: OptimizerHeader, world_size: int) -> int | None:
-    """The global batch of a save by ``world_size`` data parallel ranks, from its record, files or configuration."""
-    if record is not None:
-        return record.train_batch_size
-    if head.train_batch_size is not None:
-        return head.train_batch_size
-    return configured_batch(head.ds_config, world_size)
-
-
 def model_roots(files: Sequence[FilePath]) -> Callable[[int], Mapping[object, object]]:
     """The module states of each target rank: those of the same saved rank, or rank 0's for a new rank.
 
@@ -348,8 +336,7 @@ def _repeats(listed: object) -> int:
 
 def refuse_own_weights(source: ReshardSource) -> None:
     """Raise UnsupportedError where weights are not the master weights, cast, so that no other ones can be made."""
-    record = source.checkpoint.record
-    if record is not None and record.own_weights:
+    if source.checkpoint.inventory.own_weights:
         raise UnsupportedError(
             f"{source.checkpoint.tag_dir}: the weights of the model were not the master weights when this was "
             "saved, as those of a schedule-free optimizer in eval() are not. Only files of stages 1 and 2 have a place "

@@ -22,7 +22,6 @@ from zeroelastic.checkpoint.commit_record import (
     RECORD_VERSION,
     CommitRecord,
     Versions,
-    excluded_from,
     record_text,
 )
 from zeroelastic.checkpoint.one_save import one_save
@@ -73,14 +72,13 @@ def run_reshard(plan: ReshardPlan, dst: Path, *, progress: ProgressFunction | No
         )
         done = writer.write_ranks()
         root, notes = _finish(plan, directory, save_id, done, writer.streams)
-    record = plan.saved.checkpoint.record
     return plan.report(given).model_copy(
         update={
             "dry_run": False,
             "bytes_moved": sum(rank.bytes_moved for rank in done if not rank.resumed),
             "file_bytes": sum(size for rank in done for size in rank.files.values()),
             "resumed_ranks": sum(rank.resumed for rank in done),
-            "recorded_root": None if record is None else record.content_root,
+            "recorded_root": plan.saved.checkpoint.inventory.content_root,
             "content_root": root,
             "verified": plan.options.verify,
             "notes": notes,
@@ -108,7 +106,7 @@ def _manifest(plan: ReshardPlan) -> dict[str, object]:
         "zeroelastic": __version__,
         "source": str(plan.source.tag_dir),
         "files": {str(path): file_version(path) for path in files},
-        "source_root": None if checkpoint.record is None else checkpoint.record.content_root,
+        "source_root": checkpoint.inventory.content_root,
         "world_size": plan.options.world_size,
         "stage": plan.target.stage,
         "format": plan.target.format,
@@ -132,7 +130,7 @@ def _finish(
     for rank in done:
         totals += rank.digests
     digests = dict(zip(streams, totals.tolist(), strict=True))
-    contents = [*contents_of(plan.saved.parts, digests), *excluded_from(plan.saved.checkpoint.record)]
+    contents = [*contents_of(plan.saved.parts, digests), *plan.saved.checkpoint.inventory.excluded()]
     root = content_root(contents)
     _compare(plan, contents, root)
     source, tag_dir = plan.source, directory / plan.source.tag
@@ -197,8 +195,8 @@ def _threads(max_memory: int) -> int | None:
 
 def _compare(plan: ReshardPlan, contents: Sequence[ParamContent], root: str) -> None:
     """Raise DigestMismatchError when the moved bytes have other digests than the source's commit record."""
-    record = plan.saved.checkpoint.record
-    if record is None or record.content_root == root:
+    recorded = plan.saved.checkpoint.inventory
+    if recorded.content_root in (None, root):
         return
     saved, found = (
         {
@@ -206,7 +204,7 @@ def _compare(plan: ReshardPlan, contents: Sequence[ParamContent], root: str) -> 
             for content in table
             for key, value in (*content.tensors.items(), *((k, v.canonical()) for k, v in content.scalars.items()))
         }
-        for table in (record.contents(), contents)
+        for table in (recorded.contents(), contents)
     )
     wrong = dict.fromkeys(f"{name}: {key}" for (name, key), _ in sorted(saved.items() ^ found.items(), key=repr))
     raise DigestMismatchError(

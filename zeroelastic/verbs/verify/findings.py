@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, excluded_note
+from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.module_weights import compare_weights, other_weights
 from zeroelastic.checkpoint.streams import CopySums, sum_copies
 from zeroelastic.checkpoint.tag_files import parse_rank_file
@@ -63,7 +63,7 @@ def quick_report(headers: TagHeaders) -> VerifyReport:
 
 def full_report(headers: TagHeaders, scan: RankScan) -> VerifyReport:
     """The report on a checkpoint, given the scan of all its ranks."""
-    record = headers.record
+    saved_root = headers.saved.content_root
     numel = np.array([tensor.param.numel for tensor in headers.tensors], dtype=np.int64)
     saved = _saved_digests(headers)
     whole_tensors = sum_copies(headers.streams, scan.digests, scan.covered, saved)
@@ -76,12 +76,12 @@ def full_report(headers: TagHeaders, scan: RankScan) -> VerifyReport:
     problems += _placed(headers, scan, whole_tensors, right, wrong)
     root = content_root(headers.contents(whole_tensors.digests)) if headers.parts and bool(complete.all()) else None
     whole = bool(headers.shards) and bool(headers.models) and root is not None
-    if record is not None and root is not None and whole and root != record.content_root and not problems:
-        sentence = f"the files have content root {root[:12]}..., the commit record {record.content_root[:12]}...."
+    if whole and saved_root not in (None, root) and not problems:
+        sentence = f"the files have content root {str(root)[:12]}..., the commit record {str(saved_root)[:12]}...."
         problems.append(Problem(file=RECORD_NAME, sentence=sentence))
     problems += headers.other_directories({problem.file for problem in problems})
     checked, unchecked = _words(headers, scan, whole_tensors, right, comparable)
-    if record is None and not problems and headers.shards:
+    if saved_root is None and not problems and headers.shards:
         for model in islice(headers.models.values(), 1):
             found = compare_weights(headers.parts[0], headers.shards, model)
             if (mixed := other_weights(model, next(iter(headers.shards.values())), found)) is not None:
@@ -112,12 +112,12 @@ def _report(
         problems=tuple(replace(found, sentence=found.sentence.replace(f"{directory}/", "")) for found in problems),
         remedy=COPY_OR_GO_BACK if problems else None,
         checked=tuple(checked),
-        unchecked=(*unchecked, *([note] if (note := excluded_note(record)) else ()), *headers.notes),
+        unchecked=(*unchecked, *([note] if (note := headers.saved.excluded_note) else ()), *headers.notes),
         content_root=None if headers.unsupported else root,
         unsupported=tuple(
             sentence.replace(f"{directory}/", "").removeprefix(f"{directory}: ") for sentence in headers.unsupported
         ),
-        recorded_root=None if record is None else record.content_root,
+        recorded_root=headers.saved.content_root,
         files=_verified_files(headers),
         num_files=num_files,
         num_params=params,
@@ -140,9 +140,10 @@ def _verified_files(headers: TagHeaders) -> tuple[VerifiedFile, ...]:
 
 def _saved_digests(headers: TagHeaders) -> list[int | None]:
     """Return the commit record's digest of each tensor; None for a tensor that it does not have."""
-    contents = [] if headers.record is None else headers.record.contents()
     recorded = {
-        (content.param, key, dtype): digest for content in contents for key, (dtype, digest) in content.tensors.items()
+        (content.param, key, dtype): digest
+        for content in headers.saved.contents()
+        for key, (dtype, digest) in content.tensors.items()
     }
     return [recorded.get((tensor.param, tensor.key, tensor.dtype)) for tensor in headers.tensors]
 
