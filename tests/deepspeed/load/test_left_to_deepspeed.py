@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from saved_files import flip, logged
 from sliced_model import without_maps
-from training import Job, build_engine, raised
+from training import Job, allow_fp16_on_cpu, build_engine, raised
 
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool
@@ -33,12 +33,13 @@ SECTION = "Parallelism and communication"
 
 
 class Run(NamedTuple):
-    """A run: its kind, how many ranks share its experts or its layers, the ZeRO stage, and DeepSpeed's flag."""
+    """A run: its kind, how many ranks share its experts or its layers, ZeRO stage, DeepSpeed's flag, and precision."""
 
     kind: str
     size: int
     stage: int = 2
     elastic: bool = False
+    precision: str = "bf16"
 
 
 class Seen(NamedTuple):
@@ -142,10 +143,13 @@ def build(run: Run, *, installed: bool, seed: int = 1, lr: float = 1e-2) -> Any:
 
     if installed:
         zeroelastic.install()
+    if run.precision == "fp16":
+        allow_fp16_on_cpu()
     torch.manual_seed(seed)
     config: dict[str, Any] = {
         "train_batch_size": 12,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": run.precision == "bf16"},
+        "fp16": {"enabled": run.precision == "fp16"},
         "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "Adam", "params": {"lr": lr, "torch_adam": True}},
         "zero_optimization": {"stage": run.stage, "elastic_checkpoint": run.elastic},
@@ -172,8 +176,8 @@ _SPECS = {"up_proj": "column", "down_proj": "row"}
 def take_step(engine: Any, run: Run, step: int) -> None:
     tp = run.size if run.kind == "AutoTP" else 1  # which share a batch
     shares = dist.get_world_size() // tp
-    x = torch.randn(12, 4, 16, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
-    part = x.chunk(shares)[dist.get_rank() // tp]
+    x = torch.randn(12, 4, 16, generator=torch.Generator().manual_seed(step))
+    part = x.to(next(engine.module.parameters()).dtype).chunk(shares)[dist.get_rank() // tp]
     engine.backward(engine(part).float().pow(2).mean())
     engine.step()
 
@@ -327,6 +331,15 @@ def test_left_to_deepspeed(rank_pool: RankPool, tmp_path: Path, name: str) -> No
         for seen in rank_pool.run(load, case.ranks, case.other, directory, installed=True, load_optimizer_states=False):
             assert seen.error is None, seen.error
             assert seen.loaded.items() <= whole.items() and seen.stepped == seen.loaded
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_experts_without_zero(rank_pool: RankPool, tmp_path: Path, precision: str) -> None:
+    """DeepSpeed's optimizers of stage 0 know nothing of ZeRO's files."""
+    run, directory = Run("MoE", 2, 0, precision=precision), str(tmp_path)
+    saved = rank_pool.run(save, 2, run, directory)
+    for installed in (False, True):
+        assert rank_pool.run(load, 2, run, directory, installed=installed) == saved, installed
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,12 @@ def is_of_this_size(engine: Engine, tag_dir: Path) -> bool:
 
 
 def own_names(engine: Engine, tag_dir: Path) -> list[str]:
-    """The names of this rank's module states and optimizer file, as DeepSpeed looks for them."""
+    """The names of this rank's module states and, with ZeRO, its optimizer file, as DeepSpeed looks for them."""
     where = str(tag_dir.parent), tag_dir.name
-    return [os.path.basename(path) for path in (engine._get_ckpt_name(*where), engine._get_zero_ckpt_name(*where))]
+    paths = [engine._get_ckpt_name(*where)]
+    if engine.zero_optimization():
+        paths.append(engine._get_zero_ckpt_name(*where))
+    return [os.path.basename(path) for path in paths]
 
 
 def refuse_state_of_zero(engine: Engine, tag_dir: Path, request: LoadRequest) -> None:
@@ -133,8 +136,8 @@ def refuse_other_arrangement(engine: Engine, tag_dir: Path, request: LoadRequest
     """
 
     def look() -> list[str]:
-        both = engine.zero_optimization() and not request.weights_only
-        files = [tag_dir / name for name in own_names(engine, tag_dir)[: 1 + both]]
+        names = own_names(engine, tag_dir)
+        files = [tag_dir / name for name in (names[:1] if request.weights_only else names)]
         _compare(engine, tag_dir, [_root(file) for file in files if os.path.exists(file)], request, why)
         return [file.name for file in files if not os.path.exists(file)]
 
