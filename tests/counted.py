@@ -11,7 +11,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from zeroelastic.io.paths import RemotePath, as_path
+from zeroelastic.io.paths import as_path
+from zeroelastic.io.remote import RemotePath
 
 
 class CountedFileSystem(MemoryFileSystem):

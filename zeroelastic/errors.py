@@ -157,6 +157,16 @@ class MissingFileError(CheckpointError, FileNotFoundError):
     remedy = f"Copy the missing files from where they are, {_OR_GO_BACK}"
 
 
+def missing_file(path: object) -> MissingFileError:
+    """The error about a checkpoint file that is not there."""
+    return MissingFileError(f"{path}: no such file. The checkpoint is incomplete.")
+
+
+def missing_directory(path: object) -> MissingFileError:
+    """The error about a checkpoint directory that is not there."""
+    return MissingFileError(f"{path}: no such checkpoint directory.", remedy="Give the directory of a checkpoint.")
+
+
 class UnreadableError(ZeroElasticError, OSError):
     """A file that cannot be read here and now: no permission, an I/O error, an unreachable server. It may be whole.
 

@@ -21,7 +21,7 @@ from zeroelastic.dcp.saved import open_dcp
 from zeroelastic.errors import CheckpointError, UnsupportedError
 from zeroelastic.executors.dispatch import CopyTable, read_segments
 from zeroelastic.io.paths import as_path
-from zeroelastic.io.remote import Retries, retrying
+from zeroelastic.io.retries import Retries, retrying
 from zeroelastic.io.storage import read_exactly
 
 __all__ = ["counted"]

@@ -493,7 +493,7 @@ def test_a_stateful_dataloader_of_another_size_is_refused(
     shutil.copytree(saved[0], directory)
     torch.save({}, directory / "dl_state_dict.bin")
     for kind, text in rank_pool.run(load_with_stateful_loader, 1, str(directory)):
-        assert kind == "UnsupportedError" and "counts the batches of 2 processes" in text
+        assert kind == "UnsupportedError" and "counts the batches of 2 ranks" in text
         assert "data_position" in text
 
 

@@ -12,7 +12,8 @@ from counted import counted
 from places import GOLDEN
 
 from zeroelastic.errors import UnreadableError, UsageError
-from zeroelastic.io.paths import RemotePath, absolute, as_path
+from zeroelastic.io.paths import absolute, as_path
+from zeroelastic.io.remote import RemotePath
 from zeroelastic.io.storage import file_sizes
 
 pytestmark = pytest.mark.usefixtures("counted")

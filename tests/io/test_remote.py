@@ -40,9 +40,9 @@ from zeroelastic.executors.dispatch import (
 )
 from zeroelastic.executors.remote_executor import MAX_GAP, RemoteEngine, affordable_gap, plan_requests
 from zeroelastic.executors.tables import CASTS, Options, Sides
-from zeroelastic.io import remote
-from zeroelastic.io.paths import FilePath, RemotePath, as_path
-from zeroelastic.io.remote import read_ranges
+from zeroelastic.io import retries
+from zeroelastic.io.paths import FilePath, as_path
+from zeroelastic.io.remote import RemotePath, read_ranges
 from zeroelastic.io.storage import read_range, read_whole
 from zeroelastic.torch_file.header import DTYPE_BYTES
 
@@ -511,7 +511,7 @@ def test_a_transient_fault_is_retried(calm, checkpoints):
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As many attempts as ever, with less time between them; s3fs makes two of each."""
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 2)
-    with remote.retrying(remote.Retries(first_pause_s=0.05)):
+    with retries.retrying(retries.Retries(first_pause_s=0.05)):
         yield
 
 
@@ -527,7 +527,7 @@ def test_a_connection_that_always_breaks_is_an_error_with_the_place(
 ):
     path = open_checkpoint(checkpoints["elastic2"][1]).optim_files[0]
     if fault == "stall":
-        monkeypatch.setattr(remote, "TIME_LIMIT_S", 2.0)
+        monkeypatch.setattr(retries, "TIME_LIMIT_S", 2.0)
     calm.fault = lambda request: fault if request.range else None
     begin = time.monotonic()
     with pytest.raises(UnreadableError, match=rf"^{path}: reading at byte 100 failed: {message}"):

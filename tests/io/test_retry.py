@@ -12,8 +12,9 @@ from counted import CountedFileSystem, counted, put
 
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
 from zeroelastic.io.objects import put_object, remove_objects, sizes_below
-from zeroelastic.io.paths import RemotePath, as_path
-from zeroelastic.io.remote import NoAnswerError, Retries, is_transient, read_ranges, retrying, with_retries
+from zeroelastic.io.paths import as_path
+from zeroelastic.io.remote import RemotePath, read_ranges
+from zeroelastic.io.retries import NoAnswerError, Retries, is_transient, retrying, with_retries
 from zeroelastic.io.storage import read_exactly
 
 __all__ = ["counted"]

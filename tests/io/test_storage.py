@@ -17,7 +17,7 @@ from synthetic import gather, write_checkpoint
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.layout import Param
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError
-from zeroelastic.io import remote
+from zeroelastic.io import retries
 from zeroelastic.io.paths import as_path
 from zeroelastic.io.remote import read_ranges
 from zeroelastic.io.storage import (
@@ -280,7 +280,7 @@ def test_what_does_not_answer_fails_after_a_while(monkeypatch):
             await asyncio.sleep(60)
 
     fsspec.register_implementation("silent", Silent, clobber=True)
-    monkeypatch.setattr(remote, "TIME_LIMIT_S", 1.0)
+    monkeypatch.setattr(retries, "TIME_LIMIT_S", 1.0)
     path, begin = as_path("silent://run/a"), time.monotonic()
     with pytest.raises(UnreadableError, match="silent://run/a: reading at byte 7 failed: no answer in 1 s"):
         read_ranges([(path, 7, 1), (path, 8, 1)])

@@ -133,6 +133,7 @@ def test_each_directory_is_listed_once(root: Path, monkeypatch: pytest.MonkeyPat
 
     from zeroelastic.io import storage
     from zeroelastic.io.paths import FilePath
+    from zeroelastic.io.remote import RemotePath
 
     listed: list[str] = []
 
@@ -140,8 +141,9 @@ def test_each_directory_is_listed_once(root: Path, monkeypatch: pytest.MonkeyPat
         listed.append(directory.name)
         return entries(directory)
 
-    for name in ("_listed", "remote_entries"):
-        monkeypatch.setattr(storage, name, partial(counted, getattr(storage, name)))
+    monkeypatch.setattr(storage, "_listed", partial(counted, storage._listed))
+    entries = RemotePath.entries
+    monkeypatch.setattr(RemotePath, "entries", lambda directory: counted(entries, directory))
     memory = fsspec.filesystem("memory")
     memory.put(str(root), "/bucket/run", recursive=True)
     try:

@@ -33,8 +33,8 @@ from zeroelastic.checkpoint.tag_files import (
 )
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.layout import Layout, Param
-from zeroelastic.errors import CheckpointError, MissingFileError, UndescribedSlicesError, counted, some
-from zeroelastic.io.paths import FilePath, as_path, missing_file
+from zeroelastic.errors import CheckpointError, MissingFileError, UndescribedSlicesError, counted, missing_file, some
+from zeroelastic.io.paths import FilePath, as_path
 from zeroelastic.io.storage import Blocks, file_size
 from zeroelastic.torch_file.header import TorchFile, read_torch_file
 from zeroelastic.torch_file.zip_check import ZipRecords, read_zip_records

@@ -16,7 +16,7 @@ from zeroelastic.errors import ConfigError, without_pydantic
 from zeroelastic.executors.build_info import is_usable
 from zeroelastic.executors.dispatch import Executor, host_executor
 from zeroelastic.io.paths import FilePath, as_path
-from zeroelastic.io.remote import Retries
+from zeroelastic.io.retries import Retries
 from zeroelastic.torch_file.safe_unpickler import split_global
 
 logger = logging.getLogger(__name__)

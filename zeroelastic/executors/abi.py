@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroelastic.core.digest import ByteArray, UInt64Array
-from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError
+from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, missing_file
 from zeroelastic.executors import tables
 from zeroelastic.executors.tables import (
     CASTS,
@@ -24,7 +24,6 @@ from zeroelastic.executors.tables import (
     check_crc32,
     default_threads,
 )
-from zeroelastic.io.paths import missing_file
 
 _OPEN_FAILED, _READ_FAILED, _END_OF_FILE, _WRITE_FAILED, _SYNC_FAILED, BAD_TABLE, _NO_MEMORY = range(1, 8)
 _SOURCE = 0

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from zeroelastic.core.digest import ByteArray, UInt64Array, combine, digest_range
 from zeroelastic.core.plan import coalesce
-from zeroelastic.errors import CheckpointError, UnreadableError
+from zeroelastic.errors import CheckpointError, UnreadableError, missing_file
 from zeroelastic.executors.tables import (
     ByteBuffer,
     Cast,
@@ -33,7 +33,7 @@ from zeroelastic.executors.tables import (
     check_rows,
 )
 from zeroelastic.io.atomic import name_in_errors, write_fully
-from zeroelastic.io.paths import local_paths, missing_file
+from zeroelastic.io.paths import local_paths
 
 _MAX_VECTORS = 1024  # IOV_MAX on Linux
 _MAX_CALL_BYTES = 256 << 20

@@ -15,8 +15,8 @@ from typing import Any
 
 from zeroelastic.errors import UnreadableError
 from zeroelastic.io.atomic import sync_path, write_atomically
-from zeroelastic.io.paths import RemotePath, reason
-from zeroelastic.io.remote import call, with_retries
+from zeroelastic.io.remote import RemotePath
+from zeroelastic.io.retries import call, reason, with_retries
 
 _AT_ONCE = 1000
 

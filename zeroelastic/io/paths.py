@@ -1,10 +1,6 @@
 """Where a file is: a local path, or a URL that fsspec reads, such as ``s3://bucket/run``.
 
-Local files are ``pathlib.Path``; a ``RemotePath`` has the part of its interface that is used here. fsspec is imported
-when the first URL is parsed. Credentials and endpoints come from where the file system's own tools take them: for S3
-the variables AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_ENDPOINT_URL and the rest, or an instance's
-role; for Google Cloud Storage GOOGLE_APPLICATION_CREDENTIALS, STORAGE_EMULATOR_HOST; for everything fsspec's
-configuration (files in ``~/.config/fsspec``, FSSPEC_S3_... variables).
+Local files are ``pathlib.Path``; a ``RemotePath`` has the part of its interface that is used here.
 """
 
 from __future__ import annotations
@@ -12,37 +8,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
 from typing import Any, TypeAlias
 
-from zeroelastic.errors import MissingFileError, UnreadableError, UsageError
-
-
-def reason(error: BaseException) -> str:
-    """What went wrong, in one line without a full stop, whatever a file system raised."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split()).rstrip(".") or type(error).__name__
-
-
-def http_status(error: BaseException | None) -> int | None:
-    """The HTTP status in an error of aiohttp (``status``), gcsfs (``code``), adlfs (``status_code``) or botocore."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return status if isinstance(status, int) else None
-    found = (getattr(error, name, None) for name in ("status", "status_code", "code"))
-    return next((status for status in found if isinstance(status, int)), None)
-
-
-def missing_file(path: object) -> MissingFileError:
-    """The error about a checkpoint file that is not there."""
-    return MissingFileError(f"{path}: no such file. The checkpoint is incomplete.")
-
-
-def missing_directory(path: object) -> MissingFileError:
-    """The error about a checkpoint directory that is not there."""
-    return MissingFileError(f"{path}: no such checkpoint directory.", remedy="Give the directory of a checkpoint.")
+from zeroelastic.errors import UsageError
+from zeroelastic.io.remote import URL, RemotePath, not_read
 
 
 class WatchedPath(PosixPath):
@@ -62,55 +32,8 @@ def watched_path(path: str | Path, first_seen: dict[str, object] | None) -> Watc
     return made
 
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _FILE = re.compile(r"(?:file|local)://(?:localhost(?=/))?", re.IGNORECASE)
 _CHAIN = re.compile(r"[a-z0-9+.-]+::", re.IGNORECASE)
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-
-
-@dataclass(frozen=True, slots=True)
-class RemotePath:
-    """A file or directory behind an fsspec file system; ``path`` is what that file system calls it.
-
-    ``options`` are what the URL says about the file system itself, such as the host. ``first_seen`` are the states of
-    the files in the first listing of a directory that is watched (``storage.watched``).
-    """
-
-    protocol: str
-    path: str
-    options: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
-    first_seen: dict[str, object] | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def name(self) -> str:
-        """The last part."""
-        return self.path.rstrip("/").rpartition("/")[2]
-
-    @property
-    def parent(self) -> RemotePath:
-        """The directory above."""
-        return RemotePath(self.protocol, self.path.rstrip("/").rpartition("/")[0], self.options)
-
-    def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(self.protocol, f"{self.path.rstrip('/')}/{name}", self.options)
-
-    def __str__(self) -> str:
-        if _URL.match(self.path):  # some file systems call their files by the whole URL
-            return self.path
-        host = dict(self.options).get("host", "")
-        return f"{self.protocol}://{host}{'/' if host else ''}{self.path.lstrip('/')}"
-
-    @property
-    def system(self) -> Any:
-        """The fsspec file system, one for all paths of a protocol and host. Raises UsageError, UnreadableError."""
-        import fsspec
-
-        try:
-            return fsspec.filesystem(self.protocol, **dict(self.options))  # kept by fsspec; a forked child has its own
-        except (ValueError, ImportError) as error:
-            raise _not_read(self.protocol, error) from None
-        except Exception as error:  # file systems raise errors of many kinds
-            raise UnreadableError(f"{self.protocol}://: its file system cannot be set up: {reason(error)}.") from None
 
 
 FilePath: TypeAlias = "Path | RemotePath"
@@ -148,7 +71,7 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> FilePath:
     """
     if isinstance(text, (RemotePath, WatchedPath)):
         return text
-    if not isinstance(text, str) or _URL.match(text) is None:
+    if not isinstance(text, str) or URL.match(text) is None:
         if isinstance(text, str) and "://" in text and _CHAIN.match(text):
             raise UsageError(f"{text}: URLs chained with :: are not read. Name the files by their own URL.")
         return Path(_expanded(os.fspath(text)))
@@ -165,12 +88,12 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> FilePath:
         path = str(kind._strip_protocol(text))
         return RemotePath(protocol, path.rstrip("/") or path, options)
     except (ValueError, ImportError) as error:
-        raise _not_read(protocol, error) from None
+        raise not_read(protocol, error) from None
 
 
 def local_directory(text: str | os.PathLike[str], instead: str) -> Path:
     """The directory of this machine that a user gave. Raises UsageError for a URL, with what to do ``instead``."""
-    is_url = isinstance(text, str) and _URL.match(text) is not None and _FILE.match(text) is None
+    is_url = isinstance(text, str) and URL.match(text) is not None and _FILE.match(text) is None
     path = None if is_url else local_path(as_path(text))
     if path is None:
         raise UsageError(f"{text}: is a URL, not a directory of this machine. {instead}")
@@ -193,7 +116,7 @@ def absolute(text: str | os.PathLike[str]) -> str:
     local = _FILE.match(path)
     if local is not None:
         return os.path.abspath(path[local.end() :])
-    return path if "://" in path and (_URL.match(path) or _CHAIN.match(path)) else os.path.abspath(_expanded(path))
+    return path if "://" in path and (URL.match(path) or _CHAIN.match(path)) else os.path.abspath(_expanded(path))
 
 
 def _expanded(path: str) -> str:
@@ -206,10 +129,3 @@ def relative_name(path: FilePath, directory: FilePath) -> str:
     if isinstance(path, RemotePath) and isinstance(directory, RemotePath):
         return path.path[len(directory.path.rstrip("/")) :].strip("/") or "."
     return os.path.relpath(str(path), str(directory))
-
-
-def _not_read(protocol: str, error: Exception) -> UsageError | UnreadableError:
-    if not isinstance(error, ImportError):
-        return UsageError(f"{protocol}://: no file system of this name is known to fsspec ({error}).")
-    how = f"pip install 'zeroelastic[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else str(error)
-    return UnreadableError(f"{protocol}://: what reads this is not installed. Install it: {how}.", remedy="")

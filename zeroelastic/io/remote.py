@@ -1,271 +1,179 @@
-"""Files behind fsspec: listed, and read by byte range.
+"""Files behind fsspec: listed, and read by byte range, one range or many at the same time.
 
-A request without an answer after five minutes has failed. What failed for a passing reason is asked for again, a
-bounded number of times, with random pauses: what fsspec and the store's own client repeat comes first; this repeats
-what they gave up, and counts on nothing of them. ``Retries`` in force are those of the innermost ``retrying`` of this
-context, or the default ones.
+fsspec is imported when the first URL is parsed. Credentials and endpoints come from where the file system's own tools
+take them: for S3 the variables AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_ENDPOINT_URL and the rest, or
+an instance's role; for Google Cloud Storage GOOGLE_APPLICATION_CREDENTIALS, STORAGE_EMULATOR_HOST; for everything
+fsspec's configuration (files in ``~/.config/fsspec``, FSSPEC_S3_... variables).
 """
 
 from __future__ import annotations
 
 import errno
-import logging
-import random
+import re
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, ZeroElasticError
-from zeroelastic.io.paths import RemotePath, http_status, missing_directory, missing_file, reason
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    UnreadableError,
+    UsageError,
+    ZeroElasticError,
+    missing_directory,
+    missing_file,
+)
+from zeroelastic.io.retries import call, current, http_status, is_transient, note_retry, reason, with_retries
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-TIME_LIMIT_S = 300.0
-"""How long a request may go without an answer."""
-
+URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _THREADS = 8
 _COPY = "Copy the checkpoint to a disk or to an object store."
 _RANGE_NOT_SATISFIABLE = 416
 _NOT_FOUND = (404, 410)
 
-_TRANSIENT_STATUS = frozenset((408, 429, 500, 502, 503, 504))
-_TRANSIENT_ERRNO = frozenset(
-    (errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT, errno.EBUSY, errno.EAGAIN)
-)
-_TRANSIENT_NAMES = frozenset(
-    (
-        "ChecksumError", "ClientConnectionError", "ClientOSError", "ClientPayloadError", "ConnectionClosedError",
-        "ConnectTimeoutError", "ConnectionTimeoutError", "EndpointConnectionError", "FlexibleChecksumError",
-        "HTTPClientError", "IncompleteRead", "IncompleteReadError", "ReadTimeoutError", "ResponseParserError",
-        "ResponseStreamingError", "ServerDisconnectedError",
-    )
-)  # fmt: skip
-"""Names of errors of aiohttp, botocore, gcsfs and http.client that stand for a broken or refused connection, or for an
-answer that was damaged on its way."""
-
-_DAMAGED_ON_THE_WAY = frozenset(
-    ("BadDigest", "IncompleteBody", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch")
-)
-"""Codes with which S3 refuses a request whose body is not what its checksum or length says; its HTTP status is 400."""
-
-
-class NoAnswerError(TimeoutError):
-    """A request had no answer within the time limit; it is not made again."""
-
 
 @dataclass(frozen=True, slots=True)
-class Retries:
-    """``number`` of further attempts after the first; before attempt i a pause of up to ``first_pause_s * 2**i``.
+class RemotePath:
+    """A file or directory behind an fsspec file system; ``path`` is what that file system calls it.
 
-    ``timeout_s`` is how long a request may go without an answer; None for the default. A pause is between a half and
-    the whole of its bound, which is ``longest_pause_s`` at most.
+    ``options`` are what the URL says about the file system itself, such as the host. ``first_seen`` are the states of
+    the files in the first listing of a directory that is watched (``storage.watched``).
     """
 
-    number: int = 4
-    first_pause_s: float = 0.5
-    longest_pause_s: float = 20.0
-    timeout_s: float | None = None
+    protocol: str
+    path: str
+    options: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
+    first_seen: dict[str, object] | None = field(default=None, repr=False, compare=False)
 
-    def pause(self, attempt: int) -> None:
-        """Wait before attempt ``attempt + 1``; the first is number 0."""
-        bound = min(self.longest_pause_s, self.first_pause_s * 2**attempt)
-        time.sleep(bound * random.uniform(0.5, 1.0))
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.path.rstrip("/").rpartition("/")[2]
 
+    @property
+    def parent(self) -> RemotePath:
+        """The directory above."""
+        return RemotePath(self.protocol, self.path.rstrip("/").rpartition("/")[0], self.options)
 
-_current: ContextVar[Retries] = ContextVar("zeroelastic_retries", default=Retries())  # noqa: B039  it is frozen
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(self.protocol, f"{self.path.rstrip('/')}/{name}", self.options)
 
+    def __str__(self) -> str:
+        if URL.match(self.path):  # some file systems call their files by the whole URL
+            return self.path
+        host = dict(self.options).get("host", "")
+        return f"{self.protocol}://{host}{'/' if host else ''}{self.path.lstrip('/')}"
 
-def current() -> Retries:
-    """The retries in force."""
-    return _current.get()
+    @property
+    def system(self) -> Any:
+        """The fsspec file system, one for all paths of a protocol and host. Raises UsageError, UnreadableError."""
+        import fsspec
 
-
-@contextmanager
-def retrying(retries: Retries) -> Iterator[None]:
-    """Within this context, requests of this thread are repeated as ``retries`` says."""
-    token = _current.set(retries)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-def with_retries(request: Callable[[], T], what: object) -> T:
-    """The result of a request, made again while it fails for a passing reason. Raises its last error."""
-    retries = current()
-    attempt = 0
-    while True:
         try:
-            return request()
+            return fsspec.filesystem(self.protocol, **dict(self.options))  # kept by fsspec; a forked child has its own
+        except (ValueError, ImportError) as error:
+            raise not_read(self.protocol, error) from None
         except Exception as error:  # file systems raise errors of many kinds
-            if attempt >= retries.number or not is_transient(error):
-                raise
-            note_retry(what, error, attempt)
-        retries.pause(attempt)
-        attempt += 1
+            raise UnreadableError(f"{self.protocol}://: its file system cannot be set up: {reason(error)}.") from None
 
-
-def note_retry(what: object, error: object, attempt: int) -> None:
-    """Log that a request is made again."""
-    text = reason(error) if isinstance(error, BaseException) else str(error)
-    logger.debug("%s: attempt %d failed and is repeated: %s", what, attempt + 1, text)
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether an error of a file system may pass: a broken connection, a transfer that damaged what it carried, a
-    server that is busy or failing.
-
-    The HTTP status decides, where the error or what caused it has one; else the kind of the error.
-    """
-    if isinstance(error, (NoAnswerError, FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError)):
-        cause = error.__cause__
-        return not isinstance(error, NoAnswerError) and cause is not None and _is_broken_connection(cause)
-    seen: BaseException | None = error
-    while seen is not None:
-        status = http_status(seen)
-        if status is not None:
-            return status in _TRANSIENT_STATUS or _code(seen) in _DAMAGED_ON_THE_WAY
-        if _is_broken_connection(seen):
-            return True
-        seen = seen.__cause__
-    return False
-
-
-def _code(error: BaseException) -> object:
-    """The code of S3's answer in an error of botocore, None in others."""
-    response = getattr(error, "response", None)
-    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
-
-
-def _is_broken_connection(error: BaseException) -> bool:
-    if isinstance(error, (ConnectionError, TimeoutError)):
-        return True
-    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
-        return True
-    return any(kind.__name__ in _TRANSIENT_NAMES for kind in type(error).__mro__)
-
-
-def call(system: Any, operation: str, *arguments: Any, **options: Any) -> Any:
-    """Call a file system. Raises NoAnswerError after the time limit where the call can be stopped."""
-    if not system.async_impl:
-        return getattr(system, operation)(*arguments, **options)
-    from fsspec.asyn import sync
-    from fsspec.exceptions import FSTimeoutError
-
-    limit = current().timeout_s or TIME_LIMIT_S
-    try:
-        return sync(system.loop, getattr(system, f"_{operation}"), *arguments, timeout=limit, **options)
-    except FSTimeoutError:
-        raise NoAnswerError(f"no answer in {limit:.0f} s") from None
-
-
-def remote_entries(directory: RemotePath) -> list[tuple[str, int | None]]:
-    """(name, size, or None for a directory) of what is in a directory. Raises MissingFileError, UnreadableError."""
-    listed = _remote_listing(directory)
-    if directory.first_seen is not None and not directory.first_seen:
-        directory.first_seen.update(_states(listed))
-    here = directory.path.rstrip("/")
-    found: list[tuple[str, int | None]] = []
-    for entry in listed:
-        path = str(entry["name"]).rstrip("/")
-        if path == here:
-            if entry["type"] != "directory" and len(listed) == 1 and entry.get("size"):
-                raise missing_directory(directory)
-            continue
-        name = path.rpartition("/")[2]
-        if entry["type"] == "directory":
-            found.append((name, None))
-        elif entry.get("size") is not None:
-            found.append((name, int(entry["size"])))
-        else:  # a listing without sizes, as web servers give it
-            found.append((name, remote_size(directory / name) or 0))
-    return found
-
-
-def _remote_listing(directory: RemotePath) -> list[dict[str, Any]]:
-    """What a file system says of each entry of a directory, as it is now."""
-    system: Any = directory.system
-
-    def ask() -> list[dict[str, Any]]:
-        system.invalidate_cache(directory.path)  # a listing from before may be out of date
-        found: list[dict[str, Any]] = call(system, "ls", directory.path, detail=True)
+    def entries(self) -> list[tuple[str, int | None]]:
+        """(name, size, or None for a directory) of each entry. Raises MissingFileError, UnreadableError."""
+        listed = self._listing()
+        if self.first_seen is not None and not self.first_seen:
+            self.first_seen.update(_states(listed))
+        here = self.path.rstrip("/")
+        found: list[tuple[str, int | None]] = []
+        for entry in listed:
+            path = str(entry["name"]).rstrip("/")
+            if path == here:
+                if entry["type"] != "directory" and len(listed) == 1 and entry.get("size"):
+                    raise missing_directory(self)
+                continue
+            name = path.rpartition("/")[2]
+            if entry["type"] == "directory":
+                found.append((name, None))
+            elif entry.get("size") is not None:
+                found.append((name, int(entry["size"])))
+            else:  # a listing without sizes, as web servers give it
+                found.append((name, (self / name).size() or 0))
         return found
 
-    try:
-        listed = with_retries(ask, directory)
-    except (FileNotFoundError, NotADirectoryError):
-        raise missing_directory(directory) from None
-    except Exception as error:  # file systems raise errors of many kinds
-        raise UnreadableError(f"{directory}: cannot be listed: {reason(error)}.") from None
-    return listed
+    def _listing(self) -> list[dict[str, Any]]:
+        """What the file system says now of each entry of a directory."""
+        system: Any = self.system
 
+        def ask() -> list[dict[str, Any]]:
+            system.invalidate_cache(self.path)  # a listing from before may be out of date
+            found: list[dict[str, Any]] = call(system, "ls", self.path, detail=True)
+            return found
 
-def listed_states(directory: RemotePath) -> dict[str, object] | None:
-    """All that a file system says of each file of a directory now; None where there is none. Raises UnreadableError."""
-    try:
-        return _states(_remote_listing(directory))
-    except MissingFileError:
-        return None
+        try:
+            listed = with_retries(ask, self)
+        except (FileNotFoundError, NotADirectoryError):
+            raise missing_directory(self) from None
+        except Exception as error:  # file systems raise errors of many kinds
+            raise UnreadableError(f"{self}: cannot be listed: {reason(error)}.") from None
+        return listed
+
+    def states(self) -> dict[str, object] | None:
+        """All that the file system says now of each file of a directory, None where there is none."""
+        try:
+            return _states(self._listing())
+        except MissingFileError:
+            return None
+
+    def size(self) -> int | None:
+        """Size of a file in bytes, None where there is none. Raises UnreadableError; CheckpointError: not known."""
+        try:
+            found = with_retries(lambda: call(self.system, "info", self.path), self)
+        except ZeroElasticError:
+            raise
+        except Exception as error:  # file systems raise errors of many kinds
+            if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not _is_away(error):
+                return None
+            raise UnreadableError(f"{self}: cannot be looked at: {reason(error)}.") from None
+        if found["type"] == "directory":
+            return None
+        if found.get("size") is None:
+            raise CheckpointError(
+                f"{self}: its server does not say how large it is, so its ranges cannot be read.", remedy=_COPY
+            )
+        return int(found["size"])
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Up to ``nbytes`` bytes in one request. Raises what the file system raises."""
+        try:
+            data: bytes = with_retries(
+                lambda: call(self.system, "cat_file", self.path, start=offset, end=offset + nbytes), self
+            )
+        except Exception as error:
+            if self.size_if_beyond_end(error, offset + 1) is not None:  # a range that begins there is refused
+                return b""
+            raise
+        return data
+
+    def size_if_beyond_end(self, error: BaseException, end: int) -> int | None:
+        """The size of a file whose server refused a range because the file ends before ``end``; else None."""
+        if not _may_refuse_range(error):
+            return None
+        try:
+            self.system.invalidate_cache(self.parent.path)
+            size = self.size()
+        except ZeroElasticError:
+            return None
+        return size if size is not None and size < end else None
 
 
 def _states(listed: Iterable[dict[str, Any]]) -> dict[str, object]:
     return {str(entry["name"]): repr(sorted(entry.items())) for entry in listed}
 
 
-def remote_size(path: RemotePath) -> int | None:
-    """Size of a file in bytes, None where there is none. Raises UnreadableError, CheckpointError: it is not known."""
-    try:
-        found = with_retries(lambda: call(path.system, "info", path.path), path)
-    except ZeroElasticError:
-        raise
-    except Exception as error:  # file systems raise errors of many kinds
-        if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not _is_away(error):
-            return None
-        raise UnreadableError(f"{path}: cannot be looked at: {reason(error)}.") from None
-    if found["type"] == "directory":
-        return None
-    if found.get("size") is None:
-        raise CheckpointError(
-            f"{path}: its server does not say how large it is, so its ranges cannot be read.", remedy=_COPY
-        )
-    return int(found["size"])
-
-
 def _is_away(error: Exception) -> bool:
     """Whether the "not found" of fsspec's HTTP stands for another failure, such as a server that does not answer."""
     cause = error.__cause__
     return type(cause).__module__.startswith("aiohttp.") and http_status(cause) not in _NOT_FOUND
-
-
-def remote_range(path: RemotePath, offset: int, nbytes: int) -> bytes:
-    """Up to ``nbytes`` bytes in one request. Raises what the file system raises."""
-    try:
-        data: bytes = with_retries(
-            lambda: call(path.system, "cat_file", path.path, start=offset, end=offset + nbytes), path
-        )
-    except Exception as error:
-        if _size_if_beyond_end(error, path, offset + 1) is not None:  # a range that begins there is refused
-            return b""
-        raise
-    return data
-
-
-def _size_if_beyond_end(error: BaseException, path: RemotePath, end: int) -> int | None:
-    """The size of a file whose server refused a range because the file ends before ``end``; else None."""
-    if not _may_refuse_range(error):
-        return None
-    try:
-        path.system.invalidate_cache(path.parent.path)
-        size = remote_size(path)
-    except ZeroElasticError:
-        return None
-    return size if size is not None and size < end else None
 
 
 def _may_refuse_range(error: BaseException) -> bool:
@@ -337,7 +245,7 @@ def _may_pass(wanted: tuple[RemotePath, int, int], answer: bytes | BaseException
     if len(answer) >= nbytes:
         return False
     try:
-        size = remote_size(path)
+        size = path.size()
     except ZeroElasticError:
         return False
     return size is not None and size >= offset + nbytes
@@ -347,7 +255,7 @@ def _failure(path: RemotePath, offset: int, nbytes: int, answer: object) -> Chec
     if isinstance(answer, FileNotFoundError):
         return missing_file(path)
     if isinstance(answer, BaseException):
-        size = _size_if_beyond_end(answer, path, offset + nbytes)
+        size = path.size_if_beyond_end(answer, offset + nbytes)
         if size is not None:
             return CheckpointError(f"{path}: ends at byte {size}. The file is truncated.")
         return UnreadableError(f"{path}: reading at byte {offset} failed: {reason(answer)}.")
@@ -355,7 +263,7 @@ def _failure(path: RemotePath, offset: int, nbytes: int, answer: object) -> Chec
     if got < nbytes:
         path.system.invalidate_cache(path.parent.path)
         try:
-            size = remote_size(path)
+            size = path.size()
         except UnreadableError as error:
             return error
         except CheckpointError:  # the server does not say it
@@ -401,3 +309,10 @@ def _in_threads(
     for thread in threads:
         thread.join()
     return answers
+
+
+def not_read(protocol: str, error: Exception) -> UsageError | UnreadableError:
+    if not isinstance(error, ImportError):
+        return UsageError(f"{protocol}://: no file system of this name is known to fsspec ({error}).")
+    how = f"pip install 'zeroelastic[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else str(error)
+    return UnreadableError(f"{protocol}://: what reads this is not installed. Install it: {how}.", remedy="")

@@ -17,17 +17,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, ZeroElasticError
-from zeroelastic.io.paths import (
-    FilePath,
-    RemotePath,
-    WatchedPath,
+from zeroelastic.errors import (
+    CheckpointError,
+    MissingFileError,
+    UnreadableError,
+    ZeroElasticError,
     missing_directory,
     missing_file,
-    reason,
+)
+from zeroelastic.io.paths import (
+    FilePath,
+    WatchedPath,
     watched_path,
 )
-from zeroelastic.io.remote import listed_states, read_ranges, remote_entries, remote_range, remote_size
+from zeroelastic.io.remote import RemotePath, read_ranges
+from zeroelastic.io.retries import reason
 
 FOLLOW_LINKS = "ZEROELASTIC_FOLLOW_LINKS"
 """The environment variable that, set to 1, lets symbolic links to files lead anywhere."""
@@ -195,7 +199,7 @@ def list_directory(directory: FilePath) -> tuple[dict[str, int], tuple[str, ...]
     files: dict[str, int] = {}
     inside: list[str] = []
     if isinstance(directory, RemotePath):
-        entries = remote_entries(directory)
+        entries = directory.entries()
         files |= {name: size for name, size in entries if size is not None}
         inside += (name for name, size in entries if size is None)
     else:
@@ -262,7 +266,7 @@ def has_changed(directory: FilePath, telling: str) -> bool:
     if not isinstance(directory, (RemotePath, WatchedPath)) or directory.first_seen is None:
         return False
     if isinstance(directory, RemotePath):
-        now = listed_states(directory) if directory.first_seen else {}
+        now = directory.states() if directory.first_seen else {}
     else:
         now = _states(directory, telling)
     return now is None or any(now.get(name) != state for name, state in directory.first_seen.items())
@@ -321,7 +325,7 @@ def modified_at(path: FilePath) -> float:
 def file_size(path: FilePath) -> int | None:
     """Size of a file in bytes, None where there is none. Raises UnreadableError where it cannot be known."""
     if isinstance(path, RemotePath):
-        return remote_size(path)
+        return path.size()
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -363,7 +367,7 @@ def read_whole(path: FilePath, *, limit: int) -> bytes:
 def _read(path: FilePath, offset: int, nbytes: int, failure: str) -> bytes:
     try:
         if isinstance(path, RemotePath):
-            return remote_range(path, offset, nbytes)
+            return path.read(offset, nbytes)
         return local_range(path, offset, nbytes)
     except ZeroElasticError:
         raise
@@ -398,7 +402,7 @@ class BlockFile(Blocks):
 
     def __init__(self, path: RemotePath, size: int | None = None, *, ahead: bool = True) -> None:
         """Without a ``size`` look it up. Raises MissingFileError, CheckpointError."""
-        size = remote_size(path) if size is None else size
+        size = path.size() if size is None else size
         if size is None:
             raise missing_file(path)
         self.path = path

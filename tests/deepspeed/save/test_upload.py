@@ -38,7 +38,8 @@ from zeroelastic.deepspeed.save.directory import SaveDirectory
 from zeroelastic.deepspeed.save.upload import Uploads, uploads
 from zeroelastic.io import objects
 from zeroelastic.io.objects import sizes_below
-from zeroelastic.io.paths import RemotePath, as_path
+from zeroelastic.io.paths import as_path
+from zeroelastic.io.remote import RemotePath
 from zeroelastic.observers import Uploaded
 from zeroelastic.testing import RankPool
 from zeroelastic.verbs.verify.verify import verify_checkpoint

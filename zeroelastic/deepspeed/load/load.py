@@ -31,7 +31,7 @@ from zeroelastic.distributed.collective import all_or_raise, any_rank, is_raised
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import SavedAgainError
 from zeroelastic.io.paths import FilePath, absolute, local_path
-from zeroelastic.io.remote import retrying
+from zeroelastic.io.retries import retrying
 from zeroelastic.report import ResumeReport
 from zeroelastic.runs.tag_directory import open_tag
 from zeroelastic.runs.tags import about_newer

@@ -27,10 +27,11 @@ from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read
 from zeroelastic.checkpoint.tag_files import UNFINISHED_NAME
 from zeroelastic.deepspeed.options import Options
 from zeroelastic.deepspeed.save.directory import SaveDirectory
-from zeroelastic.errors import CheckpointError, MissingFileError, SaveError
+from zeroelastic.errors import CheckpointError, MissingFileError, SaveError, missing_directory
 from zeroelastic.io.objects import put_file, put_object, remove_objects, sizes_below
-from zeroelastic.io.paths import RemotePath, missing_directory, reason, relative_name, store_path
-from zeroelastic.io.remote import retrying
+from zeroelastic.io.paths import relative_name, store_path
+from zeroelastic.io.remote import RemotePath
+from zeroelastic.io.retries import reason, retrying
 from zeroelastic.io.storage import read_whole
 from zeroelastic.observers import Uploaded, publish
 from zeroelastic.runs.names import LATEST, run_of
