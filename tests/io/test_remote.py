@@ -39,7 +39,7 @@ from zeroelastic.executors.dispatch import (
     scan_segments,
 )
 from zeroelastic.executors.remote_executor import MAX_GAP, RemoteEngine, affordable_gap, plan_requests
-from zeroelastic.executors.tables import CASTS, Options, Sides
+from zeroelastic.executors.tables import CASTS, Endpoints, MoveOptions
 from zeroelastic.io import retries
 from zeroelastic.io.paths import FilePath, as_path
 from zeroelastic.io.remote import RemotePath, read_ranges
@@ -179,10 +179,12 @@ def test_every_row_comes_and_nothing_else(data, remote, digested, summed, operat
     sums = np.full(len(case.rows.nbytes), 1, dtype=np.uint32) if summed and operation != "read" else None
     reported: list[int] = []
     digest = case.digest if digested else None
-    options = Options(digest, sums, case.cast, threads=2, progress=reported.append)
-    sides = {"read": Sides(paths, dst=buffers), "move": Sides(paths, dst_paths=targets), "scan": Sides(paths)}[
-        operation
-    ]
+    options = MoveOptions(digest, sums, case.cast, threads=2, progress=reported.append)
+    sides = {
+        "read": Endpoints(paths, dst=buffers),
+        "move": Endpoints(paths, dst_paths=targets),
+        "scan": Endpoints(paths),
+    }[operation]
     table = ranges(case.rows) if operation == "scan" else case.rows
     totals, bytes_read = RemoteEngine(host, staging_bytes=STAGING)(table, options, sides=sides)
     want, digests = expected(case)
@@ -239,16 +241,16 @@ def test_staging_is_bounded_and_the_next_batch_is_under_way(counted, tmp_path):
         asked_while_moving.append(bytes_asked())
         return numpy_executor.run(*arguments, sides=sides)
 
-    sides = Sides([path], dst_paths=[tmp_path / "d"])
+    sides = Endpoints([path], dst_paths=[tmp_path / "d"])
     tracemalloc.start()
     try:
-        engine(segment(0, 0, size), Options(crc32=np.zeros(1, dtype=np.uint32)), sides=sides)
+        engine(segment(0, 0, size), MoveOptions(crc32=np.zeros(1, dtype=np.uint32)), sides=sides)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < staging
     forget()
-    RemoteEngine(slow, staging_bytes=staging)(segment(0, 0, size), Options(), sides=sides)
+    RemoteEngine(slow, staging_bytes=staging)(segment(0, 0, size), MoveOptions(), sides=sides)
     moved = np.arange(len(asked_while_moving)) * (staging // 3)
     ahead = np.array(asked_while_moving) - moved
     assert (ahead <= 2 * (staging // 3) + 4096).all() and (ahead[:-2] > staging // 3).all()
@@ -265,13 +267,13 @@ def test_a_short_file_is_named_with_the_byte_where_it_ends(tmp_path, operation, 
 
 
 def run(engine: RemoteEngine, operation: str, path: RemotePath, target: Path, progress=None) -> object:
-    options = Options(progress=progress)
+    options = MoveOptions(progress=progress)
     rows = segment(0, 0, 10_000)
     if operation == "read":
-        return engine(rows, options, sides=Sides([path], dst=[np.zeros(10_000, np.uint8)]))
+        return engine(rows, options, sides=Endpoints([path], dst=[np.zeros(10_000, np.uint8)]))
     if operation == "move":
-        return engine(rows, options, sides=Sides([path], dst_paths=[target]))
-    return engine(ranges(rows), options, sides=Sides([path]))
+        return engine(rows, options, sides=Endpoints([path], dst_paths=[target]))
+    return engine(ranges(rows), options, sides=Endpoints([path]))
 
 
 @pytest.mark.parametrize("operation", ["read", "move", "scan"])
@@ -553,7 +555,7 @@ def test_a_server_that_dies_in_the_middle_is_an_error(checkpoints, tmp_path):
 
         begin = time.monotonic()
         with pytest.raises(UnreadableError, match=rf"^{path}: reading at byte \d+ failed: .*"):
-            engine(segment(0, 0, size), Options(progress=die), sides=Sides([path], dst_paths=[tmp_path / "d"]))
+            engine(segment(0, 0, size), MoveOptions(progress=die), sides=Endpoints([path], dst_paths=[tmp_path / "d"]))
         assert time.monotonic() - begin < 90
 
 
