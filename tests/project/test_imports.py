@@ -20,6 +20,26 @@ PACKAGE = Path(zeroelastic.__file__).parent
 SEPARATE = [("deepspeed", "verbs")]
 """Packages that do not import each other, although their levels would allow it."""
 
+INSIDE = {
+    "elastic": {
+        "checkpoint.rng_files", "core.global_batch", "deepspeed.engine", "deepspeed.engine_state",
+        "deepspeed.install.seams", "deepspeed.install.wrappers", "deepspeed.load.fallback", "deepspeed.load.tag_choice",
+        "deepspeed.node_local.node_tags", "deepspeed.run_objects", "deepspeed.save.background",
+        "distributed.collective", "distributed.partners", "errors", "extras", "io.paths", "observers", "report",
+        "runs.candidates", "runs.names", "runs.tags",
+    },
+    "integrations": {
+        "zeroelastic", "checkpoint.open", "core.global_batch", "deepspeed.engine", "deepspeed.live.kinds", "deepspeed.options",
+        "deepspeed.patching", "deepspeed.save.background", "distributed.collective", "elastic.batch_plan",
+        "elastic.position", "elastic.sampler", "errors", "report", "runs.names", "torch_file.header",
+    },
+    "testing": {"errors", "zeroelastic"},
+}  # fmt: skip
+"""What the packages on top import: these modules and nothing else of the inside. ``elastic.memory`` is a save, and the
+two modules ``framework_load`` and ``framework_save`` are what the front ends have in place of the inside."""
+
+ANYTHING = ("zeroelastic.elastic.memory", "zeroelastic.integrations.framework_")
+
 PURE_PACKAGES = ("core", "checkpoint")
 PURE = ("errors", "report", "torch_file/safe_unpickler", "torch_file/header",
         "executors/tables", "executors/numpy_executor")  # fmt: skip
@@ -115,6 +135,17 @@ def test_these_packages_do_not_know_each_other(package, other):
         if unit(own_name(path)) in (package, other):
             apart = {package, other} - {unit(own_name(path))}
             assert not [name for name in imports(path) if unit(name) in apart], path
+
+
+@pytest.mark.parametrize("package", INSIDE)
+def test_packages_on_top_import_these_modules_alone(package: str) -> None:
+    used = set()
+    for path in modules():
+        here = own_name(path)
+        if unit(here) == package and not here.startswith(ANYTHING):
+            names = {name for name in imports(path) if name.partition(".")[0] == "zeroelastic"}
+            used |= {name.removeprefix("zeroelastic.") for name in names if unit(name) != package}
+    assert used == INSIDE[package]
 
 
 def test_no_module_imports_itself_through_others():

@@ -25,7 +25,7 @@ if not torch_is_there():
 from zeroelastic.elastic.batch_plan import BatchPlan, batch_plan
 from zeroelastic.elastic.leaving import EXIT_PREEMPTED, set_collective_timeout
 from zeroelastic.elastic.preemption import Every, Preemption, every, preemption
-from zeroelastic.elastic.resume import Resumed, resume
+from zeroelastic.elastic.resume import ResumedRun, resume
 from zeroelastic.elastic.sampler import ElasticBatchSampler, ElasticDistributedSampler, ElasticIterableDataset
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ __all__ = [
     "ElasticIterableDataset",
     "Every",
     "Preemption",
-    "Resumed",
+    "ResumedRun",
     "batch_plan",
     "every",
     "preemption",

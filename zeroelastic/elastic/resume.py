@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class ResumedRun:
     """The checkpoint that a job resumed from; ``tag`` is None for a fresh start.
 
     ``tier`` says where it was: in the memory of the nodes, on their own disks, or in a directory or store for all.
@@ -57,13 +57,13 @@ def resume(
     strict: bool = True,
     fresh: bool = False,
     required: bool = False,
-) -> Resumed:
+) -> ResumedRun:
     """Load the newest checkpoint of ``directory`` that can be loaded, with the position of ``data``. Collective.
 
     With ``"memory"`` in the options, that is one in the memory of the nodes where it follows the newest on the disk.
 
     Nothing is written or deleted. ``strict`` refuses a changed global batch and a checkpoint without a position in the
-    data. With an empty or missing directory nothing is loaded and ``Resumed.tag`` is None; if a checkpoint is
+    data. With an empty or missing directory nothing is loaded and ``ResumedRun.tag`` is None; if a checkpoint is
     ``required``, here or in the "zeroelastic" block, MissingFileError is raised instead. Where a directory holds parts
     of checkpoints that cannot be resumed, the run begins only with ``fresh``. Raises CheckpointError when there are
     checkpoints and none can be loaded, and the errors of ``engine.load_checkpoint`` for a run that does not fit. An
@@ -90,7 +90,7 @@ def resume(
     require_partners()
     root = as_path(absolute(directory))
 
-    def started(resumed: Resumed) -> Resumed:
+    def started(resumed: ResumedRun) -> ResumedRun:
         if memory is not None:
             memory.keep_only(resumed.tag if resumed.tier == "memory" else None, int(engine.global_steps), tags)
         if dist.get_rank() == 0:
@@ -98,7 +98,7 @@ def resume(
             observers.publish(observers.Resumed(resumed.tag, resumed.tier, step, dist.get_world_size(), seconds))
         return resumed
 
-    def load(tag: Tag) -> Resumed:
+    def load(tag: Tag) -> ResumedRun:
         load_dir, name = tag.asked_for if memory is None else memory.asked_for(tag)
         with loading_strictly(engine, strict):
             path, client_state = engine.load_checkpoint(str(load_dir), tag=name)
@@ -129,7 +129,7 @@ def resume(
         if not must and not fresh:
             all_or_raise(partial(refuse_fresh_start, root))
         nothing_to_load(engine, root, required=must)
-        return started(Resumed(None, 0, {}, None, passed, ()))
+        return started(ResumedRun(None, 0, {}, None, passed, ()))
 
 
 class _Finish:
@@ -139,13 +139,13 @@ class _Finish:
         self._engine, self._root, self._data, self._strict = engine, root, data, strict
         self._has_moved = False
 
-    def __call__(self, name: str, client_state: dict[str, Any]) -> Resumed:
+    def __call__(self, name: str, client_state: dict[str, Any]) -> ResumedRun:
         notes = self._restore(name, client_state.pop(KEY, None))
         if dist.get_rank() == 0:
             for note in notes:
                 logger.info("%s: %s", name, note)
         report: ResumeReport | None = getattr(self._engine, "zeroelastic_report", None)
-        return Resumed(name, int(self._engine.global_steps), client_state, report, (), notes)
+        return ResumedRun(name, int(self._engine.global_steps), client_state, report, (), notes)
 
     def _restore(self, name: str, entry: Mapping[str, Any] | None) -> tuple[str, ...]:
         from zeroelastic.deepspeed.load.fallback import UnusableError

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,32 +34,29 @@ from zeroelastic.deepspeed.engine import options_of
 from zeroelastic.deepspeed.live.kinds import is_without_optimizer
 from zeroelastic.deepspeed.patching import Method, patched, wrap
 from zeroelastic.deepspeed.save.background import finish_pending, pending_of
-from zeroelastic.distributed.collective import all_gather, all_or_raise
-from zeroelastic.elastic.position import seed_generators
+from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.errors import (
     MissingFileError,
     StrictError,
     UnsupportedError,
-    ZeroElasticError,
-    counted,
-    rank_list,
     some,
 )
 from zeroelastic.integrations.framework_load import (
-    Batch,
+    BatchSettings,
     Notes,
     batch_of,
     check_tag,
     is_loaded_here,
     load_and_correct,
     newest_complete,
+    numbered,
     on_rank_0,
     require_one_save,
     saved_batch,
 )
 from zeroelastic.integrations.framework_save import save_with_files
+from zeroelastic.integrations.generators import reseed_new_rank, saved_rank_states
 from zeroelastic.integrations.schedulers import correct_scheduler, wrap_schedulers
-from zeroelastic.torch_file.header import read_tree
 
 __all__ = ["DataPosition", "data_position", "remaining_epochs"]
 
@@ -195,10 +191,10 @@ _SETTINGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _SavedSteps:
     """The run that wrote the checkpoint; the same on every rank."""
 
-    batch: Batch
+    batch: BatchSettings
     step: int | None
     content_root: str | None
 
@@ -253,32 +249,16 @@ def _check(accelerator: Any, engine: Any, folder: Path) -> None:
 
 def _numbered(accelerator: Any) -> list[Path]:
     """The checkpoints that accelerate has named by their numbers, in this order."""
-    found = {
-        int(match[1]): path
-        for path in (Path(accelerator.project_dir) / "checkpoints").glob("*")
-        if (match := re.search(r"(\d+)$", path.name))
-    }
-    return [found[number] for number in sorted(found)]
+    return numbered(Path(accelerator.project_dir) / "checkpoints", r".*?(\d+)")
 
 
-def _read(directory: Path, checkpoint: Checkpoint) -> _Saved:
-    step = (_rank_states(directory, 0) or {}).get("step")
+def _read(directory: Path, checkpoint: Checkpoint) -> _SavedSteps:
+    step = (saved_rank_states(directory, 0) or {}).get("step")
     root = checkpoint.inventory.content_root
-    return _Saved(saved_batch(checkpoint), step if type(step) is int else None, root)
+    return _SavedSteps(saved_batch(checkpoint), step if type(step) is int else None, root)
 
 
-def _rank_states(directory: Path, rank: int) -> dict[object, object] | None:
-    """A rank's generators and ``accelerator.step``, not executed; None without a file, or if it is damaged.
-
-    accelerate passes over both without a word.
-    """
-    with suppress(ZeroElasticError):
-        states = read_tree(directory / f"random_states_{rank}.pkl")
-        return states if isinstance(states, dict) else None
-    return None
-
-
-def _refuse(accelerator: Any, engine: Any, directory: Path, saved: _Saved) -> None:
+def _refuse(accelerator: Any, engine: Any, directory: Path, saved: _SavedSteps) -> None:
     is_stateful = any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders)
     if is_stateful and any(directory.glob("dl_state_dict*.bin")):
         saved.batch.refuse_other(
@@ -298,7 +278,7 @@ def _refuse(accelerator: Any, engine: Any, directory: Path, saved: _Saved) -> No
 
 
 def _correct(
-    accelerator: Any, engine: Any, directory: Path, saved: _Saved, left_out: Iterable[str], notes: Notes
+    accelerator: Any, engine: Any, directory: Path, saved: _SavedSteps, left_out: Iterable[str], notes: Notes
 ) -> None:
     if saved.step is not None:
         steps, phase = divmod(saved.step, saved.batch.accumulation)
@@ -306,33 +286,11 @@ def _correct(
         if phase:
             lost = f"{phase} of {saved.batch.accumulation} micro-steps are lost"
             notes.warn(f"SAVED IN THE MIDDLE of an optimizer step: {lost}")
-    _reseed_new_rank(accelerator, engine, directory, saved, notes)
+    reseed_new_rank(directory, saved.batch.world_size, saved.content_root or f"step {engine.global_steps}", notes)
     for problem in (*filter(None, [_forgotten_scheduler(accelerator, engine)]), *map(_left_out_note, left_out)):
         notes.warn(problem)
     for scheduler in _schedulers(accelerator):
         correct_scheduler(scheduler, saved.batch.world_size, accelerator.num_processes, notes)
-
-
-def _reseed_new_rank(accelerator: Any, engine: Any, directory: Path, saved: _Saved, notes: Notes) -> None:
-    """Seed the generators of new ranks as ``zeroelastic reshard`` does; the others have their files. Collective."""
-    world_size, rank, saved_size = accelerator.num_processes, dist.get_rank(), saved.batch.world_size
-    has_file = all_gather(_rank_states(directory, rank) is not None)
-    old = range(min(world_size, saved_size))
-    if missing := [one for one in old if not has_file[one]]:
-        notes.warn(
-            f"random number generators of {rank_list(missing)}: NOT RESTORED. random_states_*.pkl is missing or "
-            "damaged: the save was cut short after the model, or the file was left behind"
-        )
-    kept = f"random number generators: the saved ones on {counted(len(old) - len(missing), 'rank')}; "
-    num_new = world_size - saved_size
-    if num_new < 0:
-        notes.info(f"{kept}those of {counted(-num_new, 'rank')} dropped")
-    if num_new <= 0:
-        return
-    identity = saved.content_root or f"step {engine.global_steps}"
-    if rank >= saved_size:
-        seed_generators(identity, rank)
-    notes.info(f"{kept}{num_new} new, seeded from the checkpoint and the rank")
 
 
 @dataclass(frozen=True, slots=True)

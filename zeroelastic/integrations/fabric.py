@@ -18,7 +18,13 @@ from typing import Any
 from torch.nn import Module
 
 from zeroelastic.deepspeed.patching import Method, wrap
-from zeroelastic.integrations.framework_load import Batch, batch_of, is_loaded_here, load_and_correct, saved_batch
+from zeroelastic.integrations.framework_load import (
+    BatchSettings,
+    batch_of,
+    is_loaded_here,
+    load_and_correct,
+    saved_batch,
+)
 
 _TAG = "checkpoint"
 _SETTINGS = (
@@ -53,7 +59,7 @@ def _counts_batches(item: object) -> bool:
     return torchdata is not None and getattr(type(item), "state_dict", None) is torchdata.StatefulDataLoader.state_dict
 
 
-def _refuse(engine: Any, path: Any, loaders: list[str], saved: Batch) -> None:
+def _refuse(engine: Any, path: Any, loaders: list[str], saved: BatchSettings) -> None:
     if loaders:
         saved.refuse_other(
             batch_of(engine, saved.accumulation),

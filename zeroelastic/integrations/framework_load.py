@@ -7,6 +7,7 @@ outside of the engine is corrected, and notes on that are added to the engine's 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -34,6 +35,7 @@ from zeroelastic.io.storage import directory_exists
 from zeroelastic.report import Note
 from zeroelastic.runs.candidates import check_quickly, is_damage
 from zeroelastic.runs.framework_files import require_own_files
+from zeroelastic.runs.locate import find_source
 from zeroelastic.runs.names import LATEST
 from zeroelastic.runs.tag_directory import read_tag, recover_all
 
@@ -65,7 +67,7 @@ def is_loaded_here(engine: Any) -> bool:
     return kind_of(getattr(engine, "optimizer", None)) is not None
 
 
-class Batch(NamedTuple):
+class BatchSettings(NamedTuple):
     """How a run makes its global batch: each rank adds up ``accumulation`` micro batches of ``micro`` samples."""
 
     world_size: int
@@ -77,7 +79,7 @@ class Batch(NamedTuple):
         """The global batch, where the micro batch is known."""
         return None if self.micro is None else self.world_size * self.micro * self.accumulation
 
-    def refuse_other(self, now: Batch, what: str, instead: str) -> None:
+    def refuse_other(self, now: BatchSettings, what: str, instead: str) -> None:
         """Raise UnsupportedError where a saved count of batches means another place in the data in this run."""
         if now != self:
             then, this = (f"{n} ranks (micro batch {micro}, accumulation {steps})" for n, micro, steps in (self, now))
@@ -87,16 +89,17 @@ class Batch(NamedTuple):
             )
 
 
-def saved_batch(checkpoint: Checkpoint) -> Batch:
+def saved_batch(checkpoint: Checkpoint) -> BatchSettings:
     """The batch of the run that wrote a checkpoint, from the configuration in its first file."""
     config = checkpoint.shard(0).ds_config
     micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")
-    return Batch(checkpoint.world_size, micro if type(micro) is int else None, steps if type(steps) is int else 1)
+    known_micro, known_steps = micro if type(micro) is int else None, steps if type(steps) is int else 1
+    return BatchSettings(checkpoint.world_size, known_micro, known_steps)
 
 
-def batch_of(engine: Any, accumulation: int) -> Batch:
+def batch_of(engine: Any, accumulation: int) -> BatchSettings:
     """The batch of this run."""
-    return Batch(dist.get_world_size(), int(engine.train_micro_batch_size_per_gpu()), accumulation)
+    return BatchSettings(dist.get_world_size(), int(engine.train_micro_batch_size_per_gpu()), accumulation)
 
 
 def read_checkpoint(find: Callable[[], FilePath], read: Callable[[Checkpoint], T | None]) -> T | None:
@@ -105,6 +108,11 @@ def read_checkpoint(find: Callable[[], FilePath], read: Callable[[Checkpoint], T
     None where there is no ZeRO checkpoint that can be read: the engine's own load then raises the reason.
     """
     return read_on_rank_0(lambda: read_tag(find(), lambda opened: read(open_checkpoint(opened))))
+
+
+def read_folder(folder: Path, read: Callable[[Checkpoint], T | None]) -> T | None:
+    """``read_checkpoint`` of the tag in a folder of a framework. Collective."""
+    return read_checkpoint(lambda: find_source(folder).tag_dir, read)
 
 
 def read_on_rank_0(read: Callable[[], T | None]) -> T | None:
@@ -156,6 +164,12 @@ def _saying_cut_short(directory: Path, tag: str) -> Iterator[None]:
             f"{directory}: has no {some(missing)}: it is not a checkpoint, or its save was cut short.",
             remedy="Give another directory.",
         ) from error
+
+
+def numbered(directory: Path, pattern: str) -> list[Path]:
+    """The folders whose names match a pattern with a number, by this number."""
+    found = {int(match[1]): path for path in directory.glob("*/") if (match := re.fullmatch(pattern, path.name))}
+    return [found[number] for number in sorted(found)]
 
 
 class Newest(NamedTuple):

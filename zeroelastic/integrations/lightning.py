@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.deepspeed.engine import options_of
 from zeroelastic.deepspeed.patching import Method, patched, wrap
@@ -36,7 +35,7 @@ from zeroelastic.deepspeed.save.background import finish_pending
 from zeroelastic.elastic.sampler import is_position
 from zeroelastic.errors import StrictError, ZeroElasticError
 from zeroelastic.integrations.framework_load import (
-    Batch,
+    BatchSettings,
     Notes,
     batch_of,
     is_loaded_here,
@@ -99,14 +98,14 @@ def _load_checkpoint(original: Method, self: Any, checkpoint_path: Any, *args: A
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _SavedLoops:
     """The run that wrote the checkpoint; the same on every rank.
 
     ``current`` and ``total`` are Lightning's counts of one rank's micro-batches, in the epoch and in all.
     ``loader_states`` are how many loaders have a state, and ``positions`` how many of these fit any world size.
     """
 
-    batch: Batch
+    batch: BatchSettings
     current: Mapping[str, int]
     total: Mapping[str, int]
     is_last_batch: bool
@@ -129,13 +128,11 @@ def _fitting(strategy: Any) -> Any:
     return trainer if str(getattr(trainer.state.fn, "value", "")) == "fit" else None
 
 
-def _read(checkpoint: Checkpoint) -> _Saved | None:
+def _read(checkpoint: Checkpoint) -> _SavedLoops | None:
     """The run that wrote a checkpoint; None when it is not one of a Trainer."""
     try:
         state = read_tree(checkpoint.model_states(0).path)
     except ZeroElasticError as error:
-        if was_saved_again(checkpoint.tag_dir):
-            raise
         logger.warning("DATA BEGINS THE EPOCH AGAIN: the loops' counters cannot be read without running it: %s", error)
         return None
     loops = state.get("loops") if isinstance(state, dict) else None
@@ -145,7 +142,7 @@ def _read(checkpoint: Checkpoint) -> _Saved | None:
         return None
     batch, loop_state, divisor = saved_batch(checkpoint), fit.get("state_dict"), state.get(_DIVISOR)
     states = loop_state.get("combined_loader", ()) if isinstance(loop_state, dict) else ()
-    return _Saved(
+    return _SavedLoops(
         batch=batch,
         current=progress["current"],
         total=progress["total"],
@@ -156,7 +153,7 @@ def _read(checkpoint: Checkpoint) -> _Saved | None:
     )
 
 
-def _refuse(trainer: Any, engine: Any, path: Path, saved: _Saved) -> None:
+def _refuse(trainer: Any, engine: Any, path: Path, saved: _SavedLoops) -> None:
     if saved.loader_states > saved.positions:
         saved.batch.refuse_other(
             batch_of(engine, trainer.accumulate_grad_batches),
@@ -171,7 +168,7 @@ def _refuse(trainer: Any, engine: Any, path: Path, saved: _Saved) -> None:
         )
 
 
-def _uneven(saved: _Saved) -> str:
+def _uneven(saved: _SavedLoops) -> str:
     """Why the saved position is within an optimizer step; empty if it is not."""
     accumulation = saved.batch.accumulation
     left = saved.done % accumulation
@@ -185,7 +182,7 @@ def _uneven(saved: _Saved) -> str:
     return ""
 
 
-def _correct(trainer: Any, engine: Any, saved: _Saved, client_state: dict[str, Any], notes: Notes) -> None:
+def _correct(trainer: Any, engine: Any, saved: _SavedLoops, client_state: dict[str, Any], notes: Notes) -> None:
     """Set the counters of the loops for this run's accumulation, and skip the batches that are done."""
     then, now = saved.batch, batch_of(engine, trainer.accumulate_grad_batches)
     accumulation, samples = now.accumulation, then.samples

@@ -17,12 +17,9 @@ from typing import Any
 
 import torch
 
-from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.deepspeed.patching import Method, wrap
-from zeroelastic.integrations.framework_load import read_on_rank_0
+from zeroelastic.integrations.framework_load import read_folder
 from zeroelastic.integrations.trainer import TrainerRun, current_run
-from zeroelastic.runs.locate import find_source
-from zeroelastic.runs.tag_directory import read_tag
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +63,7 @@ def _continue_order(sampler: Any, samples: int, run: TrainerRun) -> None:
     if run.checkpoint is not None:
         checkpoint = run.checkpoint
         tp_size = int(sampler.tp_size)
-        saved = read_on_rank_0(lambda: _saved_order(checkpoint, samples, tp_size))
+        saved = read_folder(checkpoint, lambda opened: _saved_order(checkpoint, samples, opened.world_size // tp_size))
         if saved is None:
             logger.warning(
                 "%s: ms-swift's order of samples cannot be continued: the checkpoint does not tell which it was, or "
@@ -101,14 +98,13 @@ def _batches(sampler: Any, permuted: int) -> Iterator[list[int]]:
             yield batch
 
 
-def _saved_order(checkpoint: Path, samples: int, tp_size: int) -> int | None:
+def _saved_order(checkpoint: Path, samples: int, world_size: int) -> int | None:
     """How many numbers the saved run permuted: as recorded, or as ms-swift does at its number of ranks."""
     try:
         state = json.loads((checkpoint / "trainer_state.json").read_text())
         recorded = state.get("stateful_callbacks", {}).get(_RECORD, {}).get("attributes")
         if recorded is not None:
             return int(recorded["permuted"]) if recorded["samples"] == samples else None
-        world_size = read_tag(find_source(checkpoint).tag_dir, open_checkpoint).world_size // tp_size
     except (OSError, ValueError):
         return None
     return samples // world_size * world_size

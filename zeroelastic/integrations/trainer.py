@@ -33,6 +33,7 @@ from zeroelastic.integrations.framework_load import (
     check_tag,
     is_loaded_here,
     newest_complete,
+    numbered,
     refuse_cut_short,
     require_one_save,
 )
@@ -163,10 +164,6 @@ def _remove_older(trainer: Any, rotate: Callable[..., None]) -> None:
 def _last_complete(config: Mapping[str, Any], output_dir: Path) -> Path | None:
     """The newest ``checkpoint-N`` that has what a resume reads, None where none has. Collective."""
 
-    def newest_first() -> list[Path]:
-        numbers = (path.name.removeprefix("checkpoint-") for path in output_dir.glob("checkpoint-*/"))
-        return [output_dir / f"checkpoint-{n}" for n in sorted(map(int, filter(str.isdecimal, numbers)), reverse=True)]
-
     def check(folder: Path) -> None:
         require_one_save(folder)
         if not (folder / "trainer_state.json").is_file():
@@ -178,7 +175,7 @@ def _last_complete(config: Mapping[str, Any], output_dir: Path) -> Path | None:
         check_tag(directory_of(folder, tag), on_this_node_only=options.get("use_node_local_storage", False))
 
     to_choose = "To choose another one, pass its path as resume_from_checkpoint."
-    newest = newest_complete(logger, newest_first, check, to_choose)
+    newest = newest_complete(logger, lambda: reversed(numbered(output_dir, r"checkpoint-(\d+)")), check, to_choose)
     return None if newest is None else newest.folder
 
 

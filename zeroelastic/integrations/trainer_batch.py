@@ -19,8 +19,7 @@ from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.core.global_batch import listed_world_sizes
 from zeroelastic.elastic.batch_plan import BatchPlan, batch_plan
 from zeroelastic.errors import ConfigError, UnsupportedError, counted
-from zeroelastic.integrations.framework_load import read_checkpoint
-from zeroelastic.runs.locate import find_source
+from zeroelastic.integrations.framework_load import read_folder
 
 logger = logging.getLogger(__name__)
 
@@ -114,4 +113,4 @@ def _saved_batch(checkpoint: Path) -> int | None:
     def read(opened: Checkpoint) -> int:
         return opened.train_batch_size(opened.shard(0)) or 0
 
-    return read_checkpoint(lambda: find_source(checkpoint).tag_dir, read)
+    return read_folder(checkpoint, read)

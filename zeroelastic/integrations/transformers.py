@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -26,9 +24,9 @@ from transformers import Trainer, TrainerCallback
 from zeroelastic import install, last_report
 from zeroelastic.deepspeed.options import parse_options
 from zeroelastic.elastic.batch_plan import batch_plan
-from zeroelastic.elastic.position import seed_generators
-from zeroelastic.errors import StrictError, UnsupportedError, UsageError, rank_list
+from zeroelastic.errors import StrictError, UnsupportedError, UsageError
 from zeroelastic.integrations.framework_load import Notes
+from zeroelastic.integrations.generators import compare_generators, load_generators
 from zeroelastic.integrations.schedulers import are_close, rates_at
 from zeroelastic.report import ResumeReport
 
@@ -75,9 +73,9 @@ def elastic(trainer: AnyTrainer) -> AnyTrainer:
     """
     _refuse(trainer)
     install()
-    sampler_of, load_generators = trainer._get_train_sampler, trainer._load_rng_state
+    sampler_of, load_own = trainer._get_train_sampler, trainer._load_rng_state
     trainer._get_train_sampler = lambda *args, **kwargs: _whole_batches(trainer, sampler_of(*args, **kwargs))
-    trainer._load_rng_state = lambda checkpoint: _load_generators(trainer, load_generators, checkpoint)
+    trainer._load_rng_state = lambda checkpoint: load_generators(trainer, load_own, checkpoint)
     trainer.add_callback(_ResumeCallback(trainer))
     return trainer
 
@@ -220,7 +218,7 @@ def _updates_per_epoch(trainer: Trainer, loader: Any) -> int:
 def _complete(trainer: Trainer, loader: Any, report: ResumeReport) -> ResumeReport:
     """The engine's report with what the engine does not know. Raises StrictError, the same on every rank."""
     checkpoint = Path(report.path).parent
-    exact, rederived, reset = _generators(checkpoint, report)
+    exact, rederived, reset = compare_generators(checkpoint, report)
     notes = _drift(trainer, loader, checkpoint)
     if notes and parse_options(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).strict:
         raise StrictError(
@@ -307,48 +305,3 @@ def _saved_state(checkpoint: Path) -> dict[str, Any]:
 def _other_length_is_meant(trainer: Trainer, saved: dict[str, Any]) -> bool:
     """Whether the user asked for a longer or shorter run than the saved one."""
     return trainer.args.max_steps > 0 or bool(saved["num_train_epochs"] != trainer.state.num_train_epochs)
-
-
-def _generators(checkpoint: Path, report: ResumeReport) -> tuple[list[str], list[str], list[str]]:
-    """How the random number generators are resumed, as sentences: exact, re-derived, not restored."""
-    exact, rederived, reset = list[str](), list[str](), list[str]()
-    saved = _saved_generators(checkpoint, report.saved_world_size)
-    kept = [rank for rank in range(report.world_size) if rank in saved]
-    new = [rank for rank in range(report.world_size) if rank not in saved]
-    left = [rank for rank in saved if rank >= report.world_size]
-    if kept:
-        exact.append(f"random number generators of {rank_list(kept)}")
-    if new:
-        rederived.append(f"random number generators of {rank_list(new)} from the seed, the step and the rank")
-    if left:
-        reset.append(f"random number generators of saved {rank_list(left)} (no longer there)")
-    return exact, rederived, reset
-
-
-def _saved_generators(checkpoint: Path, saved_world_size: int) -> dict[int, Path]:
-    """The files of ``Trainer._save_rng_state`` by rank, without those left from an older save of more ranks."""
-    if saved_world_size == 1:
-        found = {0: checkpoint / "rng_state.pth"}
-    else:
-        found = {rank: checkpoint / f"rng_state_{rank}.pth" for rank in range(saved_world_size)}
-    return {rank: path for rank, path in found.items() if path.is_file()}
-
-
-def _load_generators(trainer: Trainer, load: Callable[[str | None], None], checkpoint: str | None) -> None:
-    """Let the Trainer load this rank's file; seed new generators where there is none."""
-    report = last_report(trainer.model_wrapped)
-    if checkpoint is None or report is None:
-        load(checkpoint)
-        return
-    args = trainer.args
-    path = _saved_generators(Path(checkpoint), report.saved_world_size).get(args.process_index)
-    if path is None:
-        seed_generators(f"transformers {args.seed} {trainer.state.global_step}", args.process_index)
-        return
-    wanted = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
-    if path.name == wanted:
-        load(checkpoint)
-        return
-    with tempfile.TemporaryDirectory() as directory:  # the same file by the name the Trainer expects
-        os.symlink(path.absolute(), Path(directory) / wanted)
-        load(directory)
