@@ -29,9 +29,10 @@ INSIDE = {
         "runs.candidates", "runs.names", "runs.tags",
     },
     "integrations": {
-        "zeroelastic", "checkpoint.open", "core.global_batch", "deepspeed.engine", "deepspeed.live.kinds", "deepspeed.options",
-        "deepspeed.patching", "deepspeed.save.background", "distributed.collective", "elastic.batch_plan",
-        "elastic.position", "elastic.sampler", "errors", "report", "runs.names", "torch_file.header",
+        "zeroelastic", "checkpoint.open", "core.global_batch", "deepspeed.engine", "deepspeed.live.kinds",
+        "deepspeed.options", "deepspeed.patching", "deepspeed.save.background", "distributed.collective",
+        "elastic.batch_plan", "elastic.position", "elastic.sampler", "errors", "report",
+        "runs.names", "torch_file.header",
     },
     "testing": {"errors", "zeroelastic"},
 }  # fmt: skip

@@ -24,6 +24,7 @@ from synthetic import edit, edit_optim, model_name, optim_name, sealed, write_ch
 import zeroelastic
 from zeroelastic.checkpoint.commit_record import RECORD_NAME, record_text
 from zeroelastic.errors import CheckpointError, NewerFormatError, UnreadableError, UsageError
+from zeroelastic.io.local import DiskPath
 from zeroelastic.runs.candidates import check_quickly, check_tag, find_newest
 from zeroelastic.runs.run_store import RunStore
 
@@ -183,10 +184,10 @@ def test_what_cannot_be_judged_is_told_apart(run: Path, monkeypatch: pytest.Monk
     verdict = check_tag(tag, check_quickly)
     assert verdict is not None and not verdict.undecided
 
-    def stale(path: Path, offset: int, nbytes: int) -> bytes:
+    def stale(place: DiskPath, offset: int, nbytes: int) -> bytes:
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr("zeroelastic.io.storage.local_range", stale)
+    monkeypatch.setattr(DiskPath, "read", stale)
     verdict = check_tag(tag, check_quickly)
     assert verdict is not None and verdict.undecided and "Stale file handle" in verdict.problems[0]
 

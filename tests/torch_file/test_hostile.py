@@ -35,7 +35,7 @@ import zeroelastic
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.cli.app import app
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, shown
-from zeroelastic.io.storage import FOLLOW_LINKS
+from zeroelastic.io.local import FOLLOW_LINKS
 from zeroelastic.testing import RankPool
 from zeroelastic.torch_file import safe_unpickler
 from zeroelastic.torch_file.archive import write_tree

@@ -2,7 +2,8 @@
 
     storage  listing, sizes and reading by range for a path or a URL
     paths    the types of paths, and what a user's text means
-    remote   files behind fsspec: listed, and read by range
+    local    files of this machine: listed, and read by range
+    remote   the same behind fsspec
     retries  which failures may pass, and requests that are made again
     objects  objects of a store: put, removed, listed
     atomic   files that are written whole or not at all

@@ -12,6 +12,7 @@ import errno
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +101,30 @@ class RemotePath:
                 found.append((name, (self / name).size() or 0))
         return found
 
+    def file_names(self) -> frozenset[str]:
+        """The names of the files in a directory. Raises as ``entries``."""
+        return frozenset(name for name, size in self.entries() if size is not None)
+
+    def exists(self) -> bool:
+        """Whether there is such a directory. Raises UnreadableError."""
+        with suppress(MissingFileError):
+            self.entries()
+            return True
+        return False
+
+    def is_symlink(self) -> bool:
+        """False: a store has no links."""
+        return False
+
+    def modified_at(self) -> float:
+        """0: the time of a change is not asked for."""
+        return 0.0
+
+    def version(self) -> str:
+        """A text that is another one where a file was replaced."""
+        info = self.system.info(self.path)
+        return f"{info.get('size')} {info.get('ETag') or info.get('mtime')}"
+
     def _listing(self) -> list[dict[str, Any]]:
         """What the file system says now of each entry of a directory."""
         system: Any = self.system
@@ -153,6 +178,10 @@ class RemotePath:
                 return b""
             raise
         return data
+
+    def read_exactly(self, offset: int, nbytes: int) -> bytes:
+        """The ``nbytes`` bytes at ``offset``. Raises as ``read_ranges``."""
+        return read_ranges([(self, offset, nbytes)])[0]
 
     def size_if_beyond_end(self, error: BaseException, end: int) -> int | None:
         """The size of a file whose server refused a range because the file ends before ``end``; else None."""

@@ -1,30 +1,26 @@
-"""Listing, sizes, reading by byte range, and small files written, for a local path or a URL.
+"""Listing, sizes and reading by byte range, for a local path or a URL.
 
-Errors name the file and what went wrong, whatever the file system raised. A local file is never opened through a
-symbolic link that leads elsewhere. Headers, which are many small reads, are read through ``LocalFile`` or, of a remote
-file, in blocks through ``BlockFile``.
+Errors name the file and what went wrong, whatever the file system raised. Headers, which are many small reads, are read
+through ``open_blocks``.
 """
 
 from __future__ import annotations
 
-import errno
 import io
 import os
-import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from zeroelastic.errors import (
     CheckpointError,
-    MissingFileError,
     UnreadableError,
     ZeroElasticError,
-    missing_directory,
     missing_file,
 )
+from zeroelastic.io.local import DiskPath, open_regular, read_fully
 from zeroelastic.io.paths import (
     FilePath,
     WatchedPath,
@@ -32,80 +28,6 @@ from zeroelastic.io.paths import (
 )
 from zeroelastic.io.remote import RemotePath, read_ranges
 from zeroelastic.io.retries import reason
-
-FOLLOW_LINKS = "ZEROELASTIC_FOLLOW_LINKS"
-"""The environment variable that, set to 1, lets symbolic links to files lead anywhere."""
-
-
-@contextmanager
-def _listed(directory: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
-    try:
-        with os.scandir(directory) as entries:
-            yield entries
-    except (FileNotFoundError, NotADirectoryError):
-        raise missing_directory(directory) from None
-    except UnreadableError:
-        raise
-    except OSError as error:
-        raise UnreadableError(f"{directory}: cannot be listed: {error.strerror}.") from None
-
-
-def _is(look: Callable[[], bool], directory: Path, name: str) -> bool:
-    """What an entry of a directory says of itself. A link that leads to itself leads nowhere: it is nothing."""
-    try:
-        return look()
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return False
-        raise UnreadableError(f"{directory / name}: cannot be looked at: {error.strerror}.") from None
-
-
-def open_regular(path: Path) -> io.FileIO:
-    """Open a local file for reading, unbuffered. Never waits, as opening a named pipe does.
-
-    A symbolic link may lead to files below the directory above its own (the tag's, for a file of a tag), and from a
-    snapshot of the Hugging Face Hub's cache to that cache's blobs: a checkpoint from another source must not get
-    other files of this machine read, and copied, in its place. FOLLOW_LINKS in the environment lifts that. Links to
-    directories are followed. Raises OSError, CheckpointError for such a link.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        found = os.fstat(fd)
-        mode = found.st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
-        if os.path.islink(path):
-            _check_link(path)
-        return io.FileIO(fd, "rb")
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def _check_link(path: Path) -> None:
-    if os.environ.get(FOLLOW_LINKS) == "1":
-        return
-    folder, target = os.path.realpath(path.parent), os.path.realpath(path)
-    allowed = [os.path.dirname(folder)]
-    repository, snapshots, revision = folder.rpartition("/snapshots/")
-    if snapshots and revision:
-        allowed.append(f"{repository}/blobs")
-    if any(target.startswith(f"{directory.rstrip('/')}/") for directory in allowed):
-        return
-    raise CheckpointError(
-        f"{path}: is a symbolic link to {target}, which is outside of {allowed[0]}. It was not read. Put the file "
-        f"itself there; or, if you made this link, set {FOLLOW_LINKS}=1.",
-        remedy="",
-    )
-
-
-def local_range(path: Path, offset: int, nbytes: int) -> bytes:
-    """Up to ``nbytes`` bytes at ``offset``: fewer where the file ends. Raises OSError, CheckpointError."""
-    with open_regular(path) as file:
-        left = min(nbytes, max(0, os.fstat(file.fileno()).st_size - offset))  # no memory for bytes that are not there
-        return _read_fully(file.fileno(), left, offset)
 
 
 class Blocks(ABC):
@@ -159,7 +81,7 @@ class LocalFile(Blocks):
 
     def read(self, offset: int, nbytes: int) -> bytes:
         try:
-            data = _read_fully(self._open().fileno(), max(0, min(nbytes, self.size - offset)), offset)
+            data = read_fully(self._open().fileno(), max(0, min(nbytes, self.size - offset)), offset)
         except OSError as error:
             raise UnreadableError(f"{self.path}: reading at byte {offset} failed: {error.strerror}.") from None
         if not self._is_kept:
@@ -181,13 +103,8 @@ class LocalFile(Blocks):
         self._close()
 
 
-def _read_fully(fd: int, nbytes: int, offset: int) -> bytes:
-    pieces: list[bytes] = []
-    while nbytes and (piece := os.pread(fd, nbytes, offset)):
-        pieces.append(piece)
-        offset += len(piece)
-        nbytes -= len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+def _place(path: FilePath) -> DiskPath | RemotePath:
+    return path if isinstance(path, RemotePath) else DiskPath(path)
 
 
 def list_directory(directory: FilePath) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -196,28 +113,14 @@ def list_directory(directory: FilePath) -> tuple[dict[str, int], tuple[str, ...]
     Links to files count as files. One listing, so one request where the directory is remote and not large. Raises
     MissingFileError where there is no such directory, UnreadableError where it cannot be listed.
     """
-    files: dict[str, int] = {}
-    inside: list[str] = []
-    if isinstance(directory, RemotePath):
-        entries = directory.entries()
-        files |= {name: size for name, size in entries if size is not None}
-        inside += (name for name, size in entries if size is None)
-    else:
-        with _listed(directory) as found:
-            for entry in found:
-                if _is(entry.is_file, directory, entry.name):
-                    files[entry.name] = entry.stat().st_size
-                elif _is(entry.is_dir, directory, entry.name):
-                    inside.append(entry.name)
-    return files, tuple(sorted(inside))
+    entries = _place(directory).entries()
+    files = {name: size for name, size in entries if size is not None}
+    return files, tuple(sorted(name for name, size in entries if size is None))
 
 
 def file_names(directory: FilePath) -> frozenset[str]:
     """The files of a directory: of a local one without looking at each. Lists and raises as ``list_directory``."""
-    if isinstance(directory, RemotePath):
-        return frozenset(file_sizes(directory))
-    with _listed(directory) as entries:
-        return frozenset(entry.name for entry in entries if _is(entry.is_file, directory, entry.name))
+    return _place(directory).file_names()
 
 
 def file_sizes(directory: FilePath) -> dict[str, int]:
@@ -230,20 +133,6 @@ def folders(directory: FilePath) -> tuple[str, ...]:
     return list_directory(directory)[1]
 
 
-def directory_exists(directory: FilePath) -> bool:
-    """Whether there is such a directory; a local one that is watched was there when it was first looked at.
-
-    Raises UnreadableError where that cannot be known.
-    """
-    if isinstance(directory, WatchedPath) and directory.first_seen is not None:
-        return True
-    try:
-        list_directory(directory)
-    except MissingFileError:
-        return False
-    return True
-
-
 def watched(directory: FilePath, telling: str) -> FilePath:
     """A path of this directory that remembers the states of its files; a missing directory's path is unchanged.
 
@@ -254,7 +143,7 @@ def watched(directory: FilePath, telling: str) -> FilePath:
         return directory if directory.first_seen is not None else replace(directory, first_seen={})
     if isinstance(directory, WatchedPath) and directory.first_seen is not None:
         return directory
-    seen = _states(directory, telling)
+    seen = DiskPath(directory).states(telling)
     return directory if seen is None else watched_path(directory, seen)
 
 
@@ -268,71 +157,31 @@ def has_changed(directory: FilePath, telling: str) -> bool:
     if isinstance(directory, RemotePath):
         now = directory.states() if directory.first_seen else {}
     else:
-        now = _states(directory, telling)
+        now = DiskPath(directory).states(telling)
     return now is None or any(now.get(name) != state for name, state in directory.first_seen.items())
 
 
-def _states(directory: Path, telling: str) -> dict[str, object] | None:
-    """The states of a local directory's files, or of one that tells; None where there is no directory.
+def directory_exists(directory: FilePath) -> bool:
+    """Whether there is such a directory; a local one that is watched was there when it was first looked at.
 
-    That file is opened: a network file system may answer ``stat`` with what it was told earlier.
+    Raises UnreadableError where that cannot be known.
     """
-    with suppress(OSError):
-        fd = os.open(directory / telling, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            return {telling: _state(os.fstat(fd))}
-        finally:
-            os.close(fd)
-    found: dict[str, object] = {}
-    try:
-        for entry in os.scandir(directory):
-            with suppress(OSError):
-                if not entry.is_dir():
-                    found[entry.name] = _state(entry.stat(follow_symlinks=False))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError:  # it cannot be listed, which is the error of whoever reads it
-        pass
-    return found
-
-
-def _state(found: os.stat_result) -> tuple[int, int, int]:
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return _place(directory).exists()
 
 
 def file_version(path: FilePath) -> str:
     """A text that is another one where a file was replaced: its size, and the time of its change or the store's tag."""
-    if isinstance(path, RemotePath):
-        info = path.system.info(path.path)
-        return f"{info.get('size')} {info.get('ETag') or info.get('mtime')}"
-    found = os.stat(path)
-    return f"{found.st_size} {found.st_mtime_ns}"
-
-
-def is_link(path: FilePath) -> bool:
-    """Whether a path is a symbolic link, of which there are none behind URLs."""
-    return not isinstance(path, RemotePath) and os.path.islink(path)
+    return _place(path).version()
 
 
 def modified_at(path: FilePath) -> float:
     """When a file or directory changed, in seconds since 1970; 0 where that is not known, as behind a URL."""
-    try:
-        return 0.0 if isinstance(path, RemotePath) else os.stat(path).st_mtime
-    except OSError:
-        return 0.0
+    return _place(path).modified_at()
 
 
 def file_size(path: FilePath) -> int | None:
     """Size of a file in bytes, None where there is none. Raises UnreadableError where it cannot be known."""
-    if isinstance(path, RemotePath):
-        return path.size()
-    try:
-        found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise UnreadableError(f"{path}: cannot be looked at: {reason(error)}.") from None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return _place(path).size()
 
 
 def read_range(path: FilePath, offset: int, nbytes: int) -> bytes:
@@ -340,7 +189,8 @@ def read_range(path: FilePath, offset: int, nbytes: int) -> bytes:
 
     Raises MissingFileError, UnreadableError with the file and what went wrong.
     """
-    return _read(path, offset, nbytes, f"reading at byte {offset} failed") if nbytes > 0 else b""
+    with _named_errors(path, f"reading at byte {offset} failed"):
+        return _place(path).read(offset, nbytes) if nbytes > 0 else b""
 
 
 def read_exactly(path: FilePath, offset: int, nbytes: int) -> bytes:
@@ -348,27 +198,24 @@ def read_exactly(path: FilePath, offset: int, nbytes: int) -> bytes:
 
     Raises MissingFileError, UnreadableError, CheckpointError for a file that ends before.
     """
-    if isinstance(path, RemotePath) and nbytes > 0:
-        return read_ranges([(path, offset, nbytes)])[0]
-    data = read_range(path, offset, nbytes)
-    if len(data) < nbytes:
-        raise CheckpointError(f"{path}: ends at byte {offset + len(data)}. The file is truncated.")
-    return data
+    with _named_errors(path, f"reading at byte {offset} failed"):
+        return _place(path).read_exactly(offset, nbytes) if nbytes > 0 else b""
 
 
 def read_whole(path: FilePath, *, limit: int) -> bytes:
     """A small file. Raises MissingFileError, UnreadableError, CheckpointError: has more than ``limit`` bytes."""
-    data = _read(path, 0, limit + 1, "cannot be read")
+    with _named_errors(path, "cannot be read"):
+        data = _place(path).read(0, limit + 1)
     if len(data) > limit:
         raise CheckpointError(f"{path}: has more than {limit} bytes, which such a file never has.")
     return data
 
 
-def _read(path: FilePath, offset: int, nbytes: int, failure: str) -> bytes:
+@contextmanager
+def _named_errors(path: FilePath, failure: str) -> Iterator[None]:
+    """Errors inside the block name the file and what failed."""
     try:
-        if isinstance(path, RemotePath):
-            return path.read(offset, nbytes)
-        return local_range(path, offset, nbytes)
+        yield
     except ZeroElasticError:
         raise
     except FileNotFoundError:

@@ -18,7 +18,7 @@ from typing import TypeVar
 from zeroelastic.checkpoint.tag_files import is_rank_file
 from zeroelastic.errors import CheckpointError, MissingFileError, UnreadableError, printable
 from zeroelastic.io.paths import FilePath, local_directory, local_path
-from zeroelastic.io.storage import directory_exists, file_size, file_sizes, is_link, list_directory, read_whole
+from zeroelastic.io.storage import directory_exists, file_size, file_sizes, list_directory, read_whole
 from zeroelastic.runs.tag_directory import is_unfinished, wait_for_replacements
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ def _folders_of_tags(folder: FilePath) -> list[str]:
         return []
     if LATEST in files:
         return []
-    return [name for name in inside if _is_name(name) and not is_link(folder / name)]
+    return [name for name in inside if _is_name(name) and not (folder / name).is_symlink()]
 
 
 def read_latest(root: FilePath, file: str = LATEST) -> str | None:
