@@ -100,6 +100,11 @@ class ModelTensors:
     left_out: tuple[str, ...]
     autoep_blocks: tuple[str, ...] = ()
 
+    def by_name(self) -> dict[str, ModelTensor]:
+        """The tensors by name, and after them those by their further names."""
+        found = {tensor.name: tensor for tensor in self.tensors}
+        return found | {alias: found[name] for alias, name in self.tied.items()}
+
 
 def model_tensors(state: SavedState) -> ModelTensors:
     """The tensors of the saved model. Raises CheckpointError naming rank 0's module states if they are damaged."""

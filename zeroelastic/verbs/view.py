@@ -308,8 +308,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
     @cached_property
     def _by_name(self) -> dict[str, ModelTensor]:
-        by_name = {tensor.name: tensor for tensor in self._model.tensors}
-        return by_name | {alias: by_name[name] for alias, name in self._model.tied.items()}
+        return self._model.by_name()
 
     def _tensor(self, name: str) -> ModelTensor:
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -21,18 +20,18 @@ from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.dcp.saved import find_dcp
 from zeroelastic.errors import UsageError, with_remedy
 from zeroelastic.executors.tables import ProgressFunction
-from zeroelastic.io.storage import file_size
 from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.verbs.convert.from_fsdp2 import plan_from_fsdp2, read_config
 from zeroelastic.verbs.convert.from_universal import find_universal, plan_from_universal
 from zeroelastic.verbs.convert.to_fsdp2 import Fsdp2Plan, FsdpLayout, plan_fsdp2
-from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportPlan, Tied, plan_export
+from zeroelastic.verbs.convert.to_safetensors import ExportDtype, ExportedFile, ExportPlan, Tied, plan_export
 from zeroelastic.verbs.new_directory import check_free, new_directory, sweep
 from zeroelastic.verbs.new_files import MINIMUM_MEMORY
 from zeroelastic.verbs.options import Progress, choice_option, local_target, no_progress, whole_option
 from zeroelastic.verbs.reading import Reading, check_source_checksums
-from zeroelastic.verbs.report import Format, GivenPath, Part, Report, Seconds
+from zeroelastic.verbs.report import Format, GivenPath, Report, Seconds
 from zeroelastic.verbs.reshard.options import ReshardOptions
+from zeroelastic.verbs.reshard.plan import ReshardPlan, ReshardReport
 from zeroelastic.verbs.reshard.reshard import carry_out
 
 To = Literal["fsdp2"]
@@ -60,14 +59,6 @@ class ConvertReport(Report):
     content_root: str | None = None
     notes: tuple[str, ...]
     seconds: Seconds = 0.0
-
-
-class ExportedFile(Part):
-    """One file of an export."""
-
-    name: str
-    bytes: int
-    tensors: int
 
 
 class ExportReport(Report):
@@ -140,6 +131,38 @@ def convert(
     target = local_target(dst)
     memory = size_option(max_memory, "--max-memory", minimum=MINIMUM_MEMORY)
     began = time.monotonic()
+    of_native: dict[str, Any] = {
+        "world_size": world_size,
+        "format": format,
+        "sub_group_size": sub_group_size,
+        "stage": stage,
+        "round_robin_gradients": round_robin_gradients,
+        "parameter_alignment": parameter_alignment,
+    }
+    _check_ways(to, from_, format, layout, ds_config, [key for key, value in of_native.items() if value is not None])
+    if to is not None:
+        report = _to_fsdp2(find_source(src, tag=tag), target, layout or "torch", memory, dry_run, progress)
+    else:
+        assert from_ is not None, "one of the two is given"
+        if world_size is None:
+            raise UsageError("--from needs --world-size: the number of ranks that will load the new checkpoint.")
+        of_native["world_size"] = whole_option(world_size, "--world-size")
+        options = ReshardOptions(**of_native, max_memory=memory)
+        if from_ == "universal":
+            plan = plan_from_universal(find_universal(src, tag=tag), options)
+        elif tag is None:
+            config = None if ds_config is None else read_config(Path(ds_config))
+            plan = plan_from_fsdp2(find_dcp(src), options, config=config)
+        else:
+            raise UsageError("--tag: a checkpoint of FSDP2 has no tags. Give the path of the one to convert.")
+        report = _to_native(plan, from_, carry_out(plan, target, "converting", dry_run, progress))
+    return report.model_copy(update={"target": str(dst), "seconds": time.monotonic() - began})
+
+
+def _check_ways(
+    to: str | None, from_: str | None, format: str | None, layout: str | None, ds_config: object, of_native: list[str]
+) -> None:
+    """Raise UsageError for values that do not exist, and for options that do not go together."""
     if str(to) == "universal":
         raise UsageError(
             "--to universal: Universal checkpoints are not written. Use DeepSpeed's own converter, which reads the "
@@ -157,42 +180,19 @@ def convert(
         raise UsageError("--layout goes with --to fsdp2.")
     if ds_config is not None and from_ != "fsdp2":
         raise UsageError("--ds-config goes with --from fsdp2.")
-    of_native: dict[str, Any] = {
-        "world_size": world_size,
-        "format": format,
-        "sub_group_size": sub_group_size,
-        "stage": stage,
-        "round_robin_gradients": round_robin_gradients,
-        "parameter_alignment": parameter_alignment,
-    }
-    if to is not None:
-        given = [name.replace("_", "-") for name, value in of_native.items() if value is not None]
-        if given:
-            raise UsageError(f"--{given[0]} goes with --from; a checkpoint of FSDP2 is for every world size.")
-        made = _to_fsdp2(find_source(src, tag=tag), target, layout or "torch", memory, dry_run, progress)
-        return made.model_copy(update={"target": str(dst), "seconds": time.monotonic() - began})
-    if world_size is None:
-        raise UsageError("--from needs --world-size: the number of ranks that will load the new checkpoint.")
-    of_native["world_size"] = whole_option(world_size, "--world-size")
-    options = ReshardOptions(**of_native, max_memory=memory)
-    if from_ == "fsdp2":
-        if tag is not None:
-            raise UsageError("--tag: a checkpoint of FSDP2 has no tags. Give the path of the one to convert.")
-        config = None if ds_config is None else read_config(Path(ds_config))
-        plan = plan_from_fsdp2(find_dcp(src), options, config=config)
-    else:
-        plan = plan_from_universal(find_universal(src, tag=tag), options)
-    written = carry_out(plan, target, "converting", dry_run, progress)
+    if to is not None and of_native:
+        option = of_native[0].replace("_", "-")
+        raise UsageError(f"--{option} goes with --from; a checkpoint of FSDP2 is for every world size.")
+
+
+def _to_native(plan: ReshardPlan, from_: From, written: ReshardReport) -> ConvertReport:
+    same = {"ok", "path", "tag", "target", "dry_run", "world_size", "target_world_size", "content_root", "notes"}
     return ConvertReport(
-        ok=True,
-        **written.model_dump(include={"path", "tag", "world_size", "target_world_size", "content_root", "notes"}),
-        target=str(dst),
-        from_=from_ or "universal",
+        **written.model_dump(include=same),
+        from_=from_,
         to=written.format,
-        dry_run=dry_run,
         bytes_read=plan.nbytes,
         tensors=sum(len(part.tensors()) for part in plan.saved.parts),
-        seconds=time.monotonic() - began,
     )
 
 
@@ -273,10 +273,7 @@ def export(
             model_dir=source.root,
         )
     compared = _carry_out(plan, target, "exporting", memory, dry_run, progress)
-    files = [(file.name, file.nbytes, len(file.entries)) for file in plan.files]
-    files += [(name, len(text), 0) for name, text in plan.texts.items()]
-    files += [(name, file_size(path) or 0, 0) for name, path in plan.copied.items()]
-    kinds = Counter(entry.tensor.kind for file in plan.files for entry in file.entries)
+    files, kinds = plan.written_files(), plan.kinds()
     return ExportReport(
         ok=True,
         path=str(source.tag_dir),
@@ -284,14 +281,14 @@ def export(
         target=str(dst),
         dry_run=dry_run,
         world_size=plan.state.checkpoint.world_size,
-        bytes=sum(nbytes for _, nbytes, _ in files),
+        bytes=sum(file.bytes for file in files),
         bytes_read=plan.nbytes,
         trained=kinds["trained"],
         frozen=kinds["frozen"],
         buffers=kinds["buffer"],
         optimizer_tensors=kinds["state"],
         tied=dict(plan.tied),
-        files=tuple(ExportedFile(name=name, bytes=nbytes, tensors=count) for name, nbytes, count in files),
+        files=files,
         digests_compared=compared,
         left_out=tuple(plan.left_out),
         notes=plan.notes or None,

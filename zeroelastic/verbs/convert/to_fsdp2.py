@@ -86,14 +86,16 @@ class Fsdp2Plan:
     @property
     def num_tensors(self) -> int:
         """Tensors that are written, tied ones under each of their names."""
-        return len(self.model.tensors) + len(self.model.tied) + len(self._of_optimizer)
+        return len(self._all)
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensors that are read."""
-        by_name = {tensor.name: tensor.nbytes for tensor in self.model.tensors}
-        tied = sum(by_name[name] for name in self.model.tied.values())
-        return sum(by_name.values()) + tied + sum(tensor.nbytes for tensor in self._of_optimizer)
+        return sum(tensor.nbytes for tensor in self._all)
+
+    @property
+    def _all(self) -> list[ModelTensor]:
+        return [*self.model.by_name().values(), *self._of_optimizer]
 
     @property
     def _of_optimizer(self) -> list[ModelTensor]:
@@ -106,9 +108,8 @@ class Fsdp2Plan:
         reader = TensorReader(reading)
         buffers = [tensor.name for tensor in self.model.tensors if tensor.kind == "buffer"]
         kept = self.native.model_copy(update={"buffers": tuple(buffers), "tied": dict(self.model.tied)}).text()
-        by_name = {tensor.name: tensor for tensor in self.model.tensors}
-        named = {**by_name, **{alias: by_name[name] for alias, name in self.model.tied.items()}}
-        model = {name: reader.placeholder(f"model.{name}", tensor) for name, tensor in named.items()}
+        named = self.model.by_name().items()
+        model = {name: reader.placeholder(f"model.{name}", tensor) for name, tensor in named}
         first: dict[str, Any] = {"model": model, NATIVE: kept}
         if self.layout == "torch":
             optim = self._optimizer(reader, "optim")

@@ -7,8 +7,8 @@ once and its other names are in the metadata, as ``safetensors.torch.save_model`
 from __future__ import annotations
 
 import itertools
-import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +20,15 @@ from zeroelastic.errors import CheckpointError, UnsupportedError, UsageError, co
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.atomic import start_writeback
 from zeroelastic.io.paths import FilePath
-from zeroelastic.io.storage import file_sizes, folders, read_whole
-from zeroelastic.torch_file.header import DTYPE_BYTES, DType
+from zeroelastic.io.storage import file_size, file_sizes, folders, read_whole
+from zeroelastic.torch_file.header import DType
 from zeroelastic.verbs.convert.adapters import CONFIG_NAME, WEIGHTS_NAME, adapters_of, base_weights, folder_of
+from zeroelastic.verbs.convert.safetensors_files import DTYPE_NAMES, SafetensorsFile, json_text, lay_out
 from zeroelastic.verbs.model_tensors import ModelTensor, ModelTensors, model_tensors, part_tensors
 from zeroelastic.verbs.new_directory import reserve_file
-from zeroelastic.verbs.new_files import NewFiles, TensorCopy, convertible, copy_tensors
+from zeroelastic.verbs.new_files import NewFiles, convertible, copy_tensors
 from zeroelastic.verbs.reading import Reading
+from zeroelastic.verbs.report import Part
 
 ExportDtype = Literal["fp32", "bf16", "fp16"]
 Tied = Literal["once", "all"]
@@ -53,46 +55,16 @@ HF_FILES = (
 )
 """The files that the Hugging Face Trainer leaves beside the tag and ``from_pretrained`` asks for."""
 
-_DTYPE_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "complex64": "C64",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""The names that safetensors has for dtypes of torch."""
-
-_METADATA = "__metadata__"
-_MAX_HEADER_BYTES = 100_000_000  # safetensors reads no larger one
 _MOST_COPIED_BYTES = 1 << 30
 _FLUSH_EVERY = 128 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsFile:
-    """One file to be: ``header`` with its length in front, then the entries without gaps."""
+class ExportedFile(Part):
+    """One file of an export."""
 
     name: str
-    header: bytes
-    entries: tuple[TensorCopy, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file in bytes."""
-        return len(self.header) + sum(entry.nbytes for entry in self.entries)
+    bytes: int
+    tensors: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +86,17 @@ class ExportPlan:
     def nbytes(self) -> int:
         """Bytes of tensors that are read."""
         return sum(entry.tensor.nbytes for file in self.files for entry in file.entries)
+
+    def kinds(self) -> Counter[str]:
+        """How many tensors there are of each kind."""
+        return Counter(entry.tensor.kind for file in self.files for entry in file.entries)
+
+    def written_files(self) -> tuple[ExportedFile, ...]:
+        """All files of the result."""
+        files = [(file.name, file.nbytes, len(file.entries)) for file in self.files]
+        files += [(name, len(text), 0) for name, text in self.texts.items()]
+        files += [(name, file_size(path) or 0, 0) for name, path in self.copied.items()]
+        return tuple(ExportedFile(name=name, bytes=nbytes, tensors=count) for name, nbytes, count in files)
 
     def write(self, directory: Path, reading: Reading) -> None:
         """Write the files."""
@@ -183,57 +166,63 @@ def plan_export(
         plan = plan_export(open_state(open_checkpoint("ckpt/global_step4")), dtype="bf16")
         write_plan(plan, Path("weights"))
     """
-    saved = model_tensors(state)
-    if adapters:
-        names = {tensor.name for tensor in saved.tensors if tensor.kind == "trained"}
-        others = [tensor.name for tensor in saved.tensors if tensor.name not in names]
-        names = names.union(*adapters_of(names, others).values())
-        tied_to = {alias: name for alias, name in saved.tied.items() if name in names}
-        chosen = tuple(tensor for tensor in saved.tensors if tensor.name in names)
-        saved = replace(saved, tensors=chosen, tied=tied_to, left_out=())
-    else:
+    model = _trained_alone(model_tensors(state)) if adapters else model_tensors(state)
+    if not adapters:
         _refuse_excluded(state)
-    unwritable = [t for t in saved.tensors if t.kind == "buffer" and t.dtype not in _DTYPE_NAMES]
-    left_out = (*saved.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in unwritable))
-    saved = replace(saved, tensors=tuple(tensor for tensor in saved.tensors if tensor not in unwritable))
-    wanted = [(tensor, _export_dtype(tensor, dtype)) for tensor in saved.tensors]
-    of_peft = _adapters(saved) if adapters else {}
+    unwritable = [t for t in model.tensors if t.kind == "buffer" and t.dtype not in DTYPE_NAMES]
+    left_out = (*model.left_out, *(f"buffer {t.name}: safetensors files cannot hold {t.dtype}" for t in unwritable))
+    model = replace(model, tensors=tuple(tensor for tensor in model.tensors if tensor not in unwritable))
+    of_peft = _adapters(model) if adapters else {}
     notes = (_NO_ADAPTER,) if adapters and not of_peft else ()
-    if saved.autoep_blocks:
-        notes = (*notes, _AUTOEP.format(counted(len(saved.autoep_blocks), "layer"), printable(saved.autoep_blocks[0])))
-    if tied == "all" or of_peft:  # PEFT writes a tied weight under each name, and looks for each
-        by_name = {tensor.name: (tensor, to) for tensor, to in wanted}
-        wanted += [(replace(by_name[name][0], name=alias), by_name[name][1]) for alias, name in saved.tied.items()]
-    aliases = saved.tied if tied == "once" else {}
-    copied = _model_files(model_dir)
+    if blocks := model.autoep_blocks:
+        notes = (*notes, _AUTOEP.format(counted(len(blocks), "layer"), printable(blocks[0])))
     if isinstance(adapters, str) and adapters not in of_peft:
         raise UsageError(
             f"{state.checkpoint.tag_dir}: there is no adapter {printable(adapters)}. "
             + (f"There are {some(map(printable, of_peft))}." if of_peft else "Its trained weights are not PEFT's.")
         )
+    tensors: Sequence[ModelTensor] = model.tensors
+    if tied == "all" or of_peft:  # PEFT writes a tied weight under each name, and looks for each
+        tensors = [replace(tensor, name=name) for name, tensor in model.by_name().items()]
+    wanted = [(tensor, _export_dtype(tensor, dtype)) for tensor in tensors]
+    copied = _model_files(model_dir)
     files: list[SafetensorsFile] = []
     texts: dict[str, bytes] = {}
-    if of_peft:
-        for adapter in [adapters] if isinstance(adapters, str) else of_peft:
-            own, base = of_peft[adapter], f"{folder_of(adapter)}{WEIGHTS_NAME}"
-            left_out += tuple(_NO_BASE.format(printable(name)) for name in sorted(base_weights(own) - own.keys()))
-            renamed = [(replace(one, name=own[one.name]), to) for one, to in wanted if one.name in own]
-            more, index = _lay_out(base, renamed, {}, max_shard_size)
-            files, texts = files + more, {**texts, **index}
-            copied = {**copied, **_model_files(model_dir, folder_of(adapter), (CONFIG_NAME,))}
-    else:
-        files, texts = _lay_out("model", wanted, aliases, max_shard_size)
+    for adapter in [adapters] if isinstance(adapters, str) else of_peft:
+        own, base = of_peft[adapter], f"{folder_of(adapter)}{WEIGHTS_NAME}"
+        left_out += tuple(_NO_BASE.format(printable(name)) for name in sorted(base_weights(own) - own.keys()))
+        renamed = [(replace(one, name=own[one.name]), to) for one, to in wanted if one.name in own]
+        more, index = lay_out(base, renamed, {}, max_shard_size)
+        files, texts = files + more, {**texts, **index}
+        copied = {**copied, **_model_files(model_dir, folder_of(adapter), (CONFIG_NAME,))}
+    if not of_peft:
+        files, texts = lay_out("model", wanted, model.tied if tied == "once" else {}, max_shard_size)
     if optimizer:
         masters = all(to == tensor.dtype for tensor, to in wanted if tensor.kind == "trained")
-        keys = {key for dtypes in state.parts[0].dtypes for key in dtypes if key != FP32 or not masters}
-        tensors = part_tensors(state.parts[0], keys)
-        if len({tensor.name for tensor in tensors}) != len(tensors):
-            raise UnsupportedError(
-                "two tensors of optimizer state have the same name PARAM.STATE_KEY. Export without them."
-            )
-        more, index = _lay_out("optimizer", [(t, t.dtype) for t in tensors], {}, max_shard_size)
-        files, texts = files + more, {**texts, **index, "optimizer.json": _text(optimizer_document(state))}
-    return ExportPlan(state, tuple(files), texts, copied, saved.tied, left_out, notes)
+        more, index = lay_out("optimizer", _optimizer_tensors(state, masters), {}, max_shard_size)
+        files, texts = files + more, {**texts, **index, "optimizer.json": json_text(optimizer_document(state))}
+    return ExportPlan(state, tuple(files), texts, copied, model.tied, left_out, notes)
+
+
+def _trained_alone(model: ModelTensors) -> ModelTensors:
+    """The trained weights, and what belongs to the adapters that they are of."""
+    trained = {tensor.name for tensor in model.tensors if tensor.kind == "trained"}
+    others = [tensor.name for tensor in model.tensors if tensor.name not in trained]
+    names = trained.union(*adapters_of(trained, others).values())
+    chosen = tuple(tensor for tensor in model.tensors if tensor.name in names)
+    tied = {alias: name for alias, name in model.tied.items() if name in names}
+    return replace(model, tensors=chosen, tied=tied, left_out=())
+
+
+def _optimizer_tensors(state: SavedState, masters: bool) -> list[tuple[ModelTensor, str]]:
+    """The tensors of the optimizer's state; unless ``masters``, where weights are these, without master weights."""
+    keys = {key for dtypes in state.parts[0].dtypes for key in dtypes if key != FP32 or not masters}
+    tensors = part_tensors(state.parts[0], keys)
+    if len({tensor.name for tensor in tensors}) != len(tensors):
+        raise UnsupportedError(
+            "two tensors of optimizer state have the same name PARAM.STATE_KEY. Export without them."
+        )
+    return [(tensor, tensor.dtype) for tensor in tensors]
 
 
 def _refuse_excluded(state: SavedState) -> None:
@@ -321,76 +310,6 @@ def _export_dtype(tensor: ModelTensor, dtype: ExportDtype | None) -> str:
             "dtype it has."
         )
     return to
-
-
-def _lay_out(
-    base: str, wanted: Sequence[tuple[ModelTensor, str]], aliases: Mapping[str, str], max_shard_size: int
-) -> tuple[list[SafetensorsFile], dict[str, bytes]]:
-    """The files that hold some tensors, and the index where there are more than one."""
-    for tensor, _ in wanted:
-        _check_name(tensor.name)
-        if tensor.dtype not in _DTYPE_NAMES:
-            raise UnsupportedError(f"{tensor.name}: safetensors files cannot hold {tensor.dtype}.")
-    for alias in aliases:
-        _check_name(alias)
-        if alias == "format":
-            raise UnsupportedError(f"{alias} is a tied name that the metadata of safetensors files has no place for.")
-    shards: list[list[tuple[ModelTensor, str]]] = [[]]
-    filled = 0
-    for tensor, dtype in wanted:
-        nbytes = tensor.numel * DTYPE_BYTES[dtype]
-        if shards[-1] and filled + nbytes > max_shard_size:
-            shards.append([])
-            filled = 0
-        shards[-1].append((tensor, dtype))
-        filled += nbytes
-    files: list[SafetensorsFile] = []
-    for number, shard in enumerate(shards, start=1):
-        of = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        names = {tensor.name for tensor, _ in shard}
-        metadata = {alias: name for alias, name in aliases.items() if name in names}
-        files.append(_one_file(f"{base}{of}.safetensors", shard, metadata))
-    if len(shards) == 1:
-        return files, {}
-    index = {
-        "metadata": {"total_size": sum(entry.nbytes for file in files for entry in file.entries), **aliases},
-        "weight_map": {entry.tensor.name: file.name for file in files for entry in file.entries},
-    }
-    return files, {f"{base}.safetensors.index.json": _text(index)}
-
-
-def _one_file(name: str, shard: Sequence[tuple[ModelTensor, str]], metadata: Mapping[str, str]) -> SafetensorsFile:
-    """One file: header length in 8 bytes, JSON header padded to 8 bytes, tensors without gaps (safetensors 0.8).
-
-    Larger elements come first, so that each tensor is aligned to its elements. Raises UnsupportedError for a header
-    that safetensors refuses to read.
-    """
-    header: dict[str, object] = {_METADATA: {**metadata, "format": "pt"}}
-    entries: list[TensorCopy] = []
-    end = 0
-    for tensor, dtype in sorted(shard, key=lambda one: -DTYPE_BYTES[one[1]]):
-        entries.append(entry := TensorCopy(tensor, dtype, len(entries)))
-        offsets = [end, end := end + entry.nbytes]
-        header[tensor.name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER_BYTES:
-        raise UnsupportedError(f"{name}: its header would have {len(text)} bytes, which safetensors refuses to read.")
-    return SafetensorsFile(name, len(text).to_bytes(8, "little") + text, tuple(entries))
-
-
-def _check_name(name: str) -> None:
-    """Raise UnsupportedError for a name that no tensor of a file can have."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise UnsupportedError(f"{name!r} is not Unicode text, so no safetensors file can hold it.") from None
-    if name == _METADATA:
-        raise UnsupportedError(f"{name} is a name that safetensors files keep for themselves.")
-
-
-def _text(document: object) -> bytes:
-    return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
 
 
 def _model_files(model_dir: FilePath | None, folder: str = "", names: Sequence[str] = HF_FILES) -> dict[str, FilePath]:
