@@ -13,9 +13,7 @@ from pathlib import Path
 
 from zeroelastic.checkpoint.one_save import watch
 from zeroelastic.checkpoint.open import Checkpoint
-from zeroelastic.checkpoint.optimizer_file import configured_sub_group_size
 from zeroelastic.checkpoint.topology import Topology, numbered_expert
-from zeroelastic.core.layout import pack_sub_groups
 from zeroelastic.dcp.archives import ChunkArchives
 from zeroelastic.dcp.metadata import StoredBytes
 from zeroelastic.dcp.names import NamedState
@@ -108,9 +106,7 @@ def _check_experts(found: DcpCheckpoint) -> None:
 def _source(form: NativeForm) -> ReshardSource:
     """The source of a reshard. FSDP2 cuts weights, gradients and state, so it counts as stage 3."""
     found, trained, groups = form.found, form.trained, form.groups
-    table = {param.name: param for param in trained.params}
-    members = [[table[name] for name in group.params] for group in groups]
-    topology, size = Topology(found.world_size), configured_sub_group_size(form.config)
+    topology = Topology(found.world_size)
     inner = {"zero_stage": ZERO_STAGE(3), **NO_LOSS_SCALER}
     return ReshardSource(
         checkpoint=_ChunkedCheckpoint(
@@ -125,7 +121,6 @@ def _source(form: NativeForm) -> ReshardSource:
         global_steps=form.steps,
         train_batch_size=form.batch,
         groups=tuple(make_group(dict(own.options.items()), own.params, repeats=1) for own in groups),
-        buffers=pack_sub_groups(members, world_size=found.world_size, sub_group_size=size),
         optim_root={"optimizer_state_dict": inner, "ds_config": dict(form.config), "ds_version": VERSION},
         model_root=lambda rank: form.model_root,
         config_path=found.tables[0],

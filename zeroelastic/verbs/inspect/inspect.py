@@ -3,52 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 
 from zeroelastic.checkpoint.checker import Headers, check_headers
 from zeroelastic.checkpoint.commit_record import RECORD_NAME
 from zeroelastic.checkpoint.model_states import client_state_keys
-from zeroelastic.checkpoint.module_names import module_names, places_of
 from zeroelastic.checkpoint.one_save import one_save, saved_again, was_saved_again
-from zeroelastic.checkpoint.optimizer_file import FP32, OptimizerHeader, ParamGroup, configured_sub_group_size
-from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
-from zeroelastic.checkpoint.tag_files import (
-    OFFLINE_TENSOR_PARALLEL,
-    SWAP_FOLDER,
-    WHOLE_MODEL_FILE,
-    is_temporary,
-    list_tag,
-)
+from zeroelastic.checkpoint.optimizer_file import FP32, configured_sub_group_size
+from zeroelastic.checkpoint.tag_files import OFFLINE_TENSOR_PARALLEL, SWAP_FOLDER, is_temporary, list_tag
 from zeroelastic.checkpoint.tag_headers import TagHeaders
-from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UnreadableError, UnsupportedError, counted, finding, some, with_remedy
 from zeroelastic.io.paths import absolute, as_path
 from zeroelastic.io.storage import file_sizes
 from zeroelastic.runs.locate import UNIVERSAL, Source, find_source
 from zeroelastic.runs.names import holds_checkpoint
 from zeroelastic.runs.tag_directory import open_tag
-from zeroelastic.torch_file.header import DTYPE_BYTES, DType, TensorRef
-from zeroelastic.torch_file.tree import pairs_of
-from zeroelastic.verbs.inspect.report import (
-    Buffer,
-    Group,
-    InspectedParam,
-    InspectReport,
-    LossScaler,
-    ParamKind,
-    Record,
-    SavedLayout,
-    Scalar,
-    StateKey,
-    TagFiles,
-    Totals,
-    Versions,
+from zeroelastic.verbs.inspect.contents import (
+    different_scalars,
+    inspected_buffers,
+    inspected_groups,
+    inspected_params,
+    inspected_topology,
+    loss_scaler,
+    model_dtype,
+    saved_by,
+    saved_layout,
+    state_keys,
+    totals,
 )
+from zeroelastic.verbs.inspect.report import InspectedRecord, InspectReport, TagFiles
 from zeroelastic.verbs.inspect.tensor import inspect_tensor
-from zeroelastic.verbs.inspect.topology import inspected_topology
 
 _NAMED = 6
 
@@ -128,34 +114,12 @@ def inspect_source(source: Source, *, all_ranks: bool = False) -> InspectReport:
 
 def _report(source: Source, checked: TagHeaders) -> InspectReport:
     record, model, shard, root = checked.record, checked.first_model, checked.first_shard, checked.root
-    listing = checked.listing
-    problems = _problems(checked)
-    unsupported = checked.unsupported
-    if listing.tp_size > 1 and checked.topology.tensor_size == 1:
-        ranks = f"was saved with {listing.tp_size} tensor parallel ranks, of which the first is shown."
-        others = [sentence for sentence in unsupported if OFFLINE_TENSOR_PARALLEL not in sentence]
-        unsupported = [*others, f"{checked.tag_dir}: {ranks} {OFFLINE_TENSOR_PARALLEL}"]
-    damaged = any(problem.file == RECORD_NAME for problem in checked.problems)
-    params = list(_params(checked))
-    whole = model is not None and WHOLE_MODEL_FILE.match(model.path.name) is not None
-    params += _tied(root, params, is_whole=whole)
-    num, numel = Counter[ParamKind](), Counter[ParamKind]()
-    for param in params:
-        num[param.kind] += 1
-        numel[param.kind] += param.numel
-    sizes = [param.bytes for param in params if param.bytes is not None]
-    buffers = _buffers(root)
-    known, entries = {buffer.name for buffer in buffers}, pairs_of(root.get("module")).items()
-    dtypes = Counter(ref.dtype for name, ref in entries if name not in known and isinstance(ref, TensorRef))
-    own_config = root.get("ds_config")
-    config = shard.ds_config if shard is not None else own_config if isinstance(own_config, dict) else None
-    batches = (
-        *(found.train_batch_size for found in (shard, record) if found is not None),
-        *(found.get("train_batch_size") for found in (own_config, config) if isinstance(found, Mapping)),
-    )
+    listing, stage_0 = checked.listing, checked.is_stage_0
+    problems, unsupported = _problems(checked), _unsupported(checked)
+    params, buffers = inspected_params(checked), inspected_buffers(root)
+    headers = [found for found in (record, model) if found is not None]
     tp_size = _integer(root, "mp_world_size")
     trained = checked.parts[0] if checked.shards and checked.parts else None
-    has_slices = shard is not None and shard.layout.slices is not None
     return InspectReport(
         ok=not problems and not unsupported,
         problems=problems,
@@ -167,49 +131,27 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
         latest=source.latest,
         framework=source.framework,
         format=shard.format if shard is not None else checked.format,
-        stage=0 if checked.is_stage_0 else None if shard is None else shard.stage,
+        stage=0 if stage_0 else None if shard is None else shard.stage,
         world_size=None if checked.stated_world_size is None else checked.world_size,
         tp_size=listing.tp_size if tp_size is None else tp_size,
-        step=_integer(root, "global_steps")
-        if checked.is_stage_0
-        else next((found.global_steps for found in (record, model) if found is not None), None),
+        step=_integer(root, "global_steps") if stage_0 else next((found.global_steps for found in headers), None),
         skipped_steps=_integer(root, "skipped_steps"),
         samples=_integer(root, "global_samples"),
         save_id=next((found.save_id for found in (shard, record) if found is not None and found.save_id), None),
-        versions=_versions(checked),
-        model_dtype=max(dtypes, key=lambda dtype: (dtypes[dtype], dtype)) if dtypes else None,
-        master_dtype=", ".join(sorted({*shard.extents[FP32].dtype.values()})) or None if shard is not None else None,
-        train_batch_size=next((batch for batch in batches if type(batch) is int and batch), None),
-        sub_group_size=configured_sub_group_size(config)
-        if config is not None and not listing.files.whole_model
-        else None,
+        versions=saved_by(checked),
+        model_dtype=model_dtype(root, buffers),
+        master_dtype=None if shard is None else ", ".join(sorted({*shard.extents[FP32].dtype.values()})) or None,
+        train_batch_size=_batch_size(checked),
+        sub_group_size=_sub_group_size(checked),
         num_sub_groups=None if shard is None else shard.layout.num_sub_groups,
-        layout=None
-        if shard is None or has_slices
-        else SavedLayout(
-            split="param" if shard.stage == 3 else "group", sub_group_numel=shard.layout.sub_group_numel.tolist()
-        ),
-        record=Record(
-            state="present" if record is not None else "damaged" if damaged else "absent",
-            content_root=checked.saved.content_root,
-        ),
-        totals=Totals(
-            params=num["trained"] + num["frozen"],
-            numel=numel["trained"] + numel["frozen"],
-            trained_params=num["trained"],
-            trained_numel=numel["trained"],
-            frozen_params=num["frozen"],
-            frozen_numel=numel["frozen"],
-            tied_params=num["tied"],
-            state_bytes=sum(sizes) if params and len(sizes) == len(params) else None,
-            files=len(listing.sizes),
-            disk_bytes=sum(listing.sizes.values()),
-        ),
+        layout=saved_layout(shard),
+        record=_record(checked),
+        totals=totals(params, listing),
         topology=None if trained is None else inspected_topology(trained, checked.topology, root),
-        state=_state(params),
-        scalars=_scalars(shard),
-        groups=_groups(checked),
-        loss_scaler=_loss_scaler(shard),
+        state=state_keys(params),
+        scalars=different_scalars(shard),
+        groups=inspected_groups(checked),
+        loss_scaler=loss_scaler(shard),
         params=params,
         buffers=buffers,
         scheduler=root.get("lr_scheduler") is not None if root else None,
@@ -222,8 +164,45 @@ def _report(source: Source, checked: TagHeaders) -> InspectReport:
             leftovers=list(listing.temporaries),
             folders=list(listing.folders),
         ),
-        headers_read=1 if checked.is_stage_0 else checked.num_opened,
+        headers_read=1 if stage_0 else checked.num_opened,
     )
+
+
+def _unsupported(checked: TagHeaders) -> list[str]:
+    """Why zeroelastic does not load it; of several tensor parallel ranks that do not say their slices, one is shown."""
+    size = checked.listing.tp_size
+    if size == 1 or checked.topology.tensor_size > 1:
+        return checked.unsupported
+    others = [sentence for sentence in checked.unsupported if OFFLINE_TENSOR_PARALLEL not in sentence]
+    ranks = f"was saved with {size} tensor parallel ranks, of which the first is shown."
+    return [*others, f"{checked.tag_dir}: {ranks} {OFFLINE_TENSOR_PARALLEL}"]
+
+
+def _record(checked: TagHeaders) -> InspectedRecord:
+    if checked.record is not None:
+        return InspectedRecord(state="present", content_root=checked.saved.content_root)
+    damaged = any(problem.file == RECORD_NAME for problem in checked.problems)
+    return InspectedRecord(state="damaged" if damaged else "absent")
+
+
+def _config(checked: TagHeaders) -> Mapping[str, object] | None:
+    """The saved DeepSpeed configuration, of an optimizer file or else of one of module states."""
+    found = checked.root.get("ds_config")
+    if checked.first_shard is not None:
+        return checked.first_shard.ds_config
+    return found if isinstance(found, dict) else None
+
+
+def _batch_size(checked: TagHeaders) -> int | None:
+    stated = [found.train_batch_size for found in (checked.first_shard, checked.record) if found is not None]
+    configs = (checked.root.get("ds_config"), _config(checked))
+    configured = [found.get("train_batch_size") for found in configs if isinstance(found, Mapping)]
+    return next((batch for batch in (*stated, *configured) if type(batch) is int and batch), None)
+
+
+def _sub_group_size(checked: TagHeaders) -> int | None:
+    config = _config(checked)
+    return None if config is None or checked.listing.files.whole_model else configured_sub_group_size(config)
 
 
 def _integer(root: Mapping[object, object], key: str) -> int | None:
@@ -282,138 +261,3 @@ def _notes(source: Source, checked: TagHeaders) -> list[str]:
     elif checked.first_model is not None and not checked.first_model.names_frozen:
         notes.append("frozen parameters, if there are any, were left out of this save (exclude_frozen_parameters)")
     return notes
-
-
-def _versions(checked: TagHeaders) -> Versions:
-    saved = Versions() if checked.record is None else Versions(**checked.record.versions.model_dump())
-    version = checked.root.get("ds_version")
-    return saved.model_copy(update={"deepspeed": version}) if isinstance(version, str) else saved
-
-
-def _buffers(root: Mapping[object, object]) -> list[Buffer]:
-    module, names = root.get("module"), root.get("buffer_names")
-    if not isinstance(module, Mapping) or not isinstance(names, (list, tuple, set)):
-        return []
-    found = [(name, module.get(name)) for name in names if isinstance(name, str)]
-    return [
-        Buffer(name=name, shape=list(tensor.shape), dtype=tensor.dtype)
-        for name, tensor in found
-        if isinstance(tensor, TensorRef)
-    ]
-
-
-def _over_ranks(checked: TagHeaders, shard: OptimizerHeader) -> tuple[Layout, tuple[ParamGroup, ...]]:
-    """The layout of the trained parameters and the optimizer's groups, where ranks have slices those of all ranks."""
-    sliced = checked.sliced
-    return (shard.layout, shard.groups) if sliced is None else (sliced.layout, sliced.groups(shard))
-
-
-def _groups(checked: TagHeaders) -> list[Group]:
-    shard = checked.first_shard
-    if shard is None:
-        return []
-    layout, groups = _over_ranks(checked, shard)
-    numel = {param.name: param.numel for param in layout.whole_tensors}
-    return [
-        Group(
-            options=dict(group.options),
-            num_params=len(group.params),
-            numel=sum(numel.get(name, 0) for name in group.params),
-        )
-        for group in groups
-    ]
-
-
-def _scalars(shard: OptimizerHeader | None) -> dict[str, list[Scalar]]:
-    """The different values of each scalar."""
-    found: dict[str, dict[str, Scalar]] = {}
-    for scalars in shard.scalars if shard is not None else ():
-        for key, value in scalars.items():
-            found.setdefault(key, {}).setdefault(value.canonical(), Scalar(kind=value.kind, value=value.value))
-    return {key: [*values.values()] for key, values in found.items()}
-
-
-def _loss_scaler(shard: OptimizerHeader | None) -> LossScaler | None:
-    if shard is None or shard.scaler is None:
-        return None
-    scaler = shard.scaler
-    attributes = {key: value.name if isinstance(value, DType) else value for key, value in scaler.attributes.items()}
-    return LossScaler(
-        class_name=scaler.class_name, dynamic=scaler.dynamic, overflow=scaler.overflow, attributes=attributes
-    )
-
-
-def _state(params: Iterable[InspectedParam]) -> dict[str, StateKey]:
-    sizes: dict[str, dict[str, list[int]]] = {}  # bytes of each parameter, by state key and dtype
-    for param in params:
-        for key, dtype in param.dtypes.items():
-            sizes.setdefault(key, {}).setdefault(dtype, []).append(param.numel * DTYPE_BYTES[dtype])
-    return {
-        key: StateKey(
-            dtypes=sorted(by_dtype), num_params=sum(map(len, by_dtype.values())), bytes=sum(map(sum, by_dtype.values()))
-        )
-        for key, by_dtype in sizes.items()
-    }
-
-
-def _params(checked: TagHeaders) -> Iterator[InspectedParam]:
-    """The trained and the frozen parameters, from headers or, where none tells them, from the commit record."""
-    record, model, shard = checked.record, checked.first_model, checked.first_shard
-    trained: list[tuple[Param, Mapping[str, str]]] = []
-    frozen: list[tuple[Param, Mapping[str, str]]] = []
-    groups: dict[str, int] = {}
-    places: dict[str, tuple[int, int]] = {}
-    if shard is not None:
-        layout, saved = _over_ranks(checked, shard)
-        part = trained_part({}, shard, layout)
-        trained = list(zip(part.params, part.dtypes, strict=True))
-        if checked.sliced is None:
-            rows = zip(layout.params, layout.sub_group.tolist(), layout.in_buffer.tolist(), strict=True)
-            places = {param.name: (sub_group, offset) for param, sub_group, offset in rows}
-        groups = {name: number for number, group in enumerate(saved) for name in group.params}
-    elif model is not None:
-        trained = [(param, {}) for members in model.sub_groups for param in members]
-    if model is not None:
-        own = checked.parts[1:] if checked.shards else checked.parts
-        part = own[0] if own and own[0].layout.slices is not None else frozen_part({model.rank: model})
-        frozen = list(zip(part.params, part.dtypes, strict=True))
-    elif record is not None:
-        known, names = {param for param, _ in trained}, record.params.trained
-        for content in record.contents():
-            if content.param not in known:
-                keys = {key: dtype for key, (dtype, _) in content.tensors.items()}
-                (trained if content.param.name in names else frozen).append((content.param, keys))
-    kinds: tuple[ParamKind, ParamKind] = ("trained", "frozen")
-    for kind, found in zip(kinds, (trained, frozen), strict=True):
-        for param, dtypes in found:
-            sub_group, offset = places.get(param.name, (None, None))
-            yield InspectedParam(
-                name=param.name,
-                kind=kind,
-                shape=list(param.shape),
-                numel=param.numel,
-                bytes=param.numel * sum(DTYPE_BYTES[dtype] for dtype in dtypes.values()) if dtypes else None,
-                group=groups.get(param.name),
-                dtypes=dict(dtypes),
-                sub_group=sub_group,
-                offset=offset,
-            )
-
-
-def _tied(root: Mapping[object, object], params: Sequence[InspectedParam], *, is_whole: bool) -> list[InspectedParam]:
-    """The further names of tied parameters."""
-    shapes = {param.name: param.shape for param in params}
-    entries = pairs_of(root.get("module"))
-    shared = module_names(root, entries, places_of(entries), is_whole=is_whole).tied
-    return [
-        InspectedParam(
-            name=name,
-            kind="tied",
-            shape=shapes.get(owner, []),
-            numel=0,
-            bytes=0,
-            tied_to=owner,
-        )
-        for name, owner in shared.items()
-        if name not in shapes
-    ]

@@ -13,7 +13,7 @@ from zeroelastic.verbs.report import Format, Framework, Part, Report
 ParamKind = Literal["trained", "frozen", "tied"]
 
 
-class Versions(Part):
+class SavedVersions(Part):
     """The versions that saved."""
 
     zeroelastic: str | None = None
@@ -21,14 +21,14 @@ class Versions(Part):
     torch: str | None = None
 
 
-class Record(Part):
+class InspectedRecord(Part):
     """The commit record: whether there is one, and its content root."""
 
     state: Literal["present", "absent", "damaged", "unknown"] = "absent"
     content_root: str | None = None
 
 
-class Totals(Part):
+class InspectedTotals(Part):
     """Counts over all parameters and files. ``state_bytes`` are of all tensors, padding excluded."""
 
     params: int = 0
@@ -58,7 +58,7 @@ class Scalar(Part):
     value: Any
 
 
-class Group(Part):
+class InspectedGroup(Part):
     """An optimizer group: its hyper-parameters, and how many parameters and elements it has."""
 
     options: dict[str, Any]
@@ -107,7 +107,7 @@ class SavedLayout(Part):
     sub_group_numel: list[int]
 
 
-class Buffer(Part):
+class InspectedBuffer(Part):
     """A buffer of the module, whole in every rank's model states file."""
 
     name: str
@@ -205,22 +205,22 @@ class InspectReport(Report):
     skipped_steps: int | None = None
     samples: int | None = None
     save_id: str | None = None
-    versions: Versions = Versions()
+    versions: SavedVersions = SavedVersions()
     model_dtype: str | None = None
     master_dtype: str | None = None
     train_batch_size: int | None = None
     sub_group_size: int | None = None
     num_sub_groups: int | None = None
     layout: SavedLayout | None = None
-    record: Record = Record()
-    totals: Totals = Totals()
+    record: InspectedRecord = InspectedRecord()
+    totals: InspectedTotals = InspectedTotals()
     topology: InspectedTopology | None = None
     state: dict[str, StateKey] = Field(default={})
     scalars: dict[str, list[Scalar]] = Field(default={})
-    groups: list[Group] = Field(default=[])
+    groups: list[InspectedGroup] = Field(default=[])
     loss_scaler: LossScaler | None = None
     params: list[InspectedParam] = Field(default=[])
-    buffers: list[Buffer] = Field(default=[])
+    buffers: list[InspectedBuffer] = Field(default=[])
     scheduler: bool | None = None
     client_state: list[str] | None = None
     files: TagFiles = TagFiles()

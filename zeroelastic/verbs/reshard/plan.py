@@ -11,6 +11,7 @@ from zeroelastic.checkpoint.saved_state import open_state
 from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.runs.locate import Source, find_source
+from zeroelastic.torch_file.tree import entry
 from zeroelastic.verbs.report import Format, GivenPath, Report
 from zeroelastic.verbs.reshard.new_slicing import data_parallel_size, slicing_notes, target_slicing
 from zeroelastic.verbs.reshard.options import ReshardOptions
@@ -119,7 +120,7 @@ def complete_plan(source: Source, saved: ReshardSource, options: ReshardOptions,
     target, size = plan.target, saved.checkpoint.world_size
     files = plan_sidecar_files(source, saved_world_size=size, world_size=options.world_size)
     left: list[str] = []
-    if saved.has_grad_scaler and target.format == "rigid":
+    if target.format == "rigid" and entry(saved.inner, "zeroelastic", "grad_scaler") is not None:
         left = ["not carried: the state of torch's GradScaler, for which DeepSpeed's own files have no place"]
     all_notes = (*target.notes([*options.zero_options]), *plan.notes, *left, *files.notes)
     return replace(plan, sidecar_files=files, notes=all_notes)

@@ -64,8 +64,8 @@ class ReshardSource:
     ``model_root(rank)`` the module states that target rank ``rank`` takes over; ``config_path`` the file that has the
     saved DeepSpeed configuration; ``train_batch_size`` the global batch of the save, where it is known.
 
-    ``buffers`` are the parameters of each flat buffer of the ranks that saved it, in the order of the optimizer.
-    ``slicing`` says which slices of tensors these ranks had.
+    ``slicing`` says which slices of tensors the ranks that saved it had, ``buffers`` the parameters of each of their
+    flat buffers, in the order of the optimizer, where ranks of ZeRO saved it.
     """
 
     checkpoint: Checkpoint
@@ -74,13 +74,12 @@ class ReshardSource:
     global_steps: int
     train_batch_size: int | None
     groups: tuple[OptimGroup, ...]
-    buffers: Sequence[Sequence[Param]]
     optim_root: Mapping[object, object]
     model_root: Callable[[int], Mapping[object, object]]
     config_path: FilePath
     bf16_names: bool
     slicing: Slicing
-    has_grad_scaler: bool = False
+    buffers: Sequence[Sequence[Param]] = ()
 
     @property
     def nbytes(self) -> int:
@@ -165,16 +164,15 @@ def reshard_source(state: SavedState) -> ReshardSource:
         global_steps=state.models[0].global_steps,
         train_batch_size=checkpoint.train_batch_size(state.head),
         groups=groups,
-        buffers=[
-            [layout.params[p] for p in np.flatnonzero(layout.sub_group == i).tolist()]
-            for i in range(layout.num_sub_groups)
-        ],
         optim_root=root,
         model_root=model_roots(checkpoint.model_files),
         config_path=state.head.path,
         bf16_names=state.head.path.name.startswith("bf16_"),
         slicing=slicing,
-        has_grad_scaler=state.head.grad_scaler is not None,
+        buffers=[
+            [layout.params[p] for p in np.flatnonzero(layout.sub_group == i).tolist()]
+            for i in range(layout.num_sub_groups)
+        ],
     )
 
 
@@ -283,7 +281,7 @@ def saved_sub_group_size(source: ReshardSource) -> int:
     Raises UnsupportedError where the sub-groups of stage 3 contradict it; other stages have none.
     """
     size = configured_sub_group_size(source.config)
-    if source.stage != 3:
+    if source.stage != 3 or not source.buffers:
         return size
     saved = [list(members) for members in source.buffers]
     implied = source.slicing.sub_groups(source.grouped(source.trained.params), size)
