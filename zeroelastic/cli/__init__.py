@@ -1,6 +1,7 @@
 """The command line: ``zeroelastic VERB ...``.
 
-    app        the verbs, each imported when it is used; options, exit codes, signals; ``reports``: the body of a verb
+    app        the verbs, each imported when it is used; exit codes, signals; ``reports``: the body of a verb
+    options    the options of several verbs
     inspect    inspect              copies    reshard, export, convert
     verify     verify, diff         runs      ls, latest, prune
     plan       plan                 doctor    doctor

@@ -19,7 +19,8 @@ import typer
 from pydantic import Field
 
 import zeroelastic
-from zeroelastic.cli.app import FAILED, JsonOption
+from zeroelastic.cli.app import FAILED
+from zeroelastic.cli.options import JsonOption
 from zeroelastic.cli.tables import Severity, Table, View, facts, print_view, row, sentences
 from zeroelastic.cli.terminal import print_report
 from zeroelastic.errors import ConfigError, signal_name

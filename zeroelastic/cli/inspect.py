@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import FAILED, INVALID, ForceOption, HtmlOption, JsonOption, TagOption, reports
+from zeroelastic.cli.app import FAILED, INVALID, reports
+from zeroelastic.cli.options import ForceOption, HtmlOption, JsonOption, TagOption
 from zeroelastic.cli.tables import Severity, Table, View, facts, row, sentences
 from zeroelastic.errors import counted
 

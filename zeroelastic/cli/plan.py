@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import EpOption, ForceOption, HtmlOption, JsonOption, LikeOption, TagOption, TpOption, reports
+from zeroelastic.cli.app import reports
+from zeroelastic.cli.options import EpOption, ForceOption, HtmlOption, JsonOption, LikeOption, TagOption, TpOption
 from zeroelastic.cli.tables import Table, View, facts, row, sentences
 from zeroelastic.errors import counted, some
 

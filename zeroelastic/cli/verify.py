@@ -7,17 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import (
-    FAILED,
-    INVALID,
-    ForceOption,
-    HtmlOption,
-    JsonOption,
-    QuietOption,
-    TagOption,
-    Variant,
-    reports,
-)
+from zeroelastic.cli.app import FAILED, INVALID, Variant, reports
+from zeroelastic.cli.options import ForceOption, HtmlOption, JsonOption, QuietOption, TagOption
 from zeroelastic.cli.tables import Row, Severity, Table, View, facts, row
 from zeroelastic.errors import counted, some
 

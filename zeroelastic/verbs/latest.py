@@ -118,15 +118,12 @@ def latest(
         params = next((tag.trained_params for tag in tags if tag.name == named), None)
         found, passed = find_newest(tags_to_try(tags, named, params), check)
     changes = found is not None and (set_to is not None or (fix and found.name != named))
-    if changes:
+    if found is not None and changes:
         _refuse_unreadable(passed)
-    if found is not None and changes and not dry_run:
-        if fix and named_latest(store.root) != (named, problem):  # a save has written it meanwhile
-            return latest(directory, quick=quick, fix=True, progress=progress)
-        store.point(found.name)
-        later = [tag for tag in store.tags() if tag not in tags] if fix else []
-        if later:  # a save was committed in between, and may have written latest just before
-            store.point(later[0].name)
+        if not dry_run:
+            if fix and named_latest(store.root) != (named, problem):  # a save has written it meanwhile
+                return latest(directory, quick=quick, fix=True, progress=progress)
+            _point(store, tags, found, fix=fix)
     newer = () if found is None else committed_after(tags, found)
     report = LatestReport(
         ok=found is not None,
@@ -138,16 +135,7 @@ def latest(
         saved_at=None if found is None else found.saved_at,
         verified="quick" if quick or set_to is not None else "full",
         num_tags=len(tags),
-        passed_over=tuple(
-            PassedOver(
-                tag=verdict.tag.name,
-                step=verdict.tag.step,
-                problems=verdict.problems,
-                undecided=verdict.undecided,
-                may_be_newest=verdict.may_be_newest,
-            )
-            for verdict in passed
-        ),
+        passed_over=tuple(map(_passed_over, passed)),
         newer=tuple(tag.name for tag in newer if all(tag is not verdict.tag for verdict in passed)),
         latest=LatestFile(
             names=named,
@@ -161,6 +149,16 @@ def latest(
     return report
 
 
+def _passed_over(verdict: Verdict) -> PassedOver:
+    return PassedOver(
+        tag=verdict.tag.name,
+        step=verdict.tag.step,
+        problems=verdict.problems,
+        undecided=verdict.undecided,
+        may_be_newest=verdict.may_be_newest,
+    )
+
+
 def _require(store: RunStore, tags: Sequence[Tag], name: str, check: Check) -> Tag:
     """The tag of this name, which ``latest`` is to name. Raises an error unless it is there and whole."""
     tag = next((tag for tag in tags if tag.name == name), None)
@@ -172,6 +170,14 @@ def _require(store: RunStore, tags: Sequence[Tag], name: str, check: Check) -> T
         kind = UnreadableError if verdict.undecided else CheckpointError
         raise kind(f"{tag.tag_dir}: {verdict.problems[0]} {LATEST} was not changed.")
     return tag
+
+
+def _point(store: RunStore, tags: Sequence[Tag], found: Tag, *, fix: bool) -> None:
+    """Let ``latest`` name a tag; with ``fix`` one that a save has committed meanwhile, which may have written it."""
+    store.point(found.name)
+    later = [tag for tag in store.tags() if tag not in tags] if fix else []
+    if later:
+        store.point(later[0].name)
 
 
 def _refuse_unreadable(passed: Sequence[Verdict]) -> None:

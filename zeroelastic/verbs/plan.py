@@ -19,7 +19,7 @@ from zeroelastic.core.global_batch import misfit_notes
 from zeroelastic.core.layout import Int64Array, Layout, unpacked_layout
 from zeroelastic.core.plan import make_plan
 from zeroelastic.errors import UsageError, with_remedy
-from zeroelastic.runs.locate import find_source
+from zeroelastic.runs.locate import Source, find_source
 from zeroelastic.torch_file.header import DTYPE_BYTES
 from zeroelastic.verbs.options import whole_option
 from zeroelastic.verbs.report import Format, Framework, Part, Report
@@ -132,30 +132,15 @@ def plan(
     with one_save(source.tag_dir):
         checkpoint = open_committed(source.tag_dir)
         head, model = checkpoint.shard(0), checkpoint.model_states(0)
-        parts = saved_parts(checkpoint, {0: head}, (model,))
-        trained, frozen = parts
+        trained, frozen = parts = saved_parts(checkpoint, {0: head}, (model,))
         target_stage, topology = stage or head.stage, None
         if checkpoint.layout.slices is None and tp in (None, 1) and ep in (None, 1) and like is None:
             targets = [_run_layout(head, world_size, target_stage), unpacked_layout(frozen.params, world_size)]
         else:
-            # Imported for these alone: a plan without slices takes a moment.
-            from zeroelastic.verbs.reshard.options import ReshardOptions
-            from zeroelastic.verbs.reshard.plan import plan_reshard
-
-            like = None if like is None else os.fspath(like)
-            target = plan_reshard(source, ReshardOptions(world_size=world_size, stage=stage, tp=tp, ep=ep, like=like))
-            slicing = target.target.slicing
-            topology = PlannedTopology(
-                tensor_parallel=checkpoint.topology.tensor_size,
-                target_tensor_parallel=checkpoint.topology.tensor_size if tp is None else tp,
-                expert_parallel=max(expert_sizes(checkpoint.layout, checkpoint.topology), default=1),
-                target_expert_parallel=slicing.expert_size,
-                experts=sum(layer.num_experts for layer in slicing.layers),
-            )
-            targets = [target.target.layout]
-            targets += (
-                [] if frozen is None else [slicing.frozen_layout(frozen.params, slicing.topology)]
-            )  # a rank fills its part
+            slicing, layout = _sliced_target(source, world_size, stage, tp, ep, like)
+            topology = _planned_topology(checkpoint, slicing)
+            # A rank fills its part of frozen parameters at every stage.
+            targets = [layout, slicing.frozen_layout(frozen.params, slicing.topology)]
         ranks = tuple(_planned_rank(checkpoint, rank, parts, targets) for rank in range(world_size))
     data_size = checkpoint.topology.data_size
     batch = checkpoint.train_batch_size(head)
@@ -177,9 +162,7 @@ def plan(
         stage=head.stage,
         target_stage=target_stage,
         state=PlannedState(
-            bytes=sum(
-                param.numel * size for part in parts for param, size in zip(part.params, _sizes(part), strict=True)
-            ),
+            bytes=sum(tensor.nbytes for part in parts for tensor in part.tensors()),
             params=len(trained.params),
             frozen_params=len(frozen.params),
             state_keys=tuple(dict.fromkeys(key for keys in head.tensor_keys for key in keys)),
@@ -187,6 +170,35 @@ def plan(
         ranks=ranks,
         topology=topology,
         notes=tuple(notes),
+    )
+
+
+def _sliced_target(
+    source: Source,
+    world_size: int,
+    stage: int | None,
+    tp: int | None,
+    ep: int | None,
+    like: str | os.PathLike[str] | None,
+) -> tuple[Slicing, Layout]:
+    """Which slices the ranks of a reshard would have, and the layout of the trained parameters over them."""
+    # Imported for these alone: a plan without slices takes a moment.
+    from zeroelastic.verbs.reshard.options import ReshardOptions
+    from zeroelastic.verbs.reshard.plan import plan_reshard
+
+    like = None if like is None else os.fspath(like)
+    options = ReshardOptions(world_size=world_size, stage=stage, tp=tp, ep=ep, like=like)
+    sink = plan_reshard(source, options).target
+    return sink.slicing, sink.layout
+
+
+def _planned_topology(checkpoint: Checkpoint, target: Slicing) -> PlannedTopology:
+    return PlannedTopology(
+        tensor_parallel=checkpoint.topology.tensor_size,
+        target_tensor_parallel=target.topology.tensor_size,
+        expert_parallel=max(expert_sizes(checkpoint.layout, checkpoint.topology), default=1),
+        target_expert_parallel=target.expert_size,
+        experts=sum(layer.num_experts for layer in target.layers),
     )
 
 
