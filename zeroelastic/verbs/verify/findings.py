@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -150,15 +149,14 @@ def _saved_digests(headers: TagHeaders) -> list[int | None]:
 
 def _merged(problems: Iterable[Problem], scan: RankScan) -> Iterable[Problem]:
     """The problems of headers and of file structure, each once."""
-    damaged_pickles = {bad.file for bad in scan.bad_records if bad.record.name.endswith("/data.pkl")}
+    bad_records = [bad for records in scan.bad_records.values() for bad in records]
+    damaged_pickles = {bad.file for bad in bad_records if bad.record.name.endswith("/data.pkl")}
     misplaced = {problem.file for problem in problems}
     for problem in problems:
         if problem.file in damaged_pickles and "Bad CRC-32" in problem.sentence:
             continue  # reported below, with its place
         yield problem
-    for damage in scan.damage:
-        if damage.offset is not None or damage.file not in misplaced:
-            yield Problem(file=damage.file, sentence=damage.sentence, offset=damage.offset, bytes=damage.nbytes)
+    yield from (damage for damage in scan.damage if damage.offset is not None or damage.file not in misplaced)
 
 
 def _placed(
@@ -168,26 +166,23 @@ def _placed(
     tensor_of = headers.streams.tensor
     right = tensor_right[tensor_of] & ~whole_tensors.differs
     wrong = tensor_wrong[tensor_of] | (whole_tensors.differs & ~whole_tensors.unsure)
-    records: dict[tuple[int, str], list[BadRecord]] = defaultdict(list)
-    suspects: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for bad in scan.bad_records:
-        records[bad.rank, bad.file].append(bad)
-    for part in scan.bad_parts:
-        suspects[part.rank, part.file].append(part.param)
     param_of = headers.param_of[tensor_of]
     is_trained = tensor_of < headers.num_trained
     problems: list[Problem] = []
     explained = np.zeros(len(tensor_of), dtype=bool)
-    for rank, file in sorted({*records, *suspects}):
+    for rank, file in sorted(scan.bad_records):
+        records, suspects = scan.bad_records[rank, file], scan.bad_parts.get((rank, file), [])
+        if not records and not suspects:
+            continue
         rows = file_rows(headers, rank, headers.tag_dir / file)
         named_rows = rows._replace(tensor=tensor_of[rows.tensor])
-        named = np.isin(param_of[rows.tensor], suspects[rank, file])  # by the file's own digests, if it has any
+        named = np.isin(param_of[rows.tensor], suspects)  # by the file's own digests, if it has any
         sound = right[rows.tensor]
         if file in scan.tables:
             sound |= ~named & is_trained[rows.tensor]
         informed = sound | wrong[rows.tensor] | named
         placed = np.zeros(len(sound), dtype=bool)
-        for bad in records[rank, file]:
+        for bad in records:
             inside = (rows.offset >= bad.record.offset) & (rows.offset < bad.record.offset + bad.record.nbytes)
             problems += _of_record(headers, bad, named_rows, inside, sound, informed)
             placed |= inside & ~sound
@@ -315,11 +310,12 @@ def _words(
     num_headers = len(headers.shards) + len(headers.models)
     params = counted(sum(len(part.params) for part in headers.parts), "parameter")
     read = sum(len(headers.files(rank)) for rank in headers.ranks)
+    num_right = scan.num_records - sum(map(len, scan.bad_records.values()))
     checked = [
         f"{read:,} of {headers.num_files:,} files of {counted(headers.world_size, 'rank')} "
         + ("are there with the sizes of the commit record" if record is not None else "are there"),
         f"{num_headers} headers agree on {params}" + (" and with the commit record" if record is not None else ""),
-        f"CRC-32 of {scan.num_records - len(scan.bad_records)} of {counted(scan.num_records, 'record')} right, in "
+        f"CRC-32 of {num_right} of {counted(scan.num_records, 'record')} right, in "
         f"{counted(scan.num_files, 'file')} read to the last byte",
     ]
     if not num_headers:

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass, fields, replace
-from functools import partial, reduce
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
 from zeroelastic.checkpoint.tag_files import saved_as
-from zeroelastic.checkpoint.tag_headers import TagHeaders
+from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array
 from zeroelastic.errors import CheckpointError
@@ -24,7 +24,7 @@ from zeroelastic.executors.dispatch import DigestRows, Ranges, join_crc32_groups
 from zeroelastic.executors.tables import ProgressFunction
 from zeroelastic.io.paths import FilePath
 from zeroelastic.io.storage import read_range
-from zeroelastic.torch_file.zip_check import ZipRecord, ZipRecords, read_zip_records
+from zeroelastic.torch_file.zip_check import ZipRecord, read_zip_records
 
 
 class BadRecord(NamedTuple):
@@ -36,40 +36,25 @@ class BadRecord(NamedTuple):
     found: int
 
 
-class BadPart(NamedTuple):
-    """A rank's part of a trained parameter, by its number, whose digest is not the one in the same file."""
-
-    rank: int
-    file: str
-    param: int
-
-
-class Damage(NamedTuple):
-    """Damage to the structure of a file, outside of its records: a sentence, and the byte range where known."""
-
-    file: str
-    sentence: str
-    offset: int | None = None
-    nbytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankScan:
     """The result of reading some ranks' files.
 
     ``digests`` and ``covered`` run parallel to ``TagHeaders.streams``: the sum of the partial digests of the elements
-    that were read, and their number. ``unread`` are files that could not be read to their end. ``tables`` are the files
-    whose own digests were compared with what they hold, ``unstated`` those that state no checksums.
+    that were read, and their number. By rank and file, ``bad_parts`` are the numbers of the trained parameters whose
+    part has another digest than the file says. ``damage`` is outside of records. ``unread`` are files that could not be
+    read to their end. ``tables`` are the files whose own digests were compared with what they hold, ``unstated`` those
+    that state no checksums.
     """
 
     digests: UInt64Array
     covered: Int64Array
-    bad_records: tuple[BadRecord, ...] = ()
-    bad_parts: tuple[BadPart, ...] = ()
-    damage: tuple[Damage, ...] = ()
-    unread: tuple[str, ...] = ()
-    tables: tuple[str, ...] = ()
-    unstated: tuple[str, ...] = ()
+    bad_records: dict[tuple[int, str], list[BadRecord]] = field(default_factory=dict)
+    bad_parts: dict[tuple[int, str], list[int]] = field(default_factory=dict)
+    damage: list[Problem] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    tables: list[str] = field(default_factory=list)
+    unstated: list[str] = field(default_factory=list)
     num_files: int = 0
     num_records: int = 0
     nbytes: int = 0
@@ -77,12 +62,11 @@ class RankScan:
 
 def scan_ranks(headers: TagHeaders, *, progress: ProgressFunction | None = None) -> RankScan:
     """Read every byte of the files of all saved ranks. Damage is returned, not raised."""
-    progress = progress or (lambda nbytes: None)
-    return reduce(
-        lambda a, b: RankScan(*(getattr(a, field.name) + getattr(b, field.name) for field in fields(RankScan))),
-        (scan(progress) for scan in _scans(headers)),
-        _nothing(headers),
-    )
+    count = len(headers.streams.tensor)
+    scan = RankScan(np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.int64))
+    for read in _reads(headers):
+        read(scan, progress or (lambda nbytes: None))
+    return scan
 
 
 class RankRows(NamedTuple):
@@ -118,14 +102,15 @@ def file_rows(headers: TagHeaders, rank: int, path: FilePath) -> RankRows:
     return rows_of_file.take(np.argsort(rows_of_file.offset, kind="stable"))
 
 
-_Scan = Callable[[ProgressFunction], RankScan]
+_Read: TypeAlias = Callable[[RankScan, ProgressFunction], None]
+"""Reads a file, and adds what it finds."""
 
 
-def _scans(headers: TagHeaders) -> Iterator[_Scan]:
+def _reads(headers: TagHeaders) -> Iterator[_Read]:
     """Yield a function that reads each file, prepared while the caller reads the file before."""
     prepared = [partial(_prepare, headers, rank, path) for rank in headers.ranks for path in headers.files(rank)]
     with ThreadPoolExecutor(1) as worker:
-        found: Future[_Scan] | None = None
+        found: Future[_Read] | None = None
         for prepare in prepared:
             following = worker.submit(copy_context().run, prepare)
             if found is not None:
@@ -135,89 +120,64 @@ def _scans(headers: TagHeaders) -> Iterator[_Scan]:
             yield found.result()
 
 
-def _prepare(headers: TagHeaders, rank: int, path: FilePath) -> _Scan:
+def _prepare(headers: TagHeaders, rank: int, path: FilePath) -> _Read:
     """Find out what a file holds; the function that is returned reads its payload."""
     name, size = path.name, headers.sizes[path.name]
     try:
         records = read_zip_records(path, size)
     except CheckpointError as error:
-        return partial(_pass_over, headers, path, str(error), size)
-    damage = [
-        Damage(name, f"{name}: {fault.what}. The file is damaged.", fault.offset, fault.nbytes)
-        for fault in records.faults
-    ]
-    if (folder := saved_as(records.directory.folder, name)) is not None:
-        damage.append(Damage(name, f"{name}: was written as {folder}. The file is in the wrong place."))
+        return partial(_pass_over, path, str(error), size)
     rows = file_rows(headers, rank, path)
     filled = np.flatnonzero(records.nbytes)
     begin = records.offset[filled]
     table = cover(begin, begin + records.nbytes[filled], rows)
-    return partial(_scan_file, headers, rank, path, records, filled, damage, rows, table)
 
+    def read(scan: RankScan, progress: ProgressFunction) -> None:
+        num_streams, left = len(scan.digests), size
+        seeds = np.append(headers.seeds[headers.streams.tensor], np.uint64(0))
+        digest = DigestRows(seeds, np.where(table.tensor < 0, num_streams, table.tensor), table.start, table.itemsize)
+        crc32 = np.zeros(len(table.nbytes), dtype=np.uint32)
 
-def _scan_file(
-    headers: TagHeaders,
-    rank: int,
-    path: FilePath,
-    records: ZipRecords,
-    filled: Int64Array,
-    damage: Sequence[Damage],
-    rows: RankRows,
-    table: Cover,
-    progress: ProgressFunction,
-) -> RankScan:
-    """Read a file. ``filled`` are the numbers of the records that are not empty, which ``table`` counts."""
-    name, size = path.name, headers.sizes[path.name]
-    crc32 = np.zeros(len(table.nbytes), dtype=np.uint32)
-    num_streams = len(headers.streams.tensor)
-    seeds = np.append(headers.seeds[headers.streams.tensor], np.uint64(0))
-    digest = DigestRows(seeds, np.where(table.tensor < 0, num_streams, table.tensor), table.start, table.itemsize)
-    zeros = np.zeros(len(table.nbytes), dtype=np.int64)
-    left = size
+        def advance(nbytes: int) -> None:
+            nonlocal left
+            nbytes = min(nbytes, left)
+            left -= nbytes
+            progress(nbytes)
 
-    def advance(nbytes: int) -> None:
-        nonlocal left
-        nbytes = min(nbytes, left)
-        left -= nbytes
-        progress(nbytes)
-
-    try:
-        sums = scan_segments(
-            Ranges(zeros, table.offset, table.nbytes),
-            [path],
-            digest=digest,
-            crc32=crc32,
-            progress=advance,
+        ranges = Ranges(np.zeros_like(table.offset), table.offset, table.nbytes)
+        try:
+            sums = scan_segments(ranges, [path], digest=digest, crc32=crc32, progress=advance)
+        except CheckpointError as error:
+            return _pass_over(path, str(error), left, scan, progress)
+        progress(left)
+        assert sums is not None
+        scan.digests += sums[:num_streams]
+        np.add.at(scan.covered, rows.tensor, rows.nbytes // rows.itemsize)
+        scan.num_files, scan.nbytes = scan.num_files + 1, scan.nbytes + size
+        scan.damage += [
+            Problem(name, f"{name}: {fault.what}. The file is damaged.", offset=fault.offset, bytes=fault.nbytes)
+            for fault in records.faults
+        ]
+        if (folder := saved_as(records.directory.folder, name)) is not None:
+            scan.damage.append(Problem(name, f"{name}: was written as {folder}. The file is in the wrong place."))
+        bad: list[BadRecord] = []
+        if records.directory.states_checksums:
+            found = join_crc32_groups(table.record, crc32, table.nbytes, len(filled))
+            wrong = np.flatnonzero(found != records.crc32[filled]).tolist()
+            bad = [BadRecord(rank, name, records[int(filled[number])], int(found[number])) for number in wrong]
+            scan.num_records += len(records)
+        else:
+            scan.unstated.append(name)
+        scan.bad_records[rank, name] = bad
+        shard = headers.shards.get(rank)
+        parts = (
+            _bad_parts(headers, shard, sums[:num_streams], bad) if shard is not None and shard.path == path else None
         )
-    except CheckpointError as error:
-        return _pass_over(headers, path, str(error), left, progress)
-    progress(left)
-    assert sums is not None
-    digests = sums[:num_streams]
-    covered = np.zeros(num_streams, dtype=np.int64)
-    np.add.at(covered, rows.tensor, rows.nbytes // rows.itemsize)
-    found = join_crc32_groups(table.record, crc32, table.nbytes, len(filled))
-    bad = [
-        BadRecord(rank, name, records[int(filled[number])], int(found[number]))
-        for number in np.flatnonzero(found != records.crc32[filled]).tolist()
-        if records.directory.states_checksums
-    ]
-    shard = headers.shards.get(rank)
-    parts: tuple[BadPart, ...] | None = None
-    if shard is not None and shard.path == path and shard.digests is not None:
-        parts = _bad_parts(headers, shard, digests, bad)
-    return RankScan(
-        digests=digests,
-        covered=covered,
-        bad_records=tuple(bad),
-        bad_parts=parts or (),
-        damage=tuple(damage),
-        num_files=1,
-        num_records=len(records) if records.directory.states_checksums else 0,
-        unstated=() if records.directory.states_checksums else (name,),
-        tables=() if parts is None else (name,),
-        nbytes=size,
-    )
+        if parts is not None:
+            scan.tables.append(name)
+            scan.bad_parts[rank, name] = parts
+
+    return read
 
 
 class Cover(NamedTuple):
@@ -265,12 +225,13 @@ def cover(begin: Int64Array, end: Int64Array, rows: RankRows) -> Cover:
 
 
 def _bad_parts(
-    headers: TagHeaders, shard: OptimizerHeader, digests: UInt64Array, bad: list[BadRecord]
-) -> tuple[BadPart, ...] | None:
-    """The parameters whose part contradicts the file's own digests; None where these are damaged."""
+    headers: TagHeaders, shard: OptimizerHeader, digests: UInt64Array, bad: Sequence[BadRecord]
+) -> list[int] | None:
+    """The parameters whose part contradicts the file's own digests; None where these are damaged, or it has none."""
     place = shard.digests
-    assert place is not None
-    if any(found.record.offset <= place.offset < found.record.offset + found.record.nbytes for found in bad):
+    if place is None or any(
+        found.record.offset <= place.offset < found.record.offset + found.record.nbytes for found in bad
+    ):
         return None
     want = np.frombuffer(read_range(shard.path, place.offset, place.nbytes), dtype="<u8")
     part, tensor = headers.parts[0], headers.streams.tensor
@@ -278,19 +239,15 @@ def _bad_parts(
     have = np.zeros(len(part.params), dtype=np.uint64)
     np.add.at(have, headers.param_of[tensor[trained]], digests[trained])
     own = np.arange(len(have)) if part.layout.slices is None else part.numbers()[part.layout.slices.has(shard.rank)]
-    return tuple(BadPart(shard.rank, shard.path.name, p) for p in own[have[own] != want].tolist())
+    wrong: list[int] = own[have[own] != want].tolist()
+    return wrong
 
 
-def _pass_over(headers: TagHeaders, path: FilePath, problem: str, left: int, progress: ProgressFunction) -> RankScan:
-    """The scan of a file that cannot be read, or of which ``left`` bytes cannot.
+def _pass_over(path: FilePath, problem: str, left: int, scan: RankScan, progress: ProgressFunction) -> None:
+    """Note that a file cannot be read, or ``left`` bytes of it.
 
     ``problem`` is a text, not the error, whose traceback would keep the files of the tag open until the collector runs.
     """
     progress(left)
-    sentence = problem.replace(f"{path.parent}/", "")
-    return replace(_nothing(headers), damage=(Damage(path.name, sentence),), unread=(path.name,))
-
-
-def _nothing(headers: TagHeaders) -> RankScan:
-    count = len(headers.streams.tensor)
-    return RankScan(np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.int64))
+    scan.damage.append(Problem(path.name, problem.replace(f"{path.parent}/", "")))
+    scan.unread.append(path.name)
