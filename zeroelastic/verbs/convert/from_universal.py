@@ -48,7 +48,7 @@ from zeroelastic.torch_file.tree import entry, pairs_of
 from zeroelastic.verbs.reshard.options import ReshardOptions
 from zeroelastic.verbs.reshard.plan import ReshardPlan, complete_plan
 from zeroelastic.verbs.reshard.slicing import Slicing
-from zeroelastic.verbs.reshard.source import ReshardSource, make_group, model_roots
+from zeroelastic.verbs.reshard.source import OptimGroup, ReshardSource, make_group, model_roots
 
 ZERO_FOLDER = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
@@ -145,10 +145,8 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
     lost: tuple[str, ...] = ()
     if isinstance(state, dict) and not whole:
         scalars, lost = _scalars(file, state, first.sub_groups, dtypes)
-    groups = _groups(file.path, root.get("param_groups") if whole else entry(saved, "param_groups"), buffers)
-    graph = pairs_of(read_tree(file.path))
-    raw = entry(graph, "param_groups") if whole else entry(graph, "optimizer_state_dict", "param_groups")
-    assert isinstance(raw, list), "one reader found groups, the other none"
+    tree = pairs_of(read_tree(file.path))
+    groups = _groups(file.path, entry(tree if whole else tree.get("optimizer_state_dict"), "param_groups"), buffers)
     checkpoint = Checkpoint(
         tag_dir=tag_dir,
         topology=Topology(first.world_size),
@@ -163,10 +161,10 @@ def open_universal(tag_dir: Path) -> tuple[ReshardSource, tuple[str, ...]]:
         stage=int(stage),
         global_steps=first.global_steps,
         train_batch_size=configured_batch(config, first.world_size),
-        groups=tuple(make_group(pairs_of(options), names) for options, names in zip(raw, groups, strict=True)),
+        groups=groups,
         buffers=buffers,
         optim_root={
-            "optimizer_state_dict": graph,
+            "optimizer_state_dict": tree,
             **{key: model_root(0)[key] for key in ("ds_config", "ds_version") if key in model_root(0)},
         },
         model_root=model_root,
@@ -346,11 +344,11 @@ def _scalars(
     return tuple(scalars), tuple(sentences)
 
 
-def _groups(path: FilePath, groups: object, sub_groups: Sequence[Sequence[Param]]) -> list[tuple[str, ...]]:
-    """The parameters of the optimizer's groups, which list the numbers of sub-groups."""
+def _groups(path: FilePath, groups: object, sub_groups: Sequence[Sequence[Param]]) -> tuple[OptimGroup, ...]:
+    """The optimizer's groups, which list the numbers of sub-groups."""
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(f"{path}: holds no optimizer groups. The file is damaged.")
-    found: list[tuple[str, ...]] = []
+    found: list[OptimGroup] = []
     seen: set[int] = set()
     for g, group in enumerate(groups):
         numbers = group.get("params")
@@ -360,7 +358,7 @@ def _groups(path: FilePath, groups: object, sub_groups: Sequence[Sequence[Param]
         if seen & set(own):
             raise CheckpointError(f"{path}: sub-group {min(seen & set(own))} is in two optimizer groups.")
         seen |= set(own)
-        found.append(tuple(param.name for n in own for param in sub_groups[n]))
+        found.append(make_group(group, tuple(param.name for n in own for param in sub_groups[n])))
     if len(seen) != len(sub_groups):
         raise CheckpointError(f"{path}: optimizer groups hold {len(seen)} sub-groups of {len(sub_groups)}.")
-    return found
+    return tuple(found)
