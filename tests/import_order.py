@@ -30,6 +30,6 @@ ROOMS = {
     "deepspeed": ["patching", "options", "engine_state", "engine", "run_objects",
                   "client_state", "live", "fill", "node_local", "load", "save", "install"],
     "elastic": ["memory"],
-    "cli": ["terminal", "figures", "tables", "page", "app", "doctor", "documents"],
+    "cli": ["terminal", "figures", "tables", "page", "app", "options", "doctor", "documents"],
 }  # fmt: skip
 """The rooms of a package that has some, in the same order; other modules of it stand above them."""

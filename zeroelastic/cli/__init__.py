@@ -5,9 +5,9 @@
     inspect    inspect              copies    reshard, export, convert
     verify     verify, diff         runs      ls, latest, prune
     plan       plan                 doctor    doctor
-    tables     what a verb shows of its report, as data: the terminal prints it, and
+    tables     the view of a report, as data: the terminal prints it, and
     page       writes it as the page of ``--html`` by Jinja2, with one of the two ``figures``
-    terminal   text, columns and progress, files beside the output
+    terminal   text, columns and progress
     documents  the documents of ``--json`` and their schemas
 
 A verb parses options, calls the function in ``zeroelastic.verbs`` that does the work, and shows the report.

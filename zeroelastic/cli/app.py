@@ -177,7 +177,7 @@ def outcome(*, as_json: bool = False) -> Iterator[None]:
 
 
 def drop_unwritable_output() -> None:
-    """Write what is left of the output, or drop it: Python would fail again at its end, in its own words."""
+    """Write the rest of the output, or drop it: Python would fail again at exit, in other words."""
     try:
         sys.stdout.flush()
     except OSError:

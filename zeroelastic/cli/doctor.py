@@ -1,4 +1,4 @@
-"""``zeroelastic doctor``: what is installed here, what does not work, and what to do about it.
+"""``zeroelastic doctor``: the installed versions, which parts do not work, and how to fix them.
 
 Engines are loaded and DeepSpeed is imported in processes of their own: a crash there becomes a line of the report.
 """
@@ -191,7 +191,7 @@ def compiled_ops() -> tuple[list[str], list[str]]:
 
 
 def _is_stale(lock: Path) -> bool:
-    """Return whether nothing was written beside a lock for half an hour."""
+    """Return whether nothing was written into the folder of a lock for half an hour."""
     try:
         written = max(path.stat().st_mtime for path in lock.parent.iterdir()) if lock.exists() else time.time()
     except FileNotFoundError:  # removed meanwhile: something builds there

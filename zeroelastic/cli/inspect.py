@@ -1,4 +1,4 @@
-"""``zeroelastic inspect``: what a checkpoint is, from its headers, and what one of its tensors holds."""
+"""``zeroelastic inspect``: describe a checkpoint from its headers, or one of the tensors in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--html``: the view of a verb as one HTML file that needs nothing beside it, not even a network or a script.
+"""``--html``: the view of a verb as one HTML file that needs no other file, network or script.
 
 The file's name is checked before the work, and the page written after it; never half a file. Names in files are hostile
 input: Jinja2 escapes every value, after unprintable characters have become visible, and the page may load nothing.

@@ -75,7 +75,7 @@ def _latest_code(report: LatestReport) -> int:
 
 
 def _show_latest(report: LatestReport, file: LatestFile, dry_run: bool) -> None:
-    """What the file says, where it does not say the newest."""
+    """Print which tag the file names, where that is not the newest."""
     if report.folder != report.path or (file.is_newest and not file.changes):
         return
     said = file.problem or (f"latest names {file.names}." if file.names else "There is no file latest.")
@@ -182,7 +182,7 @@ def prune(
 
 
 def _what(report: PruneReport) -> str:
-    """What is about to be removed, as the question has it."""
+    """The number of tags and unfinished saves to remove, for the question."""
     count, dead = len(report.plan.removals), report.dead
     parts = [f"{count} {'checkpoint' if count == 1 else 'checkpoints'}"] if count else []
     parts += [f"{len(dead)} {'save' if len(dead) == 1 else 'saves'} that did not finish"] if dead else []

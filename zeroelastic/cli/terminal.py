@@ -91,7 +91,7 @@ def print_written(report: Path | None) -> None:
 
 
 def print_report(report: Report) -> None:
-    """Print the document of a report; its values are those of strict JSON already."""
+    """Print the document of a report; its values are strict JSON already."""
     typer.echo(json.dumps(report.to_json(), indent=2))
 
 

@@ -62,7 +62,7 @@ def _rate(report: VerifyReport | VerifyAllReport) -> str | None:
 
 
 def _all_view(report: VerifyAllReport) -> View:
-    """Return what the terminal shows of all tags of a run: a line for each, and what is wrong with it."""
+    """Return the view of all tags of a run: a line for each tag, and its problems."""
     rows = []
     for tag in report.tags:
         root = None if tag.content_root is None else f"content root {tag.content_root[:12]}"

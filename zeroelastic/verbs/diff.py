@@ -159,7 +159,7 @@ def diff(
 
 
 class _Side:
-    """One of the checkpoints: its tensors, what its commit record says of them, and what is read of them.
+    """One of the two checkpoints: tensors, recorded digests, and the reading of the files.
 
     ``forms`` are dtype and shape of the ``tensors`` and of frozen weights that are in no file, only in the record.
     """
@@ -267,7 +267,7 @@ def _differences(left: _Side, right: _Side, name: _Name, advance: Advance) -> di
 def compare_bytes(left: ByteArray, right: ByteArray, dtype: str) -> tuple[int, tuple[float, int, float, float] | None]:
     """Count the elements whose bits differ, and return the largest difference: by how much, where, and both values.
 
-    A number and what is infinite or no number are infinitely far apart; so are two of these.
+    A finite number and an infinity or NaN are infinitely far apart; so are two of these.
     """
     a, b = bits_of(left, dtype), bits_of(right, dtype)
     unequal = np.flatnonzero(a != b)
@@ -282,7 +282,7 @@ def compare_bytes(left: ByteArray, right: ByteArray, dtype: str) -> tuple[int, t
 
 
 def _scalar_differences(left: SavedState, right: SavedState, params: str | None) -> list[Difference]:
-    """Replicated values such as ``step``; what is the same difference for many parameters is said once."""
+    """Compare scalars such as ``step``; a difference that many parameters have is listed once."""
     ours, theirs = (
         {param.name: scalars for part in state.parts for param, scalars in zip(part.params, part.scalars, strict=True)}
         for state in (left, right)
@@ -347,7 +347,7 @@ _ABSENT = object()
 
 
 def _objects(file: TorchFile) -> dict[str, object]:
-    """Return what a model states file has beside what is compared elsewhere."""
+    """Return the objects of a model states file that are not compared elsewhere."""
     root = pairs_of(file.root)
     entries = pairs_of(root.get("module"))
     extra = module_names(root, entries, {}, is_whole=True).extra_states

@@ -1,4 +1,4 @@
-"""A directory that appears complete or not at all: written under a hidden name beside its place, then renamed.
+"""A directory that appears complete or not at all: written under a hidden name in the same parent, then renamed.
 
 The hidden directory of a run that was killed is taken over by the next one with the same manifest, and is emptied by
 one with another. A lock keeps two runs apart; it goes with the process that holds it.

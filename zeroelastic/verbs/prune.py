@@ -59,7 +59,7 @@ class PruneReport(Report):
 
     @property
     def has_work(self) -> bool:
-        """Whether the plan removes anything."""
+        """Return whether the plan removes anything."""
         return bool(self.plan.removals or self.dead)
 
     @property
@@ -69,7 +69,7 @@ class PruneReport(Report):
 
     @property
     def failed(self) -> bool:
-        """Whether something could not be removed."""
+        """Return whether something could not be removed."""
         actions = [*(tag.action for tag in self.tags), *(save.action for save in self.unfinished)]
         return "failed" in actions
 

@@ -1,4 +1,4 @@
-"""Read the tensors of a checkpoint, and compare what was read with its commit record, or the CRC-32 of its files."""
+"""Read the tensors of a checkpoint, and compare them with the commit record, or the files with their CRC-32."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class Reading:
     """Reads tensors of a checkpoint, of which each is read whole, once or in parts, but where ``check`` is False.
 
-    ``end`` compares their digests with those of the commit record. What has no digest is compared with the CRC-32 of
-    the records of its files, unless ``by_checksum`` is False. ``max_memory`` is what a verb may use; ``progress`` is
+    ``end`` compares their digests with the commit record. Without digests, the records of the files are compared with
+    their CRC-32, unless ``by_checksum`` is False. ``max_memory`` is what a verb may use; ``progress`` is
     called with bytes of the files. ``num_compared`` tensors have the recorded digests.
     """
 

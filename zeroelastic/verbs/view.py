@@ -278,7 +278,7 @@ class CheckpointView(Mapping[str, TensorHandle]):
 
     @cached_property
     def _state(self) -> SavedState:
-        """As ``open_state`` opens it, but the headers of ranks other than 0 when their extents are asked for."""
+        """The state as ``open_state`` opens it, but other headers than rank 0's when their extents are asked for."""
         checkpoint = self._checkpoint
         with self._reading():
             head, model = checkpoint.shard(0), checkpoint.model_states(0)

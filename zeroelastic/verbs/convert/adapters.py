@@ -76,7 +76,7 @@ def adapters_of(trained: Iterable[str], others: Collection[str] = ()) -> dict[st
 
 
 def base_weights(names: Iterable[str]) -> set[str]:
-    """The base weights that PEFT saves with an adapter of these parameters: those of embeddings."""
+    """The base weights that PEFT saves with an adapter of these parameters: of embeddings alone."""
     modules = {match["module"] for name in names if (match := _OF_ADAPTER.match(name)) and _is_tuner(match)}
     return {f"{module}.base_layer.weight" for module in modules if module.rpartition(".")[2] in _EMBEDDINGS}
 

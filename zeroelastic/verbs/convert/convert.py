@@ -1,6 +1,6 @@
 """``zeroelastic.convert`` and ``zeroelastic.export``: to and from the formats of others.
 
-Every format has a plan (``to_safetensors``, ``to_fsdp2``): what is read and written, from headers alone.
+Every format has a plan (``to_safetensors``, ``to_fsdp2``) of the reads and writes, made from headers alone.
 ``write_plan`` writes one into a new directory.
 """
 

@@ -1,7 +1,6 @@
 """Open a checkpoint of FSDP2 as the source of a reshard, which writes native files of ZeRO at any size and stage.
 
-What DeepSpeed's files have beside the tensors is the checkpoint's native form; what is not known of that is in the
-notes of the plan.
+The rest of DeepSpeed's files is made of the checkpoint's native form; the notes of the plan name the missing parts.
 """
 
 from __future__ import annotations

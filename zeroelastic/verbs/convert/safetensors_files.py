@@ -1,6 +1,6 @@
 """The layout of safetensors files: which tensors are in which file, headers, and the index of several.
 
-The order of shards and the index are those of ``huggingface_hub.save_torch_state_dict``.
+Shards are ordered and indexed as by ``huggingface_hub.save_torch_state_dict``.
 """
 
 from __future__ import annotations

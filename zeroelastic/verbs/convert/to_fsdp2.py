@@ -73,7 +73,7 @@ _MAX_DEPTH = 4  # of lists in lists
 
 @dataclass(frozen=True, slots=True)
 class Fsdp2Plan:
-    """The tensors and groups to write, as torch has them, and what is kept beside or left out."""
+    """The tensors and groups to write, as torch has them, and notes on everything that torch has no place for."""
 
     state: SavedState
     model: ModelTensors

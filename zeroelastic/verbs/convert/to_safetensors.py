@@ -1,7 +1,7 @@
 """A checkpoint's weights as safetensors files that Hugging Face's libraries load: planned from headers, then streamed.
 
-Names, the order of shards and the index are those of ``huggingface_hub.save_torch_state_dict``; a tied weight is stored
-once and its other names are in the metadata, as ``safetensors.torch.save_model`` keeps them.
+Names are chosen as by ``huggingface_hub.save_torch_state_dict``; a tied weight is stored once and the other names are
+in the metadata, as ``safetensors.torch.save_model`` keeps them.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ _AUTOEP = "the experts of {} have DeepSpeed's names and shapes, as in {}.experts
 
 
 def _adapters(model: ModelTensors) -> dict[str, dict[str, str]]:
-    """``adapters_of`` a model, with the other names of its tied weights."""
+    """``adapters_of`` a model, with the further names of tied weights."""
     trained = {tensor.name for tensor in model.tensors if tensor.kind == "trained"}
     names = [*(tensor.name for tensor in model.tensors), *model.tied]
     are_trained = [name in trained or model.tied.get(name) in trained for name in names]
@@ -261,7 +261,7 @@ def _adapters(model: ModelTensors) -> dict[str, dict[str, str]]:
 
 
 def optimizer_document(state: SavedState) -> dict[str, object]:
-    """Return what is no tensor: groups with the names of their parameters, scalars by parameter, step, loss scale.
+    """Return the rest of the state: groups with the names of their parameters, scalars by parameter, step, loss scale.
 
     Numbers that JSON does not have are the texts "NaN", "Infinity" and "-Infinity".
     """

@@ -1,1 +1,1 @@
-"""What a checkpoint holds: ``inspect`` makes the ``report`` from headers alone."""
+"""Describe a checkpoint: ``inspect`` makes the ``report`` from headers alone, ``contents`` the tables in it."""

@@ -98,7 +98,7 @@ def inspected_buffers(root: Mapping[object, object]) -> list[InspectedBuffer]:
 
 
 def _over_ranks(checked: TagHeaders, shard: OptimizerHeader) -> tuple[Layout, tuple[ParamGroup, ...]]:
-    """The layout of the trained parameters and the optimizer's groups, where ranks have slices those of all ranks."""
+    """The layout of the trained parameters and the optimizer's groups; over all ranks where these have slices."""
     sliced = checked.sliced
     return (shard.layout, shard.groups) if sliced is None else (sliced.layout, sliced.groups(shard))
 
@@ -235,7 +235,7 @@ def inspected_topology(part: TensorSet, topology: Topology, root: Mapping[object
 
 
 def _expert_layers(part: TensorSet, root: Mapping[object, object]) -> list[ExpertLayer]:
-    """The layers with experts: those of AutoEP, or DeepSpeed's own."""
+    """The layers with experts, of AutoEP or DeepSpeed's own."""
     found: list[ExpertLayer] = []
     for layer in autoep_layers(root):
         name, count = layer.get("module_path"), layer.get("num_experts")

@@ -1,4 +1,4 @@
-"""``zeroelastic.inspect``: what a checkpoint is, from its headers, and what is wrong with it."""
+"""``zeroelastic.inspect``: describe a checkpoint from its headers, with the problems in them."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 reshard            the verb: plan, write, verify, publish
 plan, write        its two halves; ``options`` of both
 source             the saved tensors and trees, of any ZeRO stage
-slicing            which slices the ranks of a run have; ``new_slicing`` those of the new one
+slicing            which slices the ranks of a run have; ``new_slicing`` for a new run
 sink               the layout of the new ranks and the contents of their files; ``stage_3`` and ``stage_1_2``
 rank_writer        fills the files of the new ranks
-sidecar_files      the other files of front ends beside them
+sidecar_files      the other files of front ends
 """

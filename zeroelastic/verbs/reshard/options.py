@@ -1,4 +1,4 @@
-"""The options of a reshard, and what is wrong with them."""
+"""The options of a reshard, checked when they are made."""
 
 from __future__ import annotations
 

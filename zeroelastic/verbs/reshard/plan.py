@@ -1,4 +1,4 @@
-"""The plan of a reshard: the source, what the target is, what it holds, and what is not carried."""
+"""The plan of a reshard: the source, the files of the target, and notes on everything that is not carried."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Write the files of target ranks one by one: each is filled from the saved ranks' files in one pass, then flushed.
 
-While the files of one rank are flushed, those of the next are filled. A note about each finished rank lets a later run
+While the files of one rank are flushed, the next ones are filled. A note about each finished rank lets a later run
 skip it.
 """
 
@@ -187,7 +187,7 @@ def _numbers(layout: Layout, params: Sequence[Param]) -> Int64Array:
 
 
 def _layout_of(weights: Sequence[Weight]) -> Layout:
-    """The layout of one rank that has each weight in a buffer of its own."""
+    """The layout of one rank with a buffer for each weight."""
     params = [Param(str(i), (sum(s.numel * s.num_runs for s in weight.strips),)) for i, weight in enumerate(weights)]
     tensors = {str(i): (weight.tensor, weight.strips) for i, weight in enumerate(weights)}
     return with_slices(unpacked_layout(params, 1), [RankSet(0, 1, 1)] * len(weights), tensors)

@@ -1,7 +1,7 @@
-"""Files that frameworks keep beside a tag directory, for another world size: generators, schedulers, settings.
+"""Files that frameworks keep next to a tag directory, for another world size: generators, schedulers, settings.
 
 A file that exists once (a scheduler, trainer_state.json, a tokenizer) is copied. Of the files that exist per rank,
-those of remaining ranks are copied, and each new rank gets one derived from rank 0's. Files that are left out are
+remaining ranks keep theirs, and each new rank gets one derived from rank 0's. Files that are left out are
 reported. Layouts: transformers 5 (``Trainer._save_rng_state``), accelerate 1.15 (``save_accelerator_state``), Lightning
 2.6 and DeepSpeed 0.19.8 (``_copy_recovery_script``).
 """
@@ -31,7 +31,7 @@ _COPY_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class SidecarFiles:
-    """The files to write beside the tag: name -> its source, and for a derived file also the rank.
+    """The files to write next to the tag: name -> source, and for a derived file also the rank.
 
     ``notes`` say what differs from the source.
     """

@@ -51,7 +51,7 @@ class Weight(NamedTuple):
 class RankFiles:
     """One rank's files: their trees, in the order of ``file_names``, and from where their storages are filled.
 
-    ``layout`` and ``frozen_layout`` are those of the rank alone. ``flats[i, key]`` is the storage of flat buffer i of a
+    ``layout`` and ``frozen_layout`` are of the rank alone. ``flats[i, key]`` is the storage of flat buffer i of a
     state key, ``frozen[p, "frozen"]`` that of the rank's part of frozen parameter p, and ``weights`` are those of whole
     modules and of experts; ``digests`` takes int64 by parameter, in elastic files; every other storage of the trees has
     its ``data``, or an ``extent`` to be copied.
@@ -212,7 +212,7 @@ class NativeSink(ABC):
         return root
 
     def notes(self, given: Sequence[str]) -> list[str]:
-        """Sentences on the stage, on the ``given`` options of the run that loads it, and on what is not carried."""
+        """Sentences on the stage, on the ``given`` options of the run that loads it, and on state that is left out."""
         saved, notes = self.source, list[str]()
         if saved.stage != self.stage:
             notes.append(f"saved with ZeRO stage {saved.stage}; the result is of stage {self.stage}")

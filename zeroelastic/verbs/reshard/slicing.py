@@ -79,12 +79,12 @@ class Slicing:
 
     @property
     def has_experts(self) -> bool:
-        """Return whether some parameters are those of experts."""
+        """Return whether some parameters are experts."""
         return bool(self.layers)
 
     @property
     def has_own_experts(self) -> bool:
-        """Return whether experts are those of DeepSpeed's own MoE layers."""
+        """Return whether experts are in DeepSpeed's own MoE layers."""
         return bool(self.layers) and self.layers[0].table is None
 
     def is_expert(self, name: str) -> bool:

@@ -129,13 +129,13 @@ class ReshardSource:
         )
 
     def grouped(self, params: Iterable[Param]) -> list[list[Param]]:
-        """Of these parameters those of each optimizer group, in its order."""
+        """Deal parameters to their optimizer groups, each in the order of the group."""
         table = {param.name: param for param in params}
         return [[table[name] for name in group.params if name in table] for group in self.groups]
 
 
 def model_ranks(topology: Topology, stage: int) -> Topology:
-    """The ranks that write module states: at stage 3 all, below it those of the first data parallel rank."""
+    """The ranks that write module states: at stage 3 all, below it the first data parallel rank."""
     return topology if stage == 3 else replace(topology, data_size=1)
 
 
@@ -179,7 +179,7 @@ def reshard_source(state: SavedState) -> ReshardSource:
 def with_options(source: ReshardSource, options: Mapping[str, Mapping[str, object]]) -> ReshardSource:
     """The source as a run with these entries of blocks of its configuration would have saved it.
 
-    They are changed in the ds_config of its files too: readers need ``round_robin_gradients`` of ``zero_optimization``
+    They are changed in the ds_config of the files: readers need ``round_robin_gradients`` of ``zero_optimization``
     there to know the order in which the optimizer lists its parameters.
     """
     options = {block: entries for block, entries in options.items() if entries}
@@ -263,7 +263,7 @@ def _check_order(groups: Sequence[OptimGroup], slicing: Slicing, first: Layout, 
 
 
 def model_roots(files: Sequence[FilePath]) -> Callable[[int], Mapping[object, object]]:
-    """The module states of each target rank: those of the same saved rank, or rank 0's for a new rank.
+    """The module states of each target rank: of the same saved rank, or of rank 0 for a new rank.
 
     Each file is read once; rank 0's stays in memory for the new ranks.
     """

@@ -83,12 +83,12 @@ class GroupSink(NativeSink):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written, those of weights that are made included."""
+        """Bytes that are written, weights that are made included."""
         made = [param for param in self.layout.params if param.name in self.weights]
         return super().nbytes + sum(param.numel * DTYPE_BYTES[self.weights[param.name]] for param in made)
 
     def file_names(self, rank: int) -> tuple[str, ...]:
-        """DeepSpeed's names of one rank's files, those of experts last."""
+        """DeepSpeed's names of one rank's files; experts come last."""
         experts = (expert_file_name(layer.number, expert) for layer, expert in self._experts(rank))
         return (*super().file_names(rank), *experts)
 
@@ -106,7 +106,7 @@ class GroupSink(NativeSink):
         ]
 
     def files(self, rank: int, *, save_id: str) -> RankFiles:
-        """One rank's files, those of experts last."""
+        """One rank's files; experts come last."""
         files = super().files(rank, save_id=save_id)
         files.trees += self._expert_trees(files)
         return files
@@ -267,7 +267,7 @@ def _check_optimizer(source: ReshardSource, stage: int, slicing: Slicing) -> Non
 
 
 def _weight_dtypes(source: ReshardSource) -> dict[str, str]:
-    """The dtype of each trained weight: that of its entry in the module's state, which may be without elements.
+    """The dtype of each trained weight, by the entry in the module's state, which may be without elements.
 
     For a weight without an entry it is the dtype that the saved configuration chooses.
     """
@@ -329,7 +329,7 @@ def _check_module(source: ReshardSource) -> None:
 
 
 def whole_module(root: Mapping[object, object], whole: Mapping[str, TensorRef], shared: Mapping[str, str]) -> Dict:
-    """The module's state with these whole weights; what is tied to one of them (``shared``) is the same tensor.
+    """The module's state with these whole weights; a name that is tied to one (``shared``) has the same tensor.
 
     Every other entry stays as it is.
     """

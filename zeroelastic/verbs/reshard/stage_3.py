@@ -52,7 +52,7 @@ class Stage3Sink(NativeSink):
         return state | self._elastic(files, scalars) if self.format == "elastic" else state
 
     def _elastic(self, files: RankFiles, scalars: list[Root]) -> Root:
-        """What the elastic format adds, of which ``digests`` are filled later."""
+        """The entries that the elastic format adds; ``digests`` are filled later."""
         source, layout, rank, topology = self.source, files.layout, files.rank, self.topology
         files.digests = new_storage("int64", layout.num_params)
         offset, length = layout.offset.tolist(), layout.owned(rank)[1].tolist()
@@ -92,7 +92,7 @@ class Stage3Sink(NativeSink):
 
 
 def _shard_module(root: Root, source: ReshardSource, trained: Collection[str]) -> None:
-    """Turn the module states of stages 1 and 2 into those of stage 3, with frozen parameters listed."""
+    """Turn module states of stages 1 and 2 into those of stage 3, with frozen parameters listed."""
     frozen = source.frozen.params
     tied = names_in_module(source, source.model_root(0)).tied
     names = {*trained, *(param.name for param in frozen), *tied}

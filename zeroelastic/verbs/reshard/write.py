@@ -1,8 +1,8 @@
-"""Write a checkpoint as planned: the files of all ranks, the files beside the tag, and the commit record.
+"""Write a checkpoint as planned: the files of all ranks, the files of front ends, and the commit record.
 
 One pass copies and digests the bytes of a target rank from the saved ranks' files. The digests of all ranks add up to
-those of the whole state; they are compared with the commit record of the source and written to that of the target.
-Everything is written into a hidden directory beside the target, which is renamed when it is complete. After a kill,
+the digests of the state, which are compared with the source's commit record and written into the target's.
+Everything is written into a hidden directory next to the target, which is renamed when it is complete. After a kill,
 the same command continues.
 """
 
@@ -47,7 +47,7 @@ _THREAD_BYTES = 2 << 20
 def run_reshard(plan: ReshardPlan, dst: Path, *, progress: ProgressFunction | None = None) -> ReshardReport:
     """Carry out a plan: ``dst`` appears complete or not at all.
 
-    A run that is killed, also by SIGTERM, leaves a hidden directory beside ``dst`` from which the same command
+    A run that is killed, also by SIGTERM, leaves a hidden directory next to ``dst`` from which the same command
     continues; a run that fails or is interrupted leaves nothing. Raises UsageError (``dst`` exists, or lies in the
     source), DigestMismatchError when what was read is not what the source's commit record says, CheckpointError,
     OSError.

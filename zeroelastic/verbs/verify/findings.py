@@ -229,7 +229,7 @@ def _differing_copies(headers: TagHeaders, whole_tensors: CopySums, explained: _
 
 
 def _altered(headers: TagHeaders, file: str, rows: RankRows, here: Int64Array, wrong: _Flags) -> list[Problem]:
-    """One parameter's part that contradicts the file's own digests: which of its tensors, where that is known.
+    """Describe a parameter's part that contradicts the file's own digests, by tensor where that is known.
 
     ``wrong`` is by row.
     """

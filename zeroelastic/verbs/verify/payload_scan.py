@@ -1,6 +1,6 @@
 """Saved ranks' files read to the last byte: a digest per tensor, and the CRC-32 of every record.
 
-Each byte is read once; while one file is read, a thread finds out what is in the next.
+Each byte is read once; while one file is read, a thread prepares the next.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report of ``verify``: what is wrong with a checkpoint, what was checked and what was not."""
+"""The report of ``verify``: problems, and the checks that were made or not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class VerifyReport(Report):
 
     @property
     def valid(self) -> bool:
-        """Whether nothing is wrong with what was checked."""
+        """Return whether the checks found no problem."""
         return self.ok
 
 

@@ -99,7 +99,7 @@ def verify_all(
 
 
 def _found(src: str | os.PathLike[str], tag: str | None) -> FilePath:
-    """Find a checkpoint. Raises CheckpointError where a framework's files beside it are of another save."""
+    """Find a checkpoint. Raises CheckpointError where a framework's files next to it are of another save."""
     source = find_source(src, tag=tag)
     require_own_files(source.root)
     return source.tag_dir
