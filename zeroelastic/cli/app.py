@@ -15,12 +15,12 @@ import os
 import signal
 import sys
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from inspect import signature
 from types import FrameType
-from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -60,30 +60,18 @@ def verb(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-class Variant(NamedTuple):
-    """A command that calls ``function`` where its argument ``option`` is given, by the ``flag``, and shows its report.
-
-    There is no page of that report.
-    """
-
-    option: str
-    flag: str
-    function: str
-    show: Callable[..., View | None]
-
-
 def reports(
     module: str,
     show: Callable[..., View | None],
     *,
     code: Callable[[Any], int] = lambda report: 0 if report.ok else INVALID,
-    variant: Variant | None = None,
+    show_all: Callable[..., View | None] | None = None,
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """The body of a command: call the function of its name in ``module``, show its report, exit with its ``code``.
 
     ``show`` prints the report for people, or returns its view, which is printed, and is the page of --html. The
-    function and ``show`` get those arguments of the command that they have, too. Options that the function of a
-    ``variant`` does not have are refused with it.
+    function and ``show`` get those arguments of the command that they have, too. With --all, the function NAME_all is
+    called, ``show_all`` shows its report, and options that it does not have are refused.
     """
 
     def decorate(command: Callable[P, None]) -> Callable[P, None]:
@@ -94,15 +82,17 @@ def reports(
             bound = signature(command).bind(*args, **kwargs)
             bound.apply_defaults()
             given, name, present = bound.arguments, command.__name__, show
-            if variant is not None and given.pop(variant.option):
-                name, present = variant.function, variant.show
+            if given.pop("all_tags", False) and show_all is not None:
+                name, present = f"{name}_all", show_all
             html, force = given.get("html"), bool(given.get("force"))
             function = getattr(import_module(module), name)
             wanted, shown = (signature(each).parameters for each in (function, present))
             without = given.keys() - {*wanted, *shown, "quiet", "as_json"}
-            if variant is not None and name == variant.function:
-                _refuse(variant, {option: given[option] for option in without}, command)
             assert without <= {"html", "force"} or name != command.__name__
+            for option in sorted(without) if name != command.__name__ else ():
+                if given[option] != signature(command).parameters[option].default:
+                    flag = f"--{option.replace('_', '-')}"
+                    raise UsageError(f"{flag}: cannot be given with --all. Leave one of them out.")
             options = {option: value for option, value in given.items() if option in wanted}
             check_page(html, force=force)
             if "progress" in wanted:
@@ -124,16 +114,6 @@ def reports(
         return run
 
     return decorate
-
-
-def _refuse(variant: Variant, given: Mapping[str, object], command: Callable[..., None]) -> None:
-    """Raise UsageError for an option that is given and that the function of a variant does not have."""
-    parameters = signature(command).parameters
-    for option, value in sorted(given.items()):
-        if value != parameters[option].default:
-            raise UsageError(
-                f"--{option.replace('_', '-')}: cannot be given with {variant.flag}. Leave one of them out."
-            )
 
 
 @contextmanager

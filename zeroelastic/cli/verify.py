@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroelastic.byte_sizes import format_size
-from zeroelastic.cli.app import FAILED, INVALID, Variant, reports
+from zeroelastic.cli.app import FAILED, INVALID, reports
 from zeroelastic.cli.options import ForceOption, HtmlOption, JsonOption, QuietOption, TagOption
 from zeroelastic.cli.tables import Row, Severity, Table, View, facts, row
 from zeroelastic.errors import counted, some
@@ -144,7 +144,7 @@ def _number(value: Number | None) -> str | None:
     "zeroelastic.verbs.verify.verify",
     _verify_view,
     code=_verify_code,
-    variant=Variant("all_tags", "--all", "verify_all", _all_view),
+    show_all=_all_view,
 )
 def verify(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: its tag directory, or the one above.")],
