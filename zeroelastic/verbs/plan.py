@@ -248,6 +248,5 @@ def _planned_rank(
 def _own_models(checkpoint: Checkpoint, rank: int) -> set[int]:
     """Return the saved ranks whose model states a target rank loads: one of each tensor parallel rank."""
     topology = checkpoint.topology
-    is_saved = rank < checkpoint.world_size and not checkpoint.whole_model
-    data_rank = topology.place(rank)[0] if is_saved else 0
-    return {topology.rank(data_rank, tensor_rank) for tensor_rank in range(topology.tensor_size)}
+    data_rank, num_saved = topology.place(rank)[0], len(checkpoint.model_files) // topology.tensor_size
+    return {topology.rank(data_rank if data_rank < num_saved else 0, t) for t in range(topology.tensor_size)}

@@ -150,11 +150,12 @@ class RankWriter:
         a_member = order[np.unique(layout.sub_group, return_index=True)[1]].tolist()
         position = np.array([list(part.dtypes[a_member[i]]).index(key) for i, key in flats], dtype=np.int64)
         first = self._first_streams(number)[order]
-        copies = None if layout.slices is None else first_copies(layout.slices)
+        slices = layout.slices
+        copies = np.empty(0, dtype=np.int64) if slices is None else first_copies(slices)
         for rows in extent_windows(make_plan(part.layout, layout, rank), part.extents, asked):
             stream = first[rows.param] + position[rows.target]
-            if layout.slices is not None and copies is not None:
-                strip = strips_of_runs(layout.slices, rows.param, rows.start)
+            if slices is not None:
+                strip = strips_of_runs(slices, rows.param, rows.start)
                 stream += len(self.streams) * (copies[strip] != strip)
             yield rows, DigestRows(self._seeds, stream, rows.start, rows.itemsize)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
+from zeroelastic.checkpoint.saved_state import whole_numbers
 from zeroelastic.checkpoint.tag_files import saved_as
 from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
 from zeroelastic.core.digest import UInt64Array
@@ -238,7 +239,7 @@ def _bad_parts(
     trained = np.flatnonzero(tensor < headers.num_trained)
     have = np.zeros(len(part.params), dtype=np.uint64)
     np.add.at(have, headers.param_of[tensor[trained]], digests[trained])
-    own = np.arange(len(have)) if part.layout.slices is None else part.numbers()[part.layout.slices.has(shard.rank)]
+    own = whole_numbers(part.layout.on_rank(shard.rank), part.params)
     wrong: list[int] = own[have[own] != want].tolist()
     return wrong
 
