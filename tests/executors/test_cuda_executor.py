@@ -250,7 +250,7 @@ def test_what_other_ranks_send_goes_to_its_place_on_the_gpu(
         other = on_fake_gpu(fake_gpu, numel + 2, torch.bfloat16)
         targets = [Target("fp32", 0, tensor, "float32") for tensor in (same, other)]
         part = Filled(saved.plan, targets, "auto", digest=True)
-        payload._put(part, rows, at, there, "auto")
+        payload._put(part, rows, at, there)
         assert torch.equal(same.as_subclass(torch.Tensor)[:numel], saved.want)
         assert torch.equal(other.as_subclass(torch.Tensor)[:numel], saved.want.bfloat16())
         assert all((tensor.as_subclass(torch.Tensor)[numel:] == -1).all() for tensor in (same, other))

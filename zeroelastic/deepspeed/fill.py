@@ -129,7 +129,7 @@ class Filled:
     """
 
     def __init__(self, plan: Plan, targets: Sequence[Target], executor: Executor, *, digest: bool) -> None:
-        self.plan, self.targets, self._executor, self._digest = plan, targets, executor, digest
+        self.plan, self.targets, self.executor, self.digest = plan, targets, executor, digest
         self._host = host_executor(executor)
         self._fill_paths = [fill_path_of(target, executor) for target in targets]
         self._cast = np.array([target.cast for target in targets], dtype=bool)
@@ -158,7 +158,7 @@ class Filled:
                         numel = int(rows.numel[rows.target == t].sum())
                         self.rounded[sub_group] = self.rounded.get(sub_group, 0) + numel
             except UnsupportedError as error:
-                if fill_path == _HOST or self._executor == "cuda":
+                if fill_path == _HOST or self.executor == "cuda":
                     raise
                 logger.warning("%s is filled through host memory instead, which is slower: %s", fill_path, error)
                 self._fill_paths = ["" if other == fill_path else other for other in self._fill_paths]
@@ -176,7 +176,7 @@ class Filled:
         buffer[members] = np.arange(len(members))
         targets = [self.targets[t] for t in members]
         mine = rows.where(buffer[rows.target] >= 0)
-        streams = RowStreams.of(self.plan, mine, self.targets) if self._digest else None
+        streams = RowStreams.of(self.plan, mine, self.targets) if self.digest else None
         result = read_segments(
             CopyTable(
                 mine.file,
@@ -197,7 +197,7 @@ class Filled:
         """Fill targets by way of a staging buffer, each row at its offset there."""
         nbytes = rows.nbytes
         staging = torch.empty(int(offsets[-1] + nbytes[-1]), dtype=torch.uint8, device="cpu")
-        streams = RowStreams.of(self.plan, rows, self.targets) if self._digest or is_cast else None
+        streams = RowStreams.of(self.plan, rows, self.targets) if self.digest or is_cast else None
         result = read_segments(
             CopyTable(rows.file, rows.file_offset, np.zeros(len(nbytes), dtype=np.int64), offsets, nbytes),
             rows.paths,

@@ -1,4 +1,4 @@
-"""The "zeroelastic" block of the DeepSpeed configuration, validated when the engine is built, and a load's request."""
+"""The "zeroelastic" block of the DeepSpeed configuration, and the arguments of saves and loads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -257,6 +258,41 @@ _FLAGS = (
     *("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"),
     "custom_load_fn",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """The arguments of one call of ``save_checkpoint``.
+
+    ``save_dir`` is absolute; ``named`` is the tag directory in the caller's own words, the same on all ranks.
+    """
+
+    save_dir: str
+    tag: str
+    named: str
+    client_state: Any
+    save_latest: bool
+    excluded_by: Literal["option", "argument"] | None
+
+    @property
+    def directory(self) -> Path:
+        """The directory that is saved to."""
+        return Path(self.save_dir)
+
+    @property
+    def tag_dir(self) -> Path:
+        """The directory of the tag."""
+        return self.directory / self.tag
+
+    @property
+    def excludes_frozen(self) -> bool:
+        """Whether frozen weights are left out of the files."""
+        return self.excluded_by is not None
+
+    def call_deepspeed(self, original: Callable[..., Any], engine: Any) -> Any:
+        """Call DeepSpeed's own method with these arguments."""
+        args = (self.save_dir, self.tag, self.client_state, self.save_latest, self.excludes_frozen)
+        return original(engine, *args)
 
 
 def parse_options(config: Mapping[str, object]) -> Options:

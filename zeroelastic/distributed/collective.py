@@ -57,6 +57,11 @@ def collectives_over(group: dist.ProcessGroup) -> Iterator[None]:
         _group.reset(token)
 
 
+def current_group() -> dist.ProcessGroup | None:
+    """The process group that this thread's collectives use; None for the default group."""
+    return _group.get()
+
+
 def all_gather(value: T) -> list[T]:
     """The value of every rank, by rank. Collective.
 

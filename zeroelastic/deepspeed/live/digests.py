@@ -16,7 +16,7 @@ from zeroelastic.core.digest import DigestKey, ParamContent, ScalarValue, UInt64
 from zeroelastic.core.layout import Int64Array, Layout
 from zeroelastic.core.plan import identity_plan
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.distributed.collective import all_gather_mostly_equal
+from zeroelastic.distributed.collective import all_gather_mostly_equal, collective_device, current_group
 from zeroelastic.errors import DigestMismatchError, some
 from zeroelastic.executors.dispatch import DigestRows, Ranges, sum_segments
 from zeroelastic.torch_file.header import DTYPE_BYTES
@@ -205,13 +205,13 @@ def _frozen_pieces(live: LiveOptimizer) -> list[LivePiece]:
     ]
 
 
-def frozen_digests(live: LiveOptimizer, *, device: torch.device) -> dict[str, tuple[tuple[int, ...], str, int]]:
+def frozen_digests(live: LiveOptimizer) -> dict[str, tuple[tuple[int, ...], str, int]]:
     """The shape, dtype and digest of each frozen parameter over all ranks, by name: the same everywhere. Collective.
 
     Raises CopiesDifferError as ``whole_contents``.
     """
     local = LiveStreams(tuple(_frozen_pieces(live)), {}).digest()
-    totals = add_up(live, local.partial, device=device)
+    totals = add_up(live, local.partial)
     shapes = {tensor.name: tensor.shape for tensor in live.whole_frozen.whole_tensors}
     return {name: (shapes[name], *content) for (name, _), content in totals.items()}
 
@@ -243,17 +243,15 @@ def known_digests(pieces: Sequence[LivePiece], read: Mapping[DigestKey, ReadDige
     return [known(piece) for piece in pieces]
 
 
-def whole_contents(
-    live: LiveOptimizer, local: LocalDigests, *, device: torch.device, group: dist.ProcessGroup | None = None
-) -> list[ParamContent]:
+def whole_contents(live: LiveOptimizer, local: LocalDigests) -> list[ParamContent]:
     """Digests and scalars of every parameter over all ranks: the same list everywhere. Collective.
 
-    ``group`` are the ranks of the layouts by default. Where tensor parallelism is opaque the list is of this tensor
-    parallel rank, and the same over its data parallel group. Raises CopiesDifferError where ranks have other values of
+    Where tensor parallelism is opaque the list is of this tensor parallel rank, and the same over its data parallel
+    group. Raises CopiesDifferError where ranks have other values of
     what they are to have copies of.
     """
     by_name: dict[str, dict[str, tuple[str, int]]] = {}
-    for (name, key), content in add_up(live, local.partial, device=device, group=group).items():
+    for (name, key), content in add_up(live, local.partial).items():
         by_name.setdefault(name, {})[key] = content
     return [
         ParamContent(tensor, by_name[tensor.name], local.scalars.get(tensor.name, {}), live.tp.rank)
@@ -263,21 +261,15 @@ def whole_contents(
     ]
 
 
-def add_up(
-    live: LiveOptimizer,
-    partial: Mapping[DigestKey, tuple[str, int]],
-    *,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> dict[tuple[str, str], tuple[str, int]]:
+def add_up(live: LiveOptimizer, partial: Mapping[DigestKey, tuple[str, int]]) -> dict[tuple[str, str], tuple[str, int]]:
     """The dtype and digest of each (whole tensor, state key), of partial digests over all ranks. Collective.
 
     Without slices all ranks have the same streams in the same order; with them, each has those of its own. A strip that
     several ranks have copies of counts once. Raises CopiesDifferError where copies differ, on all ranks.
     """
-    group = live.process_group if group is None else group
+    group = current_group() or live.process_group
     if live.whole.slices is None:
-        totals = sum_over_ranks([digest for _, digest in partial.values()], device=device, group=group)
+        totals = sum_over_ranks([digest for _, digest in partial.values()], group)
         return {
             (stream.param, stream.key): (dtype, total)
             for (stream, (dtype, _)), total in zip(partial.items(), totals, strict=True)
@@ -300,9 +292,9 @@ def add_up(
             if (stream.param in names) == is_frozen:
                 strip, key_number = numbers[stream.param, stream.start], column[stream.key]
                 table[:, strip, key_number] = digest, 1 + _DTYPES.index(dtype)
-        digests = np.array(sum_over_ranks(table[0].ravel(), device=device, group=group), dtype=np.uint64)
+        digests = np.array(sum_over_ranks(table[0].ravel(), group), dtype=np.uint64)
         digests = digests.reshape(table[0].shape)
-        kinds = _maximum(table[1], device, group)
+        kinds = _reduced(table[1], dist.ReduceOp.MAX, group)
         of = [layout.tensors[p].name for p in layout.slices.strips.param.tolist()]
         for strip, key_number in np.argwhere(kinds > 0).tolist():
             tensor = of[strip], chosen[key_number]
@@ -326,25 +318,20 @@ def _strip_numbers(layout: Layout, rank: int) -> dict[tuple[str, int], int]:
     return {(layout.tensors[p].name, start): n for (p, start), n in zip(places, own.tolist(), strict=True)}
 
 
-def _maximum(values: UInt64Array, device: torch.device, group: dist.ProcessGroup) -> Int64Array:
-    """The largest of each value over all ranks. Collective."""
-    table = torch.from_numpy(values.view(np.int64)).to(device)
-    dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
-    largest: Int64Array = table.cpu().numpy()
-    return largest
-
-
-def sum_over_ranks(
-    partial: Sequence[int] | UInt64Array, *, device: torch.device, group: dist.ProcessGroup | None = None
-) -> list[int]:
-    """Partial digests added up over all ranks of a group: one int64 all-reduce, on ``device``. Collective."""
-    table = torch.from_numpy(np.array(partial, dtype=np.uint64).view(np.int64)).to(device)
-    dist.all_reduce(table, group=group)
-    totals: list[int] = table.cpu().numpy().view(np.uint64).tolist()
+def sum_over_ranks(partial: Sequence[int] | UInt64Array, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Partial digests added up over all ranks of a group: one int64 all-reduce. Collective."""
+    totals: list[int] = _reduced(np.array(partial, dtype=np.uint64), dist.ReduceOp.SUM, group).view(np.uint64).tolist()
     return totals
 
 
-def copies_that_differ(live: LiveOptimizer, *, device: torch.device) -> tuple[tuple[str, str], ...]:
+def _reduced(values: UInt64Array, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Int64Array:
+    table = torch.from_numpy(values.view(np.int64)).to(collective_device(group))
+    dist.all_reduce(table, op=op, group=group)
+    reduced: Int64Array = table.cpu().numpy()
+    return reduced
+
+
+def copies_that_differ(live: LiveOptimizer) -> tuple[tuple[str, str], ...]:
     """The (whole tensor, state key) of which tensor parallel ranks have copies that differ. Collective.
 
     What has no copies is not looked at: with few exceptions norms and some biases are copied.
@@ -358,7 +345,7 @@ def copies_that_differ(live: LiveOptimizer, *, device: torch.device) -> tuple[tu
     streams = live_streams(live)
     pieces = tuple(piece for piece in streams.pieces if (piece.param, piece.strip) in copied)
     try:
-        add_up(live, LiveStreams(pieces, {}).digest().partial, device=device)
+        add_up(live, LiveStreams(pieces, {}).digest().partial)
     except CopiesDifferError as error:
         return error.tensors
     return ()

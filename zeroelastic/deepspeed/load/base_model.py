@@ -6,7 +6,6 @@ from zeroelastic.checkpoint.inventory import Inventory
 from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.deepspeed.live.digests import frozen_digests, gather_over_tp
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
-from zeroelastic.distributed.collective import collective_device
 from zeroelastic.errors import LayoutMismatchError, StrictError, counted, some
 
 _LOAD_IT_FIRST = "Load the base model that the run was saved with before deepspeed.initialize"
@@ -26,7 +25,7 @@ def other_frozen(plan: LoadPlan) -> tuple[str, ...]:
         for content in saved.excluded()
         if content.tp_rank == live.tp.rank
     }
-    found = frozen_digests(live, device=collective_device())
+    found = frozen_digests(live)
     own = [name for name in plan.membership.excluded if found[name] != recorded[name]]
     others = tuple(sorted({name for names in gather_over_tp(live, own) for name in names}))
     if not others:

@@ -80,13 +80,17 @@ def _check(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: F
 
     plan, digests = all_gather_of_or_raise(check, _consistency_digest)
     _check_consistent(digests, plan)
-    tensor_size, is_recorded = plan.checkpoint.topology.tensor_size, plan.checkpoint.inventory.is_recorded
-    if not is_recorded and tensor_size not in (1, live.topology.tensor_size):
-        keys = sorted({key for own in plan.head.tensor_keys for key in own})
-        refuse_other_copies(plan.checkpoint, keys=keys, device=next(live.module.parameters()).device)
-    if not is_recorded and plan.checkpoint.whole_model and request.options.verifies_content:
-        _refuse_other_weights(plan)
+    if not plan.checkpoint.inventory.is_recorded:
+        _check_unrecorded(plan)
     return plan
+
+
+def _check_unrecorded(plan: LoadPlan) -> None:
+    """Compare in the files what a save with a commit record has compared. Collective."""
+    if plan.checkpoint.topology.tensor_size not in (1, plan.live.topology.tensor_size):
+        refuse_other_copies(plan.checkpoint, keys=sorted({key for own in plan.head.tensor_keys for key in own}))
+    if plan.checkpoint.whole_model and plan.request.options.verifies_content:
+        _refuse_other_weights(plan)
 
 
 def _renamed(plan: LoadPlan) -> dict[str, str]:

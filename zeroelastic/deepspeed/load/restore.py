@@ -59,8 +59,7 @@ def restore(engine: Engine, load_plan: LoadPlan, notes: LoadNotes) -> Restored:
             restored = all_or_raise(lambda: _complete(engine, load_plan, *load_and_fill(), notes))
         else:
             loaded, filled = all_or_raise(load_and_fill)
-            digest = options.verify == "read"
-            fill_from_others(checkpoint, filled, notes.cost, executor=options.io_engine, digest=digest)
+            fill_from_others(checkpoint, filled, notes.cost)
             restored = all_or_raise(lambda: _complete(engine, load_plan, loaded, filled, notes))
     live.end_load()
     if load_plan.weights_plan is not None:

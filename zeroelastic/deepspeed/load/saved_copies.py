@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from zeroelastic.checkpoint.extents import ExtentTable, TensorExtents, TensorSlot, digest_in_file, extent_windows
@@ -27,7 +26,7 @@ from zeroelastic.errors import UnsupportedError, some
 _Extents = Callable[[int], Mapping[str, TensorExtents]]
 
 
-def refuse_other_copies(checkpoint: Checkpoint, *, keys: list[str], device: torch.device) -> None:
+def refuse_other_copies(checkpoint: Checkpoint, *, keys: list[str]) -> None:
     """Raise UnsupportedError where tensor parallel ranks saved different copies of the same values. Collective.
 
     Every copy is read once, by some rank that sees its file. ``keys`` are those of optimizer state, on all ranks alike.
@@ -52,7 +51,7 @@ def refuse_other_copies(checkpoint: Checkpoint, *, keys: list[str], device: torc
             if checkpoint.inventory.reads_for_all(files[rank].name, shared=rank % num_ranks == here)
         ]
         sums = all_or_raise(partial(_sums, layout, own, extents, ranks))
-        totals = np.array(sum_over_ranks(sums.ravel(), device=device), dtype=np.uint64)
+        totals = np.array(sum_over_ranks(sums.ravel()), dtype=np.uint64)
         totals = totals.reshape(sums.shape)
         first = first_copies(layout.slices)
         wrong = np.argwhere(totals != totals[first])

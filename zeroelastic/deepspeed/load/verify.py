@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
-import torch
 
 from zeroelastic.checkpoint.extents import TensorSlot, extent_windows
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, OptimizerHeader
@@ -16,6 +15,7 @@ from zeroelastic.core.plan import identity_plan
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import (
     CopiesDifferError,
+    LocalDigests,
     add_up,
     gather_over_tp,
     local_digests,
@@ -72,25 +72,19 @@ def verify(engine: Engine, load_plan: LoadPlan, restored: Restored) -> Verificat
     """
     live, saved_root, request = load_plan.live, load_plan.checkpoint.inventory.content_root, load_plan.request
     if not request.options.verifies_content:
-        return Verification(saved_root, None, None, f'content not verified ("verify": "{request.options.verify}")')
-    unrecorded = (
-        "saved without a commit record, so without digests: NOT CHECKED. "
-        f"`zeroelastic verify {load_plan.tag_dir}` compares its files with their checksums"
-    )
+        note = f'content not verified ("verify": "{request.options.verify}")'
+        return Verification(saved_root, None, None, note)
     membership, is_other_base = load_plan.membership, bool(load_plan.other_frozen)
     with_frozen = load_plan.checkpoint.names_frozen or load_plan.keeps_frozen
     same_params = membership.same_params and not is_other_base
     local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read)
-    try:
-        contents = whole_contents(live, local, device=engine.device)
-    except CopiesDifferError as error:
-        if saved_root is None:
-            return Verification(None, None, None, f"{unrecorded}; {error}")
-        return Verification(saved_root, None, False, None, error.tensors)  # damage: one was saved
-    cast, changed = (_sums(live, sums, engine.device) for sums in (restored.cast, restored.changed))
     if saved_root is None:
-        root = _root(live, contents)
-        return Verification(None, root, None, unrecorded)
+        return _without_record(load_plan, local)
+    try:
+        contents = whole_contents(live, local)
+    except CopiesDifferError as error:  # damage: one was saved
+        return Verification(saved_root, None, False, None, error.tensors)
+    cast, changed = (_sums(live, sums) for sums in (restored.cast, restored.changed))
     from_16_bit = not engine.zero_load_from_fp32_weights()
     num_cast = sum(key != FP32 or not from_16_bit for _, key in cast)
     recorded = {c.param.name: c for c in load_plan.checkpoint.inventory.contents() if c.tp_rank == live.tp.rank}
@@ -133,6 +127,19 @@ def verify(engine: Engine, load_plan: LoadPlan, restored: Restored) -> Verificat
     if not all_same:
         return Verification(saved_root, root, None, f"digests of what was restored match the record; {_INCOMPARABLE}")
     return Verification(saved_root, root, True, None)
+
+
+def _without_record(load_plan: LoadPlan, local: LocalDigests) -> Verification:
+    """The content root of the live state, where there is nothing to compare it with. Collective."""
+    live = load_plan.live
+    note = (
+        "saved without a commit record, so without digests: NOT CHECKED. "
+        f"`zeroelastic verify {load_plan.tag_dir}` compares its files with their checksums"
+    )
+    try:
+        return Verification(None, _root(live, whole_contents(live, local)), None, note)
+    except CopiesDifferError as error:
+        return Verification(None, None, None, f"{note}; {error}")
 
 
 def _as_read(
@@ -226,14 +233,14 @@ def _root(live: LiveOptimizer, contents: list[ParamContent]) -> str:
     return content_root(content for part in gather_over_tp(live, contents) for content in part)
 
 
-def _sums(live: LiveOptimizer, digests: Mapping[DigestKey, int], device: torch.device) -> dict[TensorKey, int]:
+def _sums(live: LiveOptimizer, digests: Mapping[DigestKey, int]) -> dict[TensorKey, int]:
     """Partial digests of what was read, whatever its dtype, added up over all ranks. Collective where there are any.
 
     Without slices all ranks have some, or none has.
     """
     if not digests and live.whole.slices is None:
         return {}
-    found = add_up(live, {stream: (_ANY_DTYPE, digests[stream]) for stream in sorted(digests)}, device=device)
+    found = add_up(live, {stream: (_ANY_DTYPE, digests[stream]) for stream in sorted(digests)})
     return {tensor: total for tensor, (_, total) in sorted(found.items())}
 
 

@@ -21,7 +21,6 @@ from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
 from zeroelastic.executors.dispatch import (
     CopyTable,
-    Executor,
     Ranges,
     copy_segments,
     host_executor,
@@ -43,14 +42,13 @@ class LoadCost:
     bytes_received: int = 0
 
 
-def fill_from_others(
-    checkpoint: Checkpoint, filled: Sequence[Filled], cost: LoadCost, *, executor: Executor, digest: bool
-) -> None:
+def fill_from_others(checkpoint: Checkpoint, filled: Sequence[Filled], cost: LoadCost) -> None:
     """Fill the rows that ``fill`` left unread because this rank does not see their files. Collective.
 
-    Raises the same error on every rank. Adds the digests of the rows that were cast, with ``digest`` of the others too,
-    and what it took, also to read for other ranks, to ``cost``.
+    Raises the same error on every rank. Adds the digests as ``fill`` does, and what it took, also to read for other
+    ranks, to ``cost``.
     """
+    executor = filled[0].executor
     inventory = checkpoint.inventory
     names = sorted(inventory.readers_of)  # a number for each that means the same on every rank
     numbers = {name: number for number, name in enumerate(names)}
@@ -90,9 +88,9 @@ def fill_from_others(
             row = some.row - first_row[number]
             rows = part.unread.take(row)
             pieces = rows.pieces(np.arange(len(row)), some.skip // rows.itemsize, some.nbytes // rows.itemsize)
-            _put(part, pieces, some.at, buffer, executor)
+            _put(part, pieces, some.at, buffer)
             is_cast = np.array([target.cast for target in part.targets], dtype=bool)[pieces.target]
-            cast, read = np.flatnonzero(is_cast), np.flatnonzero(digest & ~is_cast)
+            cast, read = np.flatnonzero(is_cast), np.flatnonzero(part.digest & ~is_cast)
             if len(cast):
                 streams, totals = _digest(part, pieces.take(cast), some.at[cast], buffer)
                 streams.add_cast(totals, part.cast_digests)
@@ -109,7 +107,7 @@ def fill_from_others(
     cost.bytes_received += moved.received
 
 
-def _put(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer, executor: Executor) -> None:
+def _put(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> None:
     """Bytes that arrived, piece i of them at ``at[i]`` of a buffer, into the tensors of one part."""
     values = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
     direct = np.array([each.in_place and each.tensor.device == values.device for each in part.targets], dtype=bool)
@@ -120,7 +118,7 @@ def _put(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer,
         CopyTable(np.zeros_like(quick), at[quick], dst.reshape(-1), begin, pieces.nbytes[quick]),
         [buffer],
         [part.targets[t].tensor for t in members.tolist()],
-        executor=host_executor(executor) if isinstance(buffer, np.ndarray) else executor,
+        executor=host_executor(part.executor) if isinstance(buffer, np.ndarray) else part.executor,
     )
     for i in np.flatnonzero(~direct[pieces.target]).tolist():
         target, place = part.targets[int(pieces.target[i])], int(pieces.target_offset[i])

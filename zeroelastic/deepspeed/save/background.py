@@ -143,7 +143,7 @@ class BackgroundSave:
         _lower_priority()
         try:
             with collectives_over(self.group):
-                self._save.commit(self.group)
+                self._save.commit()
             if self._save.note:
                 logger.info("%s: saved%s", self.tag_dir, self._save.note)
             if self._rank == 0:

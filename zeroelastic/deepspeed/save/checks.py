@@ -19,9 +19,9 @@ from zeroelastic.deepspeed.live.digests import copies_that_differ
 from zeroelastic.deepspeed.live.kinds import covered_live, listed_by_optimizer, trained_params
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
+from zeroelastic.deepspeed.options import SaveRequest
 from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
 from zeroelastic.deepspeed.save.directory import saves_nothing
-from zeroelastic.deepspeed.save.save import SaveRequest
 from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise
 from zeroelastic.errors import (
     CheckpointError,
@@ -150,7 +150,7 @@ def _with_copies(engine: Engine, live: LiveOptimizer, tag_dir: Path) -> LiveOpti
     Where copies differ, no other size of tensor parallelism has a place for all of them: each tensor parallel rank is
     then saved as a run of its own. Raises UnsupportedError at stages 1 and 2, where only DeepSpeed saves these.
     """
-    differing = copies_that_differ(live, device=engine.device)
+    differing = copies_that_differ(live)
     if not differing:
         return live
     named = some([f"{name}: {key}" for name, key in differing])

@@ -10,8 +10,9 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import deepspeed
 import torch
@@ -24,10 +25,11 @@ from zeroelastic.checkpoint.saved_layout import saved_maps
 from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
 from zeroelastic.checkpoint.topology import numbered_expert
 from zeroelastic.core.digest import ParamContent, content_root
-from zeroelastic.core.layout import Layout, Param
+from zeroelastic.core.layout import Param
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.engine_state import LastSave
-from zeroelastic.deepspeed.live.topology import Sharing
+from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.options import SaveRequest
 from zeroelastic.distributed.collective import all_gather, maximum
 from zeroelastic.errors import CheckpointError, SaveError
 from zeroelastic.torch_file.header import read_torch_file
@@ -44,34 +46,35 @@ class PendingCommit:
     """A save that was handed to its writer: all that the commit record says but the sizes of the files.
 
     ``file_names`` are the names of this rank's module states and optimizer file, ``expert_files`` those of files of
-    experts that it has written. The two have to say its place, the step, and the parameters as they were when it saved:
-    ``sub_groups`` are those of each flat buffer as the files name them, ``groups`` and ``layout`` name whole tensors;
-    ``frozen`` are None where they are excluded, by the option or the argument, ``excluded_by``.
+    experts that it has written. The two have to say its place, the step, and the parameters as ``live`` has them.
     ``allow_globals`` are the names in the run's options. ``follows`` are the saves on the disk that one in memory
     follows. ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained
     parameters among them. ``own_weights``: this rank has weights of the model that are not its master weights, cast.
     """
 
-    tag: str
+    request: SaveRequest
+    live: LiveOptimizer
     save_id: str
     checkpoint_format: CheckpointFormat
-    sharing: Sharing
-    global_steps: int
-    layout: Layout
-    sub_groups: Sequence[Sequence[Param]]
-    groups: tuple[tuple[str, ...], ...]
-    frozen: tuple[Param, ...] | None
     allow_globals: tuple[str, ...]
+    global_steps: int
     train_batch_size: int
     file_names: tuple[str, str]
+    expert_files: tuple[str, ...]
     last_save: LastSave
     lost_micro_batches: int
+    own_weights: bool
     follows: tuple[str, ...] = ()
     contents: tuple[ParamContent, ...] = ()
     trained: frozenset[str] = frozenset()
-    excluded_by: Literal["option", "argument"] | None = None
-    expert_files: tuple[str, ...] = ()
-    own_weights: bool = False
+
+    @property
+    def frozen(self) -> list[Param]:
+        """The frozen parameters that are in the model states files, in this rank's part of the run."""
+        if self.request.excludes_frozen:
+            return []
+        params = chain(*self.live.local_params(self.live.frozen))
+        return [param for param in params if param.name not in self.live.params_in_expert_files]
 
 
 class Written(NamedTuple):
@@ -103,9 +106,9 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
         format_version=RECORD_VERSION,
         checkpoint_format=save.checkpoint_format,
         save_id=save.save_id,
-        tag=save.tag,
-        world_size=save.sharing.topology.data_size,
-        tp_size=save.sharing.place[1].size,
+        tag=save.request.tag,
+        world_size=save.live.sharing.topology.data_size,
+        tp_size=save.live.sharing.place[1].size,
         global_steps=save.global_steps,
         train_batch_size=save.train_batch_size,
         lost_micro_batches=save.lost_micro_batches,
@@ -119,7 +122,7 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
         directories={name: digest for each in own_last for name, digest in sorted(each.directories.items())},
         params=param_records(save.contents, save.trained),
         content_root=content_root(save.contents),
-        excluded_by=save.excluded_by,
+        excluded_by=save.request.excluded_by,
         own_weights=any(each.own_weights for each in written),
     )
 
@@ -144,7 +147,8 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
     not say what the commit record is going to say.
     """
     model_path, optim_path = (directory / name for name in save.file_names)
-    layout, sharing = save.layout, save.sharing
+    live = save.live
+    layout, sharing = live.layout, live.sharing
     with allow_globals(save.allow_globals):
         model_file = read_torch_file(model_path, foreign="inert")
         model, shard = sharing.open_files(model_file, optim_path, layout)
@@ -159,7 +163,7 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
         sharing.whole_name(param.name): (sharing.whole_shape(param), dict(frozen.dtypes[p]), {})
         for p, param in enumerate(frozen.params)
     }
-    here = {param.name for param in layout.params} | {sharing.whole_name(param.name) for param in save.frozen or ()}
+    here = {param.name for param in layout.params} | {sharing.whole_name(param.name) for param in save.frozen}
     want: dict[str, object] = {
         content.param.name: (
             content.param.shape,
@@ -172,7 +176,7 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
     of_model: dict[str, tuple[object, object]] = {
         "the step": (model.global_steps, save.global_steps),
         "the save id": (model.save_id, save.save_id),
-        "the trained parameters": ([list(table) for table in model.sub_groups], [*map(list, save.sub_groups)]),
+        "the trained parameters": ([list(table) for table in model.sub_groups], live.local_params(layout)),
         "the frozen parameters": (_by_name(model.frozen.params), _by_name(save.frozen)),
     }
     if layout.slices is not None:  # the names of DeepSpeed's own experts are their maps
@@ -183,7 +187,7 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
         "the format": (shard.format, save.checkpoint_format),
         "the save id": (shard.save_id, save.save_id),
         "the trained parameters": (list(shard.layout.params), list(layout.params)),
-        "the optimizer groups": ([group.params for group in shard.groups], list(save.groups)),
+        "the optimizer groups": ([group.params for group in shard.groups], list(live.groups)),
         "the state of parameters": _differing(found, want),
     }
     for path, facts in ((model_path, of_model), (optim_path, of_optimizer)):
@@ -194,9 +198,9 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
     return {model_path.name: model.directory, **directories, optim_path.name: shard.directory}
 
 
-def _by_name(params: Iterable[Param] | None) -> list[Param]:
+def _by_name(params: Iterable[Param]) -> list[Param]:
     """At stage 1 a file does not tell whether there are no frozen parameters or whether they were excluded."""
-    return sorted(params or (), key=lambda param: param.name)
+    return sorted(params, key=lambda param: param.name)
 
 
 def _differing(found: Mapping[str, object], want: Mapping[str, object]) -> tuple[object, object]:

@@ -136,7 +136,7 @@ class SaveDirectory:
         if all(each.unreadable is None for each in written):
             save.last_save.commit(save.save_id, committed_at)
         barrier.outcome_note = "The checkpoint is complete; load it by its tag."
-        barrier.all_or_raise(lambda: self._point_latest(save) if self.is_leader else None, "latest")
+        barrier.all_or_raise(lambda: self._point_latest() if self.is_leader else None, "latest")
         if self.rank != 0:
             return 0
         # Ranks that see one directory may name the same file: that of the whole module, at stages 1 and 2.
@@ -215,16 +215,16 @@ class SaveDirectory:
             with self.as_not_committed():
                 self._published = publish_tag(self.staging_dir, self.place, sync=self._fsync)
 
-    def _point_latest(self, save: PendingCommit) -> None:
+    def _point_latest(self) -> None:
         """Remove what the tag has replaced, and let ``latest`` name it, if the save is asked to. Raises SaveError."""
         if self._published is not None:
             self._published.finish()
         if self.save_latest:
             try:
-                write_atomically(self.run_dir / LATEST, save.tag.encode(), sync=self._fsync)
+                write_atomically(self.run_dir / LATEST, self.tag.encode(), sync=self._fsync)
             except OSError as error:
                 raise SaveError(
-                    f"{self.run_dir / LATEST}: cannot be written: {error.strerror}. The checkpoint {save.tag} is "
+                    f"{self.run_dir / LATEST}: cannot be written: {error.strerror}. The checkpoint {self.tag} is "
                     "complete; load it by its tag."
                 ) from error
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,7 +19,7 @@ from zeroelastic.deepspeed.engine_state import last_save_of, link
 from zeroelastic.deepspeed.live.digests import gather_over_tp, live_streams, whole_contents
 from zeroelastic.deepspeed.live.kinds import listed_by_optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.options import Options
+from zeroelastic.deepspeed.options import Options, SaveRequest
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.run_objects import saving_sampler
 from zeroelastic.deepspeed.save import shard_writer
@@ -32,45 +31,12 @@ from zeroelastic.deepspeed.save.engine_proxy import CheckpointEngineProxy
 from zeroelastic.deepspeed.save.retention import remove_old_tags
 from zeroelastic.deepspeed.save.shard_writer import HostMemory, ShardWriter, Snapshot
 from zeroelastic.deepspeed.save.upload import uploads
-from zeroelastic.distributed.collective import all_or_raise, broadcast, collective_device
+from zeroelastic.distributed.collective import all_or_raise, broadcast
 from zeroelastic.observers import Saved, Tier, publish
 
 logger = logging.getLogger(__name__)
 
 Method = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """The arguments of one call of ``save_checkpoint``.
-
-    ``save_dir`` is absolute; ``named`` is the tag directory in the caller's own words, the same on all ranks.
-    """
-
-    save_dir: str
-    tag: str
-    named: str
-    client_state: Any
-    save_latest: bool
-    excluded_by: Literal["option", "argument"] | None
-
-    @property
-    def directory(self) -> Path:
-        return Path(self.save_dir)
-
-    @property
-    def tag_dir(self) -> Path:
-        return self.directory / self.tag
-
-    @property
-    def excludes_frozen(self) -> bool:
-        """Whether frozen weights are left out of the files."""
-        return self.excluded_by is not None
-
-    def call_deepspeed(self, original: Method, engine: Engine) -> Any:
-        """Call DeepSpeed's own method with these arguments."""
-        args = (self.save_dir, self.tag, self.client_state, self.save_latest, self.excludes_frozen)
-        return original(engine, *args)
 
 
 @dataclass(eq=False)
@@ -166,8 +132,8 @@ class Save:
             all_or_raise(complete)
         return done
 
-    def commit(self, group: dist.ProcessGroup | None = None) -> None:
-        """Write the files of a snapshot, and make the tag. Collective, over ``group``, the default one if None.
+    def commit(self) -> None:
+        """Write the files of a snapshot, and make the tag. Collective.
 
         Raises on every rank what any rank failed with.
         """
@@ -175,7 +141,7 @@ class Save:
         with destination.discarded_on_failure(), barrier.attribute_failures():
             if isinstance(shard, Snapshot):
                 barrier.all_or_raise(lambda: destination.write_snapshot(shard), "write")
-            self.add_contents(group)
+            self.add_contents()
         nbytes = destination.commit(self.pending, barrier)
         if destination.is_leader:
             self.removed = self.remove_old()
@@ -203,10 +169,10 @@ class Save:
         over_nodes = any(destination.leaders)
         return remove_old_tags(destination.run_dir, self.request.tag, self.options, over_nodes=over_nodes)
 
-    def add_contents(self, group: dist.ProcessGroup | None = None) -> None:
+    def add_contents(self) -> None:
         """Add the digests of all parameters over all ranks to what is committed. Collective."""
         live, trained = self.live, frozenset(param.name for param in self.live.whole.params)
-        contents = whole_contents(live, self.shard.digests(), device=collective_device(group), group=group)
+        contents = whole_contents(live, self.shard.digests())
         parts = gather_over_tp(live, (contents, trained))
         self.pending = replace(
             self.pending,
@@ -218,27 +184,18 @@ class Save:
         """``names`` are those of the files that this rank has written."""
         request, live = self.request, self.live
         file_names = written_files(engine, self.destination.deepspeed_dir, request.tag)
-        frozen = None
-        if not request.excludes_frozen:
-            in_module = chain(*live.local_params(live.frozen))
-            frozen = tuple(param for param in in_module if param.name not in live.params_in_expert_files)
         return PendingCommit(
-            tag=request.tag,
+            request=request,
+            live=live,
             save_id=self.save_id,
             checkpoint_format="elastic" if self.elastic else "rigid",
-            sharing=live.sharing,
-            global_steps=saved_step(engine, request.client_state),
-            layout=live.layout,
-            sub_groups=live.local_params(live.layout),
-            groups=live.groups,
-            frozen=frozen,
             allow_globals=tuple(self.options.allow_globals),
+            global_steps=saved_step(engine, request.client_state),
             train_batch_size=engine.train_batch_size(),
             file_names=file_names,
             expert_files=tuple(name for name in names if name not in file_names),
             last_save=last_save_of(engine),
             lost_micro_batches=_warn_of_lost_micro_batches(engine, request.tag_dir),
-            excluded_by=request.excluded_by,
             own_weights=live.has_own_weights(),
         )
 

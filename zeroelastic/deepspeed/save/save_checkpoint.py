@@ -20,12 +20,13 @@ from zeroelastic.deepspeed.client_state import checked_client_state
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, ordinary_tensors, saves_elastic
 from zeroelastic.deepspeed.engine_state import state_of
 from zeroelastic.deepspeed.live.kinds import in_rigid_form, is_without_optimizer, kind_of
+from zeroelastic.deepspeed.options import SaveRequest
 from zeroelastic.deepspeed.save.background import BackgroundSave, background_for, finish_pending
 from zeroelastic.deepspeed.save.barrier import SaveBarrier, store_request
 from zeroelastic.deepspeed.save.checks import prepare
 from zeroelastic.deepspeed.save.commit import new_save_id
 from zeroelastic.deepspeed.save.directory import SaveDirectory, directory_leaders
-from zeroelastic.deepspeed.save.save import Method, Save, SaveRequest
+from zeroelastic.deepspeed.save.save import Method, Save
 from zeroelastic.distributed.collective import all_or_raise, broadcast
 from zeroelastic.distributed.partners import require_partners
 from zeroelastic.errors import UnsupportedError, UsageError, ZeroElasticError

@@ -29,9 +29,8 @@ from zeroelastic.deepspeed.engine import Engine, options_of, ordinary_tensors
 from zeroelastic.deepspeed.engine_state import last_save_of, refuse_to_save, state_of
 from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.options import MemoryOptions
+from zeroelastic.deepspeed.options import MemoryOptions, SaveRequest
 from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
-from zeroelastic.deepspeed.save.save import SaveRequest
 from zeroelastic.distributed.collective import (
     all_gather,
     all_or_raise,
@@ -275,7 +274,7 @@ class MemoryCheckpoints:
         try:
             with node.discarded_on_failure():
                 save = all_or_raise(give)
-            save.commit(self._group)
+            save.commit()
         except Exception as error:
             if is_raised_on_all_ranks(error):
                 all_or_raise(lambda: None)  # only then may its files be written to: it is on no node any more

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from zeroelastic.checkpoint.tag_files import WHOLE_MODEL_FILE
 from zeroelastic.core.digest import ByteArray
@@ -27,7 +26,7 @@ from zeroelastic.deepspeed.save.commit import PendingCommit, Written
 from zeroelastic.deepspeed.save.directory import SaveDirectory
 from zeroelastic.deepspeed.save.save import Save
 from zeroelastic.deepspeed.save.shard_writer import Snapshot, write_local_files
-from zeroelastic.distributed.collective import all_gather_mostly_equal, all_gather_or_raise, all_or_raise
+from zeroelastic.distributed.collective import all_gather_mostly_equal, all_gather_or_raise, all_or_raise, current_group
 from zeroelastic.distributed.exchange import Transfer, run_transfers
 from zeroelastic.elastic.memory.copies import Placement
 from zeroelastic.elastic.memory.memory_file import Slot
@@ -154,25 +153,24 @@ class MemorySave(Save):
         follows = tuple(dict.fromkeys(found for found in (followed.save_id, followed.begun) if found is not None))
         self.pending = replace(self._pending_commit(engine, ()), last_save=saved, follows=follows)
 
-    def add_contents(self, group: dist.ProcessGroup | None = None) -> None:
+    def add_contents(self) -> None:
         """Also compare what has to be the same on all ranks, and send copies of the files to other nodes."""
-        super().add_contents(group)
+        super().add_contents()
         different = difference(self.facts, all_gather_mostly_equal(token_of(self.facts)))
         if different is not None:
             raise different
-        assert group is not None
-        self._copy(group)
+        self._copy()
 
     def remove_old(self) -> tuple[str, ...]:
         """Remove the other tags of the run."""
         self.destination.run.remove_tags(but=self.request.tag)
         return ()
 
-    def commit(self, group: dist.ProcessGroup | None = None) -> None:
-        super().commit(group)
+    def commit(self) -> None:
+        super().commit()
         self.barrier.all_or_raise(lambda: None, "end")  # only now may the files of the tag before be written to
 
-    def _copy(self, group: dist.ProcessGroup) -> None:
+    def _copy(self) -> None:
         """Send this rank's files to the ranks that keep them, and receive what this rank keeps for others."""
         node = self.destination
         own = {name: data for name, data in sorted(node.images.items()) if WHOLE_MODEL_FILE.match(name) is None}
@@ -193,4 +191,6 @@ class MemorySave(Save):
         node.kept = tuple(kept)
         transfers = [Transfer(node.rank, keeper, own[name]) for keeper in keepers for name in sizes[node.rank]]
         transfers += [Transfer(owner, node.rank, kept[name]) for owner in owners for name in sizes[owner]]
+        group = current_group()
+        assert group is not None, "a checkpoint in memory is completed over a group of its own"
         run_transfers(transfers, group)
