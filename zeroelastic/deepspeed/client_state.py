@@ -25,15 +25,15 @@ _CHANGING = frozenset({STEP, "global_samples", "skipped_steps", "ds_config", "ds
 
 
 def changing_values(client_state: Mapping[str, object] | None) -> dict[str, object]:
-    """What a client state that a load returns has of DeepSpeed's own values of the moment."""
+    """Return the entries of a returned client state that are DeepSpeed's own values of the moment."""
     return {key: value for key, value in (client_state or {}).items() if key in _CHANGING}
 
 
 def checked_client_state(engine: Engine, client_state: Any) -> dict[str, Any]:
-    """The client state to pass on to DeepSpeed. Raises UnsupportedError, naming the key, for what no load would take.
+    """Return the client state to pass on to DeepSpeed. Raises UnsupportedError for a key that no load would take.
 
-    Without the keys whose value says of the model what DeepSpeed's own says, and without counters, scheduler and
-    configuration that are passed on as the last load returned them: they would replace those of now.
+    Left out are keys whose value says the same of the model as DeepSpeed's own, and counters, scheduler and
+    configuration that are passed on as the last load returned them: they would replace the present ones.
     """
     returned = state_of(engine).returned
     given = dict(client_state)
@@ -78,7 +78,7 @@ def _frozen_shapes(engine: Engine) -> dict[object, tuple[object, ...]] | None:
 
 
 def _are_tied(engine: Engine, names: Mapping[object, object]) -> bool:
-    """Whether each name is a further one of the parameter that it is listed with. DeepSpeed lists them on rank 0."""
+    """Return whether each name is a further one of the parameter that it is listed with; rank 0 lists them."""
     params: dict[object, object] = dict(engine.module.named_parameters(remove_duplicate=False))
     own = engine._get_shared_params()
     return all(
@@ -109,6 +109,6 @@ _ADVICE = {STEP: ", or pass an int, which a load sets the engine's counter to"}
 
 
 def _dimensions(engine: Engine) -> object:
-    """What DeepSpeed writes under this key, since 0.19.8; it ends a save in the middle that has one of the caller's."""
+    """Return DeepSpeed's own value, since 0.19.8; a save with the caller's under this key ends in the middle."""
     metadata = getattr(ds_engine, "_checkpoint_parallel_metadata", None)
     return None if metadata is None else metadata(engine.mpu).get("checkpoint_parallel_dimensions")

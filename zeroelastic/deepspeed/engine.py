@@ -108,9 +108,9 @@ class Stage3Optimizer(Protocol):
 
 
 class GroupOptimizer(Protocol):
-    """What a ``DeepSpeedZeroOptimizer`` of stages 1 and 2 and a ``BF16_Optimizer`` have in common.
+    """The common members of a ``DeepSpeedZeroOptimizer`` of stages 1 and 2 and a ``BF16_Optimizer``.
 
-    Their lists, which have other names in each, are those of ``live.group_split``.
+    Their lists, which have other names in each, are in ``live.group_split``.
     """
 
     optimizer: torch.optim.Optimizer
@@ -127,7 +127,7 @@ class GroupOptimizer(Protocol):
 def ordinary_tensors() -> Iterator[None]:
     """Within this context, which is also a decorator, ``torch.inference_mode`` does not hold.
 
-    What a save or a load makes is changed later, by training or by a thread, and torch lets nobody change a tensor of
+    Training or a thread later changes the tensors that a save or a load makes, and torch lets nobody change a tensor of
     that mode outside of it. Gradients are recorded, or not, as before.
     """
     records_gradients = torch.is_grad_enabled()
@@ -142,13 +142,13 @@ def options_of(engine: Engine) -> Options:
 
 
 def saves_elastic(engine: Engine) -> bool:
-    """Whether the configuration asks for elastic saves, by our option or by DeepSpeed's key, which may be gone."""
+    """Return whether the configuration asks for elastic saves, by our option or by DeepSpeed's key."""
     chosen = options_of(engine).format
     return chosen == "elastic" if chosen else bool(getattr(engine._config.zero_config, "elastic_checkpoint", False))
 
 
 def accumulated_micro_batches(engine: Engine) -> int:
-    """How many micro batches were taken since the last optimizer step: their gradients wait in memory.
+    """Return how many micro batches were taken since the last optimizer step: gradients in memory.
 
     DeepSpeed's counter of micro steps counts calls of ``step``: not the backward passes since the last one, nor any
     where the caller decides which of them is an optimizer step (``decides_boundaries``). The optimizer counts backward
@@ -191,9 +191,10 @@ def refuse_merged(module: torch.nn.Module, what: str) -> None:
 
 
 def decides_boundaries(engine: Engine) -> bool:
-    """Whether the caller, and not DeepSpeed's counter, decides when an accumulation of gradients ends.
+    """Return whether the caller, and not DeepSpeed's counter, decides when an accumulation of gradients ends.
 
-    After ``set_gradient_accumulation_boundary``, which accelerate calls, and without ``managed_gradient_accumulation``.
+    So it is after ``set_gradient_accumulation_boundary``, which accelerate calls, and without
+    ``managed_gradient_accumulation``.
     """
     managed = getattr(engine._config, "managed_gradient_accumulation", True)
     return not managed or getattr(engine, "_is_gradient_accumulation_boundary", None) is not None

@@ -1,4 +1,4 @@
-"""What zeroelastic keeps about a DeepSpeed engine: one object, under one attribute of the engine.
+"""The state that zeroelastic keeps for a DeepSpeed engine: one object, under one attribute of the engine.
 
 The engine's optimizer has a reference to the engine, under an attribute of the same name.
 """
@@ -30,8 +30,8 @@ class LastSave:
 
     ``save_id`` is None at a fresh start, and after a load of a checkpoint without a record. ``committed_at`` is the
     time of that commit, by its record. ``begun`` is the save that was begun last: it may be committed later, or never.
-    ``unsaved_steps`` and ``unsaved_seconds`` are what was trained since the last save to a directory when the training
-    loop (``preemption``) of now began.
+    ``unsaved_steps`` and ``unsaved_seconds`` were trained after the last save to a directory when the present training
+    loop (``preemption``) began.
     """
 
     save_id: str | None = None

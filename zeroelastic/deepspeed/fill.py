@@ -1,4 +1,4 @@
-"""The sink: run a plan's segments from file extents into live tensors, in place, each byte read once."""
+"""Run a plan's segments from file extents into live tensors, in place, each byte read once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FillPath: TypeAlias = str
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A live flat tensor to fill: which state key, which target sub-group, and the dtype that the files hold.
+    """A live flat tensor to fill: its state key, its target sub-group, and the dtype in the files.
 
     ``rounded``, in host memory, gets the same elements in 16 bits where the pass that reads can make them.
     """
@@ -72,7 +72,7 @@ class Target:
 
     @property
     def address(self) -> int:
-        """Of the first byte, on the tensor's device; -1 for a tensor whose elements do not lie side by side."""
+        """The address of the first byte on the tensor's device; -1 if the elements are not contiguous."""
         return self.tensor.data_ptr() if self.tensor.is_contiguous() else -1
 
     @property
@@ -82,7 +82,7 @@ class Target:
 
 
 class FillItem(NamedTuple):
-    """Something to fill: a plan, where its source is (``extents[source rank][key]``), and the tensors it goes to."""
+    """A plan to fill, where its source is (``extents[source rank][key]``), and the tensors it goes to."""
 
     plan: Plan
     extents: Mapping[int, Mapping[str, TensorExtents]]
@@ -120,12 +120,12 @@ def fill(
 
 
 class Filled:
-    """Targets that are filled table by table; what it has cost so far, and the digests of what was read.
+    """Targets that are filled table by table; the cost so far, and the digests of the bytes that were read.
 
-    ``cast_digests``, of what was cast on the way, has all streams of the rank's parameters; 0 where the rank owns
-    nothing of a parameter. ``read_digests``, of what was not cast, is there if it was asked for, of parameters that the
-    rank owns a part of. ``unread`` are the rows of files that only other ranks see. ``rounded``: by sub-group, of how
-    many elements the 16-bit weights have been made.
+    ``cast_digests``, of tensors that are cast on the way, has all streams of the rank's parameters; 0 where the rank
+    owns nothing of a parameter. ``read_digests``, of the others, has the parameters that the rank owns a part of, if it
+    was asked for. ``unread`` are the rows of files that only other ranks see. ``rounded`` says by sub-group how many
+    elements of the 16-bit weights have been made.
     """
 
     def __init__(self, plan: Plan, targets: Sequence[Target], executor: Executor, *, digest: bool) -> None:
@@ -171,7 +171,6 @@ class Filled:
                 self._fill_staged(pieces, batch.offset, is_cast=is_cast)
 
     def _fill_in_place(self, rows: ExtentTable, members: list[int], executor: Executor) -> None:
-        """Fill some targets where they are."""
         buffer = np.full(len(self.targets), -1, dtype=np.int64)
         buffer[members] = np.arange(len(members))
         targets = [self.targets[t] for t in members]
@@ -224,7 +223,7 @@ class Filled:
 
 
 def fill_path_of(target: Target, executor: Executor) -> FillPath:
-    """The fill path of a target; which GPUs are filled in place depends on the executor."""
+    """Return the fill path of a target; which GPUs are filled in place depends on the executor."""
     device = target.tensor.device
     if not target.in_place:
         return ""
@@ -243,8 +242,7 @@ def _rounded_copies(targets: Sequence[Target]) -> ConvertedCopies | None:
     cast = cast_between("float32", str(kind).removeprefix("torch."))
     assert cast is not None
     return ConvertedCopies(
-        cast,
-        [None if target.rounded is None else target.rounded.view(torch.uint8).numpy() for target in targets],
+        cast, [None if target.rounded is None else target.rounded.view(torch.uint8).numpy() for target in targets]
     )
 
 
@@ -264,7 +262,7 @@ class RowStreams:
 
     @classmethod
     def of(cls, plan: Plan, rows: ExtentTable, targets: Sequence[Target]) -> RowStreams:
-        """Those of rows that go to ``targets``."""
+        """Return the streams of rows that go to ``targets``."""
         strip, at, slices = rows.param, rows.start, plan.dst.slices
         if slices is not None:
             strip = strips_of_runs(slices, rows.param, rows.start)

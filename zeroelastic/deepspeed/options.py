@@ -181,7 +181,7 @@ class Options(BaseModel):
     def verify_level(self, *, on_gpu: bool) -> Verify:
         """How much a load verifies: as asked for, or by the memory that it fills.
 
-        Digests of a GPU's memory cost less than digests of what is read into it, which the host makes, and show more.
+        Digests of a GPU's memory cost less than digests of the bytes that the host reads into it, and show more.
         """
         if "verify" in self.model_fields_set or not (on_gpu and is_usable("cuda")):
             return self.verify
@@ -340,7 +340,7 @@ def _from_environment() -> dict[str, bool]:
 
 
 def _refuse_misplaced(config: Mapping[str, object]) -> None:
-    """Raise ConfigError for our block under another name, and for our options beside it, which DeepSpeed ignores."""
+    """Raise ConfigError for our block under another name, and for our options outside of it."""
     for name in config:
         if name != _BLOCK and difflib.get_close_matches(name.lower(), [_BLOCK], cutoff=0.85):
             raise ConfigError(f'"{name}" in the DeepSpeed configuration: the block is called "{_BLOCK}". Rename it.')

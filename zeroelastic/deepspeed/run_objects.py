@@ -27,7 +27,7 @@ LOADED = {"lr_scheduler": "the scheduler", "random_ltd": "random-LTD", SAMPLER: 
 
 
 def states_to_load(engine: Engine) -> dict[str, Any]:
-    """The state of each of ``LOADED``, most often a mapping; None for what the run does not have."""
+    """Return the state of each of ``LOADED``, most often a mapping; None for what the run does not have."""
     sampler = _sampler(engine)
     return {
         "lr_scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
@@ -37,7 +37,7 @@ def states_to_load(engine: Engine) -> dict[str, Any]:
 
 
 def sampler_state(engine: Engine) -> dict[str, Any] | None:
-    """The state of the curriculum data sampler with all that the next samples follow from. Collective.
+    """Return the state of the curriculum data sampler, complete for the next samples. Collective.
 
     It is the rank's own with rank 0's generator and positions. None where DeepSpeed saves no such state.
     """
@@ -55,7 +55,7 @@ def sampler_state(engine: Engine) -> dict[str, Any] | None:
 
 @contextmanager
 def saving_sampler(engine: Engine) -> Iterator[None]:
-    """While it lasts, DeepSpeed's save writes the whole ``sampler_state``. Collective."""
+    """Within this context, DeepSpeed's save writes the whole ``sampler_state``. Collective."""
     state, sampler = sampler_state(engine), _sampler(engine)
     with nullcontext() if state is None else patched(sampler, state_dict=lambda: state):
         yield
@@ -63,7 +63,7 @@ def saving_sampler(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def loading_sampler(engine: Engine) -> Iterator[None]:
-    """While it lasts, DeepSpeed's load of the sampler replaces its clusters, and restores difficulty and generator."""
+    """Within this context, a load of the sampler replaces its clusters, and restores difficulty and generator."""
     sampler = _sampler(engine)
     if sampler is None:
         yield
@@ -97,7 +97,7 @@ def sampler_problem(engine: Engine, saved: Mapping[str, Any]) -> str | None:
 
 
 def not_restored(engine: Engine, saved: Mapping[str, object], *, with_scheduler: bool) -> list[str]:
-    """What of these states only the checkpoint has, or only the run, or neither: phrases for the report.
+    """Return phrases for the report: states that only the checkpoint has, or only the run.
 
     ``saved`` are the states in the module states by key.
     """
@@ -116,7 +116,7 @@ def not_restored(engine: Engine, saved: Mapping[str, object], *, with_scheduler:
 
 
 def without_missing(engine: Engine, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Module states without the entries that say that there is no state, of what the run has: its own state stays.
+    """Return module states without entries that are None where the run has a state, which then stays.
 
     DeepSpeed's load would end in the middle, with a TypeError.
     """

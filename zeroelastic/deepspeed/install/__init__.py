@@ -1,4 +1,1 @@
-"""What is wrapped in DeepSpeed: ``seams`` lists and checks it, ``wrappers`` are the methods that take its place.
-
-``frameworks`` are wrapped along with it.
-"""
+"""The methods that are wrapped in DeepSpeed: ``seams`` lists and checks them, ``wrappers`` are the replacements."""

@@ -1,4 +1,4 @@
-"""Frameworks whose own state beside the engine is wrong at another world size, and our modules that wrap their methods.
+"""Frameworks with state of their own that is wrong at another world size, and our modules that wrap their methods.
 
 Such a module is looked up by name, and only where the framework has been imported: zeroelastic imports none.
 """

@@ -1,4 +1,4 @@
-"""What the wrapped DeepSpeed methods do: each replacement takes the original method, then what that takes.
+"""The replacements of the wrapped DeepSpeed methods: each takes the original method, then the method's arguments.
 
 The replacement of a method is the function of the same name.
 """
@@ -165,7 +165,7 @@ def __del__(original: Method, self: Engine) -> None:
 @with_remedy()
 @ordinary_tensors()
 def load_checkpoint(original: Method, self: Engine, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
-    """A load at any world size; what is not ours (stage 0, universal checkpoints) goes to the original."""
+    """Load at any world size; the original loads what is not ours (stage 0, universal checkpoints)."""
     began = time.perf_counter()
     finish_pending(self, before="load_checkpoint()")  # it may be the one that is loaded
     request = LoadRequest(load_dir, *args, **kwargs)

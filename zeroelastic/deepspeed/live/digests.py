@@ -42,8 +42,7 @@ class LivePiece(NamedTuple):
     """This rank's part of one strip of a tensor, without padding: a 1-D view, whose first element is at ``start``.
 
     ``start`` is a position in the flattened whole tensor, ``at`` the one in this rank's slice, the same without slices.
-    ``strip`` is where the strip begins in the whole tensor. ``runs`` are there where the view is not one run of the
-    whole tensor: what of it is which run.
+    ``strip`` is where the strip begins in the whole tensor. ``runs`` are there if the view is not one run of it.
     """
 
     param: str
@@ -56,7 +55,7 @@ class LivePiece(NamedTuple):
 
     @property
     def stream(self) -> DigestKey:
-        """What it is a part of."""
+        """The tensor and the strip that it is a part of."""
         return DigestKey(self.param, self.key, self.strip)
 
     @property
@@ -75,15 +74,12 @@ class PieceRuns:
 
     @classmethod
     def whole(cls, piece: LivePiece) -> PieceRuns:
-        """Those of a piece that is one run."""
+        """Return the one run of a piece without runs."""
         return cls(*(np.array([value], dtype=np.int64) for value in (0, piece.start, piece.tensor.numel())))
 
 
 class CopiesDifferError(DigestMismatchError):
-    """Ranks have other values of tensors of which they are to have copies.
-
-    ``tensors`` are (whole tensor, state key).
-    """
+    """Ranks have different copies of the same ``tensors``: (whole tensor, state key)."""
 
     def __init__(self, tensors: Sequence[tuple[str, str]]) -> None:
         named = some([f"{name}: {key}" for name, key in tensors])
@@ -104,10 +100,10 @@ class ReadDigest(NamedTuple):
     end: int
 
     def shows(self, piece: LivePiece) -> bool:
-        """Whether all of it went to ``piece``, every element to its place.
+        """Whether everything that was read went to ``piece``, every element to its place.
 
-        A digest that is then right, over all ranks, shows what the pieces hold, because it depends on the position of
-        each element: one that was read twice, or not at all, would change it.
+        A digest that is then right, over all ranks, shows the content of the pieces, because it depends on the position
+        of each element: one that was read twice, or not at all, would change it.
         """
         begin, tensor = piece.place, piece.tensor
         origin = tensor.data_ptr() - begin * tensor.element_size()
@@ -115,7 +111,7 @@ class ReadDigest(NamedTuple):
         return self.origin == origin and fits and tensor.is_contiguous()
 
     def joined(self, other: ReadDigest) -> ReadDigest:
-        """That of what both were read of."""
+        """Return the digest of both reads together."""
         origin = self.origin if self.origin == other.origin else None
         begin, end = min(self.begin, other.begin), max(self.end, other.end)
         return ReadDigest(combine(self.digest, other.digest), origin, begin, end)
@@ -123,7 +119,7 @@ class ReadDigest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LiveStreams:
-    """What a rank digests, in the same order on all ranks, and the scalars of each trained parameter."""
+    """The pieces that a rank digests, in the same order on all ranks, and the scalars of each trained parameter."""
 
     pieces: tuple[LivePiece, ...]
     scalars: Mapping[str, Mapping[str, ScalarValue]]
@@ -140,7 +136,7 @@ class LiveStreams:
 
 
 class OwnPart(NamedTuple):
-    """What this rank owns of one strip of a parameter: where its buffer has it, and what it is of the whole tensor."""
+    """This rank's part of one strip of a parameter: where its buffer has it, and its place in the whole tensor."""
 
     param: int
     offset: int
@@ -151,13 +147,13 @@ class OwnPart(NamedTuple):
     runs: PieceRuns | None = None
 
     def piece(self, name: str, key: str, buffer: torch.Tensor) -> LivePiece:
-        """It as a piece of a flat buffer."""
+        """Return the part as a piece of a flat buffer."""
         view = buffer[self.offset : self.offset + self.numel]
         return LivePiece(name, key, view, self.start, self.at, self.strip, self.runs)
 
 
 def own_parts(layout: Layout, rank: int) -> list[OwnPart]:
-    """What a rank owns of each parameter, in the order of the layout's; without slices, of all that there are."""
+    """Return this rank's part of each parameter, in the order of the layout; without slices, of every parameter."""
     start, length = layout.owned(rank)
     place, slices = layout.buffer_offset(rank), layout.slices
     if slices is None:
@@ -182,7 +178,7 @@ def own_parts(layout: Layout, rank: int) -> list[OwnPart]:
 
 
 def live_streams(live: LiveOptimizer, *, weights_only: bool = False, with_frozen: bool = True) -> LiveStreams:
-    """What this rank owns. ``weights_only`` leaves out optimizer state."""
+    """Return the pieces that this rank owns. ``weights_only`` leaves out optimizer state."""
     pieces: list[LivePiece] = []
     states = [({}, {}) if weights_only else live.split_state(i) for i in range(live.layout.num_sub_groups)]
     buffers = [{FP32: live.fp32(i), **tensors} for i, (tensors, _) in enumerate(states)]
@@ -198,7 +194,6 @@ def live_streams(live: LiveOptimizer, *, weights_only: bool = False, with_frozen
 
 
 def _frozen_pieces(live: LiveOptimizer) -> list[LivePiece]:
-    """What this rank owns of the frozen parameters."""
     return [
         part.piece(live.frozen.params[part.param].name, FROZEN, live.frozen_tensor(part.param).view(-1))
         for part in own_parts(live.frozen, live.rank)
@@ -206,7 +201,7 @@ def _frozen_pieces(live: LiveOptimizer) -> list[LivePiece]:
 
 
 def frozen_digests(live: LiveOptimizer) -> dict[str, tuple[tuple[int, ...], str, int]]:
-    """The shape, dtype and digest of each frozen parameter over all ranks, by name: the same everywhere. Collective.
+    """Return the shape, dtype and digest of each frozen parameter over all ranks, by name. Collective.
 
     Raises CopiesDifferError as ``whole_contents``.
     """
@@ -225,14 +220,14 @@ def local_digests(
 ) -> LocalDigests:
     """Digest what this rank owns, padding excluded. ``weights_only`` leaves out optimizer state.
 
-    Where what was ``read`` went to its place, its digest is taken. Memory: a few MiB.
+    The digest of what was ``read`` is taken where it went to its place. Memory: a few MiB.
     """
     streams = live_streams(live, weights_only=weights_only, with_frozen=with_frozen)
     return streams.digest(known_digests(streams.pieces, read or {}))
 
 
 def known_digests(pieces: Sequence[LivePiece], read: Mapping[DigestKey, ReadDigest]) -> list[int | None]:
-    """The digest of each piece that what was read shows, 0 of one without elements, None for the others."""
+    """Return the digest of each piece that the reads show, 0 of one without elements, None for the others."""
 
     def known(piece: LivePiece) -> int | None:
         if not piece.tensor.numel():
@@ -244,11 +239,10 @@ def known_digests(pieces: Sequence[LivePiece], read: Mapping[DigestKey, ReadDige
 
 
 def whole_contents(live: LiveOptimizer, local: LocalDigests) -> list[ParamContent]:
-    """Digests and scalars of every parameter over all ranks: the same list everywhere. Collective.
+    """Return digests and scalars of every parameter over all ranks: the same list everywhere. Collective.
 
     Where tensor parallelism is opaque the list is of this tensor parallel rank, and the same over its data parallel
-    group. Raises CopiesDifferError where ranks have other values of
-    what they are to have copies of.
+    group. Raises CopiesDifferError where copies of the same values differ.
     """
     by_name: dict[str, dict[str, tuple[str, int]]] = {}
     for (name, key), content in add_up(live, local.partial).items():
@@ -262,10 +256,10 @@ def whole_contents(live: LiveOptimizer, local: LocalDigests) -> list[ParamConten
 
 
 def add_up(live: LiveOptimizer, partial: Mapping[DigestKey, tuple[str, int]]) -> dict[tuple[str, str], tuple[str, int]]:
-    """The dtype and digest of each (whole tensor, state key), of partial digests over all ranks. Collective.
+    """Return the dtype and digest of each (whole tensor, state key), of partial digests over all ranks. Collective.
 
-    Without slices all ranks have the same streams in the same order; with them, each has those of its own. A strip that
-    several ranks have copies of counts once. Raises CopiesDifferError where copies differ, on all ranks.
+    Without slices all ranks have the same streams in the same order; with them, each has its own. A strip that several
+    ranks have copies of counts once. Raises CopiesDifferError on all ranks where copies differ.
     """
     group = current_group() or live.process_group
     if live.whole.slices is None:
@@ -310,7 +304,7 @@ def add_up(live: LiveOptimizer, partial: Mapping[DigestKey, tuple[str, int]]) ->
 
 
 def _strip_numbers(layout: Layout, rank: int) -> dict[tuple[str, int], int]:
-    """The number of each strip that a rank has, by the name of its tensor and its place in that."""
+    """Return the number of each strip that a rank has, by the name of its tensor and its place in that."""
     slices = layout.slices
     assert slices is not None
     own = np.flatnonzero(slices.has(rank)[slices.strips.param])
@@ -319,7 +313,7 @@ def _strip_numbers(layout: Layout, rank: int) -> dict[tuple[str, int], int]:
 
 
 def sum_over_ranks(partial: Sequence[int] | UInt64Array, group: dist.ProcessGroup | None = None) -> list[int]:
-    """Partial digests added up over all ranks of a group: one int64 all-reduce. Collective."""
+    """Add up partial digests over all ranks of a group: one int64 all-reduce. Collective."""
     totals: list[int] = _reduced(np.array(partial, dtype=np.uint64), dist.ReduceOp.SUM, group).view(np.uint64).tolist()
     return totals
 
@@ -332,9 +326,9 @@ def _reduced(values: UInt64Array, op: dist.ReduceOp.RedOpType, group: dist.Proce
 
 
 def copies_that_differ(live: LiveOptimizer) -> tuple[tuple[str, str], ...]:
-    """The (whole tensor, state key) of which tensor parallel ranks have copies that differ. Collective.
+    """Return the (whole tensor, state key) of which tensor parallel ranks have different copies. Collective.
 
-    What has no copies is not looked at: with few exceptions norms and some biases are copied.
+    Only copied tensors are digested: with few exceptions norms and some biases.
     """
     copied: set[tuple[str, int]] = set()
     for layout in (live.whole, live.whole_frozen):
@@ -352,7 +346,7 @@ def copies_that_differ(live: LiveOptimizer) -> tuple[tuple[str, str], ...]:
 
 
 def gather_over_tp(live: LiveOptimizer, value: T) -> list[T]:
-    """The value of each tensor parallel rank, by rank; it must be the same on all data parallel ranks. Collective."""
+    """Return the value of each tensor parallel rank; all data parallel ranks must have the same. Collective."""
     if live.tp.size == 1:
         return [value]
     values: list[tuple[int, T] | None] = [None] * live.tp.size
@@ -361,7 +355,7 @@ def gather_over_tp(live: LiveOptimizer, value: T) -> list[T]:
 
 
 def digest_pieces(pieces: Sequence[LivePiece]) -> list[int]:
-    """The partial digest of each piece, made where it is: few calls of the engine for each device. Memory: some MiB."""
+    """Return the partial digest of each piece, made where it is, in few calls per device. Memory: some MiB."""
     found = [0] * len(pieces)
     for device in {piece.tensor.device for piece in pieces}:
         there = [i for i, piece in enumerate(pieces) if piece.tensor.device == device]
@@ -372,7 +366,7 @@ def digest_pieces(pieces: Sequence[LivePiece]) -> list[int]:
 
 
 def _windows(pieces: Sequence[LivePiece], chosen: Sequence[int]) -> Iterator[list[int]]:
-    """Neighbours among some pieces that have at most ``_WINDOW_RUNS`` runs together, or one that has more."""
+    """Group pieces that are neighbours: at most ``_WINDOW_RUNS`` runs together, or one piece that has more."""
     window: list[int] = []
     count = 0
     for i in chosen:
@@ -388,7 +382,7 @@ def _windows(pieces: Sequence[LivePiece], chosen: Sequence[int]) -> Iterator[lis
 
 
 def _digests(pieces: Sequence[LivePiece]) -> list[int]:
-    """The partial digests of pieces on one device."""
+    """Return the partial digests of pieces on one device."""
     tensors = [piece.tensor.contiguous() for piece in pieces]
     itemsize = np.array([tensor.element_size() for tensor in tensors], dtype=np.int64)
     runs = [piece.runs or PieceRuns.whole(piece) for piece in pieces]

@@ -39,8 +39,8 @@ class _Lists:
     """DeepSpeed's own lists, each with one entry per optimizer group.
 
     ``params`` are in the order of the group, ``in_buffer`` in that of the buffer. ``weights`` is the whole buffer of
-    16-bit weights, ``parts`` the ranks' views of it, ``master`` this rank's part of the master weights, padding
-    included, and ``padding`` how many of its elements are padding that DeepSpeed takes off in its files.
+    16-bit weights, ``parts`` the ranks' views of it, ``master`` this rank's part of the master weights with padding,
+    and ``padding`` the number of padding elements that DeepSpeed takes off in its files.
     """
 
     params: Sequence[Sequence[torch.nn.Parameter]]
@@ -60,7 +60,7 @@ class GroupSplit(LiveOptimizer):
 
     @staticmethod
     def lists(optimizer: Any) -> _Lists:
-        """DeepSpeed's lists under one set of names; looked up anew, because DeepSpeed may replace them."""
+        """Return DeepSpeed's lists under one set of names; looked up anew, because DeepSpeed may replace them."""
         return _Lists(
             optimizer.bit16_groups,
             optimizer.round_robin_bit16_groups,
@@ -94,7 +94,7 @@ class GroupSplit(LiveOptimizer):
         self._check_places(lists, names)
 
     def _check_places(self, lists: _Lists, names: Mapping[torch.nn.Parameter, str]) -> None:
-        """Raise UnsupportedError where a weight is not where the layout says that it is in its group's buffer."""
+        """Raise UnsupportedError where a weight is elsewhere in its group's buffer than the layout says."""
         computed = dict(zip(self.layout.index(), self.layout.origin.tolist(), strict=True))
         if getattr(self.optimizer, "offloaded_states", None):
             return  # by offload_states(): the weights are away
@@ -143,7 +143,7 @@ class GroupSplit(LiveOptimizer):
     def frozen_tensor(self, param: int) -> torch.Tensor:
         """This rank's part of a frozen parameter, which every rank has whole: a view, or else a copy of it.
 
-        ``end_load`` hands each part to all ranks.
+        ``end_load`` sends each part to all ranks.
         """
         start, length = (int(column[param]) for column in self.frozen.owned(self.rank))
         whole = self._frozen[param].detach()
@@ -169,13 +169,13 @@ class GroupSplit(LiveOptimizer):
         return self.lists(self.optimizer).parts[sub_group][number].detach()
 
     def _group_of_buffer(self, sub_group: int) -> dist.ProcessGroup:
-        """The ranks that share a buffer: those of the same experts, where it is one of experts."""
+        """The ranks that share a buffer: of the same experts, if it is one of experts."""
         return self.optimizer.real_dp_process_group[sub_group]
 
     def finish_weights(
         self, *, from_16_bit: bool, rounded: Collection[int] = (), restored: Layout | None = None
     ) -> None:
-        """Make this rank's part of the 16-bit weights, which ``end_load`` hands to the others."""
+        """Make this rank's part of the 16-bit weights, which ``end_load`` sends to the others."""
         for i in range(self.layout.num_sub_groups):
             low, master = self.low(i), self.fp32(i)
             made = self.layout if i in rounded else restored
@@ -185,7 +185,7 @@ class GroupSplit(LiveOptimizer):
                 master.copy_(low)
 
     def end_load(self) -> None:
-        """Have every rank's part of the 16-bit weights and of frozen parameters on all ranks. Collective."""
+        """Gather every rank's part of the 16-bit weights and of frozen parameters on all ranks. Collective."""
         for i, weights in enumerate(self.lists(self.optimizer).weights):
             _all_gather(weights.data, self._group_of_buffer(i))
         for number, (param, part) in enumerate(zip(self._frozen, self.frozen.part.tolist(), strict=True)):
@@ -202,7 +202,7 @@ class GroupSplit(LiveOptimizer):
         self._link_fragments()
 
     def _link_fragments(self) -> None:
-        """Have DeepSpeed's fragments (``_hp_mapping``) be what is in the buffers.
+        """Point DeepSpeed's fragments (``_hp_mapping``) at the buffers.
 
         DeepSpeed takes the order of the optimizer group for that of the buffer, which ``round_robin_gradients`` deals.
         The table that it saves (``_param_slice_mappings``) stays as it is: loading a Universal checkpoint makes the
@@ -243,7 +243,7 @@ class GroupSplit(LiveOptimizer):
 
     @contextmanager
     def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], object]) -> Iterator[None]:
-        """While it lasts, DeepSpeed's save writes its rigid form, which has the hyper-parameters.
+        """Within this context, DeepSpeed's save writes its rigid form, which has the hyper-parameters.
 
         Its own form under ``elastic_checkpoint`` lacks hyper-parameters, and cannot be loaded by DeepSpeed itself.
         Frozen parameters are contiguous in the files, so that ranges of them can be read.

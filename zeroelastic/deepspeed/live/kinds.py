@@ -37,9 +37,9 @@ _KINDS: dict[type, type[LiveOptimizer]] = {
 
 
 def kind_of(optimizer: object, *, to_load: bool = False) -> type[LiveOptimizer] | None:
-    """The class of the live optimizer, or None for an optimizer that is left to DeepSpeed alone.
+    """Return the class of the live optimizer, or None for an optimizer that is left to DeepSpeed alone.
 
-    What stands for the optimizer of an engine without one has a class ``to_load`` only.
+    The stand-in for the optimizer of an engine without one has a class ``to_load`` only.
     """
     kind = _class_of(optimizer)
     if kind is None or not (kind.trains or to_load):
@@ -48,19 +48,19 @@ def kind_of(optimizer: object, *, to_load: bool = False) -> type[LiveOptimizer] 
 
 
 def is_without_optimizer(optimizer: object) -> bool:
-    """Whether this is what stands for the optimizer of a ZeRO-3 engine without one."""
+    """Return whether this is the stand-in for the optimizer of a ZeRO-3 engine without one."""
     return kind_of(optimizer) is None and kind_of(optimizer, to_load=True) is not None
 
 
 def why_left_to_deepspeed(optimizer: object) -> str | None:
-    """What of a run has its loads and saves left to DeepSpeed; None where they are ours, and for other optimizers."""
+    """Return why DeepSpeed loads and saves a run itself; None for runs that are ours, and other optimizers."""
     kind = _class_of(optimizer)
     return None if kind is None else kind.left_to_deepspeed(optimizer)
 
 
 @contextmanager
 def in_rigid_form(optimizer: object) -> Iterator[None]:
-    """While it lasts, DeepSpeed's own save at stages 1 and 2 writes its rigid form.
+    """Within this context, DeepSpeed's own save at stages 1 and 2 writes its rigid form.
 
     Its form under ``elastic_checkpoint`` lacks hyper-parameters there, and DeepSpeed cannot load it where the optimizer
     is one of torch. It loads the rigid form with that flag and without it. Loads keep the flag.
@@ -75,9 +75,9 @@ def _class_of(optimizer: object) -> type[LiveOptimizer] | None:
 
 
 def read_live(optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False) -> LiveOptimizer:
-    """The live state of one rank: trained is what the optimizer has, frozen every other parameter of the module.
+    """Read the live state of one rank: the optimizer's parameters are trained, all others of the module frozen.
 
-    ``opaque`` has each tensor parallel rank be a run of its own, whatever DeepSpeed says of its slices. Raises
+    ``opaque`` takes each tensor parallel rank for a run of its own, whatever DeepSpeed says of its slices. Raises
     UnsupportedError for parameters that are not partitioned over all ranks.
     """
     kind = kind_of(optimizer, to_load=True)
@@ -88,9 +88,9 @@ def read_live(optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque
 def covered_live(
     engine: Engine, optimizer: Any, *, opaque: bool = False, renamed: Mapping[str, str] | None = None
 ) -> LiveOptimizer:
-    """The live state of a run that elastic checkpoints cover. Raises UnsupportedError for any other.
+    """Read the live state of a run that elastic checkpoints cover. Raises UnsupportedError for any other.
 
-    ``opaque`` as of ``read_live``; ``renamed`` are other names for some parameters, those of a save.
+    ``opaque`` as of ``read_live``; ``renamed`` has the names that a save has for some parameters.
     """
     kind = kind_of(optimizer, to_load=True)
     assert kind is not None
@@ -108,7 +108,7 @@ def covered_live(
 
 
 def trained_params(engine: Engine) -> list[Param] | None:
-    """The parameters that the engine trains, or one without an optimizer would; None where that is not known here."""
+    """Return the parameters that the engine trains, or one without an optimizer would; None if not known here."""
     kind = kind_of(engine.optimizer, to_load=True)
     if kind is None:
         return None
@@ -121,7 +121,7 @@ def trained_params(engine: Engine) -> list[Param] | None:
 
 
 def opaque_tensor_parallel(engine: Engine) -> TensorParallel:
-    """Which of the tensor parallel ranks this one is, where these do not say which slices they have."""
+    """Return this rank's place among tensor parallel ranks that do not say which slices they have."""
     optimizer = getattr(engine, "optimizer", None)
     if optimizer is None or kind_of(optimizer) is None:  # without an optimizer there are no such groups, either
         return NO_TENSOR_PARALLEL
@@ -129,7 +129,7 @@ def opaque_tensor_parallel(engine: Engine) -> TensorParallel:
 
 
 def param_names(engine: Engine) -> dict[torch.nn.Parameter, str]:
-    """The name of every parameter: that at ``deepspeed.initialize``, and the module's for parameters added since.
+    """Return the name of every parameter: that at ``deepspeed.initialize``, and the module's for later ones.
 
     At stages 1 and 2 it is the module's, by which DeepSpeed's files have all weights, as long as no two have one name.
     """
@@ -145,11 +145,11 @@ def param_names(engine: Engine) -> dict[torch.nn.Parameter, str]:
 
 @contextmanager
 def listed_by_optimizer(engine: Engine, trained: Collection[torch.nn.Parameter]) -> Iterator[None]:
-    """Within this context, DeepSpeed's save lists every parameter that its optimizer has not ``trained`` as frozen.
+    """Within this context, DeepSpeed's save lists every parameter as frozen that its optimizer has not ``trained``.
 
     DeepSpeed lists parameters by ``requires_grad``. One that does not require a gradient stays listed: a stock load
-    looks for it there, even if it is trained. Of stages 1 and 2, whose file has the frozen parameters in the module's
-    state, it lists as buffers all else that is there (``all_buffer_names``).
+    looks for it there, even if it is trained. At stages 1 and 2, whose file has the frozen parameters in the module's
+    state, every other tensor there is listed as a buffer (``all_buffer_names``).
     """
     names = param_names(engine)
     frozen_attributes = engine._get_zero_frozen_param_attributes
@@ -184,7 +184,7 @@ def listed_by_optimizer(engine: Engine, trained: Collection[torch.nn.Parameter])
 
 
 def all_buffer_names(module: torch.nn.Module, listed: Collection[str]) -> list[str]:
-    """The buffers that DeepSpeed has ``listed``, and every other tensor of the module's state that is no parameter.
+    """Return DeepSpeed's ``listed`` buffers, and every other tensor of the module's state that is no parameter.
 
     DeepSpeed goes by the first name of a buffer, and lists none where this one is not persistent and another one is. It
     does not list what a layer adds in ``_save_to_state_dict``, as quantised layers do, nor parameters that a hook of
@@ -205,5 +205,5 @@ def all_buffer_names(module: torch.nn.Module, listed: Collection[str]) -> list[s
 
 
 def _place(tensor: torch.Tensor) -> int | None:
-    """Where a tensor is in memory; None for one that has no elements, or is not strided."""
+    """Return the address of a tensor; None for one that has no elements, or is not strided."""
     return tensor.data_ptr() if tensor.layout is torch.strided and tensor.numel() else None

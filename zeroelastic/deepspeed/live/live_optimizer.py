@@ -1,4 +1,4 @@
-"""What saves and loads know of a running optimizer: its layout, its flat tensors, its groups and its state dict.
+"""The running optimizer as saves and loads see it: its layout, flat tensors, groups and state dict.
 
 ``save`` and ``load`` reach DeepSpeed's optimizer through a ``LiveOptimizer`` alone. Each kind of optimizer is one
 subclass, listed in ``kinds``.
@@ -44,10 +44,10 @@ class LiveOptimizer(ABC):
     the group of sub-group i; ``trained`` are the parameters that the optimizer has, ``frozen`` is the layout of every
     other parameter of ``module``. Tensors are looked up when they are asked for, because DeepSpeed may replace them.
 
-    Layouts go by the names of whole tensors: ``layout`` and ``frozen`` are what this rank has, ``whole`` and
-    ``whole_frozen`` what all ranks of ``process_group`` have, the same in a run without slices. ``rank`` is the number
-    of this rank in them. Where tensor parallelism is opaque (``topology``), they are those of one tensor parallel rank,
-    ``tp``, over its data parallel group. ``tied`` has the further names of parameters, each with the one that is used.
+    Layouts go by the names of whole tensors: ``layout`` and ``frozen`` are this rank's, ``whole`` and ``whole_frozen``
+    are of all ranks of ``process_group``; without slices they are the same. ``rank`` is the number of this rank in
+    them. Where tensor parallelism is opaque (``topology``), they are of one tensor parallel rank, ``tp``, over its data
+    parallel group. ``tied`` has the further names of parameters, each with the one that is used.
 
     A subclass gives the attributes and the abstract methods. The methods with a body here are right for an optimizer
     that keeps all state in memory, in ``owner(i).state[flat(i)]``.
@@ -72,7 +72,7 @@ class LiveOptimizer(ABC):
 
     @property
     def buffer_kind(self) -> str:
-        """What a flat buffer is, for messages."""
+        """The word for a flat buffer in messages."""
         return buffer_kind(3 if self.per_param else 2)
 
     def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False) -> None:
@@ -105,7 +105,7 @@ class LiveOptimizer(ABC):
         """Set the layouts, the groups and ``trained``."""
 
     def local_name(self, name: str) -> str:
-        """The name that a parameter has on this rank, of the name of its whole tensor."""
+        """The name on this rank of the parameter that is a slice of a whole tensor."""
         return self._local_names.get(name, name)
 
     def local_params(self, layout: Layout) -> list[list[Param]]:
@@ -124,9 +124,9 @@ class LiveOptimizer(ABC):
 
     @classmethod
     def left_to_deepspeed(cls, optimizer: Any) -> str | None:
-        """Why loads and saves of this optimizer are DeepSpeed's own, as if we were not there; None where they are ours.
+        """Return why loads and saves of this optimizer are DeepSpeed's own; None where they are ours.
 
-        Its state is not read then. ``uncovered`` names what is ours and refused.
+        Its state is not read then. ``uncovered`` names the features that are ours and refused.
         """
         return None
 
@@ -136,7 +136,7 @@ class LiveOptimizer(ABC):
         """The names of the features in use whose state cannot be read or restored right."""
 
     def own_options(self) -> list[str]:
-        """Hyper-parameters that steps use beside those of the groups, and that neither a load nor a scheduler sets."""
+        """Return hyper-parameters of steps that are outside of the groups: no load and no scheduler sets them."""
         return []
 
     @abstractmethod
@@ -216,7 +216,7 @@ class LiveOptimizer(ABC):
         )
 
     def zero_padding(self, *, weights_only: bool = False) -> None:
-        """Set the padding of every flat buffer to zero; DeepSpeed leaves it uninitialised and never reads it."""
+        """Set the padding of every flat buffer to zero; DeepSpeed never sets or reads it."""
         for i in range(self.layout.num_sub_groups):
             flats = [self.fp32(i), *({} if weights_only else self.split_state(i)[0]).values()]
             for begin, end in self.layout.padding(self.rank, i):
@@ -239,7 +239,7 @@ class LiveOptimizer(ABC):
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """While it lasts, a load fills what ``destination`` gives, all of it, padding and fresh state included.
+        """Within this context, a load fills every ``destination``, padding and fresh state included.
 
         If it fails, sub-groups with state of which ``destination`` made a tensor are reset: no step can use memory that
         was not filled.
@@ -255,8 +255,7 @@ class LiveOptimizer(ABC):
     def destination(self, sub_group: int, key: str, dtype: torch.dtype) -> torch.Tensor:
         """The live tensor that a key fills: the one that is there, or a new one of this dtype, not initialised.
 
-        Called within ``filling``. The memory of a new one is taken from the system page by page, by the threads that
-        fill it.
+        Called within ``filling``. The system gives the memory of a new one page by page to the threads that fill it.
         """
         flat = self.fp32(sub_group)
         if key == FP32:
@@ -299,13 +298,13 @@ class LiveOptimizer(ABC):
         return {} if engine is None else state_of(engine).fresh_common_state
 
     def common_state(self) -> list[str]:
-        """The names of what the optimizer keeps, or is known to make, beside the state of its parameters."""
+        """The names of state that belongs to no parameter, which the optimizer has or is known to make."""
         made = common_state_made_later(self.base)
         kept = {*map(str, common_state(self.base)), *map(str, self._fresh_common_state())}
         return sorted({*kept, *made, *self.own_entries()})
 
     def own_entries(self) -> list[str]:
-        """The entries of the optimizer's state dict beside its groups and the state of its parameters."""
+        """The entries of the optimizer's state dict in addition to its groups and the state of its parameters."""
         return sorted(self._base_state_dict().keys() - {"param_groups", "state"})
 
     def _base_state_dict(self) -> dict[str, Any]:
@@ -347,11 +346,11 @@ class LiveOptimizer(ABC):
             state[key] = made.to(self.flat(sub_group).device if on_device else "cpu")
 
     def weights(self, sub_group: int) -> torch.Tensor | None:
-        """The weights of the model beside ``fp32(sub_group)``, where a file of the whole module has them, too."""
+        """The weights of the model for ``fp32(sub_group)``, where a file of the whole module has them, too."""
         return None
 
     def has_own_weights(self) -> bool:
-        """Whether some ``weights`` of this rank are not what its master weights are cast to.
+        """Whether some ``weights`` of this rank are not its master weights, cast.
 
         So it is where an optimizer changes its parameters outside of a step, as schedule-free ones do in ``eval()``.
         """
@@ -370,10 +369,10 @@ class LiveOptimizer(ABC):
     def finish_weights(
         self, *, from_16_bit: bool, rounded: Collection[int] = (), restored: Layout | None = None
     ) -> None:
-        """Bring the 16-bit weights in line with the master weights, and partition what is kept whole in memory.
+        """Bring the 16-bit weights in line with the master weights, and partition the parameters that memory has whole.
 
-        Those of sub-groups in ``rounded`` are so already, except for padding; those of the parameters of ``restored``
-        are as they were saved. ``from_16_bit`` then rounds the master weights to what the 16-bit weights hold.
+        Sub-groups in ``rounded`` are in line already, except for padding; the parameters of ``restored`` are as they
+        were saved. ``from_16_bit`` then rounds the master weights to the values of the 16-bit weights.
         """
 
     @abstractmethod
@@ -409,17 +408,17 @@ class LiveOptimizer(ABC):
         """DeepSpeed's own (rigid) state dict, with the state that DeepSpeed leaves out of it."""
 
     def sync(self) -> None:  # noqa: B027 (most kinds have nothing to do)
-        """Write what was changed to the disk, where the optimizer keeps state on one."""
+        """Write changes to the disk, where the optimizer keeps state on one."""
 
     # What DeepSpeed's own (rigid) files have.
 
     def lost_in_stock_files(self) -> str | None:
-        """What DeepSpeed's own files of this optimizer would lack, or None when they hold everything."""
+        """Return the state that DeepSpeed's own files of this optimizer would lack, or None."""
         return None
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two flat tensors are equal; NaN is equal to NaN, whose bits depend on how it was rounded.
+    """Return whether two flat tensors are equal; NaN is equal to NaN, whose bits depend on how it was rounded.
 
     Their bits are compared first, eight bytes at a time: on a CPU that takes a third of the time.
     """
@@ -433,9 +432,9 @@ def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def ask_for_large_pages(tensor: torch.Tensor) -> None:
-    """Have the system give a new tensor in host memory pages of 2 MiB, as far as it has them.
+    """Have the system give a new tensor in host memory pages of 2 MiB, which come several times faster.
 
-    Memory comes to it several times faster so. Whole pages only: the tensor takes no more memory than it needs.
+    Whole pages only: the tensor takes no more memory than it needs.
     """
     if tensor.device.type != "cpu":
         return

@@ -95,13 +95,13 @@ _COMMON = {"MADGRAD": ("k",), "MirrorMADGRAD": ("k",)}
 
 
 def common_state(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """What an optimizer keeps beside the state of its parameters."""
+    """Return the state of an optimizer that belongs to no parameter."""
     state: Mapping[Any, object] = optimizer.state
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def common_state_made_later(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """What an optimizer of this class is known to make at a step beside the state of its parameters."""
+    """Return the keys of such state that an optimizer of this class is known to make at a step."""
     return _COMMON.get(type(optimizer).__name__, ())
 
 
@@ -111,7 +111,7 @@ def class_path(optimizer: torch.optim.Optimizer) -> str:
 
 
 def misfits(taken: Sequence[tuple[int, SavedGroup]], optimizer: torch.optim.Optimizer) -> list[str]:
-    """A sentence for each live group, by number, that cannot continue from the saved group that it takes."""
+    """Return a sentence for each live group, by number, that cannot continue from the saved group that it takes."""
     found = [(g, _misfit(saved, optimizer, optimizer.param_groups[g])) for g, saved in taken]
     other_kinds = [
         f"{key} of optimizer group {g} is {shown(value)} in the checkpoint and {shown(own)} in the run"
@@ -128,7 +128,7 @@ def misfits(taken: Sequence[tuple[int, SavedGroup]], optimizer: torch.optim.Opti
 
 
 def _family(option: object) -> str:
-    """The kind of a hyper-parameter: a saved value can replace a live one of the same kind."""
+    """Return the kind of a hyper-parameter: a saved value can replace a live one of the same kind."""
     if isinstance(option, (bool, int, float, np.number, np.bool_)):
         return "number"
     if isinstance(option, torch.Tensor) and option.numel() == 1:
@@ -137,7 +137,7 @@ def _family(option: object) -> str:
 
 
 def _misfit(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> str | None:
-    """Why a live group with these options cannot continue from the saved group; None if it can."""
+    """Return why a live group with these options cannot continue from the saved group; None if it can."""
     if not saved.keys:
         return None
     name = type(optimizer).__name__
@@ -158,7 +158,7 @@ def _misfit(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mappin
 def options_to_set(
     saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]
 ) -> tuple[Mapping[str, OptionValue], tuple[str, ...], tuple[str, ...]]:
-    """The saved options that a live group takes, the names of those that it does not have, and of those it keeps.
+    """Return the saved options that a live group takes, the names of those that it lacks, and of those it keeps.
 
     The same class of optimizer takes all saved options; another class takes those that it has too.
     """
@@ -171,7 +171,7 @@ def options_to_set(
 
 
 def changed_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> str | None:
-    """A sentence about an optimizer that continues from the state of another class, or None."""
+    """Return a sentence about an optimizer that continues from the state of another class, or None."""
     name = type(optimizer).__name__
     was = _other_class(saved, optimizer, options) if saved.class_path is None else saved.class_path.rpartition(".")[2]
     if was in (None, name):
@@ -182,7 +182,7 @@ def changed_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: 
 def state_dtype(
     optimizer: torch.optim.Optimizer, options: Mapping[str, object], key: str, flat: torch.dtype
 ) -> torch.dtype | None:
-    """The dtype in which an optimizer keeps a tensor beside master weights of dtype ``flat``; None: as it was saved."""
+    """Return the dtype of an optimizer's tensor for master weights of dtype ``flat``; None: as it was saved."""
     known = _known(optimizer, options, bases=False)
     if known is None or known is _MUON_STATE or key not in (*known.tensors, *(name for name, _ in known.optional)):
         return None
@@ -190,7 +190,7 @@ def state_dtype(
 
 
 def _same_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> bool:
-    """Compares class names without their modules; a checkpoint without one is judged by its hyper-parameters."""
+    """Compare class names without their modules; hyper-parameters decide where a checkpoint names no class."""
     if saved.class_path is not None:
         return saved.class_path.rpartition(".")[2] == type(optimizer).__name__
     if _other_class(saved, optimizer, options) is not None:
@@ -199,7 +199,7 @@ def _same_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Ma
 
 
 def _other_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: Mapping[str, object]) -> str | None:
-    """The class that saved a group if it is not the run's, by the hyper-parameters of a file without its name."""
+    """Return the class that saved a group, if it is not the run's, of a file without its name: by hyper-parameters."""
     if _CLASS_MARKERS & (saved.options.keys() ^ options.keys()):
         return "another optimizer"
     was, own = saved.options.get(_DECOUPLED), optimizer.defaults.get(_DECOUPLED)
@@ -209,7 +209,7 @@ def _other_class(saved: SavedGroup, optimizer: torch.optim.Optimizer, options: M
 
 
 def _known(optimizer: torch.optim.Optimizer, options: Mapping[str, object], *, bases: bool) -> _KnownState | None:
-    """What is known of a class, or with ``bases`` of the nearest class that it derives from."""
+    """Return the known state of a class, or with ``bases`` of the nearest class that it derives from."""
     if class_path(optimizer) == _MUON:
         return _MUON_STATE if options.get("use_muon") else _MUON_ADAM
     classes = type(optimizer).__mro__ if bases else (type(optimizer),)
@@ -229,7 +229,7 @@ def _listed(keys: Iterable[str]) -> str:
 
 
 def scalar_value(value: object, where: str) -> ScalarValue:
-    """A replicated value of optimizer state as data. Raises UnsupportedError for anything else."""
+    """Return a replicated value of optimizer state as data. Raises UnsupportedError for anything else."""
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex():
         item = value.item()
         assert isinstance(item, (int, float, bool))
@@ -255,7 +255,7 @@ def live_form(
     options: Mapping[str, object],
     where: str,
 ) -> ScalarValue:
-    """A saved scalar in the type that the run's optimizer keeps: the same number.
+    """Return a saved scalar in the type that the run's optimizer keeps: the same number.
 
     The type is that of ``current``, the live value, which is None before the first step; else that of the optimizer's
     class; else the saved one. Raises UnsupportedError if the type cannot hold the number.
@@ -277,7 +277,6 @@ def live_form(
 
 
 def _as_kind(value: int | float, kind: str) -> ScalarValue:
-    """The nearest value of a kind."""
     if kind == _INT:
         return ScalarValue(kind, int(value) if math.isfinite(value) else 0)
     if kind != _TENSOR:

@@ -1,4 +1,4 @@
-"""What is alike on all ranks beside tensors: scalars of optimizer state, hyper-parameters and loss scales.
+"""State that is the same on all ranks: scalars of optimizer state, hyper-parameters and loss scales.
 
 One saved copy is restored on every rank, so a save compares the ranks' values first (``difference``). The loss scale is
 restored where the run has the saved precision; otherwise the run keeps its own.
@@ -124,7 +124,7 @@ def set_groups(live: LiveOptimizer, groups: Sequence[SavedGroup | None]) -> list
 
 
 def _part_tensors(live: Sequence[dict[str, Any]], saved: Sequence[SavedGroup | None]) -> None:
-    """Give each group a tensor of its own where groups share one, as a default, and were saved with different values.
+    """Give each group a tensor of its own where groups share one, and were saved with different values.
 
     A group without a saved one keeps the value that it has.
     """
@@ -143,8 +143,8 @@ def _part_tensors(live: Sequence[dict[str, Any]], saved: Sequence[SavedGroup | N
 def set_option(group: dict[str, Any], option: str, value: OptionValue, form: TensorForm | None) -> None:
     """Set a hyper-parameter in place; a tensor keeps its identity, which compiled optimizers rely on.
 
-    The number is the saved one, and its form the run's: a tensor, a list, a tuple. What the run does not have yet, as
-    values that an optimizer makes at a step, has the saved form: ``form`` is that of a tensor.
+    The number is the saved one, and its form the run's: a tensor, a list, a tuple. An option that the run does not have
+    yet, as one that an optimizer makes at a step, has the saved form: ``form`` is that of a tensor.
     """
     current = group.get(option)
     if isinstance(current, torch.Tensor) and isinstance(value, (int, float)):

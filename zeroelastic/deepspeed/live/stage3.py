@@ -1,4 +1,4 @@
-"""The live ZeRO-3 optimizer: which parameter's part is where in this rank's flat buffers, and who keeps its state.
+"""The live ZeRO-3 optimizer: the place of each parameter's part in this rank's flat buffers, and its state.
 
 The layout is read off the optimizer, never recomputed: ``grad_position[ds_id] = [sub_group, offset, part]`` is
 DeepSpeed's own table. Under partial offload a second, backup optimizer steps the sub-groups that stay on the GPU.
@@ -89,7 +89,7 @@ class Stage3(LiveOptimizer):
             )
 
     def _sub_groups_of(self, groups: Sequence[Sequence[Param]], tensor_rank: int) -> list[list[Param]]:
-        """The sub-groups of a tensor parallel rank, whose slices may be of other sizes than those of this rank."""
+        """Return the sub-groups of a tensor parallel rank, whose slices may have other sizes than this rank's."""
         maps, size = self.maps, self.optimizer.sub_group_size
         theirs = [
             [Param(p.name, maps[p.name].views[tensor_rank].shape) if p.name in maps else p for p in members]
@@ -112,7 +112,7 @@ class Stage3(LiveOptimizer):
         return problems
 
     def _param(self, param: Any, names: Mapping[torch.nn.Parameter, str]) -> Param:
-        """A parameter as this rank has it. Raises UnsupportedError if it is not cut over the ranks that share it."""
+        """Describe a parameter. Raises UnsupportedError if it is not cut over the ranks that share it."""
         name = names.get(param)
         if name is None or not hasattr(param, "ds_id"):
             raise UnsupportedError(
@@ -147,11 +147,11 @@ class Stage3(LiveOptimizer):
         return backup
 
     def _is_backup(self, sub_group: int) -> bool:
-        """Whether the backup optimizer, a torch AdamW beside DeepSpeedCPUAdam, steps a sub-group."""
+        """Whether the backup optimizer, a torch AdamW, steps a sub-group in place of DeepSpeedCPUAdam."""
         return self.owner(sub_group) is not self.base
 
     def own_options(self) -> list[str]:
-        """Those of group 0 where they differ from the group's: the backup optimizer has a copy from when it was made.
+        """Return the options of the backup optimizer's copy of group 0 that are not the group's.
 
         Of further groups both optimizers share one dict. Source: ``DeepSpeedZeroOptimizer_Stage3.__init__`` (0.19.8).
         """
@@ -166,7 +166,7 @@ class Stage3(LiveOptimizer):
         return any(str(key).endswith(_DUPLICATE) for key in super().state(sub_group))
 
     def stepper(self, sub_group: int) -> torch.optim.Optimizer:
-        """Muon leaves those sub-groups that are not its own to an Adam, if it has one."""
+        """Muon leaves the sub-groups that are not its own to an Adam, if it has one."""
         aux: torch.optim.Optimizer | None = getattr(self.base, "aux_optimizer", None)
         return self.base if aux is None or self.group(sub_group).get("use_muon", True) else aux
 
@@ -174,9 +174,9 @@ class Stage3(LiveOptimizer):
         return self._swap.fp32(sub_group) if self._swap.has(sub_group) else super().fp32(sub_group)
 
     def state(self, sub_group: int) -> MutableMapping[str, Any]:
-        """A sub-group's state, whole: swapped tensors mapped, the backup optimizer's ``step`` a number as in the rest.
+        """A sub-group's whole state: swapped tensors mapped, the backup optimizer's ``step`` a number as in the rest.
 
-        What offload_states() keeps in duplicate is left out.
+        The duplicates that offload_states() keeps are left out.
         """
         state = super().state(sub_group)
         if self._has_duplicates(sub_group):
@@ -194,14 +194,14 @@ class Stage3(LiveOptimizer):
         """Put the momentum from which Muon continues into the optimizer state, where DeepSpeed keeps it outside.
 
         Under ``save_muon_momentum_buffer_in_memory`` DeepSpeed steps with a buffer of its own, and puts it into the
-        state at each step; a stock load replaces what is in the state alone.
+        state at each step; a stock load replaces only the tensor in the state.
         """
         self._swap.wait()
         for i, buffer in self._muon_momentum().items():
             self.base.state[self.flat(i)]["momentum_buffer"] = buffer
 
     def destination(self, sub_group: int, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """As for every optimizer; a swapped tensor is a map of its file, which is created if the state has none.
+        """A swapped tensor is a map of its file, which is created if the state has none.
 
         Raises OSError when the disk has no room for it.
         """
@@ -273,7 +273,7 @@ class Stage3(LiveOptimizer):
 
     @contextmanager
     def saving(self, engine: Engine, *, elastic: bool, written: Callable[[], object]) -> Iterator[None]:
-        """While it lasts, DeepSpeed's save has frozen parameters on NVMe, and makes no copy of swap files.
+        """Within this context, DeepSpeed's save has frozen parameters on NVMe, and makes no copy of swap files.
 
         DeepSpeed writes one element in place of a frozen parameter that is not in memory. Its copy of the swap files
         (``offloaded_tensors``) is left out of elastic saves, whose files hold all of it. After offload_states() nothing
@@ -314,7 +314,7 @@ class Stage3(LiveOptimizer):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's lacks what is on NVMe or with the backup optimizer."""
+        """Add the state that DeepSpeed leaves out: on NVMe, or with the backup optimizer."""
         state = self.optimizer._rigid_state_dict()
         sub_groups = range(self.layout.num_sub_groups)
         away = [i for i in sub_groups if self._is_backup(i) or self._swap.has(i) or self._has_duplicates(i)]
@@ -343,7 +343,7 @@ class Stage3(LiveOptimizer):
 
 
 class Evaluation(Stage3):
-    """A ``DeepSpeedZeRoOffload``: all parameters are ``frozen``, and there is nothing else.
+    """A ``DeepSpeedZeRoOffload``, which has no optimizer: all parameters are ``frozen``.
 
     DeepSpeed makes one where ``deepspeed.initialize`` gets no optimizer, to evaluate, and has no way to load a
     checkpoint into it (0.19.8).
@@ -428,7 +428,7 @@ def _is_plain(param: Any) -> bool:
 
 
 def _batches(params: Sequence[Any], world_size: int) -> Iterator[list[Any]]:
-    """Neighbours of one dtype and device that have at most ``BATCH_BYTES`` together, or one larger parameter."""
+    """Group neighbours of one dtype and device: at most ``BATCH_BYTES`` together, or one larger parameter."""
     batch: list[Any] = []
     nbytes = 0
     for param in params:
@@ -473,5 +473,5 @@ def _uncovered_offload(optimizer: Any) -> list[str]:
 
 
 def _as_number(key: str, value: Any) -> Any:
-    """``step`` as DeepSpeedCPUAdam keeps it, so that it does not matter which of the two optimizers has it."""
+    """Return ``step`` as DeepSpeedCPUAdam keeps it, so that it does not matter which optimizer has it."""
     return int(value.item()) if key == "step" and isinstance(value, torch.Tensor) and value.dim() == 0 else value

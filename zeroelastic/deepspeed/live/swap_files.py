@@ -1,9 +1,9 @@
 """Sub-groups and parameters that lie in NVMe swap files between two steps.
 
-A swapped tensor is a file on this machine of which nothing stays in memory between two steps. It is mapped, never read
-as a whole: saves and digests stream from the map, loads fill the map, and the page cache is the only memory that this
-takes. DeepSpeed reads and writes the same files with O_DIRECT, which the kernel keeps coherent with maps that hold
-nothing unwritten; ``sync`` writes out what a load has put into them. Source: ``OptimizerSwapper``,
+A swapped tensor is a file on this machine, and nothing of it stays in memory between two steps. It is mapped, never
+read as a whole: saves and digests stream from the map, loads fill the map, and the page cache is the only memory that
+this takes. DeepSpeed reads and writes the same files with O_DIRECT, which the kernel keeps coherent with maps that hold
+nothing unwritten; ``sync`` writes out the changes of a load. Source: ``OptimizerSwapper``,
 ``AsyncPartitionedParameterSwapper`` and ``DeepSpeedZeroOptimizer_Stage3._optimizer_step``, DeepSpeed 0.19.8.
 """
 
@@ -121,7 +121,7 @@ class SwapFiles:
         return self._swapper.swap_params_info[self._optimizer.fp32_partitioned_groups_flat[sub_group].ds_id]  # type: ignore[attr-defined]
 
     def _paths(self, sub_group: int) -> dict[int, str]:
-        """Where each swapped state tensor is, by the identity of the tensor in its place."""
+        """Return the path of each swapped state tensor, by the identity of the tensor in its place."""
         return {id(tensor.compute_tensor): tensor.swap_path for tensor in self._info(sub_group).tensors[1:]}
 
     def _map(self, path: str, numel: int, dtype: torch.dtype) -> torch.Tensor:

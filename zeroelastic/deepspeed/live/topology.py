@@ -1,4 +1,4 @@
-"""How a running engine shares its parameters: its topology, what each rank has of whole tensors, and process groups.
+"""How a running engine shares its parameters: its topology, each rank's part of whole tensors, and process groups.
 
 A run is *described* where DeepSpeed says which slice of which tensor each rank has: AutoTP by
 ``universal_checkpoint_info`` of the module, AutoEP by an attribute of each expert, DeepSpeed's own experts by their
@@ -49,12 +49,11 @@ _TENSOR_META = "universal_checkpoint_info"
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What a rank has to do with which others.
+    """How a rank shares parameters with others.
 
     ``group`` are the ranks of the layouts in the order of their numbers, of which this one has the number ``rank``.
     ``tp`` is the place of a rank whose tensor parallelism is opaque; ``topology`` is then of its data parallel group.
-    ``maps`` and ``expert_sizes``, the expert parallel size of each expert, are by the names that parameters have on
-    this rank.
+    ``maps`` and ``expert_sizes``, the expert parallel size of each expert, are by the names of parameters on this rank.
     """
 
     topology: Topology
@@ -72,7 +71,7 @@ class Sharing:
 
     @property
     def has_slices(self) -> bool:
-        """Whether some ranks have other parts of whole tensors than others."""
+        """Whether ranks have different parts of whole tensors."""
         return self.topology.tensor_size > 1 or bool(self.expert_sizes)
 
     def whole_name(self, name: str) -> str:
@@ -111,10 +110,10 @@ class Sharing:
         gaps: Sequence[Sequence[int]] | None = None,
         of_tensor_rank: Callable[[int], Buffers] | None = None,
     ) -> Layout:
-        """The layout over all ranks of flat buffers with these parameters of this rank.
+        """Return the layout over all ranks of flat buffers with these parameters of this rank.
 
-        ``gaps`` as in ``group_split_layout``. ``of_tensor_rank`` gives the buffers of other tensor parallel ranks where
-        these may be cut in another way. Raises UnsupportedError for slices that do not make up their tensors.
+        ``gaps`` as in ``group_split_layout``. ``of_tensor_rank`` gives the buffers of other tensor parallel ranks if
+        they may be cut in another way. Raises UnsupportedError for slices that do not make up their tensors.
         """
         if not self.has_slices:
             size = self.topology.data_size
@@ -139,7 +138,7 @@ class Sharing:
 def sharing_of(
     optimizer: Any, module: torch.nn.Module, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False
 ) -> Sharing:
-    """How the ranks of an engine share the parameters of its module; ``names`` are those of all parameters.
+    """Return how the ranks of an engine share the parameters of its module; ``names`` are of all parameters.
 
     ``opaque`` takes tensor parallelism for opaque, whatever the module says of it. Raises UnsupportedError for experts
     that DeepSpeed does not describe, or shares in another way than is known.
@@ -160,9 +159,9 @@ def sharing_of(
 
 
 def is_opaque(optimizer: Any, module: torch.nn.Module) -> bool:
-    """Whether a run has tensor parallelism that is opaque.
+    """Return whether a run has tensor parallelism that is opaque.
 
-    AutoTP's is not, where its maps are of all parameters, each rank has elements of each, and the ranks are placed as
+    AutoTP's is not, if its maps are of all parameters, each rank has elements of each, and the ranks are placed as
     DeepSpeed places them.
     """
     tp, dp_group = tensor_parallel(optimizer), optimizer.dp_process_group
@@ -178,7 +177,7 @@ def is_opaque(optimizer: Any, module: torch.nn.Module) -> bool:
 
 
 def _uncovered_sharing(optimizer: Any, engine: Any) -> str | None:
-    """What of the sharing of a run is not covered, if anything. ``engine`` is the optimizer's."""
+    """Return a reason why the sharing of a run is not covered, or None. ``engine`` is the optimizer's."""
     if not getattr(engine, "has_moe_layers", False):
         return None
     params = list(engine.module.parameters())
@@ -192,7 +191,7 @@ def _uncovered_sharing(optimizer: Any, engine: Any) -> str | None:
 
 
 def uncovered_groups(optimizer: Any, engine: object) -> list[str]:
-    """The names of the process groups in use that elastic checkpoints do not cover.
+    """Return the names of the process groups in use that elastic checkpoints do not cover.
 
     Covered: one ZeRO run over all ranks (sequence parallel ranks included), or one in each tensor parallel rank, which
     slices parameters first: ``data parallel size x tensor parallel size`` is the world.
@@ -220,12 +219,12 @@ def uncovered_groups(optimizer: Any, engine: object) -> list[str]:
 
 
 def is_expert(param: torch.nn.Parameter) -> bool:
-    """Whether a parameter is an expert's: DeepSpeed marks those that not all data parallel ranks share."""
+    """Return whether a parameter is an expert's: DeepSpeed marks those that not all data parallel ranks share."""
     return not getattr(param, "allreduce", True) and isinstance(getattr(param, "group_name", None), str)
 
 
 def has_expert_buffers(module: torch.nn.Module) -> bool:
-    """Whether experts of DeepSpeed's own layers have buffers that are saved: only the files of experts have these."""
+    """Return whether experts of DeepSpeed's own layers have saved buffers: only files of experts have these."""
     return any(
         numbered_expert(f"{name}.") is not None and part._buffers.keys() - part._non_persistent_buffers_set
         for name, part in module.named_modules()
@@ -239,7 +238,7 @@ def expert_group(param: torch.nn.Parameter) -> dist.ProcessGroup:
 
 
 def tensor_parallel(optimizer: Any) -> TensorParallel:
-    """This rank's place among its tensor parallel peers, each of which partitions slices of its own."""
+    """Return this rank's place among its tensor parallel peers, each of which partitions slices of its own."""
     group = getattr(optimizer, "model_parallel_group", None)
     if group is None:
         return NO_TENSOR_PARALLEL
@@ -251,7 +250,7 @@ def _shape(param: Any) -> tuple[int, ...]:
 
 
 def _tensor_maps(module: torch.nn.Module, tp: TensorParallel) -> SliceMaps | None:
-    """The maps of AutoTP; None where there are none, and where a rank has no elements of a parameter."""
+    """Return the maps of AutoTP; None if there are none, or a rank has no elements of a parameter."""
     info = getattr(module, _TENSOR_META, None)
     known = _parsed.get(module)
     if known is None or known[0] is not info or known[1] != tp.size:

@@ -1,10 +1,9 @@
-"""How many ranks share what in a run that DeepSpeed alone loads, compared with the save.
+"""How ranks share the parameters of a run that DeepSpeed alone loads, compared with the save.
 
-DeepSpeed goes by position: it copies the flat buffers of this rank's file into its own, whatever they are called, and
-compares the data parallel size only. Buffers of another arrangement may have the same length: those of experts over 2
-ranks and over 1 have. A rank whose own file is missing would raise alone, and the others would wait for it. Headers
-alone are read, by the allow-list. Source: ``_load_checkpoint``, ``load_module_state_dict``, ``_load_zero_checkpoint``
-(0.19.8).
+DeepSpeed copies the flat buffers of this rank's file into its own by position, and compares the data parallel size
+only. Buffers of another arrangement may have the same length: those of experts over 2 ranks and over 1 have. A rank
+whose own file is missing would raise alone, and the others would wait for it. Only headers are read, by the allow-list.
+Source: ``_load_checkpoint``, ``load_module_state_dict``, ``_load_zero_checkpoint`` (0.19.8).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _AUTO_EP = ("ds_autoep_layers", "autoep_layers")
 
 
 def is_of_this_size(engine: Engine, tag_dir: Path) -> bool:
-    """Whether as many data parallel and tensor parallel ranks saved a tag as this run has."""
+    """Return whether a tag was saved at the data and tensor parallel sizes of this run."""
     size, tp = dist.get_world_size(group=engine.optimizer.dp_process_group), tensor_parallel(engine.optimizer)
     try:
         return saved_sizes(tag_dir) == (size, tp.size)
@@ -64,9 +63,9 @@ def own_names(engine: Engine, tag_dir: Path) -> list[str]:
 
 
 def refuse_state_of_zero(engine: Engine, tag_dir: Path, request: LoadRequest) -> None:
-    """Raise UnsupportedError where a run without ZeRO is to go on from optimizer state in files of ZeRO.
+    """Raise UnsupportedError where a run without ZeRO would resume optimizer state from files of ZeRO.
 
-    DeepSpeed ends in a TypeError, or in an empty AssertionError. Not collective: each rank looks at what it sees.
+    DeepSpeed ends in a TypeError, or in an empty AssertionError. Each rank looks at what it sees: not collective.
     """
     reads_zero = engine.zero_optimization() or getattr(engine, "save_zero_checkpoint", False)
     if reads_zero or engine.optimizer is None or not tag_dir.is_dir():
@@ -87,7 +86,7 @@ def refuse_state_of_zero(engine: Engine, tag_dir: Path, request: LoadRequest) ->
 class _Arrangement(NamedTuple):
     """How many ranks share what, and the trained parameters in flat order. None and empty: not known.
 
-    ``experts`` are the sizes of all expert parallel groups, as text; ``data_first`` is the option of that name.
+    ``experts`` lists the sizes of all expert parallel groups, ``data_first`` is the option of that name.
     """
 
     data_size: int | None
@@ -130,9 +129,9 @@ def _current(engine: Engine) -> _Arrangement:
 def refuse_other_arrangement(engine: Engine, tag_dir: Path, request: LoadRequest, why: str) -> None:
     """Raise UnsupportedError where this run, left to DeepSpeed because of ``why``, is arranged unlike the save.
 
-    Each rank reads the headers of its own files. A load of weights only goes by name, so that only the tensor parallel
-    size counts. Raises MissingFileError where some ranks lack a file that others have, and CheckpointError for one that
-    is damaged; what cannot be compared is left to DeepSpeed. The same on every rank. Collective.
+    Each rank reads the headers of its own files. Weights alone load by name: only the tensor parallel size counts.
+    Raises MissingFileError where some ranks lack a file that others have, CheckpointError for a damaged one; DeepSpeed
+    gets what cannot be compared. Collective.
     """
 
     def look() -> list[str]:

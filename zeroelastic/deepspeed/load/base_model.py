@@ -12,10 +12,10 @@ _LOAD_IT_FIRST = "Load the base model that the run was saved with before deepspe
 
 
 def other_frozen(plan: LoadPlan) -> tuple[str, ...]:
-    """Return the names of frozen parameters that differ from the save, which has digests alone.
+    """Return the names of frozen parameters that differ from the save, which has only their digests. Collective.
 
-    Collective, and the same on every rank. Raises LayoutMismatchError where the save was made with
-    ``"frozen": "exclude"``, or the module is loaded strictly; StrictError under ``"strict": true``.
+    Raises LayoutMismatchError where the save was made with ``"frozen": "exclude"``, or the module is loaded strictly;
+    StrictError under ``"strict": true``.
     """
     if not plan.keeps_frozen:
         return ()

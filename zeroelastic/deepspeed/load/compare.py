@@ -50,10 +50,7 @@ def _without_buffers(frozen: Sequence[Param], module: torch.nn.Module) -> tuple[
 
 
 def refuse_lost_state(head: OptimizerHeader) -> None:
-    """Raise UnsupportedError for DeepSpeed's own file of a run with partial offload, which lacks state.
-
-    It is that of the sub-groups that the GPU stepped.
-    """
+    """Raise UnsupportedError for DeepSpeed's own file of a run with partial offload: the GPU's state is not in it."""
     ratio = entry(head.ds_config, "zero_optimization", "offload_optimizer", "ratio")
     without = sum(keys == (FP32,) for keys in head.tensor_keys)
     if head.format == "rigid" and ratio not in (None, 1.0) and without:
@@ -67,10 +64,10 @@ def refuse_lost_state(head: OptimizerHeader) -> None:
 def check_params(
     membership: ParamDiff, saved: ParamSet, checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest
 ) -> None:
-    """Raise LayoutMismatchError, listing everything that differs and is not allowed to.
+    """Raise LayoutMismatchError that lists every difference which is not allowed.
 
-    Whatever ``on_mismatch`` says, names that differ because one side was wrapped (``wrapper_advice``) are an error,
-    and so is a load that would restore nothing that is trained.
+    Whatever ``on_mismatch`` says, names that differ because one side was wrapped (``wrapper_advice``) are an error, and
+    so is a load that would restore no trained parameter.
     """
     wrapped = None
     if membership.dropped:
@@ -115,9 +112,9 @@ def check_params(
 
 
 def check_optimizer(membership: ParamDiff, head: OptimizerHeader, live: LiveOptimizer) -> None:
-    """Raise where the run's optimizer cannot continue from the saved state of its parameters.
+    """Raise LayoutMismatchError if the optimizer cannot continue from the saved state of its parameters.
 
-    UnsupportedError if Muon would continue from the state of Adam, or the other way, else LayoutMismatchError.
+    Raises UnsupportedError if Muon would continue from the state of Adam, or the other way.
     """
     for g, match in enumerate(membership.groups):
         now = bool(live.base.param_groups[g].get("use_muon", False))

@@ -1,7 +1,7 @@
-"""Load the newest tag of a run that loads: a tag that is damaged is passed over, with a warning, for an older one.
+"""Load the newest tag that loads: a damaged tag is passed over, with a warning, for an older one.
 
-The ranks agree on a tag before any of them opens it. A problem of the tag passes it over for the one before it; a
-problem of the run (another model, another configuration) is raised. Nothing is written or deleted.
+The ranks agree on a tag before any of them opens it. A problem of the run (another model, another configuration) is
+raised. Nothing is written or deleted.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ class UnusableError(CheckpointError):
 
 
 def load_first(tags: Sequence[Tag], load: Callable[[Tag], T], *, engine: Engine) -> tuple[T | None, tuple[str, ...]]:
-    """The result of the first load that succeeds, None where none does, and the tags before it with the reasons.
+    """Return the result of the first ``load(tag)`` that succeeds, or None, and why the tags before it were passed over.
 
-    ``tags`` are the same on every rank. ``load(tag)`` runs on every rank and raises the same there.
-    Errors of ``load`` other than CheckpointError and UnreadableError end the walk, and so does a SavedAgainError: the
-    tag before the one that is being saved is not the newest. Collective.
+    ``load`` runs on every rank and raises the same there. Its errors other than CheckpointError and UnreadableError end
+    the walk, and so does a SavedAgainError: the tag before the one that is being saved is not the newest. Collective.
     """
     passed: list[str] = []
     for tag in tags:
@@ -65,7 +64,7 @@ def load_first(tags: Sequence[Tag], load: Callable[[Tag], T], *, engine: Engine)
 def load_newest(root: FilePath, load: Callable[[str, str], T], engine: Engine) -> tuple[T] | None:
     """Return ``load(directory, tag)`` of the first of the directory's tags to try (``runs.tags``) that loads.
 
-    None where there is no checkpoint. Raises CheckpointError where there are some and none can be loaded. Collective.
+    Returns None where there is no checkpoint. Raises CheckpointError where there are some and none loads. Collective.
     """
     found = find_tags_to_try(engine, root)
     tags = [tag for tag in found.tags if tag.path == tag.tag_dir]  # folders of a framework have a ``latest`` each
@@ -97,7 +96,7 @@ def add_notes(engine: Engine, root: FilePath, notes: Sequence[str]) -> ResumeRep
 
 
 def none_loads(root: FilePath, passed: Sequence[str]) -> CheckpointError:
-    """The error for a directory whose every tag was passed over."""
+    """Return the error for a directory whose every tag was passed over."""
     listed = "".join(f"\n  - {one}" for one in passed)
     return CheckpointError(
         f"{root}: none of the checkpoints can be loaded:{listed}", remedy="To begin anew, give another directory."

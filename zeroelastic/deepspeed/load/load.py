@@ -1,7 +1,7 @@
 """One load from beginning to end: choose a tag, prepare a plan on all ranks, restore it, verify it, report it.
 
-What is not ours to load (stage 0, universal checkpoints, no tag at all, and what ``choose_loader`` leaves) is
-DeepSpeed's own ``load_checkpoint``. A tag that was saved again while it was read is an error that says so.
+DeepSpeed's own ``load_checkpoint`` loads the rest: stage 0, universal checkpoints, no tag at all, and what
+``choose_loader`` leaves to it. A tag that was saved again while it was read is an error that says so.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ logger = logging.getLogger(__name__)
 class LoadCall:
     """One call of ``load_checkpoint``: the engine, DeepSpeed's own method, bound to it, and when the call began.
 
-    ``pending_micro_batches`` are those that the engine has accumulated before; a load may set its counters to others.
-    ``configured`` are the hyper-parameters that the engine had before, if it has not trained. ``log`` logs the report
-    of a load; it is None until a tag is loaded, and where DeepSpeed alone loads.
+    ``pending_micro_batches`` and ``configured``, the hyper-parameters of an engine that has not trained, are those from
+    before the load. ``log`` logs the report; it is None until a tag is loaded here.
     """
 
     engine: Engine
@@ -71,9 +70,9 @@ class LoadCall:
 def load(
     engine: Engine, request: LoadRequest, original: Callable[..., Loaded], loaded: OnLoad, *, began: float
 ) -> Loaded:
-    """A load at any world size; ``original`` is DeepSpeed's own method, bound to the engine. Collective.
+    """Load a checkpoint at any world size; ``original`` is DeepSpeed's own method, bound to the engine. Collective.
 
-    The call ``began`` at a time of ``time.perf_counter``, from which the report counts its seconds.
+    The report counts its seconds from ``began``, a time of ``time.perf_counter``.
     """
     call = LoadCall(engine, original, loaded, began)
     request = replace(request, load_dir=absolute(request.load_dir))
@@ -125,39 +124,35 @@ def _loaded_event(engine: Engine, report: ResumeReport) -> observers.Loaded:
 
 
 def _load_one_save(call: LoadCall, request: LoadRequest) -> Loaded:
-    """Load a tag. Collective.
-
-    Raises SavedAgainError, alike on all ranks, where the load failed because the tag was saved again meanwhile.
-    """
-    opened: list[FilePath] = []
+    """Choose a tag and load it. Raises SavedAgainError, on all ranks, if it was saved again meanwhile. Collective."""
+    tag, newer = choose_tag(request.directory, request.tag)
+    if tag is None:
+        nothing_to_load(call.engine, request.directory, required=request.options.required)
+        return (None, None) if local_path(request.directory) is None else call.by_deepspeed(request)
+    tag_dir = open_tag(request.directory / tag)
     try:
-        return _load(call, request, opened)
+        return _load_tag(
+            call, replace(request, tag=tag), tag_dir, LoadNotes(about_newer(request.directory, tag, newer))
+        )
     except Exception as error:
-        if not is_raised_on_all_ranks(error) or not any_rank(any(map(was_saved_again, opened))):
+        if not is_raised_on_all_ranks(error) or not any_rank(was_saved_again(tag_dir)):
             raise
         raise SavedAgainError(
-            f"{opened[0]}: was saved again, or written to, while it was loaded. Load it again when that save is "
+            f"{tag_dir}: was saved again, or written to, while it was loaded. Load it again when that save is "
             f"complete, or a tag that is not being saved. The load ended with: {error}"
         ) from error
 
 
-def _load(call: LoadCall, request: LoadRequest, opened: list[FilePath]) -> Loaded:
-    """One attempt to load one tag; ``opened`` gets its directory, watched. Collective."""
+def _load_tag(call: LoadCall, request: LoadRequest, tag_dir: FilePath, notes: LoadNotes) -> Loaded:
+    """Try to load one tag, whose directory is watched. Collective."""
     engine = call.engine
-    tag, newer = choose_tag(request.directory, request.tag)
-    if tag is None:
-        nothing_to_load(engine, request.directory, required=request.options.required)
-        return (None, None) if local_path(request.directory) is None else call.by_deepspeed(request)
-    tag_dir = open_tag(request.directory / tag)
-    opened.append(tag_dir)
     all_or_raise(lambda: refuse_merged(engine.module, f"{tag_dir} cannot be loaded"))
     loader = choose_loader(engine, tag_dir, request)
     if loader.live is None:
         if dist.get_rank() == 0:
             logger.warning("loading through DeepSpeed alone: %s", loader.reason)
         return call.by_deepspeed(request)
-    notes = LoadNotes(about_newer(request.directory, tag, newer))
-    plan = preflight(engine, loader.live, replace(loader.request, tag=tag), tag_dir)
+    plan = preflight(engine, loader.live, loader.request, tag_dir)
     note_before_load(engine, plan, call.pending_micro_batches, notes)
     if call.configured is None and not engine.global_steps:
         call.configured = optimizer_options(engine, plan.live)

@@ -29,9 +29,9 @@ from zeroelastic.io.paths import FilePath
 
 
 class TargetState(NamedTuple):
-    """The optimizer state that one sub-group of the run gets: ``keys`` of tensors and scalars of sub-group ``source``.
+    """The optimizer state of one sub-group of the run: ``keys`` of tensors and scalars of saved sub-group ``source``.
 
-    ``source`` is None if all parameters of the sub-group are new to the optimizer: then it gets nothing.
+    ``source`` is None if all parameters of the sub-group are new to the optimizer: then it gets no state.
     """
 
     source: int | None = None
@@ -40,9 +40,9 @@ class TargetState(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Parameters that the save or the run has frozen: the plan that moves them, their saved state key and extents.
+    """A plan for parameters that the save or the run has frozen, with their saved state key and extents.
 
-    ``trains``: they go into master weights, each parameter into a buffer of its own; else into frozen parameters.
+    If ``trains``, they go into master weights, each parameter into a buffer of its own; else into frozen parameters.
     """
 
     plan: Plan
@@ -60,13 +60,12 @@ class Move(NamedTuple):
 class LoadPlan:
     """Everything that one rank loads into ``live``, as the ``request`` says; all of it is checked.
 
-    ``model`` is the module states file this rank takes, ``head`` the first optimizer file; ``saved_frozen`` are the
-    saved frozen parameters, whether files have them or not. ``plan`` moves trained parameters, ``moves`` the ones that
-    either side has frozen, and ``weights_plan`` the weights of the model from ``model``, where the master weights may
-    not say what they are. ``states[i]`` is what target sub-group i gets. ``other_frozen`` are the frozen parameters of
-    another base model than the save's, which the run keeps. ``checked_bytes`` were read for checksums alone.
-    ``renamed`` has the saved name of each parameter that has another one in the model; every other field uses the
-    saved names, once they are known.
+    ``model`` is the module states file this rank takes, ``head`` the first optimizer file. ``plan`` moves trained
+    parameters, ``moves`` those that either side has frozen, and ``weights_plan`` the weights of the model from
+    ``model``, where the master weights may not say what they are. ``states[i]`` is the state of target sub-group i.
+    ``saved_frozen`` are in files or excluded from them; ``other_frozen`` are of another base model than the save's, and
+    stay. ``checked_bytes`` were read for checksums alone. ``renamed`` has the saved name of each parameter that the
+    model has under another one; every other field uses the saved names.
     """
 
     live: LiveOptimizer
@@ -181,8 +180,8 @@ def plan_load(checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest)
 def _refuse_values_of_ranks(checkpoint: Checkpoint, head: OptimizerHeader) -> None:
     """Raise UnsupportedError where saved ranks differ in values that the optimizer computes from a rank's own part.
 
-    A sub_group_size does not keep these apart. This rank may have opened the file of one saved rank only: here is
-    another one's, where it is readable.
+    No sub_group_size keeps these apart. This rank may have opened one saved rank's file only: this compares another
+    one's.
     """
     other = (head.rank + 1) % checkpoint.world_size
     with suppress(CheckpointError):
@@ -224,11 +223,11 @@ def _moves(
 def _weights_plan(
     checkpoint: Checkpoint, model: ModuleHeader, live: LiveOptimizer, membership: ParamDiff
 ) -> Plan | None:
-    """The plan for weights of the model that may not be the master weights, cast; None where those are made.
+    """Plan weights of the model that may not be the master weights, cast; None where those are made.
 
     DeepSpeed loads the weights at stages 1 and 2 from the file of the whole module. A commit record says whether they
-    differ; where that is not known they are taken if that is possible. Raises UnsupportedError where it is not possible
-    and they differ.
+    differ; where that is not known they are taken if possible. Raises UnsupportedError where they differ and cannot be
+    taken.
     """
     own_weights = checkpoint.inventory.own_weights
     if not checkpoint.whole_model or own_weights is False:
@@ -255,8 +254,8 @@ def target_state(
 ) -> tuple[TargetState, ...]:
     """Choose for each sub-group of the run the saved sub-group whose optimizer state it gets.
 
-    Sub-groups have the same numbers on all saved ranks, whose ``layout`` has parameters that ``head`` has not.
-    Raises UnsupportedError where these were saved with different optimizer state.
+    Sub-groups have the same numbers on all saved ranks; ``layout`` has parameters that ``head`` lacks. Raises
+    UnsupportedError for a sub-group whose parameters were saved with different optimizer state.
     """
     restored = set(membership.restored)
     saved_in = {param.name: i for param, i in zip(layout.params, layout.sub_group.tolist(), strict=True)}

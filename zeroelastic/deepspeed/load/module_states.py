@@ -1,8 +1,8 @@
-"""The module states file that a load chose: checked, then read by DeepSpeed's load, once, without parameters.
+"""The module states file of a load: checked, then read by DeepSpeed's load, once, without parameters.
 
 DeepSpeed takes the module's own entries, counters, and the states of the lr scheduler, random-LTD and the data sampler
-from it (``DeepSpeedEngine._load_checkpoint``, 0.19.8). What is missing there, or is of another kind, would end a load
-in the middle, so it is checked before.
+from it (``DeepSpeedEngine._load_checkpoint``, 0.19.8). A missing entry, or one of another kind, would end a load in the
+middle, so it is checked before.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def load_module(engine: Engine, load_plan: LoadPlan, path: str, notes: LoadNotes
 
 
 def _experts(engine: Engine) -> dict[str, torch.Tensor]:
-    """The entries of the module's state that DeepSpeed keeps in files of experts."""
+    """Return the entries of the module's state that DeepSpeed keeps in files of experts."""
     if not engine.has_moe_layers:
         return {}
     state = engine.module.state_dict()
@@ -180,7 +180,6 @@ def _enum_member(owner: Any, name: str) -> ZeroStageEnum:
 
 
 def _imported(name: str) -> Any:
-    """The class that the user has named."""
     module, qualname = split_global(name)
     try:
         return attrgetter(qualname)(import_module(module))
@@ -193,10 +192,9 @@ def _imported(name: str) -> Any:
 
 @contextmanager
 def recorded_keys(module: Any, notes: LoadNotes, *, forgive: bool) -> Iterator[None]:
-    """While it lasts, the entries that ``module.load_state_dict`` finds missing and unknown are noted.
+    """Within this context, note the entries that ``module.load_state_dict`` finds missing and unknown.
 
-    ``forgive`` then strikes it off before a strict load raises for it. Tensors of other shapes are an error all the
-    same.
+    ``forgive`` then strikes them off before a strict load raises. Tensors of other shapes are an error all the same.
     """
 
     def record(_: object, found: Any) -> None:
@@ -218,10 +216,10 @@ _BY_GROUP = frozenset(("base_lrs", "_last_lr", "min_lrs", "max_lrs", "lr_lambdas
 
 
 def rearranged(saved: Mapping[str, Any], own: Mapping[str, Any], groups: Sequence[GroupMatch]) -> dict[str, Any]:
-    """A scheduler's saved state whose lists by group follow the live groups.
+    """Return a scheduler's saved state with its lists by group in the order of the live groups.
 
-    ``own`` is the state of the run's scheduler, from which a group without a saved one keeps its entries. Schedulers
-    within schedulers are followed. Nothing that is passed in is changed.
+    A group without a saved one keeps the entries of ``own``, the state of the run's scheduler. Schedulers within
+    schedulers are followed. The arguments are not changed.
     """
     state = dict(saved)
     for key, values in saved.items():
@@ -245,7 +243,7 @@ _ADDED_BY_TORCH = frozenset(("_is_initial",))
 
 
 def check_loaded_values(engine: Engine, model: ModuleHeader, request: LoadRequest) -> None:
-    """Raise LayoutMismatchError, naming the file and all that the run cannot take from it.
+    """Raise LayoutMismatchError, naming the file and every value that the run cannot take from it.
 
     Buffers are not checked where ``custom_load_fn``, or a module in its own way, loads them.
     """
@@ -282,9 +280,9 @@ def check_loaded_values(engine: Engine, model: ModuleHeader, request: LoadReques
 
 
 def _compared_buffers(module: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Buffers by name, without those of modules that decide themselves what they take from a state.
+    """Return buffers by name, without those of modules that decide themselves what they take from a state.
 
-    Such a module overrides ``_load_from_state_dict``, or it, or one that it is in, has a hook before a load.
+    Such a module overrides ``_load_from_state_dict``, or it or an outer module has a hook before a load.
     """
     if module._load_state_dict_pre_hooks:
         return {}
@@ -296,10 +294,7 @@ def _compared_buffers(module: torch.nn.Module, prefix: str = "") -> dict[str, to
 
 
 def _buffer_casts(engine: Engine, load_plan: LoadPlan) -> list[str]:
-    """A sentence for each kind of buffer that a load has not kept in the dtype that it was saved in.
-
-    What ``custom_load_fn`` does with them is not known.
-    """
+    """Return a note on each kind of buffer that was cast; ``custom_load_fn`` may do with them what it likes."""
     buffers = dict(engine.module.named_buffers()) if load_plan.request.custom_load_fn is None else {}
     own = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in buffers.items()}
     forms = ((name, form) for name, form in load_plan.model.others.items() if name in own and form)

@@ -1,4 +1,4 @@
-"""What a load notes for its report, each fact where it arises; and what is noted before the engine is touched."""
+"""The facts that a load notes for its report where they arise."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from zeroelastic.errors import StrictError, counted, rank_list, some
 
 @dataclass(slots=True)
 class LoadNotes:
-    """The facts of one load that its report states beside the plan.
+    """The facts of one load that its report states in addition to the plan.
 
     The report is logged as a warning if there are ``warnings``; ``texts`` are its other notes. ``lost`` is optimizer
-    state that was not restored, ``kept_by_rank`` names what each rank saves for itself. ``missing`` are entries of the
-    module's state that the checkpoint lacks, ``unexpected`` entries of the checkpoint that the module lacks.
-    ``own_weights``: the model has weights that are not the master weights, cast, as it had them when it was saved.
+    state that was not restored, ``kept_by_rank`` names the state that each rank saves for itself. ``missing`` are
+    entries of the module's state that the checkpoint lacks, ``unexpected`` the reverse. ``own_weights``: the model has
+    weights that are not the master weights, cast, as it had when it was saved.
     """
 
     warnings: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class LoadNotes:
 
 
 def note_before_load(engine: Engine, load_plan: LoadPlan, pending: int, notes: LoadNotes) -> None:
-    """Note what a load will not do as one may expect, and whether it changes the global batch.
+    """Note what a user may not expect of the load, and whether it changes the global batch.
 
     ``pending`` are the micro batches that the engine has accumulated. Raises StrictError for another batch, or base.
     """
@@ -86,7 +86,7 @@ def note_before_load(engine: Engine, load_plan: LoadPlan, pending: int, notes: L
 
 
 def check_batch(saved: int | None, current: int, world_size: int, *, strict: bool) -> str | None:
-    """A warning when a resume would change the global batch; StrictError when ``strict``."""
+    """Return a warning if a resume would change the global batch; raise StrictError if ``strict``."""
     if saved is None or saved == current:
         return None
     keep = [m for m in range(1, saved // world_size + 1) if saved % (m * world_size) == 0]
@@ -131,7 +131,7 @@ def note_module_files(load_plan: LoadPlan, notes: LoadNotes) -> None:
 
 
 def optimizer_options(engine: Engine, live: LiveOptimizer) -> list[dict[str, str]]:
-    """The hyper-parameters of each optimizer group as text, without what a scheduler sets while it trains."""
+    """Return the hyper-parameters of each optimizer group as text, without those that a scheduler sets."""
     names = {"initial_lr", *live.base.defaults}
     if engine.lr_scheduler is not None:
         names -= {"lr", "betas", "momentum"}
@@ -141,7 +141,7 @@ def optimizer_options(engine: Engine, live: LiveOptimizer) -> list[dict[str, str
 
 
 def note_options(before: Sequence[Mapping[str, str]], now: Sequence[Mapping[str, str]], notes: LoadNotes) -> None:
-    """Note the hyper-parameters which a load has set to other values than the run was configured with."""
+    """Note the hyper-parameters that a load has set to other values than the run was configured with."""
     found: dict[tuple[str, str, str], list[int]] = {}
     for g, (was, is_now) in enumerate(zip(before, now, strict=True)):
         for name in was.keys() & is_now.keys():
@@ -159,7 +159,6 @@ def note_options(before: Sequence[Mapping[str, str]], now: Sequence[Mapping[str,
 
 
 def _in_digits(value: object) -> str:
-    """A value as text, without the noise of a float32."""
     if isinstance(value, torch.Tensor):
         return _in_digits(value.tolist())
     if isinstance(value, (list, tuple)):

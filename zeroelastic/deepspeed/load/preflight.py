@@ -39,9 +39,9 @@ _SHARED_FACTS = ("format", "save id", "world size", "global step", "commit recor
 def preflight(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: FilePath) -> LoadPlan:
     """Open what this rank needs, check it against the model, and compare with the other ranks. Collective.
 
-    Slices that the files do not describe go into those of the same ranks, and weights that have another name since,
-    because of an adapter, or of several that are tied, into where they are now. Nothing of the engine is changed.
-    Raises the same error on every rank: CheckpointError, LayoutMismatchError, UnsupportedError.
+    Slices that the files do not describe go into the slices of the same ranks. Weights that an adapter has renamed, or
+    that are tied, go to their present names. Nothing of the engine is changed. Raises the same error on every rank:
+    CheckpointError, LayoutMismatchError, UnsupportedError.
     """
     opaque = False
     try:
@@ -59,7 +59,7 @@ def preflight(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir
 
 
 def _check(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: FilePath) -> LoadPlan:
-    """``preflight`` into a live state as it is. Collective."""
+    """Open, plan and compare with a live state as it is. Collective."""
     inventory = gather_inventory(tag_dir)
 
     def open_here() -> Checkpoint:
@@ -126,9 +126,9 @@ def _refuse_other_weights(plan: LoadPlan) -> None:
 
 
 def _check_consistent(digests: Sequence[ConsistencyDigest], own: LoadPlan) -> None:
-    """Raise CheckpointError where two ranks read files of different saves; ``digests`` are by rank.
+    """Raise CheckpointError where two ranks read files of different saves; ``digests`` are by rank. Collective.
 
-    UnsupportedError where they differ in values of the optimizer that follow from a rank's part. Collective.
+    Raises UnsupportedError where they differ in values of the optimizer that follow from a rank's part.
     """
     is_recorded = own.checkpoint.inventory.is_recorded
     first_of: dict[str, int] = {}  # the first rank of each opaque tensor parallel rank, whose slices are its own
@@ -151,9 +151,9 @@ def _check_consistent(digests: Sequence[ConsistencyDigest], own: LoadPlan) -> No
 
 
 def _check_checksums(plan: LoadPlan) -> int:
-    """Compare all that has no digest with its checksums, in every file that this rank uses or reads for others.
+    """Compare all payload without a digest with its checksums, and return the bytes that were read.
 
-    Returns the number of bytes read. Raises CheckpointError.
+    Checks every file that this rank uses or reads for others. Raises CheckpointError.
     """
     checkpoint, inventory = plan.checkpoint, plan.checkpoint.inventory
     shards, models = dict(plan.shards), {plan.model.rank: plan.model}

@@ -38,7 +38,7 @@ def gather_costs(load_plan: LoadPlan, cost: LoadCost, failed: bool) -> tuple[boo
 def load_report(
     engine: Engine, load_plan: LoadPlan, notes: LoadNotes, verification: Verification, costs: dict[str, int]
 ) -> ResumeReport:
-    """The report, the same on every rank, without its seconds: these are known at the end of the call."""
+    """Return the report, the same on every rank, without its seconds: these are known at the end of the call."""
     live, request, checkpoint = load_plan.live, load_plan.request, load_plan.checkpoint
     texts = [*notes.warnings, *notes.texts]
     exact, rederived, reset = _inventory(engine, load_plan, notes)
@@ -75,10 +75,7 @@ def load_report(
 
 
 def log_report(logger: logging.Logger, report: ResumeReport, *, warn: bool) -> None:
-    """Log a report on rank 0: as a warning where something changed or ``warn`` asks for it.
-
-    Else its first line has level INFO, and the rest DEBUG.
-    """
+    """Log a report: as a warning if something changed or ``warn``, else its first line as INFO, the rest as DEBUG."""
     if report.changed or warn:
         logger.warning("%s", report.text())
     else:
@@ -88,7 +85,7 @@ def log_report(logger: logging.Logger, report: ResumeReport, *, warn: bool) -> N
 
 
 def log_batch(logger: logging.Logger, engine: Engine, report: ResumeReport, saved: int | None) -> None:
-    """Tell that a resume at another size has the saved global batch; a changed one is in the report."""
+    """Log that a resume at another size has the saved global batch; a changed one is in the report."""
     if report.saved_world_size == report.world_size or report.batch_changed:
         return
     batch, accumulation = engine.train_batch_size(), engine.gradient_accumulation_steps()
@@ -111,7 +108,7 @@ def _module_bytes(load_plan: LoadPlan) -> int:
 
 
 def _inventory(engine: Engine, load_plan: LoadPlan, notes: LoadNotes) -> tuple[list[str], list[str], list[str]]:
-    """What is exact, what was derived from something else, and what was not restored."""
+    """Return phrases for exact state, state that was derived from other state, and state that was not restored."""
     membership = load_plan.membership
     exact = [counted(len(membership.restored), "parameter")]
     rederived: list[str] = []
@@ -157,7 +154,7 @@ def _inventory(engine: Engine, load_plan: LoadPlan, notes: LoadNotes) -> tuple[l
 
 
 def topology_text(load_plan: LoadPlan) -> str | None:
-    """How many ranks share what, then and now; None for a save and a run without slices."""
+    """Return the parallel sizes, then and now; None for a save and a run without slices."""
     live = load_plan.live
     sides = ((load_plan.layout, load_plan.checkpoint.topology), (live.whole, live.topology))
     if all(layout.slices is None for layout, _ in sides):
@@ -175,7 +172,7 @@ def topology_text(load_plan: LoadPlan) -> str | None:
 
 
 def _changes(load_plan: LoadPlan, notes: LoadNotes) -> tuple[str, ...]:
-    """The differences between the save and the run, by name, and how each was loaded: sentences for the report."""
+    """Return sentences that name the differences between the save and the run, and how each was loaded."""
     membership = load_plan.membership
     # parameters have sentences of their own
     known = frozenset((*membership.dropped, *load_plan.renamed.values()))

@@ -29,10 +29,10 @@ from zeroelastic.io.paths import local_path
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What DeepSpeed's own part of a load returned, and partial digests of what was read.
+    """The return value of DeepSpeed's own part of a load, and partial digests of the payload that was read.
 
-    ``cast`` are of what was cast or is rounded afterwards, ``changed`` of what the save has as trained and the run as
-    frozen, or the other way.
+    ``cast`` are of tensors that were cast or are rounded afterwards, ``changed`` of those that only the save, or only
+    the run, trains.
     """
 
     loaded: tuple[Any, Any]
@@ -71,7 +71,7 @@ def restore(engine: Engine, load_plan: LoadPlan, notes: LoadNotes) -> Restored:
 def _complete(
     engine: Engine, load_plan: LoadPlan, loaded: tuple[Any, Any], filled: Sequence[Filled], notes: LoadNotes
 ) -> Restored:
-    """Set what is not read from payload, when all payload is in its place."""
+    """Set padding, fresh state, scalars and weights, when all payload is in its place."""
     live = load_plan.live
     check_one_save(load_plan.tag_dir)  # nothing is read after this
     for i, state in enumerate(load_plan.states):
@@ -131,14 +131,14 @@ def _fill(load_plan: LoadPlan) -> list[Filled]:
 
 
 def _casts(targets: Sequence[Target]) -> list[str]:
-    """A sentence for each kind of tensor that is not kept in the dtype that it was saved in."""
+    """Return a sentence for each kind of tensor that is not kept in the dtype that it was saved in."""
     names = {FP32: "master weights", FROZEN: "frozen parameters"}
     casts = {(names.get(t.key, t.key), t.dtype, str(t.tensor.dtype).removeprefix("torch.")) for t in targets if t.cast}
     return [f"{what}: cast from {saved} to {live}" for what, saved, live in sorted(casts)]
 
 
 def _frozen_parts(load_plan: LoadPlan) -> list[FillItem]:
-    """The parameters that either side has frozen; each is a target of its own."""
+    """Return the parameters that either side has frozen; each is a target of its own."""
     live, here = load_plan.live, load_plan.live.layout.index()
     parts: list[FillItem] = []
     for move in load_plan.moves:
@@ -163,7 +163,7 @@ def _frozen_parts(load_plan: LoadPlan) -> list[FillItem]:
 
 
 def _weights_parts(load_plan: LoadPlan) -> list[FillItem]:
-    """The weights of the model, where they are not made from the master weights."""
+    """Return the weights of the model, where they are not made from the master weights."""
     plan, places = load_plan.weights_plan, load_plan.model.weight_places
     if plan is None:
         return []
@@ -179,10 +179,9 @@ def _weights_parts(load_plan: LoadPlan) -> list[FillItem]:
 
 
 def _changed_digests(part: Filled, rank: int) -> Digests:
-    """The digests of every target of a moved part, under the saved state key.
+    """Return the digest of every target of a moved part, under the saved state key.
 
-    They are digests of the saved tensors: computed on reading where a tensor was cast, or where what was read is known
-    to be in its place; else from the live tensor.
+    They are computed on reading where a tensor was cast or its place is known; else from the live tensor.
     """
     dst, targets = part.plan.dst, part.targets
     pieces = [
@@ -210,7 +209,7 @@ def _restore_values(
 ) -> None:
     """Set scalars, hyper-parameters and loss scale, then the 16-bit weights from the master weights.
 
-    ``rounded``: by sub-group, of how many elements the 16-bit weights are made already.
+    ``rounded`` says by sub-group how many elements of the 16-bit weights are made already.
     """
     if not load_plan.weights_only:
         for i, state in enumerate(load_plan.states):
@@ -233,7 +232,7 @@ def _restore_values(
 
 
 def _converted(load_plan: LoadPlan) -> list[str]:
-    """A sentence for each scalar that the run's optimizer keeps in another form than the saved one did."""
+    """Return a sentence for each scalar that the run's optimizer keeps in another form than the saved one did."""
     saved = {(key, value.kind) for entry in load_plan.head.scalars for key, value in entry.items()}
     live = {(key, value.kind) for state in load_plan.states for key, value in state.scalars.items()}
     return [

@@ -1,7 +1,7 @@
-"""Copies of the same values in the files of several tensor parallel ranks are compared where no record did it.
+"""Copies that several tensor parallel ranks saved of the same values, compared where no commit record did it.
 
-A load at another tensor parallel size takes one copy of each. A save with a commit record has compared them; stock
-DeepSpeed does not, and copies drift apart where ranks train replicated parameters on different gradients.
+A load at another tensor parallel size takes one copy of each. Stock DeepSpeed does not compare them, and copies drift
+apart where ranks train replicated parameters on different gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Extents = Callable[[int], Mapping[str, TensorExtents]]
 def refuse_other_copies(checkpoint: Checkpoint, *, keys: list[str]) -> None:
     """Raise UnsupportedError where tensor parallel ranks saved different copies of the same values. Collective.
 
-    Every copy is read once, by some rank that sees its file. ``keys`` are those of optimizer state, on all ranks alike.
+    Some rank that sees its file reads every copy once. ``keys`` are of optimizer state, and the same on all ranks.
     """
 
     def frozen(rank: int) -> Mapping[str, TensorExtents]:
@@ -66,7 +66,7 @@ def refuse_other_copies(checkpoint: Checkpoint, *, keys: list[str]) -> None:
 
 
 def _sums(layout: Layout, keys: list[str], extents: _Extents, ranks: list[int]) -> UInt64Array:
-    """The digests of copied strips as far as these saved ranks have them: shape ``(num_strips, num_keys)``."""
+    """Return the digests of copied strips as far as these saved ranks have them: shape ``(num_strips, num_keys)``."""
     slices = layout.slices
     assert slices is not None
     first = first_copies(slices)

@@ -19,10 +19,8 @@ class StatesFile(io.RawIOBase):
     """An open file of which the ranges ``left_out`` are not read: in a buffer, their bytes stay as they were.
 
     ``left_out`` are (offset, nbytes), ascending, with shape ``(num_ranges, 2)``. ``error`` is what ended a read: for
-    torch's reader, which is C++, the file ends there.
-
-    A mapping would read as little. But DeepSpeed's own save writes a file again in its place, and a mapped page that
-    has been cut off ends the process with SIGBUS.
+    torch's reader, which is C++, the file ends there. It is no mapping: DeepSpeed's own save writes a file again in its
+    place, and a mapped page that has been cut off ends the process with SIGBUS.
     """
 
     def __init__(self, path: str, left_out: Int64Array) -> None:
@@ -35,29 +33,24 @@ class StatesFile(io.RawIOBase):
         self.error: BaseException | None = None
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
         super().close()
 
     def readable(self) -> bool:
-        """As of any file that is open for reading."""
         return True
 
     def seekable(self) -> bool:
-        """As of any file on a disk."""
         return True
 
     def tell(self) -> int:
-        """The offset at which the next read begins."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the offset at which the next read begins, and return it."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """How many bytes of the buffer now stand for the file's: 0 at its end, and where a read failed."""
+        """Return how many bytes of the buffer now stand for the file's: 0 at its end, and where a read failed."""
         into = np.frombuffer(buffer, dtype=np.uint8)
         nbytes = max(0, min(len(into), self._size - self._at))
         try:

@@ -1,8 +1,8 @@
 """Loads that DeepSpeed does alone: ``install()`` must neither take them away nor hide that they would go wrong.
 
-``choose_loader`` decides once who loads, before the checkpoint is opened for a load: DeepSpeed has runs that we do not
-cover, and rigid checkpoints of the same size that only DeepSpeed reads. How such a run and its save are arranged is
-compared by ``arrangement``. Source: ``_load_checkpoint``, ``_load_zero_checkpoint`` (0.19.8).
+``choose_loader`` decides once who loads, before the checkpoint is opened: DeepSpeed has runs that are not covered here,
+and rigid checkpoints of the same size that only DeepSpeed reads. Source: ``_load_checkpoint``,
+``_load_zero_checkpoint`` (0.19.8).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ OnLoad = Callable[[CommitRecord | None, Any], None]
 
 
 def is_left_to_deepspeed(engine: Engine, request: LoadRequest) -> bool:
-    """Whether DeepSpeed loads, whatever the checkpoint is: Universal ones, and runs that we do not cover. Collective.
+    """Return whether DeepSpeed loads any checkpoint: Universal ones, and runs that are not covered. Collective.
 
     Raises as ``refuse_other_arrangement`` where the files of such a run say how they are cut.
     """
@@ -71,7 +71,6 @@ def is_left_to_deepspeed(engine: Engine, request: LoadRequest) -> bool:
 
 
 def _check_left(engine: Engine, request: LoadRequest) -> None:
-    """Check what DeepSpeed does not, of a run that is left to it. Collective."""
     if not (engine.zero_optimization() or getattr(engine, "has_moe_layers", False)):
         if (tag := request.tag if request.tag is not None else read_latest(request.directory)) is not None:
             refuse_state_of_zero(engine, Path(request.load_dir) / str(tag), request)
@@ -106,7 +105,7 @@ def load_by_deepspeed(engine: Engine, original: Callable[..., Loaded], loaded: O
 class LoaderChoice(NamedTuple):
     """Who loads a tag: DeepSpeed alone because of ``reason``, or this package into ``live``, as ``request`` says.
 
-    ``values`` are the optimizer's numbers in this rank's file, where DeepSpeed has them if those of other ranks differ.
+    ``values`` are the optimizer's numbers in this rank's file: DeepSpeed loads if those of other ranks differ.
     """
 
     live: LiveOptimizer | None
@@ -116,12 +115,11 @@ class LoaderChoice(NamedTuple):
 
 
 def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> LoaderChoice:
-    """Decide who loads a tag: alike on every rank. Collective.
+    """Decide who loads a tag, the same on every rank. Collective.
 
-    DeepSpeed has what every rank leaves to it: a configuration that we do not cover, if as many ranks saved the tag,
-    and else a checkpoint that only DeepSpeed reads (``_why_only_deepspeed_reads``). The option ``verify`` has no one
-    default: the least of any rank holds. Raises UnsupportedError where the run is not covered and DeepSpeed cannot load
-    the tag either.
+    DeepSpeed loads what every rank leaves to it: a configuration that is not covered, if as many ranks saved the tag,
+    or a checkpoint that only DeepSpeed reads (``_why_only_deepspeed_reads``). The least ``verify`` of any rank holds.
+    Raises UnsupportedError where the run is not covered and DeepSpeed cannot load the tag either.
     """
 
     local = local_path(tag_dir)  # DeepSpeed reads no URLs
@@ -163,7 +161,7 @@ def choose_loader(engine: Engine, tag_dir: FilePath, request: LoadRequest) -> Lo
 
 
 def _values_of_ranks(tag_dir: FilePath, tables: Sequence[tuple[tuple[int, int], Values]]) -> str | None:
-    """Why DeepSpeed has a tag whose ranks differ in numbers that the optimizer computes from a rank's own part.
+    """Return why DeepSpeed loads: the optimizer computed numbers from each rank's own part, and they differ.
 
     ``tables`` are the numbers of each rank, by its tensor parallel and its data parallel rank.
     """
@@ -175,7 +173,7 @@ def _values_of_ranks(tag_dir: FilePath, tables: Sequence[tuple[tuple[int, int], 
 
 
 def _values(shard: OptimizerHeader) -> Values:
-    """The optimizer's numbers in a file, and a hash of all else that the files of one save have in common."""
+    """Return the optimizer's numbers in a file, and a hash of all else that the files of one save have in common."""
     common = [shard_facts(shard)[fact] for fact in sorted(shard_facts(shard).keys() - VALUE_FACTS)]
     numbers = {what: (key, value) for what, (key, value) in shard_values(shard).items() if key != "params"}
     return {**numbers, "the save": ("save", hashlib.sha256(repr(common).encode()).hexdigest())}
@@ -184,12 +182,11 @@ def _values(shard: OptimizerHeader) -> Values:
 def _why_only_deepspeed_reads(
     engine: Engine, live: LiveOptimizer, tag_dir: Path, request: LoadRequest
 ) -> tuple[str | None, Values | None]:
-    """Why only DeepSpeed reads this rank's files: the weights alone, or a rigid save of this size without a record.
+    """Return why only DeepSpeed reads this rank's files, and the optimizer's numbers; None where the load is ours.
 
-    It reads the weights of the module where there are no optimizer files (stage 0, or they were removed), torch's old
-    format, module states in which client state has replaced the names of the parameters, optimizer state that is not
-    one value per element, and what ``_names_that_differ`` says. None where this package loads the tag, unless ranks
-    differ in the numbers of the optimizer, which are the other result.
+    It reads the weights of the module where there are no optimizer files (stage 0, or they were removed), and of rigid
+    saves of this size without a record: torch's old format, module states in which client state has replaced the names
+    of the parameters, optimizer state that is not one value per element, and what ``_names_that_differ`` says.
     """
     if not tag_dir.is_dir() or not live.trains:
         return None, None
@@ -227,7 +224,7 @@ def _why_only_deepspeed_reads(
 def _check_module(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: LoadRequest) -> None:
     """Raise CheckpointError unless this rank's module states are those of the commit record, where there is one.
 
-    Of the ranks that read a file, the first compares its payload with the checksums, which the record states.
+    The first of the ranks that read a file also compares its payload with the checksums.
     """
     record, path = read_record(tag_dir), tag_dir / own_names(engine, tag_dir)[0]
     if record is None or request.options.verify == "off":
@@ -240,7 +237,7 @@ def _check_module(engine: Engine, live: LiveOptimizer, tag_dir: Path, request: L
 
 
 def _names_that_differ(engine: Engine, live: LiveOptimizer, model: Table, request: LoadRequest) -> str | None:
-    """Say which other parameters a checkpoint names, although DeepSpeed, which goes by position, loads it.
+    """Return which other parameters a checkpoint names, although DeepSpeed, which goes by position, loads it.
 
     With ``load_module_strict=False`` the trained parameters may have other names, if their shapes are the run's in the
     same order. At stage 3 DeepSpeed saves no parameter that requires a gradient and that no optimizer group has.
@@ -267,7 +264,7 @@ def _names_that_differ(engine: Engine, live: LiveOptimizer, model: Table, reques
 
 
 def _names_params(model: Table) -> bool:
-    """Whether module states list the trained and the frozen parameters, unless none are frozen."""
+    """Return whether module states list the trained parameters, and the frozen ones if there are any."""
     tables, frozen = model.get("param_shapes"), model.get("frozen_param_shapes")
     listed = isinstance(tables, list) and all(isinstance(table, Mapping) for table in tables)
     return listed and (frozen is None or isinstance(frozen, Mapping))

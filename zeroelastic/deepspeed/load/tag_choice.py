@@ -32,10 +32,10 @@ class TagLookup(NamedTuple):
 
 
 def choose_tag(load_dir: FilePath, tag: Any) -> tuple[str | None, tuple[str, ...]]:
-    """The tag to load, agreed by all ranks, and the newer ones where ``latest`` names it. Collective.
+    """Return the tag to load, the same on all ranks, and the newer ones where ``latest`` names it. Collective.
 
-    The tag is None when there is no ``latest`` to choose it. Nodes with disks of their own may name different ones:
-    then the newest is taken (``agree_on_latest``).
+    The tag is None when there is no ``latest`` to choose it. Where nodes with disks of their own name different ones,
+    the newest is taken (``agree_on_latest``).
     """
     here, rank = local_path(load_dir), dist.get_rank()
     looks = rank == 0 or here is not None  # rank 0 asks for all at a URL
@@ -86,8 +86,8 @@ def choose_tag(load_dir: FilePath, tag: Any) -> tuple[str | None, tuple[str, ...
 def nothing_to_load(engine: Engine, load_dir: FilePath, *, required: bool) -> None:
     """Warn on rank 0 that there is nothing to load and the run begins from scratch. Collective.
 
-    Raises MissingFileError on every rank where a checkpoint is ``required``, and CheckpointError where an earlier load
-    has left the engine damaged.
+    Raises MissingFileError where a checkpoint is ``required``, CheckpointError for an engine that an earlier load
+    damaged.
     """
 
     def refuse() -> None:

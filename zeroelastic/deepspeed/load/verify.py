@@ -1,4 +1,4 @@
-"""Verifies a load: digests of the live state, in its own layout, against the commit record."""
+"""Verify a load: digests of the live state, in its own layout, against the commit record."""
 
 from __future__ import annotations
 
@@ -56,19 +56,17 @@ class Verification:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank saw that the live state is not what was saved."""
+        """Whether this rank saw that the live state is not the saved one."""
         return self.matches is False
 
 
 def verify(engine: Engine, load_plan: LoadPlan, restored: Restored) -> Verification:
-    """Digest the live state and compare with the commit record. Collective.
+    """Digest the live state and compare it with the commit record. Collective.
 
     With ``"verify": "read"`` the digests are those of the bytes as they were read, where each went to the address at
-    which the live state has it; what comes later is not seen. Tensors that were cast are compared by the digest of
-    what was read; so are master weights that the run then rounds to 16 bits (load_from_fp32_weights is off). Where it
-    has ``failed`` on any rank, ``raise_mismatch`` has to be called on all.
-
-    Without a commit record there is nothing to compare with: the report names the verb that compares checksums.
+    which the live state has it; later changes are not seen. Tensors that were cast, and master weights that the run
+    then rounds to 16 bits (load_from_fp32_weights is off), are compared by the digest of what was read. If it has
+    ``failed`` on any rank, ``raise_mismatch`` has to be called on all.
     """
     live, saved_root, request = load_plan.live, load_plan.checkpoint.inventory.content_root, load_plan.request
     if not request.options.verifies_content:
@@ -145,7 +143,7 @@ def _without_record(load_plan: LoadPlan, local: LocalDigests) -> Verification:
 def _as_read(
     contents: list[ParamContent], cast: Mapping[TensorKey, int], recorded: Mapping[str, ParamContent]
 ) -> list[ParamContent]:
-    """Live contents where a tensor that is kept in another dtype, or rounded, counts as it was read."""
+    """Return live contents in which a tensor that is kept in another dtype, or rounded, counts as it was read."""
     read: dict[str, dict[str, tuple[str, int]]] = {}
     for (name, key), digest in cast.items():
         if name in recorded and key in recorded[name].tensors:
@@ -161,7 +159,7 @@ def _as_read(
 def differences(
     saved: Collection[ParamContent], live: Collection[ParamContent], *, weights_only: bool
 ) -> list[tuple[str, str]]:
-    """Every tensor and scalar in which two lists of contents differ, as (parameter, state key).
+    """Return every tensor and scalar in which two lists of contents differ, as (parameter, state key).
 
     Scalars are compared as numbers, because optimizers keep a step in different types. ``weights_only`` compares only
     master weights and frozen parameters.
@@ -190,7 +188,7 @@ def differences(
 
 
 def with_saved_kinds(live: Collection[ParamContent], saved: Collection[ParamContent]) -> list[ParamContent]:
-    """Live contents, with each scalar in the type of the saved one if both are the same number."""
+    """Return live contents with each scalar in the type of the saved one if both are the same number."""
     kept = {content.param.name: content.scalars for content in saved}
     none: Mapping[str, ScalarValue] = {}
     made: dict[tuple[int, int], Mapping[str, ScalarValue]] = {}  # the parameters of a group share their scalars
@@ -208,7 +206,7 @@ def with_saved_kinds(live: Collection[ParamContent], saved: Collection[ParamCont
 
 
 def raise_mismatch(verified: Verification, load_plan: LoadPlan) -> NoReturn:
-    """Raise DigestMismatchError, where ``verify`` has failed on any rank, in the same words on all. Collective.
+    """Raise DigestMismatchError, the same on all ranks, where ``verify`` has failed on any. Collective.
 
     It names parameters, state keys and, where the shards carry digests of their own, the files.
     """
@@ -234,7 +232,7 @@ def _root(live: LiveOptimizer, contents: list[ParamContent]) -> str:
 
 
 def _sums(live: LiveOptimizer, digests: Mapping[DigestKey, int]) -> dict[TensorKey, int]:
-    """Partial digests of what was read, whatever its dtype, added up over all ranks. Collective where there are any.
+    """Add up partial digests of what was read, whatever its dtype, over all ranks. Collective where there are any.
 
     Without slices all ranks have some, or none has.
     """
@@ -267,9 +265,9 @@ def _describe(own: Sequence[TensorKey], named: Sequence[TensorKey], num_wrong: i
 
 
 def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[bool, str]:
-    """Whether damaged files are known, and a sentence that names them, or else the files with the tensors.
+    """Return whether damaged files are known, and a sentence that names them, or else the files with the tensors.
 
-    They are files whose payload is not what their own digests or checksums state, among those that this rank reads.
+    Damaged is a file, of those that this rank reads, whose payload is not what its own digests or checksums state.
     """
     checkpoint, inventory = load_plan.checkpoint, load_plan.checkpoint.inventory
 
@@ -310,7 +308,7 @@ def _damaged_files(wrong: Sequence[TensorKey], load_plan: LoadPlan) -> tuple[boo
 
 
 def _contradicts_itself(path: FilePath, size: int) -> bool:
-    """Whether a file, read as a whole, does not have the checksums that it states."""
+    """Return whether a file, read as a whole, does not have the checksums that it states."""
     try:
         check_archive(path, size)
     except UnreadableError:  # cannot be decided
@@ -321,7 +319,7 @@ def _contradicts_itself(path: FilePath, size: int) -> bool:
 
 
 def _part_digest(shard: OptimizerHeader, index: int) -> int:
-    """The sum over state keys of the digests of the shard's part of one parameter, from the file."""
+    """Return the sum over state keys of the digests of the shard's part of one parameter, from the file."""
     layout, rank, total = shard.layout, shard.rank, 0
     sub_group = int(layout.sub_group[index])
     slots = [TensorSlot(key, sub_group, shard.extents[key].dtype[sub_group]) for key in shard.tensor_keys[sub_group]]

@@ -44,7 +44,7 @@ _SOURCE_RANK = {"record": 3, "header": 2, "name": 1, None: 0}
 
 
 def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
-    """The tag to load, given what ``latest`` names on each rank: None where it is nowhere. Collective.
+    """Return the tag to load, given the name in ``latest`` on each rank; None where it is nowhere. Collective.
 
     A new node has no ``latest``, and a node that was absent may have an old one: then the tag that was committed last,
     by the time in its record, is taken. Raises CheckpointError on every rank where no record tells which is newer.
@@ -73,7 +73,7 @@ def agree_on_latest(load_dir: Path, named: Sequence[str | None]) -> str | None:
 
 
 def tags_of_all_nodes(root: FilePath) -> tuple[list[Tag], list[tuple[str | None, str | None]]]:
-    """The tags that any rank sees in a directory, newest first, and by rank what ``latest`` names. Collective.
+    """Return the tags that any rank sees in a directory, newest first, and the name in ``latest`` by rank. Collective.
 
     The tags are complete on rank 0, and any list elsewhere. Where several nodes have a tag, the node that knows most
     about it counts: a commit record before a header before a name. Of a URL, rank 0 alone asks for ``latest``.
@@ -119,7 +119,7 @@ class TagsToTry(NamedTuple):
 
 
 def find_tags_to_try(engine: Engine, root: FilePath) -> TagsToTry:
-    """The tags of a directory that an engine may go on from (``runs.tags``), the same on every rank. Collective.
+    """Return the tags of a directory that an engine may go on from (``runs.tags``). Collective.
 
     Where nodes have disks of their own, ``latest`` is the newest tag that it names on any of them.
     """

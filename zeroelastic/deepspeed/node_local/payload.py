@@ -1,7 +1,7 @@
 """Payload of files that a rank does not see: read once by a rank that sees them, sent, and written as the plan says.
 
-Every rank asks the readers of its files for byte ranges and serves what is asked of it. What is asked of one reader is
-one stream, row after row, in the rounds of ``exchange_rows``; its buffers are all the memory that this needs.
+Every rank asks the readers of its files for byte ranges and serves the requests of others. The requests to one reader
+are one stream, row after row, in the rounds of ``exchange_rows``; its buffers are all the memory that this needs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,7 @@ from zeroelastic.core.layout import Int64Array
 from zeroelastic.deepspeed.fill import Filled, RowStreams
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
-from zeroelastic.executors.dispatch import (
-    CopyTable,
-    Ranges,
-    copy_segments,
-    host_executor,
-    read_segments,
-    sum_segments,
-)
+from zeroelastic.executors.dispatch import CopyTable, Ranges, copy_segments, host_executor, read_segments, sum_segments
 from zeroelastic.io.paths import FilePath
 
 
@@ -108,7 +101,7 @@ def fill_from_others(checkpoint: Checkpoint, filled: Sequence[Filled], cost: Loa
 
 
 def _put(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> None:
-    """Bytes that arrived, piece i of them at ``at[i]`` of a buffer, into the tensors of one part."""
+    """Copy bytes that arrived, piece i of them at ``at[i]`` of a buffer, into the tensors of one part."""
     values = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
     direct = np.array([each.in_place and each.tensor.device == values.device for each in part.targets], dtype=bool)
     quick = np.flatnonzero(direct[pieces.target])
@@ -127,7 +120,7 @@ def _put(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer)
 
 
 def _digest(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> tuple[RowStreams, UInt64Array]:
-    """The digests of pieces, each of which is at ``at`` in a buffer, and where they go."""
+    """Digest pieces, each of which is at ``at`` in a buffer, and return the streams that they belong to."""
     streams = RowStreams.of(part.plan, pieces, part.targets)
     totals = sum_segments(Ranges(np.zeros_like(at), at, pieces.nbytes), [buffer], digest=streams.table)
     assert totals is not None

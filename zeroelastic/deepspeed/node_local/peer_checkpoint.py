@@ -1,8 +1,8 @@
-"""A checkpoint whose files are not all seen here: headers and module states come from ranks that see the files.
+"""A checkpoint with files that other ranks see: headers and module states come from these ranks.
 
 A rank that sees a file parses its header and records the ranges that parsing took; the rank that asked parses the same
-from these. Content that came from another rank is checked like the content of a local file. Of a module states file,
-another rank also reads and sends what DeepSpeed reads.
+from these. Content from another rank is checked like the content of a local file. Of a module states file, another rank
+also reads and sends the bytes that DeepSpeed reads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Ranges = Sequence[tuple[int, bytes]]
 def recording(path: FilePath, size: int | None = None) -> Iterator[tuple[Blocks, list[tuple[int, bytes]]]]:
     """Open a file within this context, and list the ranges that are read then: (offset, bytes).
 
-    ``size``, if it is known, saves a question about a file behind a URL. Raises as the readers do.
+    ``size``, if it is known, saves a request for a file behind a URL. Raises as the readers do.
     """
     ranges: list[tuple[int, bytes]] = []
 
@@ -146,10 +146,10 @@ class _Headers:
 
 
 def ranks_taken(checkpoint: Checkpoint, live: LiveOptimizer) -> tuple[int, int]:
-    """The saved rank whose module states a rank of the run takes, and that whose optimizer file it opens at least.
+    """Return the saved rank whose module states a rank of the run takes, and one whose optimizer file it opens.
 
-    Both are of the same tensor parallel rank, or of one that is there; what a data parallel rank keeps to itself is its
-    own, or rank 0's.
+    Both are of the same tensor parallel rank, or of one that is there. The state that a data parallel rank keeps to
+    itself is its own, or rank 0's.
     """
     saved = checkpoint.topology
     data_rank, tensor_rank = live.topology.place(live.rank)
@@ -159,7 +159,7 @@ def ranks_taken(checkpoint: Checkpoint, live: LiveOptimizer) -> tuple[int, int]:
 
 
 def sources_by_size(checkpoint: Checkpoint, live: LiveOptimizer, *layouts: Layout) -> tuple[int, ...] | None:
-    """Return the saved ranks that have something of what a rank of the run has of some ``layouts``.
+    """Return the saved ranks that have some of the elements that a rank of the run has of some ``layouts``.
 
     None where sizes of parameters alone do not say it.
     """
@@ -196,7 +196,7 @@ def receive_headers(checkpoint: Checkpoint, live: LiveOptimizer) -> Checkpoint:
 
 
 def _sources(checkpoint: Checkpoint, live: LiveOptimizer, *, nearest: int) -> tuple[set[int], set[int]]:
-    """The saved ranks whose optimizer files, and those whose model states files, have something that this rank needs.
+    """Return the saved ranks whose optimizer files, and whose model states files, this rank needs.
 
     The headers of a model states file and of the optimizer file of rank ``nearest`` are here.
     """
@@ -210,7 +210,7 @@ def _sources(checkpoint: Checkpoint, live: LiveOptimizer, *, nearest: int) -> tu
 
 
 def _holders(src: Layout, dst: Layout, rank: int) -> set[int]:
-    """The ranks of ``src`` that have something of what ``rank`` has of the tensors that are in both layouts."""
+    """Return the ranks of ``src`` that have some of ``rank``'s elements of the tensors in both layouts."""
     shapes = {tensor.name: tensor.shape for tensor in src.tensors}
     both = dst.only({tensor.name for tensor in dst.tensors if shapes.get(tensor.name) == tensor.shape})
     return set(make_plan(src, both, rank).source_ranks) if both.numel.any() else set()
@@ -218,10 +218,10 @@ def _holders(src: Layout, dst: Layout, rank: int) -> set[int]:
 
 @contextmanager
 def module_file(checkpoint: Checkpoint, model: ModuleHeader, cost: LoadCost, *, executor: Executor) -> Iterator[str]:
-    """Where a rank reads its module states file, ``model``; what it takes to get it there is added to ``cost``.
+    """Yield the path at which a rank reads its module states file, ``model``. Collective.
 
     That is the file itself for a rank that sees it on a disk. Others have the bytes that DeepSpeed reads in memory,
-    which is all but parameters, under a name that lasts as long as the context. Collective.
+    which is all but parameters, under a name that lasts as long as the context; ``cost`` counts them.
     """
     inventory = checkpoint.inventory
     if inventory.reads_headers:
@@ -238,7 +238,7 @@ def module_file(checkpoint: Checkpoint, model: ModuleHeader, cost: LoadCost, *, 
 
 
 def _fetch(checkpoint: Checkpoint, model: ModuleHeader, held: int | None, cost: LoadCost, executor: Executor) -> None:
-    """Read module states for others, and fill ``held`` with what another has read, if it is given. Collective."""
+    """Read module states for others, and fill ``held``, if given, with the bytes that another has read. Collective."""
     requests = [] if held is None else [Request(checkpoint.inventory.reader(model.path.name), model.path.name)]
 
     def content(names: Sequence[str]) -> dict[str, bytes]:
@@ -260,7 +260,7 @@ def _fetch(checkpoint: Checkpoint, model: ModuleHeader, held: int | None, cost: 
 
 
 def _read(model: ModuleHeader, executor: Executor) -> bytes:
-    """The ranges of a file that are not payload of parameters alone, one after the other."""
+    """Read the ranges of a file that are not payload of parameters alone, one after the other."""
     offset, nbytes, place = _without_params(model)
     buffer = np.empty(int(nbytes.sum()), dtype=np.uint8)
     first = np.zeros_like(offset)
@@ -278,7 +278,7 @@ def _write(held: int, model: ModuleHeader, content: bytes | bytearray) -> None:
 
 
 def _without_params(model: ModuleHeader) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """The ranges that are not payload of parameters alone: their offsets, their bytes, and where they are together."""
+    """Return the ranges that are not payload of parameters alone: offsets, bytes, and places together."""
     ranges: list[tuple[int, int]] = []
     at = 0
     for begin, nbytes in model.params_alone.tolist():

@@ -1,9 +1,9 @@
 """Which rank sees which file of a tag: where each node has a disk of its own, no rank sees all of them.
 
-In an object store every rank sees all of them; there it is decided which rank reads what several need.
+In an object store every rank sees all of them; there it is decided which rank reads a file that several need.
 
-Ranks that see the same files are interchangeable; a rank that sees none can still load what others see. The ranks first
-agree on one commit record: files on a node beside another record belong to another save, and are ignored.
+Ranks that see the same files are interchangeable; a rank that sees none can still load files that others see. The ranks
+first agree on one commit record: files on a node that has another record belong to another save, and are ignored.
 
 At stages 1 and 2 every node of a save writes a ``mp_rank_XX_model_states.pt`` of its own, with the same weights and its
 own buffers and client state, and its commit record states the size and the digest of that one. A rank takes the file of
@@ -49,8 +49,8 @@ class _Version(NamedTuple):
 class _Node:
     """A directory that ``ranks`` see, as the first of them found it: the files of ranks and the commit record.
 
-    ``save`` is the save of that record; ``world_size`` is what a header states where there is no record. ``modules``
-    are the files of the whole module that are as the record states; ``lacks_module``: it states others, too.
+    ``save`` is the save of that record; ``world_size`` is stated by a header where there is no record. ``modules`` are
+    the files of the whole module that are as the record states; ``lacks_module``: it states others, too.
     """
 
     files: Mapping[str, int]
@@ -72,11 +72,10 @@ class _Place(NamedTuple):
 def gather_inventory(tag_dir: FilePath) -> Inventory:
     """List a tag directory, and find out which rank sees which file of it. Collective.
 
-    Of the ranks that see one directory, the first lists it and sends the others what it found: on a file system that
-    all ranks share, one rank lists the names and reads the record; ``stat_assigned_files`` is for the sizes.
-
-    Raises CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where no
-    rank sees any. Files that no rank sees are left to ``open_checkpoint`` to name.
+    Of the ranks that see one directory, the first lists it and sends the others the result: on a file system that all
+    ranks share, one rank lists the names and reads the record; ``stat_assigned_files`` is for the sizes. Raises
+    CheckpointError on every rank where the files of two saves cannot be told apart, MissingFileError where no rank sees
+    any. ``open_checkpoint`` names files that no rank sees.
     """
     local = local_path(tag_dir)
     if local is None:
@@ -142,7 +141,7 @@ def _look(tag_dir: Path) -> tuple[CommitRecord | None, _Node]:
 def _of_store(tag_dir: FilePath) -> Inventory:
     """List a directory behind a URL on rank 0, and assign each header to one rank. Collective.
 
-    A saved rank's files are read by the rank of that number, which needs them itself in most resumes.
+    The rank of a saved rank's number reads its files: in most resumes it needs them itself.
     """
 
     def look() -> Inventory:
@@ -212,13 +211,13 @@ def _is_whole_module(name: str) -> bool:
 
 
 def _leader_of_save(save: str, nodes: Mapping[int, _Node]) -> int:
-    """The rank whose record counts, and whose files of the whole module ranks take that see none."""
+    """Return the rank whose record counts, and whose files of the whole module ranks take that see none."""
     having = [node for node in nodes.values() if node.save == save]
     return _first_with_rank_0([node for node in having if not node.lacks_module] or having).ranks[0]
 
 
 def _first_with_rank_0(nodes: Sequence[_Node]) -> _Node:
-    """The first of some nodes that has the optimizer file of saved rank 0, or else the first of them."""
+    """Return the first of some nodes that has the optimizer file of saved rank 0, or else the first of them."""
 
     def has(node: _Node) -> bool:
         parsed = map(parse_rank_file, node.files)
@@ -228,7 +227,6 @@ def _first_with_rank_0(nodes: Sequence[_Node]) -> _Node:
 
 
 def _holders(nodes: Iterable[_Node]) -> dict[str, list[_Node]]:
-    """The nodes that have each file, by their first rank."""
     found: dict[str, list[_Node]] = {}
     for node in nodes:
         for name in node.files:
@@ -237,21 +235,15 @@ def _holders(nodes: Iterable[_Node]) -> dict[str, list[_Node]]:
 
 
 def _ranks(nodes: Iterable[_Node]) -> tuple[int, ...]:
-    """The ranks of some nodes, ascending."""
     return tuple(sorted(rank for node in nodes for rank in node.ranks))
 
 
 def _of_record(
-    record: CommitRecord,
-    save: str,
-    nodes: Mapping[int, _Node],
-    leader: _Node,
-    here: _Node,
-    record_bytes: int,
+    record: CommitRecord, save: str, nodes: Mapping[int, _Node], leader: _Node, here: _Node, record_bytes: int
 ) -> Inventory:
-    """The files of one save, of which ``record`` is that of the ``leader``, as a rank of the node ``here`` takes them.
+    """Return the files of a save as a rank of the node ``here`` takes them; ``record`` is that of the ``leader``.
 
-    Files that a node has beside another record are left out.
+    Files that a node has with another record are left out.
     """
     places: dict[str, _Place] = {}
     taken: dict[str, _Version] = {}
@@ -296,7 +288,7 @@ def _inventory(
 
 
 def _without_record(tag_dir: Path, nodes: Mapping[int, _Node], here: _Node) -> Inventory:
-    """The files of a save without a record, of which the nodes must not contradict each other.
+    """Return the files of a save without a record, of which the nodes must not contradict each other.
 
     ``here`` is the node of this rank.
     """

@@ -1,8 +1,8 @@
 """Asynchronous saves: a thread writes and commits the snapshot of a save while training goes on.
 
-The thread does what a synchronous save does: it writes the files, makes them durable, and commits them together with
-the threads of the other ranks. Its collectives have a process group of their own, so that they do not come between
-the collectives of training. It uses one processor at a low priority.
+The thread writes the files, makes them durable, and commits them together with the threads of the other ranks, as a
+synchronous save does. Its collectives have a process group of their own, so that they do not come between the
+collectives of training. It uses one processor at a low priority.
 
 An engine has at most one such save. It is finished before any call that would change or end what is being written: the
 next save, a load, ``save_16bit_model`` and ``destroy``.
@@ -48,7 +48,6 @@ def saving_in_background(engine: Engine, wish: bool | None) -> Iterator[None]:
 
 
 def wants_background(engine: Engine) -> bool:
-    """Whether the next save is to be asynchronous."""
     wish = state_of(engine).async_save
     return options_of(engine).async_save if wish is None else wish
 
@@ -85,7 +84,7 @@ def background_for(engine: Engine, live: LiveOptimizer) -> Background | None:
     """Return the ``Background`` for the next save of an engine, or None for a synchronous save. Collective.
 
     Why a save has to be synchronous all the same is the same on every rank, and logged once. Raises UnsupportedError
-    where a checkpoint engine writes that has a background of its own.
+    for a checkpoint engine with a background of its own.
     """
     if not wants_background(engine):
         return None
@@ -104,7 +103,7 @@ def background_for(engine: Engine, live: LiveOptimizer) -> Background | None:
 
 
 def background_of(engine: Engine) -> Background:
-    """The Background of an engine, made at the first call. Collective then."""
+    """Return the Background of an engine, made at the first call. Collective then."""
     state = state_of(engine)
     if state.background is None:
         state.background = Background(dist.new_group(backend="gloo"))
@@ -113,7 +112,7 @@ def background_of(engine: Engine) -> Background:
 
 
 def forget_background(engine: Engine) -> None:
-    """End the process group of an engine's saves, and free their memory. A save that was given up keeps the group."""
+    """End the process group of an engine's saves, and free their memory. An unfinished save keeps the group."""
     found, state_of(engine).background = state_of(engine).background, None
     if isinstance(found, Background) and not any(save.group is found.group for save in unfinished()):
         end_group(found.group)
@@ -123,9 +122,8 @@ class BackgroundSave:
     """A save that a thread writes and commits, collectively over ``group``; the thread begins at once.
 
     It raises the same error on every rank. Where it cannot, because a rank has died or the group is gone, each rank has
-    its own, and ``finish`` raises on all.
-
-    A process that is forked from a rank has copies of the rank's saves. They are not its own: the rank finishes them.
+    its own, and ``finish`` raises on all. A process that is forked from a rank has copies of the rank's saves, which
+    are not its own: the rank finishes them.
     """
 
     seconds: float | None = None
@@ -175,15 +173,13 @@ class BackgroundSave:
             logger.error("the next save, load or destroy() will raise this: %s", error)
 
     def created_by_this_process(self) -> bool:
-        """Whether this process began the save."""
         return self._process == os.getpid()
 
     def is_done(self) -> bool:
-        """Whether the thread has ended."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for the thread; raises on every rank what any of them ended with. Collective."""
+        """Wait for the thread; raises on every rank the error that any of them ended with. Collective."""
         self.wait()
         self._barrier.close()
         last = SaveBarrier(self.tag_dir, timeout_s=self._barrier.timeout_s)
@@ -196,18 +192,18 @@ class BackgroundSave:
         self._thread.join()
 
     def raise_failure(self) -> None:
-        """Raise what it ended with, if with an error."""
+        """Raise the error that it ended with, if any."""
         if self.failure is not None:
             raise self.failure
 
 
 def unfinished() -> list[BackgroundSave]:
-    """The saves that this process itself began and that are not finished."""
+    """Return the saves that this process itself began and that are not finished."""
     return [save for save in list(_unfinished) if save.created_by_this_process()]
 
 
 def finish_at_exit() -> None:
-    """Wait for what is unfinished at the end of the interpreter, on each rank without the rest of its program."""
+    """Wait for the unfinished saves at the end of the interpreter, on each rank alone."""
     for save in unfinished():
         logger.warning("%s: the run ends when this save is finished; call engine.destroy() first", save.tag_dir)
         save.wait()
@@ -220,7 +216,7 @@ getattr(threading, "_register_atexit", atexit.register)(finish_at_exit)
 
 
 def finish_all() -> None:
-    """Wait for all saves of this process, without the other ranks. Raises what the first that failed ended with."""
+    """Wait for all saves of this process, without the other ranks. Raises the error of the first that failed."""
     saves = unfinished()
     for save in saves:
         save.wait()
@@ -229,7 +225,7 @@ def finish_all() -> None:
 
 
 def pending_of(engine: Engine) -> BackgroundSave | None:
-    """The save of the engine that is not committed yet, as far as this rank knows, if this process began it."""
+    """Return the save of the engine that this rank does not know to be committed, if this process began it."""
     found = state_of(engine).pending
     assert found is None or isinstance(found, BackgroundSave)
     return found if found is not None and found.created_by_this_process() else None
@@ -258,7 +254,7 @@ def finish_pending(engine: Engine, *, before: str = "") -> float | None:
 
 
 def drop_pending(engine: Engine) -> BackgroundSave | None:
-    """Forget the pending save of the engine and return it. Its thread goes on; the end of the process waits for it."""
+    """Forget the pending save of the engine and return it. The end of the process waits for its thread."""
     pending = pending_of(engine)
     state_of(engine).pending = None
     return pending

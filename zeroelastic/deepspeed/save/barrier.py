@@ -1,12 +1,11 @@
 """Barriers of a save that name the ranks which do not arrive.
 
 A collective that one rank never enters ends after torch's own limit, half an hour or never, and names no rank. So
-before each collective of a save the ranks wait for one another through the key-value store of their process group.
-Each rank adds to one counter, sets one key of its own and waits for the one key that holds the outcome. The last rank
-to arrive decides it, or one that waits: when the process of a missing rank on its machine has ended, or ``timeout_s``
-have passed. Every rank then raises the same error. The number of requests that a waiting rank makes does not depend on
-the number of ranks. The outcome also says whether what any rank did before has failed: where nothing has, no collective
-follows.
+before each collective of a save the ranks wait for one another through the key-value store of their process group. Each
+rank adds to one counter, sets one key of its own and waits for the one key that holds the outcome. The last rank to
+arrive decides it, or one that waits: when the process of a missing rank on its machine has ended, or ``timeout_s`` have
+passed. Every rank then raises the same error. The number of requests that a waiting rank makes does not depend on the
+number of ranks. The outcome also says whether an action of any rank has failed: if none has, no collective follows.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ _known = _GroupSaves()
 class SaveBarrier:
     """The barriers of one save. Every rank makes one object at the same point and waits at the same barriers in order.
 
-    ``outcome_note`` ends each error message: it states what the failed save leaves. ``timeout_s`` is no longer than
+    ``outcome_note`` ends each error message: it states the result of the failed save. ``timeout_s`` is no longer than
     collectives may take.
     """
 
@@ -104,7 +103,7 @@ class SaveBarrier:
     def wait(self, stage: str, *, ok: bool = True) -> bool:
         """Return when every rank is here, or raise the same AbsentRankError on every rank that is. Collective.
 
-        Whether all are ``ok`` is returned, the same on every rank.
+        Returns whether all are ``ok``, the same on every rank.
         """
         if self._world_size == 1:
             return ok
@@ -132,9 +131,9 @@ class SaveBarrier:
         return self._store_request(lambda: bool(self._store.check([self._key(self._meeting + 1, "outcome")])))
 
     def close(self) -> None:
-        """End the barriers of this save: the keys that are still in the store are removed at the first of a later save.
+        """End the barriers of this save; its keys that are still in the store are removed at the first of a later save.
 
-        To be called in the thread that makes the next SaveBarrier: an asynchronous save may wait while another begins.
+        Call it in the thread that makes the next SaveBarrier: an asynchronous save may wait while another begins.
         """
         _known.keys, self._keys = (*_known.keys, *self._keys), ()
 
@@ -155,7 +154,7 @@ class SaveBarrier:
 
     @contextmanager
     def attribute_failures(self) -> Iterator[None]:
-        """Replace the error of a collective that lost a rank by one that names it, on every rank that still runs."""
+        """Replace the error of a collective that lost a rank by one that names it, on every running rank."""
         try:
             yield
         except RuntimeError as error:
@@ -167,7 +166,7 @@ class SaveBarrier:
             raise self._absent(verdict, "it was saved") from error
 
     def _number(self) -> int:
-        """The number of this save, also on a rank that was not at the last ones, which failed without it.
+        """Return the number of this save, also on a rank that was not at the last ones, which failed without it.
 
         The one that failed last may be this one: then the rank is late for it, and its error says so.
         """
@@ -176,7 +175,7 @@ class SaveBarrier:
         return int(number) + (what != str(self._what)) if late else _known.saves + 1
 
     def _absent(self, verdict: str, doing: str) -> AbsentRankError:
-        """The error of this save, which no rank can go on with."""
+        """Return the error of this save, which no rank can go on with."""
         self._store_request(lambda: self._store.set(_LAST_FAILED, f"{self._save} {self._what}"))
         return AbsentRankError(f"{self._what}: {verdict} while {doing}. {self.outcome_note}")
 
@@ -184,7 +183,7 @@ class SaveBarrier:
         return f"{_PREFIX}/{self._save}/{meeting}/{name}"
 
     def _wait_for_all(self, *, ok: bool) -> str:
-        """The outcome of the current meeting, the same on every rank; ``_ALARM`` where a collective has failed."""
+        """Return the outcome of the meeting, the same on every rank; ``_ALARM`` where a collective has failed."""
         meeting = self._meeting
         if not ok:
             self._store.set(self._key(meeting, _ACTION_FAILED), "1")
@@ -205,7 +204,7 @@ class SaveBarrier:
         return self._outcome(meeting, judge)
 
     def _find_lost_ranks(self) -> str:
-        """Find out which ranks are lost; every rank that still runs comes here when one of them has lost another.
+        """Find out which ranks are lost; every running rank comes here when one of them has lost another.
 
         A rank whose process is seen to live is waited for, as in a meeting: its work may take its time.
         """
@@ -246,7 +245,7 @@ class SaveBarrier:
         return str(self._store.get(key).decode())
 
     def _ended(self, meeting: int) -> list[int]:
-        """The ranks of this machine whose processes have ended before they came to a meeting."""
+        """Return the ranks of this machine whose processes have ended before they came to a meeting."""
         here = identities_on_this_machine()
         return self._missing(meeting, [rank for rank in sorted(here) if life_of(here[rank]) == "ended"])
 
@@ -254,7 +253,7 @@ class SaveBarrier:
         return f"{rank_list(ranks)} did not arrive within {self.timeout_s:g} s ({self._limited_by})"
 
     def _decide(self, key: str, verdict: str) -> str:
-        """The value of a key that the first rank to decide has set."""
+        """Return the value of a key that the first rank to decide has set."""
         return str(self._store.compare_set(key, "", verdict).decode())
 
     def _appears(self, key: str, seconds: float) -> bool:
@@ -284,7 +283,7 @@ class SaveBarrier:
 
 
 def store_request(ask: Callable[[], T], what: object, outcome: str, *, patience_s: float | None = None) -> T:
-    """The answer of the store of the process group. Raises AbsentRankError where its process has gone.
+    """Return the answer of the store of the process group. Raises AbsentRankError where its process has gone.
 
     A request to a process that is stopped has no limit in torch: an error is logged when it takes ``2 * _GRACE_S``
     longer than ``patience_s``.
@@ -314,9 +313,9 @@ def store_request(ask: Callable[[], T], what: object, outcome: str, *, patience_
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
-    """Whether a collective raised the error: NCCL raises a DistError, gloo a RuntimeError with its place in gloo.
+    """Return whether a collective raised the error: NCCL raises a DistError, gloo names its place in gloo.
 
-    Those of other backends are known by the function that called them: the wait for one may be in any.
+    Errors of other backends are known by the function that called them: the wait for one may be in any.
     """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     module = str(frame.f_globals.get("__name__"))

@@ -28,8 +28,8 @@ _BASE = "base_layer"
 def refuse_changed_module(engine: Engine, live: LiveOptimizer, where: FilePath | str, *, with_frozen: bool) -> None:
     """Raise SaveError where a load of the save would not give what the module computes.
 
-    Without frozen weights, ``with_frozen``, merged adapters are no problem: they are loaded beside a base model of the
-    script. Warns once of parameters that the optimizer has and the module has no more. No collective.
+    Without frozen weights, ``with_frozen``, merged adapters are no problem: the script loads them into its base model.
+    Warns once of parameters that the optimizer has and the module has no more. No collective.
     """
     now: dict[Parameter, str] = {param: name for name, param in engine.module.named_parameters()}
     known, gone = engine.param_names, _gone(engine, live, now)
@@ -81,10 +81,7 @@ def _merged(live: LiveOptimizer) -> str | None:
 
 
 def _unloaded(
-    known: Mapping[Parameter, str],
-    now: Mapping[Parameter, str],
-    live: LiveOptimizer,
-    gone: Mapping[str, Parameter],
+    known: Mapping[Parameter, str], now: Mapping[Parameter, str], live: LiveOptimizer, gone: Mapping[str, Parameter]
 ) -> str | None:
     """Return a sentence where adapters were taken off their modules, as by ``merge_and_unload``, and are still trained.
 

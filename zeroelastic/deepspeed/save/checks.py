@@ -92,7 +92,7 @@ def refuse_to_exclude_experts(live: LiveOptimizer) -> None:
 def prepare(
     engine: Engine, request: SaveRequest, *, elastic: bool
 ) -> tuple[LiveOptimizer, dict[str, Any]] | ZeroElasticError:
-    """The live state of this rank, read once for the whole save, and the client state to save. Collective.
+    """Return the live state of this rank, read once for the whole save, and the client state to save. Collective.
 
     Or the error that says why the save gets no commit record, the same on all ranks.
     """
@@ -145,7 +145,7 @@ def prepare(
 
 
 def _with_copies(engine: Engine, live: LiveOptimizer, tag_dir: Path) -> LiveOptimizer:
-    """The live state of a run whose tensor parallel ranks are to have copies of some values. Collective.
+    """Return the live state of a run whose tensor parallel ranks should have equal copies of some values. Collective.
 
     Where copies differ, no other size of tensor parallelism has a place for all of them: each tensor parallel rank is
     then saved as a run of its own. Raises UnsupportedError at stages 1 and 2, where only DeepSpeed saves these.
@@ -167,7 +167,7 @@ def _with_copies(engine: Engine, live: LiveOptimizer, tag_dir: Path) -> LiveOpti
 
 
 def _warn_of_other_params(engine: Engine, tag_dir: Path) -> None:
-    """Say that a save replaces a checkpoint with other trained parameters, which may be another engine's."""
+    """Warn that a save replaces a checkpoint with other trained parameters, which may be another engine's."""
     try:
         record = read_record(tag_dir)
     except (CheckpointError, UnreadableError):

@@ -90,7 +90,7 @@ class Written(NamedTuple):
 
 
 def gather_written(own: Written, last_save: LastSave) -> tuple[float, list[Written]]:
-    """The time of the commit, and what every rank has written, by rank. Collective.
+    """Return the time of the commit, and the ``Written`` of every rank, by rank. Collective.
 
     The time is in seconds since 1970, later than the ``last_save`` of any rank; rank 0's clock counts.
     """
@@ -133,18 +133,17 @@ def not_committed(tag_dir: Path, why: str) -> SaveError:
 
 
 def written_files(engine: Engine, save_dir: Path, tag: str) -> tuple[str, str]:
-    """The names under which DeepSpeed writes the module states, of this rank or of its node, and the optimizer file."""
+    """Return the names that DeepSpeed gives the module states, of this rank or its node, and the optimizer file."""
     model, optim = engine._get_ckpt_name(str(save_dir), tag), engine._get_zero_ckpt_name(str(save_dir), tag)
     return Path(model).name, Path(optim).name
 
 
 def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
-    """The digest of the zip directory of each of a rank's files in ``directory``, by name.
+    """Read a rank's files in ``directory`` back, and return the digest of each zip directory by name.
 
-    Files of experts are opened alone: their weights are those of the optimizer files in 16 bits.
-
-    Raises CheckpointError or UnsupportedError for a file that a load does not read, CheckpointError for one that does
-    not say what the commit record is going to say.
+    Files of experts are opened alone: their weights are those of the optimizer files in 16 bits. Raises CheckpointError
+    or UnsupportedError for a file that a load does not read, CheckpointError for one that contradicts the commit record
+    to be written.
     """
     model_path, optim_path = (directory / name for name in save.file_names)
     live = save.live
@@ -199,12 +198,12 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
 
 
 def _by_name(params: Iterable[Param]) -> list[Param]:
-    """At stage 1 a file does not tell whether there are no frozen parameters or whether they were excluded."""
+    """Sort parameters: at stage 1 a file does not tell whether frozen ones are excluded or none."""
     return sorted(params, key=lambda param: param.name)
 
 
 def _differing(found: Mapping[str, object], want: Mapping[str, object]) -> tuple[object, object]:
-    """The entries in which two tables differ, of either."""
+    """Return the entries in which two tables differ, of either."""
     names = [name for name in dict.fromkeys([*want, *found]) if found.get(name) != want.get(name)]
     return {name: found.get(name) for name in names}, {name: want.get(name) for name in names}
 

@@ -1,4 +1,4 @@
-"""Where a save is written and how its files become a tag: the steps of a commit.
+"""The directory of a save, and the steps of a commit, which makes its files a tag.
 
 The tag appears by one rename of the hidden directory in which everything was written (``runs.tag_directory``).
 """
@@ -47,13 +47,13 @@ logger = logging.getLogger(__name__)
 
 
 class SaveDirectory:
-    """Where a save is written, and how its files become the tag ``tag_dir``: a hidden directory is renamed to the tag.
+    """The directory in which a save is written, and the tag ``tag_dir`` that it becomes by a rename.
 
     DeepSpeed saves to ``deepspeed_dir``; what it writes for the tag goes into ``staging_dir``. ``run_dir`` has the tags
     of the run, and ``place`` is the tag directory: symbolic links on the way to them are followed once, when the save
     begins, because they may lead somewhere else when the tag is published. Ranks that see the same directory have the
-    same one of ``leaders``, by rank: the first of them, which acts for all of them. ``elsewhere`` are files of which
-    rank 0's record, once it is written, states those in other directories.
+    same one of ``leaders``, by rank: the first of them, which acts for all of them. ``elsewhere`` are files that rank
+    0's record names and that are in other directories.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SaveDirectory:
         self._published: PublishedTag | None = None
 
     def begin(self) -> None:
-        """Make the directory in which this rank sees others' files appear, where ``latest`` can be written too."""
+        """Make the hidden directory, and check that files can be made in the directory of the run."""
         try:
             with saves_nothing(self.place):
                 self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ class SaveDirectory:
         snapshot.write(lambda image: image.write(sync=self._fsync))
 
     def discard(self) -> None:
-        """Put back what the tag was, and remove the hidden directory, on the rank that made it."""
+        """Put the tag back as it was, and remove the hidden directory, on the rank that made it."""
         if not self.is_leader:
             return
         try:
@@ -103,7 +103,7 @@ class SaveDirectory:
 
     @contextmanager
     def discarded_on_failure(self) -> Iterator[None]:
-        """Remove what was made of the save when it fails within this context."""
+        """Discard the save if it fails within this context."""
         try:
             yield
         except Exception:
@@ -112,7 +112,7 @@ class SaveDirectory:
 
     @contextmanager
     def as_not_committed(self) -> Iterator[None]:
-        """An error of the disk within becomes that of a save that ends before its commit."""
+        """Within this context, an error of the disk becomes that of a save that ends before its commit."""
         try:
             yield
         except (MissingFileError, UnreadableError) as error:
@@ -126,7 +126,7 @@ class SaveDirectory:
         """Make the tag of files that are all written, on all ranks or none; then ``latest``. Collective.
 
         Returns the bytes of all files on rank 0, and 0 on the others. Raises SaveError on every rank when a file is
-        missing, is not what it has to be, or a rank does not arrive: then the tag is what it was before the save.
+        missing or wrong, or a rank does not arrive: then the tag is what it was before the save.
         """
         with self.discarded_on_failure(), barrier.attribute_failures():
             own = barrier.all_or_raise(lambda: self._read_back(save), "fsync")
@@ -161,7 +161,7 @@ class SaveDirectory:
                 raise not_committed(self.tag_dir, f"no load would take it: {str(error).rstrip('.')}") from error
 
     def _record(self, save: PendingCommit, written: Sequence[Written], committed_at: float) -> None:
-        """Check what this rank sees of another's files; a leader writes the record of the whole save to its directory.
+        """Check that this rank sees another's files; a leader writes the record of the whole save to its directory.
 
         There is none where only DeepSpeed reads the files.
         """
@@ -193,7 +193,7 @@ class SaveDirectory:
         self._require_seen({other: [name for name, n in sizes if file_size(self.staging_dir / name) != n]})
 
     def _require_seen(self, unseen: Mapping[int, Sequence[str]]) -> None:
-        """Raise SaveError if there are files, by the rank that wrote them, that this rank does not see as it does."""
+        """Raise SaveError for files, by the rank that wrote them, that this rank does not see as that rank does."""
         ranks = [rank for rank, names in unseen.items() if names]
         if ranks:
             raise not_committed(
@@ -205,9 +205,9 @@ class SaveDirectory:
             )
 
     def _publish(self, barrier: SaveBarrier) -> None:
-        """The one rename that makes the tag. This process may have been stopped since the save began.
+        """Make the tag by one rename. This process may have been stopped since the save began.
 
-        What the tag has replaced stays until all ranks have done this: nodes may have directories of their own.
+        The replaced tag stays until all ranks have done this: nodes may have directories of their own.
         """
         if self.is_leader:
             if barrier.is_given_up():
@@ -216,7 +216,7 @@ class SaveDirectory:
                 self._published = publish_tag(self.staging_dir, self.place, sync=self._fsync)
 
     def _point_latest(self) -> None:
-        """Remove what the tag has replaced, and let ``latest`` name it, if the save is asked to. Raises SaveError."""
+        """Remove the replaced tag, and let ``latest`` name the new one, if the save asks for it. Raises SaveError."""
         if self._published is not None:
             self._published.finish()
         if self.save_latest:
@@ -230,7 +230,7 @@ class SaveDirectory:
 
 
 def directory_leaders(tag_dir: Path) -> tuple[int, ...]:
-    """For each rank, the first rank that sees the same parent directory of the tag. Collective.
+    """Return for each rank the first rank that sees the same parent directory of the tag. Collective.
 
     The ranks create files there for a moment to find out. A rank that does not see the one of rank 0 lists the
     directory, which has those of the ranks of its node. Raises SaveError on every rank if any rank cannot.
@@ -260,7 +260,7 @@ def directory_leaders(tag_dir: Path) -> tuple[int, ...]:
 
 @contextmanager
 def saves_nothing(tag_dir: FilePath) -> Iterator[None]:
-    """An error of the disk within becomes the SaveError of a save that has not begun."""
+    """Within this context, an error of the disk becomes the SaveError of a save that has not begun."""
     try:
         yield
     except SaveError:

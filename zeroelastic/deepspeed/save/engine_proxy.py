@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointEngineProxy:
-    """Stands in for a checkpoint engine during one save, so that an error of one rank leaves no other rank waiting.
+    """The checkpoint engine of one save, in which an error of one rank leaves no other rank waiting.
 
     DeepSpeed's save has barriers between its parts. So the first error is kept, the rest of this rank's part is left
     out, and ``raise_failure`` raises the error when all ranks have finished. ``save`` writes one file; files for
@@ -35,12 +35,11 @@ class CheckpointEngineProxy:
         return getattr(self._original, name)
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:
-        """Make a directory; DeepSpeed does it on some ranks only. That of the tag is made by one rename, later."""
+        """Make a directory, as DeepSpeed does on some ranks; that of the tag is made by one rename."""
         if Path(path) != self._tag_dir:
             self.guarded(self._original.makedirs)(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write one file."""
         wanted = Path(path)
         place = path
         if wanted.parent == self._tag_dir:
@@ -49,7 +48,6 @@ class CheckpointEngineProxy:
         self.guarded(self._save, path)(with_save_id(state_dict, wanted.name, self._save_id), place)
 
     def commit(self, info: Any) -> bool:
-        """Commit at the end of the save itself."""
         self.guarded(self._original.commit, getattr(info, "tag", None))(info)
         return True
 

@@ -1,8 +1,8 @@
 """Tags beyond the newest ``"keep"`` are removed after a commit.
 
-The rules of a removal are the rules of ``runs.prune``, and stricter, because nobody is asked: only tags with the
-trained parameters of the engine and a commit record count, and only they are removed. A removal that fails warns; the
-save is committed by then.
+The rules of ``runs.prune`` hold, and stricter ones, because nobody is asked: only tags with a commit record and the
+trained parameters of the engine count, and only they are removed. A removal that fails warns; the save is committed by
+then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _warned: set[str] = set()
 
 
 def remove_old_tags(root: Path, tag: str, options: Options, *, over_nodes: bool) -> tuple[str, ...]:
-    """Remove the tags of ``root`` beyond the newest ``options.keep``; returns the names of those that are gone.
+    """Remove the tags of ``root`` beyond the newest ``options.keep``; return the names of the removed ones.
 
     ``tag`` was just committed. ``over_nodes``: this directory has the files of some ranks only. Never raises: this is
     called on one rank, and others would wait for it.
@@ -68,7 +68,7 @@ def _warn_of_others(plan: PrunePlan) -> None:
 
 
 def _remove(plan: PrunePlan, decision: Decision) -> bool:
-    """Whether a tag is gone; where it is not, the log says why."""
+    """Return whether a tag is gone; the log says why it is not."""
     try:
         kept = remove_tag(plan, decision)
     except OSError as error:
@@ -83,7 +83,7 @@ def _remove(plan: PrunePlan, decision: Decision) -> bool:
 
 
 def _limit_of_framework(root: Path, tag: str) -> str | None:
-    """The setting of a framework that gives each checkpoint a folder of its own, beside which it has other files."""
+    """Return the setting of a framework that gives each checkpoint a folder with other files in it."""
     if tag == "pytorch_model":
         return "total_limit of accelerate's ProjectConfiguration"
     if tag == "checkpoint":

@@ -45,7 +45,7 @@ class Save:
 
     A snapshot goes into ``memory``; None: files are written at once. ``shard`` and ``pending`` are there when ``write``
     has returned. The call ``began`` at a monotonic time, at this ``step`` of the engine; ``stalled`` are the seconds
-    that training has waited, of a save that goes on behind it. ``removed`` are old tags that the commit has removed.
+    that training has waited for a save that goes on behind it. ``removed`` are old tags that the commit has removed.
     The save has no reference to the engine, which may end before it does.
     """
 
@@ -181,7 +181,7 @@ class Save:
         )
 
     def _pending_commit(self, engine: Engine, names: Sequence[str]) -> PendingCommit:
-        """``names`` are those of the files that this rank has written."""
+        """Describe the save; ``names`` are those of the files that this rank has written."""
         request, live = self.request, self.live
         file_names = written_files(engine, self.destination.deepspeed_dir, request.tag)
         return PendingCommit(
@@ -201,7 +201,7 @@ class Save:
 
 
 def _warn_of_lost_micro_batches(engine: Engine, tag_dir: Path) -> int:
-    """How many micro batches wait in gradients, which DeepSpeed does not save; loudly, where there are any."""
+    """Return how many micro batches are in gradients, which DeepSpeed does not save; warn if there are any."""
     lost = accumulated_micro_batches(engine)
     if lost and dist.get_rank() == 0:
         total = engine.gradient_accumulation_steps()
@@ -217,9 +217,9 @@ def _warn_of_lost_micro_batches(engine: Engine, tag_dir: Path) -> int:
 
 @contextmanager
 def one_module_writer(engine: Engine, live: LiveOptimizer, leaders: Sequence[int]) -> Iterator[None]:
-    """While it lasts, one rank of each directory writes the file of the whole module of ZeRO stages 1 and 2.
+    """Within this context, one rank of each directory writes the file of the whole module of ZeRO stages 1 and 2.
 
-    Of a run with tensor parallelism it is one of each tensor parallel rank, as each has a file of its own.
+    With tensor parallelism it is one of each tensor parallel rank, as each has a file of its own.
 
     DeepSpeed has local rank 0 do it under ``use_node_local_storage``. Where the launcher's local ranks are not those
     that share a disk, several ranks would write into one file, or none. Ranks that see one directory have the same one

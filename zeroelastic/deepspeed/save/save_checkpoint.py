@@ -46,7 +46,7 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> Any:
-    """DeepSpeed's save, the commit record, the tag, ``latest``: in that order, each durable before the next."""
+    """Save by DeepSpeed, write the commit record, publish the tag, then ``latest``: each durable before the next."""
     directory = save_directory(save_dir) if save_dir else None
     if is_without_optimizer(self.optimizer):
         raise UnsupportedError(
@@ -107,7 +107,7 @@ def _say_decoupled(name: str) -> None:
 
 
 def _save(engine: Engine, original: Method, request: SaveRequest, barrier: SaveBarrier, began: float) -> Any:
-    """The save itself, when all ranks have come to it. Collective."""
+    """Save, when all ranks have come to it. Collective."""
     kind = kind_of(engine.optimizer)
     elastic = saves_elastic(engine) and kind is not None and kind.has_elastic_form
     prepared = prepare(engine, request, elastic=elastic)
@@ -148,7 +148,6 @@ def _save(engine: Engine, original: Method, request: SaveRequest, barrier: SaveB
 
 
 def _destination(engine: Engine, request: SaveRequest, save_id: str) -> SaveDirectory:
-    """Where the save goes. Collective."""
     options, directory = options_of(engine), request.directory
     leaders: tuple[int, ...] = (0,) * dist.get_world_size()
     if engine.use_node_local_storage():

@@ -3,7 +3,7 @@
 A snapshot is taken while training waits, and written later. The pickled part of each file is on the disk when ``save``
 returns (``torch_file.save``). Only storages are copied, each once, to their places in memory images of the files
 (``torch_file.image``). The memory is kept for the next save: the size of this rank's two files, which hold its part of
-the optimizer state and of frozen parameters, and the buffers. Where any of it is on a GPU, the memory is pinned.
+the optimizer state and of frozen parameters, and the buffers. It is pinned if any tensor is on a GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def elastic_state_dict(
     share_storage: bool = True,
     digests: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """The optimizer's state in the elastic format (docs/concepts/format.md); its tensors are views of the live ones.
+    """Return the optimizer's state in the elastic format (docs/concepts/format.md): views of the live tensors.
 
     ``alias`` adds the stock nested ``optimizer_state_dict`` over the same storages, which makes the file loadable by
     stock DeepSpeed. Without ``share_storage`` (an engine that writes every tensor on its own) unpadded tensors are
@@ -92,12 +92,7 @@ def elastic_state_dict(
         rest["digests"] = digests
     state["base_optimizer_state"] = base
     state["zeroelastic"] = elastic_table(
-        live.layout,
-        live.rank,
-        save_id=save_id,
-        train_batch_size=train_batch_size,
-        rest=rest,
-        topology=live.topology,
+        live.layout, live.rank, save_id=save_id, train_batch_size=train_batch_size, rest=rest, topology=live.topology
     )
     if alias and share_storage:
         state["optimizer_state_dict"] = nested
@@ -107,7 +102,7 @@ def elastic_state_dict(
 def elastic_state(
     engine: Engine, live: LiveOptimizer, shard: ShardWriter, save_id: str
 ) -> Callable[[], dict[str, Any]]:
-    """The ``state_dict`` of the optimizer for the time of a save in the elastic format."""
+    """Return the ``state_dict`` of the optimizer for the time of a save in the elastic format."""
     return lambda: elastic_state_dict(
         live,
         save_id=save_id,
@@ -119,7 +114,7 @@ def elastic_state(
 
 
 def digest_sums(live: LiveOptimizer, digests: LocalDigests) -> torch.Tensor:
-    """The sum over state keys of each trained parameter's partial digests: int64, shape ``(num_params,)``."""
+    """Sum each trained parameter's partial digests over state keys: int64, shape ``(num_params,)``."""
     sums = dict.fromkeys((param.name for param in live.layout.params), 0)
     for stream, digest in digests.sums().items():
         if stream.param in sums:
@@ -128,7 +123,7 @@ def digest_sums(live: LiveOptimizer, digests: LocalDigests) -> torch.Tensor:
 
 
 def writes_with_torch(checkpoint_engine: Any) -> bool:
-    """Whether an engine does nothing but ``torch.save`` into a zip archive, so that its files can be written by us."""
+    """Return whether an engine only calls ``torch.save`` into a zip archive, so that its files can be written here."""
     return (
         type(checkpoint_engine) is TorchCheckpointEngine
         and TorchCheckpointEngine.save is _TORCH_SAVE
@@ -173,15 +168,15 @@ class ShardWriter:
             self.learn_of_runs(found)
 
     def complete(self) -> None:
-        """Digest what no file held; from here on nothing of the live state is used."""
+        """Digest the state that no file held; from here on nothing of the live state is used."""
         self._known = [*self.digests().sums().values()]
 
     def digests(self) -> LocalDigests:
-        """The partial digests of this rank, complete: what no file held is digested now."""
+        """Return the partial digests of this rank, complete: the state that no file held is digested now."""
         return self._streams.digest(self._known)
 
     def learn_of_runs(self, found: Sequence[int | None]) -> None:
-        """Take the partial digests of what was digested while it was written, None for the others."""
+        """Take the partial digests of pieces that were digested while they were written; None for the others."""
         of_runs = iter(found)
         new = [next(of_runs) if piece.runs is None else None for piece in self._streams.pieces]
         self._known = [old if old is not None else own for old, own in zip(self._known, new, strict=True)]
@@ -194,7 +189,7 @@ class ShardWriter:
 
 
 class OtherEngineWriter(ShardWriter):
-    """Has a checkpoint engine that is not torch's write, what it is going to write being digested at once."""
+    """Has a checkpoint engine that is not torch's write; everything is digested at once."""
 
     def __init__(self, original: Any, live: LiveOptimizer, streams: LiveStreams, options: Options) -> None:
         super().__init__(original, live, streams, options)
@@ -239,14 +234,14 @@ class HostMemory:
         return found[0]
 
     def end(self) -> None:
-        """Wait for copies from a GPU, and free what this snapshot did not need."""
+        """Wait for copies from a GPU, and free the blocks that this snapshot did not need."""
         self._spare = []
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
 
 
 class Snapshot(ShardWriter):
-    """Keeps what ``TorchCheckpointEngine.save`` is given as it is now; ``write`` writes it later, in any thread."""
+    """Keeps the argument of ``TorchCheckpointEngine.save`` as it is now; ``write`` writes it later, in any thread."""
 
     def __init__(
         self, original: Any, live: LiveOptimizer, streams: LiveStreams, options: Options, memory: HostMemory
@@ -272,7 +267,7 @@ class Snapshot(ShardWriter):
         self._images.append(image)
 
     def complete(self) -> None:
-        """Digest what is in neither file; from here on nothing of the live state is used."""
+        """Digest the state that is in neither file; from here on nothing of the live state is used."""
         self._memory.end()
         lost = [i for i, found in enumerate(self._known) if found is None and not self._kept[i]]
         for i, digest in zip(lost, digest_pieces([self._streams.pieces[i] for i in lost]), strict=True):
@@ -313,13 +308,12 @@ def write_local_files(
     """Give ``shard.save`` the files that DeepSpeed would write into ``directory``, without a collective.
 
     ``DeepSpeedEngine.save_checkpoint`` (0.19.8) has barriers between its parts, and partitions and gathers persistent
-    parameters, which takes collectives of all ranks. What it writes does not need them: of a partitioned parameter a
-    file has an empty tensor, which is put there in the place of one that is whole at the moment.
+    parameters, which takes collectives of all ranks. Its files do not need them: of a partitioned parameter a file has
+    an empty tensor, which replaces one that is whole at the moment.
 
     The optimizer state is in the elastic format at stage 3, and DeepSpeed's own at stages 1 and 2, whatever the
-    configuration says. ``writes_module`` says whether this rank writes the file of the whole module of stages 1 and 2,
-    ``tied`` is ``engine._get_shared_params()`` of rank 0. Raises UnsupportedError for a client state that no load
-    takes, and what ``shard.save`` raises.
+    configuration says. ``writes_module`` and ``tied`` as of ``saving_alone``. Raises UnsupportedError for a client
+    state that no load takes, and as ``shard.save``.
     """
 
     def save(state_dict: Any, path: str) -> None:

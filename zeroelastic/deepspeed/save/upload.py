@@ -42,7 +42,7 @@ _PAUSE_S = 1.0
 
 
 class Upload:
-    """The upload of a tag that was committed, as far as this node's leader does it.
+    """The upload of a committed tag, as far as this node's leader does it.
 
     ``run`` is the directory of the run in the store, or in it the folder that a framework has for this checkpoint;
     ``target`` is the tag directory there.
@@ -56,7 +56,7 @@ class Upload:
         self.target = self.run / saved.tag
 
     def send(self) -> int:
-        """Upload what is not up yet, as far as it is this node's task; returns the bytes of the tag's files.
+        """Upload this node's part of what is not up yet; returns the bytes of the tag's files.
 
         Raises MissingFileError where the tag is gone, replaced or has no record; OSError, ZeroElasticError.
         """
@@ -150,13 +150,13 @@ class Uploads:
         return any(one.saved.place == tag_dir for one in self._waiting)
 
     def wait(self, timeout_s: float | None = None) -> list[Upload]:
-        """Wait until nothing is under way, and return what is not uploaded."""
+        """Wait until nothing is under way, and return the uploads that failed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting, timeout_s)
             return [*self._failed, *self._waiting]
 
     def at_exit(self) -> None:
-        """Wait for the last upload, ``save_timeout_s`` at most, and say what is not uploaded."""
+        """Wait for the last upload, ``save_timeout_s`` at most, and log the tags that are not uploaded."""
         for one in self.wait(max((one.options.save_timeout_s for one in self._waiting), default=0.0)):
             logger.error("%s: NOT UPLOADED to %s. Copy it, %s last.", one.saved.place, one.target, RECORD_NAME)
 
@@ -172,7 +172,7 @@ class Uploads:
                 self._changed.notify_all()
 
     def _try(self, upload: Upload) -> bool:
-        """Whether a tag is uploaded, or is not to be uploaded any more."""
+        """Return whether a tag is uploaded, or is not to be uploaded any more."""
         saved, run = upload.saved, upload.run
         try:
             with retrying(upload.options.retries):

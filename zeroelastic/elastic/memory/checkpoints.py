@@ -126,7 +126,6 @@ class MemoryCheckpoints:
             logger.info("%s", self._describe())
 
     def due(self, step: int) -> bool:
-        """Whether the state of this step is to be kept."""
         return step % self.options.every == 0
 
     @ordinary_tensors()
@@ -189,7 +188,6 @@ class MemoryCheckpoints:
         return save
 
     def wait(self) -> None:
-        """Wait until the checkpoint in the making is complete, or has failed."""
         if self._thread is None:
             return
         began = time.monotonic()
@@ -207,7 +205,7 @@ class MemoryCheckpoints:
         self.complete_step = None
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait for the checkpoint in the making, unless training has failed. Checkpoints stay until the job ends.
+        """Wait for the unfinished checkpoint, unless training has failed. Checkpoints stay until the job ends.
 
         After a failure the other ranks may be gone, or wait for this one: it must end.
         """
@@ -264,7 +262,7 @@ class MemoryCheckpoints:
                 self._log(step, caught)
 
     def _finish(self, node: MemoryDirectory, captured: MemorySave | Exception) -> None:
-        """Complete a checkpoint on all nodes, or raise on all ranks, also where one could not copy its state."""
+        """Complete a checkpoint on all nodes, or raise on all ranks, also if one could not copy its state."""
 
         def give() -> MemorySave:
             if isinstance(captured, Exception):
@@ -305,7 +303,7 @@ def _own_place() -> JobPlace:
 
 
 def _require_covered(engine: Engine) -> LiveOptimizer:
-    """The live state. Raises UnsupportedError where it cannot be copied without collectives. Collective."""
+    """Return the live state. Raises UnsupportedError if it cannot be copied without collectives. Collective."""
     live = covered_live(engine, engine.optimizer)
     problem = None
     if live.sharing.place[1].size > 1:

@@ -1,9 +1,9 @@
-"""Copies of a checkpoint's files for other nodes: which rank keeps what of which.
+"""Copies of a checkpoint's files for other nodes: which rank keeps which files of which other rank.
 
 A node is the ranks that share one memory. The nodes form a ring, in which each keeps the copy of the one before;
 neighbours are in different racks as far as that is possible, so that a copy is never on the same node, and seldom in
-the same rack. The copies follow from the files of all ranks and the placement alone, so that two ranks agree on what is
-between them.
+the same rack. The copies follow from the files of all ranks and the placement alone, so that two ranks agree on the
+transfers between them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def nodes_of(names: Sequence[str]) -> Nodes:
 
 
 def ring(racks: Sequence[str]) -> tuple[int, ...]:
-    """The nodes in an order in which neighbours are in different racks, where the racks allow it.
+    """Return the nodes in an order in which neighbours are in different racks, where the racks allow it.
 
-    ``racks`` are by node. The nodes of the largest rack come first and are dealt out with the gap between them that
-    the number of nodes allows (the arrangement of "no two alike adjacent" by counting).
+    ``racks`` are by node. The nodes of the largest rack come first and are dealt out with the gap between them that the
+    number of nodes allows (the arrangement of "no two alike adjacent" by counting).
     """
     by_rack: dict[str, list[int]] = {}
     for node, rack in enumerate(racks):
@@ -52,13 +52,11 @@ class Placement:
 
     @cached_property
     def node_of(self) -> tuple[int, ...]:
-        """The node of each rank."""
         found = {rank: node for node, members in enumerate(self.nodes) for rank in members}
         return tuple(found[rank] for rank in range(len(found)))
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The ring of nodes."""
         return ring(self.racks)
 
     @property

@@ -43,10 +43,10 @@ class MemoryFile:
         self._capacity = self._size = 0
 
     def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """The file's bytes, shape ``(nbytes,)``, uint8, from the beginning of a page; the file has just this size.
+        """Return the file's bytes, shape ``(nbytes,)``, uint8, from the beginning of a page; it has just this size.
 
-        Their content has no meaning. ``pinned`` registers them with the CUDA driver, where it does so. Raises
-        OSError naming the file where the memory is not there.
+        Their content has no meaning. ``pinned`` registers them with the CUDA driver, where it does so. Raises OSError
+        naming the file where the memory is not there.
         """
         if self._pages is not None and not (pinned and _num_pages(nbytes) == _num_pages(self._size)):
             self._pages.unpin()  # a GPU would go on to write to pages that are no longer the file's
@@ -126,7 +126,7 @@ def _num_pages(nbytes: int) -> int:
 
 
 def _map(fd: int, nbytes: int) -> tuple[Pages, memoryview]:
-    """The file's first ``nbytes`` bytes, at an address where pages of 2 MiB may begin, and their mapping."""
+    """Map the file's first ``nbytes`` bytes at an address where pages of 2 MiB may begin."""
     room = Pages(-1, nbytes + _LARGE_PAGE)  # it takes addresses, no memory, and gives them back when it is dropped
     first = room.address()
     skipped = -first % _LARGE_PAGE
@@ -169,14 +169,14 @@ def require_memory(directory: Path, nbytes: int) -> None:
 
 
 def spare_memory(directory: Path) -> int:
-    """The bytes that a file in shared memory may grow by: of the file system, the system, and the control group."""
+    """Return the bytes that a file in shared memory may grow by: of file system, system, and control group."""
     found = os.statvfs(directory)
     limits = [found.f_bavail * found.f_frsize, *_available(), *_left_in_group()]
     return min(limits) - _SPARED
 
 
 def _available() -> list[int]:
-    """``MemAvailable`` of proc(5)."""
+    """Return ``MemAvailable`` of proc(5)."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             return [int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:")]

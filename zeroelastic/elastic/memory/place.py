@@ -54,7 +54,7 @@ _OF_A_WORKER = ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TOR
 
 
 def launcher() -> int:
-    """The launcher of this process: the nearest ancestor that is no wrapper (a shell, numactl) of this worker alone.
+    """Return the launcher of this process: the nearest ancestor that is no wrapper (a shell, numactl) of it alone.
 
     A process that nobody launched is its own launcher.
     """
@@ -130,14 +130,14 @@ def _abandoned(directory: Path) -> Iterator[None]:
 
 
 def _has_ended(pid: int, started: str) -> bool:
-    """Whether there is no such process any more. The start of one that had ended before it was asked for is empty."""
+    """Return whether a process has ended. The start of one that had ended before it was asked for is empty."""
     return start_of(pid) != started or (started == "" and not is_hidden(pid))
 
 
 def require_own(directory: Path, *, below: Path, with_files: bool = False) -> None:
     """Raise OSError unless this user alone may enter every directory from ``below``, without it, to ``directory``.
 
-    ``with_files``: what is in the last of them has to be files that this user alone may read. Each directory is opened
+    ``with_files``: the last of them has to contain only files that this user alone may read. Each directory is opened
     from within the one above it, and no link is followed. Raises FileNotFoundError where there is none.
     """
     name = ""
@@ -176,7 +176,7 @@ def _namespace() -> str:
 
 
 def _unlike(pid: int, own: Mapping[str, str]) -> int:
-    """The nearest of a process and its ancestors that was not started with this worker's variables."""
+    """Return the nearest of a process and its ancestors that was not started with this worker's variables."""
     wanted = {name: own.get(name) for name in _OF_A_WORKER}
     while wanted["LOCAL_RANK"] is not None and pid > 1:
         found = _environment(pid)
@@ -187,7 +187,7 @@ def _unlike(pid: int, own: Mapping[str, str]) -> int:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """The variables a process was started with; none where they cannot be read."""
+    """Return the variables a process was started with; none where they cannot be read."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "surrogateescape")
     except OSError:
@@ -210,7 +210,7 @@ class RunPlace:
 
     @staticmethod
     def of(place: Path, directory: FilePath, trained_params: str) -> RunPlace:
-        """That of the run which saves to ``directory`` and trains these parameters (``params_digest``)."""
+        """Return the place of the run which saves to ``directory`` and trains these parameters (``params_digest``)."""
         named = os.fsencode(f"{directory}\n{trained_params}")
         return RunPlace(place / hashlib.sha256(named).hexdigest()[:16])
 
@@ -220,7 +220,7 @@ class RunPlace:
         return self.path / _COMPLETE
 
     def writing(self, attempt: str) -> Path:
-        """Where the ranks of one start of the job fill files."""
+        """The directory in which the ranks of one start of the job fill files."""
         return self.path / _WRITING / attempt
 
     def create(self) -> None:
@@ -268,7 +268,7 @@ class RunPlace:
             shutil.rmtree(gone, ignore_errors=True)
 
     def remove_writing(self, *, but: str) -> None:
-        """Remove what earlier starts of the job were filling; complete tags keep their links to it."""
+        """Remove files that earlier starts of the job were filling; complete tags keep their links to them."""
         with suppress(OSError):
             for directory, is_old in ((self.path / _WRITING, but.__ne__), (self.complete, is_unfinished)):
                 for name in filter(is_old, os.listdir(directory)):

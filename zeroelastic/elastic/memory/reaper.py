@@ -78,7 +78,7 @@ def _close_inherited() -> None:
 
 
 def _wait(pid: int, started: str, identity: dict[str, Any]) -> None:
-    """Until there is no such process; one that waits for its parent to take notice has ended."""
+    """Wait until there is no such process; one that waits for its parent to take notice has ended."""
     try:
         process = os.pidfd_open(pid)
     except (OSError, AttributeError):

@@ -31,10 +31,10 @@ _LATE_NODES_S = 5.0
 
 
 def _is_after(tag: Tag, saved: Tag | None, tags: Sequence[Tag], left: Sequence[Tag]) -> bool:
-    """Whether a run that would resume from ``saved``, one of the ``tags`` on the disk, resumes from a tag in memory.
+    """Return whether a run that would resume from ``saved``, one of the ``tags`` on the disk, takes a tag in memory.
 
-    With None as ``saved``, whether that follows none of them. The run has ``left`` others, which are newer than the one
-    that ``latest`` names: what was made before they were committed is left, too.
+    With None as ``saved``, whether that follows none of them. The run has ``left`` others, newer than the one that
+    ``latest`` names: tags in memory from before their commit are left, too.
     """
     if any(other.saved_at > tag.saved_at for other in left):
         return False
@@ -62,9 +62,9 @@ class MemoryTier:
         self._waits = False
 
     def ordered(self, tags: Sequence[Tag], left: Sequence[Tag]) -> tuple[Tag, ...]:
-        """Return the tags to try: each on the disk after those from which a run resumes in its place (``_is_after``).
+        """Return the tags to try: each on the disk after those in memory that a run takes in its place (``_is_after``).
 
-        Those that follow none of them come last. Collective; rank 0's arguments count.
+        Tags in memory that follow none of them come last. Collective; rank 0's arguments count.
         """
 
         def order() -> tuple[tuple[Tag, ...], dict[str | None, tuple[str | None, int, float]]]:
@@ -82,7 +82,7 @@ class MemoryTier:
         return ordered
 
     def asked_for(self, tag: Tag) -> tuple[FilePath, str]:
-        """The directory and the tag to give to ``load_checkpoint``, for one of ``ordered``. Collective."""
+        """Return the directory and the tag to give to ``load_checkpoint``, for one of ``ordered``. Collective."""
         if not tag.in_memory:
             self.wait_for_late_nodes()
             return tag.asked_for
@@ -98,10 +98,10 @@ class MemoryTier:
             last.save_id, last.unsaved_steps, last.unsaved_seconds = self._followed[tag.save_id]
 
     def wait_for_late_nodes(self) -> None:
-        """Where a tag in memory did not load, give the agent time to start this process again, with a late node.
+        """If a tag in memory did not load, give the agent time to start this process again, with a late node.
 
-        That may have what is lacking. Where nodes that were late wait at the rendezvous, torchrun ends all workers and
-        starts them with those. Without a torchrun that starts workers again, there is nothing to wait for.
+        The node may have the missing files. Where nodes that were late wait at the rendezvous, torchrun ends all
+        workers and starts them with those. Without a torchrun that starts workers again, there is nothing to wait for.
         """
         if self._waits and "TORCHELASTIC_RUN_ID" in os.environ:
             if dist.get_rank() == 0:
@@ -130,13 +130,13 @@ class MemoryTier:
 
 
 def _seen(runs: Iterable[RunPlace]) -> list[Tag]:
-    """The tags of some places on this node; a damaged record makes none."""
+    """Return the tags of some places on this node; a damaged record makes none."""
     found = (committed_tag(run.complete, name) for run in runs for name in run.tags())
     return [replace(tag, in_memory=True) for tag in found if tag is not None]
 
 
 def _followed(tag: Tag, saved: Tag | None) -> tuple[str | None, int, float]:
-    """The save on the disk that a run continues which resumes from a tag, and the steps and seconds after it."""
+    """Return the save on the disk that a run continues which resumes from a tag, and the steps and seconds after it."""
     step = tag.step or 0
     if saved is None:
         return next(iter(tag.follows), None), step, 0.0
@@ -144,7 +144,7 @@ def _followed(tag: Tag, saved: Tag | None) -> tuple[str | None, int, float]:
 
 
 def memory_tier(engine: Any, directory: FilePath) -> MemoryTier | None:
-    """The memory tier of a run whose options have ``"memory"``; None for an engine that trains nothing. Collective."""
+    """Return the memory tier of a run with ``"memory"``; None for an engine that trains nothing. Collective."""
     if options_of(engine).memory is None or kind_of(engine.optimizer) is None:
         return None
     return MemoryTier(directory, params_digest(trained_params(engine) or ()))

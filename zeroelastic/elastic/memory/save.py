@@ -41,8 +41,8 @@ T = TypeVar("T")
 class GroupBarrier(SaveBarrier):
     """The barriers of a save whose ranks meet in collectives of a process group that no other save has.
 
-    A rank that is lost makes the collectives of the others fail. ``given_up`` says whether this rank has given the
-    save up.
+    A rank that is lost makes the collectives of the others fail. ``given_up`` says whether this rank has given the save
+    up.
     """
 
     def __init__(self, given_up: Callable[[], bool]) -> None:
@@ -104,7 +104,7 @@ class MemoryDirectory(SaveDirectory):
         return Written(sizes, directories, own_weights=save.own_weights)
 
     def _check_sizes(self, written: Sequence[Written]) -> None:
-        """Nothing: the ranks of a node see one memory."""
+        """Check nothing: the ranks of a node see one memory."""
 
     def _publish(self, barrier: SaveBarrier) -> None:
         if barrier.is_given_up():  # the training loop waits no more, and may have changed what was being copied
