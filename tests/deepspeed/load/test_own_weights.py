@@ -13,7 +13,7 @@ from saved_files import record_of
 from training import LOSS_RTOL, Job, attempt, build_engine, look, train_step
 
 import zeroelastic
-from zeroelastic.deepspeed.live.live_optimizer import _same_values
+from zeroelastic.deepspeed.live.own_weights import same_values
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.testing import RankPool, compare_states
 
@@ -127,4 +127,4 @@ def test_weights_that_are_not_numbers_are_those_of_master_weights_that_are_not()
     """The bits of NaN depend on how it was rounded; a run that has diverged is not taken for one of other weights."""
     bits = torch.tensor([0x3F80, 0x7FC0, 0x7FFF, 0xFFFF - 2**16], dtype=torch.int16)
     weights, others = bits.view(torch.bfloat16), bits[[0, 3, 1, 2]].view(torch.bfloat16)
-    assert _same_values(weights, others) and not _same_values(weights, weights.nan_to_num(nan=1.0))
+    assert same_values(weights, others) and not same_values(weights, weights.nan_to_num(nan=1.0))

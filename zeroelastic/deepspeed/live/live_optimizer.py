@@ -33,7 +33,6 @@ from zeroelastic.deepspeed.live.topology import Sharing, sharing_of
 from zeroelastic.errors import UnsupportedError, buffer_kind
 
 _LARGE_PAGE = 2 << 20
-_COMPARED_NUMEL = 1 << 20
 
 
 class LiveOptimizer(ABC):
@@ -349,22 +348,6 @@ class LiveOptimizer(ABC):
         """The weights of the model for ``fp32(sub_group)``, where a file of the whole module has them, too."""
         return None
 
-    def has_own_weights(self) -> bool:
-        """Whether some ``weights`` of this rank are not its master weights, cast.
-
-        So it is where an optimizer changes its parameters outside of a step, as schedule-free ones do in ``eval()``.
-        """
-        for i in range(self.layout.num_sub_groups):
-            weights, master = self.weights(i), self.fp32(i)
-            if weights is None:
-                continue
-            for begin, end in self.layout.used(self.rank, i):
-                for at in range(begin, end, _COMPARED_NUMEL):
-                    part = slice(at, min(end, at + _COMPARED_NUMEL))
-                    if not _same_values(weights[part], master[part].to(weights.device, weights.dtype)):
-                        return True
-        return False
-
     @abstractmethod
     def finish_weights(
         self, *, from_16_bit: bool, rounded: Collection[int] = (), restored: Layout | None = None
@@ -415,20 +398,6 @@ class LiveOptimizer(ABC):
     def lost_in_stock_files(self) -> str | None:
         """Return the state that DeepSpeed's own files of this optimizer would lack, or None."""
         return None
-
-
-def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two flat tensors are equal; NaN is equal to NaN, whose bits depend on how it was rounded.
-
-    Their bits are compared first, eight bytes at a time: on a CPU that takes a third of the time.
-    """
-    per_word = 8 // one.element_size()
-    words = one.numel() - one.numel() % per_word
-    if not (one.storage_offset() % per_word or other.storage_offset() % per_word):
-        whole, others = (tensor[:words].view(torch.int64) for tensor in (one, other))
-        if torch.equal(whole, others):
-            one, other = one[words:], other[words:]
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def ask_for_large_pages(tensor: torch.Tensor) -> None:

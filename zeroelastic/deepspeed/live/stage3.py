@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from zeroelastic.checkpoint.optimizer_file import FP32
@@ -25,6 +25,7 @@ from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, pack_sub_groups
 from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.persistent_params import gather_persistent_params
 from zeroelastic.deepspeed.live.swap_files import SwapFiles, is_param_on_nvme, on_nvme
 from zeroelastic.deepspeed.live.topology import Sharing, expert_group, is_expert, uncovered_groups
 from zeroelastic.deepspeed.patching import patched
@@ -32,9 +33,6 @@ from zeroelastic.errors import UnsupportedError
 
 _DUPLICATE = "_offload_buffer"
 """The end of the names under which offload_states() keeps second copies among the optimizer state."""
-
-BATCH_BYTES = 8 << 20
-"""Persistent parameters that are gathered at once, if they are not larger each: the memory of it is twice as much."""
 
 _OTHER_OPTIMIZERS = {
     "SuperOffloadOptimizer_Stage3": "SuperOffload (its moments are in another process, and DeepSpeed saves none)",
@@ -397,64 +395,6 @@ class Evaluation(Stage3):
 
         kept = list(self.optimizer.persistent_parameters)
         gather_persistent_params(self.optimizer, gather_the_rest)
-
-
-def gather_persistent_params(optimizer: Stage3Optimizer, epilogue: Callable[[], None]) -> None:
-    """Make persistent parameters whole; ``epilogue`` is DeepSpeed's way to do so. Collective.
-
-    DeepSpeed partitions all parameters before a save and a load, and gathers the persistent ones (the small ones, which
-    every rank keeps whole between steps) again after it, by one collective for each. Here many are gathered at once.
-    Parameters that are quantized, on NVMe, or partitioned over other ranks (hpZ, MiCS, experts) are left to DeepSpeed.
-    Source: ``DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue``, ``Init._allgather_params_coalesced`` (0.19.8).
-    """
-    params = [param for param in optimizer.persistent_parameters if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-    groups = {id(param.ds_process_group): param.ds_process_group for param in params}
-    if len(groups) == 1 and all(map(_is_plain, params)):
-        (group,) = groups.values()
-        world_size = dist.get_world_size(group=group)
-        for batch in _batches(params, world_size) if world_size > 1 else ():
-            _gather(batch, group)
-    epilogue()  # nothing is left to gather, or all of it
-
-
-def _is_plain(param: Any) -> bool:
-    part = param.ds_tensor
-    return (
-        part.status == PartitionedParamStatus.AVAILABLE
-        and getattr(param, "ds_zero_param_process_group", None) is None
-        and not hasattr(part, "ds_quant_scale")
-        and getattr(param, "ds_secondary_tensor", None) is None
-    )
-
-
-def _batches(params: Sequence[Any], world_size: int) -> Iterator[list[Any]]:
-    """Group neighbours of one dtype and device: at most ``BATCH_BYTES`` together, or one larger parameter."""
-    batch: list[Any] = []
-    nbytes = 0
-    for param in params:
-        part = param.ds_tensor
-        size = part.numel() * part.element_size() * world_size
-        alike = not batch or (batch[0].ds_tensor.dtype, batch[0].ds_tensor.device) == (part.dtype, part.device)
-        if batch and (not alike or nbytes + size > BATCH_BYTES):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(param)
-        nbytes += size
-    if batch:
-        yield batch
-
-
-def _gather(params: Sequence[Any], group: Any) -> None:
-    """Gather parameters whose parts are equally long on all ranks, as DeepSpeed pads them. Collective."""
-    device = params[0].device
-    own = torch.cat([param.ds_tensor.detach().view(-1) for param in params]).to(device)
-    ranks = own.new_empty(dist.get_world_size(group=group), len(own))
-    dist.all_gather_into_tensor(ranks.view(-1), own, group=group)
-    ends = list(accumulate(param.ds_tensor.numel() for param in params))
-    for param, end in zip(params, ends, strict=True):
-        whole = ranks[:, end - param.ds_tensor.numel() : end].contiguous().view(-1)
-        param.data = whole[: param.ds_numel].view(param.ds_shape)
-        param.ds_status = ZeroParamStatus.AVAILABLE
 
 
 def _uncovered_offload(optimizer: Any) -> list[str]:

@@ -16,6 +16,7 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.fill import Digests, Filled, FillItem, ReadDigests, Target, fill
 from zeroelastic.deepspeed.live.digests import LiveStreams, known_digests, local_digests, own_parts
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.own_weights import has_own_weights
 from zeroelastic.deepspeed.live.replicated import restore_clipping, restore_scales, set_groups
 from zeroelastic.deepspeed.load.compare import saved_groups
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
@@ -63,7 +64,7 @@ def restore(engine: Engine, load_plan: LoadPlan, notes: LoadNotes) -> Restored:
             restored = all_or_raise(lambda: _complete(engine, load_plan, loaded, filled, notes))
     live.end_load()
     if load_plan.weights_plan is not None:
-        notes.own_weights = any_rank(live.has_own_weights())
+        notes.own_weights = any_rank(has_own_weights(live))
     note_module_files(load_plan, notes)
     return restored
 

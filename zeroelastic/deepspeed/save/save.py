@@ -19,6 +19,7 @@ from zeroelastic.deepspeed.engine_state import last_save_of, link
 from zeroelastic.deepspeed.live.digests import gather_over_tp, live_streams, whole_contents
 from zeroelastic.deepspeed.live.kinds import listed_by_optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
+from zeroelastic.deepspeed.live.own_weights import has_own_weights
 from zeroelastic.deepspeed.options import Options, SaveRequest
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.deepspeed.run_objects import saving_sampler
@@ -196,7 +197,7 @@ class Save:
             expert_files=tuple(name for name in names if name not in file_names),
             last_save=last_save_of(engine),
             lost_micro_batches=_warn_of_lost_micro_batches(engine, request.tag_dir),
-            own_weights=live.has_own_weights(),
+            own_weights=has_own_weights(live),
         )
 
 
