@@ -1,7 +1,7 @@
 """State that is the same on all ranks: scalars of optimizer state, hyper-parameters and loss scales.
 
-One saved copy is restored on every rank, so a save compares the ranks' values first (``difference``). The loss scale is
-restored where the run has the saved precision; otherwise the run keeps its own.
+One saved copy is restored on every rank, so a save compares the ranks' values first (``require_equal``). The loss scale
+is restored where the run has the saved precision; otherwise the run keeps its own.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def token_of(facts: Mapping[str, str], tp_rank: int = 0) -> Token:
     return tp_rank, hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
 
 
-def difference(facts: dict[str, str], tokens: Sequence[Token]) -> UnsupportedError | None:
-    """An error that names the values that differ between ranks, the same on each; None when they agree. Collective.
+def require_equal(facts: dict[str, str], tokens: Sequence[Token]) -> None:
+    """Raise UnsupportedError, the same on all ranks, that names the values which differ between them. Collective.
 
     ``tokens`` are those of all ranks. Tensor parallel ranks are not compared with one another: each has sub-groups of
     its own.
@@ -74,7 +74,7 @@ def difference(facts: dict[str, str], tokens: Sequence[Token]) -> UnsupportedErr
     firsts: dict[int, int] = {}  # the first rank of each tensor parallel rank
     first_of = [firsts.setdefault(tp_rank, rank) for rank, (tp_rank, _) in enumerate(tokens)]
     if all(token == tokens[first] for token, first in zip(tokens, first_of, strict=True)):
-        return None
+        return
     tables = all_gather(facts)
     named: list[str] = []
     for what in dict.fromkeys(key for table in tables for key in table):
@@ -83,7 +83,7 @@ def difference(facts: dict[str, str], tokens: Sequence[Token]) -> UnsupportedErr
         if other is not None:
             first = first_of[other]
             named.append(f"{what} is {values[first]} on rank {first} and {values[other]} on rank {other}")
-    return UnsupportedError(
+    raise UnsupportedError(
         f"{some(named, separator='; ')}. Values that follow from a rank's own part of the weights cannot "
         "be resharded: a save with elastic_checkpoint off resumes at the same world size."
     )

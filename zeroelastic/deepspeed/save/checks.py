@@ -18,7 +18,7 @@ from zeroelastic.deepspeed.engine_state import refuse_to_save
 from zeroelastic.deepspeed.live.digests import copies_that_differ
 from zeroelastic.deepspeed.live.kinds import covered_live, listed_by_optimizer, trained_params
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
+from zeroelastic.deepspeed.live.replicated import replicated_facts, require_equal, token_of
 from zeroelastic.deepspeed.options import SaveRequest
 from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
 from zeroelastic.deepspeed.save.directory import saves_nothing
@@ -28,7 +28,6 @@ from zeroelastic.errors import (
     UnreadableError,
     UnsupportedError,
     UsageError,
-    ZeroElasticError,
     printable,
     some,
 )
@@ -89,12 +88,10 @@ def refuse_to_exclude_experts(live: LiveOptimizer) -> None:
         )
 
 
-def prepare(
-    engine: Engine, request: SaveRequest, *, elastic: bool
-) -> tuple[LiveOptimizer, dict[str, Any]] | ZeroElasticError:
+def prepare(engine: Engine, request: SaveRequest, *, elastic: bool) -> tuple[LiveOptimizer, dict[str, Any]]:
     """Return the live state of this rank, read once for the whole save, and the client state to save. Collective.
 
-    Or the error that says why the save gets no commit record, the same on all ranks.
+    Raises UnsupportedError or UsageError, the same on all ranks, where the save can get no commit record.
     """
 
     def look() -> tuple[LiveOptimizer, dict[str, Any], dict[str, str]]:
@@ -119,25 +116,18 @@ def prepare(
             client_state = checked_client_state(engine, request.client_state)
         return live, client_state, facts | {"the step to save": str(saved_step(engine, client_state))}
 
-    try:
-        (live, client_state, facts), outcomes = all_gather_of_or_raise(
-            look, lambda found: (token_of(found[2], found[0].tp.rank), request.named)
-        )
-        different = difference(facts, [token for token, _ in outcomes])
-        if different is None and live.topology.tensor_size > 1:
-            live = _with_copies(engine, live, request.tag_dir)
-    except (UnsupportedError, UsageError) as error:
-        return error
-    if different is not None:
-        return different
+    (live, client_state, facts), outcomes = all_gather_of_or_raise(
+        look, lambda found: (token_of(found[2], found[0].tp.rank), request.named)
+    )
+    require_equal(facts, [token for token, _ in outcomes])
+    if live.topology.tensor_size > 1:
+        live = _with_copies(engine, live, request.tag_dir)
     lost = None if elastic else live.lost_in_stock_files()
     if lost is not None:
-        return UnsupportedError(
-            f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it."
-        )
+        raise UnsupportedError(f"DeepSpeed's own files lack {lost}. Save with elastic_checkpoint on to have all of it.")
     places = sorted({named for _, named in outcomes})
     if len(places) > 1:
-        return UsageError(
+        raise UsageError(
             f"the ranks save to different places ({', '.join(places[:3])}{' ...' if len(places) > 3 else ''}). A "
             "checkpoint has one tag and one directory, which all ranks share: pass the same ones everywhere."
         )

@@ -110,16 +110,14 @@ def _save(engine: Engine, original: Method, request: SaveRequest, barrier: SaveB
     """Save, when all ranks have come to it. Collective."""
     kind = kind_of(engine.optimizer)
     elastic = saves_elastic(engine) and kind is not None and kind.has_elastic_form
-    prepared = prepare(engine, request, elastic=elastic)
-    if isinstance(prepared, ZeroElasticError):
+    try:
+        live, client_state = prepare(engine, request, elastic=elastic)
+    except (UnsupportedError, UsageError) as error:
         asked = request.excludes_frozen  # which DeepSpeed's save would not heed
-        refuses = elastic or (saves_elastic(engine) and (asked or isinstance(prepared, UsageError)))
+        refuses = elastic or (saves_elastic(engine) and (asked or isinstance(error, UsageError)))
         if refuses or not stock_saves(request.tag):
-            raise prepared
-        if saves_elastic(engine):
-            all_or_raise(lambda: checked_client_state(engine, request.client_state))  # no load would take it
-        return _save_by_deepspeed_alone(engine, original, request, prepared)
-    live, client_state = prepared
+            raise
+        return _save_by_deepspeed_alone(engine, original, request, error)
     request = replace(request, client_state=client_state)
     background, save_id = background_for(engine, live), broadcast(new_save_id())
     save = Save(
@@ -157,6 +155,8 @@ def _destination(engine: Engine, request: SaveRequest, save_id: str) -> SaveDire
 
 def _save_by_deepspeed_alone(engine: Engine, original: Method, request: SaveRequest, why: ZeroElasticError) -> Any:
     """DeepSpeed's own save, without a commit record. Collective."""
+    if saves_elastic(engine):
+        all_or_raise(lambda: checked_client_state(engine, request.client_state))  # no load would take it
     tag_dir = request.tag_dir
     without = "no commit record is written" + (", and nothing is uploaded" if options_of(engine).upload else "")
     state, line = state_of(engine), f"{tag_dir}: saved by DeepSpeed alone; {without}: {why}"

@@ -20,7 +20,7 @@ from zeroelastic.core.digest import ByteArray
 from zeroelastic.deepspeed.engine import Engine, options_of
 from zeroelastic.deepspeed.engine_state import LastSave, last_save_of
 from zeroelastic.deepspeed.live.digests import live_streams
-from zeroelastic.deepspeed.live.replicated import difference, replicated_facts, token_of
+from zeroelastic.deepspeed.live.replicated import replicated_facts, require_equal, token_of
 from zeroelastic.deepspeed.save.barrier import SaveBarrier
 from zeroelastic.deepspeed.save.commit import PendingCommit, Written
 from zeroelastic.deepspeed.save.directory import SaveDirectory
@@ -156,9 +156,7 @@ class MemorySave(Save):
     def add_contents(self) -> None:
         """Also compare what has to be the same on all ranks, and send copies of the files to other nodes."""
         super().add_contents()
-        different = difference(self.facts, all_gather_mostly_equal(token_of(self.facts)))
-        if different is not None:
-            raise different
+        require_equal(self.facts, all_gather_mostly_equal(token_of(self.facts)))
         self._copy()
 
     def remove_old(self) -> tuple[str, ...]:
