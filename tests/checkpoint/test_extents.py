@@ -19,7 +19,7 @@ from zeroelastic.checkpoint.extents import ExtentTable, TensorExtents, TensorSlo
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.core.layout import Layout, Param, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.core.plan import Plan, make_plan
-from zeroelastic.deepspeed.fill import Filled, Target, fill
+from zeroelastic.deepspeed.fill import FillJob, Target, fill
 from zeroelastic.verbs.reshard.reshard import reshard
 
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
@@ -101,7 +101,7 @@ def test_a_table_of_many_parameters_is_never_there_as_a_whole() -> None:
     assert mib < 40 < all_mib / 4, "windows of tables bound the memory of a load"
 
 
-def fill_sample(directory: Path, remote: tuple[str, ...]) -> tuple[list[torch.Tensor], Filled]:
+def fill_sample(directory: Path, remote: tuple[str, ...]) -> tuple[list[torch.Tensor], FillJob]:
     """The second of three ranks, from a sample of four: two keys as they are, and one cast to 16 bits."""
     checkpoint = open_checkpoint(directory / "global_step2")
     shards = {rank: checkpoint.shard(rank) for rank in range(4)}

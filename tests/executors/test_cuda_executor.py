@@ -29,7 +29,7 @@ from zeroelastic.core.digest import DigestKey, digest_range, stream_seed
 from zeroelastic.core.layout import Param, layout_from_sub_groups
 from zeroelastic.core.plan import make_plan
 from zeroelastic.deepspeed import fill as fill_module
-from zeroelastic.deepspeed.fill import Filled, Target, fill
+from zeroelastic.deepspeed.fill import FillJob, Target, fill
 from zeroelastic.deepspeed.live.digests import LivePiece, digest_pieces
 from zeroelastic.deepspeed.node_local import payload
 from zeroelastic.errors import CheckpointError, ConfigError, UnsupportedError
@@ -249,7 +249,7 @@ def test_what_other_ranks_send_goes_to_its_place_on_the_gpu(
         same = on_fake_gpu(fake_gpu, numel + 2, torch.float32)
         other = on_fake_gpu(fake_gpu, numel + 2, torch.bfloat16)
         targets = [Target("fp32", 0, tensor, "float32") for tensor in (same, other)]
-        part = Filled(saved.plan, targets, "auto", digest=True)
+        part = FillJob(saved.plan, targets, "auto", digest=True)
         payload._put(part, rows, at, there)
         assert torch.equal(same.as_subclass(torch.Tensor)[:numel], saved.want)
         assert torch.equal(other.as_subclass(torch.Tensor)[:numel], saved.want.bfloat16())

@@ -97,7 +97,7 @@ def fill(
     executor: Executor = "auto",
     remote_files: Collection[str] = (),
     digest: bool = False,
-) -> Filled:
+) -> FillJob:
     """Fill every target as ``plan`` says, from ``extents[source rank][key]``; rows of ``remote_files`` stay unread.
 
     Tensors with the file's dtype are filled in place, those on a GPU by the cuda engine, if it is built; the others
@@ -108,7 +108,7 @@ def fill(
     """
     choose_executor(executor)
     asked = [TensorSlot(target.key, target.sub_group, target.dtype) for target in targets]
-    filled = Filled(plan, targets, executor, digest=digest)
+    filled = FillJob(plan, targets, executor, digest=digest)
     for rows in extent_windows(plan, extents, asked):
         filled.bytes_owned += int(rows.nbytes.sum())
         if remote_files:
@@ -119,7 +119,7 @@ def fill(
     return filled
 
 
-class Filled:
+class FillJob:
     """Targets that are filled table by table; the cost so far, and the digests of the bytes that were read.
 
     ``cast_digests``, of tensors that are cast on the way, has all streams of the rank's parameters; 0 where the rank

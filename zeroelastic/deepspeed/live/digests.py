@@ -206,7 +206,7 @@ def frozen_digests(live: LiveOptimizer) -> dict[str, tuple[tuple[int, ...], str,
     Raises CopiesDifferError as ``whole_contents``.
     """
     local = LiveStreams(tuple(_frozen_pieces(live)), {}).digest()
-    totals = add_up(live, local.partial)
+    totals = reduce_digests(live, local.partial)
     shapes = {tensor.name: tensor.shape for tensor in live.whole_frozen.whole_tensors}
     return {name: (shapes[name], *content) for (name, _), content in totals.items()}
 
@@ -245,7 +245,7 @@ def whole_contents(live: LiveOptimizer, local: LocalDigests) -> list[ParamConten
     group. Raises CopiesDifferError where copies of the same values differ.
     """
     by_name: dict[str, dict[str, tuple[str, int]]] = {}
-    for (name, key), content in add_up(live, local.partial).items():
+    for (name, key), content in reduce_digests(live, local.partial).items():
         by_name.setdefault(name, {})[key] = content
     return [
         ParamContent(tensor, by_name[tensor.name], local.scalars.get(tensor.name, {}), live.tp.rank)
@@ -255,7 +255,9 @@ def whole_contents(live: LiveOptimizer, local: LocalDigests) -> list[ParamConten
     ]
 
 
-def add_up(live: LiveOptimizer, partial: Mapping[DigestKey, tuple[str, int]]) -> dict[tuple[str, str], tuple[str, int]]:
+def reduce_digests(
+    live: LiveOptimizer, partial: Mapping[DigestKey, tuple[str, int]]
+) -> dict[tuple[str, str], tuple[str, int]]:
     """Return the dtype and digest of each (whole tensor, state key), of partial digests over all ranks. Collective.
 
     Without slices all ranks have the same streams in the same order; with them, each has its own. A strip that several
@@ -339,7 +341,7 @@ def copies_that_differ(live: LiveOptimizer) -> tuple[tuple[str, str], ...]:
     streams = live_streams(live)
     pieces = tuple(piece for piece in streams.pieces if (piece.param, piece.strip) in copied)
     try:
-        add_up(live, LiveStreams(pieces, {}).digest().partial)
+        reduce_digests(live, LiveStreams(pieces, {}).digest().partial)
     except CopiesDifferError as error:
         return error.tensors
     return ()

@@ -29,7 +29,7 @@ from zeroelastic.deepspeed.live.optimizers import (
     scalar_value,
     state_dtype,
 )
-from zeroelastic.deepspeed.live.topology import Sharing, sharing_of
+from zeroelastic.deepspeed.live.topology import LiveTopology, read_topology
 from zeroelastic.errors import UnsupportedError, buffer_kind
 
 _LARGE_PAGE = 2 << 20
@@ -75,7 +75,7 @@ class LiveOptimizer(ABC):
         return buffer_kind(3 if self.per_param else 2)
 
     def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False) -> None:
-        """``names`` are those of all parameters, ``opaque`` as of ``sharing_of``.
+        """``names`` are those of all parameters, ``opaque`` as of ``read_topology``.
 
         Raises UnsupportedError for a layout that is not covered.
         """
@@ -85,10 +85,10 @@ class LiveOptimizer(ABC):
         self.tp_group: dist.ProcessGroup | None = getattr(optimizer, "model_parallel_group", None)
         self.grad_scaler: torch.amp.GradScaler | None = getattr(optimizer, "torch_autocast_gradscaler", None)
         self.module = self._module()
-        self._share(sharing_of(optimizer, self.module, names, opaque=opaque), names)
+        self._share(read_topology(optimizer, self.module, names, opaque=opaque), names)
         self._read(names)
 
-    def _share(self, sharing: Sharing, names: Mapping[torch.nn.Parameter, str]) -> None:
+    def _share(self, sharing: LiveTopology, names: Mapping[torch.nn.Parameter, str]) -> None:
         named = self.module.named_parameters(remove_duplicate=False)
         self.tied = {name: names[param] for name, param in named if names.get(param, name) != name}
         self.sharing = sharing

@@ -27,7 +27,7 @@ from zeroelastic.deepspeed.engine import Engine, Stage3Optimizer
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.persistent_params import gather_persistent_params
 from zeroelastic.deepspeed.live.swap_files import SwapFiles, is_param_on_nvme, on_nvme
-from zeroelastic.deepspeed.live.topology import Sharing, expert_group, is_expert, uncovered_groups
+from zeroelastic.deepspeed.live.topology import LiveTopology, expert_group, is_expert, uncovered_groups
 from zeroelastic.deepspeed.patching import patched
 from zeroelastic.errors import UnsupportedError
 
@@ -358,7 +358,7 @@ class Evaluation(Stage3):
         self.dp_group = next((param.ds_process_group for param in params if hasattr(param, "ds_id")), world)
         self.tp_group, self.grad_scaler, self.module = None, None, optimizer.module
         size, rank = dist.get_world_size(group=self.dp_group), dist.get_rank(group=self.dp_group)
-        self._share(Sharing(Topology(size), rank, self.dp_group), names)
+        self._share(LiveTopology(Topology(size), rank, self.dp_group), names)
         self._read(names)
 
     def _read(self, names: Mapping[torch.nn.Parameter, str]) -> None:

@@ -48,7 +48,7 @@ _TENSOR_META = "universal_checkpoint_info"
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class LiveTopology:
     """How a rank shares parameters with others.
 
     ``group`` are the ranks of the layouts in the order of their numbers, of which this one has the number ``rank``.
@@ -135,9 +135,9 @@ class Sharing:
             raise UnsupportedError(f"the slices of this run are not those of whole tensors: {error}.") from None
 
 
-def sharing_of(
+def read_topology(
     optimizer: Any, module: torch.nn.Module, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False
-) -> Sharing:
+) -> LiveTopology:
     """Return how the ranks of an engine share the parameters of its module; ``names`` are of all parameters.
 
     ``opaque`` takes tensor parallelism for opaque, whatever the module says of it. Raises UnsupportedError for experts
@@ -152,10 +152,10 @@ def sharing_of(
         return _with_experts(experts, data_size, data_rank, dp_group)
     maps = None if opaque or is_opaque(optimizer, module) else _tensor_maps(module, tp)
     if not maps:
-        return Sharing(Topology(data_size), data_rank, dp_group, tp)
+        return LiveTopology(Topology(data_size), data_rank, dp_group, tp)
     topology, world = Topology(data_size, tp.size), dist.group.WORLD
     assert world is not None
-    return Sharing(topology, topology.rank(data_rank, tp.rank), world, maps=maps)
+    return LiveTopology(topology, topology.rank(data_rank, tp.rank), world, maps=maps)
 
 
 def is_opaque(optimizer: Any, module: torch.nn.Module) -> bool:
@@ -184,7 +184,7 @@ def _uncovered_sharing(optimizer: Any, engine: Any) -> str | None:
     if not any(map(is_expert, params)):
         return "mixture-of-experts layers (of which no parameter is an expert's)"
     try:
-        sharing_of(optimizer, engine.module, {param: name for name, param in engine.module.named_parameters()})
+        read_topology(optimizer, engine.module, {param: name for name, param in engine.module.named_parameters()})
     except (CheckpointError, UnsupportedError) as error:
         return str(error)
     return None
@@ -268,7 +268,7 @@ def _parse(info: object, size: int) -> SliceMaps | None:
 
 def _with_experts(
     experts: Mapping[str, torch.nn.Parameter], data_size: int, data_rank: int, dp_group: dist.ProcessGroup
-) -> Sharing:
+) -> LiveTopology:
     sizes = {name: data_size // dist.get_world_size(group=expert_group(param)) for name, param in experts.items()}
     neighbours = (dist.get_process_group_ranks(expert_group(param))[:2] for param in experts.values())
     steps = {ranks[1] - ranks[0] for ranks in neighbours if len(ranks) > 1}
@@ -294,4 +294,4 @@ def _with_experts(
     unknown = [name for name in experts if name not in maps]
     if unknown:
         raise UnsupportedError(f"mixture-of-experts layers that DeepSpeed does not describe (of {unknown[0]})")
-    return Sharing(topology, data_rank, dp_group, maps=maps, expert_sizes=sizes)
+    return LiveTopology(topology, data_rank, dp_group, maps=maps, expert_sizes=sizes)

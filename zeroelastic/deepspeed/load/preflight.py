@@ -19,7 +19,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.base_model import other_frozen
 from zeroelastic.deepspeed.load.load_plan import LoadPlan, plan_load
 from zeroelastic.deepspeed.load.module_states import check_loaded_values
-from zeroelastic.deepspeed.load.saved_copies import refuse_other_copies
+from zeroelastic.deepspeed.load.saved_copies import check_tp_replicas
 from zeroelastic.deepspeed.node_local.peer_checkpoint import receive_headers
 from zeroelastic.deepspeed.node_local.visibility import gather_inventory, stat_assigned_files
 from zeroelastic.deepspeed.options import LoadRequest
@@ -88,7 +88,7 @@ def _check(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: F
 def _check_unrecorded(plan: LoadPlan) -> None:
     """Compare in the files what a save with a commit record has compared. Collective."""
     if plan.checkpoint.topology.tensor_size not in (1, plan.live.topology.tensor_size):
-        refuse_other_copies(plan.checkpoint, keys=sorted({key for own in plan.head.tensor_keys for key in own}))
+        check_tp_replicas(plan.checkpoint, keys=sorted({key for own in plan.head.tensor_keys for key in own}))
     if plan.checkpoint.whole_model and plan.request.options.verifies_content:
         _refuse_other_weights(plan)
 

@@ -13,7 +13,7 @@ from zeroelastic.checkpoint.extents import TensorExtents
 from zeroelastic.checkpoint.one_save import check_one_save
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN, WEIGHTS
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.fill import Digests, Filled, FillItem, ReadDigests, Target, fill
+from zeroelastic.deepspeed.fill import Digests, FillItem, FillJob, ReadDigests, Target, fill
 from zeroelastic.deepspeed.live.digests import LiveStreams, known_digests, local_digests, own_parts
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.own_weights import has_own_weights
@@ -51,7 +51,7 @@ def restore(engine: Engine, load_plan: LoadPlan, notes: LoadNotes) -> Restored:
         module_file(checkpoint, load_plan.model, notes.cost, executor=options.io_engine) as module_path,
     ):
 
-        def load_and_fill() -> tuple[tuple[Any, Any], list[Filled]]:
+        def load_and_fill() -> tuple[tuple[Any, Any], list[FillJob]]:
             loaded = load_module(engine, load_plan, module_path, notes)
             live.refresh()
             return loaded, _fill(load_plan)
@@ -70,7 +70,7 @@ def restore(engine: Engine, load_plan: LoadPlan, notes: LoadNotes) -> Restored:
 
 
 def _complete(
-    engine: Engine, load_plan: LoadPlan, loaded: tuple[Any, Any], filled: Sequence[Filled], notes: LoadNotes
+    engine: Engine, load_plan: LoadPlan, loaded: tuple[Any, Any], filled: Sequence[FillJob], notes: LoadNotes
 ) -> Restored:
     """Set padding, fresh state, scalars and weights, when all payload is in its place."""
     live = load_plan.live
@@ -98,7 +98,7 @@ def _complete(
     return Restored(loaded, read, cast, changed)
 
 
-def _fill(load_plan: LoadPlan) -> list[Filled]:
+def _fill(load_plan: LoadPlan) -> list[FillJob]:
     """Fill master weights and optimizer tensors, then parameters frozen on either side, in place."""
     live, weights_only, options = load_plan.live, load_plan.weights_only, load_plan.request.options
     inventory, targets = load_plan.checkpoint.inventory, list[Target]()
@@ -179,7 +179,7 @@ def _weights_parts(load_plan: LoadPlan) -> list[FillItem]:
     return [FillItem(plan, {0: {WEIGHTS: extents}}, targets)]
 
 
-def _changed_digests(part: Filled, rank: int) -> Digests:
+def _changed_digests(part: FillJob, rank: int) -> Digests:
     """Return the digest of every target of a moved part, under the saved state key.
 
     They are computed on reading where a tensor was cast or its place is known; else from the live tensor.

@@ -26,7 +26,7 @@ from zeroelastic.errors import UnsupportedError, some
 _Extents = Callable[[int], Mapping[str, TensorExtents]]
 
 
-def refuse_other_copies(checkpoint: Checkpoint, *, keys: list[str]) -> None:
+def check_tp_replicas(checkpoint: Checkpoint, *, keys: list[str]) -> None:
     """Raise UnsupportedError where tensor parallel ranks saved different copies of the same values. Collective.
 
     Some rank that sees its file reads every copy once. ``keys`` are of optimizer state, and the same on all ranks.

@@ -16,9 +16,9 @@ from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.digests import (
     CopiesDifferError,
     LocalDigests,
-    add_up,
     gather_over_tp,
     local_digests,
+    reduce_digests,
     whole_contents,
 )
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
@@ -238,7 +238,7 @@ def _sums(live: LiveOptimizer, digests: Mapping[DigestKey, int]) -> dict[TensorK
     """
     if not digests and live.whole.slices is None:
         return {}
-    found = add_up(live, {stream: (_ANY_DTYPE, digests[stream]) for stream in sorted(digests)})
+    found = reduce_digests(live, {stream: (_ANY_DTYPE, digests[stream]) for stream in sorted(digests)})
     return {tensor: total for tensor, (_, total) in sorted(found.items())}
 
 

@@ -16,7 +16,7 @@ from zeroelastic.checkpoint.extents import ExtentTable
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.layout import Int64Array
-from zeroelastic.deepspeed.fill import Filled, RowStreams
+from zeroelastic.deepspeed.fill import FillJob, RowStreams
 from zeroelastic.distributed.collective import all_or_raise
 from zeroelastic.distributed.exchange import Arrived, RoundBuffer, device_of, exchange_rows
 from zeroelastic.executors.dispatch import CopyTable, Ranges, copy_segments, host_executor, read_segments, sum_segments
@@ -35,7 +35,7 @@ class LoadCost:
     bytes_received: int = 0
 
 
-def fill_from_others(checkpoint: Checkpoint, filled: Sequence[Filled], cost: LoadCost) -> None:
+def fill_from_others(checkpoint: Checkpoint, filled: Sequence[FillJob], cost: LoadCost) -> None:
     """Fill the rows that ``fill`` left unread because this rank does not see their files. Collective.
 
     Raises the same error on every rank. Adds the digests as ``fill`` does, and what it took, also to read for other
@@ -100,7 +100,7 @@ def fill_from_others(checkpoint: Checkpoint, filled: Sequence[Filled], cost: Loa
     cost.bytes_received += moved.received
 
 
-def _put(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> None:
+def _put(part: FillJob, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> None:
     """Copy bytes that arrived, piece i of them at ``at[i]`` of a buffer, into the tensors of one part."""
     values = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
     direct = np.array([each.in_place and each.tensor.device == values.device for each in part.targets], dtype=bool)
@@ -119,7 +119,7 @@ def _put(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer)
         target.tensor[place : place + len(data)].copy_(data)
 
 
-def _digest(part: Filled, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> tuple[RowStreams, UInt64Array]:
+def _digest(part: FillJob, pieces: ExtentTable, at: Int64Array, buffer: RoundBuffer) -> tuple[RowStreams, UInt64Array]:
     """Digest pieces, each of which is at ``at`` in a buffer, and return the streams that they belong to."""
     streams = RowStreams.of(part.plan, pieces, part.targets)
     totals = sum_segments(Ranges(np.zeros_like(at), at, pieces.nbytes), [buffer], digest=streams.table)

@@ -21,7 +21,7 @@ from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.live.replicated import replicated_facts, require_equal, token_of
 from zeroelastic.deepspeed.options import SaveRequest
 from zeroelastic.deepspeed.save.changed_modules import refuse_changed_module
-from zeroelastic.deepspeed.save.directory import saves_nothing
+from zeroelastic.deepspeed.save.directory import as_save_error
 from zeroelastic.distributed.collective import all_gather_of_or_raise, all_or_raise
 from zeroelastic.errors import (
     CheckpointError,
@@ -95,7 +95,7 @@ def prepare(engine: Engine, request: SaveRequest, *, elastic: bool) -> tuple[Liv
     """
 
     def look() -> tuple[LiveOptimizer, dict[str, Any], dict[str, str]]:
-        with saves_nothing(request.tag_dir):
+        with as_save_error(request.tag_dir):
             problem = why_not_saved(request.directory, request.tag)
         if problem is not None:
             raise UsageError(

@@ -71,7 +71,7 @@ class SaveDirectory:
     def begin(self) -> None:
         """Make the hidden directory, and check that files can be made in the directory of the run."""
         try:
-            with saves_nothing(self.place):
+            with as_save_error(self.place):
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 for directory in {self.run_dir, self.place.parent, run_of(self.run_dir)}:
                     RunStore(directory).sweep()
@@ -240,14 +240,14 @@ def directory_leaders(tag_dir: Path) -> tuple[int, ...]:
     probe = place / f"{stem}{rank}"
 
     def make() -> None:
-        with saves_nothing(tag_dir):
+        with as_save_error(tag_dir):
             place.mkdir(parents=True, exist_ok=True)
             probe.touch()
 
     def leader() -> int:
         if (place / f"{stem}0").exists():
             return 0
-        with saves_nothing(tag_dir):
+        with as_save_error(tag_dir):
             seen = [name.removeprefix(stem) for name in os.listdir(place) if name.startswith(stem)]
         return min([rank, *map(int, seen)])
 
@@ -259,7 +259,7 @@ def directory_leaders(tag_dir: Path) -> tuple[int, ...]:
 
 
 @contextmanager
-def saves_nothing(tag_dir: FilePath) -> Iterator[None]:
+def as_save_error(tag_dir: FilePath) -> Iterator[None]:
     """Within this context, an error of the disk becomes the SaveError of a save that has not begun."""
     try:
         yield
