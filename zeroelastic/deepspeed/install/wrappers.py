@@ -20,7 +20,7 @@ import torch.distributed as dist
 from zeroelastic._version import __version__
 from zeroelastic.activation import VARIABLE, is_active
 from zeroelastic.deepspeed.engine import Engine, agree_on_options, options_of, ordinary_tensors, saves_elastic
-from zeroelastic.deepspeed.engine_state import engine_of, link, note_load, state_of
+from zeroelastic.deepspeed.engine_state import engine_of, link, state_of
 from zeroelastic.deepspeed.install.frameworks import wrap_frameworks
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names, read_live, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.optimizers import common_state
@@ -169,4 +169,4 @@ def load_checkpoint(original: Method, self: Engine, load_dir: Any, *args: Any, *
     began = time.perf_counter()
     finish_pending(self, before="load_checkpoint()")  # it may be the one that is loaded
     request = LoadRequest(load_dir, *args, **kwargs)
-    return load(self, request, partial(original, self), partial(note_load, self), began=began)
+    return load(self, request, partial(original, self), began=began)

@@ -74,15 +74,14 @@ def _class_of(optimizer: object) -> type[LiveOptimizer] | None:
     return next((ours for theirs, ours in _KINDS.items() if isinstance(optimizer, theirs)), None)
 
 
-def read_live(optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False) -> LiveOptimizer:
+def read_live(optimizer: Any, names: Mapping[torch.nn.Parameter, str]) -> LiveOptimizer:
     """Read the live state of one rank: the optimizer's parameters are trained, all others of the module frozen.
 
-    ``opaque`` takes each tensor parallel rank for a run of its own, whatever DeepSpeed says of its slices. Raises
-    UnsupportedError for parameters that are not partitioned over all ranks.
+    Raises UnsupportedError for parameters that are not partitioned over all ranks.
     """
     kind = kind_of(optimizer, to_load=True)
     assert kind is not None
-    return kind(optimizer, names, opaque=opaque)
+    return kind(optimizer, names)
 
 
 def covered_live(
@@ -90,7 +89,8 @@ def covered_live(
 ) -> LiveOptimizer:
     """Read the live state of a run that elastic checkpoints cover. Raises UnsupportedError for any other.
 
-    ``opaque`` as of ``read_live``; ``renamed`` has the names that a save has for some parameters.
+    ``opaque`` takes each tensor parallel rank for a run of its own, whatever DeepSpeed says of its slices; ``renamed``
+    has the names that a save has for some parameters.
     """
     kind = kind_of(optimizer, to_load=True)
     assert kind is not None
@@ -104,7 +104,7 @@ def covered_live(
     names = param_names(engine)
     if renamed:
         names = {param: renamed.get(name, name) for param, name in names.items()}
-    return read_live(optimizer, names, opaque=opaque)
+    return kind(optimizer, names, opaque=opaque)
 
 
 def trained_params(engine: Engine) -> list[Param] | None:

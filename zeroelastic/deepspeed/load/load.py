@@ -17,13 +17,13 @@ from zeroelastic import observers
 from zeroelastic.checkpoint.one_save import was_saved_again
 from zeroelastic.deepspeed.client_state import changing_values
 from zeroelastic.deepspeed.engine import Engine, accumulated_micro_batches, agree_on_options, options_of, refuse_merged
-from zeroelastic.deepspeed.engine_state import changing, state_of
+from zeroelastic.deepspeed.engine_state import changing, note_load, state_of
 from zeroelastic.deepspeed.load.fallback import load_newest
 from zeroelastic.deepspeed.load.notes import LoadNotes, note_before_load, note_options, optimizer_options
 from zeroelastic.deepspeed.load.preflight import preflight
 from zeroelastic.deepspeed.load.report import gather_costs, load_report, log_batch, log_report
 from zeroelastic.deepspeed.load.restore import restore
-from zeroelastic.deepspeed.load.stock import Loaded, OnLoad, choose_loader, is_left_to_deepspeed, load_by_deepspeed
+from zeroelastic.deepspeed.load.stock import Loaded, choose_loader, is_left_to_deepspeed, load_by_deepspeed
 from zeroelastic.deepspeed.load.tag_choice import choose_tag, nothing_to_load
 from zeroelastic.deepspeed.load.verify import raise_mismatch, verify
 from zeroelastic.deepspeed.options import LoadRequest
@@ -50,7 +50,6 @@ class LoadCall:
 
     engine: Engine
     original: Callable[..., Loaded]
-    loaded: OnLoad
     began: float
     pending_micro_batches: int = 0
     configured: list[dict[str, str]] | None = None
@@ -58,7 +57,7 @@ class LoadCall:
 
     def by_deepspeed(self, request: LoadRequest) -> Loaded:
         """Load through DeepSpeed alone. Collective."""
-        return load_by_deepspeed(self.engine, self.original, self.loaded, request)
+        return load_by_deepspeed(self.engine, self.original, request)
 
     def timed_report(self) -> ResumeReport:
         """The engine's report, whose seconds are now those since the call began."""
@@ -67,14 +66,12 @@ class LoadCall:
         return report
 
 
-def load(
-    engine: Engine, request: LoadRequest, original: Callable[..., Loaded], loaded: OnLoad, *, began: float
-) -> Loaded:
+def load(engine: Engine, request: LoadRequest, original: Callable[..., Loaded], *, began: float) -> Loaded:
     """Load a checkpoint at any world size; ``original`` is DeepSpeed's own method, bound to the engine. Collective.
 
     The report counts its seconds from ``began``, a time of ``time.perf_counter``.
     """
-    call = LoadCall(engine, original, loaded, began)
+    call = LoadCall(engine, original, began)
     request = replace(request, load_dir=absolute(request.load_dir))
     with changing(engine, whole=not request.weights_only and request.load_lr_scheduler_states):
         if is_left_to_deepspeed(engine, request):
@@ -165,7 +162,7 @@ def _load_tag(call: LoadCall, request: LoadRequest, tag_dir: FilePath, notes: Lo
         note_options(call.configured, optimizer_options(engine, plan.live), notes)
     report = load_report(engine, plan, notes, verified, costs)
     if not request.load_module_only:
-        call.loaded(plan.record, restored.loaded[1])
+        note_load(engine, plan.record, restored.loaded[1])
     engine.zeroelastic_report = report
     warn, module_only = bool(notes.warnings), request.load_module_only
     saved_batch = plan.train_batch_size  # the plan is let go of before the log

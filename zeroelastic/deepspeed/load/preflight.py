@@ -43,17 +43,15 @@ def preflight(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir
     that are tied, go to their present names. Nothing of the engine is changed. Raises the same error on every rank:
     CheckpointError, LayoutMismatchError, UnsupportedError.
     """
-    opaque = False
     try:
         plan = _check(engine, live, request, tag_dir)
     except UndescribedSlicesError:
         if live.topology.tensor_size == 1 or not live.per_param:
             raise
-        opaque = True
         plan = _check(engine, covered_live(engine, engine.optimizer, opaque=True), request, tag_dir)
     renamed = plan.renamed or _renamed(plan)
     if renamed:  # alike on all ranks
-        live = covered_live(engine, engine.optimizer, opaque=opaque, renamed=renamed)
+        live = covered_live(engine, engine.optimizer, opaque=plan.live.tp.size > 1, renamed=renamed)
         plan = replace(_check(engine, live, request, tag_dir), renamed=renamed)
     return replace(plan, other_frozen=other_frozen(plan))
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, CommitRecord, read_record
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, read_record
 from zeroelastic.checkpoint.contradictions import (
     VALUE_FACTS,
     Values,
@@ -26,7 +26,7 @@ from zeroelastic.checkpoint.contradictions import (
 from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
 from zeroelastic.checkpoint.tag_files import SAVE_ID, parse_rank_file
 from zeroelastic.deepspeed.engine import Engine
-from zeroelastic.deepspeed.engine_state import begin_change, refuse_damaged, state_of
+from zeroelastic.deepspeed.engine_state import begin_change, note_load, refuse_damaged, state_of
 from zeroelastic.deepspeed.live.kinds import covered_live, kind_of, param_names, why_left_to_deepspeed
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
 from zeroelastic.deepspeed.load.arrangement import (
@@ -51,9 +51,6 @@ from zeroelastic.torch_file.zip_check import check_archive
 
 Loaded = tuple[Any, Any]
 """What ``load_checkpoint`` returns: the path that was loaded, or None, and the client state."""
-
-OnLoad = Callable[[CommitRecord | None, Any], None]
-"""Called after a load that sets the engine's counters, with the record of the checkpoint and the client state."""
 
 
 def is_left_to_deepspeed(engine: Engine, request: LoadRequest) -> bool:
@@ -82,7 +79,7 @@ def _check_left(engine: Engine, request: LoadRequest) -> None:
         refuse_other_arrangement(engine, Path(request.load_dir) / str(tag), request, why)
 
 
-def load_by_deepspeed(engine: Engine, original: Callable[..., Loaded], loaded: OnLoad, request: LoadRequest) -> Loaded:
+def load_by_deepspeed(engine: Engine, original: Callable[..., Loaded], request: LoadRequest) -> Loaded:
     """DeepSpeed's own load; ``original`` is its method, bound to the engine. Collective."""
     if local_path(request.directory) is None:
         raise UnsupportedError(
@@ -97,7 +94,7 @@ def load_by_deepspeed(engine: Engine, original: Callable[..., Loaded], loaded: O
         refuse_damaged(engine)
         return path, client_state
     if not request.load_module_only:
-        loaded(None, client_state)
+        note_load(engine, None, client_state)
     client_state.pop(SAVE_ID, None)
     return path, client_state
 
