@@ -223,23 +223,10 @@ def module_file(checkpoint: Checkpoint, model: ModuleHeader, cost: LoadCost, *, 
     That is the file itself for a rank that sees it on a disk. Others have the bytes that DeepSpeed reads in memory,
     which is all but parameters, under a name that lasts as long as the context; ``cost`` counts them.
     """
-    inventory = checkpoint.inventory
+    inventory, name = checkpoint.inventory, model.path.name
     if inventory.reads_headers:
         yield str(model.path)
         return
-    is_remote = inventory.reads_payload or not inventory.reads(model.path.name)
-    held = os.memfd_create(model.path.name, os.MFD_CLOEXEC) if is_remote else None
-    try:
-        _fetch(checkpoint, model, held, cost, executor)
-        yield str(model.path) if held is None else f"/proc/self/fd/{held}"
-    finally:
-        if held is not None:
-            os.close(held)
-
-
-def _fetch(checkpoint: Checkpoint, model: ModuleHeader, held: int | None, cost: LoadCost, executor: Executor) -> None:
-    """Read module states for others, and fill ``held``, if given, with the bytes that another has read. Collective."""
-    requests = [] if held is None else [Request(checkpoint.inventory.reader(model.path.name), model.path.name)]
 
     def content(names: Sequence[str]) -> dict[str, bytes]:
         found = {}
@@ -253,10 +240,17 @@ def _fetch(checkpoint: Checkpoint, model: ModuleHeader, held: int | None, cost: 
             cost.files.add(asked.path)
         return found
 
-    answers = multicast(requests, content)
-    all_or_raise(lambda: None if held is None else _write(held, model, answers.content[model.path.name]))
+    is_remote = inventory.reads_payload or not inventory.reads(name)
+    answers = multicast([Request(inventory.reader(name), name)] if is_remote else [], content)
     cost.bytes_sent += answers.sent
     cost.bytes_received += answers.received
+    held = os.memfd_create(name, os.MFD_CLOEXEC) if is_remote else None
+    try:
+        all_or_raise(lambda: None if held is None else _write(held, model, answers.content[name]))
+        yield str(model.path) if held is None else f"/proc/self/fd/{held}"
+    finally:
+        if held is not None:
+            os.close(held)
 
 
 def _read(model: ModuleHeader, executor: Executor) -> bytes:
