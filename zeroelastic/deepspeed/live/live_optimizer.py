@@ -75,7 +75,7 @@ class LiveOptimizer(ABC):
         return buffer_kind(3 if self.per_param else 2)
 
     def __init__(self, optimizer: Any, names: Mapping[torch.nn.Parameter, str], *, opaque: bool = False) -> None:
-        """``names`` are those of all parameters, ``opaque`` as of ``read_topology``.
+        """``names`` are of all parameters, ``opaque`` as of ``read_topology``.
 
         Raises UnsupportedError for a layout that is not covered.
         """
@@ -272,7 +272,7 @@ class LiveOptimizer(ABC):
         """This rank's part of the weights of the model, flat; None where it is on NVMe."""
 
     def rounded(self, sub_group: int) -> torch.Tensor | None:
-        """The 16-bit weights beside ``fp32(sub_group)``, in host memory, where a fill may make them in its pass."""
+        """The 16-bit weights of ``fp32(sub_group)``, in host memory, where a fill may make them in its pass."""
         low = self.low(sub_group)
         if low is None or low.device.type != "cpu" or not low.is_contiguous():
             return None

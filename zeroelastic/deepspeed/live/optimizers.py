@@ -26,7 +26,7 @@ _TENSOR = "tensor"
 class _KnownState:
     """State of one optimizer class: keys of tensors that are partitioned like the weights, and types of its scalars.
 
-    Each of the ``optional`` tensors exists while the group's option beside it is set.
+    Each of the ``optional`` tensors exists while the group's option paired with it is set.
     """
 
     tensors: tuple[str, ...]

@@ -47,7 +47,7 @@ def replicated_facts(live: LiveOptimizer) -> dict[str, str]:
 
 
 def refuse_common_state(live: LiveOptimizer) -> None:
-    """Raise UnsupportedError for an optimizer that keeps state beside that of parameters, as MADGRAD its ``k``."""
+    """Raise UnsupportedError for an optimizer that keeps state that belongs to no parameter, as MADGRAD its ``k``."""
     keys = [repr(key) for key in (*common_state(live.base), *live.own_entries())]
     if keys:
         raise UnsupportedError(
@@ -61,14 +61,14 @@ Token = tuple[int, str]
 
 
 def token_of(facts: Mapping[str, str], tp_rank: int = 0) -> Token:
-    """What ``difference`` compares first."""
+    """The value that ``require_equal`` compares first."""
     return tp_rank, hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
 
 
 def require_equal(facts: dict[str, str], tokens: Sequence[Token]) -> None:
     """Raise UnsupportedError, the same on all ranks, that names the values which differ between them. Collective.
 
-    ``tokens`` are those of all ranks. Tensor parallel ranks are not compared with one another: each has sub-groups of
+    ``tokens`` are of all ranks. Tensor parallel ranks are not compared with one another: each has sub-groups of
     its own.
     """
     firsts: dict[int, int] = {}  # the first rank of each tensor parallel rank

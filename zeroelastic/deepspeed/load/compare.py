@@ -1,4 +1,4 @@
-"""The parameters and the optimizer of a save, compared with those of the run.
+"""The parameters and the optimizer of a save, compared with the run.
 
 Nothing here waits for another rank, and nothing of the engine is changed.
 """

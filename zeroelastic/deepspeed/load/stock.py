@@ -102,7 +102,7 @@ def load_by_deepspeed(engine: Engine, original: Callable[..., Loaded], request: 
 class LoaderChoice(NamedTuple):
     """Who loads a tag: DeepSpeed alone because of ``reason``, or this package into ``live``, as ``request`` says.
 
-    ``values`` are the optimizer's numbers in this rank's file: DeepSpeed loads if those of other ranks differ.
+    ``values`` are the optimizer's numbers in this rank's file: DeepSpeed loads if other ranks have others.
     """
 
     live: LiveOptimizer | None

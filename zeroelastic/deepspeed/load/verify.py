@@ -63,7 +63,7 @@ class Verification:
 def verify(engine: Engine, load_plan: LoadPlan, restored: Restored) -> Verification:
     """Digest the live state and compare it with the commit record. Collective.
 
-    With ``"verify": "read"`` the digests are those of the bytes as they were read, where each went to the address at
+    With ``"verify": "read"`` the digests are of the bytes as they were read, where each went to the address at
     which the live state has it; later changes are not seen. Tensors that were cast, and master weights that the run
     then rounds to 16 bits (load_from_fp32_weights is off), are compared by the digest of what was read. If it has
     ``failed`` on any rank, ``raise_mismatch`` has to be called on all.

@@ -25,7 +25,7 @@ from zeroelastic.io.paths import FilePath
 
 @dataclass(slots=True)
 class LoadCost:
-    """What a load has cost this rank so far; ``header_bytes`` are all bytes read but payload."""
+    """The cost of a load to this rank so far; ``header_bytes`` are all bytes read but payload."""
 
     bytes_owned: int = 0
     bytes_read: int = 0

@@ -1,7 +1,7 @@
 """Saving: from the call to the commit, which is made at once or by a thread.
 
     save_checkpoint             the call: who commits, where, and when
-    checks                      what is checked before anything is written
+    checks                      the checks before anything is written
     save                        ``Save``: one save, written now or as a snapshot
     directory                   the steps of a commit
     shard_writer, engine_proxy  what a rank writes, and how DeepSpeed's save is redirected

@@ -4,7 +4,7 @@ The thread writes the files, makes them durable, and commits them together with 
 synchronous save does. Its collectives have a process group of their own, so that they do not come between the
 collectives of training. It uses one processor at a low priority.
 
-An engine has at most one such save. It is finished before any call that would change or end what is being written: the
+An engine has at most one such save. It is finished before any call that would change its files or end the thread: the
 next save, a load, ``save_16bit_model`` and ``destroy``.
 """
 

@@ -85,7 +85,7 @@ def _unloaded(
 ) -> str | None:
     """Return a sentence where adapters were taken off their modules, as by ``merge_and_unload``, and are still trained.
 
-    ``known`` has the names of ``deepspeed.initialize``, ``now`` those of the module. Only frozen base weights count: of
+    ``known`` has the names of ``deepspeed.initialize``, ``now`` the present ones. Only frozen base weights count: of
     trained ones the optimizer has values without what was merged.
     """
     bare = {

@@ -45,7 +45,7 @@ def new_save_id() -> str:
 class PendingCommit:
     """A save that was handed to its writer: all that the commit record says but the sizes of the files.
 
-    ``file_names`` are the names of this rank's module states and optimizer file, ``expert_files`` those of files of
+    ``file_names`` are the names of this rank's module states and optimizer file, ``expert_files`` of files of
     experts that it has written. The two have to say its place, the step, and the parameters as ``live`` has them.
     ``allow_globals`` are the names in the run's options. ``follows`` are the saves on the disk that one in memory
     follows. ``contents`` are of the state at the moment of the save, over all ranks; ``trained`` names the trained

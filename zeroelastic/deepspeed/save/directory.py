@@ -233,7 +233,7 @@ def directory_leaders(tag_dir: Path) -> tuple[int, ...]:
     """Return for each rank the first rank that sees the same parent directory of the tag. Collective.
 
     The ranks create files there for a moment to find out. A rank that does not see the one of rank 0 lists the
-    directory, which has those of the ranks of its node. Raises SaveError on every rank if any rank cannot.
+    directory, which has the files of its node. Raises SaveError on every rank if any rank cannot.
     """
     stem = f".zeroelastic.{broadcast(uuid.uuid4().hex)}."
     place, rank = tag_dir.parent, dist.get_rank()

@@ -20,7 +20,7 @@ class CheckpointEngineProxy:
     DeepSpeed's save has barriers between its parts. So the first error is kept, the rest of this rank's part is left
     out, and ``raise_failure`` raises the error when all ranks have finished. ``save`` writes one file; files for
     ``tag_dir`` go to ``staging_dir``, the directory that becomes it. Everything else is the original engine's.
-    ``names`` are those of the files that were written for the tag.
+    ``names`` are of the files that were written for the tag.
     """
 
     def __init__(

@@ -171,7 +171,7 @@ class Save:
         return remove_old_tags(destination.run_dir, self.request.tag, self.options, over_nodes=over_nodes)
 
     def add_contents(self) -> None:
-        """Add the digests of all parameters over all ranks to what is committed. Collective."""
+        """Add the digests of all parameters over all ranks to the pending commit. Collective."""
         live, trained = self.live, frozenset(param.name for param in self.live.whole.params)
         contents = whole_contents(live, self.shard.digests())
         parts = gather_over_tp(live, (contents, trained))
@@ -182,7 +182,7 @@ class Save:
         )
 
     def _pending_commit(self, engine: Engine, names: Sequence[str]) -> PendingCommit:
-        """Describe the save; ``names`` are those of the files that this rank has written."""
+        """Describe the save; ``names`` are of the files that this rank has written."""
         request, live = self.request, self.live
         file_names = written_files(engine, self.destination.deepspeed_dir, request.tag)
         return PendingCommit(

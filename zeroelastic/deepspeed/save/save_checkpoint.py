@@ -1,6 +1,6 @@
 """``save_checkpoint``: DeepSpeed's own save, into a hidden directory, then the commit record, the tag and ``latest``.
 
-It checks what is to be saved, chooses the destination, and who commits the save, and when: this call, or a thread
+It checks the state to be saved, chooses the destination, and who commits the save, and when: this call, or a thread
 (``background``).
 """
 

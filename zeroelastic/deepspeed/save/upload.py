@@ -56,7 +56,7 @@ class Upload:
         self.target = self.run / saved.tag
 
     def send(self) -> int:
-        """Upload this node's part of what is not up yet; returns the bytes of the tag's files.
+        """Upload this node's part of the files that are not up yet; returns the bytes of the tag's files.
 
         Raises MissingFileError where the tag is gone, replaced or has no record; OSError, ZeroElasticError.
         """

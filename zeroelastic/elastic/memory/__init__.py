@@ -1,6 +1,6 @@
 """Checkpoints in the memory of the nodes, so that a lost node costs one step at most and no disk is read.
 
-    checkpoints  makes one every few steps, beside training
+    checkpoints  makes one every few steps, while training goes on
     save         what the ordinary save does otherwise in memory: the directory of a node, and copies for others
     memory_file  files in shared memory whose pages are used again
     copies       which rank keeps what of which, on another node

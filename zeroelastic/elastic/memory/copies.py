@@ -28,7 +28,7 @@ def ring(racks: Sequence[str]) -> tuple[int, ...]:
     """Return the nodes in an order in which neighbours are in different racks, where the racks allow it.
 
     ``racks`` are by node. The nodes of the largest rack come first and are dealt out with the gap between them that the
-    number of nodes allows (the arrangement of "no two alike adjacent" by counting).
+    number of nodes allows (the arrangement of "no two equal neighbours" by counting).
     """
     by_rack: dict[str, list[int]] = {}
     for node, rack in enumerate(racks):

@@ -133,7 +133,7 @@ class MemorySave(Save):
     def capture(self, engine: Engine, saved: LastSave) -> None:
         """Copy the state of this rank, which may change when this returns. Raises SaveError where memory is lacking.
 
-        ``saved`` are the saves of these: the tag names those of the engine on the disk as the ones that it follows.
+        ``saved`` are the saves of these: the tag follows those of the engine on the disk.
         """
         node, live, followed = self.destination, self.live, last_save_of(engine)
         self.facts = replicated_facts(live)
