@@ -26,7 +26,7 @@ def other_frozen(plan: LoadPlan) -> tuple[str, ...]:
         if content.tp_rank == live.tp.rank
     }
     found = frozen_digests(live)
-    own = [name for name in plan.membership.excluded if found[name] != recorded[name]]
+    own = [name for name in plan.diff.excluded if found[name] != recorded[name]]
     others = tuple(sorted({name for names in gather_over_tp(live, own) for name in names}))
     if not others:
         return ()

@@ -62,7 +62,7 @@ def refuse_lost_state(head: OptimizerHeader) -> None:
 
 
 def check_params(
-    membership: ParamDiff, saved: ParamSet, checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest
+    diff: ParamDiff, saved: ParamSet, checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest
 ) -> None:
     """Raise LayoutMismatchError that lists every difference which is not allowed.
 
@@ -70,24 +70,24 @@ def check_params(
     so is a load that would restore no trained parameter.
     """
     wrapped = None
-    if membership.dropped:
+    if diff.dropped:
         names = [param.name for param in (*saved.trained, *saved.frozen)]
         wrapped = wrapper_advice(names, [*live.whole.index(), *live.whole_frozen.index()])
     tag_dir, saved_as = checkpoint.tag_dir, checkpoint.inventory
-    problems = [*membership.reshaped]
+    problems = [*diff.reshaped]
     strict = request.options.on_mismatch == "error"
-    if not strict and wrapped is None and not membership.restores(weights_only=request.weights_only):
+    if not strict and wrapped is None and not diff.restores(weights_only=request.weights_only):
         raise LayoutMismatchError(
             f"{tag_dir}: no trained parameter of the model is in the checkpoint: nothing would be resumed, and the "
             "run would go on from the weights that it has:",
-            sorted(dict.fromkeys(membership.problems)),
+            sorted(dict.fromkeys(diff.problems)),
         )
     if strict or wrapped is not None:
         compares_frozen = request.strict_module or saved_as.excluded_by == "option"
-        tolerated = {*(() if compares_frozen else membership.frozen_problems)}
-        tolerated |= set() if live.trains else {*membership.moved}
-        problems += [problem for problem in membership.problems if problem not in tolerated]
-        problems += membership.group_problems if not request.weights_only else ()
+        tolerated = {*(() if compares_frozen else diff.frozen_problems)}
+        tolerated |= set() if live.trains else {*diff.moved}
+        problems += [problem for problem in diff.problems if problem not in tolerated]
+        problems += diff.group_problems if not request.weights_only else ()
     if strict and request.strict_module and not saved_as.excluded():
         shapes = {param.name: list(param.shape) for param in live.whole_frozen.whole_tensors}
         # DeepSpeed leaves the entry of what requires a gradient in the save; without elements that is all of it.
@@ -96,7 +96,7 @@ def check_params(
         problems += [
             f"frozen parameter {name} {shapes[name]} is not in the checkpoint, which was saved without frozen "
             "parameters: load_module_strict=False keeps the run's own"
-            for name in membership.excluded
+            for name in diff.excluded
             if math.prod(shapes[name]) or not requires_grad.get(name, False)
         ]
     if not problems:
@@ -104,19 +104,19 @@ def check_params(
     advice = ""
     if wrapped is not None:
         advice = f" ({wrapped})"
-    elif set(problems) <= {*membership.problems, *membership.group_problems} - set(membership.reshaped):
+    elif set(problems) <= {*diff.problems, *diff.group_problems} - set(diff.reshaped):
         advice = ' ("on_mismatch": "initialize" in the "zeroelastic" block restores what both have and names the rest)'
     raise LayoutMismatchError(
         f"{tag_dir}: the checkpoint does not fit the model{advice}:", sorted(dict.fromkeys(problems))
     )
 
 
-def check_optimizer(membership: ParamDiff, head: OptimizerHeader, live: LiveOptimizer) -> None:
+def check_optimizer(diff: ParamDiff, head: OptimizerHeader, live: LiveOptimizer) -> None:
     """Raise LayoutMismatchError if the optimizer cannot continue from the saved state of its parameters.
 
     Raises UnsupportedError if Muon would continue from the state of Adam, or the other way.
     """
-    for g, match in enumerate(membership.groups):
+    for g, match in enumerate(diff.groups):
         now = bool(live.base.param_groups[g].get("use_muon", False))
         for s in match.shared:
             if bool(head.groups[s].options.get("use_muon", False)) != now:
@@ -127,7 +127,7 @@ def check_optimizer(membership: ParamDiff, head: OptimizerHeader, live: LiveOpti
                     "common: keep use_muon as it was, or pass load_optimizer_states=False."
                 )
     groups = saved_groups(head)
-    taken = [(g, groups[s]) for g, match in enumerate(membership.groups) for s in match.shared]
+    taken = [(g, groups[s]) for g, match in enumerate(diff.groups) for s in match.shared]
     problems = misfits(taken, live.base)
     if problems:
         where = head.path.parent

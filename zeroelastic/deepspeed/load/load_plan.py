@@ -75,7 +75,7 @@ class LoadPlan:
     shards: Mapping[int, OptimizerHeader]
     head: OptimizerHeader
     plan: Plan
-    membership: ParamDiff
+    diff: ParamDiff
     saved_frozen: tuple[Param, ...]
     moves: tuple[Move, ...]
     weights_plan: Plan | None
@@ -139,23 +139,23 @@ def plan_load(checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest)
         raise CheckpointError(mixed)
     saved = saved_params(checkpoint, live)
     current = ParamSet(live.whole.whole_tensors, live.whole_frozen.whole_tensors, tied=live.tied)
-    membership = compare(saved, current, checkpoint.groups(head), live.groups)
+    diff = compare(saved, current, checkpoint.groups(head), live.groups)
     renamed = other_names(saved, current)
     if not renamed:  # else the caller compares again, with these names
-        check_params(membership, saved, checkpoint, live, request)
+        check_params(diff, saved, checkpoint, live, request)
     if not request.weights_only:
-        check_optimizer(membership, head, live)
+        check_optimizer(diff, head, live)
         if model.global_steps > 0:
             refuse_lost_state(head)
-    plan = make_plan(checkpoint.layout, live.layout.only(set(membership.restored)), live.rank)
+    plan = make_plan(checkpoint.layout, live.layout.only(set(diff.restored)), live.rank)
     check_plan(plan)
-    newly_frozen = _planned(checkpoint.layout, live.frozen.only(set(membership.newly_frozen)), live.rank)
+    newly_frozen = _planned(checkpoint.layout, live.frozen.only(set(diff.newly_frozen)), live.rank)
     for part in (plan, newly_frozen):
         shards |= {source: checkpoint.shard(source) for source in (part.source_ranks if part else ())}
     check_same_save(shards, head, saved_as, resizable=not request.weights_only)
-    moves = _moves(checkpoint, live, membership, newly_frozen)
+    moves = _moves(checkpoint, live, diff, newly_frozen)
     try:
-        states = target_state(membership, head, checkpoint.layout, live, weights_only=request.weights_only)
+        states = target_state(diff, head, checkpoint.layout, live, weights_only=request.weights_only)
     except UnsupportedError:
         _refuse_values_of_ranks(checkpoint, head)
         raise
@@ -167,10 +167,10 @@ def plan_load(checkpoint: Checkpoint, live: LiveOptimizer, request: LoadRequest)
         shards=shards,
         head=head,
         plan=plan,
-        membership=membership,
+        diff=diff,
         saved_frozen=saved.frozen,
         moves=moves,
-        weights_plan=_weights_plan(checkpoint, model, live, membership),
+        weights_plan=_weights_plan(checkpoint, model, live, diff),
         states=states,
         train_batch_size=checkpoint.train_batch_size(head),
         renamed=renamed,
@@ -197,9 +197,7 @@ def _planned(src: Layout, dst: Layout, rank: int) -> Plan | None:
     return plan
 
 
-def _moves(
-    checkpoint: Checkpoint, live: LiveOptimizer, membership: ParamDiff, newly_frozen: Plan | None
-) -> tuple[Move, ...]:
+def _moves(checkpoint: Checkpoint, live: LiveOptimizer, diff: ParamDiff, newly_frozen: Plan | None) -> tuple[Move, ...]:
     """Plan the parameters that were frozen, and find where they and the ``newly_frozen`` ones are."""
     moves: list[Move] = []
     if newly_frozen is not None:
@@ -207,8 +205,8 @@ def _moves(
         moves.append(Move(newly_frozen, FP32, weights, trains=False))
     frozen, extents = checkpoint.frozen_layout, dict[int, Mapping[str, TensorExtents]]()
     for dst, trains in (
-        (in_own_buffers(live.layout.only(set(membership.unfrozen))), True),
-        (live.frozen.only(set(membership.frozen)), False),
+        (in_own_buffers(live.layout.only(set(diff.unfrozen))), True),
+        (live.frozen.only(set(diff.frozen)), False),
     ):
         plan = _planned(frozen, dst, live.rank)
         if plan is None:
@@ -220,9 +218,7 @@ def _moves(
     return tuple(moves)
 
 
-def _weights_plan(
-    checkpoint: Checkpoint, model: ModuleHeader, live: LiveOptimizer, membership: ParamDiff
-) -> Plan | None:
+def _weights_plan(checkpoint: Checkpoint, model: ModuleHeader, live: LiveOptimizer, diff: ParamDiff) -> Plan | None:
     """Plan weights of the model that may not be the master weights, cast; None where those are made.
 
     DeepSpeed loads the weights at stages 1 and 2 from the file of the whole module. A commit record says whether they
@@ -232,8 +228,8 @@ def _weights_plan(
     own_weights = checkpoint.inventory.own_weights
     if not checkpoint.whole_model or own_weights is False:
         return None
-    src, dst = checkpoint.layout, live.layout.only(set(membership.restored))
-    params = [param for param in src.params if param.name in membership.restored]
+    src, dst = checkpoint.layout, live.layout.only(set(diff.restored))
+    params = [param for param in src.params if param.name in diff.restored]
     places, weights = model.weight_places, [live.weights(i) for i in set(dst.sub_group.tolist())]
     saved = {places[param.name][0] if param.name in places else "unknown" for param in params}
     current = {"none" if weight is None else str(weight.dtype).removeprefix("torch.") for weight in weights}
@@ -250,14 +246,14 @@ def _weights_plan(
 
 
 def target_state(
-    membership: ParamDiff, head: OptimizerHeader, layout: Layout, live: LiveOptimizer, *, weights_only: bool
+    diff: ParamDiff, head: OptimizerHeader, layout: Layout, live: LiveOptimizer, *, weights_only: bool
 ) -> tuple[TargetState, ...]:
     """Choose for each sub-group of the run the saved sub-group whose optimizer state it gets.
 
     Sub-groups have the same numbers on all saved ranks; ``layout`` has parameters that ``head`` lacks. Raises
     UnsupportedError for a sub-group whose parameters were saved with different optimizer state.
     """
-    restored = set(membership.restored)
+    restored = set(diff.restored)
     saved_in = {param.name: i for param, i in zip(layout.params, layout.sub_group.tolist(), strict=True)}
     if layout is not head.layout:
         saved_in |= {param.name: i for param, i in zip(head.layout.params, head.layout.sub_group.tolist(), strict=True)}

@@ -138,9 +138,9 @@ class _ModelStatesReader:
             raise UnreadableError(f"{path}: cannot be read: {error.strerror or error}.") from error
         except EOFError as error:
             raise CheckpointError(f"{path}: {error}.") from None
-        schedule, membership = state.get("lr_scheduler"), self._load_plan.membership
-        if self._scheduler is not None and isinstance(schedule, Mapping) and not membership.same_groups:
-            state["lr_scheduler"] = rearranged(schedule, self._scheduler.state_dict(), membership.groups)
+        schedule, diff = state.get("lr_scheduler"), self._load_plan.diff
+        if self._scheduler is not None and isinstance(schedule, Mapping) and not diff.same_groups:
+            state["lr_scheduler"] = rearranged(schedule, self._scheduler.state_dict(), diff.groups)
         if isinstance(module, dict):
             own = {**{name: self._own[name] for name in names}, **self._excluded}
             module.update({name: param.data for name, param in own.items()})

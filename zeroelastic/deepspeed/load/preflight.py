@@ -93,8 +93,8 @@ def _check_unrecorded(plan: LoadPlan) -> None:
 
 def _renamed(plan: LoadPlan) -> dict[str, str]:
     """Return the saved name of each frozen weight that PEFT has given another one since."""
-    frozen, membership, live = plan.saved_frozen, plan.membership, plan.live
-    if not (membership.dropped and membership.added_frozen) or live.sharing.has_slices:
+    frozen, diff, live = plan.saved_frozen, plan.diff, plan.live
+    if not (diff.dropped and diff.added_frozen) or live.sharing.has_slices:
         return {}
     return renamed_base_weights(
         saved_frozen={param.name: param.shape for param in frozen},

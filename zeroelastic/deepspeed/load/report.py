@@ -109,8 +109,8 @@ def _module_bytes(load_plan: LoadPlan) -> int:
 
 def _inventory(engine: Engine, load_plan: LoadPlan, notes: LoadNotes) -> tuple[list[str], list[str], list[str]]:
     """Return phrases for exact state, state that was derived from other state, and state that was not restored."""
-    membership = load_plan.membership
-    exact = [counted(len(membership.restored), "parameter")]
+    diff = load_plan.diff
+    exact = [counted(len(diff.restored), "parameter")]
     rederived: list[str] = []
     reset: list[str] = []
     states = sorted({key for keys in load_plan.head.tensor_keys for key in keys} - {FP32})
@@ -128,15 +128,15 @@ def _inventory(engine: Engine, load_plan: LoadPlan, notes: LoadNotes) -> tuple[l
         reset.append(f"optimizer state{',' if scale else ' and'} hyper-parameters{scale} (not asked for)")
     else:
         exact.append(f"optimizer state ({', '.join((*states, *scalars)) or 'none was saved'})")
-        matched = sum(match.source is not None for match in membership.groups)
+        matched = sum(match.source is not None for match in diff.groups)
         what = f"hyper-parameters of {counted(matched, 'group')}"
         if load_plan.has_hyper_parameters:
             exact.append(what)
         else:
             reset.append(f"{what} (the checkpoint has none)")
-    if membership.frozen:
-        exact.append(counted(len(membership.frozen), "frozen parameter"))
-    kept = [name for name in membership.excluded if name not in load_plan.other_frozen]
+    if diff.frozen:
+        exact.append(counted(len(diff.frozen), "frozen parameter"))
+    kept = [name for name in diff.excluded if name not in load_plan.other_frozen]
     if kept and load_plan.keeps_frozen:
         exact.append(f"{counted(len(kept), 'frozen parameter')} (the run's own, whose digests are those of the save)")
     elif kept:
@@ -173,22 +173,22 @@ def topology_text(load_plan: LoadPlan) -> str | None:
 
 def _changes(load_plan: LoadPlan, notes: LoadNotes) -> tuple[str, ...]:
     """Return sentences that name the differences between the save and the run, and how each was loaded."""
-    membership = load_plan.membership
+    diff = load_plan.diff
     # parameters have sentences of their own
-    known = frozenset((*membership.dropped, *load_plan.renamed.values()))
+    known = frozenset((*diff.dropped, *load_plan.renamed.values()))
     params = {name for name, _ in load_plan.live.module.named_parameters(remove_duplicate=False)}
     lines = [
         f"{text}: {', '.join(names)}"
         for text, names in (
-            ("not in the checkpoint, weights as this run made them", membership.added_trained),
-            ("frozen and not in the checkpoint, weights as this run made them", membership.added_frozen),
-            ("frozen in the checkpoint and trained now, weights from the checkpoint", membership.unfrozen),
+            ("not in the checkpoint, weights as this run made them", diff.added_trained),
+            ("frozen and not in the checkpoint, weights as this run made them", diff.added_frozen),
+            ("frozen in the checkpoint and trained now, weights from the checkpoint", diff.unfrozen),
             (
                 "trained in the checkpoint and frozen now, weights from the saved master weights, "
                 "saved optimizer state dropped",
-                membership.newly_frozen,
+                diff.newly_frozen,
             ),
-            ("in the checkpoint and not in the model, ignored", membership.dropped),
+            ("in the checkpoint and not in the model, ignored", diff.dropped),
             (
                 "under another name in the checkpoint, for an adapter or because they are tied, weights from there",
                 [f"{name} (saved as {before})" for name, before in load_plan.renamed.items()],
@@ -213,7 +213,7 @@ def _changes(load_plan: LoadPlan, notes: LoadNotes) -> tuple[str, ...]:
 def _state_lines(load_plan: LoadPlan) -> list[str]:
     live = load_plan.live
     names: dict[str, list[str]] = {}
-    new = {*load_plan.membership.added_trained, *load_plan.membership.unfrozen}
+    new = {*load_plan.diff.added_trained, *load_plan.diff.unfrozen}
     for param, sub_group in zip(live.layout.params, live.layout.sub_group.tolist(), strict=True):
         if param.name not in new:
             continue
@@ -233,11 +233,11 @@ def _state_lines(load_plan: LoadPlan) -> list[str]:
 
 
 def _group_lines(load_plan: LoadPlan) -> list[str]:
-    membership, saved = load_plan.membership, load_plan.head.groups
-    if membership.same_groups:
+    diff, saved = load_plan.diff, load_plan.head.groups
+    if diff.same_groups:
         return []
     lines: list[str] = []
-    for g, match in enumerate(membership.groups):
+    for g, match in enumerate(diff.groups):
         if match.source is None and match.shared:
             options = [saved[s].options for s in match.shared]
             differ = sorted(
@@ -255,7 +255,7 @@ def _group_lines(load_plan: LoadPlan) -> list[str]:
         elif match.source != g or len(match.shared) > 1:
             listed = " and ".join(map(str, match.shared))
             lines.append(f"hyper-parameters of optimizer group {g} are those of saved group {listed}")
-    used = {s for match in membership.groups for s in match.shared}
+    used = {s for match in diff.groups for s in match.shared}
     ignored = [str(s) for s in range(len(saved)) if s not in used]
     if ignored:
         lines.append(f"hyper-parameters of saved group {' and '.join(ignored)} ignored: nothing of it is trained here")

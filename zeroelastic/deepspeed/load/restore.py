@@ -196,7 +196,7 @@ def _changed_digests(part: FillJob, rank: int) -> Digests:
 
 def _clear_fresh(load_plan: LoadPlan, sub_group: int) -> None:
     """Zero the state of parameters that are new to the optimizer, in a sub-group with restored parameters."""
-    live, restored = load_plan.live, frozenset(load_plan.membership.restored)
+    live, restored = load_plan.live, frozenset(load_plan.diff.restored)
     tensors, _ = live.split_state(sub_group)
     places, lengths = live.layout.buffer_offset(live.rank).tolist(), live.layout.owned(live.rank)[1].tolist()
     for p in np.flatnonzero(live.layout.sub_group == sub_group).tolist():
@@ -216,7 +216,7 @@ def _restore_values(
         for i, state in enumerate(load_plan.states):
             for key, value in state.scalars.items():
                 live.set_scalar(i, key, value)
-        saved, matches = saved_groups(load_plan.head), load_plan.membership.groups
+        saved, matches = saved_groups(load_plan.head), load_plan.diff.groups
         groups = [None if match.source is None else saved[match.source] for match in matches]
         notes.texts += [*_converted(load_plan), *set_groups(live, groups)]
         if own := live.own_options():

@@ -72,9 +72,9 @@ def verify(engine: Engine, load_plan: LoadPlan, restored: Restored) -> Verificat
     if not request.options.verifies_content:
         note = f'content not verified ("verify": "{request.options.verify}")'
         return Verification(saved_root, None, None, note)
-    membership, is_other_base = load_plan.membership, bool(load_plan.other_frozen)
+    diff, is_other_base = load_plan.diff, bool(load_plan.other_frozen)
     with_frozen = load_plan.checkpoint.names_frozen or load_plan.keeps_frozen
-    same_params = membership.same_params and not is_other_base
+    same_params = diff.same_params and not is_other_base
     local = local_digests(live, weights_only=request.weights_only, with_frozen=with_frozen, read=restored.read)
     if saved_root is None:
         return _without_record(load_plan, local)
@@ -86,9 +86,9 @@ def verify(engine: Engine, load_plan: LoadPlan, restored: Restored) -> Verificat
     from_16_bit = not engine.zero_load_from_fp32_weights()
     num_cast = sum(key != FP32 or not from_16_bit for _, key in cast)
     recorded = {c.param.name: c for c in load_plan.checkpoint.inventory.contents() if c.tp_rank == live.tp.rank}
-    common = {*membership.restored, *membership.frozen}
+    common = {*diff.restored, *diff.frozen}
     if load_plan.keeps_frozen:
-        common |= {*membership.excluded} - {*load_plan.other_frozen}
+        common |= {*diff.excluded} - {*load_plan.other_frozen}
     saved = [  # without what this load leaves alone; the report names what only one side has
         content
         for name, content in recorded.items()
