@@ -303,7 +303,7 @@ class Stage3(LiveOptimizer):
 
         def without_whole_params(*args: Any, **kwargs: Any) -> dict[str, Any]:
             state = original(*args, **kwargs)
-            for name, param in self.module.named_parameters(remove_duplicate=False):
+            for name, param in engine.module.named_parameters(remove_duplicate=False):
                 if name in state and hasattr(param, "ds_id"):
                     state[name] = torch.empty(0, dtype=param.dtype, device=param.device)
             return state
