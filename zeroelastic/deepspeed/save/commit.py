@@ -22,7 +22,7 @@ from zeroelastic._version import __version__
 from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CheckpointFormat, CommitRecord, Versions
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_layout import saved_maps
-from zeroelastic.checkpoint.saved_state import frozen_part, trained_part
+from zeroelastic.checkpoint.saved_state import contents_of, frozen_part, trained_part
 from zeroelastic.checkpoint.topology import numbered_expert
 from zeroelastic.core.digest import ParamContent, content_root
 from zeroelastic.core.layout import Param
@@ -152,23 +152,12 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
         model_file = read_torch_file(model_path, foreign="inert")
         model, shard = sharing.open_files(model_file, optim_path, layout)
         experts = [read_torch_file(directory / name, foreign="inert") for name in save.expert_files]
-    part = trained_part({shard.rank: shard}, shard)
-    found: dict[str, object] = {
-        param.name: (param.shape, dict(part.dtypes[p]), {k: v.canonical() for k, v in part.scalars[p].items()})
-        for p, param in enumerate(part.params)
-    }
-    frozen = frozen_part({model.rank: model})
-    found |= {
-        sharing.whole_name(param.name): (sharing.whole_shape(param), dict(frozen.dtypes[p]), {})
-        for p, param in enumerate(frozen.params)
-    }
+    found = {content.param.name: _facts(content) for content in contents_of([trained_part({shard.rank: shard}, shard)])}
+    for content in contents_of([frozen_part({model.rank: model})]):
+        found[sharing.whole_name(content.param.name)] = sharing.whole_shape(content.param), *_facts(content)[1:]
     here = {param.name for param in layout.params} | {sharing.whole_name(param.name) for param in save.frozen}
-    want: dict[str, object] = {
-        content.param.name: (
-            content.param.shape,
-            {key: dtype for key, (dtype, _) in content.tensors.items()},
-            {key: value.canonical() for key, value in content.scalars.items()},
-        )
+    want = {
+        content.param.name: _facts(content)
         for content in save.contents
         if content.tp_rank == sharing.tp.rank and content.param.name in here
     }
@@ -195,6 +184,12 @@ def read_back(directory: Path, save: PendingCommit) -> dict[str, str]:
                 raise CheckpointError(f"{path}: {what} read back as {_brief(got)}; the run has {_brief(wanted)}.")
     directories = {file.path.name: file.directory for file in experts}
     return {model_path.name: model.directory, **directories, optim_path.name: shard.directory}
+
+
+def _facts(content: ParamContent) -> tuple[object, ...]:
+    """The shape, dtypes and scalars of a parameter."""
+    dtypes = {key: dtype for key, (dtype, _) in content.tensors.items()}
+    return content.param.shape, dtypes, {key: value.canonical() for key, value in content.scalars.items()}
 
 
 def _by_name(params: Iterable[Param]) -> list[Param]:
