@@ -5,7 +5,6 @@
     stock               which loads DeepSpeed does alone; ``arrangement`` checks that such a load would go right
     preflight           all checks before a tensor is touched, on all ranks together; its result is a ``LoadPlan``
     load_plan           the bytes that each rank reads; ``compare`` compares parameters and optimizer before
-    base_model          the run's own frozen weights, where the save has only their digests
     saved_copies        whether copies of tensor parallel ranks agree, where no commit record says it
     restore             fills the live engine
     module_states       the module states file: checked, and read by DeepSpeed's own load

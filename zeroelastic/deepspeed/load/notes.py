@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 import torch
 
 from zeroelastic.checkpoint.contradictions import steps_note
+from zeroelastic.checkpoint.inventory import Inventory
 from zeroelastic.deepspeed.engine import Engine
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.load.base_model import base_notes
 from zeroelastic.deepspeed.load.load_plan import LoadPlan
 from zeroelastic.deepspeed.node_local.payload import LoadCost
 from zeroelastic.distributed.collective import all_gather_mostly_equal
 from zeroelastic.errors import StrictError, counted, rank_list, some
+
+LOAD_BASE_FIRST = "Load the base model that the run was saved with before deepspeed.initialize"
 
 
 @dataclass(slots=True)
@@ -54,7 +56,9 @@ def note_before_load(engine: Engine, load_plan: LoadPlan, pending: int, notes: L
     if batch is not None and not request.load_module_only:
         notes.batch_changed = True
         notes.warnings.append(batch)
-    notes.warnings += base_notes(load_plan)
+    if others := load_plan.other_frozen:
+        what = other_base(others, saved)
+        notes.warnings.append(f"OTHER BASE MODEL: {what}, and stay the run's own. {LOAD_BASE_FIRST}")
     notes.warnings += filter(None, [steps_note(load_plan.model, load_plan.head, saved)])
     if request.custom_load_fn is not None:
         notes.warnings.append(
@@ -83,6 +87,14 @@ def note_before_load(engine: Engine, load_plan: LoadPlan, pending: int, notes: L
             f"NOT LOST, though it should be: the gradients of {counted(pending, 'micro batch')} "
             "that this engine accumulated before the load go into its next optimizer step"
         )
+
+
+def other_base(names: tuple[str, ...], saved: Inventory) -> str:
+    """The sentence on frozen weights of the run that are not those of a save, which has only their digests."""
+    return (
+        f"{counted(len(names), 'frozen parameter')} of the run differ from those of the save by dtype, shape or digest "
+        f"({some(names)}); the checkpoint has only their digests ({saved.excluded_how})"
+    )
 
 
 def check_batch(saved: int | None, current: int, world_size: int, *, strict: bool) -> str | None:

@@ -11,20 +11,28 @@ import numpy as np
 from zeroelastic.checkpoint.contradictions import VALUE_FACTS, shard_facts, shard_values, values_sentence
 from zeroelastic.checkpoint.module_weights import SAMPLE, ComparedWeights, compare_weights, other_weights
 from zeroelastic.checkpoint.open import Checkpoint, open_checkpoint
+from zeroelastic.checkpoint.optimizer_file import FROZEN
 from zeroelastic.checkpoint.param_changes import renamed_base_weights
 from zeroelastic.checkpoint.saved_state import trained_part
 from zeroelastic.deepspeed.engine import Engine
+from zeroelastic.deepspeed.live.digests import frozen_digests, gather_over_tp
 from zeroelastic.deepspeed.live.kinds import covered_live
 from zeroelastic.deepspeed.live.live_optimizer import LiveOptimizer
-from zeroelastic.deepspeed.load.base_model import other_frozen
 from zeroelastic.deepspeed.load.load_plan import LoadPlan, plan_load
 from zeroelastic.deepspeed.load.module_states import check_loaded_values
+from zeroelastic.deepspeed.load.notes import LOAD_BASE_FIRST, other_base
 from zeroelastic.deepspeed.load.saved_copies import check_tp_replicas
 from zeroelastic.deepspeed.node_local.peer_checkpoint import receive_headers
 from zeroelastic.deepspeed.node_local.visibility import gather_inventory, stat_assigned_files
 from zeroelastic.deepspeed.options import LoadRequest
 from zeroelastic.distributed.collective import all_gather, all_gather_of_or_raise, all_or_raise
-from zeroelastic.errors import CheckpointError, UndescribedSlicesError, UnsupportedError
+from zeroelastic.errors import (
+    CheckpointError,
+    LayoutMismatchError,
+    StrictError,
+    UndescribedSlicesError,
+    UnsupportedError,
+)
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.zip_check import check_archive
 
@@ -53,7 +61,7 @@ def preflight(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir
     if renamed:  # alike on all ranks
         live = covered_live(engine, engine.optimizer, opaque=plan.live.tp.size > 1, renamed=renamed)
         plan = replace(_check(engine, live, request, tag_dir), renamed=renamed)
-    return replace(plan, other_frozen=other_frozen(plan))
+    return replace(plan, other_frozen=_other_frozen(plan))
 
 
 def _check(engine: Engine, live: LiveOptimizer, request: LoadRequest, tag_dir: FilePath) -> LoadPlan:
@@ -89,6 +97,39 @@ def _check_unrecorded(plan: LoadPlan) -> None:
         check_tp_replicas(plan.checkpoint, keys=sorted({key for own in plan.head.tensor_keys for key in own}))
     if plan.checkpoint.whole_model and plan.request.options.verifies_content:
         _refuse_other_weights(plan)
+
+
+def _other_frozen(plan: LoadPlan) -> tuple[str, ...]:
+    """Return the names of frozen parameters that differ from the save, which has only their digests. Collective.
+
+    Raises LayoutMismatchError where the save was made with ``"frozen": "exclude"``, or the module is loaded strictly;
+    StrictError under ``"strict": true``.
+    """
+    if not plan.keeps_frozen:
+        return ()
+    live, request, saved = plan.live, plan.request, plan.checkpoint.inventory
+    recorded = {
+        content.param.name: (content.param.shape, *content.tensors[FROZEN])
+        for content in saved.excluded()
+        if content.tp_rank == live.tp.rank
+    }
+    found = frozen_digests(live)
+    own = [name for name in plan.diff.excluded if found[name] != recorded[name]]
+    others = tuple(sorted({name for names in gather_over_tp(live, own) for name in names}))
+    if not others:
+        return ()
+    what = f"{plan.tag_dir}: {other_base(others, saved)}. {LOAD_BASE_FIRST}"
+    advice = "load_module_strict=False keeps the run's own"
+    if saved.excluded_by == "option":
+        advice = 'save with "frozen": "include" to have frozen weights in the checkpoint'
+    if saved.excluded_by == "option" or (request.strict_module and request.options.on_mismatch == "error"):
+        shapes = {tensor.name: list(tensor.shape) for tensor in live.whole_frozen.whole_tensors}
+        raise LayoutMismatchError(
+            f"{what}; or {advice}:", [f"frozen parameter {name} {shapes.get(name, '')}" for name in others]
+        )
+    if request.options.strict:
+        raise StrictError(f'{what}. Or set "strict": false in the "zeroelastic" block to go on all the same.')
+    return others
 
 
 def _renamed(plan: LoadPlan) -> dict[str, str]:
