@@ -61,7 +61,7 @@ def load_first(tags: Sequence[Tag], load: Callable[[Tag], T], *, engine: Engine)
     return None, tuple(passed)
 
 
-def load_newest(root: FilePath, load: Callable[[str, str], T], engine: Engine) -> tuple[T] | None:
+def load_newest(root: FilePath, load: Callable[[str, str], T], engine: Engine) -> T | None:
     """Return ``load(directory, tag)`` of the first of the directory's tags to try (``runs.tags``) that loads.
 
     Returns None where there is no checkpoint. Raises CheckpointError where there are some and none loads. Collective.
@@ -82,7 +82,7 @@ def load_newest(root: FilePath, load: Callable[[str, str], T], engine: Engine) -
     name, outcome = loaded
     fell_back = [f"FELL BACK to {name}; passed over: {'; '.join(passed)}"] if passed else []
     add_notes(engine, root, [*fell_back, *found.notes])
-    return (outcome,)
+    return outcome
 
 
 def add_notes(engine: Engine, root: FilePath, notes: Sequence[str]) -> ResumeReport | None:

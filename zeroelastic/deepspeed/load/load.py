@@ -93,14 +93,15 @@ def _load_newest_or_named(call: LoadCall, request: LoadRequest) -> Loaded:
     engine.__dict__.pop("zeroelastic_report", None)  # of an earlier load
     call.pending_micro_batches = accumulated_micro_batches(engine)
     with retrying(request.options.retries), allow_globals(request.options.allow_globals):
-        found = None
+        outcome = None
         if request.options.fallback and request.tag is None:
-            found = load_newest(
+            outcome = load_newest(
                 request.directory,
                 lambda directory, tag: _load_one_save(call, replace(request, load_dir=directory, tag=tag)),
                 engine,
             )
-        outcome = _load_one_save(call, request) if found is None else found[0]
+        if outcome is None:
+            outcome = _load_one_save(call, request)
         if call.log is not None and dist.get_rank() == 0:
             observers.publish(_loaded_event(engine, call.timed_report()))
             call.log(call.timed_report())
