@@ -77,9 +77,9 @@ def open_model_states(tag: Path) -> object:
 
 
 def open_optimizer_file(tag: Path) -> object:
-    from zeroelastic.checkpoint.optimizer_reader import open_shard
+    from zeroelastic.checkpoint.optimizer_reader import read_optimizer_file
 
-    return open_shard(next(tag.glob("*optim_states.pt")), 0, world_size=1, rigid_params=None)
+    return read_optimizer_file(next(tag.glob("*optim_states.pt")), world_size=1).header(0, params=None)
 
 
 def read_record(tag: Path) -> object:

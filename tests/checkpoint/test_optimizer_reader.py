@@ -12,7 +12,7 @@ from synthetic import ADAM, GROUPS, edit_optim, gather, optim_name, write_checkp
 
 from zeroelastic.checkpoint.open import open_checkpoint
 from zeroelastic.checkpoint.optimizer_file import FP32, OptimizerHeader
-from zeroelastic.checkpoint.optimizer_reader import open_shard
+from zeroelastic.checkpoint.optimizer_reader import read_optimizer_file
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Param, layout_from_sub_groups, pack_sub_groups
 from zeroelastic.errors import CheckpointError, UnsupportedError, ZeroElasticError
@@ -27,9 +27,8 @@ def sub_groups_of(world_size: int, groups=GROUPS, sub_group_size=10):
 
 
 def opened(tag_dir: Path, rank: int = 0, world_size: int = 2) -> OptimizerHeader:
-    return open_shard(
-        tag_dir / optim_name(rank), rank, world_size=world_size, rigid_params=sub_groups_of(world_size)
-    )  # fmt: skip
+    file = read_optimizer_file(tag_dir / optim_name(rank), world_size=world_size)
+    return file.header(rank, params=sub_groups_of(world_size))
 
 
 @given(
@@ -437,7 +436,7 @@ def test_a_file_without_an_optimizer_is_refused(tmp_path, root):
 def test_a_rigid_file_needs_the_parameters(tmp_path):
     write_checkpoint(tmp_path, world_size=2, format="rigid")
     with pytest.raises(CheckpointError, match="names no parameters"):
-        open_shard(tmp_path / optim_name(0), 0, world_size=2, rigid_params=None)
+        read_optimizer_file(tmp_path / optim_name(0), world_size=2).header(0, params=None)
 
 
 KEYS = ["zero_stage", "partition_count", "fp32_flat_groups", "base_optimizer_state", "zeroelastic", "overflow",
@@ -469,6 +468,6 @@ def test_any_odd_value_anywhere_is_parsed_or_refused(tmp_path, format, path, key
     container[place] = value
     torch.save(source, tmp_path / "odd.pt")
     try:
-        open_shard(tmp_path / "odd.pt", 0, world_size=2, rigid_params=sub_groups_of(2))
+        read_optimizer_file(tmp_path / "odd.pt", world_size=2).header(0, params=sub_groups_of(2))
     except ZeroElasticError as error:
         assert "odd.pt" in str(error)

@@ -32,7 +32,7 @@ from zeroelastic.checkpoint.contradictions import (
 from zeroelastic.checkpoint.inventory import Inventory, stage_0_root, stated_sizes
 from zeroelastic.checkpoint.model_states import ModuleHeader
 from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
-from zeroelastic.checkpoint.optimizer_reader import open_shard
+from zeroelastic.checkpoint.optimizer_reader import read_optimizer_file
 from zeroelastic.checkpoint.saved_state import TensorSet, contents_of, experts_part, frozen_part, trained_part
 from zeroelastic.checkpoint.tag_files import (
     EXPERT_FILE,
@@ -393,7 +393,7 @@ class _Checker(TagHeaders):
             if known:
                 shard = self.checkpoint.read_shard(rank)
             else:
-                shard = open_shard(path, rank, world_size=self.topology.data_size, rigid_params=None)
+                shard = read_optimizer_file(path, world_size=self.topology.data_size).header(rank, params=None)
             self.first_shard = self.first_shard or shard
             if (mixed := other_save(shard, self.saved.save_id, model_name)) is not None:
                 raise CheckpointError(mixed)

@@ -18,7 +18,7 @@ from zeroelastic.checkpoint.inventory import NO_FILES, Inventory, check_sizes, l
 from zeroelastic.checkpoint.model_states import ModuleHeader, model_states_of
 from zeroelastic.checkpoint.one_save import watch
 from zeroelastic.checkpoint.optimizer_file import FROZEN, OptimizerHeader, ParamGroup, configured_batch
-from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file, shard_of
+from zeroelastic.checkpoint.optimizer_reader import OptimizerFile, RankSlices, read_optimizer_file
 from zeroelastic.checkpoint.saved_layout import SavedMaps, SlicedLayout, frozen_layout, saved_maps, sliced_layout
 from zeroelastic.checkpoint.tag_files import (
     NO_TENSOR_PARALLEL,
@@ -204,15 +204,9 @@ class Checkpoint:
         """Parse the header of one rank's optimizer file, which is not yet compared with other files."""
         data_rank, tensor_rank = self.topology.place(rank)
         opened = read_optimizer_file(self.optim_files[rank], world_size=self.topology.data_size, through=through)
-        slices = self._slices(rank, opened)
-        return shard_of(
-            opened,
-            data_rank,
-            world_size=self.topology.data_size,
-            rigid_params=self._rigid_params(rank),
-            tp_rank=tensor_rank if self.tp.size == 1 else self.tp.rank,
-            slices=slices,
-        )
+        slices, params = self._slices(rank, opened), self._rigid_params(rank)
+        tp_rank = tensor_rank if self.tp.size == 1 else self.tp.rank
+        return opened.header(data_rank, params=params, tp_rank=tp_rank, slices=slices)
 
     def train_batch_size(self, head: OptimizerHeader) -> int | None:
         """The global batch of the save, from its record, an optimizer file or the configuration in it."""

@@ -1,8 +1,4 @@
-"""One rank's optimizer file as data: flat buffers, optimizer state by sub-group, groups and scalars, with extents.
-
-And the table ``zeroelastic`` of an elastic file (docs/concepts/format.md): the parameters by sub-group with the range
-of each that the rank owns, the optimizer groups by the names of their parameters, and the save, rank and world size.
-"""
+"""One rank's optimizer file as data: flat buffers, optimizer state by sub-group, groups and scalars, with extents."""
 
 from __future__ import annotations
 
@@ -16,13 +12,12 @@ import numpy as np
 
 from zeroelastic.checkpoint.commit_record import CheckpointFormat
 from zeroelastic.checkpoint.extents import TensorExtents
-from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, UnsupportedError, brief, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.header import DType, Extent, TensorRef, TorchFile
+from zeroelastic.torch_file.header import DType, Extent, Stub, TensorRef, TorchFile
 from zeroelastic.torch_file.tree import entry
 
 OptionValue = int | float | bool | str | None | tuple[object, ...] | list[object]
@@ -139,11 +134,11 @@ FROZEN = "frozen"
 WEIGHTS = "weights"
 """The state key of a trained weight in a file of the whole module."""
 
-_SCALERS_AT = "deepspeed.runtime.fp16.loss_scaler"
-SCALERS = {
-    (_SCALERS_AT, "LossScalerBase"): ("cur_scale",),
-    (_SCALERS_AT, "LossScaler"): ("cur_scale",),
-    (_SCALERS_AT, "DynamicLossScaler"): (
+_MODULE_OF_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_SCALERS = {
+    (_MODULE_OF_SCALERS, "LossScalerBase"): ("cur_scale",),
+    (_MODULE_OF_SCALERS, "LossScaler"): ("cur_scale",),
+    (_MODULE_OF_SCALERS, "DynamicLossScaler"): (
         "cur_scale",
         "cur_iter",
         "last_overflow_iter",
@@ -226,6 +221,82 @@ class OptimizerHeader:
     clip_grad: float | None = None
 
 
+def read_loss_scaler(file: TorchFile, state: Mapping[str, object]) -> ScalerState | None:
+    """The loss scaler of a file's state; None where it has none. Raises CheckpointError, UnsupportedError."""
+    stub = state.get("loss_scaler")
+    if stub is None:
+        return None
+    if not isinstance(stub, Stub) or (stub.module, stub.qualname) not in _SCALERS:
+        kind = f"a {stub.module}.{stub.qualname}" if isinstance(stub, Stub) else shown(stub)
+        raise UnsupportedError(
+            f"{file.path}: its loss_scaler is {kind}, and none of DeepSpeed's. Its state cannot be restored."
+        )
+    attributes: dict[str, OptionValue | DType] = {
+        key: value if isinstance(value, DType) else read_option(file, value, f"loss_scaler.{key}")
+        for key, value in stub.attributes.items()
+    }
+    for key in _SCALERS[stub.module, stub.qualname]:
+        number = attributes.get(key)
+        if type(number) not in (int, float) or (key == "cur_scale" and not 0 < float(str(number)) < math.inf):
+            raise damaged(file.path, f"its loss_scaler has {key} {shown(number)}")
+    return ScalerState(
+        class_name=stub.qualname,
+        attributes=attributes,
+        dynamic=bool(state.get("dynamic_loss_scale")),
+        overflow=bool(read_scalar(file, state.get("overflow"), "overflow").value),
+    )
+
+
+def nested_state(
+    file: TorchFile, nested: object, num_flats: int
+) -> tuple[list[tuple[ParamGroup, list[int]]], list[Mapping[object, object]]]:
+    """The state dict of a torch optimizer that steps flat buffers.
+
+    Returns each optimizer group, its parameters not named yet, with the positions of its flat buffers, and the state of
+    each flat buffer. Raises CheckpointError, UnsupportedError for state that is not of a parameter.
+    """
+    nested = nested if isinstance(nested, dict) else {}
+    groups_raw, states_raw = nested.get("param_groups"), nested.get("state")
+    if not isinstance(groups_raw, list) or not isinstance(states_raw, dict):
+        raise damaged(file.path, "holds no optimizer state (param_groups and state)")
+    groups: list[tuple[ParamGroup, list[int]]] = []
+    flat_of_index: dict[int, int] = {}
+    for g, group in enumerate(groups_raw):
+        indices = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(group, dict) or not isinstance(indices, list):
+            raise damaged(file.path, f"optimizer group {g} is not a group")
+        if not all(type(index) is int for index in indices):
+            raise damaged(file.path, f"optimizer group {g} refers to parameters by something other than numbers")
+        positions: list[int] = []
+        for index in dict.fromkeys(indices):
+            position = len(flat_of_index)
+            if position >= num_flats or index in flat_of_index:
+                raise damaged(
+                    file.path, f"optimizer group {g} refers to {shown(index)}; there are {num_flats} flat groups"
+                )
+            flat_of_index[index] = position
+            positions.append(position)
+        groups.append((read_group(file, group, f"optimizer group {g}"), positions))
+    if len(flat_of_index) != num_flats:
+        raise damaged(file.path, f"optimizer groups hold {len(flat_of_index)} flat groups of {num_flats}")
+    values: list[Mapping[object, object]] = [{} for _ in range(num_flats)]
+    own_entries = (key for key in nested if key not in ("param_groups", "state"))
+    for key in (*own_entries, *(index for index in states_raw if isinstance(index, str))):
+        raise UnsupportedError(
+            f"{file.path}: the optimizer keeps {shown(key)} beside the state of its parameters, which has no "
+            "place at another world size: resume at the one that saved, where DeepSpeed alone loads it."
+        )
+    for index, state in states_raw.items():
+        if index not in flat_of_index or not isinstance(state, dict):
+            raise damaged(file.path, f"optimizer state {shown(index)} belongs to no flat group")
+        values[flat_of_index[index]] = {
+            key: value
+            for key, value in state.items()
+            if not (isinstance(key, str) and key.endswith("_offload_buffer"))  # copies that offload_states() leaves
+        }
+    return groups, values
+
+
 def configured_batch(config: Mapping[str, object], world_size: int) -> int | None:
     """The global batch of a saved DeepSpeed configuration, where it says enough."""
     batch = config.get("train_batch_size")
@@ -271,48 +342,3 @@ def zero_option(config: object, key: str) -> object:
     """An entry of ``zero_optimization`` in a saved DeepSpeed configuration; None where it is missing."""
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     return zero.get(key) if isinstance(zero, dict) else None
-
-
-ELASTIC_VERSION = 1
-
-SAME_ON_ALL_RANKS = ("optimizer", "grad_scaler")
-"""Entries of the table that are the same in every file of a save, at every world size."""
-
-GRAD_SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-"""The entries of the state of torch's GradScaler."""
-
-
-def elastic_table(
-    layout: Layout,
-    rank: int,
-    *,
-    save_id: str,
-    train_batch_size: int | None,
-    rest: Mapping[str, object],
-    topology: Topology | None = None,
-) -> dict[str, object]:
-    """The table of one rank of ``layout``, whose ranks are all data parallel unless a ``topology`` is given.
-
-    ``rest`` are the entries after the sub-groups, in the order in which they are written: ``param_groups``,
-    ``optimizer``, ``grad_scaler``, ``tp_rank`` and ``tp_size``, ``digests``.
-    """
-    topology = topology or Topology(layout.world_size)
-    start, length = layout.owned(rank)
-    members = [np.flatnonzero(layout.sub_group == i).tolist() for i in range(layout.num_sub_groups)]
-    return {
-        "format_version": ELASTIC_VERSION,
-        "save_id": save_id,
-        "world_size": topology.data_size,
-        "rank": topology.place(rank)[0],
-        "train_batch_size": train_batch_size,
-        "sub_groups": [
-            {
-                "names": [layout.params[p].name for p in own],
-                "shapes": [layout.params[p].shape for p in own],
-                "offsets": [int(start[p]) for p in own],
-                "numels": [int(length[p]) for p in own],
-            }
-            for own in members
-        ],
-        **rest,
-    }

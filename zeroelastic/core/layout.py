@@ -151,6 +151,14 @@ class Layout:
         owned = np.bincount(self.sub_group, weights=self.owned(rank)[1], minlength=self.num_sub_groups)
         return [int(numel) for numel in owned]
 
+    def lean_numel(self, rank: int) -> Int64Array:
+        """The elements of a rank's part of each group up to the group's last one: shape ``(num_sub_groups,)``."""
+        ends, number = (np.zeros(self.num_sub_groups, dtype=np.int64) for _ in range(2))
+        np.maximum.at(ends, self.sub_group, self.origin + self.numel)
+        number[self.sub_group] = self.part_number(rank)
+        lean: Int64Array = np.clip(ends - number * self.sub_group_numel, 0, self.sub_group_numel)
+        return lean
+
     def owned_numel(self, rank: int) -> int:
         """Elements that ``rank`` really owns, padding excluded."""
         return int(self.owned(rank)[1].sum())

@@ -20,7 +20,7 @@ from deepspeed.utils import groups
 
 from zeroelastic.checkpoint.model_states import ModuleHeader, model_states_of
 from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
-from zeroelastic.checkpoint.optimizer_reader import RankSlices, open_shard
+from zeroelastic.checkpoint.optimizer_reader import RankSlices, read_optimizer_file
 from zeroelastic.checkpoint.tag_files import NO_TENSOR_PARALLEL, TensorParallel
 from zeroelastic.checkpoint.topology import (
     SliceMap,
@@ -89,7 +89,7 @@ class LiveTopology:
     ) -> tuple[ModuleHeader, OptimizerHeader]:
         """The headers of the two files of the saved rank in this rank's place, whose ``layout`` was that of this run.
 
-        Raises as ``open_shard``.
+        Raises CheckpointError, UnsupportedError.
         """
         data_rank, tp = self.place
         slices, size = None, self.topology.data_size
@@ -97,10 +97,8 @@ class LiveTopology:
             names = {local: whole for local in self.maps if (whole := self.whole_name(local)) != local}
             slices = RankSlices(self.topology, self.rank, layout, names)
         model = model_states_of(model_file, data_rank, world_size=size, tp=tp if tp.size > 1 else None)
-        shard = open_shard(
-            optim_path, data_rank, world_size=size, rigid_params=model.sub_groups, tp_rank=tp.rank, slices=slices
-        )
-        return model, shard
+        optimizer_file = read_optimizer_file(optim_path, world_size=size)
+        return model, optimizer_file.header(data_rank, params=model.sub_groups, tp_rank=tp.rank, slices=slices)
 
     def layout(
         self,

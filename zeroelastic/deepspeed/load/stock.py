@@ -188,7 +188,7 @@ def _why_only_deepspeed_reads(
     if not tag_dir.is_dir() or not live.trains:
         return None, None
     names = file_sizes(tag_dir)
-    (_, tp), sliced = live.sharing.place, live.layout.slices is not None
+    tp = live.sharing.place[1]
     kinds = [file.kind for name in names if (file := parse_rank_file(name)) is not None]
     if kinds == ["whole_model"] * tp.size and request.weights_only and not live.per_param:
         _check_module(engine, live, tag_dir, request)
@@ -213,7 +213,8 @@ def _why_only_deepspeed_reads(
             return f"{tag_dir}: {differ}", None
         return None, None if request.weights_only else _values(shard)
     except (OldFormatError, UnsupportedError) as error:
-        return (None if sliced and isinstance(error, OldFormatError) else str(error)), None  # which says no slices
+        says_slices = not isinstance(error, OldFormatError)
+        return (str(error) if says_slices or not live.sharing.has_slices else None), None
     except CheckpointError:  # the load says what is wrong
         return None, None
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from zeroelastic.checkpoint.module_names import ModuleNames
 from zeroelastic.checkpoint.optimizer_file import FP32, configured_dtype, steps_with_bf16_optimizer, zero_option
-from zeroelastic.checkpoint.optimizer_reader import lean_numel
 from zeroelastic.checkpoint.tag_files import expert_file_name
 from zeroelastic.checkpoint.topology import numbered_expert, view_of
 from zeroelastic.core.layout import Int64Array, Layout, Param
@@ -118,7 +117,7 @@ class GroupSink(NativeSink):
         """
         source, layout = self.source, files.layout
         padded, (number, parts) = layout.sub_group_numel, _shares(layout, files.rank)
-        lean = lean_numel(layout, files.rank)
+        lean = layout.lean_numel(files.rank)
         paddings = padded - lean
         if self.is_bf16:  # books all padding on the last rank
             numel = np.bincount(layout.sub_group, weights=layout.numel, minlength=layout.num_sub_groups)

@@ -11,7 +11,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from zeroelastic.checkpoint.optimizer_file import FP32, SAME_ON_ALL_RANKS, elastic_table
+from zeroelastic.checkpoint.elastic_table import SAME_ON_ALL_RANKS, elastic_table
+from zeroelastic.checkpoint.optimizer_file import FP32
 from zeroelastic.core.layout import Layout
 from zeroelastic.torch_file.tree import Dict, TensorRef, entry, new_storage, pairs_of, storage_of, tensor
 from zeroelastic.verbs.reshard.options import ReshardOptions
