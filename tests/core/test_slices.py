@@ -176,7 +176,7 @@ def test_runs_are_of_the_strips_that_have_their_elements(tensors, topology):
         for s in range(len(strips))
     ]
     for rank in range(topology.world_size):
-        plan = identity_plan(layout, rank).run_by_run()
+        plan = identity_plan(layout, rank)
         found = strips_of_runs(layout.slices, plan.param, plan.start)
         for row, strip in enumerate(found.tolist()):
             start, length = int(plan.start[row]), int(plan.length[row])

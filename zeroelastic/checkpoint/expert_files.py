@@ -18,7 +18,6 @@ from zeroelastic.checkpoint.saved_layout import SavedMaps
 from zeroelastic.checkpoint.tag_files import expert_file_name
 from zeroelastic.checkpoint.topology import numbered_expert
 from zeroelastic.core.layout import Layout, Param, joined_layouts, layout_from_sub_groups, with_slices
-from zeroelastic.core.slice_plan import slices_of_layout
 from zeroelastic.core.slices import RankSet, Strip
 from zeroelastic.errors import CheckpointError, brief
 from zeroelastic.io.paths import FilePath
@@ -63,7 +62,7 @@ class FrozenExperts:
 
     def extents(self, rank: int) -> TensorExtents:
         """Where a rank's parameters are; opens the files of its experts. Raises CheckpointError, naming the entry."""
-        number = np.flatnonzero(slices_of_layout(self.layout).has(rank))
+        number = self.layout.numbers_on(rank)
         offset = np.full(len(number), -1, dtype=np.int64)
         dtype, paths = dict(self.dense.dtype), [self.dense.path] * len(number)
         files: dict[int, TorchFile] = {}

@@ -42,6 +42,8 @@ class TensorExtents:
 
     def among(self, number: Int64Array, num_params: int) -> TensorExtents:
         """Return the places in a layout of more parameters, where parameter i has the number ``number[i]``."""
+        if len(number) == num_params:
+            return self
         offset = np.full(num_params, -1, dtype=np.int64)
         offset[number] = self.offset
         paths = None
@@ -53,9 +55,7 @@ class TensorExtents:
 
 def extents_over_ranks(layout: Layout, rank: int, extents: Mapping[str, TensorExtents]) -> Mapping[str, TensorExtents]:
     """The extents of one rank's files, whose parameters are ``layout.on_rank(rank)``, numbered as ``layout`` does."""
-    if layout.slices is None:
-        return extents
-    own = np.flatnonzero(layout.slices.has(rank))
+    own = layout.numbers_on(rank)
     return {key: places.among(own, layout.num_params) for key, places in extents.items()}
 
 

@@ -340,5 +340,4 @@ _FLOAT32_NAMES = ("fp32", "float32", "float", "torch.float32")
 
 def zero_option(config: object, key: str) -> object:
     """An entry of ``zero_optimization`` in a saved DeepSpeed configuration; None where it is missing."""
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    return zero.get(key) if isinstance(zero, dict) else None
+    return entry(config, "zero_optimization", key)

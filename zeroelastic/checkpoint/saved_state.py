@@ -67,10 +67,8 @@ class TensorSet:
         layout = self.layout
         begin, cut = int(layout.origin[param]), int(layout.part[param])
         parts = range(begin // cut, -(-(begin + int(layout.numel[param])) // cut)) if cut else ()
-        if layout.slices is None:
-            return [*parts]
         numbers = np.array(parts, dtype=np.int64)
-        ranks: list[int] = layout.slices.rank_of(np.full_like(numbers, param), numbers).tolist()
+        ranks: list[int] = layout.rank_of(np.full_like(numbers, param), numbers).tolist()
         return ranks
 
     def tensors(self, params: Sequence[int] | None = None) -> list[SavedTensor]:
@@ -92,8 +90,7 @@ class TensorSet:
             for number, (key, dtype) in enumerate(self.dtypes[numbers[first]].items()):
                 targets.append(TensorSlot(key, sub_group, dtype))
                 position.append(number)
-        plan = make_plan(layout, layout, rank) if layout.slices is None else identity_plan(layout, rank).run_by_run()
-        rows = extent_table(plan, self.extents, targets)
+        rows = extent_table(identity_plan(layout, rank), self.extents, targets)
         counts = np.array([len(dtypes) for dtypes in self.dtypes], dtype=np.int64)
         first_tensor = np.cumsum(counts) - counts
         number_of = np.array(position, dtype=np.int64)

@@ -279,8 +279,7 @@ def layout_over_ranks(
 
 def expert_sizes(layout: Layout, topology: Topology) -> tuple[int, ...]:
     """The expert parallel sizes of the groups of experts in a layout over all ranks, ascending; without 1."""
-    parts = () if layout.slices is None else layout.slices.num_parts.tolist()
-    return tuple(sorted({topology.data_size // count for count in parts} - {1}))
+    return tuple(sorted({topology.data_size // count for count in layout.num_parts.tolist()} - {1}))
 
 
 def view_of(maps: SliceMaps, param: Param, tensor_rank: int, expert_rank: int) -> SliceView:

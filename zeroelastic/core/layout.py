@@ -100,6 +100,19 @@ class Layout:
         """Which part a rank has of every parameter, or of each; as many as there are parts where it has none."""
         return rank if self.slices is None else self.slices.part_number(rank)
 
+    @property
+    def num_parts(self) -> Int64Array:
+        """How many ranks share each parameter: shape ``(num_params,)``."""
+        return np.full(self.num_params, self.world_size) if self.slices is None else self.slices.num_parts
+
+    def rank_of(self, param: Int64Array, number: Int64Array) -> Int64Array:
+        """The rank that has a part of a parameter, of each pair of these."""
+        return number if self.slices is None else self.slices.rank_of(param, number)
+
+    def numbers_on(self, rank: int) -> Int64Array:
+        """The numbers of the parameters that a rank is among those to share, which are those of ``on_rank``."""
+        return np.arange(self.num_params) if self.slices is None else np.flatnonzero(self.slices.has(rank))
+
     def owned(self, rank: int) -> tuple[Int64Array, Int64Array]:
         """Start and length of what ``rank`` really owns of each parameter, padding excluded.
 

@@ -194,8 +194,10 @@ def make_plan(src: Layout, dst: Layout, rank: int) -> Plan:
 
 
 def identity_plan(layout: Layout, rank: int) -> Plan:
-    """What a rank owns of its slices, where it is: a plan from the layout to itself."""
-    return _slice_plan(layout, layout, rank, held_rows(layout, rank), from_rank=rank)
+    """What a rank owns, where it is: a plan from the layout to itself, in which every row is one run."""
+    if layout.slices is None:
+        return make_plan(layout, layout, rank)
+    return _slice_plan(layout, layout, rank, held_rows(layout, rank), from_rank=rank).run_by_run()
 
 
 def _slice_plan(src: Layout, dst: Layout, rank: int, rows: CommonRows, *, from_rank: int | None = None) -> Plan:

@@ -24,20 +24,16 @@ from typing import cast
 
 from zeroelastic.errors import UnsupportedError
 from zeroelastic.io.atomic import name_in_errors, reserve_space, write_fully
+from zeroelastic.torch_file.allow_list import ALLOWED, PATHS, Enumeration, Function, StorageType
 from zeroelastic.torch_file.tree import (
-    ALLOWED,
     NO_STATE,
-    PATHS,
     TYPED_STORAGES,
     Dict,
     DType,
-    Enumeration,
     ExactDict,
-    Function,
     Global,
     Size,
     Storage,
-    StorageType,
     Stub,
     TensorRef,
 )

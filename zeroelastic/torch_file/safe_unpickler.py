@@ -27,17 +27,8 @@ import numpy as np
 
 from zeroelastic.errors import CheckpointError, UnsafePickleError, UsageError, brief, shown
 from zeroelastic.io.paths import FilePath
-from zeroelastic.torch_file.tree import (
-    ALLOWED,
-    EXACT,
-    Enumeration,
-    Function,
-    Global,
-    Storage,
-    StorageType,
-    encode,
-    new_global,
-)
+from zeroelastic.torch_file.allow_list import ALLOWED, EXACT, Enumeration, Function, StorageType, encode
+from zeroelastic.torch_file.tree import Global, Storage, new_global
 
 if TYPE_CHECKING:
     from zeroelastic.torch_file.header import Extent

@@ -159,7 +159,7 @@ def own_parts(layout: Layout, rank: int) -> list[OwnPart]:
     if slices is None:
         columns = zip(place.tolist(), length.tolist(), start.tolist(), strict=True)
         return [OwnPart(p, offset, numel, begin, begin) for p, (offset, numel, begin) in enumerate(columns)]
-    plan = identity_plan(layout, rank).run_by_run()
+    plan = identity_plan(layout, rank)
     strip = strips_of_runs(slices, plan.param, plan.start)
     at = places_in_slices(slices, strip, plan.start)
     order = np.lexsort((plan.src_offset, strip))

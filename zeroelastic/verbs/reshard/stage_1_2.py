@@ -226,9 +226,7 @@ def _weights_of_experts(whole: Param) -> list[tuple[str, int, str, int, tuple[in
 def _shares(own: Layout, rank: int) -> tuple[Int64Array, Int64Array]:
     """Which part of each flat buffer a rank has, and how many ranks have one, from the rank's layout."""
     first = np.unique(own.sub_group, return_index=True)[1]
-    if own.slices is None:
-        return np.full_like(first, rank), np.full_like(first, own.world_size)
-    return own.slices.part_number(rank)[first], own.slices.num_parts[first]
+    return np.broadcast_to(own.part_number(rank), own.numel.shape)[first], own.num_parts[first]
 
 
 def _clip_grad(source: ReshardSource) -> int | float | None:
