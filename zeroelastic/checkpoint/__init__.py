@@ -1,11 +1,13 @@
 """The files of one checkpoint: opened, checked and described; nothing here knows a running engine.
 
-    open              opens a tag directory; ``inventory`` says which files it has, and which ranks read which
+    open              opens a tag directory; ``inventory`` says which files it has, which ranks read which, and what the
+                      record says
     checker           checks all files of a tag and lists what is wrong, in ``tag_headers``; ``contradictions`` has the
                       sentences
     tag_files         the names of ranks' files, all files of a directory by what they are, and the mark of an upload
     model_states      the model states file of one rank
-    optimizer_file    the optimizer file of one rank as data, and its values; ``optimizer_reader`` reads it
+    optimizer_file    the optimizer file of one rank as data, and its values; ``optimizer_reader`` reads it, and
+                      ``elastic_table`` the table in elastic ones
     topology          how ranks are grouped, and which slices of tensors they have, by DeepSpeed's maps
     saved_layout      the layout over all ranks of a save with slices; ``expert_files`` for frozen experts
     commit_record     ``zeroelastic.json``: sizes, digests and the content root
