@@ -126,21 +126,19 @@ class ModuleHeader:
         ]
 
 
-def open_model_states(
-    path: FilePath, rank: int, *, world_size: int | None, tp: TensorParallel | None = None
-) -> ModuleHeader:
-    """Parse what a model states file says about the layout; objects of unknown classes in it stay inert.
-
-    With ``world_size`` given, the data parallel ranks, a file that says otherwise raises CheckpointError; with ``tp``,
-    a file of another tensor parallel size UnsupportedError.
-    """
-    return model_states_of(read_torch_file(path, foreign="inert"), rank, world_size=world_size, tp=tp)
+def open_model_states(path: FilePath, rank: int, *, world_size: int | None) -> ModuleHeader:
+    """Parse what a model states file says about the layout; objects of unknown classes in it stay inert."""
+    return model_states_of(read_torch_file(path, foreign="inert"), rank, world_size=world_size)
 
 
 def model_states_of(
     file: TorchFile, rank: int, *, world_size: int | None, tp: TensorParallel | None = None
 ) -> ModuleHeader:
-    """``open_model_states`` of a file that was read already."""
+    """``open_model_states`` of a file that was read already.
+
+    With ``world_size`` given, the data parallel ranks, a file that says otherwise raises CheckpointError; with ``tp``,
+    a file of another tensor parallel size UnsupportedError.
+    """
     with file.one_open():
         return _model_states(file, rank, world_size=world_size, tp=tp)
 

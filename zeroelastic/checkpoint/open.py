@@ -242,8 +242,7 @@ class Checkpoint:
 
         Raises CheckpointError, UndescribedSlicesError.
         """
-        tensor_rank = self.topology.place(rank)[1]
-        rank = tensor_rank if self.whole_model else rank
+        rank, tensor_rank = self.model_rank(rank), self.topology.place(rank)[1]
         if rank not in self.models:
             file = read_torch_file(self.model_files[rank], foreign="inert", through=through)
             tp = self.tp if self.tp.size > 1 else TensorParallel(tensor_rank, self.topology.tensor_size)
@@ -253,7 +252,7 @@ class Checkpoint:
     def take_model_states(
         self, file: TorchFile, rank: int, *, data_size: int | None, tp: TensorParallel | None
     ) -> ModuleHeader:
-        """Parse a model states file that was read; ``data_size`` and ``tp`` as of ``open_model_states``."""
+        """Parse a model states file that was read; ``data_size`` and ``tp`` as of ``model_states_of``."""
         model = model_states_of(file, rank, world_size=data_size, tp=tp)
         self._check_directory(file.path, file.directory)
         if self._maps is None and self.tp.size == 1:
@@ -261,9 +260,13 @@ class Checkpoint:
         self.models[rank] = model
         return model
 
+    def model_rank(self, rank: int) -> int:
+        """The number of the model states file of a saved rank: at stages 1 and 2 its tensor parallel rank."""
+        return self.topology.place(rank)[1] if self.whole_model else rank
+
     def model_file(self, rank: int) -> FilePath:
         """The model states file of a saved rank, or at stages 1 and 2 of the whole tensor parallel rank."""
-        return self.model_files[self.topology.place(rank)[1] if self.whole_model else rank]
+        return self.model_files[self.model_rank(rank)]
 
     def holding(self, file: RankFile) -> tuple[Checkpoint, int]:
         """The checkpoint that a file belongs to, and its rank in it; opaque tensor parallel ranks each have one."""

@@ -71,10 +71,10 @@ class TensorSet:
         ranks: list[int] = layout.rank_of(np.full_like(numbers, param), numbers).tolist()
         return ranks
 
-    def tensors(self, params: Sequence[int] | None = None) -> list[SavedTensor]:
-        """The tensors of some parameters (all of them by default), by parameter and then by state key as saved."""
-        chosen = range(len(self.params)) if params is None else params
-        return [SavedTensor(self.params[p], key, dtype) for p in chosen for key, dtype in self.dtypes[p].items()]
+    def tensors(self) -> list[SavedTensor]:
+        """The tensors by parameter and then by state key as saved."""
+        both = zip(self.params, self.dtypes, strict=True)
+        return [SavedTensor(param, key, dtype) for param, dtypes in both for key, dtype in dtypes.items()]
 
     def rank_rows(self, rank: int) -> tuple[list[SavedTensor], ExtentTable]:
         """Return the rows of one saved rank's files; ``rows.target`` is an index into the tensors returned with them.

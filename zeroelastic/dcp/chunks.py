@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from zeroelastic.checkpoint.extents import TensorExtents
+from zeroelastic.checkpoint.saved_state import TensorSet
+from zeroelastic.core.digest import ScalarValue
 from zeroelastic.core.layout import Layout, Param, unpacked_layout
 from zeroelastic.core.slice_plan import check_slices
 from zeroelastic.core.slices import RankSet, Strip, slices_of, strips_of_box
@@ -27,18 +29,6 @@ from zeroelastic.torch_file.header import DTYPE_BYTES
 
 StateKeys = Mapping[str, ChunkedTensor]
 """The tensors of a parameter by state key, all of its shape."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkTable:
-    """The layout of some parameters, and by rank and state key where the chunks are.
-
-    A rank stands for the chunks of one number; every tensor has at most as many chunks as there are ranks.
-    """
-
-    layout: Layout
-    params: tuple[Param, ...]
-    extents: ChunkExtents
 
 
 class _PlacedChunk(NamedTuple):
@@ -104,11 +94,14 @@ class _ParamPiece(NamedTuple):
     runs: Mapping[str, tuple[Chunk, int]]
 
 
-def chunk_table(params: Mapping[str, StateKeys], *, parts: int) -> ChunkTable:
-    """The layout of parameters that are in the chunks of a DCP directory.
+def tensor_set(
+    params: Mapping[str, StateKeys], parts: int, scalars: Mapping[str, Mapping[str, ScalarValue]]
+) -> TensorSet:
+    """The parameters that are in the chunks of a DCP directory, with their ``scalars`` where they have some.
 
-    ``parts`` is the number of ranks that saved it. Raises CheckpointError, UnsupportedError for a parameter whose state
-    is cut in another way than its weight, not along dimension 0.
+    ``parts`` is the number of ranks that saved it. A rank of the layout stands for the chunks of one number; every
+    tensor has at most as many chunks as there are ranks. Raises CheckpointError, UnsupportedError for a parameter whose
+    state is cut in another way than its weight, not along dimension 0.
     """
     firsts = {name: next(iter(keys.values())) for name, keys in params.items()}
     whole = tuple(Param(name, tensor.shape) for name, tensor in firsts.items())
@@ -131,7 +124,13 @@ def chunk_table(params: Mapping[str, StateKeys], *, parts: int) -> ChunkTable:
             for key, (chunk, skipped) in piece.runs.items():
                 place = _PlacedChunk(number, chunk, skipped, keys[key].dtype, f"{key} of {brief(name)}")
                 places.setdefault((rank, key), []).append(place)
-    return ChunkTable(layout, whole, ChunkExtents(layout, dtypes, places))
+    return TensorSet(
+        layout,
+        whole,
+        tuple({key: tensor.dtype for key, tensor in keys.items()} for keys in params.values()),
+        tuple(scalars.get(name, {}) for name in params),
+        ChunkExtents(layout, dtypes, places),
+    )
 
 
 def _cuts(tensor: ChunkedTensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from zeroelastic.checkpoint.optimizer_file import FP32, FROZEN
 from zeroelastic.checkpoint.saved_state import TensorSet
-from zeroelastic.core.digest import ScalarValue
 from zeroelastic.dcp.archives import ChunkArchives
-from zeroelastic.dcp.chunks import StateKeys, chunk_table
+from zeroelastic.dcp.chunks import StateKeys, tensor_set
 from zeroelastic.dcp.metadata import METADATA, ChunkedTensor, DcpMetadata, read_metadata
 from zeroelastic.dcp.names import NATIVE, NamedState, named_state
 from zeroelastic.dcp.notes import NativeNotes, read_notes
@@ -114,10 +113,10 @@ def open_dcp(root: FilePath) -> DcpCheckpoint:
         native = _native(named, root)
         notes: list[str] = []
         frozen_names, buffer_names, tied = _others(named, native, metadata.parts, notes)
-        trained = _part(named.trained, metadata.parts, named.scalars)
+        trained = tensor_set(named.trained, metadata.parts, named.scalars)
         frozen = {name: {FROZEN: named.others[name]} for name in frozen_names}
         buffers = {name: _buffer(name, named.others[name], archives, root) for name in buffer_names}
-        kept = _part(frozen, metadata.parts)
+        kept = tensor_set(frozen, metadata.parts, {})
         for part in (trained, kept):
             dict(part.extents)
         return DcpCheckpoint(
@@ -150,19 +149,6 @@ def _native(named: NamedState, root: FilePath) -> NativeNotes:
         return NativeNotes() if named.native is None else read_notes(named.native)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{root}: {NATIVE} is no JSON object of ours. The checkpoint is damaged.") from error
-
-
-def _part(
-    params: Mapping[str, StateKeys], parts: int, scalars: Mapping[str, Mapping[str, ScalarValue]] | None = None
-) -> TensorSet:
-    table = chunk_table(params, parts=parts)
-    return TensorSet(
-        table.layout,
-        table.params,
-        tuple({key: tensor.dtype for key, tensor in keys.items()} for keys in params.values()),
-        tuple({} if scalars is None else scalars[name] for name in params),
-        table.extents,
-    )
 
 
 def _buffer(

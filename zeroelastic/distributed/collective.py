@@ -131,12 +131,12 @@ def any_rank(flag: bool) -> bool:
     return bool(maximum([int(flag)])[0])
 
 
-def broadcast(value: T, *, src: int = 0) -> T:
-    """The value of one rank. Pickled. Collective."""
+def broadcast(value: T) -> T:
+    """The value of rank 0. Pickled. Collective."""
     if dist.get_world_size() == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=src, group=_group.get())
+    dist.broadcast_object_list(values, src=0, group=_group.get())
     return values[0]
 
 
