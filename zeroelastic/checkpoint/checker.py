@@ -8,7 +8,7 @@ payload of the files that agree with each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Literal, TypeVar
@@ -35,7 +35,6 @@ from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
 from zeroelastic.checkpoint.optimizer_reader import read_optimizer_file
 from zeroelastic.checkpoint.saved_state import TensorSet, contents_of, experts_part, frozen_part, trained_part
 from zeroelastic.checkpoint.tag_files import (
-    EXPERT_FILE,
     StateFiles,
     TagListing,
     TensorParallel,
@@ -43,14 +42,13 @@ from zeroelastic.checkpoint.tag_files import (
     other_tp_size,
     require_files,
 )
-from zeroelastic.checkpoint.tag_headers import Problem, TagHeaders
+from zeroelastic.checkpoint.tag_headers import TagHeaders
 from zeroelastic.errors import (
     CheckpointError,
     MissingFileError,
     UndescribedSlicesError,
     UnsupportedError,
     counted,
-    some,
 )
 from zeroelastic.io.paths import FilePath
 from zeroelastic.torch_file.header import read_torch_file
@@ -63,7 +61,6 @@ Headers = Literal["none", "first", "all"]
 """Which headers are opened. "none": none but a model states file's where there is no record to give the world size.
 "first": those of the first rank whose files can be read, of a few."""
 
-_NAMED = 100
 _TRIES = 3
 
 
@@ -94,7 +91,7 @@ class _Checker(TagHeaders):
         with self._noting(RECORD_NAME):
             self.checkpoint.inventory = Inventory(self.sizes, self.sizes, read_record(self.tag_dir))
         for error in self.listing.duplicates.values():
-            self._add("", error)
+            self.add("", error)
         record = self.record
         files = self.listing.by_rank(self.saved.tensor_size)
         try:
@@ -105,7 +102,7 @@ class _Checker(TagHeaders):
         except MissingFileError as error:
             if not any(name.endswith("_states.pt") for name in self.sizes):
                 raise
-            self._add("", error)
+            self.add("", error)
             return
         self.stated_world_size = self.saved.data_size
         self._use_files(files, self.stated_world_size or 0)
@@ -121,7 +118,7 @@ class _Checker(TagHeaders):
             files = self._with_stated_tensor_size(files)
             self.stated_world_size = self._likely_world_size(files)
         self._use_files(files, self.stated_world_size or self.listing.num_ranks)
-        self._find_missing(files)
+        self.find_missing(files)
         for paths in (self.optim_files, self.model_files):
             for rank in [rank for rank in paths if rank >= self.world_size]:
                 del paths[rank]
@@ -135,7 +132,7 @@ class _Checker(TagHeaders):
             self._put_together()
             self._compare_with_record()
         if self._headers != "first":
-            self._find_experts()
+            self.find_experts()
 
     @property
     def _is_opaque(self) -> bool:
@@ -178,7 +175,7 @@ class _Checker(TagHeaders):
                 break
         self._use_files(listing.by_rank(1), self.stated_world_size or max(1, listing.num_ranks))
         if not self.is_stage_0:  # which has the files of no other rank
-            self._find_missing(listing.by_rank(tp_size))
+            self.find_missing(listing.by_rank(tp_size))
         self.notes.append("not checked: what the headers of the files say")
         self._other_names = sorted({*names, *self._other_names, *self.saved.recorded_sizes})
         self.num_rank_files, self.models = 0, {}
@@ -199,7 +196,7 @@ class _Checker(TagHeaders):
         except UnsupportedError as error:
             self._refuse(error)
         except CheckpointError as error:
-            self._add(name, error)
+            self.add(name, error)
 
     def _refuse(self, error: UnsupportedError) -> None:
         """Note what of a file is not read here, once where the files of several ranks have it."""
@@ -207,10 +204,6 @@ class _Checker(TagHeaders):
         reason = sentence.removeprefix(f"{self.tag_dir}: ").partition(": ")[2]
         if not any(other.endswith(f": {reason}") for other in self.unsupported):
             self.unsupported.append(sentence)
-
-    def _add(self, file: str, what: object, *, param: str | None = None) -> Problem:
-        self.problems.append(Problem(file, str(what), param))
-        return self.problems[-1]
 
     def _paths(self, names: Mapping[int, str]) -> dict[int, FilePath]:
         """The files by rank; where many are read, those that have the size that the commit record states."""
@@ -264,7 +257,7 @@ class _Checker(TagHeaders):
                 del self.models[rank]
             elif model.world_size != world_size:
                 saved_by = counted(model.world_size, "rank")
-                self._add(
+                self.add(
                     model.path.name, f"{model.path}: was saved by {saved_by}, most others by {world_size}. {MIXED}"
                 )
                 del self.models[rank]
@@ -285,56 +278,7 @@ class _Checker(TagHeaders):
         if self.first_shard is None or RECORD_NAME in self.sizes:  # it is there, and damaged
             return
         if (missing := not_committed(self.first_shard, self.saved)) is not None:
-            self.missing.append(self._add(RECORD_NAME, missing))
-
-    def _find_missing(self, files: StateFiles) -> None:
-        recorded, num_ranks = self.saved.recorded_sizes, files.tensor_size * self.topology.data_size
-        for name, want in sorted(recorded.items()):
-            path, have = self.tag_dir / name, self.sizes.get(name)
-            if have is None:
-                self.missing.append(self._add(name, f"{path}: is missing. The checkpoint is incomplete."))
-            elif have != want:
-                self._add(
-                    name,
-                    f"{path}: has {have} bytes; the commit record says {want}. The file is truncated, damaged or from "
-                    "another save.",
-                )
-        for names in (files.optim, files.models) if self.saved.is_recorded else ():
-            for rank, name in sorted(names.items()):
-                if rank < num_ranks and name not in recorded:
-                    self._add(name, f"{self.tag_dir / name}: is not in the commit record, which lists all files.")
-        self.num_missing, self.missing_files = count, missing = files.missing(self.topology.data_size)
-        for name in missing[: max(0, _NAMED - len(self.problems))]:
-            if not {name, f"bf16_{name}"} & recorded.keys():
-                why = "The checkpoint is incomplete, or its files are on other nodes (use_node_local_storage)."
-                self.missing.append(self._add(name, f"{self.tag_dir / name}: is missing. {why}"))
-        if count > _NAMED:
-            self.missing.append(self._add("", f"{count} files of {self.world_size} ranks are missing."))
-        self.stale_files = files.stale(self.topology.data_size)
-        if self.stale_files:
-            self.notes.append(
-                f"{some(self.stale_files)}: left by an earlier save with more ranks, not part of this checkpoint"
-            )
-
-    def _find_experts(self) -> None:
-        """Find which files of experts the save wrote: those in the record, or those that the model states count."""
-        model = next(iter(self.models.values()), None)
-        found = self.listing.expert_files
-        names: Collection[str] = found if model is None else model.expert_files
-        recorded = self.saved.recorded_sizes
-        if self.saved.is_recorded:
-            names = [name for name in recorded if EXPERT_FILE.match(name)]
-        for name in names:
-            if name not in self.sizes and name not in recorded:  # else it is missing already
-                path = self.tag_dir / name
-                self.missing.append(self._add(name, f"{path}: is missing. The checkpoint is incomplete."))
-        stale = sorted({*found} - {*names})
-        if stale:
-            self.notes.append(f"{some(stale)}: left by an earlier save with more experts, not part of this checkpoint")
-        self._other_names = sorted({*names, *self._other_names} - {*stale})
-        unread = [name for name in self.listing.unknown_files if name.endswith(".pt") and name not in self._other_names]
-        if unread:
-            self.notes.append(f"not checked, because no rank of a ZeRO run writes files of such names: {some(unread)}")
+            self.missing.append(self.add(RECORD_NAME, missing))
 
     def _choose_models(self) -> None:
         """Keep the model states files that agree with the record, or without a record with the majority.
@@ -347,7 +291,7 @@ class _Checker(TagHeaders):
                 sizes = f"{model.tensor_size} tensor parallel ranks, the rest of the checkpoint by"
                 mixed = f"{model.path}: was saved by {sizes} {self.topology.tensor_size}. {MIXED}"
             if mixed is not None:
-                self._add(model.path.name, mixed)
+                self.add(model.path.name, mixed)
                 del self.models[rank]
         facts = {rank: model_facts(model) for rank, model in self.models.items()}
         if self.topology.tensor_size > 1:
@@ -429,7 +373,7 @@ class _Checker(TagHeaders):
             if keep is not None and fact != facts[keep]:
                 what = ", ".join(name for name, value in fact.items() if value != facts[keep][name])
                 path, other = headers[rank].path, headers[keep].path
-                self._add(path.name, f"{path} and {other} differ in {what}. {MIXED}")
+                self.add(path.name, f"{path} and {other} differ in {what}. {MIXED}")
                 del headers[rank]
 
     def _trained(self, shards: Mapping[int, OptimizerHeader], head: OptimizerHeader) -> TensorSet:
@@ -443,7 +387,7 @@ class _Checker(TagHeaders):
             if head is not None:
                 mixed = other_trained_params(first, head) or other_models(first, head, self.saved)
                 if mixed is not None:
-                    self._add(first.path.name, mixed)
+                    self.add(first.path.name, mixed)
                 elif (note := steps_note(first, head, self.saved)) is not None:
                     self.notes.append(note)
             with self._noting(first.path.name):
@@ -463,7 +407,7 @@ class _Checker(TagHeaders):
         except CheckpointError as error:
             name = next((name for name in model.expert_files if f"{name}:" in str(error)), model.path.name)
             if name in self.sizes:  # else it is said to be missing
-                self._add(name, error)
+                self.add(name, error)
             return None
 
     def _compare_with_record(self) -> None:
@@ -482,17 +426,17 @@ class _Checker(TagHeaders):
         path = head.path if head is not None else next(iter(self.models.values())).path
         for name, what in param_differences(want, found):
             sentence = f"{path} and the other ranks' files contradict the commit record: {what}."
-            self._add(path.name, sentence, param=name)
+            self.add(path.name, sentence, param=name)
         if head is None:
             return
         recorded, trained = record.params.trained, {param.name for param in self.parts[0].params}
         for name in want:
             if name in have and (name in recorded) != (name in trained):
                 said = "trained" if name in recorded else "frozen"
-                self._add(path.name, f"{name} is {said} by the commit record and not by the files.", param=name)
+                self.add(path.name, f"{name} is {said} by the commit record and not by the files.", param=name)
         for what, ours, theirs in (
             ("format", head.format, record.checkpoint_format),
             ("global batch", head.train_batch_size or record.train_batch_size, record.train_batch_size),
         ):
             if ours != theirs:
-                self._add(path.name, f"{path}: the {what} is {ours}; the commit record says {theirs}. {MIXED}")
+                self.add(path.name, f"{path}: the {what} is {ours}; the commit record says {theirs}. {MIXED}")

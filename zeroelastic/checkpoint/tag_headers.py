@@ -23,11 +23,14 @@ from zeroelastic.checkpoint.optimizer_file import OptimizerHeader
 from zeroelastic.checkpoint.saved_layout import SlicedLayout
 from zeroelastic.checkpoint.saved_state import SavedTensor, TensorSet, contents_of
 from zeroelastic.checkpoint.streams import DigestKeys, streams_of
-from zeroelastic.checkpoint.tag_files import EXPERT_FILE, TagListing
+from zeroelastic.checkpoint.tag_files import EXPERT_FILE, StateFiles, TagListing
 from zeroelastic.checkpoint.topology import Topology
 from zeroelastic.core.digest import ParamContent, UInt64Array
 from zeroelastic.core.layout import Int64Array
+from zeroelastic.errors import some
 from zeroelastic.io.paths import FilePath
+
+_NAMED = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +197,58 @@ class TagHeaders:
             for header in opened
             if header.path.name not in blamed and recorded.get(header.path.name, header.directory) != header.directory
         ]
+
+    def add(self, file: str, what: object, *, param: str | None = None) -> Problem:
+        """Note a problem of a file."""
+        self.problems.append(Problem(file, str(what), param))
+        return self.problems[-1]
+
+    def find_missing(self, files: StateFiles) -> None:
+        """Compare the names and sizes of the files with the save: find missing files, and those that are left over."""
+        recorded, num_ranks = self.saved.recorded_sizes, files.tensor_size * self.topology.data_size
+        for name, want in sorted(recorded.items()):
+            path, have = self.tag_dir / name, self.sizes.get(name)
+            if have is None:
+                self.missing.append(self.add(name, f"{path}: is missing. The checkpoint is incomplete."))
+            elif have != want:
+                self.add(
+                    name,
+                    f"{path}: has {have} bytes; the commit record says {want}. The file is truncated, damaged or from "
+                    "another save.",
+                )
+        for names in (files.optim, files.models) if self.saved.is_recorded else ():
+            for rank, name in sorted(names.items()):
+                if rank < num_ranks and name not in recorded:
+                    self.add(name, f"{self.tag_dir / name}: is not in the commit record, which lists all files.")
+        self.num_missing, self.missing_files = count, missing = files.missing(self.topology.data_size)
+        for name in missing[: max(0, _NAMED - len(self.problems))]:
+            if not {name, f"bf16_{name}"} & recorded.keys():
+                why = "The checkpoint is incomplete, or its files are on other nodes (use_node_local_storage)."
+                self.missing.append(self.add(name, f"{self.tag_dir / name}: is missing. {why}"))
+        if count > _NAMED:
+            self.missing.append(self.add("", f"{count} files of {self.world_size} ranks are missing."))
+        self.stale_files = files.stale(self.topology.data_size)
+        if self.stale_files:
+            self.notes.append(
+                f"{some(self.stale_files)}: left by an earlier save with more ranks, not part of this checkpoint"
+            )
+
+    def find_experts(self) -> None:
+        """Find which files of experts the save wrote: those in the record, or those that the model states count."""
+        model = next(iter(self.models.values()), None)
+        found = self.listing.expert_files
+        names: Collection[str] = found if model is None else model.expert_files
+        recorded = self.saved.recorded_sizes
+        if self.saved.is_recorded:
+            names = [name for name in recorded if EXPERT_FILE.match(name)]
+        for name in names:
+            if name not in self.sizes and name not in recorded:  # else it is missing already
+                path = self.tag_dir / name
+                self.missing.append(self.add(name, f"{path}: is missing. The checkpoint is incomplete."))
+        stale = sorted({*found} - {*names})
+        if stale:
+            self.notes.append(f"{some(stale)}: left by an earlier save with more experts, not part of this checkpoint")
+        self._other_names = sorted({*names, *self._other_names} - {*stale})
+        unread = [name for name in self.listing.unknown_files if name.endswith(".pt") and name not in self._other_names]
+        if unread:
+            self.notes.append(f"not checked, because no rank of a ZeRO run writes files of such names: {some(unread)}")
