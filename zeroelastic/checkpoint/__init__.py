@@ -2,7 +2,7 @@
 
     open              opens a tag directory; ``inventory`` says which files it has, which ranks read which, and what the
                       record says
-    checker           checks all files of a tag and lists what is wrong, in ``tag_headers``; ``contradictions`` has the
+    checker           checks all files of a tag and lists every problem, in ``tag_headers``; ``contradictions`` has the
                       sentences
     tag_files         the names of ranks' files, all files of a directory by what they are, and the mark of an upload
     model_states      the model states file of one rank

@@ -34,7 +34,7 @@ class _Frozen:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of its part in one expert's file."""
+        """The shape that one expert's file has of it."""
         return self.tensor.shape if self.expert is not None else self.tensor.shape[1:]
 
     @property
@@ -51,7 +51,7 @@ class _Frozen:
 class FrozenExperts:
     """The frozen parameters of a save with frozen experts: ``dense`` in the model states file, then ``experts``.
 
-    Each is a buffer of ``layout``. Rank 0 has all of ``dense`` beside its experts.
+    Each is a buffer of ``layout``. Rank 0 has all of ``dense``, too.
     """
 
     directory: FilePath
@@ -61,7 +61,7 @@ class FrozenExperts:
     experts: tuple[_Frozen, ...]
 
     def extents(self, rank: int) -> TensorExtents:
-        """Where a rank's parameters are; opens the files of its experts. Raises CheckpointError, naming the entry."""
+        """Where a rank's parameters are; opens its experts' files. Raises CheckpointError, naming the entry."""
         number = self.layout.numbers_on(rank)
         offset = np.full(len(number), -1, dtype=np.int64)
         dtype, paths = dict(self.dense.dtype), [self.dense.path] * len(number)

@@ -25,15 +25,15 @@ T = TypeVar("T")
 class Inventory:
     """The files of a tag: their ``names``, its commit ``record``, and which of the ranks read each file.
 
-    ``sizes`` are those of the files that this rank has looked at for all: where many ranks share the work, few of them.
+    ``sizes`` has the files that this rank has looked at for all: where many ranks share the work, few of them.
     ``world_size`` is what headers say where there is no record, if that is known. ``record_bytes`` is what this rank
     read of the record.
 
     ``over_nodes``: the ranks see different directories, and this is what any of them sees. ``readers_of`` has the ranks
     that read each file, ascending: on disks of nodes, those that see it; behind a URL, the one that reads its header
     for all. It is empty where every rank sees all files on a disk, and reads them itself. ``partial_ranks`` do not see
-    all files. All is the same on every rank, but for ``rank``, for ``sizes`` and ``record_bytes``, and for what is said
-    of files of the whole module on disks of nodes: it is of the file that this rank takes.
+    all files. All is the same on every rank, but for ``rank``, for ``sizes`` and ``record_bytes``, and for files
+    of the whole module on disks of nodes, of which each rank describes the one that it takes.
     """
 
     names: Collection[str]
@@ -100,7 +100,7 @@ class Inventory:
 
     @property
     def excluded_by(self) -> str | None:
-        """What kept frozen weights out of the files, "option" or "argument"; None where nothing did."""
+        """Why frozen weights are not in the files: "option" or "argument"; None where they are."""
         return self._by_record(lambda record: record.excluded_by, None)
 
     @property

@@ -78,21 +78,20 @@ class ModuleHeader:
     """The header of one rank's ``*_model_states.pt``; the payload of the module is not read.
 
     ``world_size`` are the data parallel ranks, and ``tensor_size`` the tensor parallel ones. Names and shapes are those
-    on the rank: of slices, under the names that DeepSpeed has there.
-    ``sub_groups`` are the trained parameters in flat order, by sub-group at stage 3 and by optimizer group at stages 1
-    and 2; ``frozen`` those that the optimizer does not have, and ``frozen_extents`` where this rank's parts of them
-    are: none where they were excluded from the save, and then ``names_frozen`` is False.
-    ``directory`` is the file's digest of its zip directory.
-    ``values`` are the counters and states that DeepSpeed loads from there; ``others`` the forms of what is no
-    parameter in the module's state, None for what is no tensor. ``weights`` are the (offset, nbytes) of the trained
+    on the rank: of slices, under the names that DeepSpeed has there. ``sub_groups`` are the trained parameters in flat
+    order, by sub-group at stage 3 and by optimizer group at stages 1 and 2; ``frozen`` those that the optimizer does
+    not have, and ``frozen_extents`` where this rank's parts of them are: none where they were excluded from the save,
+    and then ``names_frozen`` is False. ``directory`` is the digest of the file's zip directory. ``values`` are the
+    counters and states that DeepSpeed loads from there; ``others`` the forms of the entries in the module's state that
+    are no parameters, None for an entry that is no tensor. ``weights`` are the (offset, nbytes) of the trained
     parameters in a file of the whole module, which a load makes from the master weights where these say what they are;
-    ``weight_places`` are the dtype and offset of those that have the shape of their parameter. ``params_alone`` are
-    the (offset, nbytes) of all payload that nothing but a parameter uses; storages that a parameter shares with a
-    buffer, or with client state, are not in it. Both ascend, with shape ``(num_ranges, 2)``. ``expert_files`` are the
-    names of the files that have the weights of the experts of mixture-of-experts layers, and ``may_freeze_experts``
-    whether some of these may be frozen: DeepSpeed lists frozen parameters at stage 2 and not at stage 1. ``save_id`` is
-    the id of the save, which DeepSpeed's own files do not have. ``tied`` are further names of parameters, as in
-    ``ParamSet``; at stage 3 only rank 0 saves them.
+    ``weight_places`` are the dtype and offset of those that have the shape of their parameter. ``params_alone`` are the
+    (offset, nbytes) of all payload that nothing but a parameter uses; storages that a parameter shares with a buffer,
+    or with client state, are not in it. Both ascend, with shape ``(num_ranges, 2)``. ``expert_files`` are the names of
+    the files that have the weights of the experts of mixture-of-experts layers, and ``may_freeze_experts`` whether some
+    of these may be frozen: DeepSpeed lists frozen parameters at stage 2 and not at stage 1. ``save_id`` is the id of
+    the save, which DeepSpeed's own files do not have. ``tied`` are further names of parameters, as in ``ParamSet``; at
+    stage 3 only rank 0 saves them.
     """
 
     path: FilePath

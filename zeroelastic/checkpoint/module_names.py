@@ -29,7 +29,7 @@ class ModuleNames:
     """The names in a module's state that are not one parameter each.
 
     ``tied`` are further names of parameters, each with the name that is listed; ``buffers`` the names of buffers, each
-    with the first one of its tensor; ``extra_states`` those of what ``get_extra_state`` returned.
+    with the first name of the tensor; ``extra_states`` the names of values that ``get_extra_state`` returned.
     """
 
     tied: Mapping[str, str]
@@ -47,8 +47,8 @@ def module_names(
 ) -> ModuleNames:
     """The names of a model states file, whose lists are in ``root``.
 
-    ``names`` are all of the module's state; ``places`` those of its tensors. ``is_whole`` tells the files of stages 0
-    to 2, which have the weights, from those of stage 3, whose parameters have no elements there.
+    ``names`` are all of the module's state; ``places`` says where its tensors are. ``is_whole``: the file is of stage 0
+    to 2 and has the weights; at stage 3 parameters have no elements there.
     """
     listed, tables, buffers, frozen = (
         root.get(key) for key in ("shared_params", "param_shapes", "buffer_names", "frozen_param_shapes")
@@ -98,7 +98,7 @@ def _are_two_empty(one: Place | None, other: Place | None) -> bool:
 
 
 def autoep_layers(root: Mapping[object, object]) -> list[Mapping[object, object]]:
-    """What a model states file says of the layers that AutoEP made."""
+    """The description of each layer that AutoEP made, in a model states file."""
     layers = root.get("ds_autoep_layers")
     return [layer for layer in layers if isinstance(layer, Mapping)] if isinstance(layers, list) else []
 

@@ -17,7 +17,7 @@ from zeroelastic.io.storage import has_changed, watched
 
 
 def watch(tag_dir: FilePath) -> FilePath:
-    """A path of this directory that remembers the state of its files; a missing directory's path is unchanged."""
+    """A path of this directory that remembers the state of the files; a missing directory's path is unchanged."""
     return watched(tag_dir, RECORD_NAME)
 
 

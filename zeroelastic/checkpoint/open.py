@@ -110,7 +110,7 @@ class Checkpoint:
     def layout(self) -> Layout:
         """The layout of the trained parameters over all ranks.
 
-        Opens an optimizer file's header, if none is open, and where there are slices, those of ``layout_models``.
+        Opens an optimizer file's header, if none is open, and where there are slices, ``layout_models``.
         Raises as ``shard``.
         """
         shard = next(iter(self._shards.values()), None) or self.shard(self._near(0))
@@ -139,8 +139,8 @@ class Checkpoint:
     def frozen_layout(self) -> Layout:
         """The layout of the frozen parameters over the ranks that saved some.
 
-        At stages 1 and 2 one data parallel rank has all; where experts are frozen, a rank stands for the experts of its
-        number. Opens the headers of ``layout_models``.
+        At stages 1 and 2 one data parallel rank has all; where experts are frozen, rank i stands for the experts of
+        number i. Opens the headers of ``layout_models``.
         """
         if self.topology.tensor_size == 1:
             experts = self.frozen_experts
@@ -326,7 +326,7 @@ def open_checkpoint(
     ``near_rank`` is the rank whose own model states file is read when no record tells the world size; a rank that the
     save did not have takes rank 0's. Tensor parallel ranks have to say which slices of tensors they have, as
     DeepSpeed's maps do. For those that do not, ``tp`` chooses the files of one, and states how many there have to be:
-    each is then a checkpoint of its own. ``compare_directories`` holds the zip directory of each file that is
+    each is then a checkpoint by itself. ``compare_directories`` holds the zip directory of each file that is
     opened against the record's digest of it. Raises MissingFileError (no directory, a rank's file missing),
     CheckpointError (sizes that contradict the record, files of two precisions), UnsupportedError (other stages, another
     tensor parallel size than that of ``tp``), and its subclass UndescribedSlicesError.
@@ -373,7 +373,7 @@ def open_committed(tag_dir: str | os.PathLike[str] | FilePath) -> Checkpoint:
 def _state_files(tag_dir: FilePath, inventory: Inventory, tp: TensorParallel | None) -> StateFiles:
     """The optimizer and the model states files by rank: of all ranks, or of one of several tensor parallel ranks.
 
-    Raises UnsupportedError where another number of tensor parallel ranks than those of ``tp`` saved.
+    Raises UnsupportedError where another number of tensor parallel ranks saved than ``tp`` states.
     """
     names, tensor_size = inventory.names, inventory.tensor_size
     if tp is None or tp.size == 1:

@@ -176,7 +176,7 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class ScalerState:
-    """DeepSpeed's loss scaler as saved: class name, attributes, and the flags beside it."""
+    """DeepSpeed's loss scaler as saved: class name, attributes, and DeepSpeed's two flags."""
 
     class_name: str
     attributes: Mapping[str, OptionValue | DType]

@@ -1,4 +1,4 @@
-"""Reads one rank's optimizer file, header only, in each of its formats.
+"""Reads the header of one rank's optimizer file, in each format.
 
 At stage 3, ``rigid`` is what stock DeepSpeed writes: a nested ``optimizer_state_dict`` over padded flat buffers.
 ``elastic`` is ``base_optimizer_state``, one lean tensor per parameter, with a table (``elastic_table``).
@@ -66,8 +66,8 @@ _MOST_CLIPPED = 1e30
 class RankSlices(NamedTuple):
     """Which slices a rank's files have to hold.
 
-    ``rank`` is counted over all ranks, ``layout`` is what the checkpoint's maps say that it has, and ``names`` are
-    those of whole tensors by the name in the files, where they differ.
+    ``rank`` is counted over all ranks, ``layout`` is what the checkpoint's maps say that it has, and ``names`` has
+    the name of a whole tensor by the name in the files, where they differ.
     """
 
     topology: Topology
@@ -79,7 +79,7 @@ class RankSlices(NamedTuple):
 class OptimizerFile(NamedTuple):
     """An optimizer file of ``data_size`` data parallel ranks whose tree was read, and whose tensors are not placed yet.
 
-    ``num_parts`` are the ranks that share each flat buffer, where these are not all data parallel ranks: those of
+    ``num_parts`` are the ranks that share each flat buffer, where these are not all data parallel ranks, as of
     experts. ``config`` is the DeepSpeed configuration, ``save_id`` the id of a save that is not DeepSpeed's own.
     """
 
@@ -117,7 +117,7 @@ class OptimizerFile(NamedTuple):
 
         ``params`` are the parameters by flat buffer, in buffer order, which the optimizer files of stock DeepSpeed do
         not name (they come from a ``*_model_states.pt``); elastic files of stage 3 name them themselves. ``slices``
-        are those of the rank, where the checkpoint has slices. Raises CheckpointError, UnsupportedError.
+        says which slices the rank has, where the checkpoint has slices. Raises CheckpointError, UnsupportedError.
         """
         if self.num_parts is not None and slices is None:
             raise UnsupportedError(
@@ -390,7 +390,7 @@ class _Reader:
         *,
         unpadded: bool = False,
     ) -> OptimizerHeader:
-        """Place every tensor. Raises CheckpointError, UnsupportedError for what is no tensor or scalar.
+        """Place every tensor. Raises CheckpointError, UnsupportedError for a value that is no tensor or scalar.
 
         ``values`` is the state by sub-group as the file has it; ``unpadded``: its tensors are as long as the flat
         buffer without padding.
@@ -449,5 +449,5 @@ class _Reader:
 
 
 def _places_in_flat(file: TorchFile, flat: TensorRef, layout: Layout, members: Int64Array) -> tuple[Int64Array, str]:
-    """Where a flat buffer has the part of each parameter of its sub-group, in bytes, and its dtype."""
+    """Where a flat buffer has the part of each parameter, in bytes, and the dtype."""
     return file.extent(flat).offset + layout.offset[members] * DTYPE_BYTES[flat.dtype], flat.dtype

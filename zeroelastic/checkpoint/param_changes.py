@@ -280,7 +280,7 @@ def _without(name: str, part: str) -> str:
 def match_groups(
     saved: Sequence[ParamGroup], live: Sequence[Sequence[str]], restored: frozenset[str], *, fits: bool
 ) -> tuple[GroupMatch, ...]:
-    """The saved group of each live one: that of its restored parameters, where they agree on the hyper-parameters.
+    """The saved group of each live group: the group of the restored parameters, if they agree on hyper-parameters.
 
     Groups that hold nothing restored keep their own hyper-parameters, except that a group of which nothing was trained
     and nothing is goes by number while there are as many groups as there were. Where everything ``fits``, all do.
@@ -308,12 +308,12 @@ def renamed_base_weights(
 ) -> dict[str, str]:
     """Return the saved name of each frozen base weight that PEFT has renamed with an adapter put on or taken off.
 
-    PEFT keeps the module itself as ``base_layer`` of an adapter's layer, and as ``original_module`` beside a trained
+    PEFT keeps the module itself as ``base_layer`` of an adapter's layer, and as ``original_module`` next to a trained
     copy: ``o_proj.weight`` is ``o_proj.base_layer.weight`` then (peft 0.19).
 
     ``saved`` and ``live`` are the names of all parameters. An adapter that was put on a module has its base weights in
-    the save only if the module had no adapter then: base weights beside one, without the part, have it merged into
-    them.
+    the save only if the module had no adapter then: base weights next to an adapter, without the part, have it
+    merged into them.
 
     Example::
 

@@ -144,7 +144,7 @@ class ParamTable:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A table is read from the JSON of its groups."""
+        """Read a table from the JSON of the groups."""
         groups = handler.generate_schema(list[_GroupRows])
         return core_schema.json_or_python_schema(
             json_schema=core_schema.no_info_after_validator_function(

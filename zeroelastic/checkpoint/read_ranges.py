@@ -1,6 +1,6 @@
 """Compare the bytes that were read of a checkpoint's files with the CRC-32 that their archives state.
 
-For files without digests: those of stock DeepSpeed and of FSDP2. A record is read in parts, whose checksums, made in
+For files without digests, which stock DeepSpeed and FSDP2 write. A record is read in parts, whose checksums, made in
 the pass that reads, are joined to that of the record, which torch.save writes and no reader of torch compares.
 """
 

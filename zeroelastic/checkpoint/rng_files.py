@@ -1,7 +1,7 @@
 """Files of random number generators, as the Hugging Face Trainer and accelerate keep one per rank, for a new rank.
 
 The generators that a rank's file holds (Python's, numpy's, torch's on the CPU and on GPUs) are seeded anew, each rank
-with a seed of its own that follows from the checkpoint; everything else in the file stays. Torch's CPU generator is
+with an own seed that follows from the checkpoint; everything else in the file stays. Torch's CPU generator is
 the Mersenne Twister that numpy has, in a state of 5056 bytes (CPUGeneratorImpl.cpp, torch 2.13); a GPU's is 16 bytes,
 seed and offset (CUDAGeneratorImpl.cpp).
 """

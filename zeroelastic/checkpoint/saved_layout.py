@@ -45,9 +45,9 @@ _FOLDING = "folding"
 class SavedMaps:
     """The slices of all ranks, as a model states file describes them.
 
-    ``maps`` are those of AutoTP and AutoEP, by the names that parameters have on a rank, and ``ep`` the expert parallel
-    size of AutoEP. ``num_experts`` are those of each mixture-of-experts layer, ``buffers`` the names of the module's
-    buffers on rank 0.
+    ``maps`` are the maps of AutoTP and AutoEP, by the names that parameters have on a rank, and ``ep`` the expert
+    parallel size of AutoEP. ``num_experts`` counts the experts of each mixture-of-experts layer, ``buffers`` the names
+    of the module's buffers on rank 0.
     """
 
     maps: SliceMaps
@@ -119,7 +119,7 @@ def check_described(maps: SliceMaps, names: Iterable[str], path: FilePath) -> No
 
 @dataclass(frozen=True, slots=True)
 class SlicedLayout:
-    """The layout over all ranks, and the maps of all parameters, those of DeepSpeed's own MoE layers included."""
+    """The layout over all ranks, and the maps of all parameters, also in DeepSpeed's own MoE layers."""
 
     topology: Topology
     layout: Layout
@@ -220,7 +220,7 @@ def frozen_layout(models: Sequence[ModuleHeader], topology: Topology, saved: Sav
 def _with_native_experts(
     buffers: Sequence[Sequence[Param]], sizes: Sequence[int], stage: int, saved: SavedMaps, path: FilePath
 ) -> SliceMaps:
-    """The maps, with those of experts that have none: of DeepSpeed's own MoE layers."""
+    """Add the maps of the experts of DeepSpeed's own MoE layers, which files do not have."""
     maps = dict(saved.maps)
     for ep in sorted({*sizes} - {1}):
         members = [param for params, size in zip(buffers, sizes, strict=True) if size == ep for param in params]
@@ -254,7 +254,7 @@ def _with_native_experts(
 
 
 def _check_shapes(model: ModuleHeader, maps: SliceMaps, topology: Topology) -> None:
-    """Raise CheckpointError where a file has other shapes of its parameters than the maps give to its rank."""
+    """Raise CheckpointError where parameters in a file have other shapes than the maps give to the rank."""
     for param in (*(param for members in model.sub_groups for param in members), *model.frozen.params):
         found = maps.get(param.name)
         if found is None:

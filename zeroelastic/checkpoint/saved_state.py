@@ -43,7 +43,7 @@ class TensorSet:
 
     ``params`` are the whole parameters, each once, and ``layout`` says which rank has which of their elements: of a
     layout with slices, the parameters are the slices. ``dtypes`` and ``scalars`` run parallel to ``params``: the dtype
-    of each state key, and the replicated values beside them. ``extents[rank][key]`` says where that saved rank's files
+    of each state key, and the replicated values. ``extents[rank][key]`` says where that saved rank's files
     have its parts of the layout's parameters.
     """
 
@@ -169,7 +169,7 @@ def open_state(checkpoint: Checkpoint, *, resizable: bool = True) -> SavedState:
 
     Raises CheckpointError naming two files that disagree, and as ``Checkpoint.shard`` and ``model_states`` do. Where
     values differ between ranks that follow from a rank's own part of the weights (``values_by_rank``), raises
-    UnsupportedError if ``resizable``; else those of the first rank stand for all.
+    UnsupportedError if ``resizable``; else the values of the first rank stand for all.
     """
     models = tuple(checkpoint.model_states(rank) for rank in range(len(checkpoint.model_files)))
     shards = {rank: checkpoint.shard(rank) for rank in range(checkpoint.world_size)}
@@ -250,7 +250,7 @@ def experts_part(experts: FrozenExperts) -> TensorSet:
 
 
 def whole_numbers(layout: Layout, params: Sequence[Param]) -> Int64Array:
-    """Which of its whole tensors, ``params``, each parameter of a layout is, or is a slice of."""
+    """The number of the whole tensor, among ``params``, that each parameter of a layout is, or is a slice of."""
     if layout.slices is None:
         return np.arange(layout.num_params, dtype=np.int64)
     number = {param.name: i for i, param in enumerate(params)}

@@ -22,7 +22,7 @@ _NONE = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class DigestKeys:
-    """The streams of the tensors of some parts, in their order, and then those of copies.
+    """The streams of the tensors of some parts, in their order, and then the streams of copies.
 
     A copy is a strip that more than one slice of a tensor has, for one state key. Of shape ``(num_streams,)``:
     ``tensor`` is the number of a stream's tensor; ``group`` numbers what copies there are of the same, -1 for a tensor
@@ -98,7 +98,7 @@ def streams_of(parts: Sequence[TensorSet]) -> DigestKeys:
 
 @dataclass(frozen=True, slots=True)
 class CopySums:
-    """The sums of all streams as those of the tensors, each copied strip taken once.
+    """The sums of all streams by tensor, each copied strip taken once.
 
     ``digests`` and ``covered`` are by tensor. ``differs`` is by stream: a copy that is not what most others are, of
     those that were read as a whole. ``unsure`` are the copies of which as many are like this as like that.

@@ -75,7 +75,7 @@ def is_rank_file(name: str) -> bool:
 
 
 class TensorParallel(NamedTuple):
-    """One of several tensor parallel ranks, each of which writes files of its own with its slices."""
+    """One of several tensor parallel ranks, each of which writes own files with its slices."""
 
     rank: int = 0
     size: int = 1
@@ -185,9 +185,9 @@ def rank_files(
 ) -> StateFiles:
     """Return the optimizer and the model states file of each rank among the files of a directory.
 
-    With ``tp_rank``, those of that tensor parallel rank alone; else of ``tensor_size`` such ranks, by default as many
-    as there are names of. Raises MissingFileError where there are none, CheckpointError where two claim the same rank,
-    UnsupportedError for ZeRO stage 0.
+    With ``tp_rank``, the files of that tensor parallel rank alone; else of ``tensor_size`` such ranks, by default as
+    many as there are names of. Raises MissingFileError where there are none, CheckpointError where two claim the same
+    rank, UnsupportedError for ZeRO stage 0.
     """
     files = {name: file for name in sorted(names) if (file := parse_rank_file(name)) is not None}
     if tp_rank is not None:
@@ -237,8 +237,8 @@ def _by_rank(
 class TagListing:
     """All files of a tag directory.
 
-    ``files`` are those of ranks, numbered over as many tensor parallel ranks as there are names of. ``duplicates`` are
-    further files of a rank that already has one, each with the error about it. ``temporaries`` are files of a save
+    ``files`` are the files of ranks, numbered over as many tensor parallel ranks as there are names of. ``duplicates``
+    are further files of a rank that already has one, each with the error about it. ``temporaries`` are files of a save
     that was interrupted or is still running; ``expert_files`` have the weights of experts; ``unknown_files`` are none
     of these.
     """

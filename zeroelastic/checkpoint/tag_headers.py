@@ -55,13 +55,13 @@ class Problem:
 class TagHeaders:
     """The files of a tag and their headers.
 
-    ``sizes`` are those of all files in the directory. ``optim_files`` and ``model_files`` are, by rank, the files that
+    ``sizes`` has all files in the directory. ``optim_files`` and ``model_files`` are, by rank, the files that
     are there and have the size that the commit record states. ``shards`` and ``models`` are the headers that agree with
     each other and with the record; ``parts`` the parameters in them. ``first_shard`` and ``first_model`` are the first
     that could be read, whatever contradicts them, and ``root`` is the tree of that model states file.
 
     Ranks are counted over all of ``topology``. ``sliced`` is the layout of the trained parameters where there are
-    slices. Where tensor parallel ranks do not say which slices they have, ranks are those of the first one.
+    slices. Where tensor parallel ranks do not say which slices they have, all ranks are of the first one.
 
     ``problems`` are about the files by their paths, ``missing`` the ones about files that are not there. Of ranks'
     files, ``num_missing`` are missing, the first of them are ``missing_files``; ``stale_files`` are of further ranks.
@@ -156,7 +156,7 @@ class TagHeaders:
 
     @cached_property
     def other_files(self) -> dict[int, tuple[FilePath, ...]]:
-        """Further files that DeepSpeed loads, such as those of experts, dealt to the ranks: checksums are compared."""
+        """Further files that DeepSpeed loads, such as experts' files, dealt to the ranks: checksums are compared."""
         dealt: dict[int, list[FilePath]] = {}
         here = [name for name in self._other_names if name in self.sizes]
         for number, name in enumerate(here):

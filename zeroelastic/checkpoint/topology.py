@@ -102,7 +102,7 @@ SliceMaps = Mapping[str, SliceMap]
 def tensor_maps(info: object, tensor_size: int, where: object) -> dict[str, SliceMap] | None:
     """The maps in ``universal_checkpoint_info`` of an AutoTP run of ``tensor_size`` ranks; None where there are none.
 
-    ``where`` is named in errors. Raises CheckpointError for maps that are damaged, UnsupportedError for those of
+    ``where`` is named in errors. Raises CheckpointError for maps that are damaged, UnsupportedError for maps of
     another version, and for slices that hold other values than the whole tensor.
     """
     table = info.get("affine_map") if isinstance(info, Mapping) else None
@@ -206,7 +206,7 @@ def even_map(tensor: Param, dim: int | None, size: int, axis: Literal["tensor", 
 
 
 def pattern_maps(info: object, params: Sequence[Param], tensor_size: int, where: object) -> dict[str, SliceMap] | None:
-    """The maps that the patterns of an older AutoTP save imply; ``params`` are those of tensor parallel rank 0.
+    """The maps that the patterns of an older AutoTP save imply; ``params`` are of tensor parallel rank 0.
 
     None where ``info`` has no patterns, or others than AutoTP's, which are names. Raises UnsupportedError for a
     parameter that they do not describe: one of several parts that are cut each by itself.

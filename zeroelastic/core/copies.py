@@ -17,7 +17,7 @@ def tensor_numbers(slices: Slices) -> Int64Array:
 
 
 def strip_keys(slices: Slices) -> Int64Array:
-    """What two strips that are copies have the same: shape ``(5, num_strips)``, ``tensor_numbers`` last."""
+    """The columns in which strips agree that are copies: shape ``(5, num_strips)``, ``tensor_numbers`` last."""
     strips = slices.strips
     tensor = tensor_numbers(slices)[strips.param]
     return np.stack((strips.stride, strips.num_runs, strips.numel, strips.start, tensor))

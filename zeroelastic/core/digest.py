@@ -143,7 +143,7 @@ class ScalarValue:
 
 
 class DigestKey(NamedTuple):
-    """What has a digest of its own: for a state key, the elements of one strip, from ``start`` of the whole tensor on.
+    """The key of a digest: for a state key, the elements of one strip, from ``start`` of the whole tensor on.
 
     A whole tensor is one strip, and begins at 0. Several ranks may have copies of one strip.
     """
@@ -154,7 +154,7 @@ class DigestKey(NamedTuple):
 
 
 def stream_of(layout: Layout, strip: int, key: str) -> DigestKey:
-    """The stream of a strip of a layout, by its number; without slices, that of a parameter."""
+    """The stream of a strip of a layout, by number; without slices, the stream of a parameter."""
     if layout.slices is None:
         return DigestKey(layout.params[strip].name, key)
     strips = layout.slices.strips
@@ -169,7 +169,7 @@ def streams_of(layout: Layout, sub_group: int, key: str) -> list[DigestKey]:
 
 @dataclass(frozen=True, slots=True)
 class ParamContent:
-    """What a checkpoint holds of one parameter: a digest per tensor and the scalars of its optimizer state.
+    """The content of one parameter in a checkpoint: a digest per tensor and the scalars of optimizer state.
 
     ``tensors`` maps a state key ("fp32" for the master weights, "frozen" for a frozen parameter, else the optimizer's
     key) to (dtype name, digest). ``tp_rank`` is the tensor parallel rank whose slice of the parameter this is.
@@ -183,7 +183,7 @@ class ParamContent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContentGroup:
-    """What a checkpoint holds of the parameters that have the same state keys, dtypes and scalars, in columns.
+    """The content of the parameters that have the same state keys, dtypes and scalars, in columns.
 
     ``tensors`` are (state key, dtype), sorted by key. ``names`` are sorted and run parallel to ``shapes`` and
     ``digests``, uint64 of shape ``(num_params, len(tensors))``. ``trainable`` says whether the parameters are trained,

@@ -14,7 +14,7 @@ def world_sizes(global_batch: int) -> tuple[int, ...]:
 
 
 def listed_world_sizes(global_batch: int) -> str:
-    """The same for people; of many the first and the last."""
+    """List choices for people; of many the first and the last."""
     sizes = world_sizes(global_batch)
     return ", ".join(map(str, sizes[:_NAMED])) + (f" ... {sizes[-1]}" if len(sizes) > _NAMED else "")
 

@@ -4,7 +4,7 @@ A layout says it with one rule for all families. A parameter is on an axis, from
 The axis is cut every ``part`` elements; rank r has ``[r * part, (r + 1) * part)`` of it, and holds that range in one of
 its buffers, from ``offset`` on.
 
-* **Per-parameter split** (ZeRO-3): every parameter has an axis of its own, with origin 0 and parts of
+* **Per-parameter split** (ZeRO-3): every parameter has an own axis, with origin 0 and parts of
   ``ceil(numel / world_size)``; the parts of a sub-group's parameters lie end to end in one buffer.
 * **Group split** (ZeRO-1 and 2): the parameters of an optimizer group lie end to end on one axis, with gaps where
   parameters are aligned, padded to a multiple of ``2 * world_size``; every rank's buffer is one part of it.
@@ -62,7 +62,7 @@ class Layout:
     ``(num_params,)`` and run parallel to ``params``; ``origin``, ``part`` and ``offset`` are explained above.
 
     ``slices`` says which part of which whole tensor each parameter is, and which ranks share it; ``shape`` and
-    ``numel`` are then those of the slice. None where every parameter is whole, and all ranks share it. A layout with
+    ``numel`` are then the slice's. None where every parameter is whole, and all ranks share it. A layout with
     slices may have several of one tensor, which are in the buffers of different ranks.
     """
 
@@ -110,7 +110,7 @@ class Layout:
         return number if self.slices is None else self.slices.rank_of(param, number)
 
     def numbers_on(self, rank: int) -> Int64Array:
-        """The numbers of the parameters that a rank is among those to share, which are those of ``on_rank``."""
+        """The numbers of the parameters that a rank shares, in the order of ``on_rank``."""
         return np.arange(self.num_params) if self.slices is None else np.flatnonzero(self.slices.has(rank))
 
     def owned(self, rank: int) -> tuple[Int64Array, Int64Array]:
@@ -141,7 +141,7 @@ class Layout:
         return replace(own, sub_group_numel=lengths)
 
     def padding(self, rank: int, sub_group: int) -> list[tuple[int, int]]:
-        """What of one of ``rank``'s buffers belongs to no parameter: begin and end of each run, ascending."""
+        """The runs of one of ``rank``'s buffers that belong to no parameter: begin and end of each, ascending."""
         members = np.flatnonzero((self.sub_group == sub_group) & (self.owned(rank)[1] > 0))
         begins = self.buffer_offset(rank)[members]
         order = np.argsort(begins)
@@ -150,7 +150,7 @@ class Layout:
         return [(begin, end) for begin, end in free if begin < end]
 
     def used(self, rank: int, sub_group: int) -> list[tuple[int, int]]:
-        """What of one of ``rank``'s buffers belongs to parameters: begin and end of each run, ascending."""
+        """The runs of one of ``rank``'s buffers that belong to parameters: begin and end of each, ascending."""
         bounds = [0, *chain.from_iterable(self.padding(rank, sub_group)), int(self.sub_group_numel[sub_group])]
         return [(begin, end) for begin, end in zip(bounds[::2], bounds[1::2], strict=True) if begin < end]
 
@@ -181,7 +181,7 @@ class Layout:
         return {param.name: i for i, param in enumerate(self.params)}
 
     def only(self, names: Collection[str]) -> Layout:
-        """The same buffers with the parameters that are named alone: a plan for it leaves the others untouched."""
+        """Keep only the named parameters in the buffers: a plan for the result leaves the others untouched."""
         names = frozenset(names)
         if all(param.name in names for param in self.params):
             return self
@@ -201,10 +201,10 @@ _OF_PARAMS = ("numel", "sub_group", "origin", "part", "offset")
 
 
 def joined_layouts(layouts: Sequence[Layout]) -> Layout:
-    """The parameters of several layouts of one world size, whose buffers are those of different ranks.
+    """The parameters of several layouts of one world size, whose buffers are on different ranks.
 
-    They are in the order of their buffers. A buffer counts as long as the longest of its number. Raises ValueError for
-    layouts without slices, of other world sizes, or with other numbers of buffers.
+    They are in the order of their buffers. A buffer counts as long as the longest of the same number. Raises ValueError
+    for layouts without slices, of other world sizes, or with other numbers of buffers.
     """
     first = layouts[0]
     slices = [layout.slices for layout in layouts if layout.slices is not None]
@@ -388,7 +388,7 @@ def pack_sub_groups(
     """Cut optimizer groups into sub-groups as DeepSpeed does; ``sub_group_size`` counts elements of ONE rank's parts.
 
     Because parts shrink as the world grows, the cuts move with the world size: a checkpoint's sub-groups say nothing
-    about those of another world size. Parameters without elements are not in any sub-group. Mirrors
+    about another world size. Parameters without elements are not in any sub-group. Mirrors
     ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups`` (DeepSpeed 0.19.8), overshoot included.
     """
     sub_groups: list[list[Param]] = []
@@ -415,7 +415,7 @@ def pack_sub_groups(
 
 
 def in_own_buffers(layout: Layout) -> Layout:
-    """The same places, with a buffer for each parameter that is as long as the one that it shares with others.
+    """Give each parameter an own buffer, as long as the one that it shares with others; places stay the same.
 
     For a plan whose parameters lie in the layout's buffers, and are filled one by one.
     """
@@ -427,5 +427,5 @@ def in_own_buffers(layout: Layout) -> Layout:
 
 
 def unpacked_layout(params: Sequence[Param], world_size: int) -> Layout:
-    """The per-parameter split in which each parameter is a flat buffer of its own, as frozen parameters are kept."""
+    """The per-parameter split in which each parameter has an own flat buffer, as frozen parameters are kept."""
     return layout_from_sub_groups([[param] for param in params], world_size)

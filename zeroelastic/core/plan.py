@@ -35,13 +35,13 @@ class StridedRuns:
     dst_step: Int64Array
 
     def take(self, rows: slice | npt.NDArray[np.bool_] | Int64Array) -> StridedRuns:
-        """Those of some of the rows."""
+        """The runs of some of the rows."""
         return StridedRuns(self.count[rows], self.stride[rows], self.src_step[rows], self.dst_step[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one target rank copies; row i moves ``length[i]`` elements of one parameter.
+    """The rows that one target rank copies; row i moves ``length[i]`` elements of one parameter.
 
     Invariants, established by ``make_plan`` and checked by ``check_plan``: every element that the target rank owns
     is written exactly once, and no row reaches into padding on either side. Rows are sorted by (source rank, source
@@ -101,7 +101,7 @@ class Plan:
             yield self._from_run(rows, skipped, np.minimum(before + count[rows], end) - before - skipped)
 
     def run_by_run(self) -> Plan:
-        """The same plan, in which every row is one run."""
+        """Split the rows, so that every row is one run."""
         if self.runs is None:
             return self
         row, run = numbered(np.zeros_like(self.length), self.runs.count)
@@ -194,7 +194,7 @@ def make_plan(src: Layout, dst: Layout, rank: int) -> Plan:
 
 
 def identity_plan(layout: Layout, rank: int) -> Plan:
-    """What a rank owns, where it is: a plan from the layout to itself, in which every row is one run."""
+    """Everything that a rank owns, where it is: a plan from the layout to itself, in which every row is one run."""
     if layout.slices is None:
         return make_plan(layout, layout, rank)
     return _slice_plan(layout, layout, rank, held_rows(layout, rank), from_rank=rank).run_by_run()

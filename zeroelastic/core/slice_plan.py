@@ -132,7 +132,7 @@ def _overlapping(strips: Strips, tensor: Int64Array) -> Int64Array:
 
 
 def held_rows(layout: Layout, rank: int) -> CommonRows:
-    """What ``rank`` owns, in rows of its own slices: ``src`` and ``dst`` are the same."""
+    """The rows of a rank's own slices, as far as it owns them: ``src`` and ``dst`` are the same."""
     start, length = layout.owned(rank)
     strips = slices_of_layout(layout).strips
     strips = strips.take(np.flatnonzero(length[strips.param] > 0))
@@ -165,7 +165,7 @@ def _distinct(slices: Slices, rank: int) -> tuple[Strips, Int64Array]:
 
 
 def _in_common(src: Strips, src_tensor: Int64Array, dst: Strips, dst_tensor: Int64Array) -> CommonRows:
-    """What the strips of two sides have in common; ``src`` is sorted by tensor and place, and has no copies."""
+    """The runs that strips of two sides have in common; ``src`` is sorted by tensor and place, and has no copies."""
     grid = _grid_of([(src, src_tensor), (dst, dst_tensor)])
     lines = grid < _NO_GRID
     plain = _runs_in_common(*_of(src, src_tensor, ~lines), *_of(dst, dst_tensor, ~lines))
@@ -318,7 +318,7 @@ def _merged(rows: CommonRows) -> CommonRows:
 def _clip(
     rows: CommonRows, at: Int64Array, step: Int64Array, low: Int64Array, high: Int64Array
 ) -> tuple[Int64Array, CommonRows]:
-    """What of the rows is between ``low`` and ``high``, where run i of a row begins at ``at + i * step``.
+    """The part of the rows between ``low`` and ``high``, where run i of a row begins at ``at + i * step``.
 
     Also which row each piece is of.
     """

@@ -70,7 +70,7 @@ class Strips:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """What the parameters of a layout are of whole tensors, and which ranks share them.
+    """The parts of whole tensors that the parameters of a layout are, and the ranks that share them.
 
     ``tensors[i]`` is the whole tensor, of the same name, that parameter i is a slice of; several parameters may be
     slices of one. ``first_rank``, ``rank_step`` and ``num_parts``, of shape ``(num_params,)``, are its ``RankSet``.
@@ -102,7 +102,7 @@ class Slices:
         return rank
 
     def take(self, keep: Int64Array) -> Slices:
-        """Those of some parameters, in the order given."""
+        """The slices of some parameters, in the order given."""
         number = np.full(len(self.tensors), -1, dtype=np.int64)
         number[keep] = np.arange(len(keep))
         found = np.flatnonzero(number[self.strips.param] >= 0)

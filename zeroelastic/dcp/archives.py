@@ -1,7 +1,7 @@
 """The torch.save archives inside the files of a DCP directory: where a chunk's elements are, and objects as inert data.
 
 A file of DCP is a row of archives, one for each chunk and each object. An archive is opened in place, through a window
-of its file.
+of the file.
 """
 
 from __future__ import annotations

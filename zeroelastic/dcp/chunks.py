@@ -3,7 +3,7 @@
 FSDP2 cuts dimension 0 as ``torch.chunk`` does: every rank has so many rows, the last ones fewer or none. That is one
 range of the flattened tensor, so such tensors are in a plain layout whose ``part`` is a number of whole rows. Chunks of
 any other kind, as 2-D meshes and tensor parallelism leave them, are boxes: the layout has slices, and each chunk is
-whole on a rank of its own. Source: torch.distributed.tensor.placement_types.Shard._split_tensor (torch 2.13).
+whole on one rank. Source: torch.distributed.tensor.placement_types.Shard._split_tensor (torch 2.13).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ StateKeys = Mapping[str, ChunkedTensor]
 
 
 class _PlacedChunk(NamedTuple):
-    """A rank's part of the layout's tensor ``number``: a chunk, and how many of its elements come before the part."""
+    """A rank's part of the layout's tensor ``number``: a chunk, and how many elements of it come before the part."""
 
     number: int
     chunk: Chunk
@@ -83,7 +83,7 @@ class ChunkExtents(Mapping[int, Mapping[str, TensorExtents]]):
 
 
 class _ParamPiece(NamedTuple):
-    """A part of a parameter that each of its state keys has as one run of bytes.
+    """A part of a parameter that is one run of bytes for each state key.
 
     ``strips`` are what it is of the whole parameter; ``runs`` are by state key the chunk that it is in, and the number
     of elements of the chunk before it.
@@ -153,7 +153,7 @@ def _rows_of_chunks(keys: StateKeys) -> int | None:
 
 
 def _plain_layout(params: Sequence[Param], parts: Sequence[int], world_size: int) -> Layout:
-    """The layout in which every rank has so many elements of each parameter, in a buffer of its own."""
+    """The layout in which every rank has so many elements of each parameter, in a buffer for each."""
     part = np.array(parts, dtype=np.int64)
     return replace(unpacked_layout(params, world_size), part=part, sub_group_numel=part)
 
@@ -172,7 +172,7 @@ def _chunks_as_pieces(keys: StateKeys) -> list[_ParamPiece]:
 
 
 def _pieces(name: str, keys: StateKeys) -> list[_ParamPiece]:
-    """The pieces of a parameter. Raises UnsupportedError for tensors cut in different ways into what is no run."""
+    """The pieces of a parameter. Raises UnsupportedError for tensors cut differently into boxes that are no runs."""
     tensor, *others = keys.values()
     try:
         if all(_cuts(other) == _cuts(tensor) for other in others):
@@ -196,7 +196,7 @@ def _pieces(name: str, keys: StateKeys) -> list[_ParamPiece]:
 
 
 class _ChunkRange(NamedTuple):
-    """A chunk that is one range of its flattened tensor."""
+    """A chunk that is one range of the flattened tensor."""
 
     begin: int
     end: int

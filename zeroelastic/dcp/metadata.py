@@ -74,7 +74,7 @@ class Chunk:
 class ChunkedTensor:
     """A tensor of the table. ``chunks`` are those with elements, in the order of where they begin.
 
-    ``num_listed`` is the number of its chunks, empty ones included: more than one for a DTensor of several ranks.
+    ``num_listed`` is the number of chunks, empty ones included: more than one for a DTensor of several ranks.
     """
 
     dtype: str

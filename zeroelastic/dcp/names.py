@@ -4,8 +4,8 @@ The optimizer's entries are ``PREFIX.state.PARAM.KEY`` and ``PREFIX.param_groups
 ``get_optimizer_state_dict`` has them: nested, ``param_groups.NUMBER.OPTION`` with ``params``, or flattened,
 ``param_groups.PARAM.OPTION``. The prefix is what the state dict calls the optimizer, such as "optim" or, in
 accelerate's folders, "optimizer". The model's prefix is what stands before the names of the optimizer's parameters.
-Names are those of the module without wrappers: ``_orig_mod`` of torch.compile, and those of FSDP and of activation
-checkpointing, are left out, as torch leaves them out.
+Names are the module's without wrappers: the parts of torch.compile (``_orig_mod``), of FSDP and of activation
+checkpointing are left out, as torch leaves them out.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def clean_name(name: str) -> str:
 
 
 def named_state(found: DcpMetadata, archives: ChunkArchives) -> NamedState:
-    """Sort the entries of a directory by kind. Raises CheckpointError, UnsupportedError for what is no such state.
+    """Sort the entries of a directory by kind. Raises CheckpointError, UnsupportedError for other entries.
 
     Example::
 
@@ -177,7 +177,7 @@ class _Optimizer:
         self._state: dict[str, dict[str, str]] = {}
 
     def state_names(self, listed: Collection[str]) -> list[str]:
-        """The parameters that have state; ``listed`` are those of the groups, for state keys that have a dot."""
+        """The parameters that have state; ``listed`` are the groups' names, for state keys that have a dot."""
         begin = self._prefix + _STATE
         for key in (*self._found.tensors, *self._found.objects):
             if key.startswith(begin):

@@ -1,4 +1,4 @@
-"""A checkpoint of FSDP2 in the form of a run of ZeRO: what its files have beside the tensors, made as DeepSpeed has it.
+"""A checkpoint of FSDP2 in the form of a ZeRO run: all content of files but tensors, made as DeepSpeed has it.
 
 Weights are master weights, and the optimizer's state goes along, bit for bit. Counters, hyper-parameters, the state of
 the LR scheduler and the module states without payload are made for the DeepSpeed configuration of the run that takes
@@ -30,7 +30,7 @@ _OWN_ADAM = frozenset(["adam", "adamw"])
 class NativeForm:
     """A checkpoint of FSDP2 in the form of a ZeRO run with the configuration ``config``, which may be empty.
 
-    ``trained`` and ``groups`` are those of ``found`` in the form that DeepSpeed's optimizers have; ``batch`` is the
+    ``trained`` and ``groups`` are taken from ``found``, in the form that DeepSpeed's optimizers have; ``batch`` is the
     global batch that the configuration states; ``model_root`` are the module states, a tree for a torch file.
     ``notes`` are sentences on what was inferred, and on what no file of DeepSpeed has a place for.
     """
@@ -89,7 +89,7 @@ def native_form(found: DcpCheckpoint, config: Mapping[str, object], world_size: 
 
 
 def _has_own_adam(config: Mapping[str, object]) -> bool:
-    """Return whether DeepSpeed makes an Adam of its own for a run with this configuration."""
+    """Return whether DeepSpeed makes its own Adam for a run with this configuration."""
     name = entry(config, "optimizer", "type")
     return (
         isinstance(name, str) and name.lower() in _OWN_ADAM and not entry(config, "optimizer", "params", "torch_adam")
@@ -127,7 +127,7 @@ def _scheduler(
 
 
 def _scheduler_of_accelerate(found: DcpCheckpoint) -> dict[str, object]:
-    """The scheduler's state that accelerate keeps beside its folders; empty where there is none that is plain."""
+    """The scheduler's state that accelerate keeps next to the folders; empty where there is none that is plain."""
     if SCHEDULER_FILE not in file_sizes(found.root):
         return {}
     state = read_torch_file(found.root / SCHEDULER_FILE, foreign="inert").root
@@ -137,7 +137,7 @@ def _scheduler_of_accelerate(found: DcpCheckpoint) -> dict[str, object]:
 
 
 def _left_beside(found: DcpCheckpoint) -> list[str]:
-    """Files of accelerate or of the Trainer beside the folders, which no file of DeepSpeed takes."""
+    """Files of accelerate or of the Trainer next to the folders, which no file of DeepSpeed takes."""
     names = file_sizes(found.root)
     return [name for name in names if name.endswith((".pkl", ".bin", ".pth")) and name != SCHEDULER_FILE]
 

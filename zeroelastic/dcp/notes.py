@@ -1,4 +1,4 @@
-"""What a checkpoint of FSDP2 has no place for, kept beside it as JSON, so that the way back loses nothing.
+"""JSON notes in a checkpoint of FSDP2 of all that it has no place for, so that the way back loses nothing.
 
 A conversion to FSDP2 writes it under the key ``zeroelastic`` of the model's DCP directory, which torch does not read;
 the way back takes it. A job of FSDP2 that saves again does not write it: what it then says is no longer there.
@@ -55,7 +55,7 @@ class NativeNotes(BaseModel):
 
 
 def read_notes(text: str) -> NativeNotes:
-    """The notes of a JSON object; of another version none is known. Raises ValueError for what is none."""
+    """The notes of a JSON object; of another version none is known. Raises ValueError for other text."""
     found = json.loads(text)
     if not isinstance(found, dict):
         raise ValueError("it is no JSON object")

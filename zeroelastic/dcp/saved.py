@@ -80,7 +80,7 @@ def dcp_folders(path: FilePath) -> tuple[FilePath, ...]:
 
 
 def find_dcp(text: str | os.PathLike[str]) -> FilePath:
-    """The directory of a checkpoint of FSDP2 that a path means. Raises UsageError saying what is there instead."""
+    """The directory of a checkpoint of FSDP2 that a path means. Raises UsageError that names what there is instead."""
     path = as_path(absolute(text))
     try:
         if dcp_folders(path):
@@ -171,7 +171,7 @@ def _others(
     """Return the frozen parameters, the buffers, and the further names of tied parameters with the parameter's.
 
     DCP does not say which they are. Tensors of a conversion are what its own list says. Of others, FSDP2 cuts
-    parameters alone; where one rank saved, names and dtypes are what is left to go by. ``notes`` get what was inferred.
+    parameters alone; where one rank saved, names and dtypes decide. ``notes`` get all that was inferred.
     """
     if (stated := native.buffers) is not None and native.tied is not None:
         known = {a: name for a, name in native.tied.items() if name in named.trained or name in named.others}

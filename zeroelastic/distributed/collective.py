@@ -48,7 +48,7 @@ def set_limit(seconds: float) -> None:
 def collectives_over(group: dist.ProcessGroup) -> Iterator[None]:
     """Within this context, this thread's collectives use ``group``, of all ranks, in place of the default group.
 
-    The collectives of a thread that runs beside training must not come between the collectives of training.
+    The collectives of a background thread must not come between the collectives of training.
     """
     token = _group.set(group)
     try:
@@ -86,7 +86,7 @@ def all_gather(value: T) -> list[T]:
 
 
 def all_gather_mostly_equal(value: T) -> list[T]:
-    """``all_gather`` of what is nearly always alike: a reduction of 64 bytes finds that out, and nothing else is sent.
+    """``all_gather`` of values that are nearly always equal: a reduction of 64 bytes finds out, and no more is sent.
 
     Values are alike that have the same ``repr``. Collective.
     """
@@ -141,7 +141,7 @@ def broadcast(value: T) -> T:
 
 
 def broadcast_or_raise(action: Callable[[], T]) -> T:
-    """What ``action`` returns on rank 0, which alone runs it; if it fails, every rank raises. Collective."""
+    """Return the result of ``action`` on rank 0, which alone runs it; if it fails, every rank raises. Collective."""
     result, failure = _attempt(action) if dist.get_rank() == 0 else (None, None)
     result, failed = broadcast((result, _describe(failure)))
     if failed is not None:
@@ -160,7 +160,7 @@ def all_gather_or_raise(action: Callable[[], T]) -> tuple[T, list[T]]:
 
 
 def all_gather_of_or_raise(action: Callable[[], T], part: Callable[[T], U]) -> tuple[T, list[U]]:
-    """As ``all_gather_or_raise``, of a ``part`` of each rank's result. Collective."""
+    """Do ``all_gather_or_raise`` with a ``part`` of each rank's result. Collective."""
     sent: U | None = None
 
     def act() -> T:

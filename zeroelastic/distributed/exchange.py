@@ -1,7 +1,7 @@
 """The exchange of bytes between ranks, in rounds of bounded size.
 
-``all_to_all_stream`` sends a stream to each peer; ``exchange_rows`` asks peers for rows of bytes and serves what is
-asked of this rank; ``run_transfers`` sends ranges of memory that both ends know.
+``all_to_all_stream`` sends a stream to each peer; ``exchange_rows`` asks peers for rows of bytes and serves the rows
+that others ask of this rank; ``run_transfers`` sends ranges of memory that both ends know.
 
 Every rank takes part in every round of a stream. While a round is sent, a rank fills its part of the next one and takes
 what came in the one before. The rounds follow from how much each rank sends to each other, which all ranks know before
@@ -130,7 +130,7 @@ def device_of(tensors: Iterable[torch.Tensor | None]) -> torch.device:
 
 
 def all_to_all_bytes(outgoing: Mapping[int, bytes]) -> dict[int, bytes]:
-    """Send each peer some bytes; what the peers sent here, by rank. Collective. Memory: what is sent and received."""
+    """Send each peer some bytes; returns what peers sent here, by rank. Collective. Memory: all of these bytes."""
     arrived: dict[int, bytearray] = {}
 
     def fill(pieces: Sequence[Piece], buffer: ByteArray) -> None:
@@ -197,9 +197,9 @@ def exchange_rows(
     filled_on: torch.device = HOST,
     taken_on: torch.device = HOST,
 ) -> TransferCost:
-    """Have peer ``owner[i]`` send row i of ``rows``, and send what is asked of this rank. Collective.
+    """Have peer ``owner[i]`` send row i of ``rows``, and send the rows that others ask of this rank. Collective.
 
-    Each row is ``[source, offset, nbytes]``, shape ``(num_rows, 3)``; what is asked of one peer is one stream.
+    Each row is ``[source, offset, nbytes]``, shape ``(num_rows, 3)``; the rows asked of one peer are one stream.
     ``serve`` fills a buffer with parts of the rows that its first argument has, ``put`` takes parts of the rows of this
     rank from a buffer, round by round. Memory and errors as of ``all_to_all_stream``.
     """
@@ -234,7 +234,7 @@ def _rounds(table: Mapping[tuple[int, int], int], world_size: int, round_bytes: 
     """The messages of each round, from the bytes of each (source, destination): the same on every rank.
 
     In a round no rank sends or receives more than ``round_bytes``. A rank with more peers than a round has room for
-    begins with the nearest; what is near is the same from both sides, so a round has a message as long as one is left.
+    begins with the nearest, which is the same from both sides, so a round has a message as long as one is left.
     A pair's messages are as long as the busier of the two has room for, whatever others have.
     """
     src, dst = np.array(list(table), dtype=np.int64).reshape(-1, 2).T
@@ -343,7 +343,7 @@ class Transfer:
 def run_transfers(transfers: Sequence[Transfer], group: dist.ProcessGroup) -> None:
     """Run the transfers of this rank, by messages of ``ROUND_BYTES`` and no collective.
 
-    Two ranks list what is between them in the same order. Of each transfer one message is on its way at a time.
+    Two ranks list the transfers between them in the same order. Of each transfer one message is on its way at a time.
     ``group`` has all ranks and a backend that sends host memory. Raises RuntimeError where a peer is gone.
     """
     rank = dist.get_rank()

@@ -38,7 +38,7 @@ class Hop(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What a rank asked for, by name, and the bytes that it sent and received."""
+    """The files that a rank asked for, by name, and the bytes that it sent and received."""
 
     content: Mapping[str, bytes | bytearray]
     sent: int
@@ -46,7 +46,7 @@ class Answers(NamedTuple):
 
 
 def multicast(requests: Sequence[Request], read: Callable[[Sequence[str]], Mapping[str, bytes]]) -> Answers:
-    """What this rank asks for; each name is asked of one reader, which may be the rank itself. Collective.
+    """Get the files that this rank asks for; each name is asked of one reader, maybe the rank itself. Collective.
 
     ``read`` is called once, with the names that are asked of this rank. Raises on every rank what it raises on any.
     Memory: what this rank reads or asks for, and the buffers of ``all_to_all_stream``.

@@ -38,7 +38,7 @@ _WITHDRAWN = "zeroelastic/withdrawn"
 
 @dataclass(slots=True)
 class _KnownPartners:
-    """What this process knows of a process group: that it has announced itself, that all have, and who runs here.
+    """The state of a process group in this process: that it has announced itself, that all have, and who runs here.
 
     ``here``: by rank, identities of processes; None where not all are known yet.
     """
@@ -53,7 +53,7 @@ _known_of: WeakKeyDictionary[Any, _KnownPartners] = WeakKeyDictionary()
 
 
 def _known() -> _KnownPartners:
-    """What is known of the default process group of now."""
+    """The state of the present default process group."""
     return _known_of.setdefault(dist.group.WORLD, _KnownPartners())
 
 

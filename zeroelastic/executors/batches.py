@@ -64,14 +64,14 @@ def batches(nbytes: Int64Array, capacity: int) -> Iterator[Batch]:
 
 
 class DigestTotals:
-    """The digests of an operation, added up over pieces of its rows; nothing where none are asked for."""
+    """The digests of an operation, added up over pieces of rows; nothing where none are asked for."""
 
     def __init__(self, digest: DigestRows | None) -> None:
         self._digest = digest
         self.totals: UInt64Array | None = None if digest is None else np.zeros(len(digest.seeds), dtype=np.uint64)
 
     def rows(self, row: Int64Array, start: Int64Array | None = None) -> DigestRows | None:
-        """What rows add to their digests, or pieces of rows that begin ``start`` bytes into each."""
+        """The digest rows of some rows, or of pieces of rows that begin ``start`` bytes into each."""
         if self._digest is None:
             return None
         streams, stream = np.unique(self._digest.stream[row], return_inverse=True)
@@ -97,7 +97,7 @@ class PieceTotals:
     def run(
         self, engine: Callable[[MoveOptions], Moved], row: Int64Array, start: Int64Array | None, nbytes: Int64Array
     ) -> int:
-        """Call an engine, with options for it, for pieces of rows, those of one row in their order.
+        """Call an engine, with options for it, for pieces of rows, in the order of each row.
 
         Piece i is ``nbytes[i]`` bytes of row ``row[i]``, from byte ``start[i]`` on. Returns the bytes that were read.
         """

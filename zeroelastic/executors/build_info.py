@@ -1,4 +1,4 @@
-"""What was built from csrc, with which compiler, and why not: found out by looking, without compiling anything.
+"""Describes the engines built from csrc: with which compiler, or why not, without compiling anything.
 
 The build (setup.py, or ``zeroelastic doctor --build-cuda``) leaves, next to the package's modules, a library for each
 engine and a log of each attempt. A library is plain C: it is loaded with ctypes, knows nothing of torch or of the

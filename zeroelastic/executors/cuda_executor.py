@@ -1,8 +1,8 @@
 """The CUDA engine: a table of byte runs between device buffers in one launch, or between files and device buffers.
 
 Buffers are addresses and sizes: torch is not needed. Calls wait for what they did; a ``DevicePlan``, which is a table
-that is uploaded once and run many times, does not: running it enqueues one kernel on the caller's stream. Bits are
-those of the native engine.
+that is uploaded once and run many times, does not: running it enqueues one kernel on the caller's stream. Results agree
+with the native engine bit for bit.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def _library() -> ctypes.CDLL:
 def run(table: Table, options: MoveOptions, *, sides: Endpoints[DeviceBuffer], stream: int = 0) -> Moved:
     """As ``tables.HostEngine``, for the memory of one device; it neither moves nor scans files.
 
-    It runs on ``stream`` (``torch.cuda.Stream.cuda_stream``), after what is enqueued there, and returns when all is
-    done. Files are read and written through at most 48 MiB of pinned host memory that the process keeps; their digests,
-    checksums and conversions are made on the host, in the same pass. A progress function must not use this engine
-    itself. Raises UnsupportedError when CUDA refuses.
+    It runs on ``stream`` (``torch.cuda.Stream.cuda_stream``), after the work that is enqueued there, and returns when
+    all is done. Files are read and written through at most 48 MiB of pinned host memory that the process keeps; their
+    digests, checksums and conversions are made on the host, in the same pass. A progress function must not use this
+    engine itself. Raises UnsupportedError when CUDA refuses.
     """
     device = _device(sides.buffers)
     if sides.src_paths is None and sides.dst_paths is None:
@@ -190,7 +190,7 @@ class DevicePlan:
             raise _exception(error)
 
     def finish(self, stream: int = 0) -> UInt64Array | None:
-        """Wait for what is enqueued on a stream; returns the plan's own totals of the last run, if it has any.
+        """Wait for all work on a stream; returns the plan's own totals of the last run, if it has any.
 
         Shape ``(num_streams,)``. One run has to be finished before the next begins.
         """

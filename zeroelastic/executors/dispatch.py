@@ -96,7 +96,7 @@ def read_segments(
     call returns. Raises ConfigError for an unknown engine, for one that is not built, and for
     one that cannot fill such memory; CheckpointError when a file ends early or cannot be read (with file and offset).
 
-    ``copies``, of host memory and files on this machine, are made of what is in the cache. ``crc32``, shape
+    ``copies``, of host memory and files on this machine, are made while the bytes are in the cache. ``crc32``, shape
     ``(num_rows,)``, is filled with the checksum of each row, as ``zlib.crc32``; there is none with a conversion.
 
     ``progress`` is called on this thread with the bytes that were read since the last call: about every 50 ms, also
@@ -192,7 +192,7 @@ def scan_segments(
     progress: ProgressFunction | None = None,
     executor: Executor = "auto",
 ) -> UInt64Array | None:
-    """Digests and checksums of what is in files, through at most 1 MiB per thread; nothing is kept.
+    """Digests and checksums of ranges of files, through at most 1 MiB per thread; nothing is kept.
 
     Returns the digests, when asked. ``crc32``, shape ``(num_rows,)``, is filled with the checksum of each row, as
     ``zlib.crc32``. Errors and ``progress`` as of ``read_segments``.
@@ -211,7 +211,7 @@ def sum_segments(
     threads: int | None = None,
     executor: Executor = "auto",
 ) -> UInt64Array | None:
-    """Digests and checksums of what is in memory, in one pass over it.
+    """Digests and checksums of ranges of memory, in one pass over it.
 
     Returns the digests, when asked; ``crc32`` as of ``scan_segments``, ConfigError as of ``read_segments``. Digests of
     a GPU's memory are made there; it has no checksums.
@@ -270,7 +270,7 @@ def host_executor(executor: Executor) -> Executor:
 
 
 def _choose(executor: Executor, operation: Operation, buffers: Sequence[Buffer]) -> str:
-    """As ``choose_executor``, by the memory that is moved, too."""
+    """Choose as ``choose_executor``, by the memory that is moved, too."""
     kinds = {_kind(buffer) for buffer in buffers}
     if executor == "auto":
         if kinds == {"cuda"} and len({buffer.device for buffer in _device_buffers(buffers)}) == 1:

@@ -37,7 +37,7 @@ def native_sources(csrc: Path) -> list[Path]:
 
 
 def cuda_sources(csrc: Path) -> list[Path]:
-    """The files of the CUDA engine: the native one, whose code reads files, with an interface of its own."""
+    """The files of the CUDA engine: the native one, whose code reads files, with an own interface."""
     native = [path for path in native_sources(csrc) if path.name != "api.cpp"]
     return sorted([*native, *csrc.glob("cuda/*.cu"), *csrc.glob("cuda/*.cpp")])
 
@@ -74,7 +74,7 @@ def find_nvcc() -> str:
 
 
 def build_library(command: Sequence[str], target: Path, *, directory: Path) -> None:
-    """Run a compiler in ``directory``; its library becomes ``target``, and what it printed the log beside it.
+    """Run a compiler in ``directory``; its library becomes ``target``, and its output the log next to it.
 
     A process that has the former library loaded keeps it. Raises NotBuilt; ``target`` is then as it was.
     """
@@ -88,7 +88,7 @@ def build_library(command: Sequence[str], target: Path, *, directory: Path) -> N
 
 
 def write_log(target: Path, text: str) -> None:
-    """What happened to a library, in a file beside it: ``zeroelastic doctor`` shows its first line."""
+    """Write the log of a build next to the library: ``zeroelastic doctor`` shows the first line."""
     target.with_suffix(".log").write_text(text, encoding="utf-8")
 
 

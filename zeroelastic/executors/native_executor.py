@@ -53,7 +53,7 @@ def limit_instruction_set(limit: InstructionSet) -> InstructionSet:
 
 
 def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int, threads: int | None = None) -> int:
-    """As ``zeroelastic.core.digest.digest_range``."""
+    """Compute ``zeroelastic.core.digest.digest_range``."""
     assert itemsize in (1, 2, 4, 8) and len(data) % itemsize == 0 and start >= 0 and data.flags.c_contiguous
     threads = default_threads() if threads is None else threads
     return int(
@@ -64,12 +64,15 @@ def digest_range(data: ByteArray, itemsize: int, *, seed: int, start: int, threa
 
 
 def join_crc32(crc32: UInt32Array, nbytes: Int64Array) -> int:
-    """As ``zeroelastic.executors.batches.join_crc32``."""
+    """Compute ``zeroelastic.executors.batches.join_crc32``."""
     return int(_library().ze_crc32_join(crc32.ctypes.data, nbytes.ctypes.data, len(crc32)))
 
 
 def run(table: Table, options: MoveOptions, *, sides: Endpoints[ByteArray]) -> Moved:
-    """As ``tables.HostEngine``. Memory: 256 KiB per thread to read with a conversion, 1 MiB to move or scan files."""
+    """Run a table as a ``tables.HostEngine``.
+
+    Memory: 256 KiB per thread to read with a conversion, 1 MiB to move or scan files.
+    """
     assert all(buffer.flags.writeable for buffer in sides.dst or ()), "a destination is read-only"
     call, error, bytes_read = NativeCall(table, options), Error(), ctypes.c_int64()
     files, operation = local_paths(sides.src_paths or ()), sides.operation

@@ -1,6 +1,6 @@
 """The reference engine: plain slices, preadv and pwrite, one row after the other; the other engines must match it.
 
-Its conversions are bit for bit those of torch's ``Tensor.copy_``, except for the NaN of bfloat16.
+Its conversions agree with torch's ``Tensor.copy_`` bit for bit, except for the NaN of bfloat16.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ BFLOAT16_NAN = 0x7FC0
 
 
 def run(table: Table, options: MoveOptions, *, sides: Endpoints[ByteArray]) -> Moved:
-    """As ``tables.HostEngine``. No byte is read twice; between files, and for a conversion, rows go through 1 MiB."""
+    """Run a table as a ``tables.HostEngine``.
+
+    No byte is read twice; between files, and for a conversion, rows go through 1 MiB.
+    """
     check_rows(table, options, sides)
     src_paths, dst = sides.src_paths, sides.dst
     num_read = 0 if src_paths is None else int(table.nbytes.sum())
@@ -204,7 +207,7 @@ class _Destinations:
 
 
 def _chunks(nbytes: int) -> Iterator[slice]:
-    """What covers so many bytes by 1 MiB; one empty slice for none."""
+    """Yield slices of 1 MiB that cover so many bytes; one empty slice for none."""
     for begin in range(0, max(nbytes, 1), _STAGING_BYTES):
         yield slice(begin, min(nbytes, begin + _STAGING_BYTES))
 

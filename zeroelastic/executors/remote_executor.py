@@ -60,7 +60,7 @@ class RemoteEngine:
         self._batch_bytes = staging_bytes // _NUM_BATCHES
 
     def __call__(self, table: Table, options: MoveOptions, *, sides: Endpoints[ByteArray]) -> Moved:
-        """As the host engine, from files. The bytes that are read are those that are asked for, gaps included."""
+        """Run a table as the host engine does, from files. Bytes that are read count all requests, gaps included."""
         src_paths = sides.src_paths
         assert src_paths is not None, "the sources are files"
         assert options.copies is None, "only files on this machine are converted beside"
@@ -141,7 +141,7 @@ def _from_answers(batch: Requests, table: Table, cast: Cast) -> Table:
 class Requests:
     """Byte ranges to ask for, and the pieces of rows in them.
 
-    Invariants: requests are sorted by (file, offset), none is longer than asked for, and those of one file do not
+    Invariants: requests are sorted by (file, offset), none is longer than asked for, and requests of one file do not
     overlap but for less than 8 bytes where a run was cut; the pieces of a row are the whole row, in order, each
     inside one request and cut at multiples of 8 bytes. ``piece_offset`` is from the beginning of the request,
     ``piece_start`` from the beginning of the row; pieces are sorted by request. All quantities are in bytes.
@@ -160,7 +160,7 @@ class Requests:
 def plan_requests(
     file: Int64Array, offset: Int64Array, nbytes: Int64Array, *, request_bytes: int, max_gap: int = MAX_GAP
 ) -> Requests:
-    """What to ask for so that every row comes: each byte once, neighbours together. Pure; rows in any order.
+    """Plan requests that bring every row: each byte once, neighbours together. Pure; rows in any order.
 
     Columns have shape ``(num_rows,)``; empty rows have no pieces.
     """
@@ -202,7 +202,7 @@ def plan_requests(
 
 
 def affordable_gap(file: Int64Array, offset: Int64Array, nbytes: Int64Array) -> int:
-    """The largest gap up to ``MAX_GAP`` for which all that is in such gaps is little beside the rows. Pure.
+    """The largest gap up to ``MAX_GAP`` for which all that is in such gaps is little compared with the rows. Pure.
 
     Little is a share of the rows, 1/``_GAPS_SHARE``, or ``_FREE_GAPS`` bytes. What is between the rows of one rank
     belongs to other ranks, which read it too: without this bound a run of many small parameters would read each byte

@@ -1,4 +1,4 @@
-"""What executors are given: tables of byte ranges, options, and a progress function; and what an engine is.
+"""The arguments of executors: tables of byte ranges, options, and a progress function; and the type of an engine.
 
 An engine is one function: it takes a table, the files or the memory that its rows are in, the files or the memory that
 they go to, if they go anywhere, and options. ``dispatch`` has a function for each of the six operations.
@@ -165,7 +165,7 @@ def _inside(
 
 @dataclass(frozen=True, slots=True)
 class DigestRows:
-    """What each row of a table adds to a digest: arrays parallel to the rows.
+    """The digest to which each row of a table adds: arrays parallel to the rows.
 
     ``stream`` indexes ``seeds``; ``start`` is the global position of the row's first element; ``itemsize`` in bytes.
     An element of 16 bytes (complex128) counts as two of 8, here and in ``dispatch.digest_range``.
@@ -194,7 +194,7 @@ class ReadResult:
 
 @dataclass(frozen=True, slots=True)
 class ConvertedCopies:
-    """Memory that gets what is read a second time, converted: for each buffer, one with as many elements, or None."""
+    """Memory that gets the bytes a second time, converted: for each buffer, one with as many elements, or None."""
 
     cast: Cast
     buffers: Sequence[ByteBuffer | None]
@@ -202,14 +202,14 @@ class ConvertedCopies:
 
 @dataclass(frozen=True, slots=True)
 class MoveOptions:
-    """What an engine does in the pass that moves the bytes.
+    """Options of the pass that moves the bytes.
 
     ``digest``: what each row adds to which digest, which the operation returns. ``crc32``, shape ``(num_rows,)``: an
-    array that is filled with the CRC-32 of the bytes written of each row (read, where nothing is written).
-    ``cast``: a conversion of the elements. ``sync``: flush each file that was written to its device. ``threads``: None
-    for ``default_threads``. ``progress``: called with the bytes of the sources that are done. ``copies``: of what is
-    read without a conversion. The functions of ``dispatch`` show which options an operation uses; it ignores the
-    others.
+    array that is filled with the CRC-32 of the bytes written of each row (read, where nothing is written). ``cast``: a
+    conversion of the elements. ``sync``: flush each file that was written to its device. ``threads``: None for
+    ``default_threads``. ``progress``: called with the bytes of the sources that are done. ``copies``: converted copies
+    of bytes that are read without a conversion. The functions of ``dispatch`` show which options an operation uses; it
+    ignores the others.
     """
 
     digest: DigestRows | None = None
@@ -230,7 +230,7 @@ Operation = Literal["read", "copy", "write", "move", "scan", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class Endpoints(Generic[B]):
-    """What the rows of a table are in, and what they go to: files or buffers.
+    """The files or buffers that the rows of a table are in, and those that they go to.
 
     The sources are ``src_paths``, or ``src``; the destinations ``dst_paths``, or ``dst``, or there are none.
     """
@@ -255,7 +255,7 @@ class Endpoints(Generic[B]):
         return [*self.src, *(self.dst or ())]
 
     def having(self, form: Callable[[Sequence[B]], Sequence[C]]) -> Endpoints[C]:
-        """The same with the buffers in another form."""
+        """Convert the buffers of both sides to another form."""
         return Endpoints(self.src_paths, form(self.src), self.dst_paths, None if self.dst is None else form(self.dst))
 
 
@@ -285,7 +285,7 @@ class Progress:
             self.finish()
 
     def finish(self) -> None:
-        """Report what is done since the last report; in the end, the rest."""
+        """Report the bytes since the last report; in the end, the rest."""
         if self._function is not None:
             done, self._done, self._last = self._done, 0, time.monotonic()
             self._function(done)

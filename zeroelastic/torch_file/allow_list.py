@@ -1,6 +1,6 @@
-"""What takes the place of each global that a pickle may name: the allow-list of a torch.save file's tree.
+"""The allow-list of a torch.save file's tree: the object that takes the place of each global that a pickle names.
 
-``ALLOWED`` has the object for each global, ``EXACT`` those of a tree that is written again: what has no inert form that
+``ALLOWED`` is for trees that are read, ``EXACT`` for trees that are written again: an object without an inert form that
 keeps all of it is a ``Stub`` there.
 """
 
@@ -104,7 +104,7 @@ def _rebuild_tensor_v3(
 
 
 def _of_bits(tensor: TensorRef, marks: object = None) -> TensorRef | Stub:
-    """The tensor, if its elements are what its storage holds; those of a conjugate or negative view are not."""
+    """The tensor, if the storage holds its elements; a conjugate or negative view has others, and is a stub."""
     if not marks:
         return tensor
     name = " ".join(mark for mark in ("conj", "neg") if isinstance(marks, dict) and marks.get(mark)) or shown(marks)
@@ -256,7 +256,7 @@ ALLOWED: dict[tuple[str, str], object] = {
 
 
 def _exactly(path: tuple[str, str], rebuild: Callable[..., object], num_args: int) -> Function:
-    """A rebuild function that leaves a tensor as a stub of its call unless a ``TensorRef`` is all that it is."""
+    """A rebuild function that makes a stub of the call where a ``TensorRef`` does not keep all of a tensor."""
     call = new_global(*path)
 
     def made(*args: object) -> object:

@@ -6,7 +6,7 @@ file system supports them: no bytes are copied, and the save takes no memory fro
 
 The memory is pinned where tensors come from a GPU. Pinned pages are registered with the CUDA driver: just as many as
 there are, and until they are freed. torch's allocator of pinned memory rounds each block up to a power of two, and
-keeps what is freed.
+keeps freed blocks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Pages(mmap.mmap):
         return self._pinned is not None
 
     def unpin(self) -> None:
-        """Unpin what is pinned, when no copy to it is under way any more."""
+        """Unpin the range, when no copy to it is under way any more."""
         pinned, self._pinned, self._asked = self._pinned, None, None
         if pinned is None or self._process != os.getpid():  # a forked process has no part in it
             return
@@ -211,7 +211,7 @@ class FileImage:
 
     @property
     def data(self) -> ByteArray:
-        """The bytes of the file, shape ``(nbytes,)``; they are those of a complete file after ``complete``."""
+        """The bytes of the file, shape ``(nbytes,)``; complete after ``complete``."""
         return self._memory.numpy()
 
     def write(self, *, sync: bool = False) -> None:
@@ -221,7 +221,7 @@ class FileImage:
             write_past_cache(os.fspath(self.path), self._memory.numpy(), sync=sync)
 
     def _read_gaps(self, image: ByteArray) -> None:
-        """Read what is between the storages: headers, the pickle, the directory."""
+        """Read the bytes between the storages: headers, the pickle, the directory."""
         with name_in_errors(self.path), open(self.path, "rb", buffering=0) as file:
             at = 0
             begins, ends = self._skeleton.offsets, self._skeleton.offsets + self._skeleton.sizes

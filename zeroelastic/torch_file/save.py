@@ -219,7 +219,7 @@ class TorchSaveSkeleton:
     def payload(self, digest_ranges: Sequence[DigestRange], last: Sequence[torch.Tensor]) -> Payload:
         """The payload, cut at the digest ranges; late are the storages of ``last``.
 
-        A digest range that is in no storage of the file, or overlaps another one, is no segment of its own.
+        A digest range that is in no storage of the file, or overlaps another one, is no segment.
         """
         index = {storage._cdata: i for i, storage in enumerate(self.storages)}
         late = {index.get(tensor.untyped_storage()._cdata, -1) for tensor in last} - {-1}
@@ -368,8 +368,8 @@ def _other_layout(path: Path, problem: str) -> UnsupportedError:
 def _serialization_id(before: bytes, directory: ZipDirectory, identity: int, crc32: UInt32Array) -> bytes:
     """torch's identity of a file: 20 digits made of the records' names, which stay, and 20 of their checksums.
 
-    ``identity`` is the row of its record: those before it count. Source: PyTorchStreamWriter::writeSerializationId and
-    c10's hash_combine.
+    ``identity`` is the row of the record: the records before it count. Source:
+    PyTorchStreamWriter::writeSerializationId and c10's hash_combine.
     """
     if len(before) != 40 or not before.isdigit():
         return before

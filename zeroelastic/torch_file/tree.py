@@ -240,12 +240,12 @@ class Stub(metaclass=Global):
 
     @property
     def module(self) -> str:
-        """The module of its class, shortened."""
+        """The module of the class, shortened."""
         return brief(type(self).path[0])
 
     @property
     def qualname(self) -> str:
-        """The name of its class, shortened."""
+        """The name of the class, shortened."""
         return brief(type(self).path[1])
 
     @property

@@ -53,7 +53,7 @@ _BATCH_BYTES = 16 << 20  # that are read at one time at most
 
 
 class ZipRecord(NamedTuple):
-    """One record: its name, the byte positions of its payload in the file, and its checksum."""
+    """One record: name, place and size of the payload in the file, in bytes, and checksum."""
 
     name: str
     offset: int

@@ -107,7 +107,7 @@ class ZipEntry(NamedTuple):
 
 
 class ZipDirectory:
-    """The directory of an archive: its records by row, first those of storages by number, then the others.
+    """The directory of an archive: its records by row, first the storages by number, then the others.
 
     It is what the file has from byte ``offset`` to ``end``; ``digest`` is the SHA-256 of the file from there on.
     ``faults`` is empty where the directory and the end records are as torch.save writes them. ``folder`` is the
@@ -268,7 +268,7 @@ class ZipDirectory:
 
 
 def payload_offset(data: bytes, entry: ZipEntry, size: int) -> int:
-    """Where a record's payload begins in a file of ``size`` bytes, from the first bytes of its own header.
+    """Where a record's payload begins in a file of ``size`` bytes, from the first bytes of the record's header.
 
     The header's name is compared with the directory's, and its length with the fields inside. Raises ZipError.
     """
