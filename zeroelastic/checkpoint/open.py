@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import overload
 
-from zeroelastic.checkpoint.commit_record import CommitRecord
+from zeroelastic.checkpoint.commit_record import CheckpointFormat, CommitRecord
 from zeroelastic.checkpoint.contradictions import check_frozen, not_committed, other_directory, other_save
 from zeroelastic.checkpoint.expert_files import FrozenExperts, frozen_experts
 from zeroelastic.checkpoint.extents import TensorExtents, extents_over_ranks
@@ -207,6 +207,11 @@ class Checkpoint:
         slices, params = self._slices(rank, opened), self._rigid_params(rank)
         tp_rank = tensor_rank if self.tp.size == 1 else self.tp.rank
         return opened.header(data_rank, params=params, tp_rank=tp_rank, slices=slices)
+
+    @property
+    def format(self) -> CheckpointFormat:
+        """The format of the save, by the record or an optimizer file."""
+        return self.shard(self._near(0)).format if self.record is None else self.record.checkpoint_format
 
     def train_batch_size(self, head: OptimizerHeader) -> int | None:
         """The global batch of the save, from its record, an optimizer file or the configuration in it."""

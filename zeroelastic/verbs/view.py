@@ -188,8 +188,8 @@ class CheckpointView(Mapping[str, TensorHandle]):
     @cached_property
     def format(self) -> str:
         """``"elastic"`` or ``"rigid"``."""
-        record = self._checkpoint.record
-        return self._state.head.format if record is None else record.checkpoint_format
+        with self._reading():
+            return self._checkpoint.format
 
     @cached_property
     def step(self) -> int:
