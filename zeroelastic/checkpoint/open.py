@@ -32,6 +32,7 @@ from zeroelastic.checkpoint.tag_files import (
     refuse_unfinished,
 )
 from zeroelastic.checkpoint.topology import Topology
+from zeroelastic.core.collector import paused_collector
 from zeroelastic.core.layout import Layout, Param
 from zeroelastic.errors import CheckpointError, MissingFileError, UndescribedSlicesError, counted, missing_file, some
 from zeroelastic.io.paths import FilePath, as_path
@@ -200,6 +201,7 @@ class Checkpoint:
             self._shards[rank] = shard
         return self._shards[rank]
 
+    @paused_collector()  # until the tree of the file is gone
     def read_shard(self, rank: int, *, through: Blocks | None = None) -> OptimizerHeader:
         """Parse the header of one rank's optimizer file, which is not yet compared with other files."""
         data_rank, tensor_rank = self.topology.place(rank)
@@ -242,6 +244,7 @@ class Checkpoint:
             self.topology = self.sliced.topology
         return self.sliced.of_rank(rank)
 
+    @paused_collector()
     def model_states(self, rank: int, *, through: Blocks | None = None) -> ModuleHeader:
         """The layout part of ``model_file``; parsed once.
 

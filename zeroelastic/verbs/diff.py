@@ -238,9 +238,10 @@ def _compare(left: _Side, right: _Side, params: str | None, progress: Progress) 
 
 def _buffers(file: TorchFile, state: SavedState) -> list[ModelTensor]:
     """Return the tensors of the module but parameters, which are empty there at stage 3, and whole at 1 and 2."""
-    others = state.models[0].others
-    entries = ((str(name), ref) for name, ref in pairs_of(pairs_of(file.root).get("module")).items())
-    tensors = {name: ref for name, ref in entries if name in others and isinstance(ref, TensorRef) and ref.numel}
+    module = pairs_of(pairs_of(file.root).get("module"))
+    names = state.models[0].others if state.checkpoint.whole_model else module
+    tensors = {str(key): value for key, value in module.items() if key in names and isinstance(value, TensorRef)}
+    tensors = {name: ref for name, ref in tensors.items() if ref.numel}
     file.locate(ref.storage.key for ref in tensors.values())
     return [stored_tensor(name, ref, file) for name, ref in tensors.items()]
 
