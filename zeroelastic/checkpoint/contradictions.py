@@ -229,9 +229,8 @@ def values_sentence(tables: Sequence[tuple[int, Values]]) -> str | None:
 def shard_values(shard: OptimizerHeader) -> Values:
     """The hyper-parameters and the replicated state of a rank's optimizer."""
     found: dict[str, tuple[str, object]] = {}
-    for g, group in enumerate(shard.groups):
-        if shard.layout.slices is None:
-            found[f"the parameters of optimizer group {g}"] = ("params", group.params)
+    for g, (group, params) in enumerate(zip(shard.groups, shard.common_params.groups, strict=True)):
+        found[f"the parameters of optimizer group {g}"] = ("params", params)
         found |= {f"{key!r} of optimizer group {g}": (key, value) for key, value in group.options.items()}
     for i, scalars in enumerate(shard.scalars):
         found |= {
@@ -241,17 +240,16 @@ def shard_values(shard: OptimizerHeader) -> Values:
 
 
 def shard_facts(shard: OptimizerHeader) -> dict[str, str]:
-    """Return the facts that are the same in every shard of one save.
-
-    Of a checkpoint with slices ranks have other parameters, which are compared with the maps of slices.
-    """
-    has_slices = shard.layout.slices is not None
+    """Return the facts that are the same in every shard of one save."""
+    common = shard.common_params
     return {
         "format": shard.format,
         "save id": str(shard.save_id),
-        "parameters": "slices" if has_slices else repr(shard.layout.params),
-        "sub-groups": "slices" if has_slices else repr(shard.layout.sub_group_numel.tolist()),
-        "hyper-parameters": repr([(sorted(g.options.items()), () if has_slices else g.params) for g in shard.groups]),
+        "parameters": repr(common.params),
+        "sub-groups": repr(common.sub_group_numel),
+        "hyper-parameters": repr(
+            [(sorted(group.options.items()), params) for group, params in zip(shard.groups, common.groups, strict=True)]
+        ),
         "optimizer state keys": repr(shard.tensor_keys),
         "step and other scalars": repr([sorted((k, v.canonical()) for k, v in s.items()) for s in shard.scalars]),
         "loss scale": repr((shard.scaler, shard.grad_scaler)),

@@ -184,6 +184,17 @@ class ScalerState:
     overflow: bool
 
 
+class CommonParams(NamedTuple):
+    """The parameters of an optimizer file that are the same on all ranks: by flat buffer, and by optimizer group.
+
+    Empty where ranks have slices, which are compared with the maps of slices.
+    """
+
+    params: tuple[Param, ...]
+    sub_group_numel: tuple[int, ...]
+    groups: tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerHeader:
     """One rank's optimizer state: which tensors and scalars each flat buffer has and where the tensors are.
@@ -219,6 +230,14 @@ class OptimizerHeader:
     grad_scaler: Mapping[str, OptionValue] | None = None
     directory: str = ""
     clip_grad: float | None = None
+
+    @property
+    def common_params(self) -> CommonParams:
+        """The parameters that all ranks have."""
+        if self.layout.slices is not None:
+            return CommonParams((), (), ((),) * len(self.groups))
+        lengths = tuple(self.layout.sub_group_numel.tolist())
+        return CommonParams(self.layout.params, lengths, tuple(group.params for group in self.groups))
 
 
 def read_loss_scaler(file: TorchFile, state: Mapping[str, object]) -> ScalerState | None:

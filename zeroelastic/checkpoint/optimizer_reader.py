@@ -119,12 +119,7 @@ class OptimizerFile(NamedTuple):
         not name (they come from a ``*_model_states.pt``); elastic files of stage 3 name them themselves. ``slices``
         says which slices the rank has, where the checkpoint has slices. Raises CheckpointError, UnsupportedError.
         """
-        if self.num_parts is not None and slices is None:
-            raise UnsupportedError(
-                f"{self.file.path}: {shown(list(self.num_parts))} ranks share its flat buffers: it has groups of "
-                "experts (MoE), and nothing says which rank has which."
-            )
-        reader = _Reader(self, _Cut(self.data_size, rank) if slices is None else _cut_of(self, slices))
+        reader = _Reader(self, _cut_of(self, rank, slices))
         with self.file.one_open():
             self.file.locate()
             if self.stage == 3 and "base_optimizer_state" in self.state:
@@ -232,8 +227,15 @@ class _Cut:
         return parts
 
 
-def _cut_of(opened: OptimizerFile, slices: RankSlices) -> _Cut:
-    """How the flat buffers of a rank of a checkpoint with slices are cut."""
+def _cut_of(opened: OptimizerFile, data_rank: int, slices: RankSlices | None) -> _Cut:
+    """How the flat buffers of a rank are cut. Raises UnsupportedError where that is not known."""
+    if slices is None:
+        if opened.num_parts is not None:
+            raise UnsupportedError(
+                f"{opened.file.path}: {shown(list(opened.num_parts))} ranks share its flat buffers: it has groups of "
+                "experts (MoE), and nothing says which rank has which."
+            )
+        return _Cut(opened.data_size, data_rank)
     topology, rank = slices.topology, slices.rank
     parts = opened.num_parts or (topology.data_size,) * slices.layout.num_sub_groups
     tensor_rank = topology.place(rank)[1]

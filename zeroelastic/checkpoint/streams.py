@@ -16,6 +16,7 @@ from zeroelastic.checkpoint.saved_state import TensorSet
 from zeroelastic.core.copies import first_copies, strips_of_runs
 from zeroelastic.core.digest import UInt64Array
 from zeroelastic.core.layout import Int64Array
+from zeroelastic.core.slice_plan import slices_of_layout
 
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -45,10 +46,10 @@ class DigestKeys:
 
     def of_rows(self, parts: Sequence[TensorSet], number: int, rows: ExtentTable, tensor: Int64Array) -> Int64Array:
         """The stream of each row of ``parts[number].rank_rows``, which are of these tensors of all parts."""
-        slices, first = parts[number].layout.slices, self.first[number]
-        if slices is None or not len(first):
+        first = self.first[number]
+        if not len(first):  # there are no copies
             return tensor
-        stream = first[strips_of_runs(slices, rows.param, rows.start)]
+        stream = first[strips_of_runs(slices_of_layout(parts[number].layout), rows.param, rows.start)]
         key = tensor - self.tensor[stream]
         return np.where(stream < 0, tensor, stream + key)
 
