@@ -45,7 +45,7 @@ def write_files(tag: Path, num_params: int) -> None:
 
 def write_record(tag: Path, num_params: int, num_ranks: int) -> None:
     """A commit record of many parameters under Adam, and of the two files of each of many ranks."""
-    from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CommitRecord, Versions, record_text
+    from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CommitRecord, SavedWith, record_text
     from zeroelastic.checkpoint.param_table import param_records
     from zeroelastic.core.digest import ParamContent, ScalarValue
 
@@ -64,7 +64,7 @@ def write_record(tag: Path, num_params: int, num_ranks: int) -> None:
     record = CommitRecord(
         format_version=RECORD_VERSION, checkpoint_format="elastic", save_id="0" * 32, tag=tag.name,
         world_size=num_ranks, global_steps=1, train_batch_size=num_ranks,
-        versions=Versions(zeroelastic="0", deepspeed="0", torch="0"),
+        versions=SavedWith(zeroelastic="0", deepspeed="0", torch="0"),
         files={name: 1_000_000 + i for i, name in enumerate(names)}, params=table, content_root=table.root,
     )  # fmt: skip
     (tag / "zeroelastic.json").write_bytes(record_text(record))

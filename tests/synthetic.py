@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from saved_files import record_of
 
-from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION, CommitRecord, Versions, record_text
+from zeroelastic.checkpoint.commit_record import RECORD_NAME, RECORD_VERSION, CommitRecord, SavedWith, record_text
 from zeroelastic.checkpoint.open import Checkpoint
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.core.digest import ParamContent, ScalarValue, content_root, digest_range, stream_seed
@@ -241,7 +241,7 @@ def write_record(
         global_steps=global_steps,
         train_batch_size=2 * world_size,
         trained_params=params_digest(c.param for c in contents if c.param.name in trainable),
-        versions=Versions(zeroelastic="0", deepspeed="0.19.8", torch=torch.__version__),
+        versions=SavedWith(zeroelastic="0", deepspeed="0.19.8", torch=torch.__version__),
         files={name: (tag_dir / name).stat().st_size for name in files},
         params=param_records(contents, trainable),
         content_root=content_root(contents),

@@ -16,7 +16,7 @@ from zeroelastic.checkpoint.commit_record import (
     RECORD_NAME,
     RECORD_VERSION,
     CommitRecord,
-    Versions,
+    SavedWith,
     read_record,
     record_text,
 )
@@ -46,7 +46,7 @@ def make(contents=CONTENTS, **changes) -> CommitRecord:
         "world_size": 2,
         "global_steps": 3,
         "train_batch_size": 8,
-        "versions": Versions(zeroelastic="1", deepspeed="2", torch="3"),
+        "versions": SavedWith(zeroelastic="1", deepspeed="2", torch="3"),
         "files": {"a.pt": 10, "b.pt": 0},
         "params": param_records(contents, frozenset({"w"})),
         "content_root": content_root(contents),

@@ -36,7 +36,7 @@ _Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _FileName = Annotated[str, StringConstraints(pattern=r"^[^/\x00]{1,255}$")]
 
 
-class Versions(Schema):
+class SavedWith(Schema):
     """The software that wrote the checkpoint."""
 
     zeroelastic: str
@@ -74,7 +74,7 @@ class CommitRecord(Schema):
     trained_params: _Id | None = None
     excluded_by: Literal["option", "argument"] | None = None
     own_weights: bool | None = False
-    versions: Versions
+    versions: SavedWith
     files: dict[_FileName, Annotated[int, Field(ge=0, lt=1 << 62)]]
     directories: dict[_FileName, _Digest] = Field(default={})
     params: ParamTable

@@ -24,7 +24,7 @@ _ONE = 1 << 31  # polynomials over GF(2) are reflected: bit 31 is the coefficien
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PieceBatch:
     """Pieces of rows that fit a buffer together: piece i is ``nbytes[i]`` bytes from byte ``start[i]`` of a row.
 
     ``offset`` is where the piece is in the buffer. All arrays have shape ``(num_pieces,)``, in bytes.
@@ -36,7 +36,7 @@ class Batch:
     offset: Int64Array
 
 
-def batches(nbytes: Int64Array, capacity: int) -> Iterator[Batch]:
+def batches(nbytes: Int64Array, capacity: int) -> Iterator[PieceBatch]:
     """Pieces that cover rows of ``nbytes[i]`` bytes, in their order, by batches of at most ``capacity`` bytes.
 
     A row is cut only where a batch ends. An empty row is one empty piece.
@@ -55,7 +55,7 @@ def batches(nbytes: Int64Array, capacity: int) -> Iterator[Batch]:
     bounds = np.flatnonzero(np.diff(batch, prepend=-1, append=-1))
     for at, end in pairwise(bounds.tolist()):
         some = slice(at, end)
-        yield Batch(
+        yield PieceBatch(
             row=row[some],
             start=low[some] - begin[row[some]],
             nbytes=high[some] - low[some],

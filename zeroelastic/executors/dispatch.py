@@ -22,7 +22,7 @@ from zeroelastic.core.digest import ByteArray, UInt64Array
 from zeroelastic.core.digest import digest_range as reference_digest_range
 from zeroelastic.errors import ConfigError, UnsupportedError
 from zeroelastic.executors import cuda_executor, native_executor, numpy_executor
-from zeroelastic.executors.batches import Batch, batches, join_crc32, join_crc32_groups
+from zeroelastic.executors.batches import batches, join_crc32, join_crc32_groups
 from zeroelastic.executors.build_info import EngineLibrary, describe_build, is_usable, load_library
 from zeroelastic.executors.tables import (
     MAX_DIGESTED_BYTES,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "OPERATIONS", "Batch", "Buffer", "ByteBuffer", "Cast", "ConvertedCopies", "CopyTable", "DeviceBuffer", "DigestRows",
+    "OPERATIONS", "Buffer", "ByteBuffer", "Cast", "ConvertedCopies", "CopyTable", "DeviceBuffer", "DigestRows",
     "Executor", "Operation", "Ranges", "ReadResult", "UInt32Array", "batches", "choose_executor", "copy_segments",
     "describe_build", "digest_range", "host_executor", "join_crc32", "join_crc32_groups", "move_segments",
     "read_segments", "scan_segments", "sum_segments", "write_segments",

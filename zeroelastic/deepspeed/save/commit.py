@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zeroelastic._version import __version__
-from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CheckpointFormat, CommitRecord, Versions
+from zeroelastic.checkpoint.commit_record import RECORD_VERSION, CheckpointFormat, CommitRecord, SavedWith
 from zeroelastic.checkpoint.param_table import param_records, params_digest
 from zeroelastic.checkpoint.saved_layout import saved_maps
 from zeroelastic.checkpoint.saved_state import contents_of, frozen_part, trained_part
@@ -117,7 +117,7 @@ def record_of(save: PendingCommit, written: Sequence[Written], committed_at: flo
         trained_params=params_digest(
             content.param for content in save.contents if content.tp_rank == 0 and content.param.name in save.trained
         ),
-        versions=Versions(zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)),
+        versions=SavedWith(zeroelastic=__version__, deepspeed=deepspeed.__version__, torch=str(torch.__version__)),
         files={name: size for each in own_last for name, size in sorted(each.sizes.items())},
         directories={name: digest for each in own_last for name, digest in sorted(each.directories.items())},
         params=param_records(save.contents, save.trained),

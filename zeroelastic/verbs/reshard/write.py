@@ -21,7 +21,7 @@ from zeroelastic.checkpoint.commit_record import (
     RECORD_NAME,
     RECORD_VERSION,
     CommitRecord,
-    Versions,
+    SavedWith,
     record_text,
 )
 from zeroelastic.checkpoint.one_save import one_save
@@ -173,7 +173,7 @@ def _record(
         train_batch_size=plan.saved.train_batch_size or 0,
         committed_at=None if at is None else round(at + 1e-6, 6),  # among the source's tags it comes next to it
         trained_params=params_digest(params),
-        versions=Versions(
+        versions=SavedWith(
             zeroelastic=__version__,
             deepspeed=deepspeed if source is None else source.versions.deepspeed,
             torch="unknown" if source is None else source.versions.torch,
